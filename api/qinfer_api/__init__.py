@@ -1,0 +1,1 @@
+"""PROGRAM 1, the gateway: HTTP in, the queue behind, answers back."""

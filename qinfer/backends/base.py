@@ -1,0 +1,116 @@
+"""The backend contract (DESIGN.md §5): `load`, `execute(batch, ctx)`, `unload`.
+
+A backend instance is used by one thread at a time: `instance_group.count` instances make as many slots. It knows nothing
+of queues; it gets assembled arrays and answers each item through `ctx`, or all of them through `respond_rows`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from qinfer.errors import OutputMismatch, QinferError
+from qinfer.messages import InferRequest
+from qinfer.repository.spec import ModelSpec
+from qinfer.tensors import Tensor, from_numpy
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one execution gets.
+
+    Attributes:
+        requests: The items, in batch order.
+        rows: How many rows of the batch dimension each item has; all 1 when `max_batch_size` is 0.
+        inputs: Name → array. With a batch dimension: the items' rows stacked, `[sum(rows), …]`. Without: the one
+            item's own array. BYTES are object arrays of `bytes`, BF16 are float32.
+    """
+
+    requests: Sequence[InferRequest]
+    rows: Sequence[int]
+    inputs: Mapping[str, Array]
+
+    @property
+    def size(self) -> int:
+        """Rows in all: what Triton calls the batch size of the execution."""
+        return sum(self.rows)
+
+
+class Context(Protocol):
+    """A batch's way back. Items are named by their position in the batch."""
+
+    def respond(self, item: int, outputs: tuple[Tensor, ...] | QinferError, *, final: bool = True) -> None:
+        """Answers an item: with outputs, or with the error that it alone failed with."""
+        ...
+
+    def cancelled(self, item: int) -> bool:
+        """Tells whether nobody waits for this item any more."""
+        ...
+
+
+class Backend(Protocol):
+    """One model instance on one device."""
+
+    def load(self, spec: ModelSpec, version_dir: Path) -> None:
+        """Loads the model file of one version; called once, before any `execute`.
+
+        Raises:
+            ModelLoadFailed: The file or a setting is wrong; the message says which.
+        """
+        ...
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        """Runs a batch and answers every item exactly once as final.
+
+        An exception fails every item that was not answered yet, with the exception's own text for `QinferError`s.
+        """
+        ...
+
+    def unload(self) -> None:
+        """Frees what `load` took."""
+        ...
+
+
+BackendFactory = Callable[[], Backend]
+
+
+def respond_rows(batch: Batch, ctx: Context, outputs: Mapping[str, Array], datatypes: Mapping[str, str]) -> None:
+    """Answers every item with its rows of the outputs.
+
+    Args:
+        batch: The batch that ran.
+        ctx: Its context.
+        outputs: Name → array, `[batch.size, …]` for a model with a batch dimension.
+        datatypes: Name → wire datatype of each output.
+
+    Raises:
+        OutputMismatch: An output's first dimension is not the batch's size.
+    """
+    size = batch.size
+    for name, array in outputs.items():
+        if len(batch.requests) > 1 and (array.ndim == 0 or array.shape[0] != size):
+            raise OutputMismatch(
+                f"output '{name}' has shape {list(array.shape)} for a batch of {size}; its first dimension must be {size}"
+            )
+    begin = 0
+    for item, (request, rows) in enumerate(zip(batch.requests, batch.rows, strict=True)):
+        wanted = request.outputs or tuple(outputs)
+        whole = len(batch.requests) == 1
+        ctx.respond(
+            item,
+            tuple(
+                from_numpy(
+                    name, outputs[name] if whole else outputs[name][begin : begin + rows], _bf16(datatypes, name)
+                )
+                for name in wanted
+            ),
+        )
+        begin += rows
+
+
+def _bf16(datatypes: Mapping[str, str], name: str) -> str | None:
+    return "BF16" if datatypes.get(name) == "BF16" else None

@@ -1,0 +1,1 @@
+"""Which requests run together, and when: a pure policy and the machine around it."""

@@ -1,0 +1,1 @@
+"""Bytes ↔ messages, pure: frames for Redis, KServe JSON with the binary tensor extension for HTTP."""

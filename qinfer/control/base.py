@@ -1,0 +1,141 @@
+"""The control contract: where desired state, configurations, heartbeats and statistics are kept (DESIGN.md §3, §5).
+
+Everyone re-reads the desired state at start, on reconnect, when woken, and every 10 s; `wake` only shortens the wait.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+
+class Desired(msgspec.Struct, frozen=True):
+    """What should be loaded of one model.
+
+    Attributes:
+        model: Its name.
+        generation: Grows with each change of its configuration or files.
+        load: True = loaded, False = unloaded.
+    """
+
+    model: str
+    generation: int
+    load: bool = True
+
+
+class StoredModel(msgspec.Struct, frozen=True):
+    """A model's configuration as `models sync` wrote it.
+
+    Attributes:
+        model: Its name.
+        generation: The generation it belongs to.
+        config: The normalised ModelConfig in the JSON dialect of `GET …/config` (reference §2.5).
+        versions: The versions that its version policy selects, ascending.
+        content_hash: Hash of the configuration and the model files, by which a change is noticed.
+        error: Why the model can't be loaded (bad configuration, no version); empty when it can.
+    """
+
+    model: str
+    generation: int
+    config: str
+    versions: tuple[int, ...]
+    content_hash: str = ""
+    error: str = ""
+
+
+class State(StrEnum):
+    """A model version's state in one worker (reference §1.14)."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNAVAILABLE = "UNAVAILABLE"
+    UNLOADING = "UNLOADING"
+
+
+class VersionState(msgspec.Struct, frozen=True):
+    """The state of one model version in one worker, at a generation, with the reason when it is not READY."""
+
+    state: State
+    generation: int
+    reason: str = ""
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's heartbeat.
+
+    Attributes:
+        id: Unique for each start of a worker.
+        started_at: Seconds since the epoch, in the broker's time.
+        device: What it runs on, such as `cpu`.
+        models: Model → version → state.
+        executing: Requests in its batches now.
+        throughput_rps: Requests a second over the last heartbeats.
+        clock_offset_s: Broker time minus its wall clock.
+        frame_versions: Frame versions it can read.
+    """
+
+    id: str
+    started_at: float
+    models: dict[str, dict[int, VersionState]]
+    device: str = "cpu"
+    executing: int = 0
+    throughput_rps: float = 0.0
+    clock_offset_s: float = 0.0
+    frame_versions: tuple[int, ...] = (1,)
+
+
+class ControlStore(Protocol):
+    """The port; adapters: Redis and memory. Every coroutine raises `BrokerUnavailable` when the store can't be reached."""
+
+    async def desired(self) -> dict[str, Desired]:
+        """Returns the desired state of every model."""
+        ...
+
+    async def set_desired(self, desired: Desired) -> None:
+        """Writes the desired state of one model."""
+        ...
+
+    async def forget(self, model: str) -> None:
+        """Removes a model's desired state and configuration; its lanes stay until they are empty."""
+        ...
+
+    async def model(self, name: str) -> StoredModel | None:
+        """Returns a model's stored configuration."""
+        ...
+
+    async def put_model(self, stored: StoredModel) -> None:
+        """Stores a model's configuration."""
+        ...
+
+    async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
+        """Writes a worker's record; it disappears `ttl_s` seconds after the last write."""
+        ...
+
+    async def retire(self, worker_id: str) -> None:
+        """Removes a worker's record at once."""
+        ...
+
+    async def workers(self) -> list[WorkerRecord]:
+        """Returns the records of all live workers."""
+        ...
+
+    async def wake(self) -> None:
+        """Wakes everyone who waits in `wait`."""
+        ...
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds."""
+        ...
+
+    async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
+        """Adds to the statistics of a model version; they only grow."""
+        ...
+
+    async def stats(self, model: str, version: int) -> dict[str, int]:
+        """Returns the statistics of a model version."""
+        ...
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        ...

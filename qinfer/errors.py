@@ -1,0 +1,246 @@
+"""The error tree. Every failure that leaves a function of qinfer is one of these.
+
+    QinferError(code, retryable)
+    ├─ RequestError    InvalidRequest · MalformedJson · UnsupportedDatatype · UnsupportedFeature · PayloadTooLarge
+    │                  ModelNotFound · RequestNotFound · JobNotFound
+    ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
+    ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden
+    ├─ ModelError      ModelNotReady · ModelLoadFailed · BackendUnavailable · InferenceFailed · OutputMismatch
+    ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry
+    ├─ ResultError     ResultNotFound · ResultExpired
+    └─ SettingsError
+
+Codes are neutral: HTTP and gRPC numbers live in `qinfer_api.status` only. A message says what happened, the value,
+and what to do; it never carries a path, a host or stack text, because clients read it.
+"""
+
+from enum import StrEnum
+from typing import ClassVar
+
+
+class ErrorCode(StrEnum):
+    """Names a kind of failure on the wire, in metrics and in `qinfer_api.status`."""
+
+    INVALID_REQUEST = "invalid_request"
+    MALFORMED_JSON = "malformed_json"
+    UNSUPPORTED_DATATYPE = "unsupported_datatype"
+    UNSUPPORTED_FEATURE = "unsupported_feature"
+    PAYLOAD_TOO_LARGE = "payload_too_large"
+    MODEL_NOT_FOUND = "model_not_found"
+    REQUEST_NOT_FOUND = "request_not_found"
+    JOB_NOT_FOUND = "job_not_found"
+    QUEUE_FULL = "queue_full"
+    QUOTA_EXCEEDED = "quota_exceeded"
+    DEADLINE_INFEASIBLE = "deadline_infeasible"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    MODEL_NOT_READY = "model_not_ready"
+    MODEL_LOAD_FAILED = "model_load_failed"
+    BACKEND_UNAVAILABLE = "backend_unavailable"
+    INFERENCE_FAILED = "inference_failed"
+    OUTPUT_MISMATCH = "output_mismatch"
+    BROKER_UNAVAILABLE = "broker_unavailable"
+    LEASE_LOST = "lease_lost"
+    CORRUPT_ENTRY = "corrupt_entry"
+    RESULT_NOT_FOUND = "result_not_found"
+    RESULT_EXPIRED = "result_expired"
+    SETTINGS = "settings"
+    INTERNAL = "internal"
+
+
+class QinferError(Exception):
+    """The root of the tree; `code` and `retryable` are fixed by the class."""
+
+    code: ClassVar[ErrorCode] = ErrorCode.INTERNAL
+    retryable: ClassVar[bool] = False
+
+    @property
+    def message(self) -> str:
+        """The text that clients see."""
+        return str(self.args[0]) if self.args else self.code.value
+
+
+class RequestError(QinferError):
+    """The caller's request can't be served as it is."""
+
+    code = ErrorCode.INVALID_REQUEST
+
+
+class InvalidRequest(RequestError):
+    """A field of the request is missing, wrong or contradictory."""
+
+
+class MalformedJson(RequestError):
+    """A JSON value has the wrong type; Triton reports these as internal errors (reference §1.2)."""
+
+    code = ErrorCode.MALFORMED_JSON
+
+
+class UnsupportedDatatype(RequestError):
+    """The datatype is unknown, or can't travel in this encoding."""
+
+    code = ErrorCode.UNSUPPORTED_DATATYPE
+
+
+class UnsupportedFeature(RequestError):
+    """The protocol knows the feature; this server does not offer it."""
+
+    code = ErrorCode.UNSUPPORTED_FEATURE
+
+
+class PayloadTooLarge(RequestError):
+    """The body exceeds a documented limit."""
+
+    code = ErrorCode.PAYLOAD_TOO_LARGE
+
+
+class ModelNotFound(RequestError):
+    """No model, or no version, of that name is known."""
+
+    code = ErrorCode.MODEL_NOT_FOUND
+
+
+class RequestNotFound(RequestError):
+    """No asynchronous request of that id is known."""
+
+    code = ErrorCode.REQUEST_NOT_FOUND
+
+
+class JobNotFound(RequestError):
+    """No bulk job of that id is known."""
+
+    code = ErrorCode.JOB_NOT_FOUND
+
+
+class Overloaded(QinferError):
+    """The server refuses work it could not finish in time; try again after `retry_after_s` seconds."""
+
+    code = ErrorCode.QUEUE_FULL
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(Overloaded):
+    """The lane is at its capacity."""
+
+
+class QuotaExceeded(Overloaded):
+    """The tenant's rate or in-flight quota is used up."""
+
+    code = ErrorCode.QUOTA_EXCEEDED
+
+
+class DeadlineInfeasible(Overloaded):
+    """The backlog ahead takes longer than the request's timeout."""
+
+    code = ErrorCode.DEADLINE_INFEASIBLE
+
+
+class DeadlineExceeded(QinferError):
+    """The request's deadline passed before it was executed."""
+
+    code = ErrorCode.DEADLINE_EXCEEDED
+
+
+class Cancelled(QinferError):
+    """The caller cancelled the request, or went away."""
+
+    code = ErrorCode.CANCELLED
+
+
+class Unauthorized(QinferError):
+    """The request carries no valid key."""
+
+    code = ErrorCode.UNAUTHORIZED
+
+
+class Forbidden(QinferError):
+    """The key does not allow this operation."""
+
+    code = ErrorCode.FORBIDDEN
+
+
+class ModelError(QinferError):
+    """Something about the model, not about the request."""
+
+    code = ErrorCode.INFERENCE_FAILED
+
+
+class ModelNotReady(ModelError):
+    """The model is known, and no instance of it can run now."""
+
+    code = ErrorCode.MODEL_NOT_READY
+    retryable = True
+
+
+class ModelLoadFailed(ModelError):
+    """The model's configuration or file can't be loaded."""
+
+    code = ErrorCode.MODEL_LOAD_FAILED
+
+
+class BackendUnavailable(ModelError):
+    """The backend's runtime is not installed; the message has the command that installs it."""
+
+    code = ErrorCode.BACKEND_UNAVAILABLE
+
+
+class InferenceFailed(ModelError):
+    """The model raised while executing a batch."""
+
+
+class OutputMismatch(ModelError):
+    """The model returned another number, shape or datatype of outputs than its configuration says."""
+
+    code = ErrorCode.OUTPUT_MISMATCH
+
+
+class DeliveryError(QinferError):
+    """The queue could not do what was asked."""
+
+    code = ErrorCode.BROKER_UNAVAILABLE
+
+
+class BrokerUnavailable(DeliveryError):
+    """Redis can't be reached, or its reply did not come in time."""
+
+    retryable = True
+
+
+class LeaseLost(DeliveryError):
+    """Another worker owns the entry now; discard the work done on it."""
+
+    code = ErrorCode.LEASE_LOST
+
+
+class CorruptEntry(DeliveryError):
+    """A frame can't be decoded."""
+
+    code = ErrorCode.CORRUPT_ENTRY
+
+
+class ResultError(QinferError):
+    """The result of an asynchronous request can't be given."""
+
+    code = ErrorCode.RESULT_NOT_FOUND
+
+
+class ResultNotFound(ResultError):
+    """There is no result yet."""
+
+
+class ResultExpired(ResultError):
+    """There was a result; its time to live is over."""
+
+    code = ErrorCode.RESULT_EXPIRED
+
+
+class SettingsError(QinferError):
+    """A setting is missing or wrong; the message names the variable, its value and what it accepts."""
+
+    code = ErrorCode.SETTINGS

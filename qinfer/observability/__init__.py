@@ -1,0 +1,1 @@
+"""Metric names, statistics and logs."""

@@ -1,0 +1,90 @@
+"""`ModelSpec`: a model's configuration as the rest of qinfer reads it. `config` makes it from a `ModelConfig` message."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """An input or output of a model.
+
+    Attributes:
+        name: Its name.
+        datatype: Its wire datatype, such as `FP32`.
+        dims: Its dimensions without the batch dimension; -1 is variable.
+        optional: An input that a request may leave out.
+        ragged: An input whose variable dimensions may differ within a batch (`allow_ragged_batch`).
+    """
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    optional: bool = False
+    ragged: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingSpec:
+    """The `dynamic_batching` part of a configuration (reference §3.3).
+
+    Attributes:
+        preferred_sizes: Sizes worth stopping at, ascending; never empty (`[max_batch_size]` by default).
+        max_queue_delay_s: How long the oldest request may wait for the batch to fill; 0 = do not wait.
+    """
+
+    preferred_sizes: tuple[int, ...]
+    max_queue_delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupSpec:
+    """One `model_warmup` sample: zero or random data of the given shapes.
+
+    Attributes:
+        name: The sample's name, for messages.
+        batch_size: Rows; 0 when the model has no batch dimension.
+        inputs: Input name → (wire datatype, dims, random?).
+        count: How often it runs.
+    """
+
+    name: str
+    batch_size: int
+    inputs: Mapping[str, tuple[str, tuple[int, ...], bool]]
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A model's normalised configuration.
+
+    Attributes:
+        name: The model's name.
+        backend: The backend's name, such as `onnxruntime`.
+        platform: Triton's platform, such as `onnxruntime_onnx`; may be empty.
+        max_batch_size: 0 = the model has no batch dimension; ≥ 1 = every tensor has a leading batch dimension.
+        inputs: Its inputs in the configuration's order.
+        outputs: Its outputs in the configuration's order.
+        batching: How requests are merged; `None` = the default scheduler, which never merges.
+        instance_count: Executions that may run at once in one worker.
+        filename: The model file in a version directory.
+        parameters: The `parameters` map; qinfer's own begin with `qinfer.`.
+        warmup: Samples to run before the model is READY.
+        default_timeout_s: The timeout of a request that names none.
+        max_timeout_s: The longest a request may ask for.
+        graph_level: `optimization.graph.level`; `None` leaves it to the backend.
+    """
+
+    name: str
+    backend: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    platform: str = ""
+    max_batch_size: int = 0
+    batching: BatchingSpec | None = None
+    instance_count: int = 1
+    filename: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    warmup: tuple[WarmupSpec, ...] = ()
+    default_timeout_s: float = 60.0
+    max_timeout_s: float = 3600.0
+    graph_level: int | None = None

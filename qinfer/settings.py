@@ -1,0 +1,116 @@
+"""Settings: typed, validated at start, read from the environment by composition roots only.
+
+`QINFER_` prefix, sections nested by `__`: `QINFER_REDIS__URL=redis://queue:6379/0`, `QINFER_HTTP__PORT=8000`.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from qinfer.errors import SettingsError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RedisSettings(_Section):
+    """Where the queue is."""
+
+    url: SecretStr = Field(
+        SecretStr("redis://127.0.0.1:6379/0"),
+        description="redis://, rediss:// or unix:// URL; with `cluster` any node of it. May hold a password: never logged.",
+    )
+    cluster: bool = Field(False, description="The URL names a node of a Redis Cluster.")
+    connect_timeout_s: float = Field(5.0, gt=0, description="Seconds to wait for a connection.")
+    command_timeout_s: float = Field(5.0, gt=0, description="Seconds to wait for a command's reply.")
+    max_buffered_bytes: int = Field(
+        256 * 2**20, gt=0, description="Bytes that may wait to be written to Redis before new requests are refused."
+    )
+
+
+class HttpSettings(_Section):
+    """The gateway's HTTP side."""
+
+    host: str = Field("127.0.0.1", description="Address to bind; 0.0.0.0 to serve other machines.")
+    port: int = Field(8000, ge=0, le=65535, description="Port; 0 picks a free one and prints it.")
+    max_input_bytes: int = Field(
+        64 * 2**20, gt=0, description="Largest body, also after decompression (Triton's --http-max-input-size)."
+    )
+    fast_path: bool = Field(True, description="Answer small infer requests below ASGI; off sends all through FastAPI.")
+    keep_alive_s: float = Field(75.0, gt=0, description="Seconds an idle connection stays open.")
+    request_read_timeout_s: float = Field(60.0, gt=0, description="Seconds a client may take to send one request.")
+    drain_s: float = Field(30.0, ge=0, description="Seconds that requests in flight get to end at shutdown.")
+    tls_certfile: str = Field("", description="PEM certificate; with `tls_keyfile` serves HTTPS.")
+    tls_keyfile: str = Field("", description="PEM private key.")
+
+
+class LimitSettings(_Section):
+    """What is refused, and when."""
+
+    default_timeout_s: float = Field(60.0, gt=0, description="Timeout of a request that names none.")
+    max_timeout_s: float = Field(3600.0, gt=0, description="Longest timeout a request may ask for.")
+    max_json_depth: int = Field(100, gt=0, description="Deepest JSON nesting (Triton's limit).")
+    max_in_flight: int = Field(100_000, gt=0, description="Requests one gateway may have unanswered.")
+
+
+class WorkerSettings(_Section):
+    """The inference worker."""
+
+    models: tuple[str, ...] = Field(("*",), description="Globs: the models this worker places.")
+    lease_s: float = Field(10.0, gt=0, description="Seconds without renewal after which another worker takes an entry.")
+    renew_every_s: float = Field(3.0, gt=0, description="Seconds between renewals.")
+    heartbeat_every_s: float = Field(1.0, gt=0, description="Seconds between heartbeats and statistics.")
+    heartbeat_ttl_s: float = Field(
+        10.0, gt=0, description="Seconds after its last heartbeat that a worker counts as live."
+    )
+    max_deliveries: int = Field(3, gt=0, description="Executions of one entry before it is a dead letter.")
+    drain_s: float = Field(30.0, ge=0, description="Seconds that the batches in hand get to end at shutdown.")
+    max_wait_s: float = Field(
+        0.5, gt=0, le=0.5, description="Longest blocking read; bounds how late a release is seen."
+    )
+
+
+class RepositorySettings(_Section):
+    """Where the models are."""
+
+    path: str = Field("models", description="Directory of the model repository, in Triton's layout.")
+    autocomplete: bool = Field(True, description="Complete a missing or partial config.pbtxt from the model file.")
+
+
+class LogSettings(_Section):
+    """What is logged, and how."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
+    format: Literal["json", "text"] = Field("json", description="One JSON object a line, or text for people.")
+
+
+class Settings(BaseSettings):
+    """Everything that can be set; each section's fields say what they mean."""
+
+    model_config = SettingsConfigDict(env_prefix="QINFER_", env_nested_delimiter="__", frozen=True, extra="forbid")
+
+    redis: RedisSettings = Field(default_factory=RedisSettings)
+    http: HttpSettings = Field(default_factory=HttpSettings)
+    limits: LimitSettings = Field(default_factory=LimitSettings)
+    worker: WorkerSettings = Field(default_factory=WorkerSettings)
+    repository: RepositorySettings = Field(default_factory=RepositorySettings)
+    log: LogSettings = Field(default_factory=LogSettings)
+    server_id: str = Field("triton", description="The server name in GET /v2 (Triton's --id).")
+
+
+def load_settings() -> Settings:
+    """Reads the settings from the environment.
+
+    Raises:
+        SettingsError: A variable is unknown or its value wrong; every such variable is named.
+    """
+    try:
+        return Settings()
+    except ValidationError as error:
+        problems = "; ".join(
+            f"QINFER_{'__'.join(str(p).upper() for p in e['loc'])}: {e['msg']}, got {e['input']!r}"
+            for e in error.errors()
+        )
+        raise SettingsError(problems) from None

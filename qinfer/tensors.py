@@ -1,0 +1,186 @@
+"""Tensors: a name, a datatype, a shape, and little-endian row-major bytes.
+
+Bytes are what a tensor is everywhere between the socket and the backend; numpy arrays are made at the two ends only
+(`to_numpy`, `from_numpy`). BYTES tensors use the wire's layout: each element is a uint32 little-endian length followed
+by that many bytes (reference §1.8). BF16 has no numpy type: its numpy side is float32, truncated on the way out, as
+Triton's own client does.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from qinfer.errors import InvalidRequest, UnsupportedDatatype
+
+Bytes = bytes | bytearray | memoryview
+"""What raw tensor data may be; never copied without need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datatype:
+    """One row of the protocol's datatype table (reference §1.8).
+
+    Attributes:
+        name: The wire name, such as `FP32`.
+        config: The name in `config.pbtxt`, such as `TYPE_FP32`.
+        itemsize: Bytes of one element; 0 for BYTES, whose elements vary.
+        numpy: The numpy dtype string of the raw bytes; `None` for BYTES and BF16, which have none.
+        typecode: The `struct`/`array`/`memoryview.cast` code of one element; empty where Python has none.
+    """
+
+    name: str
+    config: str
+    itemsize: int
+    numpy: str | None
+    typecode: str
+
+
+DATATYPES: dict[str, Datatype] = {
+    name: Datatype(
+        name=name, config=f"TYPE_{name if name != 'BYTES' else 'STRING'}", itemsize=size, numpy=np_, typecode=code
+    )
+    for name, size, np_, code in (
+        ("BOOL", 1, "|b1", "?"),
+        ("UINT8", 1, "|u1", "B"),
+        ("UINT16", 2, "<u2", "H"),
+        ("UINT32", 4, "<u4", "I"),
+        ("UINT64", 8, "<u8", "Q"),
+        ("INT8", 1, "|i1", "b"),
+        ("INT16", 2, "<i2", "h"),
+        ("INT32", 4, "<i4", "i"),
+        ("INT64", 8, "<i8", "q"),
+        ("FP16", 2, "<f2", "e"),
+        ("BF16", 2, None, ""),
+        ("FP32", 4, "<f4", "f"),
+        ("FP64", 8, "<f8", "d"),
+        ("BYTES", 0, None, ""),
+    )
+}
+CONFIG_DATATYPES: dict[str, Datatype] = {d.config: d for d in DATATYPES.values()}
+_NUMPY_DATATYPES: dict[str, str] = {np.dtype(d.numpy).str: d.name for d in DATATYPES.values() if d.numpy}
+
+_LENGTH = struct.Struct("<I")
+
+
+class Tensor(msgspec.Struct, frozen=True, gc=False):
+    """A named tensor as raw bytes.
+
+    Attributes:
+        name: The input's or output's name in the model configuration.
+        datatype: A key of `DATATYPES`.
+        shape: All dimensions, the batch dimension included; none negative.
+        data: The elements, little-endian, row-major, no padding; BYTES elements with their length prefix.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Bytes
+
+    @property
+    def nbytes(self) -> int:
+        """The size of `data` in bytes."""
+        return self.data.nbytes if isinstance(self.data, memoryview) else len(self.data)
+
+
+def datatype(name: str) -> Datatype:
+    """Looks a wire datatype up.
+
+    Raises:
+        UnsupportedDatatype: No such datatype.
+    """
+    try:
+        return DATATYPES[name]
+    except KeyError:
+        raise UnsupportedDatatype(f"unknown datatype '{name}'; expected one of {', '.join(DATATYPES)}") from None
+
+
+def element_count(shape: Sequence[int]) -> int:
+    """Returns the number of elements of `shape`; 1 for a scalar."""
+    return prod(shape)
+
+
+def iter_bytes(data: Bytes) -> Iterator[memoryview]:
+    """Walks the elements of a raw BYTES tensor without copying them.
+
+    Raises:
+        InvalidRequest: A length indicator is cut off, or points past the end (texts of reference §1.8).
+    """
+    view = memoryview(data)
+    position, end = 0, len(view)
+    while position < end:
+        if position + 4 > end:
+            raise InvalidRequest("incomplete string length indicator for inference input")
+        (length,) = _LENGTH.unpack_from(view, position)
+        position += 4
+        if position + length > end:
+            raise InvalidRequest(
+                "incomplete string data for inference input, expecting string of length " + str(length)
+            )
+        yield view[position : position + length]
+        position += length
+
+
+def pack_bytes(elements: Iterable[bytes]) -> bytes:
+    """Encodes elements as a raw BYTES tensor."""
+    parts: list[bytes] = []
+    for element in elements:
+        parts.append(_LENGTH.pack(len(element)))
+        parts.append(element)
+    return b"".join(parts)
+
+
+def to_numpy(tensor: Tensor) -> npt.NDArray[np.generic]:
+    """Views a tensor as an array of `tensor.shape`; BYTES become an object array of `bytes`, BF16 become float32.
+
+    The array shares memory with `tensor.data` unless the datatype is BYTES or BF16, and is then read-only if that is.
+
+    Raises:
+        InvalidRequest: The bytes do not fill the shape.
+    """
+    kind = datatype(tensor.datatype)
+    count = element_count(tensor.shape)
+    if kind.name == "BYTES":
+        elements = [bytes(e) for e in iter_bytes(tensor.data)]
+        if len(elements) != count:
+            raise InvalidRequest(f"expected {count} string elements for '{tensor.name}', got {len(elements)}")
+        array = np.empty(count, dtype=object)
+        array[:] = elements
+        return array.reshape(tensor.shape)
+    if tensor.nbytes != count * kind.itemsize:
+        raise InvalidRequest(
+            f"'{tensor.name}' has {tensor.nbytes} bytes, its shape {list(tensor.shape)} needs {count * kind.itemsize}"
+        )
+    if kind.numpy is None:
+        wide = np.frombuffer(tensor.data, dtype="<u2").astype("<u4") << 16
+        return wide.view("<f4").reshape(tensor.shape)
+    return np.frombuffer(tensor.data, dtype=kind.numpy).reshape(tensor.shape)
+
+
+def from_numpy(name: str, array: npt.NDArray[np.generic], datatype: str | None = None) -> Tensor:
+    """Makes a tensor of an array, sharing its memory when it is contiguous and little-endian.
+
+    Args:
+        name: The tensor's name.
+        array: Any numeric or boolean array; object, `S` and `U` arrays become BYTES.
+        datatype: The wire datatype; needed only for BF16 (from float32). Default: the array's own.
+
+    Raises:
+        UnsupportedDatatype: No wire datatype holds the array's dtype.
+    """
+    if datatype == "BF16":
+        narrow = (np.ascontiguousarray(array, dtype="<f4").view("<u4") >> 16).astype("<u2")
+        return Tensor(name, "BF16", array.shape, memoryview(narrow).cast("B") if narrow.size else b"")
+    if array.dtype.kind in "OSU":
+        flat = (e if isinstance(e, bytes) else str(e).encode() for e in array.ravel().tolist())
+        return Tensor(name, "BYTES", array.shape, pack_bytes(flat))
+    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    wire = _NUMPY_DATATYPES.get(little.dtype.str)
+    if wire is None or (datatype is not None and datatype != wire):
+        raise UnsupportedDatatype(f"'{name}' is an array of {array.dtype}; cast it to a datatype of the protocol first")
+    return Tensor(name, wire, array.shape, memoryview(little.reshape(-1)).cast("B") if little.size else b"")

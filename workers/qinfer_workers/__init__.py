@@ -1,0 +1,1 @@
+"""PROGRAM 2, the workers."""

@@ -1,0 +1,1 @@
+"""The inference worker: fetches, batches, executes, publishes."""
