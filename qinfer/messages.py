@@ -1,7 +1,8 @@
-"""The records that cross processes: a request, a response, a failure. How they become bytes is `qinfer.codec`'s affair.
+"""The records that cross processes: a request, a response, a failure. `qinfer.codec` knows how they become bytes.
 
-A response is `(request_id, attempt, index, final, outputs | failure)`: a request gets 0..n responses, of which the last is
-`final`. Ids are made here too: `<ulid>.<partition>.<model>` tells every reader where the request's keys are (DESIGN.md §3).
+A response is `(request_id, attempt, index, final, outputs | failure)`: a request gets 0..n responses, of which the
+last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` tells every reader where the request's keys are
+(DESIGN.md §3).
 """
 
 import os

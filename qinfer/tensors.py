@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -62,7 +63,7 @@ DATATYPES: dict[str, Datatype] = {
     )
 }
 CONFIG_DATATYPES: dict[str, Datatype] = {d.config: d for d in DATATYPES.values()}
-_NUMPY_DATATYPES: dict[str, str] = {np.dtype(d.numpy).str: d.name for d in DATATYPES.values() if d.numpy}
+_NUMPY_DATATYPES: dict[np.dtype[Any], str] = {np.dtype(d.numpy): d.name for d in DATATYPES.values() if d.numpy}
 
 _LENGTH = struct.Struct("<I")
 
@@ -135,7 +136,7 @@ def pack_bytes(elements: Iterable[bytes]) -> bytes:
     return b"".join(parts)
 
 
-def to_numpy(tensor: Tensor) -> npt.NDArray[np.generic]:
+def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     """Views a tensor as an array of `tensor.shape`; BYTES become an object array of `bytes`, BF16 become float32.
 
     The array shares memory with `tensor.data` unless the datatype is BYTES or BF16, and is then read-only if that is.
@@ -162,25 +163,36 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[np.generic]:
     return np.frombuffer(tensor.data, dtype=kind.numpy).reshape(tensor.shape)
 
 
-def from_numpy(name: str, array: npt.NDArray[np.generic], datatype: str | None = None) -> Tensor:
+def from_numpy(name: str, array: npt.NDArray[Any], datatype: str | None = None) -> Tensor:
     """Makes a tensor of an array, sharing its memory when it is contiguous and little-endian.
 
     Args:
         name: The tensor's name.
-        array: Any numeric or boolean array; object, `S` and `U` arrays become BYTES.
-        datatype: The wire datatype; needed only for BF16 (from float32). Default: the array's own.
+        array: Any numeric or boolean array; object, `S` and `U` arrays become BYTES, `ml_dtypes.bfloat16` BF16.
+        datatype: The wire datatype; needed only for BF16 of float32. Default: the array's own.
 
     Raises:
         UnsupportedDatatype: No wire datatype holds the array's dtype.
     """
     if datatype == "BF16":
+        # The top half of each float32: truncated, not rounded, as Triton's own client does (reference §1.8).
         narrow = (np.ascontiguousarray(array, dtype="<f4").view("<u4") >> 16).astype("<u2")
-        return Tensor(name, "BF16", array.shape, memoryview(narrow).cast("B") if narrow.size else b"")
-    if array.dtype.kind in "OSU":
+        return Tensor(name, "BF16", array.shape, _raw(narrow))
+    if array.dtype.kind in "OSU" and datatype in (None, "BYTES"):
         flat = (e if isinstance(e, bytes) else str(e).encode() for e in array.ravel().tolist())
         return Tensor(name, "BYTES", array.shape, pack_bytes(flat))
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    wire = _NUMPY_DATATYPES.get(little.dtype.str)
+    wire = _NUMPY_DATATYPES.get(array.dtype)
+    if wire is None and array.dtype.name == "bfloat16" and datatype is None:  # of ml_dtypes
+        return Tensor(name, "BF16", array.shape, _raw(array.view("<u2")))
+    if wire is None and array.dtype.kind in "iuf":
+        array = array.astype(array.dtype.newbyteorder("<"))
+        wire = _NUMPY_DATATYPES.get(array.dtype)
     if wire is None or (datatype is not None and datatype != wire):
-        raise UnsupportedDatatype(f"'{name}' is an array of {array.dtype}; cast it to a datatype of the protocol first")
-    return Tensor(name, wire, array.shape, memoryview(little.reshape(-1)).cast("B") if little.size else b"")
+        raise UnsupportedDatatype(f"'{name}' is an array of {array.dtype}; cast it to {datatype or 'a wire datatype'}")
+    return Tensor(name, wire, array.shape, _raw(array))
+
+
+def _raw(array: npt.NDArray[Any]) -> Bytes:
+    if not array.size:
+        return b""  # memoryview can't cast a shape that has a zero
+    return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B")

@@ -1,0 +1,258 @@
+"""The frame: how requests and responses look in Redis. Fixed for good by the golden files in `tests/unit/golden`.
+
+    byte 0      the frame version
+    byte 1      what it holds: 0 = one request, 1 = responses
+    bytes 2-3   zero
+    bytes 4-7   length of the header, uint32 little-endian
+    bytes 8-…   the header: msgpack arrays, whose fields are only ever appended
+    then        the tensors' raw bytes; each begins at a multiple of 8 from the frame's start
+
+A header names each tensor's offset (from the end of the padded header) and size, so that `numpy.frombuffer` takes it
+from the frame without a copy. A reader accepts its own version and the one before, skips header fields that it does
+not know, and says `NewerFrame` to what comes after, for a newer worker to take. No pickle, ever.
+"""
+
+import struct
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from typing import Annotated
+
+import msgspec
+
+from qinfer.errors import CorruptEntry
+from qinfer.messages import Failure, InferRequest, Response, Scalar, Sequence, Timing
+from qinfer.tensors import Bytes, Tensor
+
+FRAME_VERSION = 1
+OLDEST_READABLE = 1
+
+_REQUEST, _RESPONSES = 0, 1
+_PRELUDE = struct.Struct("<BBHI")
+_ALIGNMENT = 8
+_PADDING = tuple(bytes(n) for n in range(_ALIGNMENT))
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class NewerFrame(CorruptEntry):
+    """The frame was written by a newer qinfer: release it to a worker that can read it."""
+
+
+class _TensorHeader(msgspec.Struct, array_like=True, gc=False):
+    name: str
+    datatype: str
+    shape: tuple[_Natural, ...]
+    offset: _Natural
+    size: _Natural
+
+
+class _RequestHeader(msgspec.Struct, array_like=True, gc=False):
+    id: str
+    client_id: str
+    model: str
+    version: _Natural
+    inputs: list[_TensorHeader]
+    outputs: tuple[str, ...]
+    parameters: Mapping[str, Scalar]
+    priority: _Natural
+    timeout_us: _Natural
+    reply_to: str
+    tenant: str
+    trace: str
+    partition: _Natural
+    generation: _Natural
+    attempt: _Natural
+    sequence: Sequence | None
+    payload: str = ""  # reserved: where the tensors are when they do not travel in the frame
+
+
+class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
+    request_id: str
+    attempt: _Natural
+    index: _Natural
+    final: bool
+    model: str
+    version: _Natural
+    outputs: list[_TensorHeader]
+    failure: Failure | None
+    timing: Timing | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(_RequestHeader)
+_responses_decoder = msgspec.msgpack.Decoder(list[_ResponseHeader])
+
+
+def encode_request(request: InferRequest) -> bytes:
+    """Encodes a request; the tensors are copied once, into the frame."""
+    parts: list[Bytes] = []
+    inputs, _ = _lay_out(request.inputs, parts, 0)
+    header = _RequestHeader(
+        request.id,
+        request.client_id,
+        request.model,
+        request.version,
+        inputs,
+        request.outputs,
+        request.parameters,
+        request.priority,
+        round(request.timeout_s * 1e6),
+        request.reply_to,
+        request.tenant,
+        request.trace,
+        request.partition,
+        request.generation,
+        request.attempt,
+        request.sequence,
+    )
+    return _join(_REQUEST, _encoder.encode(header), parts)
+
+
+def decode_request(frame: Bytes) -> InferRequest:
+    """Decodes a request; its tensors are views into `frame`, which they keep alive.
+
+    Raises:
+        NewerFrame: The frame's version is above `FRAME_VERSION`.
+        CorruptEntry: It is no frame, or is damaged.
+    """
+    view, end = _open(frame, _REQUEST)
+    try:
+        header = _request_decoder.decode(view[_PRELUDE.size : end])
+    except _UNREADABLE as error:
+        raise _corrupt(error) from None
+    inputs, _ = _cut(header.inputs, view[_aligned(end) :], 0)
+    return InferRequest(
+        model=header.model,
+        inputs=inputs,
+        version=header.version,
+        id=header.id,
+        client_id=header.client_id,
+        outputs=header.outputs,
+        parameters=header.parameters,
+        priority=header.priority,
+        timeout_s=header.timeout_us / 1e6,
+        reply_to=header.reply_to,
+        tenant=header.tenant,
+        trace=header.trace,
+        partition=header.partition,
+        generation=header.generation,
+        attempt=header.attempt,
+        sequence=header.sequence,
+    )
+
+
+def encode_responses(responses: Items[Response]) -> bytes:
+    """Encodes the responses of a batch as one blob, for one reply stream."""
+    parts: list[Bytes] = []
+    headers: list[_ResponseHeader] = []
+    cursor = 0
+    for response in responses:
+        outputs, cursor = _lay_out(response.outputs, parts, cursor)
+        headers.append(
+            _ResponseHeader(
+                response.request_id,
+                response.attempt,
+                response.index,
+                response.final,
+                response.model,
+                response.version,
+                outputs,
+                response.failure,
+                response.timing,
+            )
+        )
+    return _join(_RESPONSES, _encoder.encode(headers), parts)
+
+
+def decode_responses(blob: Bytes) -> list[Response]:
+    """Decodes a batch's responses; their tensors are views into `blob`, which they keep alive.
+
+    Raises:
+        NewerFrame: The blob's version is above `FRAME_VERSION`.
+        CorruptEntry: It is no such blob, or is damaged.
+    """
+    view, end = _open(blob, _RESPONSES)
+    try:
+        headers = _responses_decoder.decode(view[_PRELUDE.size : end])
+    except _UNREADABLE as error:
+        raise _corrupt(error) from None
+    area = view[_aligned(end) :]
+    responses: list[Response] = []
+    cursor = 0
+    for header in headers:
+        outputs, cursor = _cut(header.outputs, area, cursor)
+        responses.append(
+            Response(
+                request_id=header.request_id,
+                model=header.model,
+                version=header.version,
+                outputs=outputs,
+                failure=header.failure,
+                attempt=header.attempt,
+                index=header.index,
+                final=header.final,
+                timing=header.timing,
+            )
+        )
+    return responses
+
+
+# A broken header shows itself as msgspec's errors, as text that is not UTF-8, or as nesting without end.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def _corrupt(error: Exception) -> CorruptEntry:
+    return CorruptEntry(f"frame header can't be decoded: {error}")
+
+
+def _aligned(position: int) -> int:
+    return (position + _ALIGNMENT - 1) & -_ALIGNMENT
+
+
+def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[list[_TensorHeader], int]:
+    """Appends the tensors' bytes and padding to `parts`, from `cursor` on; returns their headers and the new cursor."""
+    headers: list[_TensorHeader] = []
+    for tensor in tensors:
+        size = tensor.nbytes
+        headers.append(_TensorHeader(tensor.name, tensor.datatype, tensor.shape, cursor, size))
+        parts.append(tensor.data)
+        cursor += size
+        if padding := -cursor % _ALIGNMENT:
+            parts.append(_PADDING[padding])
+            cursor += padding
+    return headers, cursor
+
+
+def _join(kind: int, header: bytes, parts: list[Bytes]) -> bytes:
+    size = len(header)
+    prelude = _PRELUDE.pack(FRAME_VERSION, kind, 0, size)
+    return b"".join((prelude, header, _PADDING[-size % _ALIGNMENT], *parts))
+
+
+def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
+    """Checks the prelude; returns a view of the frame and where its header ends."""
+    view = memoryview(frame)
+    if len(view) < _PRELUDE.size:
+        raise CorruptEntry(f"frame of {len(view)} bytes is too short")
+    version, found, _, size = _PRELUDE.unpack_from(view)
+    if version > FRAME_VERSION:
+        raise NewerFrame(f"frame version {version} is newer than {FRAME_VERSION}")
+    if version < OLDEST_READABLE or found != kind:
+        raise CorruptEntry(f"not a frame of this kind: version {version}, kind {found}, expected kind {kind}")
+    end: int = _PRELUDE.size + size
+    if end > len(view):
+        raise CorruptEntry(f"frame header of {size} bytes is cut off")
+    return view, end
+
+
+def _cut(headers: list[_TensorHeader], area: memoryview, cursor: int) -> tuple[tuple[Tensor, ...], int]:
+    """Makes tensors of slices of `area`, which must follow one another; returns them and where the last one ends."""
+    tensors: list[Tensor] = []
+    for header in headers:
+        begin = header.offset
+        end = begin + header.size
+        if begin < cursor or end > len(area):
+            raise CorruptEntry(f"tensor '{header.name}' at {begin}:{end} overlaps another or leaves the frame")
+        tensors.append(Tensor(header.name, header.datatype, header.shape, area[begin:end]))
+        cursor = end
+    return tuple(tensors), cursor

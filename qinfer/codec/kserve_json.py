@@ -1,0 +1,268 @@
+"""The infer request and response of the KServe v2 protocol over HTTP: JSON, and Triton's binary tensor extension.
+
+    request   JSON ‖ the bytes of each binary input, in the inputs' order (reference §1.6, §1.7)
+    response  JSON ‖ the bytes of each binary output, in the outputs' order
+
+Floats are printed as doubles, the shortest text that gives the same double again, which is what Triton prints: every
+FP32 value then survives a client that parses doubles, which the shorter FP32 texts do not promise (7.038531e-26 is
+rounded twice). NaN and Infinity travel as these words, both ways, as with Triton.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from qinfer.codec import kserve_exact
+from qinfer.codec.json_depth import check_depth
+from qinfer.codec.kserve_parameters import apply_parameters
+from qinfer.codec.kserve_types import KINDS, UNPARSABLE, AnyInput, Output, parse
+from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch, UnsupportedFeature
+from qinfer.messages import InferRequest, Response
+from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
+
+_NO_SHARED_MEMORY = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+
+# Datatypes whose JSON elements `struct` packs; BYTES has its own layout, FP16 and BF16 travel as binary only.
+_STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in ("FP16", "BF16", "BYTES")}
+
+
+class OutputPlan(msgspec.Struct, frozen=True):
+    """Which outputs of a response travel as binary data.
+
+    Attributes:
+        binary: The default: the request's `binary_data_output`.
+        overrides: Output name → its own `binary_data`.
+    """
+
+    binary: bool = False
+    overrides: Mapping[str, bool] = {}
+
+    def is_binary(self, output: str) -> bool:
+        """Tells whether `output` travels as binary data."""
+        return self.overrides.get(output, self.binary)
+
+
+class InferReply(msgspec.Struct, frozen=True, gc=False):
+    """An encoded response; `json_length` is its `Inference-Header-Content-Length`, or `None` when all is JSON."""
+
+    body: bytes
+    json_length: int | None = None
+
+
+def decode_infer(
+    body: Bytes, json_length: int | None, model: str, version: int, max_depth: int = 100
+) -> tuple[InferRequest, OutputPlan]:
+    """Decodes an infer request.
+
+    Args:
+        body: The uncompressed body; binary inputs become views into it.
+        json_length: The header `Inference-Header-Content-Length`; `None` when the request has none.
+        model: The model's name, from the URL.
+        version: The version from the URL; 0 if there is none.
+        max_depth: Deepest JSON nesting allowed.
+
+    Raises:
+        InvalidRequest: A field is wrong, or the sizes do not add up.
+        MalformedJson: A JSON value has the wrong type.
+        UnsupportedDatatype: An input's datatype is unknown.
+        UnsupportedFeature: Shared memory, classification, or a raw binary request.
+    """
+    text, tail = _split(body, json_length)
+    check_depth(text, max_depth)
+    try:
+        parsed = parse(text)
+    except UNPARSABLE:
+        parsed = kserve_exact.read(text, max_depth)
+    binary = False
+    fields: dict[str, Any] = {}
+    if parsed.parameters is not UNSET:
+        binary = apply_parameters(parsed.parameters, fields)
+    inputs = []
+    position = 0
+    for entry in parsed.inputs:
+        if entry.parameters is UNSET and entry.data is not UNSET:
+            data: Bytes = _pack(entry)
+        else:
+            data, position = _from_elsewhere(entry, tail, position, model)
+        inputs.append(Tensor(entry.name, KINDS[type(entry)].name, entry.shape, data))
+    if position != len(tail):
+        raise InvalidRequest(f"unexpected additional input data for model '{model}'")
+    outputs: tuple[str, ...] = ()
+    plan = _BINARY_PLAN if binary else _JSON_PLAN
+    if parsed.outputs:
+        outputs, plan = _plan(parsed.outputs, binary=binary)
+    request = InferRequest(
+        model=model, inputs=tuple(inputs), version=version, client_id=parsed.id, outputs=outputs, **fields
+    )
+    return request, plan
+
+
+def encode_infer(response: Response, client_id: str, plan: OutputPlan) -> InferReply:
+    """Encodes a response that carries outputs.
+
+    Args:
+        response: The response; its failure, if any, is not looked at.
+        client_id: The request's `id`, echoed unless empty.
+        plan: Which outputs travel as binary data.
+
+    Raises:
+        InvalidRequest: An output can't travel as JSON: FP16, BF16, or BYTES that are not UTF-8.
+        OutputMismatch: An output's bytes do not fill its shape.
+    """
+    outputs = []
+    tail: list[Bytes] = []
+    for tensor in response.outputs:
+        if plan.is_binary(tensor.name):
+            size = {"binary_data_size": tensor.nbytes}
+            outputs.append(_OutputJson(tensor.name, tensor.datatype, tensor.shape, size))
+            tail.append(tensor.data)
+        else:
+            outputs.append(_OutputJson(tensor.name, tensor.datatype, tensor.shape, UNSET, _elements(tensor)))
+    reply = _ResponseJson(client_id or UNSET, response.model, str(response.version), outputs)
+    text = _encoder.encode(reply)
+    if b"null" in text:
+        text = _with_special_numbers(reply, text)
+    if not tail:
+        return InferReply(text)
+    return InferReply(b"".join((text, *tail)), len(text))
+
+
+_JSON_PLAN = OutputPlan()
+_BINARY_PLAN = OutputPlan(binary=True)
+
+
+def _split(body: Bytes, json_length: int | None) -> tuple[bytes, Bytes]:
+    if json_length is None:
+        return (body if isinstance(body, bytes) else bytes(body)), b""
+    if not 0 <= json_length <= len(body):
+        raise InvalidRequest(f"inference header size should be in range (0, {len(body)}), got: {json_length}")
+    if json_length == 0:
+        raise UnsupportedFeature(
+            "raw binary requests (Inference-Header-Content-Length: 0) are not supported; send the JSON header"
+        )
+    view = memoryview(body)
+    return bytes(view[:json_length]), view[json_length:]
+
+
+def _from_elsewhere(entry: AnyInput, tail: Bytes, position: int, model: str) -> tuple[Bytes, int]:
+    """Finds the data of an input that has parameters, or none; returns it, and where the next binary input begins."""
+    size: int | UnsetType = UNSET
+    region: str | UnsetType = UNSET
+    if entry.parameters is not UNSET:
+        size, region = entry.parameters.binary_data_size, entry.parameters.shared_memory_region
+    sources = (("data", entry.data), ("binary_data_size", size), ("shared_memory_region", region))
+    found = [name for name, value in sources if value is not UNSET]
+    if len(found) != 1:
+        raise kserve_exact.one_source_only(found)
+    if region is not UNSET:
+        raise UnsupportedFeature(_NO_SHARED_MEMORY)
+    if size is UNSET:
+        return _pack(entry), position
+    end = position + size
+    if end > len(tail):
+        raise InvalidRequest(
+            f"unexpected size for input '{entry.name}', expecting {end - len(tail)} additional bytes "
+            f"for model '{model}'"
+        )
+    return tail[position:end], end
+
+
+def _pack(entry: AnyInput) -> bytes:
+    """Turns an input's JSON elements into tensor bytes."""
+    count = prod(entry.shape)
+    if not count:
+        return b""
+    datatype = KINDS[type(entry)].name
+    code = _STRUCT_CODES.get(datatype)
+    data: Any = entry.data
+    if code is None:
+        if datatype == "BYTES":
+            return pack_bytes(element.encode() for element in data)
+        raise InvalidRequest(
+            f"receiving {datatype} data via JSON is not supported. "
+            f"Please use the binary data format for input {entry.name}"
+        )
+    if len(data) != count:
+        raise MalformedJson("Unable to parse 'data': Shape does not match true shape of 'data' field")
+    try:
+        return struct.pack(f"<{count}{code}", *data)
+    except (struct.error, OverflowError):
+        raise InvalidRequest(
+            f"Unable to parse 'data': input '{entry.name}' has a value outside the range of {datatype}"
+        ) from None
+
+
+def _plan(wanted: list[Output], *, binary: bool) -> tuple[tuple[str, ...], OutputPlan]:
+    overrides: dict[str, bool] = {}
+    for output in wanted:
+        if output.parameters is UNSET:
+            continue
+        if output.parameters.shared_memory_region is not UNSET:
+            raise UnsupportedFeature(_NO_SHARED_MEMORY)
+        if output.parameters.classification:
+            raise UnsupportedFeature(
+                f"the classification extension is not supported; leave it out for output '{output.name}'"
+            )
+        if output.parameters.binary_data is not UNSET:
+            overrides[output.name] = output.parameters.binary_data
+    return tuple([output.name for output in wanted]), OutputPlan(binary, overrides)
+
+
+class _OutputJson(msgspec.Struct, gc=False):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    parameters: dict[str, int] | UnsetType = UNSET
+    data: list[Any] | msgspec.Raw | UnsetType = UNSET
+
+
+class _ResponseJson(msgspec.Struct, gc=False):
+    id: str | UnsetType
+    model_name: str
+    model_version: str
+    outputs: list[_OutputJson]
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def _elements(tensor: Tensor) -> list[Any]:
+    """Turns tensor bytes into what the JSON array holds, flat and in row-major order."""
+    code = _STRUCT_CODES.get(tensor.datatype)
+    if code is None:
+        if tensor.datatype == "BYTES":
+            return _strings(tensor)
+        raise InvalidRequest(
+            f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
+        )
+    if tensor.nbytes != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
+        raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
+    return memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload,no-any-return]  # any struct code
+
+
+def _strings(tensor: Tensor) -> list[str]:
+    try:
+        elements = [str(element, "utf-8") for element in iter_bytes(tensor.data)]
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"output '{tensor.name}' holds bytes that are not UTF-8, which JSON can't carry; "
+            "ask for it with the parameter 'binary_data': true"
+        ) from None
+    if len(elements) != prod(tensor.shape):
+        raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
+    return elements
+
+
+def _with_special_numbers(reply: _ResponseJson, text: bytes) -> bytes:
+    """Encodes again when there are NaN or infinities, which msgspec writes as null and Triton as words."""
+    outputs = [output for output in reply.outputs if output.datatype in ("FP32", "FP64") and output.data is not UNSET]
+    if not outputs:
+        return text
+    for output in outputs:
+        output.data = msgspec.Raw(json.dumps(output.data, separators=(",", ":")).encode())
+    return _encoder.encode(reply)
