@@ -86,14 +86,14 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlStore(Protocol):
-    """The port; adapters: Redis and memory. Every coroutine raises `BrokerUnavailable` when the store can't be reached."""
+    """The port; adapters: Redis and memory. Coroutines raise `BrokerUnavailable` when the store can't be reached."""
 
     async def desired(self) -> dict[str, Desired]:
         """Returns the desired state of every model."""
         ...
 
     async def set_desired(self, desired: Desired) -> None:
-        """Writes the desired state of one model."""
+        """Writes the desired state of one model; an older generation never replaces a newer one."""
         ...
 
     async def forget(self, model: str) -> None:
@@ -104,8 +104,12 @@ class ControlStore(Protocol):
         """Returns a model's stored configuration."""
         ...
 
-    async def put_model(self, stored: StoredModel) -> None:
-        """Stores a model's configuration."""
+    async def put_model(self, stored: StoredModel) -> bool:
+        """Stores a model's configuration, unless one of the same or a newer generation is stored already.
+
+        Returns:
+            Whether it was stored: of several writers of one generation the first wins, and the others learn it.
+        """
         ...
 
     async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
@@ -125,7 +129,10 @@ class ControlStore(Protocol):
         ...
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds."""
+        """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds.
+
+        May also return for no reason, at the first call above all: the reader just reads once more.
+        """
         ...
 
     async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""`ModelSpec`: a model's configuration as the rest of qinfer reads it. `config` makes it from a `ModelConfig` message."""
+"""`ModelSpec`: a model's configuration as the rest of qinfer reads it; `config` makes it of a `ModelConfig`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +14,8 @@ class TensorSpec:
         dims: Its dimensions without the batch dimension; -1 is variable.
         optional: An input that a request may leave out.
         ragged: An input whose variable dimensions may differ within a batch (`allow_ragged_batch`).
+        reshape: The dimensions that the model sees instead of `dims`, again without the batch dimension and with as
+            many elements; `None` = the same.
     """
 
     name: str
@@ -21,6 +23,7 @@ class TensorSpec:
     dims: tuple[int, ...]
     optional: bool = False
     ragged: bool = False
+    reshape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

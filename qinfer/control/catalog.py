@@ -1,0 +1,217 @@
+"""What a gateway knows of the models: a view of the control store that is rebuilt off the request path.
+
+`refresh` reads the store and replaces the view whole; requests only look things up in it. When the store can't be
+reached the last view serves on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qinfer.control.base import ControlStore, StoredModel, WorkerRecord
+from qinfer.control.readiness import ModelStatus, assess
+from qinfer.delivery.base import Lane
+from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
+from qinfer.repository.config import from_json, to_spec
+from qinfer.repository.spec import ModelSpec
+from qinfer.settings import LimitSettings
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_S = 2.0  # how late the end of a worker that died silently is noticed, after its record's TTL
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model version that can be asked, as the request path needs it.
+
+    Attributes:
+        spec: The model's configuration.
+        version: The version.
+        generation: The generation that `spec` belongs to, and that a live worker has loaded.
+        lane: Where its requests go.
+    """
+
+    spec: ModelSpec
+    version: int
+    generation: int
+    lane: Lane
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    served: Mapping[tuple[str, int], Served] = field(default_factory=dict)
+    statuses: Mapping[str, ModelStatus] = field(default_factory=dict)
+    stored: Mapping[str, StoredModel] = field(default_factory=dict)
+    workers: tuple[WorkerRecord, ...] = ()
+
+
+class Catalog:
+    """The models that can be asked.
+
+    Args:
+        store: Where the state is kept.
+        limits: Timeouts for models that set none.
+    """
+
+    def __init__(self, store: ControlStore, limits: LimitSettings) -> None:
+        self._store = store
+        self._limits = limits
+        self._view = _View()
+        self._refreshed = False
+        self._specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
+
+    async def refresh(self) -> None:
+        """Reads the store and replaces the view.
+
+        Raises:
+            BrokerUnavailable: The store can't be reached; the view stays as it was.
+        """
+        desired = await self._store.desired()
+        read = [await self._store.model(name) for name in sorted(desired)]
+        stored = {model.model: model for model in read if model is not None}
+        workers = tuple(await self._store.workers())
+        statuses = assess(desired, stored, workers)
+        served = self._serve(statuses, stored)
+        _log_changes(self._view.statuses, statuses)
+        self._view = _View(served=served, statuses=statuses, stored=stored, workers=workers)
+        self._refreshed = True
+
+    async def run(self) -> None:
+        """Keeps the view current until cancelled: refreshes when woken, and every few seconds."""
+        reachable = True
+        while True:
+            try:
+                await self._store.wait(_REFRESH_S)
+                await self.refresh()
+            except BrokerUnavailable as error:
+                if reachable:
+                    logger.warning("control store unreachable, serving the last view", extra={"error": error.message})
+                reachable = False
+                await asyncio.sleep(_RETRY_S)  # nothing can wake us while the store is away
+                continue
+            if not reachable:
+                logger.info("control store reachable again")
+            reachable = True
+
+    def resolve(self, model: str, version: int) -> Served:
+        """Returns the version to ask; 0 = the highest READY one.
+
+        Raises:
+            ModelNotFound: No such model or version, or none is READY when no version was named (reference §1.3).
+            ModelNotReady: The version is known, and no live worker has loaded it.
+        """
+        served = self._view.served.get((model, version))
+        if served is None:
+            raise self._refusal(model, version)
+        return served
+
+    def known(self) -> tuple[str, ...]:
+        """Returns the names of all models that should be loaded, whatever their state."""
+        return tuple(self._view.statuses)
+
+    def status(self, model: str) -> ModelStatus:
+        """Returns the state of a model's versions.
+
+        Raises:
+            ModelNotFound: No such model.
+        """
+        status = self._view.statuses.get(model)
+        if status is None:
+            raise self._refusal(model, 0)
+        return status
+
+    def ready_versions(self, model: str) -> tuple[int, ...]:
+        """Returns the READY versions of a model, ascending; none for an unknown model."""
+        status = self._view.statuses.get(model)
+        return () if status is None else status.ready_versions
+
+    def readiness(self) -> dict[tuple[str, int], bool]:
+        """Returns (model, version) → whether it is READY, for every version that should be loaded."""
+        return {
+            (model, version): version in status.ready_versions
+            for model, status in self._view.statuses.items()
+            for version in status.versions
+        }
+
+    def lane(self, model: str, version: int) -> Lane:
+        """Returns where a version's online requests go."""
+        return Lane(model, version)
+
+    def config_json(self, model: str, version: int) -> str:
+        """Returns a model's normalised configuration as `GET …/config` shows it.
+
+        Raises:
+            ModelNotFound: As `resolve`.
+            ModelNotReady: As `resolve`.
+        """
+        self.resolve(model, version)
+        return self._view.stored[model].config
+
+    def is_server_ready(self) -> bool:
+        """Tells whether the store was read and every model is READY: Triton's strict readiness (reference §1.3)."""
+        return self._refreshed and all(status.is_ready for status in self._view.statuses.values())
+
+    def workers(self) -> list[WorkerRecord]:
+        """Returns the workers that were live at the last refresh."""
+        return list(self._view.workers)
+
+    def _serve(
+        self, statuses: Mapping[str, ModelStatus], stored: Mapping[str, StoredModel]
+    ) -> dict[tuple[str, int], Served]:
+        served: dict[tuple[str, int], Served] = {}
+        specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
+        for model, status in statuses.items():
+            spec = self._spec(stored.get(model)) if status.ready_versions else None
+            if spec is None:
+                continue
+            specs[model] = (stored[model], spec)
+            for version in status.ready_versions:  # ascending: the last one answers requests without a version
+                generation = status.versions[version].generation
+                last = self._view.served.get((model, version))
+                if last is None or last.generation != generation:  # else the spec of a reload's old generation stays
+                    last = Served(spec=spec, version=version, generation=generation, lane=self.lane(model, version))
+                served[model, version] = served[model, 0] = last
+        self._specs = specs
+        return served
+
+    def _spec(self, stored: StoredModel | None) -> ModelSpec | None:
+        if stored is None:
+            return None
+        known = self._specs.get(stored.model)
+        if known is not None and known[0] == stored:
+            return known[1]
+        try:
+            return to_spec(from_json(stored.config), self._limits)
+        except QinferError as error:  # written by a newer qinfer: one model must not take the others down
+            logger.error("stored configuration unusable", extra={"model": stored.model, "error": error.message})
+            return None
+
+    def _refusal(self, model: str, version: int) -> ModelNotFound | ModelNotReady:
+        who = f"Request for unknown model: '{model}'"
+        status = self._view.statuses.get(model)
+        if status is None:
+            return ModelNotFound(f"{who} version {version} is not found" if version else f"{who} is not found")
+        if not version:
+            return ModelNotFound(f"{who} has no available versions")
+        if version not in status.versions:
+            return ModelNotFound(f"{who} version {version} is not found")
+        return ModelNotReady(f"{who} version {version} is not at ready state")
+
+
+def _log_changes(old: Mapping[str, ModelStatus], new: Mapping[str, ModelStatus]) -> None:
+    """Logs what differs between two views, so that a state is logged once and not at every refresh."""
+    for model, status in new.items():
+        before = old.get(model)
+        if before == status:
+            continue
+        if status.error and (before is None or before.error != status.error):
+            logger.error("model can't be loaded", extra={"model": model, "error": status.error})
+        for version, state in status.versions.items():
+            if before is None or before.versions.get(version) != state:
+                extra = {"model": model, "version": version, "state": state.state.value, "reason": state.reason}
+                logger.info("model version state", extra=extra)
+    for model in old.keys() - new.keys():
+        logger.info("model gone", extra={"model": model})

@@ -1,0 +1,101 @@
+"""The control store in this process's memory: for notebooks, tests, and everything in one process."""
+
+import asyncio
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+from qinfer.clock import Clock, SystemClock
+from qinfer.control.base import Desired, StoredModel, WorkerRecord
+
+
+class MemoryControlStore:
+    """A `ControlStore` that gateway and worker of one process share.
+
+    Args:
+        clock: Tells when heartbeats are over.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._desired: dict[str, Desired] = {}
+        self._models: dict[str, StoredModel] = {}
+        self._workers: dict[str, tuple[float, WorkerRecord]] = {}
+        self._stats: dict[tuple[str, int], dict[str, int]] = {}
+        self._wakes = 0
+        self._woken = asyncio.Event()
+        self._seen: WeakKeyDictionary[asyncio.Task[object], int] = WeakKeyDictionary()
+
+    async def desired(self) -> dict[str, Desired]:
+        """Returns the desired state of every model."""
+        return dict(self._desired)
+
+    async def set_desired(self, desired: Desired) -> None:
+        """Writes the desired state of one model; an older generation never replaces a newer one."""
+        current = self._desired.get(desired.model)
+        if current is None or current.generation <= desired.generation:
+            self._desired[desired.model] = desired
+
+    async def forget(self, model: str) -> None:
+        """Removes a model's desired state and configuration."""
+        self._desired.pop(model, None)
+        self._models.pop(model, None)
+
+    async def model(self, name: str) -> StoredModel | None:
+        """Returns a model's stored configuration."""
+        return self._models.get(name)
+
+    async def put_model(self, stored: StoredModel) -> bool:
+        """Stores a model's configuration, unless one of the same or a newer generation is stored already."""
+        current = self._models.get(stored.model)
+        if current is not None and current.generation >= stored.generation:
+            return False
+        self._models[stored.model] = stored
+        return True
+
+    async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
+        """Writes a worker's record; it disappears `ttl_s` seconds after the last write."""
+        self._workers[record.id] = (self._clock.monotonic_s() + ttl_s, record)
+
+    async def retire(self, worker_id: str) -> None:
+        """Removes a worker's record at once."""
+        self._workers.pop(worker_id, None)
+
+    async def workers(self) -> list[WorkerRecord]:
+        """Returns the records of all live workers."""
+        now_s = self._clock.monotonic_s()
+        self._workers = {id_: entry for id_, entry in self._workers.items() if entry[0] > now_s}
+        return [record for _, record in self._workers.values()]
+
+    async def wake(self) -> None:
+        """Wakes everyone who waits in `wait`."""
+        self._wakes += 1
+        self._woken.set()
+        self._woken = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds.
+
+        What a reader has seen is kept by task: gateway and worker share this store, and each must see every wake.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        if self._seen.get(task, 0) == self._wakes:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._woken.wait()
+            except TimeoutError:
+                return
+        self._seen[task] = self._wakes
+
+    async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
+        """Adds to the statistics of a model version; they only grow."""
+        stats = self._stats.setdefault((model, version), {})
+        for name, delta in deltas.items():
+            stats[name] = stats.get(name, 0) + delta
+
+    async def stats(self, model: str, version: int) -> dict[str, int]:
+        """Returns the statistics of a model version."""
+        return dict(self._stats.get((model, version), {}))
+
+    async def close(self) -> None:
+        """Does nothing: there is no connection."""

@@ -1,0 +1,169 @@
+"""The control store in Redis (keys of DESIGN.md §3), over redis-py: nothing here runs once per request.
+
+Values are JSON, so that `redis-cli` shows what the state is. What several gateways may write at once is guarded by its
+generation in a script; all else has one writer.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from redis.exceptions import RedisError
+
+from qinfer.control.base import Desired, StoredModel, WorkerRecord
+from qinfer.delivery import keys
+from qinfer.errors import BrokerUnavailable
+
+_MAX_BLOCK_S = 2.0  # below the client's socket timeout
+_WAKES_KEPT = 16
+
+_PUT_MODEL = """
+local current = tonumber(redis.call('HGET', KEYS[1], 'generation') or '-1')
+if current >= tonumber(ARGV[1]) then return 0 end
+redis.call('HSET', KEYS[1], 'generation', ARGV[1], 'model', ARGV[2])
+return 1
+"""
+
+_SET_DESIRED = """
+local current = redis.call('HGET', KEYS[1], ARGV[1])
+if current and cjson.decode(current).generation > tonumber(ARGV[2]) then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+
+
+class RedisControlStore:
+    """A `ControlStore` in Redis, or a cluster of it.
+
+    Args:
+        client: A `redis.asyncio.Redis` or `RedisCluster`; the store closes it.
+    """
+
+    def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
+        self._client = client
+        self._last_wake = "0-0"
+
+    async def desired(self) -> dict[str, Desired]:
+        """Returns the desired state of every model."""
+        with _translated():
+            values = await self._client.hgetall(keys.desired())
+        return {_text(model): msgspec.json.decode(value, type=Desired) for model, value in values.items()}
+
+    async def set_desired(self, desired: Desired) -> None:
+        """Writes the desired state of one model; an older generation never replaces a newer one."""
+        with _translated():
+            await self._client.eval(
+                _SET_DESIRED, 1, keys.desired(), desired.model, desired.generation, msgspec.json.encode(desired)
+            )
+
+    async def forget(self, model: str) -> None:
+        """Removes a model's desired state and configuration; its lanes stay until they are empty."""
+        with _translated():
+            await self._client.hdel(keys.desired(), model)
+            await self._client.hdel(keys.config(model), "generation", "model")
+
+    async def model(self, name: str) -> StoredModel | None:
+        """Returns a model's stored configuration."""
+        with _translated():
+            value = await self._client.hget(keys.config(name), "model")
+        return None if value is None else msgspec.json.decode(value, type=StoredModel)
+
+    async def put_model(self, stored: StoredModel) -> bool:
+        """Stores a model's configuration, unless one of the same or a newer generation is stored already."""
+        with _translated():
+            written = await self._client.eval(
+                _PUT_MODEL, 1, keys.config(stored.model), stored.generation, msgspec.json.encode(stored)
+            )
+        return bool(written)
+
+    async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
+        """Writes a worker's record; it disappears `ttl_s` seconds after the last write."""
+        key = keys.worker(record.id)
+        with _translated():
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.hset(key, "record", msgspec.json.encode(record))
+                pipe.pexpire(key, int(ttl_s * 1000))
+                pipe.zadd(keys.workers(), {record.id: time.time()})
+                await pipe.execute()
+
+    async def retire(self, worker_id: str) -> None:
+        """Removes a worker's record at once."""
+        with _translated():
+            await self._client.delete(keys.worker(worker_id))
+            await self._client.zrem(keys.workers(), worker_id)
+
+    async def workers(self) -> list[WorkerRecord]:
+        """Returns the records of all live workers, and takes the dead ones out of the index."""
+        with _translated():
+            ids = [_text(id_) for id_ in await self._client.zrange(keys.workers(), 0, -1)]
+            if not ids:
+                return []
+            async with self._client.pipeline(transaction=False) as pipe:
+                for worker_id in ids:
+                    pipe.hget(keys.worker(worker_id), "record")
+                values = await pipe.execute()
+            # A worker that beats in this very moment is indexed again by its next heartbeat.
+            dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
+            if dead:
+                await self._client.zrem(keys.workers(), *dead)
+        return [msgspec.json.decode(value, type=WorkerRecord) for value in values if value is not None]
+
+    async def wake(self) -> None:
+        """Wakes everyone who waits in `wait`."""
+        with _translated():
+            await self._client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds.
+
+        The first call returns at once if there ever was a wake: what came before it is not known to have been seen.
+        """
+        end_s = time.monotonic() + timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            block_ms = max(int(min(left_s, _MAX_BLOCK_S) * 1000), 1)
+            with _translated():
+                streams = await self._client.xread({keys.control(): self._last_wake}, block=block_ms)
+            if streams:
+                self._last_wake = _last_id(streams)
+                return
+
+    async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
+        """Adds to the statistics of a model version; they only grow."""
+        if not deltas:
+            return
+        key = keys.stats(model, version)
+        with _translated():
+            async with self._client.pipeline(transaction=False) as pipe:
+                for name, delta in deltas.items():
+                    pipe.hincrby(key, name, delta)
+                await pipe.execute()
+
+    async def stats(self, model: str, version: int) -> dict[str, int]:
+        """Returns the statistics of a model version."""
+        with _translated():
+            values = await self._client.hgetall(keys.stats(model, version))
+        return {_text(name): int(value) for name, value in values.items()}
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError) as error:  # redis-py lets some socket errors through as they are
+        raise BrokerUnavailable(f"the control store can't be reached: {type(error).__name__}") from error
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _last_id(streams: Any) -> str:
+    """Returns the last id of a reply to XREAD of one stream: a list of pairs, or with RESP3 a map of lists."""
+    entries = next(iter(streams.values()))[0] if isinstance(streams, dict) else streams[0][1]
+    return _text(entries[-1][0])

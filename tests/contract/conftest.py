@@ -1,0 +1,135 @@
+"""The queues that the delivery contract is tested on."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from qinfer.delivery.base import Delivery
+from qinfer.delivery.memory import MemoryDelivery
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.settings import RedisSettings
+from tests.servers import RedisCluster, RedisServer, redis_6_2, system_redis
+
+PERMANENT = ("config", "dlq", "due", "outbox")  # of a partition; lanes and statistics are told by their numbers
+
+
+class MemoryQueue:
+    """A queue that lives in this process: everyone shares the one object."""
+
+    def __init__(self) -> None:
+        self._delivery = MemoryDelivery()
+
+    async def connect(self) -> Delivery:
+        return self._delivery
+
+    async def close(self) -> None:
+        await self._delivery.close()
+
+
+class RedisQueue:
+    """A queue on real servers, emptied first; `connect` gives what another process would have."""
+
+    def __init__(self, servers: list[RedisServer], *, cluster: bool = False) -> None:
+        self.servers = servers
+        self.settings = RedisSettings.model_validate({"url": servers[0].url, "cluster": cluster})
+        self._open: list[RedisDelivery] = []
+        self._admin: list[redis.Redis] = [server.client() for server in servers]
+        for client in self._admin:
+            client.flushall()
+
+    async def connect(self, **changes: Any) -> RedisDelivery:
+        delivery = await RedisDelivery.connect(self.settings.model_copy(update=changes))
+        self._open.append(delivery)
+        return delivery
+
+    def on_every_node(self, *command: Any) -> list[Any]:
+        return [client.execute_command(*command) for client in self._admin]
+
+    def on_owner(self, *command: Any) -> Any:
+        """Runs a command on the node that has its key."""
+        for client in self._admin:
+            with suppress(redis.exceptions.MovedError):
+                return client.execute_command(*command)
+        raise AssertionError(f"no node takes {command!r}")
+
+    def leaked(self) -> list[str]:
+        """Names every key that would stay for ever and is not one of those that should."""
+        return [
+            key.decode()
+            for client in self._admin
+            for key in client.keys("*")
+            if client.pttl(key) == -1 and not _may_stay(key.decode())
+        ]
+
+    async def close(self) -> None:
+        for delivery in self._open:
+            await delivery.close()
+        for client in self._admin:
+            client.close()
+
+
+def _may_stay(key: str) -> bool:
+    if key in {"qinfer:desired", "qinfer:control", "qinfer:workers"}:
+        return True
+    _, _, of_partition = key.partition("}:")
+    name, _, _ = of_partition.partition(":")
+    return name.isdecimal() or name == "stats" or of_partition in PERMANENT
+
+
+@pytest.fixture(scope="session")
+def old_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(redis_6_2(), tmp_path_factory.mktemp("redis-6.2")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def new_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(system_redis(), tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    cluster = RedisCluster(system_redis(), tmp_path_factory.mktemp("cluster"))
+    yield cluster
+    cluster.stop()
+
+
+REDIS = ["redis-6.2", "redis-system", "redis-cluster"]
+
+
+def _redis_queue(request: pytest.FixtureRequest, kind: str) -> RedisQueue:
+    if kind == "redis-cluster":
+        return RedisQueue(request.getfixturevalue("redis_cluster").nodes, cluster=True)
+    return RedisQueue([request.getfixturevalue("old_redis" if kind == "redis-6.2" else "new_redis")])
+
+
+@pytest.fixture(params=["memory", *REDIS])
+async def queue(request: pytest.FixtureRequest) -> AsyncIterator[MemoryQueue | RedisQueue]:
+    """Each adapter, on each kind of server."""
+    queue = MemoryQueue() if request.param == "memory" else _redis_queue(request, request.param)
+    yield queue
+    await queue.close()
+    assert isinstance(queue, MemoryQueue) or not queue.leaked()
+
+
+@pytest.fixture(params=REDIS)
+async def redis_queue(request: pytest.FixtureRequest) -> AsyncIterator[RedisQueue]:
+    """Each kind of server, for what only a server can do."""
+    queue = _redis_queue(request, request.param)
+    yield queue
+    await queue.close()
+    assert not queue.leaked()
+
+
+@pytest.fixture
+async def own_redis(tmp_path: Path) -> AsyncIterator[RedisQueue]:
+    """A server of the test's own, to stop and start again; what it holds survives in its append-only file."""
+    with RedisServer(system_redis(), tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server:
+        queue = RedisQueue([server])
+        yield queue
+        await queue.close()

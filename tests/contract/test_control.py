@@ -1,0 +1,208 @@
+"""The control contract on every adapter, as two processes see it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+import pytest
+
+from qinfer.control.base import ControlStore, Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.control.sync import sync
+from qinfer.delivery.base import Lane
+from qinfer.delivery.redis import admin_client
+from qinfer.errors import BrokerUnavailable
+from qinfer.repository.config import normalise, parse
+from qinfer.repository.local import RepositoryModel
+from qinfer.settings import RedisSettings
+from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.servers import free_port
+
+LONG_S, SHORT_S = 30.0, 0.05
+STORED = StoredModel(model="m", generation=3, config='{"name":"m"}', versions=(1, 20), content_hash="h", error="é\n'")
+WORKER = WorkerRecord(
+    id="w1",
+    started_at=12.5,
+    models={"m": {1: VersionState(State.READY, 3), 20: VersionState(State.UNAVAILABLE, 3, "no file")}},
+    executing=7,
+)
+
+
+class Pair(NamedTuple):
+    """One store, as two processes have it."""
+
+    one: ControlStore
+    other: ControlStore
+
+
+@pytest.fixture
+async def stores(queue: MemoryQueue | RedisQueue) -> AsyncIterator[Pair]:
+    if isinstance(queue, MemoryQueue):
+        shared = MemoryControlStore()
+        yield Pair(shared, shared)
+        return
+    pair = Pair(*(RedisControlStore(admin_client(queue.settings)) for _ in range(2)))
+    yield pair
+    for store in pair:
+        await store.close()
+
+
+async def test_desired_state_is_seen_by_all(stores: Pair) -> None:
+    """What one writes the other reads, model by model."""
+    await stores.one.set_desired(Desired("a", 1))
+    await stores.one.set_desired(Desired("b", 2, load=False))
+
+    assert await stores.other.desired() == {"a": Desired("a", 1), "b": Desired("b", 2, load=False)}
+
+
+async def test_an_older_wish_replaces_no_newer_one(stores: Pair) -> None:
+    """A slow writer can't undo what a faster one wrote; the same generation may change its action."""
+    await stores.one.set_desired(Desired("m", 5))
+    await stores.other.set_desired(Desired("m", 4))
+    await stores.other.set_desired(Desired("m", 5, load=False))
+
+    assert await stores.one.desired() == {"m": Desired("m", 5, load=False)}
+
+
+async def test_a_model_comes_back_as_it_was_put(stores: Pair) -> None:
+    """Every field survives."""
+    assert await stores.one.model("m") is None
+    assert await stores.one.put_model(STORED)
+
+    assert await stores.other.model("m") == STORED
+
+
+@pytest.mark.parametrize("generation", [2, 3])
+async def test_the_first_writer_of_a_generation_wins(stores: Pair, generation: int) -> None:
+    """An equal or older generation is refused, and its writer learns it."""
+    await stores.one.put_model(STORED)
+
+    late = StoredModel(model="m", generation=generation, config="{}", versions=())
+
+    assert not await stores.other.put_model(late)
+    assert await stores.one.model("m") == STORED
+
+
+async def test_a_forgotten_model_is_gone_and_may_come_back(stores: Pair) -> None:
+    """Wish and configuration go; an older generation may then be stored again."""
+    await stores.one.set_desired(Desired("m", 3))
+    await stores.one.put_model(STORED)
+
+    await stores.one.forget("m")
+    await stores.one.forget("never known")
+
+    assert await stores.other.desired() == {}
+    assert await stores.other.model("m") is None
+    assert await stores.other.put_model(StoredModel(model="m", generation=1, config="", versions=()))
+
+
+async def test_a_worker_is_live_while_it_beats(stores: Pair) -> None:
+    """Its last record is what others see, until it retires."""
+    await stores.one.heartbeat(WORKER, LONG_S)
+    await stores.one.heartbeat(WorkerRecord(id="w2", started_at=1.0, models={}), LONG_S)
+
+    assert sorted(await stores.other.workers(), key=lambda w: w.id)[0] == WORKER
+
+    await stores.one.retire("w1")
+
+    assert [worker.id for worker in await stores.other.workers()] == ["w2"]
+
+
+async def test_a_silent_worker_disappears(stores: Pair) -> None:
+    """Its record ends with its time to live, and the other worker stays."""
+    await stores.one.heartbeat(WORKER, 0.001)
+    await stores.one.heartbeat(WorkerRecord(id="w2", started_at=1.0, models={}), LONG_S)
+
+    async with asyncio.timeout(LONG_S):
+        while len(live := await stores.other.workers()) > 1:  # noqa: ASYNC110 (see below)
+            await asyncio.sleep(0)  # the server ends it, and announces nothing
+
+    assert [worker.id for worker in live] == ["w2"]
+
+
+async def test_a_wake_before_the_wait_counts(stores: Pair) -> None:
+    """Nothing that happens between reading and waiting is missed."""
+    await stores.other.wait(SHORT_S)
+    await stores.one.wake()
+
+    async with asyncio.timeout(LONG_S):
+        await stores.other.wait(2 * LONG_S)
+
+
+async def test_a_wake_ends_a_wait(stores: Pair) -> None:
+    """Everyone who waits goes on at once."""
+    await stores.one.wait(SHORT_S)
+    await stores.other.wait(SHORT_S)
+
+    async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
+        group.create_task(stores.one.wait(2 * LONG_S))
+        group.create_task(stores.other.wait(2 * LONG_S))
+        await asyncio.sleep(0)
+        await stores.one.wake()
+
+
+async def test_a_wake_is_seen_once(stores: Pair) -> None:
+    """After it the next wait lasts until its timeout."""
+    await stores.one.wake()
+    await stores.other.wait(LONG_S)
+    loop = asyncio.get_running_loop()
+
+    before_s = loop.time()
+    await stores.other.wait(SHORT_S)
+
+    assert loop.time() - before_s >= SHORT_S * 0.9
+
+
+async def test_statistics_add_up(stores: Pair) -> None:
+    """Deltas of all workers make one total for each version."""
+    await stores.one.add_stats("m", 1, {"success_count": 2, "queue:0.001": 1})
+    await stores.other.add_stats("m", 1, {"success_count": 3})
+    await stores.other.add_stats("m", 2, {})
+
+    assert await stores.one.stats("m", 1) == {"success_count": 5, "queue:0.001": 1}
+    assert await stores.one.stats("m", 2) == {}
+
+
+class Repository:
+    def __init__(self, *models: RepositoryModel) -> None:
+        self._models = models
+
+    def scan(self) -> tuple[RepositoryModel, ...]:
+        return self._models
+
+
+def model(content_hash: str) -> RepositoryModel:
+    tensor = "data_type: TYPE_FP32 dims: 1"
+    text = f'backend: "x" input {{ name: "i" {tensor} }} output {{ name: "o" {tensor} }}'
+    return RepositoryModel(name="m", config=normalise(parse(text), "m"), versions=(1,), content_hash=content_hash)
+
+
+async def test_concurrent_syncs_end_in_one_state(queue: MemoryQueue | RedisQueue, stores: Pair) -> None:
+    """Gateways that start together do not fight: one configuration, its wish, and a quiet next sync."""
+    delivery = await queue.connect()
+    async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
+        for number in range(8):
+            group.create_task(sync(Repository(model(f"content {number % 2}")), stores[number % 2], delivery))
+
+    stored = await stores.one.model("m")
+    assert stored is not None
+    assert await stores.other.desired() == {"m": Desired("m", stored.generation)}
+    assert await delivery.depth([Lane("m", 1)]) == [0]
+
+    (again,) = await sync(Repository(model(stored.content_hash)), stores.one, delivery)
+
+    assert not again.changed
+    assert again.generation == stored.generation
+
+
+async def test_without_a_server_calls_fail_as_broker_unavailable() -> None:
+    """Nobody has to know redis-py's errors."""
+    settings = RedisSettings.model_validate({"url": f"redis://127.0.0.1:{free_port()}"})
+    store = RedisControlStore(admin_client(settings))
+
+    with pytest.raises(BrokerUnavailable):
+        await store.desired()
+    with pytest.raises(BrokerUnavailable):
+        await store.wait(SHORT_S)
+    await store.close()

@@ -1,0 +1,298 @@
+"""The gateway's view of the models, and what `models sync` makes of a repository."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from qinfer.control.base import ControlStore, Desired, State, VersionState, WorkerRecord
+from qinfer.control.catalog import Catalog
+from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.sync import SyncedModel, sync
+from qinfer.delivery.base import Lane
+from qinfer.delivery.memory import MemoryDelivery
+from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
+from qinfer.repository.local import LocalRepository
+from qinfer.settings import LimitSettings
+
+CONFIG = """
+backend: "onnxruntime"
+version_policy { all { } }
+input { name: "x" data_type: TYPE_FP32 dims: 4 }
+output { name: "y" data_type: TYPE_FP32 dims: 4 }
+"""
+TTL_S = 60.0
+
+
+class Ticking:
+    """A clock that goes on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def monotonic_s(self) -> float:
+        self._now_s += 1.0
+        return self._now_s
+
+
+class Stack:
+    """A repository on disk, a store, and a catalog."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.repository = LocalRepository(path, autocomplete=False)
+        self.store = MemoryControlStore()
+        self.delivery = MemoryDelivery(Ticking())
+        self.catalog = Catalog(self.store, LimitSettings())
+
+    def write(self, name: str, *versions: int, config: str = CONFIG) -> None:
+        for version in versions:
+            (self.path / name / str(version)).mkdir(parents=True, exist_ok=True)
+        (self.path / name).mkdir(exist_ok=True)
+        (self.path / name / "config.pbtxt").write_text(config)
+
+    async def sync(self) -> dict[str, SyncedModel]:
+        return {model.model: model for model in await sync(self.repository, self.store, self.delivery)}
+
+    async def load(self, model: str, *versions: int, state: State = State.READY, worker: str = "w") -> None:
+        """Pretends that a worker has the versions, at the generation desired."""
+        generation = (await self.store.desired())[model].generation
+        states = {version: VersionState(state, generation) for version in versions}
+        await self.store.heartbeat(WorkerRecord(id=worker, started_at=0.0, models={model: states}), TTL_S)
+        await self.catalog.refresh()
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Stack:
+    return Stack(tmp_path)
+
+
+def refusal(catalog: Catalog, model: str, version: int) -> QinferError:
+    with pytest.raises(QinferError) as caught:
+        catalog.resolve(model, version)
+    return caught.value
+
+
+async def test_a_ready_version_is_resolved(stack: Stack) -> None:
+    """By its number, with what a request needs to be sent."""
+    stack.write("m", 1)
+    generation = (await stack.sync())["m"].generation
+    await stack.load("m", 1)
+
+    served = stack.catalog.resolve("m", 1)
+
+    assert (served.version, served.generation, served.lane) == (1, generation, Lane("m", 1, "p1"))
+    assert served.spec.inputs[0].name == "x"
+    assert stack.catalog.is_server_ready()
+
+
+async def test_without_a_version_the_highest_ready_one_answers(stack: Stack) -> None:
+    """Not the highest that exists."""
+    stack.write("m", 1, 2, 10)
+    await stack.sync()
+    await stack.load("m", 1, 2)
+
+    assert stack.catalog.resolve("m", 0).version == 2
+    assert stack.catalog.ready_versions("m") == (1, 2)
+    assert stack.catalog.readiness() == {("m", 1): True, ("m", 2): True, ("m", 10): False}
+    assert not stack.catalog.is_server_ready()
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "error", "text"),
+    [
+        ("x", 0, ModelNotFound, "Request for unknown model: 'x' is not found"),
+        ("x", 3, ModelNotFound, "Request for unknown model: 'x' version 3 is not found"),
+        ("m", 3, ModelNotFound, "Request for unknown model: 'm' version 3 is not found"),
+        ("m", 1, ModelNotReady, "Request for unknown model: 'm' version 1 is not at ready state"),
+        ("m", 0, ModelNotFound, "Request for unknown model: 'm' has no available versions"),
+    ],
+)
+async def test_refusals_are_tritons(
+    stack: Stack, model: str, version: int, error: type[QinferError], text: str
+) -> None:
+    """Class and text of reference §1.3."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1, state=State.LOADING)
+
+    caught = refusal(stack.catalog, model, version)
+
+    assert type(caught) is error
+    assert caught.message == text
+
+
+async def test_the_configuration_is_shown_of_what_can_be_asked(stack: Stack) -> None:
+    """GET …/config of a version that is not READY is refused as its requests are."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    with pytest.raises(ModelNotReady):
+        stack.catalog.config_json("m", 1)
+
+    await stack.load("m", 1)
+
+    assert '"name":"m"' in stack.catalog.config_json("m", 0)
+
+
+async def test_a_retired_worker_takes_its_models_with_it(stack: Stack) -> None:
+    """At the next refresh."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+
+    await stack.store.retire("w")
+    await stack.catalog.refresh()
+
+    assert isinstance(refusal(stack.catalog, "m", 1), ModelNotReady)
+
+
+async def test_a_reload_keeps_the_old_spec_until_the_new_generation_is_loaded(stack: Stack) -> None:
+    """Requests are checked against what is loaded."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+
+    stack.write("m", 1, config=CONFIG.replace('"x"', '"z"'))
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    assert stack.catalog.resolve("m", 1).spec.inputs[0].name == "x"
+
+    await stack.load("m", 1)
+
+    assert stack.catalog.resolve("m", 1).spec.inputs[0].name == "z"
+
+
+async def test_before_the_first_refresh_nothing_is_ready(stack: Stack) -> None:
+    """A gateway that has seen nothing yet must get no traffic."""
+    assert not stack.catalog.is_server_ready()
+
+    await stack.catalog.refresh()
+
+    assert stack.catalog.is_server_ready()
+
+
+async def test_a_bad_model_is_known_and_makes_the_server_not_ready(stack: Stack) -> None:
+    """Its error is kept, and the other model is served."""
+    stack.write("bad", 1, config="max_batch: 1")
+    stack.write("m", 1)
+    synced = await stack.sync()
+    await stack.load("m", 1)
+
+    assert "line 1" in synced["bad"].error
+    assert stack.catalog.known() == ("bad", "m")
+    assert "line 1" in stack.catalog.status("bad").error
+    assert not stack.catalog.is_server_ready()
+    assert stack.catalog.resolve("m", 1).version == 1
+
+
+class Absent(MemoryControlStore):
+    """A store that goes away and comes back, and says when it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_away = False
+        self.asked = asyncio.Event()
+
+    async def desired(self) -> dict[str, Desired]:
+        self.asked.set()
+        if self.is_away:
+            raise BrokerUnavailable("gone")
+        return await super().desired()
+
+
+async def test_the_last_view_serves_while_the_store_is_away(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """`run` survives it, and says so once."""
+    store = Absent()
+    stack.store, stack.catalog = store, Catalog(store, LimitSettings())
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+    store.is_away = True
+    store.asked.clear()
+
+    with caplog.at_level(logging.WARNING):
+        task = asyncio.create_task(stack.catalog.run())
+        await store.wake()
+        await store.asked.wait()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    assert stack.catalog.resolve("m", 1).version == 1
+    assert [r.message for r in caplog.records] == ["control store unreachable, serving the last view"]
+
+
+async def test_changes_are_logged_once(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """Not at every refresh."""
+    stack.write("m", 1)
+    await stack.sync()
+    with caplog.at_level(logging.INFO, "qinfer.control.catalog"):
+        await stack.load("m", 1)
+        await stack.catalog.refresh()
+        await stack.catalog.refresh()
+
+    assert [r.message for r in caplog.records] == ["model version state"]
+
+
+async def test_sync_is_idempotent(stack: Stack) -> None:
+    """The same repository changes nothing the second time, and wakes nobody."""
+    stack.write("m", 1)
+
+    first, second = await stack.sync(), await stack.sync()
+
+    assert first["m"].changed
+    assert not second["m"].changed
+    assert first["m"].generation == second["m"].generation
+
+
+async def test_a_changed_file_raises_the_generation(stack: Stack) -> None:
+    """So that workers load it again."""
+    stack.write("m", 1)
+    first = await stack.sync()
+
+    (stack.path / "m" / "1" / "weights.bin").write_bytes(b"1234")
+    second = await stack.sync()
+
+    assert second["m"].changed
+    assert second["m"].generation > first["m"].generation
+
+
+async def test_a_model_that_is_gone_is_forgotten(stack: Stack) -> None:
+    """And one that comes back has a newer generation than before."""
+    stack.write("m", 1)
+    first = await stack.sync()
+    (stack.path / "m").rename(stack.path / ".m")
+
+    gone = await stack.sync()
+    (stack.path / ".m").rename(stack.path / "m")
+    back = await stack.sync()
+
+    assert gone["m"].removed
+    assert back["m"].generation > first["m"].generation
+
+
+async def test_lanes_exist_before_a_model_is_desired(stack: Stack) -> None:
+    """An admitted request always has a queue."""
+    stack.write("m", 1)
+    ensured: list[Lane] = []
+
+    class Spy(MemoryDelivery):
+        async def ensure(self, lanes: Sequence[Lane]) -> None:
+            assert await stack.store.desired() == {}
+            ensured.extend(lanes)
+
+    await sync(stack.repository, stack.store, Spy())
+
+    assert ensured == [Lane("m", 1, "p1")]
+
+
+def test_the_adapters_are_control_stores() -> None:
+    """The type checker compares them with the port here."""
+    store: ControlStore = MemoryControlStore()
+
+    assert store
