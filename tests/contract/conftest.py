@@ -12,6 +12,7 @@ from qinfer.delivery.base import Delivery
 from qinfer.delivery.memory import MemoryDelivery
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import RedisSettings
+from tests import servers
 from tests.servers import RedisCluster, RedisServer, redis_6_2, system_redis
 
 PERMANENT = ("config", "dlq", "due", "outbox")  # of a partition; lanes and statistics are told by their numbers
@@ -33,11 +34,11 @@ class MemoryQueue:
 class RedisQueue:
     """A queue on real servers, emptied first; `connect` gives what another process would have."""
 
-    def __init__(self, servers: list[RedisServer], *, cluster: bool = False) -> None:
-        self.servers = servers
-        self.settings = RedisSettings.model_validate({"url": servers[0].url, "cluster": cluster})
+    def __init__(self, nodes: list[RedisServer], *, cluster: bool = False) -> None:
+        self.nodes = nodes
+        self.settings = RedisSettings.model_validate({"url": nodes[0].url, "cluster": cluster})
         self._open: list[RedisDelivery] = []
-        self._admin: list[redis.Redis] = [server.client() for server in servers]
+        self._admin: list[redis.Redis] = [server.client() for server in nodes]
         for client in self._admin:
             client.flushall()
 
@@ -46,24 +47,25 @@ class RedisQueue:
         self._open.append(delivery)
         return delivery
 
-    def on_every_node(self, *command: Any) -> list[Any]:
-        return [client.execute_command(*command) for client in self._admin]
+    def on_every_node(self, *words: Any) -> list[Any]:
+        return [servers.command(client, *words) for client in self._admin]
 
-    def on_owner(self, *command: Any) -> Any:
+    def on_owner(self, *words: Any) -> Any:
         """Runs a command on the node that has its key."""
         for client in self._admin:
             with suppress(redis.exceptions.MovedError):
-                return client.execute_command(*command)
-        raise AssertionError(f"no node takes {command!r}")
+                return servers.command(client, *words)
+        raise AssertionError(f"no node takes {words!r}")
 
     def leaked(self) -> list[str]:
         """Names every key that would stay for ever and is not one of those that should."""
-        return [
+        keys = [
             key.decode()
             for client in self._admin
-            for key in client.keys("*")
-            if client.pttl(key) == -1 and not _may_stay(key.decode())
+            for key in servers.command(client, "KEYS", "*")
+            if client.pttl(key) == -1
         ]
+        return [key for key in keys if not _may_stay(key)]
 
     async def close(self) -> None:
         for delivery in self._open:

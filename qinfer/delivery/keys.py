@@ -1,0 +1,113 @@
+"""Redis keys: the only place that spells them (DESIGN.md §3).
+
+The keys of one queue partition share the hash tag `{<model>#<partition>}`, hence a cluster slot, so that one script may
+touch several of them. Configuration and statistics are per model and live with partition 0.
+"""
+
+from functools import lru_cache
+
+from redis.crc import key_slot
+
+from qinfer.delivery.base import Lane
+
+GROUP = b"workers"
+"""The consumer group of every lane."""
+
+RELEASED = b"released"
+"""The consumer that owns what was released; `fetch` takes from it first. No worker may have this name."""
+
+
+@lru_cache(maxsize=65536)  # one call per request
+def lane(of: Lane) -> bytes:
+    """Returns the stream of a lane."""
+    return f"{_partition(of.model, of.partition)}{of.version}:{of.name}".encode()
+
+
+@lru_cache(maxsize=65536)  # one call per request
+def lane_slot(of: Lane) -> int:
+    """Returns the cluster slot of a lane, and so of everything in its partition."""
+    return slot(lane(of))
+
+
+def slot(key: str | bytes) -> int:
+    """Returns the cluster slot of a key, 0 … 16383."""
+    return key_slot(key if isinstance(key, bytes) else key.encode())
+
+
+def dead_letters(model: str, partition: int = 0) -> str:
+    """Returns the dead-letter stream of a partition."""
+    return f"{_partition(model, partition)}dlq"
+
+
+def payload(model: str, partition: int, request_id: str) -> str:
+    """Returns the string that holds a request's large body."""
+    return f"{_partition(model, partition)}payload:{request_id}"
+
+
+def result(model: str, partition: int, request_id: str) -> str:
+    """Returns the string that holds a request's large outputs."""
+    return f"{_partition(model, partition)}result:{request_id}"
+
+
+def request(model: str, partition: int, request_id: str) -> str:
+    """Returns the hash of an asynchronous request's state."""
+    return f"{_partition(model, partition)}request:{request_id}"
+
+
+def idempotency(model: str, partition: int, tenant: str, key_hash: str) -> str:
+    """Returns the string that maps an idempotency key to a request id."""
+    return f"{_partition(model, partition)}idem:{tenant}:{key_hash}"
+
+
+def due(model: str, partition: int = 0) -> str:
+    """Returns the sorted set of the deadlines of asynchronous requests."""
+    return f"{_partition(model, partition)}due"
+
+
+def outbox(model: str, partition: int = 0) -> str:
+    """Returns the stream of webhooks and job progress to be delivered."""
+    return f"{_partition(model, partition)}outbox"
+
+
+def config(model: str) -> str:
+    """Returns the hash of a model's normalised configuration and latency model."""
+    return f"{_partition(model, 0)}config"
+
+
+def stats(model: str, version: int) -> str:
+    """Returns the hash of a model version's statistics."""
+    return f"{_partition(model, 0)}stats:{version}"
+
+
+def desired() -> str:
+    """Returns the hash of the desired state of all models."""
+    return "qinfer:desired"
+
+
+def control() -> str:
+    """Returns the stream that wakes the readers of the desired state."""
+    return "qinfer:control"
+
+
+def worker(worker_id: str) -> str:
+    """Returns the hash of a worker's heartbeat."""
+    return f"qinfer:worker:{worker_id}"
+
+
+def workers() -> str:
+    """Returns the sorted set of worker ids by the time of their last heartbeat: an index, so that nobody scans."""
+    return "qinfer:workers"
+
+
+def reply(reply_to: str) -> str:
+    """Returns the reply stream at an address such as `reply:<owner>`."""
+    return f"qinfer:{reply_to}"
+
+
+def job(job_id: str) -> str:
+    """Returns the hash of a bulk job."""
+    return f"qinfer:job:{job_id}"
+
+
+def _partition(model: str, number: int) -> str:
+    return f"qinfer:{{{model}#{number}}}:"

@@ -1,0 +1,124 @@
+"""Reads the lanes of one partition of a model version, over a connection of its own, for its reads block.
+
+A cancelled `fetch` loses nothing: the reply that comes too late goes back to the lane as a release.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from qinfer.delivery import keys, scripts
+from qinfer.delivery.base import Entry, Lane, Lease
+from qinfer.delivery.connection import Refused, pack
+from qinfer.delivery.router import BlockingLink, Router
+from qinfer.errors import BrokerUnavailable
+
+MAX_BLOCK_S = 0.5
+"""The longest blocking read, and so how late a release may be seen: it does not wake a blocked reader."""
+
+
+class LaneReader:
+    """The fetching half of `RedisDelivery`, one for each (model, version, partition).
+
+    Args:
+        router: The way to Redis.
+        slot: The partition's cluster slot.
+        ensure: Creates lanes and group, where they were deleted.
+        give_back: Releases leases without waiting.
+        monotonic_s: The clock.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        slot: int,
+        ensure: Callable[[Sequence[Lane]], Awaitable[None]],
+        give_back: Callable[[Sequence[Lease]], None],
+        monotonic_s: Callable[[], float],
+    ) -> None:
+        self._router = router
+        self._slot = slot
+        self._ensure = ensure
+        self._give_back = give_back
+        self._monotonic_s = monotonic_s
+        self._link: BlockingLink = router.blocking(slot, "qinfer-lanes", MAX_BLOCK_S)
+        self._was_cancelled = False
+
+    async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
+        """See `Delivery.fetch`."""
+        try:
+            return await self._fetch(lanes, consumer, count, wait_s)
+        except Refused as error:
+            if error.kind not in {"NOGROUP", "UNBLOCKED"}:  # a lane was deleted (FLUSHALL); the latter while blocked
+                raise
+        await self._ensure(lanes)
+        return await self._fetch(lanes, consumer, count, wait_s)
+
+    async def settle(self) -> None:
+        """Waits, for a bounded time, until what a cancelled fetch had taken is given back."""
+        if self._was_cancelled:
+            with suppress(BrokerUnavailable, TimeoutError):
+                async with asyncio.timeout(MAX_BLOCK_S):
+                    await self._link.call(b"PING")  # answered after the cancelled read
+                    await self._router.call(self._slot, b"PING")  # answered after the release that this caused
+
+    async def _fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
+        until_s = self._monotonic_s() + wait_s
+        while True:
+            leases = await self._take(lanes, consumer, count)
+            left_s = until_s - self._monotonic_s()
+            if leases or left_s <= 0:
+                return leases
+            leases = await self._wait(lanes, consumer, min(left_s, MAX_BLOCK_S))
+            if leases:
+                if len(leases) > count:  # COUNT is per stream: several lanes may have got their first entry at once
+                    self._give_back(leases[count:])
+                return leases[:count]
+
+    async def _take(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
+        """Takes what there is."""
+        to_leases = partial(leases_of, lanes, consumer)
+        names = [keys.lane(lane) for lane in lanes]
+        call = partial(self._call, to_leases)
+        return to_leases(await scripts.run(call, scripts.FETCH, names, keys.GROUP, consumer, keys.RELEASED, count))
+
+    async def _wait(self, lanes: Sequence[Lane], consumer: str, block_s: float) -> list[Lease]:
+        """Waits for the first new entry."""
+        names = [keys.lane(lane) for lane in lanes]
+
+        def to_leases(reply: Any) -> list[Lease]:
+            found = [
+                (names.index(name) + 1, entry_id, fields[1], 1)
+                for name, entries in reply or ()
+                for entry_id, fields in entries
+            ]
+            return leases_of(lanes, consumer, found)
+
+        block_ms = max(1, int(block_s * 1000))  # BLOCK 0 would wait for ever
+        options = (b"GROUP", keys.GROUP, consumer, b"COUNT", 1, b"BLOCK", block_ms)
+        news = [b">"] * len(names)
+        return to_leases(await self._call(to_leases, b"XREADGROUP", *options, b"STREAMS", *names, *news))
+
+    async def _call(self, to_leases: Callable[[Any], list[Lease]], *command: Any) -> Any:
+        def late(reply: Any) -> None:
+            if not isinstance(reply, Exception):
+                self._give_back(to_leases(reply))
+
+        try:
+            return await self._link.call(*command, late=late)
+        except asyncio.CancelledError:
+            self._was_cancelled = True
+            unblock = pack((b"CLIENT", b"UNBLOCK", self._link.client_id))
+            with suppress(BrokerUnavailable):
+                self._router.send(self._slot, unblock, lambda _: None)
+            raise
+
+
+def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool = False) -> list[Lease]:
+    """Makes leases of what a script returned: (lane's number from 1, id, body, deliveries) per entry."""
+    return [
+        Lease(Entry(lanes[number - 1], entry_id.decode()), consumer, body, deliveries, suspect)
+        for number, entry_id, body, deliveries in found
+    ]

@@ -1,0 +1,9 @@
+-- Puts off the end of a reply stream, or makes a new one: in one step, so that none is ever without a time to live.
+-- KEYS: the stream. ARGV: its time to live in ms. Returns 1 where it was gone.
+local gone = redis.call('EXISTS', KEYS[1]) == 0
+
+if gone then
+  redis.call('XADD', KEYS[1], '*', 'h', '')
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return gone and 1 or 0

@@ -1,0 +1,36 @@
+-- Takes up to `count` entries whose owner has been silent for `idle` ms, and forgets consumers that are long gone.
+-- KEYS: the lanes. ARGV: group, consumer, consumer of what was released, count, idle ms, ms after which a consumer is gone.
+-- Returns {lane's number, id, body, deliveries} per entry.
+local group, consumer, released, left = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local idle, gone = ARGV[5], tonumber(ARGV[6])
+local PAGE = 100
+local taken = {}
+
+for number, lane in ipairs(KEYS) do
+  local start = '-'
+  while start and left > 0 do
+    local page = redis.call('XPENDING', lane, group, 'IDLE', idle, start, '+', PAGE)
+    for _, pending in ipairs(page) do
+      if left > 0 and pending[2] ~= released then -- what was released waits for `fetch` and is no suspect
+        local entry = redis.call('XCLAIM', lane, group, consumer, idle, pending[1])[1]
+        if entry then
+          taken[#taken + 1] = {number, entry[1], entry[2][2], pending[4] + 1}
+          left = left - 1
+        else
+          redis.call('XACK', lane, group, pending[1]) -- its body is gone; XAUTOCLAIM of 6.2 leaves such an id
+        end
+      end
+    end
+    start = #page == PAGE and '(' .. page[PAGE][1]
+  end
+
+  for _, fields in ipairs(redis.call('XINFO', 'CONSUMERS', lane, group)) do
+    local info = {}
+    for i = 1, #fields, 2 do info[fields[i]] = fields[i + 1] end
+    -- DELCONSUMER drops what a consumer still owns: only those that own nothing
+    if info.pending == 0 and info.idle > gone and info.name ~= released then
+      redis.call('XGROUP', 'DELCONSUMER', lane, group, info.name)
+    end
+  end
+end
+return taken

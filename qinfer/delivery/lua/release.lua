@@ -1,0 +1,15 @@
+-- Gives back the entries that `consumer` still owns, as if they had never been delivered.
+-- KEYS: the lane. ARGV: group, consumer, consumer of what was released, entry ids. Returns how many were given back.
+local lane, group, consumer, released = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
+local DAY_MS = 86400000 -- idle enough for anything that reclaims by idle time
+local count = 0
+
+for i = 4, #ARGV do
+  local id = ARGV[i]
+  local pending = redis.call('XPENDING', lane, group, id, id, 1, consumer)[1]
+  if pending then
+    redis.call('XCLAIM', lane, group, released, 0, id, 'IDLE', DAY_MS, 'RETRYCOUNT', pending[4] - 1, 'JUSTID')
+    count = count + 1
+  end
+end
+return count

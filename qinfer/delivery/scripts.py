@@ -1,0 +1,53 @@
+"""The Lua scripts of `lua/`, and how one is run: by its hash, and by its text where the server does not know it yet."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+
+from qinfer.delivery.connection import Argument, Refused
+
+
+class Script(msgspec.Struct, frozen=True):
+    """A Lua script: its text, and the SHA-1 by which Redis knows it."""
+
+    text: bytes
+    sha: bytes
+
+
+def _load(name: str) -> Script:
+    text = files("qinfer.delivery").joinpath("lua", f"{name}.lua").read_bytes()
+    return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
+
+
+FETCH = _load("fetch")
+RECLAIM = _load("reclaim")
+RENEW = _load("renew")
+RELEASE = _load("release")
+FINISH = _load("finish")
+KEEP = _load("keep")
+
+
+async def run(
+    call: Callable[..., Awaitable[Any]], script: Script, keys: Sequence[bytes], *arguments: Argument, **options: Any
+) -> Any:
+    """Runs a script.
+
+    Args:
+        call: Sends one command and returns its reply, such as `Link.call`.
+        script: Which.
+        keys: Its KEYS, all in one cluster slot.
+        arguments: Its ARGV.
+        options: Passed on to `call`.
+
+    Raises:
+        QinferError: What the script or `call` raises.
+    """
+    try:
+        return await call(b"EVALSHA", script.sha, len(keys), *keys, *arguments, **options)
+    except Refused as error:
+        if error.kind != "NOSCRIPT":
+            raise
+    return await call(b"EVAL", script.text, len(keys), *keys, *arguments, **options)
