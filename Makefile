@@ -1,0 +1,37 @@
+# Each recipe is one line; the work is in scripts/. `make help` lists the targets.
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+STAMP := .venv/.setup-stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint e2e chaos bench docs
+
+help: ## Show this list
+	@grep -hE '^[a-z0-9]+:.*## ' Makefile | sed -E 's/^([a-z0-9]+):.*## /\1\t/' | expand -t 10
+
+$(STAMP): pyproject.toml scripts/setup
+	@scripts/setup
+
+setup: ## Make .venv and install everything for development
+	@scripts/setup
+
+demo: $(STAMP) ## Serve a digits classifier and check every answer (KEEP=1 leaves it up)
+	@$(PYTHON) -m scripts.demo $(if $(filter-out 0,$(KEEP)),--keep)
+
+test: $(STAMP) ## Lint, then every test
+	@scripts/test
+
+lint: $(STAMP) ## ruff, mypy, import layers
+	@scripts/lint
+
+e2e: $(STAMP) ## Only the tests that drive the whole server with Triton's own client
+	@$(PYTHON) -m pytest tests/e2e -q
+
+chaos: $(STAMP) ## Only the tests that kill processes in the middle of their work
+	@$(PYTHON) -m pytest tests -m chaos -v
+
+bench: $(STAMP) ## Measure against peers; writes benchmarks/RESULTS.md (takes a while; ARGS="--quick")
+	@$(PYTHON) benchmarks/run $(ARGS)
+
+docs: $(STAMP) ## Generate the reference pages, then check links and snippets
+	@$(PYTHON) -m scripts.generate_reference && $(PYTHON) -m pytest tests/unit/test_docs.py -q

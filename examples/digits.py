@@ -1,0 +1,104 @@
+"""The demo's model: handwritten digits, trained in a second, written as ONNX into a model repository.
+
+    python examples/digits.py models
+
+makes `models/digits/config.pbtxt` and `models/digits/1/model.onnx`: input `image` float32[batch, 64] (8 by 8 pixels
+from 0 to 16), outputs `label` int64[batch, 1] and `probabilities` float32[batch, 10].
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from sklearn.neural_network import MLPClassifier
+
+NAME = "digits"
+CONFIG = """\
+name: "digits"
+backend: "onnxruntime"
+max_batch_size: 64
+input [ { name: "image" data_type: TYPE_FP32 dims: [ 64 ] } ]
+output [
+  { name: "label" data_type: TYPE_INT64 dims: [ 1 ] },
+  { name: "probabilities" data_type: TYPE_FP32 dims: [ 10 ] }
+]
+dynamic_batching { }
+"""
+PIXEL_MAX = 16.0
+OPSET, IR_VERSION = 17, 8  # old enough for every onnxruntime that qinfer accepts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digits:
+    """The model's file, and the images it was not trained on.
+
+    Attributes:
+        model_path: The ONNX file.
+        images: float32[n, 64], pixels from 0 to 16.
+        labels: int64[n], the digits that the images show.
+    """
+
+    model_path: Path
+    images: npt.NDArray[np.float32]
+    labels: npt.NDArray[np.int64]
+
+
+def build(repository: Path) -> Digits:
+    """Trains the classifier on three quarters of the images and writes it into `repository`."""
+    images, labels = load_digits(return_X_y=True)
+    train_images, test_images, train_labels, test_labels = train_test_split(
+        images.astype(np.float32), labels.astype(np.int64), test_size=0.25, random_state=0, stratify=labels
+    )
+    classifier = MLPClassifier(hidden_layer_sizes=(64,), max_iter=400, random_state=0)
+    classifier.fit(train_images / PIXEL_MAX, train_labels)
+
+    version_dir = repository / NAME / "1"
+    version_dir.mkdir(parents=True, exist_ok=True)
+    (repository / NAME / "config.pbtxt").write_text(CONFIG)
+    model_path = version_dir / "model.onnx"
+    model_path.write_bytes(to_onnx(classifier).SerializeToString())
+    return Digits(model_path=model_path, images=test_images, labels=test_labels)
+
+
+def to_onnx(classifier: MLPClassifier) -> onnx.ModelProto:
+    """Writes a classifier with one hidden ReLU layer as an ONNX graph; scaling the pixels is part of it."""
+    weights = {
+        "scale": np.array(1 / PIXEL_MAX),
+        "w1": classifier.coefs_[0],
+        "b1": classifier.intercepts_[0],
+        "w2": classifier.coefs_[1],
+        "b2": classifier.intercepts_[1],
+    }
+    nodes = [
+        helper.make_node("Mul", ["image", "scale"], ["scaled"]),
+        helper.make_node("MatMul", ["scaled", "w1"], ["product1"]),
+        helper.make_node("Add", ["product1", "b1"], ["sum1"]),
+        helper.make_node("Relu", ["sum1"], ["hidden"]),
+        helper.make_node("MatMul", ["hidden", "w2"], ["product2"]),
+        helper.make_node("Add", ["product2", "b2"], ["logits"]),
+        helper.make_node("Softmax", ["logits"], ["probabilities"], axis=1),
+        helper.make_node("ArgMax", ["probabilities"], ["label"], axis=1, keepdims=1),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        NAME,
+        [helper.make_tensor_value_info("image", TensorProto.FLOAT, ["batch", 64])],
+        [
+            helper.make_tensor_value_info("label", TensorProto.INT64, ["batch", 1]),
+            helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, ["batch", 10]),
+        ],
+        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    onnx.checker.check_model(model)
+    return model
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1] if len(sys.argv) > 1 else "models")).model_path)

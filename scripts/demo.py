@@ -1,0 +1,293 @@
+"""The demo: a digits classifier behind the whole server; every answer is compared with the in-process one.
+
+    make demo            builds the model, starts `qinfer up`, sends the test images, prints the figures, stops
+    make demo KEEP=1     the same, and leaves the server up
+
+Exits with 1 when an answer differs from ONNX Runtime's own, or the accuracy is below 0.95. Everything it writes is
+under `.demo/`.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+from examples import digits
+from qinfer.observability import metrics
+from scripts.load import Answer, ask_all
+
+ROOT = Path(__file__).resolve().parent.parent
+READY_WITHIN_S = 60.0
+STOP_WITHIN_S = 40.0
+STATISTICS_WITHIN_S = 5.0  # workers add their statistics once a second
+LEAST_ACCURACY = 0.95
+INFER_PATH = f"/v2/models/{digits.NAME}/infer"
+
+
+class DemoFailed(Exception):
+    """The demo did not show what it promises; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, parsed."""
+
+    directory: Path
+    port: int
+    rounds: int
+    connections: int
+    keep: bool
+
+
+class Server:
+    """`qinfer up` as a process of its own, its output in a file."""
+
+    def __init__(self, options: Options, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.port = port
+        self.log = options.directory / "qinfer.log"
+        self._command = [
+            str(Path(sys.executable).with_name("qinfer")),
+            *("up", "--model-repository", str(options.directory / "models")),
+            *("--data-dir", str(options.directory / "data"), "--http-port", str(port)),
+        ]
+
+    def start(self) -> None:
+        """Starts it and waits until the model is ready."""
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        deadline_s = time.monotonic() + READY_WITHIN_S
+        while not self._is_ready():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                self.stop()
+                raise DemoFailed(f"the server did not become ready; the end of its log:\n{self._log_tail()}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """Asks it to drain and end; kills it when it does not."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise DemoFailed(f"the server did not stop within {STOP_WITHIN_S:.0f} s; it was killed") from None
+
+    def _is_ready(self) -> bool:
+        try:
+            fetch(f"{self.url}/v2/models/{digits.NAME}/ready")
+        except OSError:
+            return False
+        return True
+
+    def _log_tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+
+
+def main() -> int:
+    """Runs the demo; returns the exit status."""
+    options = parse_options()
+    console = Console(highlight=False)
+    try:
+        run(options, console)
+    except (DemoFailed, OSError) as error:
+        console.print(f"[red]demo failed:[/] {error}", markup=True)
+        return 1
+    return 0
+
+
+def parse_options() -> Options:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Serve a digits classifier and check every answer.")
+    parser.add_argument("--directory", type=Path, default=ROOT / ".demo", help="where models, data and log go")
+    parser.add_argument("--port", type=int, default=8000, help="HTTP port; another is picked when it is taken")
+    parser.add_argument("--rounds", type=int, default=12, help="how often the 450 test images are sent")
+    parser.add_argument("--connections", type=int, default=32, help="concurrent connections")
+    parser.add_argument("--keep", action="store_true", help="leave the server up at the end")
+    return Options(**vars(parser.parse_args()))
+
+
+def run(options: Options, console: Console) -> None:
+    """Builds, serves, asks, checks, prints."""
+    options.directory.mkdir(parents=True, exist_ok=True)
+    with console.status("training a classifier of handwritten digits"):
+        data = digits.build(options.directory / "models")
+    console.print(f"model    {shown(data.model_path)}")
+    port = free_port(options.port)
+    if port != options.port:
+        console.print(f"port     {options.port} is taken; using {port}")
+    server = Server(options, port)
+    with console.status("starting qinfer: Redis, gateway, worker"):
+        server.start()
+    try:
+        console.print(f"server   {server.url}  (log: {shown(server.log)})\n")
+        measure(server, data, options, console)
+        show_curl(server, data, options.directory, console)
+    except BaseException:
+        server.stop()
+        raise
+    if options.keep:
+        console.print(f"\nThe server stays up. To stop it: kill {server.process.pid}")
+    else:
+        server.stop()
+        console.print("\nStopped; the queue is empty. make demo KEEP=1 leaves it up.")
+
+
+def measure(server: Server, data: digits.Digits, options: Options, console: Console) -> None:
+    """Sends the test images, prints the figures, and checks the answers."""
+    bodies = [request_body(image) for image in data.images]
+    total = len(bodies) * options.rounds
+    before = read_metrics(server)
+    with console.status(f"sending {total} images one by one over {options.connections} connections"):
+        began_s = time.perf_counter()
+        answers = uvloop.run(
+            ask_all(server.port, INFER_PATH, bodies, rounds=options.rounds, connections=options.connections)
+        )
+        took_s = time.perf_counter() - began_s
+    accuracy, differing = compare(answers, data)
+    after = wait_for_statistics(server, before, total)
+    latencies_ms = np.array([answer.latency_s for answer in answers]) * 1000
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("requests", f"{total}, each one image, {options.connections} at a time")
+    table.add_row("accuracy", f"{accuracy:.4f} on {len(bodies)} images the model never saw")
+    table.add_row("same as in process", "every answer" if not differing else f"[red]{differing} answers differ[/]")
+    table.add_row("throughput", f"{total / took_s:,.0f} requests/s (this client shares the machine)")
+    table.add_row(
+        "latency", f"p50 {np.percentile(latencies_ms, 50):.1f} ms, p99 {np.percentile(latencies_ms, 99):.1f} ms"
+    )
+    table.add_row("mean batch size", f"{mean_batch_size(before, after):.1f} images an execution")
+    table.add_row("backlog afterwards", f"{after.get(metrics.BACKLOG, 0.0):.0f} requests in the queue")
+    console.print(table)
+    if differing:
+        raise DemoFailed(f"{differing} answers differ from ONNX Runtime's own")
+    if accuracy < LEAST_ACCURACY:
+        raise DemoFailed(f"accuracy {accuracy:.4f} is below {LEAST_ACCURACY}")
+    if after.get(metrics.BACKLOG, 0.0):
+        raise DemoFailed("requests stayed behind in the queue")
+
+
+def request_body(image: npt.NDArray[np.float32], outputs: Sequence[str] = ()) -> bytes:
+    """Encodes one image as the protocol's JSON."""
+    request: dict[str, object] = {
+        "inputs": [{"name": "image", "shape": [1, 64], "datatype": "FP32", "data": image.tolist()}]
+    }
+    if outputs:
+        request["outputs"] = [{"name": name} for name in outputs]
+    return json.dumps(request).encode()
+
+
+def compare(answers: Sequence[Answer], data: digits.Digits) -> tuple[float, int]:
+    """Returns the accuracy, and how many answers are not what ONNX Runtime says in this process."""
+    session = onnxruntime.InferenceSession(data.model_path, providers=["CPUExecutionProvider"])
+    labels, probabilities = session.run(["label", "probabilities"], {"image": data.images})
+    right = differing = 0
+    for answer in answers:
+        if answer.status != 200:
+            raise DemoFailed(f"status {answer.status}: {answer.reply}")
+        outputs = {output["name"]: output["data"] for output in answer.reply["outputs"]}
+        label = outputs["label"][0]
+        right += label == data.labels[answer.item]
+        same = label == labels[answer.item, 0] and np.allclose(
+            outputs["probabilities"], probabilities[answer.item], rtol=1e-4, atol=1e-6
+        )
+        differing += not same
+    return right / len(answers), differing
+
+
+def show_curl(server: Server, data: digits.Digits, directory: Path, console: Console) -> None:
+    """Prints the line that asks about one digit, and what it answers."""
+    path = directory / "digit.json"
+    path.write_bytes(request_body(data.images[0], ["label"]))
+    command = ["curl", "-s", f"{server.url}{INFER_PATH}", "-d", f"@{shown(path)}"]
+    console.print("\nOne of the images, and the line that asks what it is:\n")
+    for row in data.images[0].reshape(8, 8):
+        console.print("    " + "".join(" ░▒▓█"[int(pixel) // 4] * 2 for pixel in row))
+    console.print(f"\n    {shlex.join(command)}", soft_wrap=True, markup=False)
+    if shutil.which("curl"):
+        reply = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    else:
+        reply = fetch(command[2], path.read_bytes())
+    console.print(f"    {reply.strip()}", soft_wrap=True, markup=False)
+
+
+# --- what /metrics says ---------------------------------------------------------------------------------------------
+
+BATCH_COUNT, BATCH_SUM = f"{metrics.BATCH_SIZE}_count", f"{metrics.BATCH_SIZE}_sum"
+
+
+def read_metrics(server: Server) -> dict[str, float]:
+    """Reads the demo model's samples, summed over labels."""
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(fetch(f"{server.url}/metrics")):
+        for sample in family.samples:
+            if sample.labels.get("model") == digits.NAME:
+                samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+    return samples
+
+
+def wait_for_statistics(server: Server, before: dict[str, float], total: int) -> dict[str, float]:
+    """Reads the metrics until the worker has reported every image, or gives up and returns what there is."""
+    deadline_s = time.monotonic() + STATISTICS_WITHIN_S
+    while True:
+        after = read_metrics(server)
+        reported = after.get(BATCH_SUM, 0.0) - before.get(BATCH_SUM, 0.0)
+        if reported >= total or time.monotonic() > deadline_s:
+            return after
+        time.sleep(0.1)
+
+
+def mean_batch_size(before: dict[str, float], after: dict[str, float]) -> float:
+    """Returns images per execution between two readings."""
+    executions = after.get(BATCH_COUNT, 0.0) - before.get(BATCH_COUNT, 0.0)
+    images = after.get(BATCH_SUM, 0.0) - before.get(BATCH_SUM, 0.0)
+    return images / executions if executions else float("nan")
+
+
+# --- small helpers --------------------------------------------------------------------------------------------------
+
+
+def free_port(wanted: int) -> int:
+    """Returns `wanted` when nobody listens there, else a port that is free."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise DemoFailed("no free port on 127.0.0.1")
+
+
+def fetch(url: str, body: bytes | None = None) -> str:
+    """Gets a URL, or posts to it; an error status raises `OSError`."""
+    with urllib.request.urlopen(url, data=body, timeout=10) as reply:  # noqa: S310 - always our own http:// URL
+        return str(reply.read().decode())
+
+
+def shown(path: Path) -> str:
+    """Returns a path as the user would type it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The whole server, once for all tests: `qinfer up` with a repository of small models."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from qinfer.testing import wait_until
+from tests import models
+
+READY_WITHIN_S = 50.0
+STOP_WITHIN_S = 40.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A running `qinfer up`: the port of its gateway and its process id."""
+
+    port: int
+    pid: int
+
+    @property
+    def address(self) -> str:
+        """The gateway's address as Triton's clients want it."""
+        return f"127.0.0.1:{self.port}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def clean_environment() -> dict[str, str]:
+    """Returns the environment without settings of whoever runs the tests."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("QINFER_")}
+
+
+def is_ready(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    for datatype in models.ELEMENT_TYPES:
+        models.identity(path, datatype)
+    models.add_sub(path)
+    models.greet(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def stack(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running(repository, tmp_path_factory.mktemp("up")) as stack:
+        yield stack
+
+
+@contextmanager
+def running(repository: Path, directory: Path, **settings: str) -> Iterator[Stack]:
+    """Runs `qinfer up` with data and log in `directory`; it must end well when it is asked to."""
+    port = free_port()
+    command = [sys.executable, "-m", "qinfer.cli.main", "up", "--model-repository", str(repository)]
+    command += ["--data-dir", str(directory / "data"), "--http-port", str(port)]
+    log = directory / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=clean_environment() | settings)
+    try:
+        wait_until_up(process, f"127.0.0.1:{port}", log)
+        yield Stack(port=port, pid=process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            status = process.wait(STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+    assert status == 0, log.read_text()
+
+
+def wait_until_up(process: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
+    """Waits until every model is ready; fails with the server's own words when it does not get there."""
+    try:
+        wait_until(lambda: process.poll() is not None or is_ready(address), READY_WITHIN_S, "readiness")
+    except TimeoutError as error:
+        raise AssertionError(f"{error}; its log:\n{log.read_text()}") from None
+    assert process.poll() is None, log.read_text()

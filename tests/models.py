@@ -1,0 +1,109 @@
+"""Small ONNX models for tests, written as a model repository.
+
+repository/
+  identity_fp32/{config.pbtxt, 1/model.onnx}      output = input, one model per datatype
+  add_sub/…                                       sum = a + b, difference = a - b
+  greet/…                                         greeting = greeting ++ name (BYTES)
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto, helper
+
+from qinfer.tensors import DATATYPES
+
+OPSET, IR_VERSION = 20, 9
+MAX_BATCH_SIZE = 8
+
+ELEMENT_TYPES = {
+    "BOOL": TensorProto.BOOL,
+    "UINT8": TensorProto.UINT8,
+    "UINT16": TensorProto.UINT16,
+    "UINT32": TensorProto.UINT32,
+    "UINT64": TensorProto.UINT64,
+    "INT8": TensorProto.INT8,
+    "INT16": TensorProto.INT16,
+    "INT32": TensorProto.INT32,
+    "INT64": TensorProto.INT64,
+    "FP16": TensorProto.FLOAT16,
+    "BF16": TensorProto.BFLOAT16,
+    "FP32": TensorProto.FLOAT,
+    "FP64": TensorProto.DOUBLE,
+    "BYTES": TensorProto.STRING,
+}
+
+Port = tuple[str, str, tuple[int, ...]]
+"""An input or output: name, wire datatype, dims without the batch dimension (-1 is variable)."""
+
+
+def identity(repository: Path, datatype: str) -> str:
+    """Writes `identity_<datatype>`: `y[batch, n] = x[batch, n]`; returns its name."""
+    name = f"identity_{datatype.lower()}"
+    nodes = [helper.make_node("Identity", ["x"], ["y"])]
+    write(repository, name, nodes, [("x", datatype, (-1,))], [("y", datatype, (-1,))])
+    return name
+
+
+def add_sub(
+    repository: Path, name: str = "add_sub", datatype: str = "FP32", max_batch_size: int = MAX_BATCH_SIZE
+) -> str:
+    """Writes a model with two inputs of 4 elements and two outputs, their sum and difference; returns its name."""
+    nodes = [helper.make_node("Add", ["a", "b"], ["sum"]), helper.make_node("Sub", ["a", "b"], ["difference"])]
+    inputs, outputs = ((one, datatype, (4,)) for one in "ab"), ((one, datatype, (4,)) for one in ("sum", "difference"))
+    write(repository, name, nodes, list(inputs), list(outputs), max_batch_size=max_batch_size)
+    return name
+
+
+def greet(repository: Path) -> str:
+    """Writes `greet`: concatenates two BYTES inputs element by element; returns its name."""
+    nodes = [helper.make_node("StringConcat", ["greeting", "name"], ["text"])]
+    inputs: list[Port] = [("greeting", "BYTES", (-1,)), ("name", "BYTES", (-1,))]
+    write(repository, "greet", nodes, inputs, [("text", "BYTES", (-1,))])
+    return "greet"
+
+
+def write(
+    repository: Path,
+    name: str,
+    nodes: Sequence[onnx.NodeProto],
+    inputs: Sequence[Port],
+    outputs: Sequence[Port],
+    *,
+    max_batch_size: int = MAX_BATCH_SIZE,
+    version: int = 1,
+) -> Path:
+    """Writes one version of a model, and its configuration; returns the version's directory."""
+    version_dir = repository / name / str(version)
+    version_dir.mkdir(parents=True, exist_ok=True)
+    graph = helper.make_graph(
+        nodes,
+        name,
+        [_value(port, max_batch_size) for port in inputs],
+        [_value(port, max_batch_size) for port in outputs],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    onnx.checker.check_model(model)
+    (version_dir / "model.onnx").write_bytes(model.SerializeToString())
+    (repository / name / "config.pbtxt").write_text(config(name, inputs, outputs, max_batch_size))
+    return version_dir
+
+
+def config(name: str, inputs: Sequence[Port], outputs: Sequence[Port], max_batch_size: int) -> str:
+    """Returns the `config.pbtxt` of a model that batches dynamically when it has a batch dimension."""
+    lines = [f'name: "{name}"', 'backend: "onnxruntime"', f"max_batch_size: {max_batch_size}"]
+    for kind, ports in (("input", inputs), ("output", outputs)):
+        for port, datatype, dims in ports:
+            type_ = DATATYPES[datatype].config
+            lines.append(f'{kind} {{ name: "{port}" data_type: {type_} dims: [ {", ".join(map(str, dims))} ] }}')
+    if max_batch_size:
+        lines.append("dynamic_batching { }")
+    return "\n".join(lines) + "\n"
+
+
+def _value(port: Port, max_batch_size: int) -> onnx.ValueInfoProto:
+    name, datatype, dims = port
+    shape = [f"{name}_{axis}" if dim < 0 else dim for axis, dim in enumerate(dims)]
+    batch = ["batch"] if max_batch_size else []
+    return helper.make_tensor_value_info(name, ELEMENT_TYPES[datatype], [*batch, *shape])
