@@ -1,0 +1,69 @@
+"""What the figures were measured on: machine, kernel, versions, commit."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from benchmarks import environments
+
+OUR_PACKAGES = (
+    "qinfer",
+    "fastapi",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "redis",
+    "hiredis",
+    "msgspec",
+    "numpy",
+    "onnxruntime",
+)
+
+
+def describe() -> dict[str, str]:
+    """Returns the facts that belong beside a table of figures, in the order to print them."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "redis-server": _version("redis-server", "--version"),
+        "wrk": _version("wrk", "--version"),
+        "qinfer": " ".join(f"{name} {importlib.metadata.version(name)}" for name in OUR_PACKAGES),
+        **{peer: " ".join(environments.requirements(peer)).replace("==", " ") for peer in environments.PEERS},
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, check=False, cwd=environments.ROOT, timeout=10
+        )
+        return done.stdout.strip()
+
+    changed = " with local changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + changed
+
+
+def _version(program: str, option: str) -> str:
+    if shutil.which(program) is None:
+        return "not installed"
+    done = subprocess.run([program, option], capture_output=True, text=True, check=False, timeout=10)
+    words = (done.stdout or done.stderr).split()
+    # redis-server prints `v=7.0.15` among other words, wrk `wrk debian/4.1.0-3+b2 …`.
+    return next((word.removeprefix("v=") for word in words if word[:1] != "[" and any(c.isdigit() for c in word)), "?")

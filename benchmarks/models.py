@@ -1,0 +1,161 @@
+"""The three benchmark models, built in code with fixed seeds and written as a Triton model repository.
+
+Every server of a comparison loads the same `model.onnx` with the same thread options (`THREADS`): what differs is
+only the way of a request to it and back.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+THREADS = 1
+"""ONNX Runtime's intra-op and inter-op threads, the same for qinfer, every peer and the in-process bound."""
+
+MAX_BATCH_SIZE = 64
+MAX_QUEUE_DELAY_US = 2000
+"""The peers' batching window. qinfer's is 0: an idle worker runs what there is, a busy one lets a batch fill."""
+
+OPSET = 17
+
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchModel:
+    """A model of the benchmark.
+
+    Attributes:
+        name: Its name, also in the URL.
+        input_dims: Dimensions of the input `x` without the batch dimension.
+        output_dims: Dimensions of the output `y` without the batch dimension.
+        build: Makes the ONNX model.
+    """
+
+    name: str
+    input_dims: tuple[int, ...]
+    output_dims: tuple[int, ...]
+    build: Callable[[], onnx.ModelProto]
+
+    def example(self, rows: int = 1) -> FloatArray:
+        """Returns a fixed input, float32[rows, *input_dims], with values of few digits as clients send them."""
+        generator = np.random.default_rng(7)
+        return generator.uniform(-1, 1, (rows, *self.input_dims)).round(4).astype(np.float32)
+
+
+class _Graph:
+    """Collects nodes and seeded weights; each method returns the name of the tensor it made."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._nodes: list[onnx.NodeProto] = []
+        self._weights: list[onnx.TensorProto] = []
+        self.multiply_adds = 0
+
+    def weight(self, *shape: int, fan_in: int) -> str:
+        name = f"w{len(self._weights)}"
+        values = self._random.normal(0.0, (2.0 / fan_in) ** 0.5, shape).astype(np.float32)
+        self._weights.append(numpy_helper.from_array(values, name))
+        return name
+
+    def node(self, operator: str, *inputs: str, output: str = "", **attributes: object) -> str:
+        output = output or f"t{len(self._nodes)}"
+        self._nodes.append(helper.make_node(operator, inputs, [output], **attributes))
+        return output
+
+    def dense(self, x: str, width_in: int, width_out: int, output: str = "") -> str:
+        self.multiply_adds += width_in * width_out
+        weight, bias = self.weight(width_in, width_out, fan_in=width_in), self.weight(width_out, fan_in=width_in)
+        return self.node("Gemm", x, weight, bias, output=output)
+
+    def conv(self, x: str, channels: tuple[int, int], side_out: int, stride: int = 1) -> str:
+        """Adds a 3x3 convolution whose square output is `side_out` pixels wide."""
+        into, out = channels
+        self.multiply_adds += 9 * into * out * side_out * side_out
+        weight, bias = self.weight(out, into, 3, 3, fan_in=9 * into), self.weight(out, fan_in=9 * into)
+        return self.node("Conv", x, weight, bias, kernel_shape=[3, 3], pads=[1, 1, 1, 1], strides=[stride, stride])
+
+    def finish(self, name: str, input_dims: Sequence[int], output_dims: Sequence[int]) -> onnx.ModelProto:
+        graph = helper.make_graph(
+            self._nodes,
+            name,
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", *input_dims])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", *output_dims])],
+            self._weights,
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=8)
+        model.metadata_props.add(key="multiply_adds", value=str(self.multiply_adds))
+        onnx.checker.check_model(model)
+        return model
+
+
+def _mlp(name: str, widths: Sequence[int], seed: int) -> onnx.ModelProto:
+    """A multilayer perceptron with ReLU between its dense layers."""
+    graph, x, last = _Graph(seed), "x", len(widths) - 2
+    for layer, (width_in, width_out) in enumerate(pairwise(widths)):
+        x = graph.dense(x, width_in, width_out, output="y" if layer == last else "")
+        x = x if layer == last else graph.node("Relu", x)
+    return graph.finish(name, [widths[0]], [widths[-1]])
+
+
+def _conv(name: str, seed: int) -> onnx.ModelProto:
+    """A residual net on 3x64x64 with about 50 M multiply-adds, that is 100 MFLOP, per image."""
+    graph = _Graph(seed)
+    x = graph.node("Relu", graph.conv("x", (3, 24), 32, stride=2))
+    for channels, side in ((24, 32), (48, 16)):
+        for _ in range(2):
+            inner = graph.node("Relu", graph.conv(x, (channels, channels), side))
+            x = graph.node("Relu", graph.node("Add", x, graph.conv(inner, (channels, channels), side)))
+        x = graph.node("Relu", graph.conv(x, (channels, 2 * channels), side // 2, stride=2))
+    pooled = graph.node("Flatten", graph.node("GlobalAveragePool", x))
+    graph.dense(pooled, 96, 10, output="y")
+    return graph.finish(name, [3, 64, 64], [10])
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        BenchModel(name="tiny", input_dims=(16,), output_dims=(8,), build=lambda: _mlp("tiny", (16, 64, 8), 1)),
+        BenchModel(
+            name="mlp", input_dims=(512,), output_dims=(256,), build=lambda: _mlp("mlp", (512, 2048, 2048, 256), 2)
+        ),
+        BenchModel(name="conv", input_dims=(3, 64, 64), output_dims=(10,), build=lambda: _conv("conv", 3)),
+    )
+}
+
+
+def write_repository(model: BenchModel, root: Path) -> Path:
+    """Writes `root/<name>/{config.pbtxt,1/model.onnx}` and returns the path of the ONNX file."""
+    path = root / model.name / "1" / "model.onnx"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save(model.build(), path)
+    (root / model.name / "config.pbtxt").write_text(_config(model))
+    return path
+
+
+def _config(model: BenchModel) -> str:
+    def tensor(name: str, dims: tuple[int, ...]) -> str:
+        return f'{{ name: "{name}" data_type: TYPE_FP32 dims: {list(dims)} }}'
+
+    def option(key: str, value: int) -> str:
+        return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+
+    return "\n".join(
+        (
+            f'name: "{model.name}"',
+            'backend: "onnxruntime"',
+            f"max_batch_size: {MAX_BATCH_SIZE}",
+            f"input [ {tensor('x', model.input_dims)} ]",
+            f"output [ {tensor('y', model.output_dims)} ]",
+            "dynamic_batching { }",
+            "instance_group [ { kind: KIND_CPU count: 1 } ]",
+            option("intra_op_thread_count", THREADS),
+            option("inter_op_thread_count", THREADS),
+            "",
+        )
+    )

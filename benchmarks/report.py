@@ -1,0 +1,116 @@
+"""Turns rows and verdicts into tables: rich for the terminal, Markdown for RESULTS.md."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.bars import FASTAPI, MOSEC, MOSEC_ORJSON, QINFER, Outcome, Rows, Verdict
+from benchmarks.models import MODELS
+from benchmarks.results import BATCH, Row, Setting
+
+Cells = Sequence[str]
+
+_COLUMNS = (
+    *(
+        "connections",
+        "server",
+        "req/s",
+        "slowest … fastest",
+        "x FastAPI",
+        "x mosec",
+        "x mosec orjson",
+        "p50 ms",
+        "p99 ms",
+    ),
+    *("CPU µs per request", "of which", "client", "RSS MiB"),
+)
+_BATCH_COLUMNS = ("batch", "items/s", "slowest … fastest")
+
+
+def print_tables(console: Console, rows: Rows, verdicts: Sequence[Verdict]) -> None:
+    """Prints every table, then the bars."""
+    for title, columns, lines in _tables(rows):
+        table = Table(*columns, title=title, title_justify="left")
+        for line in lines:
+            table.add_row(*line, style="bold" if "qinfer" in line else None)
+        console.print(table)
+    colours = {Outcome.PASS: "green", Outcome.MISS: "red", Outcome.UNKNOWN: "dim"}
+    for verdict in verdicts:
+        console.print(f"[{colours[verdict.outcome]}]{verdict.outcome:<12}[/] {verdict.bar}   {verdict.figures}")
+
+
+def markdown(rows: Rows, verdicts: Sequence[Verdict], facts: Mapping[str, str], settings: str) -> str:
+    """Returns RESULTS.md."""
+    parts = ["# Results", "", "Written by `benchmarks/run` from one run; how and what: [README](README.md).", ""]
+    parts += [*(f"- {name}: {value}" for name, value in facts.items()), f"- run: {settings}", "", "## Bars", ""]
+    parts += _markdown_table(("", "bar", "figures"), [(v.outcome, v.bar, v.figures) for v in verdicts])
+    for title, columns, lines in _tables(rows):
+        parts += ["", f"## {title}", "", *_markdown_table(columns, lines)]
+    return "\n".join([*parts, ""])
+
+
+def _markdown_table(columns: Cells, lines: Sequence[Cells]) -> list[str]:
+    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines)]
+
+
+def _tables(rows: Rows) -> list[tuple[str, Cells, list[Cells]]]:
+    """Returns (title, columns, lines) per model and encoding."""
+    tables: list[tuple[str, Cells, list[Cells]]] = []
+    ordered = sorted(rows.values(), key=_order)
+    for (model, encoding), group in groupby(ordered, key=lambda row: (row.setting.model, row.setting.encoding)):
+        if encoding == BATCH:
+            tables.append((f"{model}, in process", _BATCH_COLUMNS, [_batch_line(row) for row in group]))
+        else:
+            tables.append((f"{model}, {encoding}", _COLUMNS, [_line(row, rows) for row in group]))
+    return tables
+
+
+def _order(row: Row) -> tuple[int, str, int, bool, str]:
+    """Sorts models as they are listed, then encodings and connections, and puts qinfer before its peers."""
+    setting = row.setting
+    return (
+        list(MODELS).index(setting.model),
+        setting.encoding,
+        setting.connections,
+        setting.server != QINFER,
+        setting.server,
+    )
+
+
+def _batch_line(row: Row) -> Cells:
+    return str(row.setting.connections), f"{row.rate:,.0f}", _spread(row)
+
+
+def _line(row: Row, rows: Rows) -> Cells:
+    roles = sorted(((used, role) for role, used in row.cpu_us.items() if role != "wrk" and used >= 0.5), reverse=True)
+    return (
+        str(row.setting.connections),
+        row.setting.server,
+        f"{row.rate:,.0f}" if row.valid else f"invalid: {row.errors} failed",
+        _spread(row),
+        _ratio(row, rows, FASTAPI),
+        _ratio(row, rows, MOSEC),
+        _ratio(row, rows, MOSEC_ORJSON),
+        f"{row.p50_us / 1000:.2f}",
+        f"{row.p99_us / 1000:.2f}",
+        f"{row.server_cpu_us:.0f}",
+        " + ".join(f"{role} {used:.0f}" for used, role in roles),
+        f"{row.cpu_us.get('wrk', 0.0):.0f}",
+        f"{sum(row.rss_bytes.values()) / 2**20:.0f}",
+    )
+
+
+def _spread(row: Row) -> str:
+    return f"{row.slowest:,.0f} … {row.fastest:,.0f}"
+
+
+def _ratio(row: Row, rows: Rows, server: str) -> str:
+    setting = row.setting
+    other = rows.get(
+        Setting(model=setting.model, encoding=setting.encoding, connections=setting.connections, server=server)
+    )
+    if other is None or not (row.valid and other.valid and other.rate):
+        return "-"
+    return f"{row.rate / other.rate:.2f}"

@@ -1,0 +1,221 @@
+"""The servers that are compared: how each is started, found ready, and how its processes are called in the table."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from benchmarks import environments, processes
+from benchmarks.bodies import BINARY, JSON, Body, WrongAnswer, check_answer
+from benchmarks.models import MAX_BATCH_SIZE, MAX_QUEUE_DELAY_US, THREADS
+
+START_WAIT_S = 60.0
+"""How long a server may take until it gives its first right answer."""
+
+
+class ServerFailed(Exception):
+    """A server did not come up; the message has the end of its log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a server needs to be started with.
+
+    Attributes:
+        model: The model's name.
+        model_file: The ONNX file.
+        repository: The Triton repository that holds it.
+        directory: An empty directory for data and logs.
+        port: The HTTP port.
+    """
+
+    model: str
+    model_file: Path
+    repository: Path
+    directory: Path
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One process to start, with what its environment has besides ours."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerKind:
+    """A kind of server.
+
+    Attributes:
+        name: Its name in tables and options.
+        commands: The processes to start, in order.
+        roles: (text in a command line, role), the first match counts.
+        environment: The peer whose virtual environment it needs; empty = ours.
+        encodings: The encodings it is measured with.
+    """
+
+    name: str
+    commands: Callable[[Launch], list[Command]]
+    roles: tuple[tuple[str, str], ...]
+    environment: str = ""
+    encodings: tuple[str, ...] = (JSON,)
+
+
+@dataclass(slots=True, kw_only=True)
+class Server:
+    """A server that runs."""
+
+    kind: ServerKind
+    url: str
+    roots: list[psutil.Popen]
+
+    def usage(self) -> processes.Usage:
+        """Returns CPU time and memory of its processes by role."""
+        return processes.usage(self.roots, self.kind.roles)
+
+
+@contextmanager
+def running(kind: ServerKind, launch: Launch, body: Body) -> Iterator[Server]:
+    """Starts a server, waits until it answers `body` rightly, and stops it whatever happens.
+
+    Raises:
+        ServerFailed: It ended, or gave no answer in time.
+        WrongAnswer: Its first answer was another than ONNX Runtime's.
+    """
+    shutil.rmtree(launch.directory, ignore_errors=True)
+    launch.directory.mkdir(parents=True)
+    log = launch.directory / "log"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("QINFER_")}
+    url = f"http://127.0.0.1:{launch.port}/v2/models/{launch.model}/infer"
+    server = Server(kind=kind, url=url, roots=[])
+    try:
+        for command in kind.commands(launch):
+            env = {**inherited, **command.env}
+            server.roots.append(processes.start(command.argv, log=log, env=env, cwd=environments.ROOT))
+        _wait_until_right(server, body, log)
+        yield server
+    finally:
+        processes.stop(server.roots)
+
+
+def _wait_until_right(server: Server, body: Body, log: Path) -> None:
+    give_up_at = time.monotonic() + START_WAIT_S
+    problem: Exception | str = "no answer"
+    while time.monotonic() < give_up_at:
+        ended = [process for process in server.roots if process.poll() is not None]
+        if ended:
+            problem = f"process ended with {ended[0].returncode}"
+            break
+        try:
+            check_answer(server.url, body)
+        except (httpx.HTTPError, WrongAnswer) as error:
+            problem = error
+            time.sleep(0.1)
+        else:
+            return
+    tail = log.read_text(errors="replace")[-2000:]
+    raise ServerFailed(f"{server.kind.name} did not come up ({problem}); its log ends:\n{tail}")
+
+
+def _qinfer(launch: Launch) -> list[Command]:
+    """The real thing, as a user starts it: private Redis with AOF everysec, one gateway, one worker."""
+    return [
+        Command(
+            argv=(
+                *(str(Path(sys.executable).with_name("qinfer")), "up"),
+                *("--model-repository", str(launch.repository)),
+                *("--data-dir", str(launch.directory / "data")),
+                *("--http-port", str(launch.port)),
+                *("--workers", "1"),
+            ),
+        )
+    ]
+
+
+def _peer_env(launch: Launch) -> dict[str, str]:
+    return {
+        "BENCH_MODEL": launch.model,
+        "BENCH_MODEL_FILE": str(launch.model_file),
+        "BENCH_PORT": str(launch.port),
+        "BENCH_THREADS": str(THREADS),
+        "BENCH_MAX_BATCH_SIZE": str(MAX_BATCH_SIZE),
+        "BENCH_BATCH_WAIT_US": str(MAX_QUEUE_DELAY_US),
+    }
+
+
+def _peer(peer: str, **env: str) -> Callable[[Launch], list[Command]]:
+    """Returns what starts a peer that is one program."""
+
+    def commands(launch: Launch) -> list[Command]:
+        python = str(environments.ensure(peer))
+        return [Command(argv=(python, "-m", f"benchmarks.peers.{peer}.server"), env={**_peer_env(launch), **env})]
+
+    return commands
+
+
+def _celery(launch: Launch) -> list[Command]:
+    """A private Redis with the durability that qinfer's has, one worker process, one gateway process."""
+    python, redis_port = str(environments.ensure("celery")), str(processes.free_port())
+    redis = ("--bind", "127.0.0.1", "--port", redis_port, "--dir", str(launch.directory), "--save", "")
+    aof = ("--appendonly", "yes", "--appendfsync", "everysec")
+    worker = ("-m", "celery", "-A", "benchmarks.peers.celery.tasks", "worker", "--pool", "solo", "--concurrency", "1")
+    quiet = ("--without-gossip", "--without-mingle", "--without-heartbeat", "--loglevel", "WARNING")
+    env = {**_peer_env(launch), "BENCH_REDIS_URL": f"redis://127.0.0.1:{redis_port}/0"}
+    return [
+        Command(argv=(_redis_server(), *redis, *aof)),
+        Command(argv=(python, *worker, *quiet), env=env),
+        Command(argv=(python, "-m", "benchmarks.peers.celery.server"), env=env),
+    ]
+
+
+def _redis_server() -> str:
+    path = shutil.which("redis-server")
+    if path is None:
+        raise ServerFailed("redis-server is not installed; on Debian: apt-get install redis-server")
+    return path
+
+
+_MOSEC_ROLES = (("spawn_main", "worker"), ("peers.mosec", "supervisor"), ("mosec", "front"))
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        ServerKind(
+            name="qinfer",
+            commands=_qinfer,
+            roles=(
+                ("qinfer_api", "gateway"),
+                ("qinfer_workers", "worker"),
+                ("redis-server", "redis"),
+                ("model-repository", "supervisor"),
+            ),
+            encodings=(JSON, BINARY),
+        ),
+        ServerKind(
+            name="fastapi_direct",
+            commands=_peer("fastapi_direct"),
+            roles=(("fastapi_direct", "server"),),
+            environment="fastapi_direct",
+        ),
+        ServerKind(name="mosec", commands=_peer("mosec", BENCH_JSON="stock"), roles=_MOSEC_ROLES, environment="mosec"),
+        ServerKind(
+            name="mosec_orjson", commands=_peer("mosec", BENCH_JSON="orjson"), roles=_MOSEC_ROLES, environment="mosec"
+        ),
+        ServerKind(name="litserve", commands=_peer("litserve"), roles=(("", "processes"),), environment="litserve"),
+        ServerKind(
+            name="celery",
+            commands=_celery,
+            roles=(("celery.server", "gateway"), ("celery.tasks", "worker"), ("redis-server", "redis")),
+            environment="celery",
+        ),
+    )
+}
