@@ -1,11 +1,12 @@
 """The backend contract (DESIGN.md §5): `load`, `execute(batch, ctx)`, `unload`.
 
-A backend instance is used by one thread at a time: `instance_group.count` instances make as many slots. It knows nothing
-of queues; it gets assembled arrays and answers each item through `ctx`, or all of them through `respond_rows`.
+A backend instance is used by one thread at a time: `instance_group.count` instances make as many slots. It knows
+nothing of queues; it gets assembled arrays and answers each item through `ctx`, or all of them by `respond_rows`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,7 +79,9 @@ class Backend(Protocol):
 BackendFactory = Callable[[], Backend]
 
 
-def respond_rows(batch: Batch, ctx: Context, outputs: Mapping[str, Array], datatypes: Mapping[str, str]) -> None:
+def respond_rows(
+    batch: Batch, ctx: Context, outputs: Mapping[str, Array], datatypes: Mapping[str, str], skip: Collection[int] = ()
+) -> None:
     """Answers every item with its rows of the outputs.
 
     Args:
@@ -86,31 +89,42 @@ def respond_rows(batch: Batch, ctx: Context, outputs: Mapping[str, Array], datat
         ctx: Its context.
         outputs: Name → array, `[batch.size, …]` for a model with a batch dimension.
         datatypes: Name → wire datatype of each output.
+        skip: Positions of items that have their answer already.
 
     Raises:
-        OutputMismatch: An output's first dimension is not the batch's size.
+        OutputMismatch: An output's first dimension is not the batch's size, or an output that is wanted is missing.
     """
+    columns = {name: _split(name, array, batch, datatypes.get(name)) for name, array in outputs.items()}
+    if not skip and not any(request.outputs for request in batch.requests):
+        for item, tensors in enumerate(zip(*columns.values(), strict=True)):
+            ctx.respond(item, tensors)
+        return
+    for item, request in enumerate(batch.requests):
+        if item in skip:
+            continue
+        wanted = request.outputs or tuple(columns)
+        missing = [name for name in wanted if name not in columns]
+        if missing:
+            raise OutputMismatch(f"the model returned no output '{missing[0]}'")
+        ctx.respond(item, tuple(columns[name][item] for name in wanted))
+
+
+def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[Tensor]:
+    """Cuts an output into one tensor per item: views of one buffer, because an array per item costs microseconds."""
+    narrow = datatype if datatype == "BF16" else None  # every other datatype shows in the array's dtype
+    if len(batch.requests) == 1:
+        return [from_numpy(name, array, narrow)]
     size = batch.size
-    for name, array in outputs.items():
-        if len(batch.requests) > 1 and (array.ndim == 0 or array.shape[0] != size):
-            raise OutputMismatch(
-                f"output '{name}' has shape {list(array.shape)} for a batch of {size}; its first dimension must be {size}"
-            )
-    begin = 0
-    for item, (request, rows) in enumerate(zip(batch.requests, batch.rows, strict=True)):
-        wanted = request.outputs or tuple(outputs)
-        whole = len(batch.requests) == 1
-        ctx.respond(
-            item,
-            tuple(
-                from_numpy(
-                    name, outputs[name] if whole else outputs[name][begin : begin + rows], _bf16(datatypes, name)
-                )
-                for name in wanted
-            ),
+    if array.ndim == 0 or array.shape[0] != size:
+        raise OutputMismatch(
+            f"output '{name}' has shape {list(array.shape)} for a batch of {size}; its first dimension must be {size}"
         )
-        begin += rows
-
-
-def _bf16(datatypes: Mapping[str, str], name: str) -> str | None:
-    return "BF16" if datatypes.get(name) == "BF16" else None
+    ends = list(accumulate(batch.rows))
+    if array.dtype.kind in "OSU":
+        return [from_numpy(name, array[end - rows : end]) for rows, end in zip(batch.rows, ends, strict=True)]
+    whole = from_numpy(name, array, narrow)
+    data, tail, stride = whole.data, whole.shape[1:], whole.nbytes // size
+    return [
+        Tensor(name, whole.datatype, (rows, *tail), data[(end - rows) * stride : end * stride])
+        for rows, end in zip(batch.rows, ends, strict=True)
+    ]

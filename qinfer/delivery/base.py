@@ -9,7 +9,7 @@ The promises, each a test in `tests/contract/`:
 1. An entry whose `submit` was confirmed is fetched at least once, unless it is finished first.
 2. Between two `fetch`es by different consumers an entry has one owner; `renew` keeps it, raises no delivery count, and
    never takes an entry back from a new owner.
-3. `release` gives an entry to the next `fetch` of any consumer at once, its delivery count as it was before the fetch.
+3. `release` gives an entry to the `fetch` of any consumer within half a second, its delivery count as it was before.
 4. `reclaim` takes entries whose owner has not renewed for the lease time, and marks them `suspect`.
 5. `finish` removes an entry, delivered or not, whoever owns it; to finish it again is no error.
 6. So `depth` is always waiting + in flight.

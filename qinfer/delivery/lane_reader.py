@@ -19,6 +19,10 @@ MAX_BLOCK_S = 0.5
 """The longest blocking read, and so how late a release may be seen: it does not wake a blocked reader."""
 
 
+RELEASED_EVERY_S = 0.1
+"""A busy reader of one lane looks this often for released entries: for new ones alone it needs no script."""
+
+
 class LaneReader:
     """The fetching half of `RedisDelivery`, one for each (model, version, partition).
 
@@ -45,6 +49,7 @@ class LaneReader:
         self._monotonic_s = monotonic_s
         self._link: BlockingLink = router.blocking(slot, "qinfer-lanes", MAX_BLOCK_S)
         self._was_cancelled = False
+        self._took_at_s = float("-inf")
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         """See `Delivery.fetch`."""
@@ -67,15 +72,20 @@ class LaneReader:
     async def _fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         until_s = self._monotonic_s() + wait_s
         while True:
-            leases = await self._take(lanes, consumer, count)
-            left_s = until_s - self._monotonic_s()
-            if leases or left_s <= 0:
-                return leases
-            leases = await self._wait(lanes, consumer, min(left_s, MAX_BLOCK_S))
+            now_s = self._monotonic_s()
+            if len(lanes) > 1 or wait_s <= 0 or now_s - self._took_at_s >= RELEASED_EVERY_S:
+                self._took_at_s = now_s
+                leases = await self._take(lanes, consumer, count)
+                if leases or self._monotonic_s() >= until_s:
+                    return leases
+            block_s = min(max(until_s - self._monotonic_s(), 0.0), MAX_BLOCK_S)
+            leases = await self._wait(lanes, consumer, count if len(lanes) == 1 else 1, block_s)
             if leases:
                 if len(leases) > count:  # COUNT is per stream: several lanes may have got their first entry at once
                     self._give_back(leases[count:])
                 return leases[:count]
+            if self._monotonic_s() >= until_s:
+                return []
 
     async def _take(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
         """Takes what there is."""
@@ -84,8 +94,8 @@ class LaneReader:
         call = partial(self._call, to_leases)
         return to_leases(await scripts.run(call, scripts.FETCH, names, keys.GROUP, consumer, keys.RELEASED, count))
 
-    async def _wait(self, lanes: Sequence[Lane], consumer: str, block_s: float) -> list[Lease]:
-        """Waits for the first new entry."""
+    async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
+        """Takes up to `count` new entries of each lane, and waits for the first where there is none."""
         names = [keys.lane(lane) for lane in lanes]
 
         def to_leases(reply: Any) -> list[Lease]:
@@ -97,7 +107,7 @@ class LaneReader:
             return leases_of(lanes, consumer, found)
 
         block_ms = max(1, int(block_s * 1000))  # BLOCK 0 would wait for ever
-        options = (b"GROUP", keys.GROUP, consumer, b"COUNT", 1, b"BLOCK", block_ms)
+        options = (b"GROUP", keys.GROUP, consumer, b"COUNT", count, b"BLOCK", block_ms)
         news = [b">"] * len(names)
         return to_leases(await self._call(to_leases, b"XREADGROUP", *options, b"STREAMS", *names, *news))
 

@@ -1,6 +1,5 @@
 """Frames: the golden files fix version 1 for good; what is damaged or newer is told apart."""
 
-import os
 import struct
 from pathlib import Path
 

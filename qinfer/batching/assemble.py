@@ -1,0 +1,86 @@
+"""Requests → one `Batch`: rows stacked by joining raw bytes, without an array per request.
+
+All requests of a batch have the same set of inputs and, where dimensions are variable, the same shapes: the policy's
+key sees to that, and `key_function` makes it.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+
+import numpy as np
+
+from qinfer.backends.base import Array, Batch
+from qinfer.errors import InvalidRequest
+from qinfer.messages import InferRequest
+from qinfer.repository.spec import ModelSpec
+from qinfer.tensors import DATATYPES, Tensor, to_numpy
+
+KeyFunction = Callable[[InferRequest], Hashable]
+
+
+def key_function(spec: ModelSpec) -> KeyFunction:
+    """Returns what two requests must have in common to share a batch (reference §3.3 step 4).
+
+    Nothing when every dimension is fixed and every input required; else the inputs' names and their shapes without the
+    batch dimension. Inputs with `allow_ragged_batch` count too: rows of different shapes can't be stacked.
+    """
+    if all(-1 not in i.dims and not i.optional for i in spec.inputs):
+        return _no_key
+    if len(spec.inputs) == 1:
+        return _single_input_key
+    return _many_inputs_key
+
+
+def _no_key(_: InferRequest) -> Hashable:
+    return None
+
+
+def _single_input_key(request: InferRequest) -> Hashable:
+    return request.inputs[0].shape[1:] if request.inputs else ()
+
+
+def _many_inputs_key(request: InferRequest) -> Hashable:
+    return tuple(sorted((tensor.name, tensor.shape[1:]) for tensor in request.inputs))
+
+
+def assemble(requests: Sequence[InferRequest], rows: Sequence[int]) -> Batch:
+    """Builds a batch.
+
+    Args:
+        requests: The requests, in batch order, with equal keys.
+        rows: Rows of each.
+
+    Returns:
+        Inputs as `dtype[sum(rows), …]`; those of a single request share its memory, read-only.
+
+    Raises:
+        InvalidRequest: A tensor's bytes do not fill its shape.
+    """
+    first = requests[0].inputs
+    if len(requests) == 1:
+        return Batch(requests=requests, rows=rows, inputs={t.name: to_numpy(t) for t in first})
+    total = sum(rows)
+    return Batch(
+        requests=requests,
+        rows=rows,
+        inputs={t.name: _stack(t, _column(requests, position, t.name), total) for position, t in enumerate(first)},
+    )
+
+
+def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[Tensor]:
+    """Returns each request's tensor of that name; requests mostly list their inputs in the same order."""
+    column = [request.inputs[position] for request in requests]
+    for index, tensor in enumerate(column):
+        if tensor.name != name:
+            column[index] = next(t for t in requests[index].inputs if t.name == name)
+    return column
+
+
+def _stack(first: Tensor, column: list[Tensor], total: int) -> Array:
+    dtype = DATATYPES[first.datatype].numpy
+    if dtype is None:
+        return np.concatenate([to_numpy(tensor) for tensor in column])
+    joined = b"".join([tensor.data for tensor in column])
+    try:
+        return np.frombuffer(joined, dtype=dtype).reshape(total, *first.shape[1:])
+    except ValueError:
+        raise InvalidRequest(f"input '{first.name}' has {len(joined)} bytes, which do not fill its shape") from None

@@ -1,0 +1,180 @@
+"""Which requests run together, and when: one pure function, `decide`.
+
+It owns Triton's walk over the queue (reference §3.3, steps 4 and 5) and the deadline rules of DESIGN.md §4. It awaits
+nothing, reads no clock and keeps nothing between calls: property tests and simulators drive what production runs.
+
+    decision = decide(pending, now_s, slots, rules, latency)
+    pending == decision.expired + decision.run + decision.keep       each item in exactly one of them, order kept
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from qinfer.repository.spec import ModelSpec
+
+NEVER_S = float("inf")
+
+
+class Item(msgspec.Struct, eq=False):
+    """What the policy has to know of a request.
+
+    Attributes:
+        rows: Its size along the batch dimension; 1 when the model has none.
+        key: Items may share a batch only if their keys are equal (`assemble.key_function`).
+        enqueued_s: When it entered the queue.
+        deadline_s: When its answer is worth nothing any more, on the same clock.
+        alone: It must not share a batch, because it may have killed a worker (DESIGN.md §2.5).
+    """
+
+    rows: int
+    key: Hashable
+    enqueued_s: float
+    deadline_s: float
+    alone: bool = False
+
+
+T = TypeVar("T", bound=Item)
+
+
+class Latency(Protocol):
+    """What the policy asks of a latency model; `latency.LatencyModel` is the real one."""
+
+    def estimate_s(self, rows: int) -> float:
+        """Returns how long a batch of so many rows probably takes; 0 when nothing is known."""
+        ...
+
+    def floor_s(self, now_s: float) -> float:
+        """Returns what every execution surely takes; 0 when nothing recent is known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """A model's batching rules, ready for the walk.
+
+    Attributes:
+        max_rows: No batch has more rows than this.
+        preferred: Sizes worth stopping at.
+        largest_preferred: The largest of them.
+        delay_s: How long the oldest request may wait for its batch to fill; 0 = send what is there.
+        merge: False for the default scheduler, which runs each request alone.
+    """
+
+    max_rows: int
+    preferred: frozenset[int]
+    largest_preferred: int
+    delay_s: float = 0.0
+    merge: bool = True
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> "Rules":
+        """Derives the rules from a model's configuration."""
+        limit = max(spec.max_batch_size, 1)
+        if spec.batching is None or spec.max_batch_size == 0:
+            return cls(max_rows=limit, preferred=frozenset(), largest_preferred=limit, merge=False)
+        sizes = spec.batching.preferred_sizes or (limit,)
+        return cls(
+            max_rows=limit,
+            preferred=frozenset(sizes),
+            largest_preferred=max(sizes),
+            delay_s=spec.batching.max_queue_delay_s,
+        )
+
+
+class Slots(NamedTuple):
+    """Where a batch can go now: to idle instances, or to the one place ahead of busy ones."""
+
+    idle: int
+    ahead: int = 0
+
+
+class Decision(NamedTuple, Generic[T]):
+    """What to do now.
+
+    Attributes:
+        expired: Answer these as expired; they can't be executed in time.
+        run: Run these as one batch; empty = nothing to run yet.
+        keep: What stays pending, in order.
+        wake_at_s: When to decide again, if nothing else happens; `NEVER_S` = only when something does.
+    """
+
+    expired: list[T]
+    run: list[T]
+    keep: Sequence[T]
+    wake_at_s: float
+
+
+def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, latency: Latency) -> Decision[T]:
+    """Decides about the pending items; O(len(pending)).
+
+    Args:
+        pending: The items in queue order.
+        now_s: The present, on the clock of the items' instants.
+        slots: How many batches can be placed.
+        rules: The model's batching rules.
+        latency: What is known of the model's speed.
+
+    Returns:
+        The decision about at most one batch: ask again with `keep` until `run` is empty.
+    """
+    horizon_s = now_s + latency.floor_s(now_s)
+    expired = [item for item in pending if item.deadline_s <= horizon_s]
+    live = [item for item in pending if item.deadline_s > horizon_s] if expired else pending
+    if not live:
+        return Decision(expired, [], [], NEVER_S)
+    walk = _walk(live, rules)
+    wake_at_s = _due_at_s(live, now_s, slots, rules, walk, latency)
+    if wake_at_s > now_s:
+        return Decision(expired, [], live, wake_at_s)
+    delayed_too_long = rules.delay_s > 0 and now_s - live[0].enqueued_s >= rules.delay_s
+    count = walk.best if walk.best and not delayed_too_long else walk.items
+    return Decision(expired, list(live[:count]), live[count:], NEVER_S)
+
+
+class _Walk(NamedTuple):
+    """What the walk found: items that fit, their rows, the best mark among them (0 = none), whether more could join."""
+
+    items: int
+    rows: int
+    best: int
+    closed: bool
+
+
+def _walk(live: Sequence[T], rules: Rules) -> _Walk:
+    """Goes through the queue until an item can't join (reference §3.3 step 4)."""
+    first = live[0]
+    if not rules.merge or first.alone:
+        return _Walk(1, first.rows, 0, True)
+    key, rows, best, count = first.key, 0, 0, 0
+    preferred, largest, limit = rules.preferred, rules.largest_preferred, rules.max_rows
+    for item in live:
+        after = rows + item.rows
+        if after > largest and not best:
+            best = count
+        if (after > limit and count) or item.key != key or item.alone:
+            return _Walk(count, rows, best, True)
+        rows = after
+        count += 1
+        if rows in preferred:
+            best = count
+    return _Walk(count, rows, best, rows >= limit)
+
+
+def _due_at_s(live: Sequence[T], now_s: float, slots: Slots, rules: Rules, walk: _Walk, latency: Latency) -> float:
+    """Returns when the batch of this walk should leave: `now_s` for at once (reference §3.3 step 5)."""
+    if not slots.idle:
+        full = walk.closed or walk.rows >= rules.largest_preferred
+        # A batch that can still grow is not placed ahead: it would only shrink what the instance gets next.
+        return now_s if slots.ahead and full else _first_deadline_s(live)
+    if walk.best or walk.closed or walk.rows >= rules.largest_preferred or rules.delay_s <= 0:
+        return now_s
+    # Waiting longer than this would miss the earliest deadline.
+    latest_start_s = _first_deadline_s(live) - latency.estimate_s(walk.rows)
+    return max(now_s, min(live[0].enqueued_s + rules.delay_s, latest_start_s))
+
+
+def _first_deadline_s(live: Sequence[T]) -> float:
+    return min(item.deadline_s for item in live)

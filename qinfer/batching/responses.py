@@ -1,0 +1,152 @@
+"""Execution → responses: pairs each item with its answer, checks the outputs, charges the time."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from qinfer.batching.execution import Answer, Execution, Pending
+from qinfer.errors import OutputMismatch, QinferError
+from qinfer.messages import Failure, Response, Timing
+from qinfer.observability.stats import StatsTally
+from qinfer.repository.spec import ModelSpec
+from qinfer.tensors import Tensor
+
+
+class Responder:
+    """Makes the responses of one model version.
+
+    Args:
+        spec: The model's configuration, against which outputs are checked.
+        version: The version that answers.
+    """
+
+    def __init__(self, spec: ModelSpec, version: int) -> None:
+        self._model = spec.name
+        self._version = version
+        self._batched = spec.max_batch_size > 0
+        self._count = len(spec.outputs)
+        self._outputs = {o.name: (o.datatype, o.dims, -1 not in o.dims) for o in spec.outputs}
+
+    def responses(
+        self, execution: Execution, begin_s: float, tally: StatsTally
+    ) -> tuple[list[Pending], list[Response]]:
+        """Answers the items of an execution, those whose lease is lost left out.
+
+        Args:
+            execution: One that ended.
+            begin_s: When it began, on the clock of the items' instants.
+            tally: Where it is counted.
+
+        Returns:
+            The items, and their responses in order: one final each, after those that were not final.
+        """
+        timing = (execution.input_ns, execution.infer_ns, execution.output_ns, execution.batch.size)
+        failures: Counter[str] = Counter()
+        queue_ns: list[int] = []
+        items: list[Pending] = []
+        responses: list[Response] = []
+        earlier = self._earlier(execution) if execution.earlier else {}
+        rows_done = 0
+        for item, answer in zip(execution.items, execution.answers, strict=True):
+            if item.lost:
+                continue
+            items.append(item)
+            before = earlier.get(id(item), ())
+            responses.extend(before)
+            waited_ns = max(int((begin_s - item.enqueued_s) * 1e9), 0)
+            response = self._final(item, answer, len(before), Timing(waited_ns, *timing))
+            if response.failure is None:
+                queue_ns.append(waited_ns)
+                rows_done += item.rows
+            else:
+                failures[response.failure.code] += 1
+            responses.append(response)
+        if queue_ns:
+            tally.executed(len(queue_ns), rows_done, queue_ns, *timing[:3])
+        for reason, count in failures.items():
+            tally.failed(reason, count)
+        return items, responses
+
+    def failure(self, item: Pending, failure: Failure) -> Response:
+        """Answers an item that was not executed."""
+        return Response(
+            request_id=item.request.id,
+            model=self._model,
+            version=self._version,
+            failure=failure,
+            attempt=item.lease.deliveries,
+        )
+
+    def _final(self, item: Pending, answer: Answer | None, index: int, timing: Timing) -> Response:
+        if isinstance(answer, tuple):
+            problem = self._problem(answer, item)
+            if problem is None:
+                return Response(
+                    request_id=item.request.id,
+                    model=self._model,
+                    version=self._version,
+                    outputs=answer,
+                    attempt=item.lease.deliveries,
+                    index=index,
+                    timing=timing,
+                )
+            answer = OutputMismatch(problem)
+        assert isinstance(answer, QinferError), "Execution.run leaves no item without an answer"
+        return Response(
+            request_id=item.request.id,
+            model=self._model,
+            version=self._version,
+            failure=Failure.of(answer),
+            attempt=item.lease.deliveries,
+            index=index,
+            timing=timing,
+        )
+
+    def _problem(self, outputs: Sequence[Tensor], item: Pending) -> str | None:
+        """Compares outputs with the configuration; runs per request, so that the good case is a few comparisons."""
+        if len(outputs) != (len(item.request.outputs) or self._count) and outputs:
+            return f"the model returned {len(outputs)} outputs where {len(item.request.outputs) or self._count} are due"
+        for tensor in outputs:
+            expected = self._outputs.get(tensor.name)
+            if expected is None:
+                return f"the model returned an output '{tensor.name}' that its configuration does not have"
+            datatype, dims, fixed = expected
+            shape = tensor.shape
+            if self._batched:
+                if not shape or shape[0] != item.rows:
+                    return _text(tensor, f"its first dimension must be {item.rows}")
+                shape = shape[1:]
+            if tensor.datatype != datatype:
+                return _text(tensor, f"its configuration says {datatype}")
+            if shape != dims and (fixed or not _fits(shape, dims)):
+                return _text(
+                    tensor, f"its configuration says {list(dims)}{' after the batch' if self._batched else ''}"
+                )
+        return None
+
+    def _earlier(self, execution: Execution) -> dict[int, list[Response]]:
+        """Makes the responses that were not final, by item identity."""
+        made: dict[int, list[Response]] = {}
+        for position, answer in execution.earlier:
+            item = execution.items[position]
+            mine = made.setdefault(id(item), [])
+            mine.append(
+                Response(
+                    request_id=item.request.id,
+                    model=self._model,
+                    version=self._version,
+                    outputs=answer if isinstance(answer, tuple) else (),
+                    failure=Failure.of(answer) if isinstance(answer, QinferError) else None,
+                    attempt=item.lease.deliveries,
+                    index=len(mine),
+                    final=False,
+                )
+            )
+        return made
+
+
+def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    return len(shape) == len(dims) and all(d in (-1, s) for s, d in zip(shape, dims, strict=True))
+
+
+def _text(tensor: Tensor, rule: str) -> str:
+    return f"the model returned output '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; {rule}"

@@ -1,0 +1,287 @@
+"""The worker as a whole: on the memory delivery and on a real Redis."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from pydantic import SecretStr
+
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.redis import RedisDelivery, admin_client
+from qinfer.messages import Response
+from qinfer.settings import RedisSettings
+from qinfer.testing import MemoryControlStore, MemoryDelivery, eventually
+from tests.servers import RedisServer, system_redis
+from tests.stage import Stage, stage, value
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(system_redis(), tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+    if request.param == "memory":
+        async with stage(MemoryDelivery(), MemoryControlStore()) as one:
+            yield one
+        return
+    server: RedisServer = request.getfixturevalue("redis_server")
+    server.client().flushall()
+    settings = RedisSettings(url=SecretStr(server.url))
+    delivery, store = await RedisDelivery.connect(settings), RedisControlStore(admin_client(settings))
+    async with stage(delivery, store) as one:
+        yield one
+    await store.close()
+    await delivery.close()
+
+
+async def busy(scene: Stage) -> asyncio.Future[Response]:
+    """Occupies the only instance of the only worker until `scene.go`."""
+    scene.hold()
+    first = scene.submit(0.0)
+    await scene.started()
+    return first
+
+
+async def test_answers_one_request(scene: Stage) -> None:
+    """A request comes back with its outputs and timing, and leaves nothing in the lane."""
+    await scene.model(mode="add")
+    await scene.worker()
+
+    response = await scene.submit(3.0)
+
+    assert value(response) == 3.0
+    assert response.timing is not None
+    assert response.timing.batch_size == 1
+    await scene.queued(0)
+
+
+async def test_cancelled_caller_leaves_its_batch_mates_alone(scene: Stage) -> None:
+    """Of four callers in one batch one goes away while it runs; the other three get their answers."""
+    await scene.model(delay_us=200_000)
+    await scene.worker()
+    scene.hold()
+    calls = [scene.submit(float(i)) for i in range(4)]
+    await scene.started()
+    calls[1].cancel()
+    scene.go()
+
+    answers = await asyncio.gather(calls[0], calls[2], calls[3])
+
+    assert [value(a) for a in answers] == [0.0, 2.0, 3.0]
+    assert scene.backends["w1"][0].sizes == [4]
+
+
+async def test_raising_model_fails_its_batch_and_the_worker_lives(scene: Stage) -> None:
+    """Each item of the batch gets the model's message; the next model version works."""
+    await scene.model(mode="raise")
+    await scene.worker()
+
+    failures = [(await call).failure for call in [scene.submit(), scene.submit()]]
+
+    assert [f and (f.code, f.message) for f in failures] == [("inference_failed", "the stub was told to raise")] * 2
+    await scene.model(mode="echo")
+    await scene.ready()
+    assert value(await scene.submit(5.0)) == 5.0
+
+
+async def test_other_shapes_run_in_other_batches(scene: Stage) -> None:
+    """Requests whose variable dimension differs are not stacked."""
+    await scene.model(dims=-1, delay_us=200_000)
+    await scene.worker()
+    scene.forget_started()
+    calls = [scene.submit(1.0, width=2), scene.submit(2.0, width=2), scene.submit(3.0, width=3)]
+
+    assert [value(a) for a in await asyncio.gather(*calls)] == [1.0, 2.0, 3.0]
+    assert scene.backends["w1"][0].sizes == [2, 1]
+
+
+async def test_expired_request_is_answered_and_not_executed(scene: Stage) -> None:
+    """A deadline that passes in the queue costs no execution."""
+    await scene.model()
+    await scene.worker()
+    first = await busy(scene)
+    late = scene.submit(1.0, timeout_s=0.001)
+    expired_s = scene.delivery.clock.now_s() + 0.1
+    await eventually(lambda: scene.delivery.clock.now_s() > expired_s)
+    scene.go()
+
+    failure = (await late).failure
+
+    assert failure is not None
+    assert failure.code == "deadline_exceeded"
+    await first
+    assert scene.backends["w1"][0].sizes == [1]
+
+
+async def test_two_workers_share_a_lane(scene: Stage) -> None:
+    """Every request is answered once, and both workers work."""
+    await scene.model()
+    await scene.worker("w1")
+    await scene.worker("w2")
+    scene.hold()
+    calls = [scene.submit(float(i)) for i in range(40)]
+    await scene.started("w1")
+    await scene.started("w2")
+    scene.go()
+
+    answers = await asyncio.gather(*calls)
+
+    assert [value(a) for a in answers] == [float(i) for i in range(40)]
+    assert all(len(r) == 1 for r in scene.responses.values())
+    assert scene.backends["w1"][0].sizes
+    assert scene.backends["w2"][0].sizes
+
+
+async def test_busy_worker_hoards_nothing(scene: Stage) -> None:
+    """What would wait behind a long execution is answered by the idle worker meanwhile."""
+    await scene.model()
+    await scene.worker("w1")
+    first = await busy(scene)
+    await scene.worker("w2")
+
+    answers = await asyncio.gather(*[scene.submit(float(i)) for i in range(1, 30)])
+
+    assert [value(a) for a in answers] == [float(i) for i in range(1, 30)]
+    assert not first.done()
+    scene.go()
+    await first
+
+
+async def test_drain_releases_what_did_not_start(scene: Stage) -> None:
+    """A stopping worker ends its batch; the rest goes to another at once, its delivery count unchanged."""
+    await scene.model()
+    await scene.worker("w1")
+    first = await busy(scene)
+    waiting = [scene.submit(float(i)) for i in range(1, 20)]
+    await scene.queued(20)
+    stopping = asyncio.create_task(scene.stop("w1"))
+    scene.go()
+    await stopping
+
+    assert value(await first) == 0.0
+    assert "w1" not in {w.id for w in await scene.store.workers()}
+    await scene.worker("w2")
+    answers = await asyncio.gather(*waiting)
+    assert [value(a) for a in answers] == [float(i) for i in range(1, 20)]
+    assert {a.attempt for a in answers} == {1}
+
+
+async def test_lost_lease_discards_the_item_and_not_its_batch(scene: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """An entry that another finished meanwhile is not answered; its batch-mates are."""
+    await scene.model(delay_us=200_000)
+    await scene.worker(renew_every_s=0.02)
+    scene.hold()
+    lost, mate = scene.submit(1.0), scene.submit(2.0)
+    await scene.started()
+    await scene.delivery.finish(scene.entries[:1])
+    await eventually(lambda: "lease lost" in caplog.text)
+    scene.go()
+
+    assert value(await mate) == 2.0
+    assert scene.backends["w1"][0].sizes == [2]
+    await scene.stop()
+    assert not lost.done()
+
+
+async def test_corrupt_entry_is_dropped_and_the_worker_lives(scene: Stage) -> None:
+    """Bytes that are no frame are finished."""
+    await scene.model()
+    await scene.worker()
+    scene.submit_frame("broken", b"\x01not a frame")
+
+    assert value(await scene.submit(1.0)) == 1.0
+    await scene.queued(0)
+
+
+async def test_request_of_an_older_generation_is_checked_again(scene: Stage) -> None:
+    """A request that does not fit the new configuration is refused, not executed."""
+    old = await scene.model(dims=2)
+    await scene.model(dims=3)
+    await scene.worker()
+
+    refused = (await scene.submit(1.0, width=2, generation=old)).failure
+
+    assert refused is not None
+    assert refused.code == "invalid_request"
+    assert value(await scene.submit(2.0, width=3, generation=old)) == 2.0
+
+
+async def test_failed_reload_keeps_the_old_generation(scene: Stage) -> None:
+    """A new generation that can't be loaded leaves the old one serving, and its reason in the heartbeat."""
+    first = await scene.model()
+    await scene.worker()
+    await scene.model(error="the file is broken")
+
+    async def is_told() -> bool:
+        (record,) = await scene.store.workers()
+        return record.models["stub"][1].reason == "the file is broken"
+
+    await eventually(is_told)
+    (record,) = await scene.store.workers()
+    assert record.models["stub"][1].generation == first
+    assert value(await scene.submit(4.0, generation=first)) == 4.0
+
+
+async def test_unloaded_model_leaves_the_heartbeat(scene: Stage) -> None:
+    """A model that is not desired any more is drained and unloaded."""
+    await scene.model()
+    await scene.worker()
+    await scene.store.forget("stub")
+    await scene.store.wake()
+
+    async def is_gone() -> bool:
+        (record,) = await scene.store.workers()
+        return not record.models
+
+    await eventually(is_gone)
+    await eventually(lambda: not scene.backends["w1"][0].loaded)
+
+
+async def test_dead_workers_entries_run_elsewhere(scene: Stage) -> None:
+    """What a worker held when it died is reclaimed, and runs alone."""
+    await scene.model()
+    await scene.worker("w1")
+    scene.hold()
+    calls = [scene.submit(float(i)) for i in range(3)]
+    await scene.started("w1")
+    await scene.kill("w1")
+    scene.go()
+    await scene.worker("w2", lease_s=0.2, renew_every_s=0.05)
+
+    answers = await asyncio.gather(*calls)
+
+    assert [value(a) for a in answers] == [0.0, 1.0, 2.0]
+
+
+async def test_statistics_are_added(scene: Stage) -> None:
+    """A drained worker leaves nothing uncounted."""
+    await scene.model()
+    await scene.worker()
+    await asyncio.gather(*[scene.submit() for _ in range(5)])
+
+    await scene.stop("w1")
+
+    stats = await scene.store.stats("stub", 1)
+    assert 5 in stats.values()
+
+
+async def test_entry_that_outlived_its_workers_is_given_up(scene: Stage) -> None:
+    """More deliveries than allowed are answered with a failure, not executed."""
+    await scene.model()
+    await scene.worker("w1")
+    scene.hold()
+    call = scene.submit()
+    await scene.started("w1")
+    await scene.kill("w1")
+    scene.go()
+    await scene.worker("w2", lease_s=0.2, renew_every_s=0.05, max_deliveries=1)
+    scene.forget_started()
+
+    failure = (await call).failure
+
+    assert failure is not None
+    assert "given up" in failure.message
+    assert scene.backends["w2"][0].sizes == []

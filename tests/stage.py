@@ -1,0 +1,208 @@
+"""A stage for worker tests: real workers in this process, stub backends, and a caller that waits for answers."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from qinfer.backends.base import Backend
+from qinfer.backends.stub import StubBackend
+from qinfer.codec.frame import decode_responses, encode_request, encode_responses
+from qinfer.control.base import ControlStore, Desired, State, StoredModel
+from qinfer.delivery.base import Delivery, Entry, Lane, reply_address
+from qinfer.errors import QinferError
+from qinfer.messages import IdFactory, InferRequest, Response
+from qinfer.repository import config
+from qinfer.settings import LimitSettings, Settings, WorkerSettings
+from qinfer.tensors import from_numpy, to_numpy
+from qinfer.testing import eventually
+from qinfer_workers.inference.worker import Worker
+
+OWNER = "caller"
+
+CONFIG = """
+name: "{name}" backend: "stub" max_batch_size: 8
+input {{ name: "x" data_type: TYPE_FP32 dims: [ {dims} ] }}
+output {{ name: "y" data_type: TYPE_FP32 dims: [ {dims} ] }}
+dynamic_batching {{ max_queue_delay_microseconds: {delay_us} }}
+instance_group {{ count: {instances} kind: KIND_CPU }}
+parameters {{ key: "mode" value {{ string_value: "{mode}" }} }}
+"""
+
+
+class Stage:
+    """Workers around one delivery and one control store."""
+
+    def __init__(self, delivery: Delivery, store: ControlStore, tasks: asyncio.TaskGroup) -> None:
+        self.delivery, self.store = delivery, store
+        self.backends: dict[str, list[StubBackend]] = {}
+        self._gates: dict[str, threading.Event] = {}
+        self.lane = Lane("stub", 1)
+        self.responses: dict[str, list[Response]] = {}
+        self.entries: list[Entry] = []
+        self._tasks = tasks
+        self._ids = IdFactory()
+        self._waiting: dict[str, asyncio.Future[Response]] = {}
+        self._generation = 0
+        self._stops: dict[str, tuple[asyncio.Event, asyncio.Task[None]]] = {}
+
+    async def model(
+        self, name: str = "stub", *, versions: tuple[int, ...] = (1,), error: str = "", **options: object
+    ) -> int:
+        """Stores a model under a new generation."""
+        fields = {"name": name, "dims": 2, "delay_us": 0, "instances": 1, "mode": "echo", **options}
+        text = config.to_json(config.normalise(config.parse(CONFIG.format(**fields)), name, ["model.stub"]))
+        self._generation += 1
+        await self.delivery.ensure([Lane(name, version) for version in versions])
+        await self.store.put_model(StoredModel(name, self._generation, text, versions, error=error))
+        await self.store.set_desired(Desired(name, self._generation))
+        await self.store.wake()
+        return self._generation
+
+    async def worker(self, worker_id: str = "w1", *, ready: bool = True, **options: object) -> Worker:
+        """Starts a worker; waits until its model is ready."""
+        options.setdefault("max_wait_s", 0.05)  # a drain waits for the fetch under way
+        settings = Settings(worker=WorkerSettings(**options), limits=LimitSettings())
+        mine = self.backends.setdefault(worker_id, [])
+        gate = self._gates[worker_id] = threading.Event()
+        gate.set()
+
+        def factory(name: str) -> Callable[[], Backend]:
+            assert name == "stub"
+
+            def make() -> Backend:
+                mine.append(StubBackend(gate))
+                return mine[-1]
+
+            return make
+
+        worker = Worker(settings, self.delivery, self.store, lambda m, v: Path(m) / str(v), worker_id, factory)
+        stop = asyncio.Event()
+        self._stops[worker_id] = (stop, self._tasks.create_task(worker.run(stop)))
+        if ready:
+            await self.ready(worker_id)
+        return worker
+
+    async def ready(self, worker_id: str = "w1", generation: int | None = None) -> None:
+        """Waits until a worker serves the newest generation."""
+        wanted = generation or self._generation
+
+        async def is_ready() -> bool:
+            records = {r.id: r for r in await self.store.workers()}
+            states = [s for m in records[worker_id].models.values() for s in m.values()] if worker_id in records else []
+            return bool(states) and all(s.state is State.READY and s.generation == wanted for s in states)
+
+        await eventually(is_ready, description=f"{worker_id} ready")
+
+    async def stop(self, worker_id: str = "w1") -> None:
+        """Drains a worker."""
+        stop, task = self._stops.pop(worker_id)
+        stop.set()
+        await task
+
+    async def kill(self, worker_id: str = "w1") -> None:
+        """Ends a worker as a crash would: nothing is finished or released."""
+        _, task = self._stops.pop(worker_id)
+        task.cancel()
+        await asyncio.wait([task])
+
+    def submit(
+        self, value: float = 1.0, *, rows: int = 1, width: int = 2, timeout_s: float = 30.0, generation: int = 0
+    ) -> "asyncio.Future[Response]":
+        """Sends a request of `rows` rows full of `value`; returns its final answer to come."""
+        x = from_numpy("x", np.full((rows, width), value, "<f4"))
+        request = InferRequest(
+            model=self.lane.model,
+            version=1,
+            id=self._ids.request_id(self.lane.model),
+            inputs=(x,),
+            timeout_s=timeout_s,
+            reply_to=reply_address(OWNER),
+            generation=generation or self._generation,
+        )
+        return self.submit_frame(request.id, encode_request(request))
+
+    def submit_frame(self, request_id: str, frame: bytes) -> "asyncio.Future[Response]":
+        """Sends raw bytes."""
+        future = self._waiting[request_id] = asyncio.get_running_loop().create_future()
+
+        def done(result: Entry | QinferError) -> None:
+            assert isinstance(result, Entry), result
+            self.entries.append(result)
+
+        self.delivery.submit(self.lane, frame, done)
+        return future
+
+    async def started(self, worker_id: str = "w1", count: int = 1) -> None:
+        """Waits until instances began so many executions since the last time."""
+        for _ in range(count):
+            await eventually(
+                lambda: any(b.started.acquire(blocking=False) for b in self.backends[worker_id]),
+                description=f"an execution in {worker_id}",
+            )
+
+    def hold(self) -> None:
+        """Makes executions of the present workers wait for `go`, and forgets those so far, the warm-up runs."""
+        for gate in self._gates.values():
+            gate.clear()
+        self.forget_started()
+
+    def go(self) -> None:
+        """Lets executions end."""
+        for gate in self._gates.values():
+            gate.set()
+
+    def forget_started(self) -> None:
+        """Ignores the executions so far."""
+        for backends in self.backends.values():
+            for backend in backends:
+                while backend.started.acquire(blocking=False):
+                    pass
+                backend.sizes.clear()
+
+    async def queued(self, count: int) -> None:
+        """Waits until the lane holds so many entries, waiting and in flight."""
+
+        async def is_so() -> bool:
+            return await self.delivery.depth([self.lane]) == [count]
+
+        await eventually(is_so, description=f"{count} entries in the lane")
+
+    def deliver(self, blob: bytes) -> None:
+        """Takes answers from the reply stream."""
+        for response in decode_responses(blob):
+            self.responses.setdefault(response.request_id, []).append(response)
+            future = self._waiting.get(response.request_id)
+            if future is not None and not future.done():
+                future.set_result(response)
+
+    async def close(self) -> None:
+        """Lets everything end."""
+        self.go()
+        for worker_id in list(self._stops):
+            await self.stop(worker_id)
+
+
+@asynccontextmanager
+async def stage(delivery: Delivery, store: ControlStore) -> AsyncIterator[Stage]:
+    """Sets the stage, and clears it."""
+    async with asyncio.TaskGroup() as tasks:
+        scene = Stage(delivery, store, tasks)
+        listener = tasks.create_task(delivery.listen(OWNER, scene.deliver))
+        await eventually(
+            lambda: delivery.publish(reply_address(OWNER), encode_responses([])), description="the reply stream"
+        )
+        try:
+            yield scene
+        finally:
+            await scene.close()
+            listener.cancel()
+
+
+def value(response: Response) -> float:
+    """Returns the first element of an answer."""
+    assert response.failure is None, response.failure
+    return float(to_numpy(response.outputs[0]).ravel()[0])

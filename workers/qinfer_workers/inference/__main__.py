@@ -1,0 +1,77 @@
+"""The inference worker's composition root: `python -m qinfer_workers.inference`.
+
+The only place of this program that reads the environment and builds adapters. SIGTERM and SIGINT drain it.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import uvloop
+
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.redis import RedisDelivery, admin_client
+from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.observability import logs
+from qinfer.repository.local import LocalRepository
+from qinfer.settings import Settings, load_settings
+from qinfer_workers.inference.worker import Worker
+
+logger = logging.getLogger("qinfer_workers.inference")
+
+GC_THRESHOLD = 50_000
+"""Allocations between collections: requests make no cycles, so that frequent ones find nothing and cost latency."""
+
+SWITCH_INTERVAL_S = 0.001
+"""How long an instance's thread may wait for the GIL; Python's own 5 ms is longer than many a batch."""
+
+
+async def serve(settings: Settings) -> None:
+    """Runs a worker until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    delivery = await RedisDelivery.connect(settings.redis)
+    store = RedisControlStore(admin_client(settings.redis))
+    repository = LocalRepository(Path(settings.repository.path), settings.repository.autocomplete)
+    worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    worker = Worker(settings, delivery, store, repository.version_dir, worker_id)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, 20, 50)
+    logger.info("worker started", extra={"worker": worker_id, "models": list(settings.worker.models)})
+    try:
+        await worker.run(stop)
+    finally:
+        await store.close()
+        await delivery.close()
+    logger.info("worker stopped", extra={"worker": worker_id})
+
+
+def main() -> int:
+    """Reads the settings, serves, and returns the exit status."""
+    try:
+        settings = load_settings()
+    except SettingsError as error:
+        print(error.message, file=sys.stderr)  # noqa: T201  no log is configured yet
+        return 2
+    logs.configure(settings.log, "worker")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
+    except (SettingsError, BrokerUnavailable) as error:
+        logger.error("worker can't run", extra={"reason": error.message})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

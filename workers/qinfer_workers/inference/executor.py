@@ -1,0 +1,95 @@
+"""Instance threads: one thread for each model instance, all fed from one queue.
+
+Lean on purpose: a `SimpleQueue` in and `call_soon_threadsafe` out cost a few microseconds a batch, a concurrent future
+several times that. The runtimes release the GIL while they compute, so that the event loop runs beside them.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar, cast
+
+from qinfer.backends.base import Backend
+from qinfer.batching.execution import Execution
+
+_Done = Callable[[Execution], None]
+T = TypeVar("T")
+
+
+async def in_thread(name: str, call: Callable[[], T]) -> T:
+    """Runs a blocking call in a thread of its own, which a process that ends does not wait for."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except BaseException as raised:  # noqa: BLE001  it is raised where the call is awaited
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody awaits
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await future
+
+
+class ThreadExecutor:
+    """Runs executions on loaded backends; the `Executor` of `qinfer.batching.batcher`.
+
+    Args:
+        instances: Loaded backends, each used by its own thread only.
+        loop: Where `done` is called.
+        name: What the threads are called.
+    """
+
+    def __init__(self, instances: Sequence[Backend], loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self.count = len(instances)
+        self._loop = loop
+        self._queue: queue.SimpleQueue[tuple[Execution, _Done] | None] = queue.SimpleQueue()
+        for number, instance in enumerate(instances):
+            # Daemons: a call that never returns must not keep a drained worker from exiting.
+            threading.Thread(target=self._serve, args=(instance,), name=f"{name}-{number}", daemon=True).start()
+
+    def start(self, execution: Execution, done: _Done) -> None:
+        """Queues an execution; the instance that is free first takes it."""
+        self._queue.put((execution, done))
+
+    def recall(self) -> list[Execution]:
+        """Takes back the executions that no instance has taken."""
+        recalled: list[Execution] = []
+        while True:
+            try:
+                job = self._queue.get_nowait()
+            except queue.Empty:
+                return recalled
+            if job is None:
+                self._queue.put(None)
+                return recalled
+            recalled.append(job[0])
+
+    def retire(self) -> None:
+        """Unloads every instance once it has executed what is queued."""
+        for _ in range(self.count):
+            self._queue.put(None)
+
+    def _serve(self, instance: Backend) -> None:
+        while (job := self._queue.get()) is not None:
+            execution, done = job
+            execution.run(instance)
+            try:
+                self._loop.call_soon_threadsafe(done, execution)
+            except RuntimeError:
+                return  # the loop is closed: the process is ending, and the leases pass to another worker
+            del job, execution, done  # an idle instance must not keep its last batch's tensors alive
+        instance.unload()
