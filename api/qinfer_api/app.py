@@ -1,0 +1,192 @@
+"""The gateway's composition root: settings in, a serving process out.
+
+`Gateway` owns the tasks (reply reader, catalog, discards) and uvicorn's server; `build` makes the Redis adapters. If a
+task dies the gateway ends with its error, and the supervisor starts it anew: half a gateway helps nobody.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import uvicorn
+
+from qinfer.control.base import ControlStore
+from qinfer.control.catalog import Catalog
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.control.sync import sync
+from qinfer.delivery.base import Delivery
+from qinfer.delivery.redis import RedisDelivery, admin_client
+from qinfer.errors import Overloaded, SettingsError
+from qinfer.messages import IdFactory
+from qinfer.observability.metrics import GatewayTally, render
+from qinfer.repository.local import LocalRepository
+from qinfer.settings import HttpSettings, Settings
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.http.protocol import FastPath, QinferHttpProtocol
+from qinfer_api.rest.app import build_app
+from qinfer_api.rest.services import Services
+from qinfer_api.scrape import take_snapshot
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_TICKS_PER_S = 10  # of uvicorn's main loop
+_LAST_REPLIES_S = 1.0  # to write the refusals of what was not answered within the drain time
+
+
+async def build(settings: Settings) -> "Gateway":
+    """Connects to Redis, synchronises the model repository if there is one here, and makes the gateway.
+
+    Raises:
+        BrokerUnavailable: Redis can't be reached.
+        SettingsError: The address can't be bound, or Redis refuses the credentials.
+    """
+    listener = bind(settings.http)
+    delivery = await RedisDelivery.connect(settings.redis)
+    store = RedisControlStore(admin_client(settings.redis))
+    repository = Path(settings.repository.path)
+    if repository.is_dir():  # noqa: ASYNC240 - once, before anything is served
+        await sync(LocalRepository(repository, settings.repository.autocomplete), store, delivery)
+    return Gateway(settings, delivery, store, listener)
+
+
+def bind(http: HttpSettings) -> socket.socket:
+    """Opens the listening socket.
+
+    Raises:
+        SettingsError: The address is taken or not ours.
+    """
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    try:
+        return socket.create_server((http.host, http.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise SettingsError(
+            f"QINFER_HTTP__HOST={http.host} QINFER_HTTP__PORT={http.port}: {error.strerror}; choose another, 0 is any"
+        ) from None
+
+
+class Gateway:
+    """One gateway process; made on its event loop.
+
+    Args:
+        settings: Everything that can be set.
+        delivery: The queue.
+        store: Desired state, heartbeats, statistics.
+        listener: The socket to serve on.
+
+    Attributes:
+        catalog: The models.
+        dispatcher: The use case, for other transports.
+        url: Where it serves.
+        started: Set once connections are accepted.
+    """
+
+    def __init__(self, settings: Settings, delivery: Delivery, store: ControlStore, listener: socket.socket) -> None:
+        self._delivery = delivery
+        self._store = store
+        self._listener = listener
+        self._drain_s = settings.http.drain_s
+        self._owner = f"gateway-{IdFactory().ulid()}"
+        self.catalog = Catalog(store, settings.limits)
+        tally = GatewayTally()
+        self.dispatcher = Dispatcher(delivery, self.catalog, tally, settings.limits, self._owner)
+        tally.in_flight = lambda: self.dispatcher.in_flight
+
+        async def metrics() -> bytes:
+            return render(tally, await take_snapshot(self.catalog, store, delivery))
+
+        services = Services(settings=settings, dispatcher=self.dispatcher, catalog=self.catalog, metrics=metrics)
+        fast = FastPath(self.dispatcher, settings.http, settings.limits.max_json_depth)
+        self.started = asyncio.Event()
+        self.url = _url(listener, tls=bool(settings.http.tls_certfile))
+        self._server = _Server(_uvicorn_config(settings.http, build_app(services), fast), self._serving)
+
+    async def serve(self) -> None:
+        """Serves until `stop`, then answers what is in flight within `http.drain_s`, and closes the adapters."""
+        listening = asyncio.Event()
+        try:
+            await self.catalog.refresh()
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._delivery.listen(self._owner, self.dispatcher.receive, listening.set)),
+                    group.create_task(self.catalog.run()),
+                    group.create_task(self.dispatcher.run()),
+                ]
+                await listening.wait()
+                await self._server.serve(sockets=[self._listener])
+                self._give_up()
+                await self.dispatcher.discard()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self._listener.close()
+            await self._delivery.close()
+            await self._store.close()
+
+    def stop(self) -> None:
+        """Begins to drain: health answers 503, no connection and no request is accepted any more."""
+        if not self._server.should_exit:
+            self.dispatcher.draining = True
+            self._server.should_exit = True
+            asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
+
+    def _give_up(self) -> None:
+        self.dispatcher.fail_all(Overloaded("Server exiting"))
+
+    def _serving(self) -> None:
+        logger.info("gateway serving", extra={"url": self.url})
+        self.started.set()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, with its signal handling left to the program and its tick used for timeouts."""
+
+    def __init__(self, config: uvicorn.Config, serving: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._serving = serving
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none: uvicorn would raise them again at the end, and the exit code would be the signal's."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Tells when connections are accepted."""
+        await super().startup(sockets)
+        self._serving()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Looks after the connections' timeouts once a second."""
+        if counter % _TICKS_PER_S == 0:
+            now_s = time.monotonic()
+            for connection in tuple(self.server_state.connections):
+                cast(QinferHttpProtocol, connection).check_timeouts(now_s)
+        return await super().on_tick(counter)
+
+
+def _uvicorn_config(http: HttpSettings, app: Any, fast: FastPath) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=cast(type[asyncio.Protocol], partial(QinferHttpProtocol, fast)),  # all uvicorn does with it is call it
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=cast(int, http.keep_alive_s),  # it only goes to `call_later`
+        timeout_graceful_shutdown=cast(int, http.drain_s + _LAST_REPLIES_S),  # and this to `wait_for`
+        ssl_certfile=http.tls_certfile or None,
+        ssl_keyfile=http.tls_keyfile or None,
+    )
+
+
+def _url(listener: socket.socket, *, tls: bool) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,254 @@
+"""The state of one HTTP connection: which requests take the fast path, and the order in which replies leave.
+
+A subclass of uvicorn's httptools protocol. An infer request that `fast.read_head` accepts becomes a `Call` in `_calls`,
+and never an ASGI cycle; every other request is replayed into uvicorn's own callbacks. Replies leave in the order of the
+requests, by three rules:
+
+- calls wait in `_calls`, and only its head may be written;
+- a request behind an unfinished ASGI cycle takes the ASGI way too, where uvicorn queues it;
+- an ASGI request behind unfinished calls is held, its reading paused, until they are answered.
+
+What hangs on `cycle` in uvicorn (shutdown, a lost connection, timeouts, flow control) is done here for calls as well.
+"""
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from uvicorn._types import ASGI3Application
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from qinfer.settings import HttpSettings
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.http.fast import Call, Head, Writer, error_reply, read_head
+
+MAX_PIPELINED = 64
+"""Calls of one connection in flight before its reading pauses."""
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Bytes of a head beyond the first packet of it."""
+
+
+class FastPath:
+    """What all connections of a server share.
+
+    Args:
+        dispatcher: Takes the requests.
+        http: Whether the fast path is on, and the timeouts.
+        max_json_depth: The deepest JSON nesting accepted.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, http: HttpSettings, max_json_depth: int) -> None:
+        self.dispatcher = dispatcher
+        self.enabled = http.fast_path
+        self.keep_alive_s = http.keep_alive_s
+        self.read_timeout_s = http.request_read_timeout_s
+        self.max_json_depth = max_json_depth
+        self.writer = Writer()
+
+
+class QinferHttpProtocol(HttpToolsProtocol):
+    """One connection; uvicorn makes them with the last four arguments, `functools.partial` adds the first."""
+
+    def __init__(
+        self,
+        fast: FastPath,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._fast = fast
+        self._calls: deque[Call] = deque()
+        self._call: Call | None = None  # the call whose body is being read
+        self._held: tuple[RequestResponseCycle, ASGI3Application] | None = None
+        self._closing = False  # no request is taken any more
+        self._refused = False  # nothing is read any more
+        self._ignoring = False  # the request being read came after the last one taken
+        self._receiving = False
+        self._in_head = False
+        self._head_bytes = 0
+        self._quiet_since_s = 0.0  # 0 = since the next look
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what arrived; a head may not grow without bound."""
+        if self._refused:
+            return
+        in_head = self._in_head
+        super().data_received(data)
+        if in_head and self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, f"request header exceeds {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        """Begins a request; uvicorn's ASGI scope is built only when one is needed."""
+        self.url = b""
+        self.headers = []
+        self._call = None
+        self._ignoring = False
+        self._receiving = self._in_head = True
+        self._head_bytes = 0
+        self._quiet_since_s = 0.0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keeps a header as it came."""
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """Chooses the request's way."""
+        self._in_head = False
+        if self._closing:
+            self._ignoring = True
+            return
+        head = self._fast_head()
+        if head is None:
+            self._replay_head()
+            return
+        self._call = Call(self, head)
+        self._calls.append(self._call)
+        if not self.parser.should_keep_alive():
+            self._closing = True
+        if len(self._calls) >= MAX_PIPELINED:
+            self.flow.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """Keeps a piece of the body."""
+        if self._call is not None:
+            self._call.parts.append(body)
+        elif not self._ignoring:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Starts the call whose body is complete."""
+        self._receiving = False
+        call = self._call
+        if call is not None:
+            self._call = None
+            call.start(self._fast.dispatcher, self._fast.max_json_depth)
+        elif not self._ignoring:
+            super().on_message_complete()
+
+    def _fast_head(self) -> Head | None:
+        fast = self._fast
+        if not fast.enabled or self._cycle_runs() or self.parser.get_method() != b"POST":
+            return None
+        head = read_head(self.url, self.headers)
+        return head if head is not None and self.parser.get_http_version() == "1.1" else None
+
+    def _replay_head(self) -> None:
+        url, headers = self.url, self.headers
+        super().on_message_begin()
+        self.url = url
+        for name, value in headers:
+            super().on_header(name, value)
+        super().on_headers_complete()
+
+    def _cycle_runs(self) -> bool:
+        cycle = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    # -- answering ----------------------------------------------------------------------------------------------------
+
+    def answered(self) -> None:
+        """Writes the replies that are next in line, then lets go what waited for them."""
+        calls = self._calls
+        while calls:
+            reply = calls[0].reply
+            if reply is None:
+                break
+            calls.popleft()
+            close = self._closing and not calls and self._held is None
+            self.transport.write(self._fast.writer.render(reply, self.server_state.default_headers, close=close))
+            self.server_state.total_requests += 1
+            self._quiet_since_s = 0.0
+            if close:
+                self.transport.close()
+                return
+        if not calls and self._held is not None:
+            (cycle, app), self._held = self._held, None
+            super()._start_asgi_task(cycle, app)
+        if self.flow.read_paused:
+            self._resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if self._calls:
+            self._held = (cycle, app)
+            self.flow.pause_reading()
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is not HTTP, after the replies to what was."""
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._closing = self._refused = True
+        self.flow.pause_reading()
+        if self._cycle_runs():  # its reply may be half written: nothing can be put between
+            self.transport.close()
+            return
+        call = self._call
+        if call is None:
+            call = Call(self, None)
+            self._calls.append(call)
+        call.answer(error_reply(status, message))
+
+    # -- connection ---------------------------------------------------------------------------------------------------
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancels what nobody waits for any more."""
+        for call in self._calls:
+            call.cancel(self._fast.dispatcher)
+        self._calls.clear()
+        self._call = None
+        self._held = None
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Takes no more requests; closes once those in hand are answered."""
+        self._closing = True
+        if self._cycle_runs():
+            self.cycle.keep_alive = False
+        elif not self._calls:
+            self.transport.close()
+
+    def pause_writing(self) -> None:
+        """Stops reading from a client that does not read its replies."""
+        super().pause_writing()
+        self._quiet_since_s = 0.0
+        self.flow.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Reads on."""
+        super().resume_writing()
+        self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        stalled = self.flow.write_paused or len(self._calls) >= MAX_PIPELINED
+        if not (stalled or self._held or self.pipeline or self._refused):
+            self.flow.resume_reading()
+
+    def check_timeouts(self, now_s: float) -> None:
+        """Closes the connection if it was idle, or stuck in one request or reply, for too long.
+
+        Called about once a second for every connection, instead of a timer for every request.
+
+        Args:
+            now_s: The monotonic time.
+        """
+        waiting = len(self._calls) > (self._call is not None)  # for answers, besides the call that still arrives
+        stuck = self.flow.write_paused or (self._receiving and not self.flow.read_paused and not waiting)
+        busy = bool(self._calls) or self._cycle_runs()
+        if not self._quiet_since_s or (busy and not stuck):
+            self._quiet_since_s = now_s
+        elif now_s - self._quiet_since_s > (self._fast.read_timeout_s if stuck else self._fast.keep_alive_s):
+            if self.flow.write_paused:
+                self.transport.abort()  # `close` would wait for the client to read
+            else:
+                self.transport.close()

@@ -1,0 +1,155 @@
+"""`POST …/infer` through FastAPI: large, compressed, chunked or otherwise special requests.
+
+The body never meets pydantic: it is read with a limit, decompressed, and handed to the functions of `http/fast.py`.
+Whatever takes long (decompression, a large body or reply) runs in a thread, off the event loop.
+"""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response as HttpResponse
+from starlette.types import Receive
+
+from qinfer.codec.kserve_json import OutputPlan
+from qinfer.errors import QinferError
+from qinfer.messages import InferRequest, Response
+from qinfer.tensors import Bytes
+from qinfer_api.dispatcher import Context
+from qinfer_api.http.fast import (
+    JSON_LENGTH_HEADER,
+    MAX_FAST_BYTES,
+    Reply,
+    Target,
+    decode,
+    parse_version,
+    reply_of,
+)
+from qinfer_api.rest.compression import (
+    Encoding,
+    compress,
+    decompress,
+    request_encoding,
+    response_encoding,
+    too_large,
+)
+from qinfer_api.rest.schema import INFER_BODY, INFER_RESPONSES
+from qinfer_api.rest.services import Services, send
+
+
+class FutureSink:
+    """The sink of a coroutine that waits for one response."""
+
+    def __init__(self) -> None:
+        self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+
+    def deliver(self, response: Response) -> None:
+        """Completes the future, unless its waiter has left."""
+        if not self.response.done():
+            self.response.set_result(response)
+
+
+def infer_routes(services: Services) -> APIRouter:
+    """Returns the infer routes."""
+    router = APIRouter(tags=["inference"])
+    about: dict[str, Any] = {
+        "summary": "Run a model",
+        "response_class": HttpResponse,
+        "responses": INFER_RESPONSES,
+        "openapi_extra": INFER_BODY,
+    }
+
+    @router.post("/v2/models/{model}/infer", name="infer", **about)
+    async def infer(model: str, request: Request) -> HttpResponse:
+        """Runs the highest ready version of a model on the tensors of the request."""
+        return await _infer(services, Target(model, 0), request)
+
+    @router.post("/v2/models/{model}/versions/{version}/infer", name="infer_version", **about)
+    async def infer_version(model: str, version: str, request: Request) -> HttpResponse:
+        """Runs one version of a model on the tensors of the request."""
+        return await _infer(services, Target(model, parse_version(version)), request)
+
+    return router
+
+
+async def _infer(services: Services, target: Target, request: Request) -> HttpResponse:
+    """Reads, submits, waits, answers; what is refused before the wait is raised to the error handler."""
+    dispatcher, headers = services.dispatcher, request.headers
+    sink = FutureSink()
+    try:
+        dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
+        body = await _read(request, services.settings.http.max_input_bytes)
+        decoded, plan = await _decode(services, target, body, headers.get(JSON_LENGTH_HEADER))
+        pending = dispatcher.submit(Context(trace=headers.get("traceparent", "")), decoded, sink)
+    except ClientDisconnect:
+        return HttpResponse()  # nobody reads it
+    except QinferError as error:
+        raise dispatcher.refuse(target.model, target.version, error) from None
+    try:
+        response = await _answer(sink, request.receive)
+    finally:
+        dispatcher.cancel(pending)  # does nothing once it is answered
+    if response is None:
+        return HttpResponse()
+    if sum(output.nbytes for output in response.outputs) > MAX_FAST_BYTES:
+        reply = await asyncio.to_thread(reply_of, response, decoded.client_id, plan)
+    else:
+        reply = reply_of(response, decoded.client_id, plan)
+    return await _send(reply, response_encoding(headers.get("accept-encoding")))
+
+
+async def _answer(sink: FutureSink, receive: Receive) -> Response | None:
+    """Waits for the response; `None` when the client left first."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        sink.response.cancel()
+
+    async with asyncio.TaskGroup() as group:
+        watcher = group.create_task(watch())
+        await asyncio.wait([sink.response])
+        watcher.cancel()
+    return None if sink.response.cancelled() else sink.response.result()
+
+
+async def _read(request: Request, max_bytes: int) -> Bytes:
+    """Reads the body, never more than `max_bytes` of it, and undoes its encoding.
+
+    Raises:
+        PayloadTooLarge: It is larger, as sent or decompressed.
+        UnsupportedFeature: It is in an encoding that is not known.
+    """
+    encoding = request_encoding(request.headers.get("content-encoding"))
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large(int(declared), max_bytes)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large(None, max_bytes)
+    return body if encoding is None else await asyncio.to_thread(decompress, body, encoding, max_bytes)
+
+
+async def _decode(
+    services: Services, target: Target, body: Bytes, json_length: str | None
+) -> tuple[InferRequest, OutputPlan]:
+    max_depth = services.settings.limits.max_json_depth
+    if len(body) > MAX_FAST_BYTES:
+        return await asyncio.to_thread(decode, target, body, json_length, max_depth)
+    return decode(target, body, json_length, max_depth)
+
+
+async def _send(reply: Reply, encoding: Encoding | None) -> HttpResponse:
+    if encoding is None or reply.status != 200:
+        return send(reply)
+    if len(reply.body) > MAX_FAST_BYTES:
+        body = await asyncio.to_thread(compress, reply.body, encoding)
+    else:
+        body = compress(reply.body, encoding)
+    response = send(reply._replace(body=body))
+    response.headers["content-encoding"] = encoding
+    response.headers["vary"] = "accept-encoding"
+    return response

@@ -1,0 +1,27 @@
+"""What `/metrics` shows of the shared store: one pass over the models, and what is still known when Redis is away."""
+
+import asyncio
+
+from qinfer.control.base import ControlStore
+from qinfer.control.catalog import Catalog
+from qinfer.delivery.base import Delivery
+from qinfer.errors import BrokerUnavailable
+from qinfer.observability.metrics import Snapshot, WorkerLoad
+
+
+async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Delivery) -> Snapshot:
+    """Reads the statistics and depths of all model versions; without the store, tells what the catalog still knows."""
+    ready = catalog.readiness()
+    workers = {w.id: WorkerLoad(device=w.device, executing=w.executing) for w in catalog.workers()}
+    lanes = [catalog.lane(model, version) for model, version in ready]
+    try:
+        depths = await asyncio.gather(*(delivery.depth([lane]) for lane in lanes))
+        stats = await asyncio.gather(*(store.stats(model, version) for model, version in ready))
+    except BrokerUnavailable:
+        return Snapshot(store_up=False, ready=ready, workers=workers)
+    return Snapshot(
+        stats=dict(zip(ready, stats, strict=True)),
+        depth={(ln.model, ln.version, ln.name): depth for ln, (depth,) in zip(lanes, depths, strict=True)},
+        ready=ready,
+        workers=workers,
+    )

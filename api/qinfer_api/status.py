@@ -1,0 +1,59 @@
+"""Errors → HTTP status and gRPC code, for the whole gateway, in one table (DESIGN.md §9; reference §1.2).
+
+The numbers are Triton's where Triton has the case: wrong JSON types are 500, a cancelled request is 400, overload 503.
+"""
+
+from typing import NamedTuple
+
+from qinfer.errors import ErrorCode
+
+
+class Status(NamedTuple):
+    """What one kind of failure is called on each protocol.
+
+    Attributes:
+        http: The HTTP status.
+        grpc: The name of the `grpc.StatusCode`.
+    """
+
+    http: int
+    grpc: str
+
+
+STATUSES: dict[ErrorCode, Status] = {
+    ErrorCode.INVALID_REQUEST: Status(400, "INVALID_ARGUMENT"),
+    ErrorCode.MALFORMED_JSON: Status(500, "INTERNAL"),
+    ErrorCode.UNSUPPORTED_DATATYPE: Status(400, "INVALID_ARGUMENT"),
+    ErrorCode.UNSUPPORTED_FEATURE: Status(501, "UNIMPLEMENTED"),
+    ErrorCode.PAYLOAD_TOO_LARGE: Status(400, "INVALID_ARGUMENT"),
+    ErrorCode.MODEL_NOT_FOUND: Status(404, "NOT_FOUND"),
+    ErrorCode.REQUEST_NOT_FOUND: Status(404, "NOT_FOUND"),
+    ErrorCode.JOB_NOT_FOUND: Status(404, "NOT_FOUND"),
+    ErrorCode.QUEUE_FULL: Status(503, "UNAVAILABLE"),
+    ErrorCode.QUOTA_EXCEEDED: Status(503, "UNAVAILABLE"),
+    ErrorCode.DEADLINE_INFEASIBLE: Status(503, "UNAVAILABLE"),
+    ErrorCode.DEADLINE_EXCEEDED: Status(503, "UNAVAILABLE"),
+    ErrorCode.CANCELLED: Status(400, "CANCELLED"),
+    ErrorCode.UNAUTHORIZED: Status(401, "UNAUTHENTICATED"),
+    ErrorCode.FORBIDDEN: Status(403, "PERMISSION_DENIED"),
+    ErrorCode.MODEL_NOT_READY: Status(503, "UNAVAILABLE"),
+    ErrorCode.MODEL_LOAD_FAILED: Status(500, "INTERNAL"),
+    ErrorCode.BACKEND_UNAVAILABLE: Status(503, "UNAVAILABLE"),
+    ErrorCode.INFERENCE_FAILED: Status(500, "INTERNAL"),
+    ErrorCode.OUTPUT_MISMATCH: Status(500, "INTERNAL"),
+    ErrorCode.BROKER_UNAVAILABLE: Status(503, "UNAVAILABLE"),
+    ErrorCode.LEASE_LOST: Status(500, "INTERNAL"),
+    ErrorCode.CORRUPT_ENTRY: Status(500, "INTERNAL"),
+    ErrorCode.RESULT_NOT_FOUND: Status(404, "NOT_FOUND"),
+    ErrorCode.RESULT_EXPIRED: Status(410, "NOT_FOUND"),
+    ErrorCode.SETTINGS: Status(500, "INTERNAL"),
+    ErrorCode.INTERNAL: Status(500, "INTERNAL"),
+}
+
+
+def http_status(code: str) -> int:
+    """Returns the HTTP status of an error code; 500 for one this version does not know (a newer worker may send it)."""
+    try:
+        return STATUSES[ErrorCode(code)].http
+    except ValueError:
+        return 500

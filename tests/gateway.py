@@ -1,0 +1,131 @@
+"""A gateway in this process, on the memory adapters, with a worker that echoes: what the gateway's tests run against.
+
+Models, all `x` → `y`, at most 8 rows: `echo` (FP32[4], versions 1 and 2), `text` (BYTES[-1]), `half` (FP16[2]), `pair`
+(`a`, `b`, given back as outputs), `fails` (every request), `stuck` (never answered), `loading` (no live worker).
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from qinfer.codec.frame import decode_request, encode_responses
+from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.control.memory_store import MemoryControlStore
+from qinfer.delivery.base import Lane
+from qinfer.delivery.memory import MemoryDelivery
+from qinfer.messages import Failure, InferRequest, Response
+from qinfer.repository.config import normalise, parse, to_json
+from qinfer.settings import HttpSettings, LimitSettings, Settings
+from qinfer_api.app import Gateway, bind
+
+_ONE = 'input {{ name: "x" data_type: {0} dims: [{1}] }} output {{ name: "y" data_type: {0} dims: [{1}] }}'
+_FP32 = _ONE.format("TYPE_FP32", 4)
+_PAIR = " ".join(
+    f'{kind} {{ name: "{name}" data_type: TYPE_INT32 dims: [2] }}' for kind in ("input", "output") for name in "ab"
+)
+MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "echo": (_FP32, (1, 2)),
+    "text": (_ONE.format("TYPE_STRING", -1), (1,)),
+    "half": (_ONE.format("TYPE_FP16", 2), (1,)),
+    "pair": (_PAIR, (1,)),
+    "fails": (_FP32, (1,)),
+    "stuck": (_FP32, (1,)),
+    "loading": (_FP32, (1,)),
+    "späte modelle": (_FP32, (1,)),
+}
+ANSWERING = ("echo", "text", "half", "pair", "fails", "späte modelle")
+
+
+@dataclass(kw_only=True)
+class Running:
+    """A gateway that serves, and what is behind it."""
+
+    gateway: Gateway
+    delivery: MemoryDelivery
+    store: MemoryControlStore
+    requests: list[InferRequest]
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def refresh(self) -> None:
+        """Lets the catalog see the store as it is now."""
+        await self.gateway.catalog.refresh()
+
+    async def depth(self, model: str, version: int = 1) -> int:
+        return (await self.delivery.depth([Lane(model, version)]))[0]
+
+
+def settings_of(http: Mapping[str, Any] | None = None, limits: Mapping[str, Any] | None = None) -> Settings:
+    return Settings(http=HttpSettings(port=0, **(http or {})), limits=LimitSettings(**(limits or {})))
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(settings: Settings | None = None) -> AsyncIterator[Running]:
+    """Runs a gateway and its echo worker until the block ends, then drains it."""
+    settings = settings or settings_of()
+    delivery, store = MemoryDelivery(), MemoryControlStore()
+    await _declare_models(store, delivery)
+    gateway = Gateway(settings, delivery, store, bind(settings.http))
+    running = Running(gateway=gateway, delivery=delivery, store=store, requests=[])
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(gateway.serve())
+        workers = [group.create_task(_work(running, lane)) for lane in _lanes(ANSWERING)]
+        try:
+            await gateway.started.wait()
+            yield running
+        finally:
+            gateway.stop()
+            await asyncio.wait([serving])
+            for worker in workers:
+                worker.cancel()
+
+
+async def _declare_models(store: MemoryControlStore, delivery: MemoryDelivery) -> None:
+    for name, (tensors, versions) in MODELS.items():
+        config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: 8 {tensors}'), name)
+        await store.put_model(StoredModel(name, 1, to_json(config), versions))
+        await store.set_desired(Desired(name, 1))
+        await delivery.ensure(_lanes([name]))
+    ready = {
+        name: {version: VersionState(State.READY, 1) for version in versions}
+        for name, (_, versions) in MODELS.items()
+        if name != "loading"
+    }
+    await store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=ready), ttl_s=3600)
+
+
+def _lanes(names: Any) -> list[Lane]:
+    return [Lane(name, version) for name in names for version in MODELS[name][1]]
+
+
+async def _work(running: Running, lane: Lane) -> None:
+    for _ in itertools.count():
+        leases = await running.delivery.fetch([lane], "w1", 64, 3600)
+        requests = [decode_request(lease.frame) for lease in leases]
+        running.requests += requests
+        for request in requests:
+            await running.delivery.publish(request.reply_to, encode_responses([_answer(request)]))
+        await running.delivery.finish([lease.entry for lease in leases])
+
+
+def _answer(request: InferRequest) -> Response:
+    if request.model == "fails":
+        failure = Failure("inference_failed", "the model raised: boom")
+        return Response(request_id=request.id, model=request.model, version=request.version, failure=failure)
+    outputs = tuple(
+        tensor if request.model == "pair" else msgspec.structs.replace(tensor, name="y")
+        for tensor in request.inputs
+        if not request.outputs or tensor.name in request.outputs or request.model != "pair"
+    )
+    return Response(request_id=request.id, model=request.model, version=request.version, outputs=outputs)

@@ -1,0 +1,90 @@
+"""`python -m qinfer_api` as a process: its exit codes, its log line, its drain."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs a redis-server")
+
+COMMAND = [sys.executable, "-m", "qinfer_api"]
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path) -> Iterator[str]:
+    """A private Redis on a unix socket."""
+    path = tmp_path / "redis.sock"
+    options = ["--port", "0", "--unixsocket", str(path), "--save", "", "--maxmemory-policy", "noeviction"]
+    with subprocess.Popen(["redis-server", *options], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as server:
+        assert server.stdout is not None
+        for line in server.stdout:
+            if "ready to accept connections" in line.lower():
+                break
+        yield f"unix://{path}"
+        server.terminate()
+        server.stdout.read()
+
+
+def environment(tmp_path: Path, **variables: str) -> dict[str, str]:
+    return {"PATH": "/usr/bin:/bin", "QINFER_REPOSITORY__PATH": str(tmp_path / "none"), **variables}
+
+
+def test_it_serves_and_drains(tmp_path: Path, redis_url: str) -> None:
+    """One log line tells the real port; SIGTERM ends it with 0."""
+    variables = environment(tmp_path, QINFER_REDIS__URL=redis_url, QINFER_HTTP__PORT="0")
+    with subprocess.Popen(COMMAND, env=variables, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = json.loads(process.stderr.readline())
+        with urllib.request.urlopen(line["url"] + "/v2", timeout=10) as reply:
+            name = json.load(reply)["name"]
+        process.send_signal(signal.SIGTERM)
+        rest = process.stderr.read()
+        code = process.wait(20)
+
+    assert (line["event"], name, code) == ("gateway serving", "triton", 0), rest
+
+
+def test_it_ends_when_redis_is_away(tmp_path: Path) -> None:
+    """Exit code 1 and one log line."""
+    variables = environment(tmp_path, QINFER_REDIS__URL=f"unix://{tmp_path}/nothing.sock", QINFER_HTTP__PORT="0")
+
+    ended = subprocess.run(COMMAND, env=variables, capture_output=True, text=True, timeout=30, check=False)
+
+    assert ended.returncode == 1
+    assert json.loads(ended.stderr)["event"] == "gateway can't start"
+
+
+def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
+    """Exit code 2, and the variable."""
+    variables = environment(tmp_path, QINFER_HTTP__PORT="many")
+
+    ended = subprocess.run(COMMAND, env=variables, capture_output=True, text=True, timeout=30, check=False)
+
+    assert ended.returncode == 2
+    assert "QINFER_HTTP__PORT" in ended.stderr
+
+
+def test_a_taken_port_is_named(tmp_path: Path, redis_url: str) -> None:
+    """Exit code 2, and what to change."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        variables = environment(tmp_path, QINFER_REDIS__URL=redis_url, QINFER_HTTP__PORT=port)
+        ended = subprocess.run(COMMAND, env=variables, capture_output=True, text=True, timeout=30, check=False)
+
+    assert ended.returncode == 2
+    assert f"QINFER_HTTP__PORT={port}" in ended.stderr
+
+
+def test_help_needs_no_redis() -> None:
+    """It says how to configure the program."""
+    ended = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=30, check=False)
+
+    assert ended.returncode == 0
+    assert "QINFER_REDIS__URL" in ended.stdout

@@ -1,0 +1,71 @@
+"""Content encodings: negotiation by q-value, and decompression that stays within its limit."""
+
+import gzip
+import zlib
+
+import pytest
+
+from qinfer.errors import InvalidRequest, PayloadTooLarge, UnsupportedFeature
+from qinfer_api.rest.compression import compress, decompress, request_encoding, response_encoding
+
+
+@pytest.mark.parametrize(
+    ("header", "chosen"),
+    [
+        (None, None),
+        ("", None),
+        ("identity", None),
+        ("br", None),
+        ("gzip", "gzip"),
+        ("deflate", "deflate"),
+        ("GZIP, deflate", "gzip"),
+        ("gzip;q=0.5, deflate;q=0.8", "deflate"),
+        ("gzip;q=0, deflate;q=0", None),
+        ("gzip;q=0.5, identity;q=0.9", None),
+        ("*", "gzip"),
+        ("gzip;q=0, *;q=0.5", "deflate"),
+        ("gzip; q=nonsense", None),
+    ],
+)
+def test_response_encoding(header: str | None, chosen: str | None) -> None:
+    """The best q-value wins; gzip wins a tie."""
+    assert response_encoding(header) == chosen
+
+
+def test_an_unknown_request_encoding_is_unsupported() -> None:
+    """Triton's text (reference §1.11)."""
+    with pytest.raises(UnsupportedFeature, match=r"^Unsupported compression type$"):
+        request_encoding("br")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_what_is_compressed_decompresses(encoding: str) -> None:
+    """Both ways."""
+    known = request_encoding(encoding)
+    assert known is not None
+
+    assert decompress(compress(b"abc" * 1000, known), known, 3000) == b"abc" * 1000
+
+
+def test_a_gzip_body_of_several_members_is_read_whole() -> None:
+    """RFC 1952 allows it, and tools make it."""
+    assert decompress(gzip.compress(b"ab") + gzip.compress(b"cd"), "gzip", 100) == b"abcd"
+
+
+def test_a_bomb_is_stopped_at_the_limit() -> None:
+    """A small body that decompresses to far more than the limit is refused."""
+    with pytest.raises(PayloadTooLarge, match="exceeds the maximum allowed input size of 1000 bytes"):
+        decompress(gzip.compress(bytes(50_000_000)), "gzip", 1000)
+
+
+@pytest.mark.parametrize("body", [b"", gzip.compress(b"abcdef" * 100)[:-20]])
+def test_a_body_that_is_cut_off_is_refused(body: bytes) -> None:
+    """Half a body is no body."""
+    with pytest.raises(InvalidRequest, match="cut off"):
+        decompress(body, "gzip", 10_000)
+
+
+def test_a_damaged_body_is_refused() -> None:
+    """Deflate data where gzip was announced."""
+    with pytest.raises(InvalidRequest, match="the body is not gzip"):
+        decompress(zlib.compress(b"abc"), "gzip", 10_000)

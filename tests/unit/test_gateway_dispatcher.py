@@ -1,0 +1,211 @@
+"""The dispatcher between a catalog, a queue and sinks, without HTTP."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from qinfer.codec.frame import encode_responses
+from qinfer.control.catalog import Catalog, Served
+from qinfer.delivery.base import Delivery, Entry, Lane
+from qinfer.errors import BrokerUnavailable, ModelNotFound, Overloaded, QinferError
+from qinfer.messages import InferRequest, Response
+from qinfer.observability.metrics import GatewayTally, Snapshot, render
+from qinfer.repository.spec import ModelSpec, TensorSpec
+from qinfer.settings import LimitSettings
+from qinfer.tensors import Bytes, Tensor
+from qinfer_api.dispatcher import ANONYMOUS, Dispatcher
+
+LANE = Lane("m", 3)
+ENTRY = Entry(LANE, "1-0")
+REQUEST = InferRequest(model="m", client_id="c", inputs=(Tensor("x", "FP32", (1,), bytes(4)),))
+
+
+class Models:
+    """A catalog of one model."""
+
+    def __init__(self) -> None:
+        port = TensorSpec(name="x", datatype="FP32", dims=(1,))
+        spec = ModelSpec(name="m", backend="stub", inputs=(port,), outputs=(port,))
+        self.served = Served(spec=spec, version=3, generation=5, lane=LANE)
+
+    def resolve(self, model: str, version: int) -> Served:
+        if model != "m":
+            raise ModelNotFound(f"Request for unknown model: '{model}' is not found")
+        return self.served
+
+
+class Queue:
+    """A delivery that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.receipts: list[Callable[[Entry | QinferError], None]] = []
+        self.finished: list[Entry] = []
+        self.down = False
+
+    def submit(self, lane: Lane, frame: Bytes, done: Callable[[Entry | QinferError], None]) -> None:
+        if self.down:
+            raise BrokerUnavailable("Redis can't be reached")
+        self.receipts.append(done)
+
+    async def finish(self, entries: list[Entry]) -> None:
+        if self.down:
+            raise BrokerUnavailable("Redis can't be reached")
+        self.finished += entries
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.responses: list[Response] = []
+
+    def deliver(self, response: Response) -> None:
+        self.responses.append(response)
+
+
+class Setup:
+    def __init__(self) -> None:
+        self.queue = Queue()
+        self.tally = GatewayTally()
+        self.sink = Sink()
+        self.dispatcher = Dispatcher(
+            cast(Delivery, self.queue), cast(Catalog, Models()), self.tally, LimitSettings(), "me"
+        )
+
+    def submit(self, **changes: Any) -> Any:
+        return self.dispatcher.submit(ANONYMOUS, REQUEST, changes.get("sink", self.sink))
+
+    def metrics(self) -> str:
+        return render(self.tally, Snapshot()).decode()
+
+
+async def test_a_request_is_refused_at_once_when_redis_is_away() -> None:
+    """Nothing stays behind."""
+    setup = Setup()
+    setup.queue.down = True
+
+    with pytest.raises(BrokerUnavailable):
+        setup.submit()
+
+    assert setup.dispatcher.in_flight == 0
+
+
+async def test_a_submit_that_fails_later_fails_the_request() -> None:
+    """The sink gets a failure with the request's id in front."""
+    setup = Setup()
+    setup.submit()
+
+    setup.queue.receipts[0](BrokerUnavailable("Redis can't be reached"))
+
+    (response,) = setup.sink.responses
+    assert response.failure is not None
+    assert (response.failure.code, response.failure.message) == (
+        "broker_unavailable",
+        "[request id: c] Redis can't be reached",
+    )
+    assert 'qinfer_request_failures_total{model="m",reason="broker_unavailable",version="3"} 1.0' in setup.metrics()
+
+
+async def test_a_request_cancelled_before_its_receipt_is_finished_after_it() -> None:
+    """The entry's address is known only then."""
+    setup = Setup()
+    setup.dispatcher.cancel(setup.submit())
+    await setup.dispatcher.discard()
+    before = list(setup.queue.finished)
+
+    setup.queue.receipts[0](ENTRY)
+    await setup.dispatcher.discard()
+
+    assert (before, setup.queue.finished) == ([], [ENTRY])
+
+
+async def test_a_reply_that_overtakes_its_receipt_is_delivered() -> None:
+    """The two come over different connections."""
+    setup = Setup()
+    pending = setup.submit()
+
+    setup.dispatcher.receive(encode_responses([Response(request_id=pending.request_id, model="m", version=3)]))
+    setup.queue.receipts[0](ENTRY)
+    await setup.dispatcher.discard()
+
+    assert len(setup.sink.responses) == 1
+    assert setup.queue.finished == []
+
+
+async def test_replies_nobody_waits_for_are_dropped() -> None:
+    """They come twice after a reconnect, and for requests that expired."""
+    setup = Setup()
+    pending = setup.submit()
+    blob = encode_responses([Response(request_id=pending.request_id), Response(request_id="unknown")])
+
+    setup.dispatcher.receive(blob)
+    setup.dispatcher.receive(blob)
+
+    assert len(setup.sink.responses) == 1
+
+
+async def test_a_reply_that_cannot_be_decoded_harms_nobody() -> None:
+    """The listener lives on."""
+    setup = Setup()
+
+    setup.dispatcher.receive(b"\xff garbage")
+
+    assert setup.sink.responses == []
+
+
+async def test_a_sink_that_raises_harms_no_other() -> None:
+    """It is told of an internal error, and its neighbours get their responses."""
+
+    class Broken(Sink):
+        def deliver(self, response: Response) -> None:
+            super().deliver(response)
+            if response.failure is None:
+                raise RuntimeError("a defect")
+
+    setup, broken = Setup(), Broken()
+    first, second = setup.submit(sink=broken), setup.submit()
+
+    setup.dispatcher.receive(
+        encode_responses([Response(request_id=first.request_id), Response(request_id=second.request_id)])
+    )
+
+    assert broken.responses[-1].failure is not None
+    assert broken.responses[-1].failure.code == "internal"
+    assert len(setup.sink.responses) == 1
+
+
+async def test_discarding_survives_an_outage() -> None:
+    """The worker's own deadline ends what Redis can't be told."""
+    setup = Setup()
+    pending = setup.submit()
+    setup.queue.receipts[0](ENTRY)
+    setup.dispatcher.cancel(pending)
+    setup.queue.down = True
+
+    await setup.dispatcher.discard()
+
+    assert setup.queue.finished == []
+
+
+async def test_fail_all_answers_and_discards() -> None:
+    """At the end of a drain nobody is left without an answer, and nothing is executed for nobody."""
+    setup = Setup()
+    setup.submit()
+    setup.queue.receipts[0](ENTRY)
+
+    setup.dispatcher.fail_all(Overloaded("Server exiting"))
+    await setup.dispatcher.discard()
+
+    assert setup.sink.responses[0].failure is not None
+    assert setup.queue.finished == [ENTRY]
+    assert setup.dispatcher.in_flight == 0
+
+
+async def test_unknown_models_make_no_series() -> None:
+    """A refusal is counted, and the model's state is told before the request's fault."""
+    setup = Setup()
+
+    told = setup.dispatcher.refuse("thought up", 1, Overloaded("something else"))
+
+    assert isinstance(told, ModelNotFound)
+    assert 'reason="model_not_found"' in setup.metrics()
+    assert "thought up" not in setup.metrics()

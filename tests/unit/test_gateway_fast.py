@@ -1,0 +1,112 @@
+"""What the fast path reads of a request, and what it leaves to the route."""
+
+import pytest
+
+from qinfer.errors import InvalidRequest
+from qinfer_api.http.fast import (
+    MAX_FAST_BYTES,
+    Reply,
+    Target,
+    Writer,
+    parse_json_length,
+    parse_target,
+    parse_version,
+    read_head,
+)
+
+URL = b"/v2/models/m/infer"
+LENGTH = (b"Content-Length", b"10")
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        (b"/v2/models/m/infer", Target("m", 0)),
+        (b"/v2/models/m/versions/12/infer", Target("m", 12)),
+        (b"/v2/models/m/infer/", None),
+        (b"/v2/models//infer", None),
+        (b"/v2/models/m/versions/x/infer", None),
+        (b"/v2/models/m/versions/0/infer", None),
+        (b"/v2/models/m/other/1/infer", None),
+        (b"/v2/models/m%20n/infer", None),
+        (b"/v2/models/m/infer?a=1", None),
+        (b"http://host/v2/models/m/infer", None),
+        (b"/v2/models/m/ready", None),
+    ],
+)
+def test_parse_target(url: bytes, target: Target | None) -> None:
+    """Only plain infer URLs; everything odd is the route's."""
+    assert parse_target(url) == target
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "", "1.0", "٣", "9223372036854775808"])
+def test_a_version_is_an_integer_above_zero(text: str) -> None:
+    """Reference §1.1."""
+    with pytest.raises(InvalidRequest, match="failed to get model version from specified version string"):
+        parse_version(text)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"Content-Length", b"%d" % (MAX_FAST_BYTES + 1))],
+        [LENGTH, (b"Content-Encoding", b"gzip")],
+        [LENGTH, (b"Accept-Encoding", b"gzip, deflate")],
+        [LENGTH, (b"Expect", b"100-continue")],
+        [LENGTH, (b"Prefer", b"respond-async")],
+        [LENGTH, (b"Upgrade", b"h2c")],
+        [(b"Transfer-Encoding", b"chunked")],
+    ],
+)
+def test_special_requests_are_left_to_the_route(headers: list[tuple[bytes, bytes]]) -> None:
+    """Large, encoded, chunked, and everything with a protocol of its own."""
+    assert read_head(URL, headers) is None
+
+
+def test_the_head_of_a_plain_request() -> None:
+    """Header names have no case; identity encodings are none; other headers mean nothing."""
+    headers = [
+        LENGTH,
+        (b"CONTENT-ENCODING", b"Identity"),
+        (b"Inference-Header-Content-Length", b"7"),
+        (b"traceparent", b"00-1-2-01"),
+        (b"X-Other", b"1"),
+    ]
+
+    head = read_head(URL, headers)
+
+    assert head is not None
+    assert (head.target, head.json_length, head.context.trace) == (Target("m", 0), "7", "00-1-2-01")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", "Unable to parse Inference-Header-Content-Length, got: x"),
+        ("-1", r"inference header size should be in range \(0, 10\), got: -1"),
+        ("11", r"inference header size should be in range \(0, 10\), got: 11"),
+    ],
+)
+def test_a_json_length_outside_the_body_is_refused(text: str, message: str) -> None:
+    """Triton's texts."""
+    with pytest.raises(InvalidRequest, match=message):
+        parse_json_length(text, 10)
+
+
+def test_a_reply_is_one_piece_of_bytes() -> None:
+    """Status line, common headers, own headers, body."""
+    whole = Writer().render(Reply(400, b"{}"), [(b"date", b"today")], close=True)
+
+    assert whole == (
+        b"HTTP/1.1 400 Bad Request\r\ndate: today\r\ncontent-type: application/json\r\ncontent-length: 2\r\n"
+        b"connection: close\r\n\r\n{}"
+    )
+
+
+def test_the_common_headers_are_renewed() -> None:
+    """The server puts a new list in place each second."""
+    writer = Writer()
+    writer.render(Reply(200, b""), [(b"date", b"then")], close=False)
+
+    assert b"date: now\r\n" in writer.render(Reply(200, b""), [(b"date", b"now")], close=False)
