@@ -54,7 +54,14 @@ class Context(Protocol):
 
 
 class Backend(Protocol):
-    """One model instance on one device."""
+    """One model instance on one device.
+
+    Attributes:
+        short_on_loop: Executions that have been taking well under a millisecond may run on the worker's event loop.
+            True only where an execution can't suddenly wait: for a lock, a device, or code of the model's author.
+    """
+
+    short_on_loop: bool
 
     def load(self, spec: ModelSpec, version_dir: Path) -> None:
         """Loads the model file of one version; called once, before any `execute`.

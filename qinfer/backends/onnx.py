@@ -45,6 +45,8 @@ _FATAL = 4  # ORT's own log would show paths and repeat what is raised anyway
 class OnnxBackend:
     """See the module docstring."""
 
+    short_on_loop = True
+
     def load(self, spec: ModelSpec, version_dir: Path) -> None:
         """Opens the session, and compares the model with its configuration.
 

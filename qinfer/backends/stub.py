@@ -21,6 +21,8 @@ class StubBackend:
         gate: Executions wait until it is set; `None` = they don't wait.
     """
 
+    short_on_loop = False
+
     def __init__(self, gate: threading.Event | None = None) -> None:
         self._gate = gate
         self.started = threading.Semaphore(0)

@@ -40,8 +40,8 @@ class Executor(Protocol):
     count: int
     """How many instances there are."""
 
-    def start(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Queues an execution; `done` is called on the event loop when it ended."""
+    def start(self, execution: Execution, done: Callable[[Execution], None], expected_s: float) -> None:
+        """Queues an execution that should take `expected_s` (0 = unknown); calls `done` later, on the loop."""
         ...
 
     def recall(self) -> list[Execution]:
@@ -245,9 +245,10 @@ class Batcher:
             return
         execution = Execution(items, batch, time.perf_counter_ns() - begin_ns)
         begins_s = min(self._expected_ends.values(), default=now_s) if not self._slots().idle else now_s
-        self._expected_ends[execution] = max(begins_s, now_s) + self._latency.estimate_s(sum(rows))
+        expected_s = self._latency.estimate_s(sum(rows))
+        self._expected_ends[execution] = max(begins_s, now_s) + expected_s
         self.executing += len(items)
-        self.model.executor.start(execution, self._done)
+        self.model.executor.start(execution, self._done, expected_s)
 
     def _ended(self, responder: Responder, execution: Execution) -> None:
         """Takes an execution back from its instance: next batch first, then the answers of this one."""

@@ -7,7 +7,7 @@ publish  XADD NOMKSTREAM                              listen   `replies`
 
 import asyncio
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -126,18 +126,17 @@ class RedisDelivery:
 
     async def release(self, leases: Sequence[Lease]) -> None:
         """See `Delivery.release`."""
-        await asyncio.gather(
-            *(
+        await _all(
+            [
                 self._run(lane, scripts.RELEASE, (consumer, keys.RELEASED), [lease.entry for lease in group])
                 for (lane, consumer), group in _grouped(leases, _owner)
-            )
+            ]
         )
 
     async def finish(self, entries: Sequence[Entry]) -> None:
         """See `Delivery.finish`."""
-        await asyncio.gather(
-            *(self._run(lane, scripts.FINISH, (), group) for lane, group in _grouped(entries, lambda entry: entry.lane))
-        )
+        groups = _grouped(entries, lambda entry: entry.lane)
+        await _all([self._run(lane, scripts.FINISH, (), group) for lane, group in groups])
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
         """See `Delivery.publish`."""
@@ -256,6 +255,14 @@ def _blocking_client(settings: RedisSettings) -> "redis.Redis | redis.RedisClust
     if settings.cluster:
         return redis.RedisCluster.from_url(url, **options)
     return redis.Redis.from_url(url, **options)
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Awaits all; one, which is the common case, without a task of its own."""
+    if len(calls) == 1:
+        await calls[0]
+    else:
+        await asyncio.gather(*calls)
 
 
 def _owner(lease: Lease) -> tuple[Lane, str]:

@@ -34,7 +34,7 @@ class Bench:
         self.answered: list[tuple[Pending, Response]] = []
         self.given_back: list[Pending] = []
 
-    def start(self, execution: Execution, done: Done) -> None:
+    def start(self, execution: Execution, done: Done, expected_s: float) -> None:
         (self.running if len(self.running) < self.count else self.queued).append((execution, done))
 
     def recall(self) -> list[Execution]:

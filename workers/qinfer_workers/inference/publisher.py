@@ -1,4 +1,4 @@
-"""Answers out, entries off the queue: publish first, then finish, one task a batch (DESIGN.md §2.2).
+"""Answers out, entries off the queue: publish first, then finish (DESIGN.md §2.2).
 
 A batch's responses travel as one blob for each process that waits, in chunks of at most 1 MiB. While Redis is away the
 publisher tries again for as long as the leases hold; a lease that is lost makes the answer somebody else's.
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from qinfer.batching.execution import Pending
 from qinfer.codec.frame import encode_responses
 from qinfer.delivery.base import Delivery, Lease
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import BrokerUnavailable, QueueFull
 from qinfer.messages import Response
 from qinfer.tensors import Bytes
 from qinfer_workers.inference.leases import LeaseKeeper
@@ -19,6 +19,13 @@ from qinfer_workers.inference.leases import LeaseKeeper
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**20
+FINISH_DELAY_S = 0.002
+"""How long published items wait to be finished with those of the next batches: nobody waits for it, and a command costs
+Redis and this worker more than what is in it. After a crash in between others execute them again, unseen: the gateway
+has followed the first attempt."""
+
+_Work = Callable[[], Awaitable[None]]
+_After = Callable[[Sequence[Pending]], None]
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
 
@@ -37,28 +44,30 @@ class Publisher:
         self._keeper = keeper
         self._tasks = tasks
         self._open: set[asyncio.Task[None]] = set()
+        self._published: list[Pending] = []
         self._closed = False
 
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
         """Publishes responses, then finishes the items' entries."""
-        self._spawn(lambda: self._answer(items, responses), items)
+        self._spawn(lambda: self._publish(items, responses), items, self._finish_soon)
 
     def give_back(self, items: Sequence[Pending]) -> None:
         """Releases items that did not begin to execute."""
-        self._spawn(lambda: self._delivery.release([item.lease for item in items]), items)
+        self._spawn(lambda: self._delivery.release([item.lease for item in items]), items, self._keeper.drop)
 
     def discard(self, lease: Lease) -> None:
         """Finishes an entry that nobody can answer."""
-        self._spawn(lambda: self._delivery.finish([lease.entry]), ())
+        self._spawn(lambda: self._delivery.finish([lease.entry]))
 
     def release_later(self, lease: Lease, delay_s: float) -> None:
         """Releases an entry that this worker can't read; not at once, or it would be the next to fetch it."""
         release = self._delivery.release
-        asyncio.get_running_loop().call_later(delay_s, self._spawn, lambda: release([lease]), ())
+        asyncio.get_running_loop().call_later(delay_s, self._spawn, lambda: release([lease]))
 
     async def settle(self) -> None:
         """Waits until everything handed over is done."""
-        while self._open:
+        while self._open or self._published:
+            self._finish_now()
             await asyncio.wait(self._open)
 
     def close(self) -> None:
@@ -67,32 +76,48 @@ class Publisher:
         for task in self._open:
             task.cancel()
 
-    async def _answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+    async def _publish(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
         for address, blob in _blobs(items, responses):
             if not await self._delivery.publish(address, blob):
                 logger.debug("nobody waits any more", extra={"reply_to": address})
+
+    def _finish_soon(self, items: Sequence[Pending]) -> None:
+        """Finishes published items together with those of the next batches."""
+        if not self._published:
+            asyncio.get_running_loop().call_later(FINISH_DELAY_S, self._finish_now)
+        self._published.extend(items)
+
+    def _finish_now(self) -> None:
+        if self._published:
+            items, self._published = self._published, []
+            self._spawn(lambda: self._finish(items), items, self._keeper.drop)
+
+    async def _finish(self, items: Sequence[Pending]) -> None:
         await self._delivery.finish([item.lease.entry for item in items if not item.lost])
 
-    def _spawn(self, work: Callable[[], Awaitable[None]], items: Sequence[Pending]) -> None:
+    def _spawn(self, work: _Work, items: Sequence[Pending] = (), after: _After | None = None) -> None:
         if self._closed:
             return
-        task = self._tasks.create_task(self._insist(work, items))
+        task = self._tasks.create_task(self._insist(work, items, after))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-    async def _insist(self, work: Callable[[], Awaitable[None]], items: Sequence[Pending]) -> None:
-        """Does the work, again and again while Redis is away; what comes twice, its readers drop."""
+    async def _insist(self, work: _Work, items: Sequence[Pending], after: _After | None) -> None:
+        """Does the work, again and again while Redis is away; what comes twice, its readers drop.
+
+        Ends in vain when every lease is lost: to finish such items again does no harm.
+        """
         pause_s = _FIRST_RETRY_S
-        try:
-            while not items or not all(item.lost for item in items):
-                try:
-                    return await work()
-                except BrokerUnavailable as error:
-                    logger.warning("broker unavailable, trying again", extra={"reason": error.message})
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, _LAST_RETRY_S)
-        finally:
-            self._keeper.drop(items)
+        while not items or not all(item.lost for item in items):
+            try:
+                await work()
+                break
+            except (BrokerUnavailable, QueueFull) as error:
+                logger.warning("broker unavailable, trying again", extra={"reason": error.message})
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, _LAST_RETRY_S)
+        if after is not None:
+            after(items)
 
 
 def _blobs(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator[tuple[str, Bytes]]:
