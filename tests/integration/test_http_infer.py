@@ -35,7 +35,7 @@ async def running(way: str) -> AsyncIterator[Running]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ask(running: Running, way: str) -> AsyncIterator[Ask]:
-    """Posts a body; `encoded` asks for gzip, so that the route must answer."""
+    """Posts a body; `encoded` asks for compressed replies."""
     accept = "gzip" if way == "encoded" else "identity"
     async with httpx.AsyncClient(base_url=running.url, headers={"accept-encoding": accept}) as client:
 

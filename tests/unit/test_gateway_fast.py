@@ -52,7 +52,6 @@ def test_a_version_is_an_integer_above_zero(text: str) -> None:
         [],
         [(b"Content-Length", b"%d" % (MAX_FAST_BYTES + 1))],
         [LENGTH, (b"Content-Encoding", b"gzip")],
-        [LENGTH, (b"Accept-Encoding", b"gzip, deflate")],
         [LENGTH, (b"Expect", b"100-continue")],
         [LENGTH, (b"Prefer", b"respond-async")],
         [LENGTH, (b"Upgrade", b"h2c")],
@@ -62,6 +61,15 @@ def test_a_version_is_an_integer_above_zero(text: str) -> None:
 def test_special_requests_are_left_to_the_route(headers: list[tuple[bytes, bytes]]) -> None:
     """Large, encoded, chunked, and everything with a protocol of its own."""
     assert read_head(URL, headers) is None
+
+
+@pytest.mark.parametrize(("accepted", "encoding"), [(b"gzip, deflate", "gzip"), (b"deflate", "deflate"), (b"br", None)])
+def test_the_reply_may_be_compressed(accepted: bytes, encoding: str | None) -> None:
+    """What many clients send by themselves does not cost them the fast path."""
+    head = read_head(URL, [LENGTH, (b"Accept-Encoding", accepted)])
+
+    assert head is not None
+    assert head.encoding == encoding
 
 
 def test_the_head_of_a_plain_request() -> None:

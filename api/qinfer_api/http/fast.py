@@ -4,6 +4,7 @@ Two callers share everything here, so that they answer alike to the byte: the fa
 for small plain requests, and the FastAPI route (`rest/infer.py`), for all others. Nothing here waits.
 """
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,6 +18,7 @@ from qinfer.errors import InvalidRequest, QinferError
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer.tensors import Bytes
 from qinfer_api.dispatcher import ANONYMOUS, Context, Dispatcher
+from qinfer_api.http.compression import Encoding, compress, response_encoding
 from qinfer_api.sinks import Pending
 from qinfer_api.status import http_status
 
@@ -56,23 +58,40 @@ class Head(NamedTuple):
     target: Target
     json_length: str | None
     context: Context
+    encoding: Encoding | None
 
 
 class Reply(NamedTuple):
-    """An answer before it is written; `json_length` is set when binary tensors follow the JSON."""
+    """An answer before it is written.
+
+    Attributes:
+        status: The HTTP status.
+        body: The body, in its encoding.
+        json_length: Set when binary tensors follow the JSON: the JSON's length before compression.
+        encoding: The body's content encoding; `None` is identity.
+    """
 
     status: int
     body: bytes
     json_length: int | None = None
+    encoding: Encoding | None = None
 
     def head(self) -> bytes:
         """Returns the reply's own header lines."""
         if self.json_length is None:
-            return b"content-type: application/json\r\ncontent-length: %d\r\n" % len(self.body)
-        return (
-            b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\ncontent-length: %d\r\n"
-            % (self.json_length, len(self.body))
-        )
+            head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(self.body)
+        else:
+            head = (
+                b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
+                b"content-length: %d\r\n" % (self.json_length, len(self.body))
+            )
+        if self.encoding is not None:
+            head += b"content-encoding: %b\r\nvary: accept-encoding\r\n" % self.encoding.encode()
+        return head
+
+    def compressed(self, encoding: Encoding) -> "Reply":
+        """Returns the reply with its body in that encoding."""
+        return self._replace(body=compress(self.body, encoding), encoding=encoding)
 
 
 def parse_version(text: str) -> int:
@@ -127,7 +146,7 @@ def read_head(url: bytes, headers: Headers) -> Head | None:
     target = parse_target(url)
     if target is None:
         return None
-    length, json_length, context = -1, None, ANONYMOUS
+    length, json_length, context, encoding = -1, None, ANONYMOUS, None
     for name, value in headers:
         kind = _INTERESTING.get(name.lower())
         if kind is None:
@@ -138,11 +157,18 @@ def read_head(url: bytes, headers: Headers) -> Head | None:
             json_length = json_length or value.decode("latin-1")
         elif kind == 3:
             context = Context(trace=value.decode("latin-1"))
+        elif kind == 5:
+            encoding = _accepted(value)
         elif kind == 6 or value.strip().lower() not in (b"", b"identity"):
             return None
     if not 0 <= length <= MAX_FAST_BYTES:
         return None
-    return Head(target, json_length, context)
+    return Head(target, json_length, context, encoding)
+
+
+@lru_cache(maxsize=256)
+def _accepted(header: bytes) -> Encoding | None:
+    return response_encoding(header.decode("latin-1"))
 
 
 def decode(target: Target, body: Bytes, json_length: str | None, max_depth: int) -> tuple[InferRequest, OutputPlan]:
@@ -206,7 +232,15 @@ class Call:
 
     def deliver(self, response: Response) -> None:
         """Takes the response."""
-        self.answer(reply_of(response, self._request.client_id, self._plan))
+        reply = reply_of(response, self._request.client_id, self._plan)
+        encoding = self.head.encoding if self.head is not None else None
+        if encoding is None or reply.status != 200:
+            self.answer(reply)
+        elif len(reply.body) <= MAX_FAST_BYTES:
+            self.answer(reply.compressed(encoding))
+        else:  # takes milliseconds: not on the loop
+            thread = asyncio.get_running_loop().run_in_executor(None, reply.compressed, encoding)
+            thread.add_done_callback(lambda done: self.answer(done.result()))
 
     def answer(self, reply: Reply) -> None:
         """Sets the reply, and tells the connection."""

@@ -17,6 +17,13 @@ from qinfer.errors import QinferError
 from qinfer.messages import InferRequest, Response
 from qinfer.tensors import Bytes
 from qinfer_api.dispatcher import Context
+from qinfer_api.http.compression import (
+    Encoding,
+    decompress,
+    request_encoding,
+    response_encoding,
+    too_large,
+)
 from qinfer_api.http.fast import (
     JSON_LENGTH_HEADER,
     MAX_FAST_BYTES,
@@ -25,14 +32,6 @@ from qinfer_api.http.fast import (
     decode,
     parse_version,
     reply_of,
-)
-from qinfer_api.rest.compression import (
-    Encoding,
-    compress,
-    decompress,
-    request_encoding,
-    response_encoding,
-    too_large,
 )
 from qinfer_api.rest.schema import INFER_BODY, INFER_RESPONSES
 from qinfer_api.rest.services import Services, send
@@ -146,10 +145,5 @@ async def _send(reply: Reply, encoding: Encoding | None) -> HttpResponse:
     if encoding is None or reply.status != 200:
         return send(reply)
     if len(reply.body) > MAX_FAST_BYTES:
-        body = await asyncio.to_thread(compress, reply.body, encoding)
-    else:
-        body = compress(reply.body, encoding)
-    response = send(reply._replace(body=body))
-    response.headers["content-encoding"] = encoding
-    response.headers["vary"] = "accept-encoding"
-    return response
+        return send(await asyncio.to_thread(reply.compressed, encoding))
+    return send(reply.compressed(encoding))
