@@ -190,7 +190,8 @@ def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found
                 f"its configuration {tensor.datatype}"
             )
         dims = [dim if isinstance(dim, int) else -1 for dim in node.shape]
-        expected = [*([-1] if spec.max_batch_size else []), *tensor.dims]
+        seen = tensor.dims if tensor.reshape is None else tensor.reshape
+        expected = [*([-1] if spec.max_batch_size else []), *seen]
         agree = len(dims) == len(expected) and all(d == e or -1 in (d, e) for d, e in zip(dims, expected, strict=True))
         if not agree:
             raise ModelLoadFailed(

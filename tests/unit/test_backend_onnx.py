@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 from qinfer.backends.base import Array, Batch
 from qinfer.backends.onnx import OnnxBackend
 from qinfer.backends.registry import factory
+from qinfer.backends.reshape import reshaped
 from qinfer.errors import BackendUnavailable, InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
 from qinfer.messages import InferRequest
 from qinfer.repository.spec import ModelSpec, TensorSpec
@@ -207,3 +208,28 @@ def test_registry_lists_what_it_has() -> None:
     """An unknown name is answered with the known ones."""
     with pytest.raises(BackendUnavailable, match="this worker has onnxruntime, stub"):
         factory("tensorrt")
+
+
+def test_reshape_gives_model_and_client_their_own_shapes(tmp_path: Path) -> None:
+    """A model of scalars, `[n]`, serves clients that see `[n, 1]`."""
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])],
+    )
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "model.onnx"
+    )
+    scalar = {"datatype": "FP32", "dims": (1,), "reshape": ()}
+    model = spec("FP32", inputs=(TensorSpec(name="x", **scalar),), outputs=(TensorSpec(name="y", **scalar),))  # type: ignore[arg-type]
+    backend = reshaped(OnnxBackend(), model)
+    backend.load(model, tmp_path)
+    answers = Answers()
+
+    requests = [InferRequest(model="m", inputs=()), InferRequest(model="m", inputs=())]
+    batch = Batch(requests=requests, rows=[1, 2], inputs={"x": np.array([[1], [2], [3]], np.float32)})
+    backend.execute(batch, answers)
+
+    assert answers.array(0).tolist() == [[1.0]]
+    assert answers.array(1).tolist() == [[2.0], [3.0]]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from qinfer.backends.base import Backend, BackendFactory
+from qinfer.backends.reshape import reshaped
 from qinfer.batching.latency import LatencyModel
 from qinfer.clock import ServerClock
 from qinfer.control.base import ControlStore, State, StoredModel, VersionState
@@ -79,7 +80,7 @@ class Loader:
         instances: list[Backend] = []
         try:
             for _ in range(spec.instance_count):
-                instance = make()
+                instance = reshaped(make(), spec)
                 instance.load(spec, self._version_dir(spec.name, version))
                 instances.append(instance)
                 warm_up(instance, spec, latency, self._clock.now_s())

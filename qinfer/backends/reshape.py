@@ -1,0 +1,71 @@
+"""`reshape` of a configuration: what the client sees as `dims`, the model sees as another shape (reference §3.2).
+
+A wrapper around any backend, so that none has to know of it. Elements stay in place: only shapes change.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from qinfer.backends.base import Backend, Batch, Context
+from qinfer.errors import QinferError
+from qinfer.repository.spec import ModelSpec
+from qinfer.tensors import Tensor
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def reshaped(backend: Backend, spec: ModelSpec) -> Backend:
+    """Returns a backend that reshapes as the configuration says: the same one, if it does not say so."""
+    if any(tensor.reshape is not None for tensor in (*spec.inputs, *spec.outputs)):
+        return _Reshaped(backend)
+    return backend
+
+
+class _Reshaped:
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.short_on_loop = backend.short_on_loop
+
+    def load(self, spec: ModelSpec, version_dir: Path) -> None:
+        """Loads the model."""
+        self._lead = 1 if spec.max_batch_size else 0
+        self._model_shapes: Shapes = {i.name: i.reshape for i in spec.inputs if i.reshape is not None}
+        self._client_shapes: Shapes = {o.name: o.dims for o in spec.outputs if o.reshape is not None}
+        self._backend.load(spec, version_dir)
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        """Runs the batch with the model's shapes, and answers with the client's."""
+        inputs = dict(batch.inputs)
+        for name, shape in self._model_shapes.items():
+            if name in inputs:
+                inputs[name] = inputs[name].reshape(inputs[name].shape[: self._lead] + shape)
+        self._backend.execute(replace(batch, inputs=inputs), _Answers(ctx, self._client_shapes, self._lead))
+
+    def unload(self) -> None:
+        """Unloads the model."""
+        self._backend.unload()
+
+
+class _Answers:
+    """A context that gives outputs the shapes that clients expect."""
+
+    def __init__(self, ctx: Context, shapes: Shapes, lead: int) -> None:
+        self._ctx = ctx
+        self._shapes = shapes
+        self._lead = lead
+
+    def respond(self, item: int, outputs: tuple[Tensor, ...] | QinferError, *, final: bool = True) -> None:
+        """Passes an answer on."""
+        if not isinstance(outputs, QinferError):
+            outputs = tuple(map(self._reshaped, outputs))
+        self._ctx.respond(item, outputs, final=final)
+
+    def cancelled(self, item: int) -> bool:
+        """Asks the batch's own context."""
+        return self._ctx.cancelled(item)
+
+    def _reshaped(self, tensor: Tensor) -> Tensor:
+        shape = self._shapes.get(tensor.name)
+        if shape is None:
+            return tensor
+        return Tensor(tensor.name, tensor.datatype, tensor.shape[: self._lead] + shape, tensor.data)
