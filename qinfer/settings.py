@@ -3,12 +3,18 @@
 `QINFER_` prefix, sections nested by `__`: `QINFER_REDIS__URL=redis://queue:6379/0`, `QINFER_HTTP__PORT=8000`.
 """
 
+import difflib
+import os
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsError as UnreadableValue
 
 from qinfer.errors import SettingsError
+
+PREFIX = "QINFER_"
 
 
 class _Section(BaseModel):
@@ -20,7 +26,7 @@ class RedisSettings(_Section):
 
     url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
-        description="redis://, rediss:// or unix:// URL; with `cluster` any node of it. May hold a password: never logged.",
+        description="redis://, rediss:// or unix:// URL; with `cluster` any node of it. Its password is never logged.",
     )
     cluster: bool = Field(False, description="The URL names a node of a Redis Cluster.")
     connect_timeout_s: float = Field(5.0, gt=0, description="Seconds to wait for a connection.")
@@ -106,11 +112,45 @@ def load_settings() -> Settings:
     Raises:
         SettingsError: A variable is unknown or its value wrong; every such variable is named.
     """
+    problems = unknown_variables(os.environ)
+    if problems:
+        raise SettingsError("; ".join(problems))
     try:
         return Settings()
+    except UnreadableValue as error:
+        raise SettingsError(f"{error}; sections and lists are written as JSON") from None
     except ValidationError as error:
-        problems = "; ".join(
-            f"QINFER_{'__'.join(str(p).upper() for p in e['loc'])}: {e['msg']}, got {e['input']!r}"
+        problems = [
+            f"{PREFIX}{'__'.join(str(p).upper() for p in e['loc'])}: {e['msg']}, got {e['input']!r}"
             for e in error.errors()
-        )
-        raise SettingsError(problems) from None
+        ]
+        raise SettingsError("; ".join(problems)) from None
+
+
+def variable_names() -> list[str]:
+    """Returns the environment variable of every setting: `QINFER_REDIS__URL`, …, `QINFER_SERVER_ID`."""
+    names = []
+    for name, field in Settings.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            names += [f"{PREFIX}{name}__{inner}".upper() for inner in section.model_fields]
+        else:
+            names.append(f"{PREFIX}{name}".upper())
+    return names
+
+
+def unknown_variables(names: Iterable[str]) -> list[str]:
+    """Says what is wrong with each `QINFER_…` name that no setting has; values stay out of it, they may be secret.
+
+    pydantic-settings looks only for the variables it knows: a misspelt one would silently leave the default.
+    """
+    known = variable_names()
+    sections = {name.partition("__")[0] for name in known}  # a whole section may be given as JSON: QINFER_HTTP={…}
+    problems = []
+    for name in sorted(names):
+        upper = name.upper()
+        if not upper.startswith(PREFIX) or upper in known or upper in sections:
+            continue
+        nearest = difflib.get_close_matches(upper, known, n=1, cutoff=0.0)
+        problems.append(f"{name} is no setting of qinfer; did you mean {nearest[0]}?")
+    return problems

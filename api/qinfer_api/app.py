@@ -7,6 +7,7 @@ task dies the gateway ends with its error, and the supervisor starts it anew: ha
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -60,8 +61,11 @@ def bind(http: HttpSettings) -> socket.socket:
     """Opens the listening socket.
 
     Raises:
-        SettingsError: The address is taken or not ours.
+        SettingsError: The address is taken or not ours, or a TLS file can't be read.
     """
+    for name, path in (("CERTFILE", http.tls_certfile), ("KEYFILE", http.tls_keyfile)):
+        if path and not os.access(path, os.R_OK):
+            raise SettingsError(f"QINFER_HTTP__TLS_{name}={path}: there is no such file, or it can't be read")
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
     try:
         return socket.create_server((http.host, http.port), family=family, backlog=_BACKLOG)

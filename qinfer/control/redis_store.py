@@ -4,6 +4,7 @@ Values are JSON, so that `redis-cli` shows what the state is. What several gatew
 generation in a script; all else has one writer.
 """
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -157,6 +158,11 @@ def _translated() -> Iterator[None]:
         yield
     except (RedisError, OSError) as error:  # redis-py lets some socket errors through as they are
         raise BrokerUnavailable(f"the control store can't be reached: {type(error).__name__}") from error
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        # redis-py awaits each send in `asyncio.wait_for`, which on Python 3.11 loses a cancellation that arrives while
+        # the send completes (https://github.com/python/cpython/issues/86296): without this a loop would never end.
+        raise asyncio.CancelledError
 
 
 def _text(value: bytes | str) -> str:

@@ -1,0 +1,69 @@
+"""`qinfer bench`: a quick load test from the command line."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qinfer.cli.console import DEFAULT_URL, JsonOption, UrlOption, print_json
+
+if TYPE_CHECKING:
+    from qinfer.cli.load import Report
+
+EXAMPLE = "Example: qinfer bench digits --concurrency 64 --duration 10"
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="The model's name.")],
+    *,
+    url: UrlOption = DEFAULT_URL,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=10_000, help="Connections.")] = 64,
+    duration: Annotated[float, typer.Option("--duration", "-d", min=0.1, help="Seconds.")] = 10.0,
+    binary: Annotated[bool, typer.Option("--binary/--json-body", help="Tensors as binary, or all as JSON.")] = True,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", "-i", help="name=VALUE as in `qinfer infer`; default random data of one item."),
+    ] = None,
+    version: Annotated[int, typer.Option(min=0, help="The version; 0 is the highest ready one.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Load a model: one request after another on each connection, for a while. Ctrl-C prints what there is.
+
+    The client runs in one Python process: beyond some 20,000 requests a second it is what is measured.
+    """
+    from qinfer.cli.client import GatewayClient, encode_infer
+    from qinfer.cli.inputs import fill, random, read_inputs
+    from qinfer.cli.load import Target, batch_counts, mean_batch, run_load
+
+    with GatewayClient(url) as client:
+        wanted = client.metadata(model, version).inputs
+        tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
+        client.infer(model, version, tensors, [])  # a wrong input or a model that is not ready shows here, once
+        body, json_length = encode_infer(tensors, [], binary=binary)
+        before = batch_counts(client.metrics(), model)
+        target = Target.of(url, model, version, body, json_length if binary else None)
+        report = run_load(target, concurrency, duration)
+        report.mean_batch = mean_batch(before, batch_counts(client.metrics(), model))
+    if as_json:
+        print_json(report.as_json())
+    else:
+        _print_table(report, model)
+    if report.errors or not report.latencies_s:
+        raise typer.Exit(1)
+
+
+def _print_table(report: "Report", model: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", "value", title=f"{model}, {report.concurrency} connections, {report.duration_s:.1f} s")
+    table.columns[1].justify = "right"
+    table.add_row("requests", f"{len(report.latencies_s):,}")
+    table.add_row("errors", f"{report.errors:,}", style="red" if report.errors else "")
+    table.add_row("requests a second", f"{report.requests_per_s:,.0f}")
+    for percent in (50, 95, 99):
+        table.add_row(f"p{percent}", f"{report.percentile_s(percent) * 1000:.2f} ms")
+    table.add_row("mean batch", "unknown" if report.mean_batch is None else f"{report.mean_batch:.1f}")
+    console = Console()
+    console.print(table)
+    if report.first_error:
+        console.print(f"first error: {report.first_error}", markup=False)

@@ -1,0 +1,45 @@
+"""What all commands share: how errors look, exit codes, JSON output.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or settings.
+"""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from qinfer.errors import QinferError, RequestError, SettingsError
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+UrlOption = Annotated[str, typer.Option("--url", help="The gateway.")]
+
+
+class CommandFailed(QinferError):
+    """A command could not do what it was asked; the message has the remedy."""
+
+
+class ErrorsAsText(TyperGroup):
+    """Turns every `QinferError` of a command into one red line and an exit code; a traceback is a bug."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except QinferError as error:
+            print_error(error.message)
+            raise typer.Exit(2 if isinstance(error, SettingsError | RequestError) else 1) from None
+
+
+def print_error(message: str) -> None:
+    """Prints an error for people, on stderr."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("Error: ", "bold red"), message))
+
+
+def print_json(value: object) -> None:
+    """Prints a value as one line of JSON, on stdout."""
+    print(json.dumps(value))

@@ -1,0 +1,130 @@
+"""Turns `--input name=VALUE` into the tensors that a model's metadata asks for."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qinfer.cli.client import TensorMetadata
+from qinfer.errors import InvalidRequest
+from qinfer.tensors import Tensor, datatype, from_numpy
+
+Array = npt.NDArray[Any]
+
+
+def read_inputs(options: Sequence[str], inputs: Sequence[TensorMetadata], model: str) -> list[Tensor]:
+    """Reads the `--input` options of a command.
+
+    Args:
+        options: `name=VALUE` each; VALUE is a `.npy` or `.json` file, JSON text, or `zeros`.
+        inputs: The model's inputs.
+        model: Its name, for messages.
+
+    Raises:
+        InvalidRequest: An option can't be read, or names no input of the model; an input is missing.
+    """
+    known = {i.name: i for i in inputs}
+    allowed = ", ".join(f"{i.name} ({i.datatype} {list(i.shape)})" for i in inputs)
+    tensors: dict[str, Tensor] = {}
+    for option in options:
+        name, separator, value = option.partition("=")
+        if not separator:
+            raise InvalidRequest(f"'{option}' is no input; expected name=VALUE, such as {inputs[0].name}=zeros")
+        if name not in known:
+            raise InvalidRequest(f"model '{model}' has no input '{name}'; its inputs are: {allowed}")
+        if name in tensors:
+            raise InvalidRequest(f"input '{name}' is given twice")
+        wanted = known[name]
+        array = add_batch_dimension(_read_value(wanted, value), wanted.shape)
+        tensors[name] = from_numpy(name, array, wanted.datatype)
+    if not tensors:
+        raise InvalidRequest(f"model '{model}' needs --input name=VALUE; its inputs are: {allowed}")
+    return list(tensors.values())
+
+
+def fill(inputs: Sequence[TensorMetadata], make: Callable[[str, tuple[int, ...]], Array]) -> list[Tensor]:
+    """Makes a tensor for each input, with 1 for its variable dimensions.
+
+    Args:
+        inputs: The model's inputs.
+        make: Called with datatype and shape; see `zeros` and `random`.
+    """
+    return [from_numpy(i.name, make(i.datatype, concrete(i.shape)), i.datatype) for i in inputs]
+
+
+def zeros(name: str, shape: tuple[int, ...]) -> Array:
+    """Returns zeros of a datatype; BYTES are empty strings."""
+    if name == "BYTES":
+        array = np.empty(shape, dtype=object)
+        array.fill(b"")
+        return array
+    return np.zeros(shape, dtype=numpy_dtype(name))
+
+
+def random(name: str, shape: tuple[int, ...]) -> Array:
+    """Returns random data of a datatype, the same each time: floats in [0, 1), 0 and 1 else."""
+    generator = np.random.default_rng(0)
+    if name == "BYTES":
+        return zeros(name, shape)
+    if np.issubdtype(numpy_dtype(name), np.floating):
+        return generator.random(shape).astype(numpy_dtype(name))
+    return generator.integers(0, 2, shape).astype(numpy_dtype(name))
+
+
+def concrete(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns a shape with 1 for its variable dimensions."""
+    return tuple(1 if d < 0 else d for d in shape)
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Returns the numpy side of a wire datatype: object for BYTES, float32 for BF16."""
+    return np.dtype({"BYTES": "O", "BF16": "<f4"}.get(name) or datatype(name).numpy)
+
+
+def as_array(name: str, wire: str, value: object) -> Array:
+    """Makes an array of nested lists, or of another array.
+
+    Raises:
+        InvalidRequest: The lists are ragged, or an element does not fit the datatype.
+    """
+    try:
+        if wire == "BYTES":
+            elements: Array = np.vectorize(_to_bytes, otypes=[object])(np.array(value, dtype=object))
+            return elements
+        natural = np.asarray(value)
+        with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found by the comparison
+            array = natural.astype(numpy_dtype(wire))
+        lossless = array.dtype.kind == "f" or bool(np.all(array == natural))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(f"input '{name}' can't be read as {wire}: {error}") from None
+    if not lossless or natural.dtype.kind not in "biuf":
+        raise InvalidRequest(f"input '{name}' is {wire}; its value holds elements that do not fit")
+    return array
+
+
+def add_batch_dimension(array: Array, shape: Sequence[int]) -> Array:
+    """Adds a first dimension of 1 when the array lacks exactly that of the model's shape."""
+    return array[np.newaxis] if shape and shape[0] == -1 and array.ndim == len(shape) - 1 else array
+
+
+def _read_value(wanted: TensorMetadata, value: str) -> Array:
+    if value == "zeros":
+        return zeros(wanted.datatype, concrete(wanted.shape))
+    try:
+        if value.endswith(".npy"):
+            return as_array(wanted.name, wanted.datatype, np.load(value, allow_pickle=False))
+        text = Path(value).read_text(encoding="utf-8") if value.endswith(".json") else value
+        return as_array(wanted.name, wanted.datatype, json.loads(text))
+    except OSError as error:
+        raise InvalidRequest(f"input '{wanted.name}': {value} can't be read: {error.strerror or error}") from None
+    except ValueError as error:  # of json, of numpy, of UTF-8
+        raise InvalidRequest(
+            f"input '{wanted.name}': '{value[:60]}' is no .npy file, no .json file and no JSON text ({error})"
+        ) from None
+
+
+def _to_bytes(element: object) -> bytes:
+    return element if isinstance(element, bytes) else str(element).encode()

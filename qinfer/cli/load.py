@@ -1,0 +1,240 @@
+"""The load generator of `qinfer bench`: keep-alive connections that send one prepared request over and over.
+
+A lean HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure.
+"""
+
+import asyncio
+import contextlib
+import signal
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
+from urllib.parse import urlsplit
+
+import uvloop
+
+from qinfer.cli.client import JSON_LENGTH, model_path
+from qinfer.cli.console import CommandFailed
+from qinfer.observability.metrics import BATCH_SIZE
+
+CONNECT_TIMEOUT_S = 10.0
+LAST_ANSWERS_S = 10.0
+"""Seconds that the requests in flight get when the duration is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where the load goes, and the whole request as bytes."""
+
+    host: str
+    port: int
+    tls: bool
+    request: bytes
+
+    @classmethod
+    def of(cls, url: str, model: str, version: int, body: bytes, json_length: int | None) -> Self:
+        """Prepares a target; `json_length` is set when the body has binary tensors."""
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        path = f"{parts.path.rstrip('/')}{model_path(model, version)}/infer"
+        lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc}", f"Content-Length: {len(body)}"]
+        if json_length is not None:
+            lines.append(f"{JSON_LENGTH}: {json_length}")
+        head = "\r\n".join([*lines, "", ""]).encode()
+        return cls(host=parts.hostname or "", port=parts.port or (443 if tls else 80), tls=tls, request=head + body)
+
+
+@dataclass(slots=True)
+class Report:
+    """What a load run measured.
+
+    Attributes:
+        concurrency: Connections.
+        duration_s: From the first request to the last answer.
+        latencies_s: Of each good answer.
+        errors: Answers other than 200, and connections that were lost.
+        first_error: The text of the first of them.
+        mean_batch: Rows per execution during the run; `None` when the server does not say.
+    """
+
+    concurrency: int
+    duration_s: float = 0.0
+    latencies_s: list[float] = field(default_factory=list)
+    errors: int = 0
+    first_error: str = ""
+    mean_batch: float | None = None
+
+    @property
+    def requests_per_s(self) -> float:
+        """Good answers per second."""
+        return len(self.latencies_s) / self.duration_s if self.duration_s else 0.0
+
+    def percentile_s(self, percent: float) -> float:
+        """Returns a percentile of the latencies, by nearest rank; 0 without any."""
+        ordered = sorted(self.latencies_s)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))] if ordered else 0.0
+
+    def failed(self, text: str) -> None:
+        """Counts an error."""
+        self.errors += 1
+        self.first_error = self.first_error or text
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the figures, latencies in milliseconds."""
+        return {
+            "concurrency": self.concurrency,
+            "duration_s": round(self.duration_s, 3),
+            "requests": len(self.latencies_s),
+            "errors": self.errors,
+            "first_error": self.first_error,
+            "requests_per_s": round(self.requests_per_s, 1),
+            **{f"p{p}_ms": round(self.percentile_s(p) * 1000, 3) for p in (50, 95, 99)},
+            "mean_batch": self.mean_batch,
+        }
+
+
+def run_load(target: Target, concurrency: int, duration_s: float) -> Report:
+    """Loads a target; SIGINT ends it early.
+
+    Raises:
+        CommandFailed: The server can't be reached.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_load(target, concurrency, duration_s))
+
+
+def batch_counts(metrics_text: str, model: str) -> tuple[float, float]:
+    """Reads (rows executed, executions) of a model from `/metrics`; zeros where they are not shown."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    rows = executions = 0.0
+    for family in text_string_to_metric_families(metrics_text):
+        for sample in family.samples:
+            if sample.labels.get("model") != model:
+                continue
+            rows += sample.value if sample.name == f"{BATCH_SIZE}_sum" else 0.0
+            executions += sample.value if sample.name == f"{BATCH_SIZE}_count" else 0.0
+    return rows, executions
+
+
+def mean_batch(before: tuple[float, float], after: tuple[float, float]) -> float | None:
+    """Returns the mean batch size between two readings of `batch_counts`."""
+    executions = after[1] - before[1]
+    return round((after[0] - before[0]) / executions, 2) if executions > 0 else None
+
+
+class Connection(asyncio.Protocol):
+    """Sends the request, waits for its answer, sends it again; until `stopping` or an error."""
+
+    def __init__(self, request: bytes, report: Report, ended: Callable[["Connection"], None]) -> None:
+        self._request = request
+        self._report = report
+        self._ended = ended
+        self._buffer = b""
+        self._missing_bytes = -1  # -1: the head of an answer is awaited
+        self._status = 0
+        self.stopping = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sends the first request."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's do not inherit from it
+        self._send()
+
+    def data_received(self, data: bytes) -> None:
+        """Reads a piece of an answer."""
+        if self._missing_bytes < 0:
+            self._buffer += data
+            end = self._buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            head, data = self._buffer[:end], self._buffer[end + 4 :]
+            self._status = int(head[9:12])
+            self._missing_bytes = _content_length(head)
+            self._buffer = b""
+        if self._status != 200:
+            self._buffer += data
+        self._missing_bytes -= len(data)
+        if self._missing_bytes <= 0:
+            self._answered()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tells the owner; without `stop` it is an error."""
+        if not self.stopping:
+            self._report.failed(f"connection lost: {exc or 'closed by the server'}")
+        self._ended(self)
+
+    def stop(self) -> None:
+        """Ends the connection after the answer that is awaited."""
+        self.stopping = True
+
+    def abort(self) -> None:
+        """Ends the connection now; its answer counts as an error."""
+        self._report.failed("no answer when the run was over")
+        self.stopping = True
+        self._transport.abort()
+
+    def _send(self) -> None:
+        self._missing_bytes = -1
+        self._sent_s = time.perf_counter()
+        self._transport.write(self._request)
+
+    def _answered(self) -> None:
+        if self._status == 200:
+            self._report.latencies_s.append(time.perf_counter() - self._sent_s)
+        else:
+            self._report.failed(f"HTTP {self._status}: {self._buffer[:300].decode(errors='replace')}")
+            self._buffer = b""
+        if self.stopping:
+            self._transport.close()
+        else:
+            self._send()
+
+
+async def _load(target: Target, concurrency: int, duration_s: float) -> Report:
+    loop = asyncio.get_running_loop()
+    report = Report(concurrency=concurrency)
+    open_connections: set[Connection] = set()
+    over, all_closed = asyncio.Event(), asyncio.Event()
+
+    def ended(connection: Connection) -> None:
+        open_connections.discard(connection)
+        if not open_connections:
+            all_closed.set()
+            over.set()
+
+    loop.add_signal_handler(signal.SIGINT, over.set)
+    tls = ssl.create_default_context() if target.tls else None
+    started_s = time.perf_counter()
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            for _ in range(concurrency):
+                connection = Connection(target.request, report, ended)
+                open_connections.add(connection)
+                await loop.create_connection(lambda c=connection: c, target.host, target.port, ssl=tls)
+    except (OSError, TimeoutError) as error:
+        made = len(open_connections) - 1
+        raise CommandFailed(f"{made} of {concurrency} connections could be made, then: {error}") from None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(duration_s):
+            await over.wait()
+    for connection in open_connections:
+        connection.stop()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LAST_ANSWERS_S):
+            await all_closed.wait()
+    report.duration_s = time.perf_counter() - started_s
+    for connection in tuple(open_connections):
+        connection.abort()
+    return report
+
+
+def _content_length(head: bytes) -> int:
+    lower = head.lower()
+    begin = lower.find(b"\r\ncontent-length:")
+    if begin < 0:
+        return 0
+    begin += 17
+    end = lower.find(b"\r\n", begin)
+    return int(lower[begin : end if end >= 0 else None])

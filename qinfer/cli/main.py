@@ -1,0 +1,49 @@
+"""The command line: `qinfer up | infer | status | models | bench`.
+
+This module and the command modules hold options and help texts only, and import what a command needs when it runs:
+`qinfer --help` answers in the time that Python takes to start.
+"""
+
+from typing import Annotated
+
+import typer
+
+from qinfer import __version__
+from qinfer.cli import bench, infer, models, status, up
+from qinfer.cli.console import ErrorsAsText
+
+app = typer.Typer(
+    name="qinfer",
+    help="A durable, queue-backed inference server that speaks NVIDIA Triton's protocol.",
+    epilog="Start with: qinfer up --model-repository ./models",
+    cls=ErrorsAsText,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,  # locals may hold a password
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("up", epilog=up.EXAMPLE)(up.up)
+app.command("infer", epilog=infer.EXAMPLE)(infer.infer)
+app.command("status", epilog=status.EXAMPLE)(status.status)
+app.add_typer(models.app, name="models")
+app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001  (typer's callback)
+    if wanted:
+        print(f"qinfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A durable, queue-backed inference server that speaks NVIDIA Triton's protocol."""
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,217 @@
+"""What `qinfer up` does: builds the processes of one machine, waits until they are ready, looks after them, stops them.
+
+    private Redis ◀── gateway (qinfer_api)             each a child of the supervisor, configured by QINFER_… variables
+                  ◀── workers (qinfer_workers.inference)
+
+Order matters at the end: the gateway first, so that what is in flight is still answered, then the workers, then Redis.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from qinfer.cli import runfile
+from qinfer.cli.client import GatewayClient
+from qinfer.cli.machine import check_repository, child_environment, claim_port, local_url, share_cpus, usable_cpus
+from qinfer.cli.overview import Overview, run_overview, run_sync, with_url
+from qinfer.cli.restart import RestartPolicy
+from qinfer.cli.summary import print_summary
+from qinfer.cli.supervisor import Program, Supervisor
+from qinfer.clock import SystemClock
+from qinfer.control.base import State
+from qinfer.delivery.embedded import EmbeddedRedis
+from qinfer.errors import BrokerUnavailable
+from qinfer.settings import Settings, load_settings
+
+KILL_MARGIN_S = 5.0
+"""Seconds above a program's own drain limit before it is killed."""
+LOOK_EVERY_S = 0.25
+"""Between two looks at what the children report while they start."""
+GATEWAY_POLICY = RestartPolicy(give_up_after=3)
+REDIS_POLICY = RestartPolicy(give_up_after=5)
+WORKER_POLICY = RestartPolicy()
+PORT_PATIENCE_S = 10.0
+"""Seconds that the port of an `up` that was killed gets to become free: its gateway notices and ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackOptions:
+    """The options of `qinfer up`; `redis_url` is empty for a private Redis, `http_port` 0 for any free port."""
+
+    model_repository: Path
+    data_dir: Path
+    host: str
+    http_port: int
+    redis_url: str
+    workers: int
+    log_format: str
+    log_level: str
+    ready_timeout_s: float
+
+
+def run_stack(options: StackOptions) -> None:
+    """Runs everything until a signal asks to stop.
+
+    Raises:
+        SettingsError: Something can't work as it is set: no repository, port in use, data directory in use.
+        GaveUp: The gateway or Redis failed again and again.
+    """
+    settings = load_settings()
+    check_repository(options.model_repository)
+    console = Console(stderr=True, soft_wrap=True)
+    with Supervisor(lambda line: console.print(Text(f"qinfer: {line}", style="yellow"))) as supervisor:
+        if options.redis_url:
+            Stack(options, settings, supervisor, console, options.redis_url).serve()
+            return
+        redis = PrivateRedis(options.data_dir)
+        before = runfile.read(options.data_dir)
+        supervisor.add(redis, REDIS_POLICY, stop_s=KILL_MARGIN_S)
+        try:
+            stack = Stack(options, settings, supervisor, console, redis.url)
+            stack.serve(after_a_kill=before is not None)
+        finally:
+            supervisor.stop([redis])
+            runfile.remove(options.data_dir)
+
+
+class PrivateRedis:
+    """The embedded Redis as a process of the supervisor."""
+
+    name = "Redis"
+
+    def __init__(self, data_dir: Path) -> None:
+        self._redis = EmbeddedRedis(data_dir)
+        self.url = self._redis.url
+
+    def start(self) -> None:
+        """Starts it and waits until it has loaded its data; a restart keeps the lock on the data directory."""
+        self._redis.start()
+
+    def poll(self) -> int | None:
+        """See `Process`."""
+        return self._redis.process.poll() if self._redis.process else 0
+
+    def terminate(self) -> None:
+        """Ends it with its data on disk, and waits for that: it takes moments, nobody else writes any more."""
+        self._redis.stop()
+
+    kill = terminate
+
+
+class Stack:
+    """The gateway and the workers of one `qinfer up`.
+
+    Args:
+        options: What was asked for.
+        settings: The rest, from the environment.
+        supervisor: Looks after them.
+        console: For people.
+        redis_url: The queue.
+    """
+
+    def __init__(
+        self, options: StackOptions, settings: Settings, supervisor: Supervisor, console: Console, redis_url: str
+    ) -> None:
+        self._options = options
+        self._settings = settings
+        self._supervisor = supervisor
+        self._console = console
+        self._redis_url = redis_url
+        self._redis = with_url(settings.redis, redis_url)
+        self._clock = SystemClock()
+
+    def serve(self, *, after_a_kill: bool = False) -> None:
+        """Starts, waits until ready, serves until a signal asks to stop, drains.
+
+        Args:
+            after_a_kill: The last `up` here did not end properly: its gateway may still hold the port for a moment.
+        """
+        options, supervisor = self._options, self._supervisor
+        port = claim_port(options.host, options.http_port, self._patience(PORT_PATIENCE_S if after_a_kill else 0.0))
+        run_sync(self._redis, options.model_repository)
+        url = local_url(options.host, port)
+        if not options.redis_url:
+            runfile.write(options.data_dir, runfile.RunFile(os.getpid(), url, self._redis_url))
+        env = child_environment(os.environ, self._child_settings(port))
+        gateway = Program("gateway", "qinfer_api", env)
+        workers = [
+            Program(f"worker {number}", "qinfer_workers.inference", env, cpus)
+            for number, cpus in enumerate(share_cpus(usable_cpus(), options.workers), start=1)
+        ]
+        try:
+            supervisor.add(gateway, GATEWAY_POLICY, stop_s=self._settings.http.drain_s + KILL_MARGIN_S)
+            for worker in workers:
+                supervisor.add(worker, WORKER_POLICY, stop_s=self._settings.worker.drain_s + KILL_MARGIN_S)
+            self._announce(url)
+            supervisor.run()
+            self._console.print("qinfer: stopping; what was accepted is answered first")
+        finally:
+            supervisor.stop([gateway])
+            supervisor.stop(workers)
+
+    def _announce(self, url: str) -> None:
+        """Waits until the models are loaded or failed, and prints what there is."""
+        with GatewayClient(url) as client:
+            overview = self._wait_until_settled(client)
+            if self._supervisor.stop_asked:
+                return
+            ready = next((m.name for m in overview.models if m.state is State.READY), None)
+            print_summary(
+                self._console,
+                url=url,
+                data=self._where(),
+                workers=self._options.workers,
+                overview=overview,
+                example=client.metadata(ready) if ready else None,
+            )
+
+    def _wait_until_settled(self, client: GatewayClient) -> Overview:
+        began_s = self._clock.monotonic_s()
+        overview = Overview(models=(), lanes=(), workers=())
+        with self._console.status("starting…") as spinner:
+            while not self._supervisor.stop_asked:
+                self._supervisor.wait(LOOK_EVERY_S)
+                elapsed_s = self._clock.monotonic_s() - began_s
+                overview = self._look(elapsed_s) or overview
+                pending = sum(m.pending for m in overview.models)
+                settled = len(overview.workers) >= self._options.workers and not pending and client.is_live()
+                if settled or elapsed_s >= self._options.ready_timeout_s:
+                    break
+                spinner.update(f"loading {pending} models…" if pending else "starting…")
+        return overview
+
+    def _look(self, elapsed_s: float) -> Overview | None:
+        """Reads what the workers of this start report; `None` while Redis can't be asked."""
+        try:
+            return run_overview(self._redis, max_up_s=elapsed_s + 1.0)
+        except BrokerUnavailable:
+            return None
+
+    def _patience(self, limit_s: float) -> Callable[[], bool]:
+        deadline_s = self._clock.monotonic_s() + limit_s
+
+        def wait_a_little() -> bool:
+            self._supervisor.wait(LOOK_EVERY_S)
+            return self._clock.monotonic_s() < deadline_s and not self._supervisor.stop_asked
+
+        return wait_a_little if limit_s else lambda: False
+
+    def _child_settings(self, port: int) -> dict[str, str]:
+        options = self._options
+        return {
+            "QINFER_REDIS__URL": self._redis_url,
+            "QINFER_HTTP__HOST": options.host,
+            "QINFER_HTTP__PORT": str(port),
+            "QINFER_REPOSITORY__PATH": str(options.model_repository.resolve()),
+            "QINFER_LOG__FORMAT": options.log_format,
+            "QINFER_LOG__LEVEL": options.log_level,
+        }
+
+    def _where(self) -> str:
+        if self._options.redis_url:
+            return "the Redis of --redis"
+        return f"{self._options.data_dir}/ (kept over restarts, crashes and kill -9)"

@@ -1,0 +1,87 @@
+"""What `qinfer up` prints when all is ready: where, which models, how to ask, how to stop."""
+
+import json
+import shlex
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from qinfer import __version__
+from qinfer.cli.client import ModelMetadata, TensorMetadata, model_path
+from qinfer.cli.inputs import concrete, zeros
+from qinfer.cli.overview import ModelRow, Overview
+from qinfer.control.base import State
+from qinfer.tensors import element_count
+
+INLINE_ELEMENTS = 16
+"""Larger example tensors are made by a shell pipe instead of being written out."""
+
+
+def print_summary(
+    console: Console, *, url: str, data: str, workers: int, overview: Overview, example: ModelMetadata | None
+) -> None:
+    """Prints the summary.
+
+    Args:
+        console: Where to.
+        url: The gateway's.
+        data: Where the queue is kept, in words.
+        workers: How many were started.
+        overview: The models and their state.
+        example: A READY model to show a request for.
+    """
+    ready = sum(model.state is State.READY for model in overview.models)
+    lines = [
+        Text.assemble(("qinfer", "bold"), f" {__version__} is ready"),
+        Text(),
+        _fact("URL", (url, "bold cyan"), ("   /docs and /metrics too", "dim")),
+        _fact("Models", f"{ready} of {len(overview.models)} ready"),
+        *(_fact("", *_model(model)) for model in overview.models),
+        _fact("Workers", str(workers)),
+        _fact("Data", data),
+        _fact("Stop", "Ctrl-C", ("   answers what was accepted first; twice: at once", "dim")),
+    ]
+    if example is not None:
+        lines += [Text(), _fact("Try", (example_line(url, example), "green"))]
+    console.print()
+    for line in lines:
+        console.print(Text("  ") + line, soft_wrap=True)  # a command that is cut into lines can't be pasted
+    console.print()
+
+
+def example_line(url: str, model: ModelMetadata) -> str:
+    """Returns a shell line that asks a model with zeros; short whatever the inputs' size."""
+    if any(i.datatype in {"FP16", "BF16"} for i in model.inputs):  # which JSON can't carry (reference §1.8)
+        inputs = " ".join(f"--input {shlex.quote(i.name)}=zeros" for i in model.inputs)
+        return f"qinfer infer {shlex.quote(model.name)} --url {url} {inputs}"
+    body = shlex.quote(json.dumps({"inputs": [_input(i) for i in model.inputs]}))
+    for tensor in model.inputs:
+        count = element_count(concrete(tensor.shape))
+        body = body.replace(f'"{_placeholder(count)}"', f"['$(yes 0 | head -n {count} | paste -sd, -)']")
+    return f"curl -s {url}{model_path(model.name, 0)}/infer -d {body}"
+
+
+def _fact(label: str, *parts: str | tuple[str, str]) -> Text:
+    return Text.assemble((f"{label:<9}", "dim"), *parts)
+
+
+def _model(model: ModelRow) -> tuple[str | tuple[str, str], ...]:
+    style = {State.READY: "green", State.UNAVAILABLE: "red"}.get(model.state, "yellow")
+    name = f"{model.name} {model.version or ''}".rstrip()
+    return f"{name:<24} ", (f"{model.state.value:<12}", style), model.reason
+
+
+def _input(tensor: TensorMetadata) -> dict[str, Any]:
+    shape = concrete(tensor.shape)
+    count = element_count(shape)
+    data: object = _placeholder(count)
+    if tensor.datatype == "BYTES":
+        data = [""] * count
+    elif count <= INLINE_ELEMENTS:
+        data = zeros(tensor.datatype, shape).ravel().tolist()
+    return {"name": tensor.name, "shape": list(shape), "datatype": tensor.datatype, "data": data}
+
+
+def _placeholder(count: int) -> str:
+    return f"@zeros:{count}@"

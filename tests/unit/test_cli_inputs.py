@@ -1,0 +1,142 @@
+"""`--input name=VALUE` becomes the tensor that the model asks for, or an error that says what to do."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qinfer.cli.client import TensorMetadata, decode_answer, encode_infer
+from qinfer.cli.inputs import as_array, fill, random, read_inputs, zeros
+from qinfer.errors import InvalidRequest
+from qinfer.tensors import DATATYPES, from_numpy, to_numpy
+
+IMAGE = TensorMetadata(name="image", datatype="FP32", shape=(-1, 3))
+IDS = TensorMetadata(name="ids", datatype="INT64", shape=(2,))
+TEXT = TensorMetadata(name="text", datatype="BYTES", shape=(-1, 1))
+
+
+def test_json_text_gets_datatype_and_batch_dimension() -> None:
+    """A flat list for a model with a batch dimension is one row of it."""
+    (tensor,) = read_inputs(["image=[1, 2, 3]"], [IMAGE], "m")
+
+    assert (tensor.datatype, tensor.shape) == ("FP32", (1, 3))
+    assert to_numpy(tensor).tolist() == [[1.0, 2.0, 3.0]]
+
+
+def test_array_with_batch_dimension_stays_as_it_is() -> None:
+    """Nothing is added to what is complete."""
+    (tensor,) = read_inputs(["image=[[1, 2, 3], [4, 5, 6]]"], [IMAGE], "m")
+
+    assert tensor.shape == (2, 3)
+
+
+def test_fixed_first_dimension_gets_no_batch_dimension() -> None:
+    """Without a variable first dimension there is no batch."""
+    (tensor,) = read_inputs(["ids=[7, 8]"], [IDS], "m")
+
+    assert (tensor.datatype, tensor.shape) == ("INT64", (2,))
+
+
+def test_npy_file_is_cast(tmp_path: Path) -> None:
+    """Numpy saves float64 by default; the model's FP32 is what is sent."""
+    np.save(tmp_path / "image.npy", np.array([0.5, 1.5, 2.5]))
+
+    (tensor,) = read_inputs([f"image={tmp_path}/image.npy"], [IMAGE], "m")
+
+    assert to_numpy(tensor).tolist() == [[0.5, 1.5, 2.5]]
+
+
+def test_json_file_is_read(tmp_path: Path) -> None:
+    """A value that ends in .json is a file."""
+    (tmp_path / "text.json").write_text('["grüße"]')
+
+    (tensor,) = read_inputs([f"text={tmp_path}/text.json"], [TEXT], "m")
+
+    assert to_numpy(tensor).tolist() == [["grüße".encode()]]
+
+
+def test_zeros_fill_variable_dimensions_with_one() -> None:
+    """`zeros` needs no file for a first try."""
+    (tensor,) = read_inputs(["image=zeros"], [IMAGE], "m")
+
+    assert to_numpy(tensor).tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], r"model 'm' needs --input .* image \(FP32 \[-1, 3\]\), ids \(INT64 \[2\]\)"),
+        (["imagge=[1]"], r"no input 'imagge'; its inputs are: image"),
+        (["image"], "expected name=VALUE, such as image=zeros"),
+        (["image=zeros", "image=zeros"], "given twice"),
+        (["image=nothing.npy"], r"nothing\.npy can't be read: No such file"),
+        (["image=nothing.json"], r"nothing\.json can't be read: No such file"),
+        (["image=[1, 2"], "no JSON text"),
+        (["image=[[1, 2], [3]]"], "can't be read as FP32"),
+        (['image=["a"]'], "can't be read as FP32"),
+        (["ids=[1.5, 2]"], "INT64.*do not fit"),
+        (["ids=[18446744073709551615, 0]"], "INT64.*do not fit"),
+    ],
+)
+def test_bad_option_says_what_to_do(options: list[str], message: str) -> None:
+    """Every mistake has its own message."""
+    with pytest.raises(InvalidRequest, match=message):
+        read_inputs(options, [IMAGE, IDS], "m")
+
+
+def test_pickled_array_is_refused(tmp_path: Path) -> None:
+    """A .npy file of objects would run code when it is read."""
+    np.save(tmp_path / "evil.npy", np.array([{}], dtype=object), allow_pickle=True)
+
+    with pytest.raises(InvalidRequest, match=r"no \.npy file"):
+        read_inputs([f"image={tmp_path}/evil.npy"], [IMAGE], "m")
+
+
+@pytest.mark.parametrize("make", [zeros, random])
+@pytest.mark.parametrize("datatype", list(DATATYPES))
+def test_every_datatype_can_be_filled(datatype: str, make: object) -> None:
+    """`bench` needs data for any model."""
+    wanted = TensorMetadata(name="x", datatype=datatype, shape=(-1, 2))
+
+    (tensor,) = fill([wanted], zeros if make is zeros else random)
+
+    assert (tensor.datatype, tensor.shape) == (datatype, (1, 2))
+
+
+def test_request_and_answer_share_the_binary_layout() -> None:
+    """JSON, then the tensors' bytes in order."""
+    tensors = [from_numpy("a", np.arange(3, dtype="<i4")), from_numpy("b", np.array([b"x", b"yz"], dtype=object))]
+    body, length = encode_infer(tensors, ["out"])
+    reply = body[:length].replace(b'"inputs"', b'"model_name":"m","model_version":"1","outputs"', 1)
+    reply = reply.replace(b',"outputs":[{"name":"out"}]', b"")
+
+    answer = decode_answer(reply + body[length:], len(reply))
+
+    assert [to_numpy(t).tolist() for t in answer.outputs] == [[0, 1, 2], [b"x", b"yz"]]
+
+
+def test_answer_in_json_is_read_too() -> None:
+    """A server may answer in JSON whatever was asked."""
+    reply = (
+        b'{"model_name":"m","model_version":"2","outputs":['
+        b'{"name":"y","datatype":"FP32","shape":[1,2],"data":[0.5,1.5]},'
+        b'{"name":"s","datatype":"BYTES","shape":[1],"data":["hi"]}]}'
+    )
+
+    answer = decode_answer(reply, len(reply))
+
+    assert answer.as_json() == {
+        "model": "m",
+        "version": "2",
+        "outputs": {
+            "y": {"datatype": "FP32", "shape": [1, 2], "data": [[0.5, 1.5]]},
+            "s": {"datatype": "BYTES", "shape": [1], "data": ["hi"]},
+        },
+    }
+
+
+def test_bool_from_json() -> None:
+    """True and false are BOOL; 2 is not."""
+    assert as_array("x", "BOOL", [True, 0]).tolist() == [True, False]
+    with pytest.raises(InvalidRequest, match="do not fit"):
+        as_array("x", "BOOL", [2])

@@ -1,0 +1,134 @@
+"""The load generator: its HTTP client fed by hand, and its figures."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from qinfer.cli.console import CommandFailed
+from qinfer.cli.load import Connection, Report, Target, batch_counts, mean_batch, run_load
+
+
+class FakeTransport(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: Any) -> None:
+        self.written.append(bytes(data))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report(concurrency=1)
+
+
+@pytest.fixture
+def transport() -> FakeTransport:
+    return FakeTransport()
+
+
+@pytest.fixture
+def connection(report: Report, transport: FakeTransport) -> Connection:
+    connection = Connection(b"request", report, lambda _connection: None)
+    connection.connection_made(transport)
+    return connection
+
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nContent-Length: 5\r\n\r\nhello"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_answer_is_read_however_it_is_cut(
+    connection: Connection, report: Report, transport: FakeTransport, size: int
+) -> None:
+    """The next request leaves when the whole answer is there, not before."""
+    for begin in range(0, len(ANSWER), size):
+        assert transport.written == [b"request"]
+        connection.data_received(ANSWER[begin : begin + size])
+
+    assert len(report.latencies_s) == 1
+    assert transport.written == [b"request", b"request"]
+
+
+def test_error_answer_is_counted_with_its_text(connection: Connection, report: Report) -> None:
+    """The first error is shown, the load goes on."""
+    connection.data_received(b'HTTP/1.1 503 Service Unavailable\r\ncontent-length: 16\r\n\r\n{"error": "full"')
+
+    assert (report.errors, report.latencies_s) == (1, [])
+    assert report.first_error == 'HTTP 503: {"error": "full"'
+
+
+def test_lost_connection_is_an_error(connection: Connection, report: Report) -> None:
+    """A server that closes on us failed the request in flight."""
+    connection.connection_lost(None)
+
+    assert report.first_error == "connection lost: closed by the server"
+
+
+def test_stop_closes_after_the_answer(connection: Connection, report: Report, transport: FakeTransport) -> None:
+    """The request in flight still counts; its end is no error."""
+    connection.stop()
+    connection.data_received(ANSWER)
+    connection.connection_lost(None)
+
+    assert (len(report.latencies_s), report.errors, transport.closed) == (1, 0, True)
+    assert transport.written == [b"request"]
+
+
+def test_request_has_the_binary_header_only_with_binary_tensors() -> None:
+    """Without it the whole body is JSON (reference §1.7)."""
+    plain = Target.of("http://h:1/base/", "a b", 3, b"{}", None)
+    binary = Target.of("https://h", "m", 0, b"{}x", 2)
+
+    assert plain.request == (
+        b"POST /base/v2/models/a%20b/versions/3/infer HTTP/1.1\r\nHost: h:1\r\nContent-Length: 2\r\n\r\n{}"
+    )
+    assert b"Inference-Header-Content-Length: 2\r\n" in binary.request
+    assert (binary.host, binary.port, binary.tls) == ("h", 443, True)
+
+
+def test_run_against_nobody_fails_clearly(unused_tcp_port: int) -> None:
+    """No server, no figures."""
+    with pytest.raises(CommandFailed, match="0 of 2 connections could be made"):
+        run_load(Target.of(f"http://127.0.0.1:{unused_tcp_port}", "m", 0, b"{}", None), 2, 0.1)
+
+
+def test_percentiles_are_by_nearest_rank() -> None:
+    """Latencies come in any order."""
+    report = Report(concurrency=1, duration_s=2.0, latencies_s=[n / 1000 for n in range(100, 0, -1)])
+
+    figures = report.as_json()
+
+    assert (figures["p50_ms"], figures["p95_ms"], figures["p99_ms"]) == (51.0, 96.0, 100.0)
+    assert figures["requests_per_s"] == 50.0
+
+
+def test_figures_of_an_empty_run_are_zeros() -> None:
+    """Nothing measured is no crash."""
+    assert Report(concurrency=1).as_json()["p99_ms"] == 0.0
+
+
+def test_mean_batch_is_of_the_run_alone() -> None:
+    """Counters only grow: the difference is the run's, summed over the model's versions."""
+    text = "".join(
+        f'qinfer_batch_size_rows_{kind}{{model="{model}",version="{version}"}} {value}\n'
+        for model, version, kind, value in [
+            ("m", 1, "sum", 90),
+            ("m", 1, "count", 10),
+            ("m", 2, "sum", 30),
+            ("m", 2, "count", 10),
+            ("other", 1, "sum", 5),
+        ]
+    )
+    after = batch_counts("# TYPE qinfer_batch_size_rows histogram\n" + text, "m")
+
+    assert after == (120.0, 20.0)
+    assert mean_batch((20.0, 10.0), after) == 10.0
+    assert mean_batch(after, after) is None
