@@ -26,8 +26,8 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     end: bool = False
 
 
-class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One inference request, checked against nothing yet.
+class InferRequest(msgspec.Struct, kw_only=True):
+    """One inference request, checked against nothing yet; written to by the dispatcher only, which stamps it.
 
     Attributes:
         model: The model's name.

@@ -76,6 +76,7 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
         datatype: A key of `DATATYPES`.
         shape: All dimensions, the batch dimension included; none negative.
         data: The elements, little-endian, row-major, no padding; BYTES elements with their length prefix.
+            A memoryview is one of bytes (format `B`, one dimension).
     """
 
     name: str
@@ -86,7 +87,7 @@ class Tensor(msgspec.Struct, frozen=True, gc=False):
     @property
     def nbytes(self) -> int:
         """The size of `data` in bytes."""
-        return self.data.nbytes if isinstance(self.data, memoryview) else len(self.data)
+        return len(self.data)
 
 
 def datatype(name: str) -> Datatype:

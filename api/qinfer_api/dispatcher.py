@@ -105,7 +105,7 @@ class Dispatcher:
 
         Args:
             context: Who asks.
-            request: The decoded request.
+            request: The decoded request; it is stamped in place.
             sink: Called on the event loop.
 
         Raises:
@@ -119,25 +119,20 @@ class Dispatcher:
                 raise QueueFull("Exceeds maximum queue size")
             validate(request, spec)
             timeout_s = min(spec.default_timeout_s, spec.max_timeout_s)
-            request_id = self._new_id(spec.name, served.lane.partition)
-            frame = encode_request(
-                msgspec.structs.replace(
-                    request,
-                    id=request_id,
-                    version=served.version,
-                    generation=served.generation,
-                    partition=served.lane.partition,
-                    timeout_s=timeout_s,
-                    reply_to=self._reply_to,
-                    tenant=context.tenant,
-                    trace=context.trace,
-                )
-            )
+            request.id = self._new_id(spec.name, served.lane.partition)
+            request.version = served.version
+            request.generation = served.generation
+            request.partition = served.lane.partition
+            request.timeout_s = timeout_s
+            request.reply_to = self._reply_to
+            request.tenant = context.tenant
+            request.trace = context.trace
+            frame = encode_request(request)
         except QinferError as error:
             error.args = (_prefix(request.client_id) + error.message,)
             raise
         now_s = self._clock.monotonic_s()
-        pending = Pending(request_id, request.client_id, spec.name, served.version, sink, now_s)
+        pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
         self._sinks.add(pending, now_s + timeout_s)
         try:
             self._delivery.submit(served.lane, frame, partial(self._submitted, pending))

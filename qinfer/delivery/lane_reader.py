@@ -50,6 +50,7 @@ class LaneReader:
         self._link: BlockingLink = router.blocking(slot, "qinfer-lanes", MAX_BLOCK_S)
         self._was_cancelled = False
         self._took_at_s = float("-inf")
+        self._is_busy = False
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         """See `Delivery.fetch`."""
@@ -79,7 +80,8 @@ class LaneReader:
                 if leases or self._monotonic_s() >= until_s:
                     return leases
             block_s = min(max(until_s - self._monotonic_s(), 0.0), MAX_BLOCK_S)
-            leases = await self._wait(lanes, consumer, count if len(lanes) == 1 else 1, block_s)
+            leases = await self._wait(lanes, consumer, count, block_s)
+            self._is_busy = len(leases) > 1
             if leases:
                 if len(leases) > count:  # COUNT is per stream: several lanes may have got their first entry at once
                     self._give_back(leases[count:])
@@ -95,21 +97,37 @@ class LaneReader:
         return to_leases(await scripts.run(call, scripts.FETCH, names, keys.GROUP, consumer, keys.RELEASED, count))
 
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
-        """Takes up to `count` new entries of each lane, and waits for the first where there is none."""
-        names = [keys.lane(lane) for lane in lanes]
+        """Waits for the first new entry; of a single lane it takes up to `count`.
 
-        def to_leases(reply: Any) -> list[Lease]:
-            found = [
-                (names.index(name) + 1, entry_id, fields[1], 1)
-                for name, entries in reply or ()
-                for entry_id, fields in entries
-            ]
-            return leases_of(lanes, consumer, found)
+        Redis wakes a blocked reader at the first of many entries that arrive in one write. On a busy lane a second read
+        rides along: it is executed when all of them are there, and both replies come together.
+        """
+        to_leases = partial(_leases_of_read, lanes, consumer)
+        block = (b"BLOCK", max(1, int(block_s * 1000)))  # BLOCK 0 would wait for ever
+        if count == 1 or len(lanes) > 1 or not self._is_busy:
+            most = count if len(lanes) == 1 else 1
+            return to_leases(await self._call(to_leases, *_read(lanes, consumer, most, *block)))
+        first: list[Lease] = []
+        is_late = False
 
-        block_ms = max(1, int(block_s * 1000))  # BLOCK 0 would wait for ever
-        options = (b"GROUP", keys.GROUP, consumer, b"COUNT", count, b"BLOCK", block_ms)
-        news = [b">"] * len(names)
-        return to_leases(await self._call(to_leases, b"XREADGROUP", *options, b"STREAMS", *names, *news))
+        def answered(reply: Any) -> None:
+            if is_late:
+                self._give_back(to_leases(reply))
+            elif not isinstance(reply, Exception):  # what is wrong with this read is wrong with the next
+                first.extend(to_leases(reply))
+
+        with suppress(BrokerUnavailable):  # `_call` waits for the connection
+            self._link.send(pack(_read(lanes, consumer, 1, *block)), answered)
+        try:
+            return first + to_leases(await self._call(to_leases, *_read(lanes, consumer, count - 1)))
+        except BrokerUnavailable:
+            if not first:
+                raise
+            return first
+        except asyncio.CancelledError:
+            is_late = True
+            self._give_back(first)
+            raise
 
     async def _call(self, to_leases: Callable[[Any], list[Lease]], *command: Any) -> Any:
         def late(reply: Any) -> None:
@@ -124,6 +142,24 @@ class LaneReader:
             with suppress(BrokerUnavailable):
                 self._router.send(self._slot, unblock, lambda _: None)
             raise
+
+
+def _read(lanes: Sequence[Lane], consumer: str, count: int, *block: Any) -> tuple[Any, ...]:
+    names = [keys.lane(lane) for lane in lanes]
+    options = (b"GROUP", keys.GROUP, consumer, b"COUNT", count, *block)
+    return (b"XREADGROUP", *options, b"STREAMS", *names, *([b">"] * len(names)))
+
+
+def _leases_of_read(lanes: Sequence[Lane], consumer: str, reply: Any) -> list[Lease]:
+    """Makes leases of the reply to XREADGROUP; none of an error, or of nothing."""
+    if not isinstance(reply, list):
+        return []
+    names = [keys.lane(lane) for lane in lanes]
+    return leases_of(
+        lanes,
+        consumer,
+        [(names.index(name) + 1, entry_id, fields[1], 1) for name, entries in reply for entry_id, fields in entries],
+    )
 
 
 def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool = False) -> list[Lease]:
