@@ -40,8 +40,17 @@ class Executor(Protocol):
     count: int
     """How many instances there are."""
 
-    def start(self, execution: Execution, done: Callable[[Execution], None], expected_s: float) -> None:
-        """Queues an execution that should take `expected_s` (0 = unknown); calls `done` later, on the loop."""
+    def run_now(self, execution: Execution, expected_s: float) -> bool:
+        """Executes at once if that should take no time worth a change of threads; tells whether it did.
+
+        Args:
+            execution: What to run.
+            expected_s: How long it should take; 0 = unknown.
+        """
+        ...
+
+    def start(self, execution: Execution, done: Callable[[Execution], None]) -> None:
+        """Queues an execution; `done` is called on the event loop when it ended."""
         ...
 
     def recall(self) -> list[Execution]:
@@ -92,6 +101,7 @@ class Batcher:
         self._outlet = outlet
         self._loop = asyncio.get_running_loop()
         self._pending: list[Pending] = []
+        self._unanswered: list[Execution] = []
         self._rows_per_item = 1.0
         self._timer: asyncio.TimerHandle | None = None
         self._fetch_wait_s = NEVER_S
@@ -197,6 +207,9 @@ class Batcher:
         else:
             self._idle.set()
         self._arm(now_s, min(wake_at_s, self._set_gate(now_s, wake_at_s)))
+        ended, self._unanswered = self._unanswered, []
+        for execution in ended:
+            self._answer(self._responder, execution)
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
         """Opens or closes the fetch gate; returns when to look at it again."""
@@ -248,18 +261,28 @@ class Batcher:
         expected_s = self._latency.estimate_s(sum(rows))
         self._expected_ends[execution] = max(begins_s, now_s) + expected_s
         self.executing += len(items)
-        self.model.executor.start(execution, self._done, expected_s)
+        if self.model.executor.run_now(execution, expected_s):
+            self._count(execution)
+            self._unanswered.append(execution)
+        else:
+            self.model.executor.start(execution, self._done)
+
+    def _count(self, execution: Execution) -> None:
+        """Takes note that an execution has ended."""
+        self.executing -= len(execution.items)
+        self.completed += len(execution.items)
+        took_s = (execution.end_ns - execution.begin_ns) / 1e9
+        if self._expected_ends.pop(execution, None) is not None and execution.error is None:
+            self._latency.observe(execution.batch.size, took_s, self._clock.now_s())
 
     def _ended(self, responder: Responder, execution: Execution) -> None:
         """Takes an execution back from its instance: next batch first, then the answers of this one."""
-        self.executing -= len(execution.items)
-        self.completed += len(execution.items)
-        now_s = self._clock.now_s()
-        took_s = (execution.end_ns - execution.begin_ns) / 1e9
-        if self._expected_ends.pop(execution, None) is not None and execution.error is None:
-            self._latency.observe(execution.batch.size, took_s, now_s)
+        self._count(execution)
         self._pump()
-        begin_s = now_s - (time.perf_counter_ns() - execution.begin_ns) / 1e9
+        self._answer(responder, execution)
+
+    def _answer(self, responder: Responder, execution: Execution) -> None:
+        begin_s = self._clock.now_s() - (time.perf_counter_ns() - execution.begin_ns) / 1e9
         items, responses = responder.responses(execution, begin_s, self.tally)
         if items:
             self._outlet.answer(items, responses)

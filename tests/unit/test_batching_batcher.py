@@ -29,12 +29,19 @@ class Bench:
         self.running: list[tuple[Execution, Done]] = []
         self.queued: list[tuple[Execution, Done]] = []
         self.retired = False
+        self.runs_now = False
         self.backend: Backend = StubBackend()
         self.backend.load(stub_spec(), None)  # type: ignore[arg-type]  # the stub reads no file
         self.answered: list[tuple[Pending, Response]] = []
         self.given_back: list[Pending] = []
 
-    def start(self, execution: Execution, done: Done, expected_s: float) -> None:
+    def run_now(self, execution: Execution, expected_s: float) -> bool:
+        if not self.runs_now:
+            return False
+        execution.run(self.backend)
+        return True
+
+    def start(self, execution: Execution, done: Done) -> None:
         (self.running if len(self.running) < self.count else self.queued).append((execution, done))
 
     def recall(self) -> list[Execution]:
@@ -254,3 +261,14 @@ async def test_malformed_item_fails_alone(scene: Scene) -> None:
     failures = {item.request.id: response.failure for item, response in scene.bench.answered}
     assert failures["bad"] is not None
     assert failures[good.request.id] is None
+
+
+async def test_short_execution_is_answered_in_the_same_step(scene: Scene) -> None:
+    """What the executor ran at once leaves no instance busy, and its items have their answers."""
+    scene.bench.runs_now = True
+
+    scene.batcher.admit(scene.items(3))
+
+    assert [item.request.id for item, _ in scene.bench.answered] == ["r0", "r1", "r2"]
+    assert scene.batcher.executing == 0
+    assert scene.can_fetch()

@@ -68,14 +68,17 @@ class ThreadExecutor:
             # Daemons: a call that never returns must not keep a drained worker from exiting.
             threading.Thread(target=self._serve, args=(instance,), name=f"{name}-{number}", daemon=True).start()
 
-    def start(self, execution: Execution, done: _Done, expected_s: float) -> None:
-        """Starts an execution on the instance that is free first; a short one runs here and now, if none is busy."""
+    def run_now(self, execution: Execution, expected_s: float) -> bool:
+        """Executes here and now if that is short and no instance is busy; tells whether it did."""
+        if self._running or not self._on_loop or not 0 < expected_s <= SHORT_S:
+            return False
+        execution.run(self._first)
+        return True
+
+    def start(self, execution: Execution, done: _Done) -> None:
+        """Queues an execution; the instance that is free first takes it."""
         self._running += 1
-        if self._on_loop and self._running == 1 and 0 < expected_s <= SHORT_S:
-            execution.run(self._first)
-            self._loop.call_soon(self._ended, execution, done)
-        else:
-            self._queue.put((execution, done))
+        self._queue.put((execution, done))
 
     def _ended(self, execution: Execution, done: _Done) -> None:
         self._running -= 1
