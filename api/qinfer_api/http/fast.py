@@ -42,6 +42,9 @@ _INTERESTING = {  # what the fast path reads of a request's headers; all others 
     b"prefer": 6,
     b"upgrade": 6,
 }
+_END_OF_HEAD = b"\r\n\r\n"
+_MAX_KNOWN = 1024
+_MAX_KNOWN_BYTES = 4096
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 
 
@@ -56,6 +59,7 @@ class Head(NamedTuple):
     """What the fast path needs of a request's head; `json_length` is the header's text, unchecked."""
 
     target: Target
+    length: int
     json_length: str | None
     context: Context
     encoding: Encoding | None
@@ -163,7 +167,7 @@ def read_head(url: bytes, headers: Headers) -> Head | None:
             return None
     if not 0 <= length <= MAX_FAST_BYTES:
         return None
-    return Head(target, json_length, context, encoding)
+    return Head(target, length, json_length, context, encoding)
 
 
 @lru_cache(maxsize=256)
@@ -200,6 +204,32 @@ def failure_reply(error: BaseException) -> Reply:
 def error_reply(status: int, message: str) -> Reply:
     """Returns `{"error": message}`."""
     return Reply(status, msgspec.json.encode({"error": message}))
+
+
+class KnownHeads:
+    """Heads by their bytes, learned from the parser: clients mostly send the same head again and again.
+
+    Head and body that arrive in one packet, as small requests do, then need no parsing: equal bytes mean the same.
+    """
+
+    def __init__(self) -> None:
+        self._heads: dict[bytes, Head] = {}
+
+    def find(self, packet: bytes) -> tuple[Head, bytes] | None:
+        """Splits a packet that is exactly one request whose head is known; `None` for any other."""
+        end = packet.find(_END_OF_HEAD) + 4
+        head = self._heads.get(packet[:end])
+        if head is None or len(packet) - end != head.length:
+            return None
+        return head, packet[end:]
+
+    def learn(self, packet: bytes, head: Head) -> None:
+        """Remembers the head of a packet in which the parser found exactly one request, and that by its end."""
+        end = packet.find(_END_OF_HEAD) + 4
+        if end <= _MAX_KNOWN_BYTES and len(packet) - end == head.length and head.context is ANONYMOUS:
+            if len(self._heads) >= _MAX_KNOWN:
+                self._heads.clear()
+            self._heads[packet[:end]] = head
 
 
 class Connection(Protocol):

@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 
 from qinfer.settings import HttpSettings
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import Call, Head, Writer, error_reply, read_head
+from qinfer_api.http.fast import Call, Head, KnownHeads, Writer, error_reply, read_head
 
 MAX_PIPELINED = 64
 """Calls of one connection in flight before its reading pauses."""
@@ -47,6 +47,7 @@ class FastPath:
         self.read_timeout_s = http.request_read_timeout_s
         self.max_json_depth = max_json_depth
         self.writer = Writer()
+        self.heads = KnownHeads()
 
 
 class QinferHttpProtocol(HttpToolsProtocol):
@@ -71,23 +72,48 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._receiving = False
         self._in_head = False
         self._head_bytes = 0
-        self._last_url = b""
-        self._last_headers: list[tuple[bytes, bytes]] = []
-        self._last_head: Head | None = None
+        self._completed: list[Call | None] = []  # what the present packet completed; `None` is another's request
         self._quiet_since_s = 0.0  # 0 = since the next look
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parses what arrived; a head may not grow without bound."""
+        """Takes what arrived: a whole request with a known head as it is, all else through the parser."""
         if self._refused:
             return
+        if self._receiving or self._closing or self._cycle_runs():
+            self._parse(data)
+            return
+        known = self._fast.heads.find(data)
+        if known is not None:
+            self._quiet_since_s = 0.0
+            head, body = known
+            call = self._take(head)
+            call.parts.append(body)
+            call.start(self._fast.dispatcher, self._fast.max_json_depth)
+            return
+        self._completed.clear()
+        self._parse(data)
+        if len(self._completed) == 1 and not (self._receiving or self._closing):
+            completed = self._completed[0]
+            if completed is not None and completed.head is not None:
+                self._fast.heads.learn(data, completed.head)
+
+    def _parse(self, data: bytes) -> None:
+        """Parses; a head may not grow without bound."""
         in_head = self._in_head
         super().data_received(data)
         if in_head and self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(431, f"request header exceeds {MAX_HEAD_BYTES} bytes")
+
+    def _take(self, head: Head) -> Call:
+        call = Call(self, head)
+        self._calls.append(call)
+        if len(self._calls) >= MAX_PIPELINED:
+            self.flow.pause_reading()
+        return call
 
     def on_message_begin(self) -> None:
         """Begins a request; uvicorn's ASGI scope is built only when one is needed."""
@@ -113,12 +139,9 @@ class QinferHttpProtocol(HttpToolsProtocol):
         if head is None:
             self._replay_head()
             return
-        self._call = Call(self, head)
-        self._calls.append(self._call)
+        self._call = self._take(head)
         if not self.parser.should_keep_alive():
             self._closing = True
-        if len(self._calls) >= MAX_PIPELINED:
-            self.flow.pause_reading()
 
     def on_body(self, body: bytes) -> None:
         """Keeps a piece of the body."""
@@ -131,6 +154,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         """Starts the call whose body is complete."""
         self._receiving = False
         call = self._call
+        self._completed.append(call)
         if call is not None:
             self._call = None
             call.start(self._fast.dispatcher, self._fast.max_json_depth)
@@ -141,11 +165,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         fast = self._fast
         if not fast.enabled or self._cycle_runs() or self.parser.get_method() != b"POST":
             return None
-        if self.headers != self._last_headers or self.url != self._last_url:
-            # One client mostly asks the same way again: comparing costs a tenth of reading.
-            self._last_url, self._last_headers = self.url, self.headers
-            self._last_head = read_head(self.url, self.headers)
-        head = self._last_head
+        head = read_head(self.url, self.headers)
         return head if head is not None and self.parser.get_http_version() == "1.1" else None
 
     def _replay_head(self) -> None:
