@@ -19,9 +19,9 @@ from qinfer_workers.inference.leases import LeaseKeeper
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**20
-FINISH_DELAY_S = 0.002
-"""How long published items wait to be finished with those of the next batches: nobody waits for it, and a command costs
-Redis and this worker more than what is in it. After a crash in between others execute them again, unseen: the gateway
+FINISH_DELAY_S = 0.01
+"""How long published items wait at most to be finished in one write with the next answers: nobody waits for it, and to
+wake Redis costs more than what it is woken for. After a crash in between others execute them again, unseen: the gateway
 has followed the first attempt."""
 
 _Work = Callable[[], Awaitable[None]]
@@ -45,11 +45,13 @@ class Publisher:
         self._tasks = tasks
         self._open: set[asyncio.Task[None]] = set()
         self._published: list[Pending] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
         """Publishes responses, then finishes the items' entries."""
         self._spawn(lambda: self._publish(items, responses), items, self._finish_soon)
+        self._finish_now()
 
     def give_back(self, items: Sequence[Pending]) -> None:
         """Releases items that did not begin to execute."""
@@ -83,11 +85,14 @@ class Publisher:
 
     def _finish_soon(self, items: Sequence[Pending]) -> None:
         """Finishes published items together with those of the next batches."""
-        if not self._published:
-            asyncio.get_running_loop().call_later(FINISH_DELAY_S, self._finish_now)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(FINISH_DELAY_S, self._finish_now)
         self._published.extend(items)
 
     def _finish_now(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._published:
             items, self._published = self._published, []
             self._spawn(lambda: self._finish(items), items, self._keeper.drop)
