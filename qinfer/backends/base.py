@@ -1,7 +1,8 @@
 """The backend contract (DESIGN.md §5): `load`, `execute(batch, ctx)`, `unload`.
 
-A backend instance is used by one thread at a time: `instance_group.count` instances make as many slots. It knows
-nothing of queues; it gets assembled arrays and answers each item through `ctx`, or all of them by `respond_rows`.
+A backend instance is used by one thread at a time, not always the same one: `instance_group.count` instances make as
+many slots. It knows nothing of queues; it gets assembled arrays and answers each item through `ctx`, or all of them by
+`respond_rows`.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -164,6 +164,8 @@ class EmbeddedRedis:
             "logfile": str(self._log),
             "appendonly": "yes",
             "appendfsync": "everysec",
+            # A request writes about 1 kB: the default of 64 MB would fork for a rewrite every few seconds under load.
+            "auto-aof-rewrite-min-size": "256mb",
             "save": "",
             "maxmemory-policy": "noeviction",
         }
