@@ -114,23 +114,19 @@ class Dispatcher:
         """
         served = self.resolve(request.model, request.version)
         spec = served.spec
-        try:
-            if len(self._sinks) >= self._max_in_flight:
-                raise QueueFull("Exceeds maximum queue size")
-            validate(request, spec)
-            timeout_s = min(spec.default_timeout_s, spec.max_timeout_s)
-            request.id = self._new_id(spec.name, served.lane.partition)
-            request.version = served.version
-            request.generation = served.generation
-            request.partition = served.lane.partition
-            request.timeout_s = timeout_s
-            request.reply_to = self._reply_to
-            request.tenant = context.tenant
-            request.trace = context.trace
-            frame = encode_request(request)
-        except QinferError as error:
-            error.args = (_prefix(request.client_id) + error.message,)
-            raise
+        if len(self._sinks) >= self._max_in_flight:
+            raise QueueFull(_prefix(request.client_id) + "Exceeds maximum queue size")
+        if not request.generation or request.generation != served.generation:
+            self.check(request, served)
+        timeout_s = min(spec.default_timeout_s, spec.max_timeout_s)
+        request.id = self._new_id(spec.name, served.lane.partition)
+        request.version = served.version
+        request.partition = served.lane.partition
+        request.timeout_s = timeout_s
+        request.reply_to = self._reply_to
+        request.tenant = context.tenant
+        request.trace = context.trace
+        frame = encode_request(request)
         now_s = self._clock.monotonic_s()
         pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
         self._sinks.add(pending, now_s + timeout_s)
@@ -140,6 +136,19 @@ class Dispatcher:
             self._sinks.remove(pending)
             raise
         return pending
+
+    def check(self, request: InferRequest, served: Served) -> None:
+        """Checks a request against its model; `submit` does it, unless it was done before, in a thread for a large one.
+
+        Raises:
+            InvalidRequest: It does not fit; the text begins with `[request id: …] ` (reference §1.2).
+        """
+        try:
+            validate(request, served.spec)
+        except QinferError as error:
+            error.args = (_prefix(request.client_id) + error.message,)
+            raise
+        request.generation = served.generation
 
     def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
         """Counts a request that never came into the queue, and returns what to tell its client.

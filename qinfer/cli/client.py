@@ -56,14 +56,18 @@ class Answer:
 
 
 class GatewayClient:
-    """A connection to a gateway; every failure becomes a `CommandFailed` that says what to do."""
+    """A connection to a gateway; every failure becomes a `CommandFailed` that says what to do.
 
-    def __init__(self, url: str) -> None:
+    Args:
+        url: The gateway's URL.
+        verify: Check its certificate; off only for a gateway that we started ourselves, on this machine.
+    """
+
+    def __init__(self, url: str, *, verify: bool = True) -> None:
         self._url = url.rstrip("/")
+        timeout = httpx.Timeout(TIMEOUT_S, connect=5.0)
         try:
-            self._http = httpx.Client(
-                base_url=self._url, timeout=httpx.Timeout(TIMEOUT_S, connect=5.0), trust_env=False
-            )
+            self._http = httpx.Client(base_url=self._url, timeout=timeout, trust_env=False, verify=verify)
         except (httpx.InvalidURL, ValueError) as error:
             raise CommandFailed(f"'{url}' is no URL ({error}); expected something like http://127.0.0.1:8000") from None
 

@@ -59,11 +59,12 @@ def claim_port(host: str, port: int, try_again: Callable[[], bool]) -> int:
             raise SettingsError(f"port {port} of {host} can't be bound: {error.strerror or error}") from None
 
 
-def local_url(host: str, port: int) -> str:
+def local_url(host: str, port: int, *, tls: bool = False) -> str:
     """Returns the URL by which this machine reaches a gateway bound to `host`."""
     if host in {"0.0.0.0", "::", ""}:  # noqa: S104  (compared, not bound)
         host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def share_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:

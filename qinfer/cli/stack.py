@@ -6,6 +6,7 @@
 Order matters at the end: the gateway first, so that what is in flight is still answered, then the workers, then Redis.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from qinfer.cli import runfile
 from qinfer.cli.client import GatewayClient
+from qinfer.cli.console import CommandFailed
 from qinfer.cli.machine import check_repository, child_environment, claim_port, local_url, share_cpus, usable_cpus
 from qinfer.cli.overview import Overview, run_overview, run_sync, with_url
 from qinfer.cli.restart import RestartPolicy
@@ -133,7 +135,7 @@ class Stack:
         options, supervisor = self._options, self._supervisor
         port = claim_port(options.host, options.http_port, self._patience(PORT_PATIENCE_S if after_a_kill else 0.0))
         run_sync(self._redis, options.model_repository)
-        url = local_url(options.host, port)
+        url = local_url(options.host, port, tls=bool(self._settings.http.tls_certfile))
         if not options.redis_url:
             runfile.write(options.data_dir, runfile.RunFile(os.getpid(), url, self._redis_url))
         env = child_environment(os.environ, self._child_settings(port))
@@ -155,18 +157,21 @@ class Stack:
 
     def _announce(self, url: str) -> None:
         """Waits until the models are loaded or failed, and prints what there is."""
-        with GatewayClient(url) as client:
+        with GatewayClient(url, verify=False) as client:
             overview = self._wait_until_settled(client)
             if self._supervisor.stop_asked:
                 return
+            example = None
             ready = next((m.name for m in overview.models if m.state is State.READY), None)
+            with contextlib.suppress(CommandFailed):  # an example is not worth stopping for
+                example = client.metadata(ready) if ready else None
             print_summary(
                 self._console,
                 url=url,
                 data=self._where(),
                 workers=self._options.workers,
                 overview=overview,
-                example=client.metadata(ready) if ready else None,
+                example=example,
             )
 
     def _wait_until_settled(self, client: GatewayClient) -> Overview:

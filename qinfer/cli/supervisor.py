@@ -59,7 +59,7 @@ class Program:
 
     def __init__(self, name: str, module: str, env: Mapping[str, str], cpus: Sequence[int] = ()) -> None:
         self.name = name
-        self._argv = [sys.executable, "-m", "qinfer.cli.child", ",".join(map(str, cpus)), module]
+        self._argv = [sys.executable, "-P", "-m", "qinfer.cli.child", ",".join(map(str, cpus)), module]
         self._env = env
         self._popen: subprocess.Popen[bytes] | None = None
 

@@ -7,8 +7,7 @@ half, so it runs second.
 
 import json
 import re
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -33,8 +32,9 @@ _NOT_BOOLEAN = "attempt to access JSON non-boolean as boolean"
 _NOT_STRING = "attempt to access JSON non-string as string"
 _NOT_ARRAY = "attempt to access JSON non-array as array"
 
-# rapidjson also knows `Inf` and `-NaN`, which Python's parser does not; strings are matched to be left alone.
-_SPECIAL_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*"|-NaN|Inf(?:inity)?')
+# rapidjson also knows `Inf` and `-NaN`, which Python's parser does not; strings are matched to be left alone. What is
+# between quotes is taken possessively, and to the end where the last quote is missing: no text makes it look twice.
+_SPECIAL_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*+"?|-NaN|Inf(?:inity)?', re.DOTALL)
 
 
 def read(text: bytes, max_depth: int) -> Request:
@@ -153,10 +153,8 @@ def _output(entry: Any) -> Output:
 
 def _flat(data: list[Any], datatype: str) -> list[Any]:
     """Flattens nested data of any regularity, as Triton's reader does, and checks the elements' types."""
+    data = list(_leaves(data))
     types = set(map(type, data))
-    while list in types:
-        data = list(chain.from_iterable(e if isinstance(e, list) else (e,) for e in data))
-        types = set(map(type, data))
     if datatype == "BOOL":
         _check(types <= {bool}, "data", _NOT_BOOLEAN)
     elif datatype == "BYTES":
@@ -168,6 +166,19 @@ def _flat(data: list[Any], datatype: str) -> list[Any]:
     elif datatype.startswith("I"):
         _check(types <= {int} and all(-(2**63) <= e < 2**63 for e in data), "data", _NOT_SIGNED)
     return data
+
+
+def _leaves(data: list[Any]) -> Iterator[Any]:
+    """Walks nested lists in order, each element once."""
+    stack = [iter(data)]
+    while stack:
+        for element in stack[-1]:
+            if type(element) is list:
+                stack.append(iter(element))
+                break
+            yield element
+        else:
+            stack.pop()
 
 
 def _is_unsigned(value: Any) -> bool:

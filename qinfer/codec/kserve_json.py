@@ -174,7 +174,7 @@ def _from_elsewhere(entry: AnyInput, tail: Bytes, position: int, model: str) -> 
 
 def _pack(entry: AnyInput) -> bytes:
     """Turns an input's JSON elements into tensor bytes."""
-    count = prod(entry.shape)
+    count = _elements_of(entry.name, entry.shape)
     if not count:
         return b""
     datatype = KINDS[type(entry)].name
@@ -195,6 +195,18 @@ def _pack(entry: AnyInput) -> bytes:
         raise InvalidRequest(
             f"Unable to parse 'data': input '{entry.name}' has a value outside the range of {datatype}"
         ) from None
+
+
+def _elements_of(name: str, shape: tuple[int, ...]) -> int:
+    """Counts the elements of a shape that a client sent: many large dimensions are a number nobody wants to compute."""
+    if 0 in shape:
+        return 0
+    count = 1
+    for size in shape:
+        count *= size
+        if count >= 2**63:
+            raise InvalidRequest(f"input '{name}' has a shape larger than any tensor can be")
+    return count
 
 
 def _plan(wanted: list[Output], *, binary: bool) -> tuple[tuple[str, ...], OutputPlan]:

@@ -114,15 +114,13 @@ def _check_outputs(outputs: Sequence[str], spec: ModelSpec) -> None:
 
 
 def _batch_size(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
-    batch_size = 0
+    batch_size = inputs[0].shape[0] if inputs and inputs[0].shape else 0
     for tensor in inputs:
         if not tensor.shape:
             raise InvalidRequest(
                 f"input '{tensor.name}' has no shape but model requires batch dimension for '{spec.name}'"
             )
-        if not batch_size:
-            batch_size = tensor.shape[0]
-        elif tensor.shape[0] != batch_size:
+        if tensor.shape[0] != batch_size:
             raise InvalidRequest(f"input '{tensor.name}' batch size does not match other inputs for '{spec.name}'")
     if batch_size > spec.max_batch_size:
         raise InvalidRequest(f"inference request batch-size must be <= {spec.max_batch_size} for '{spec.name}'")

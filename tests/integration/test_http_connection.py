@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qinfer_api.http.protocol import MAX_HEAD_BYTES
+from qinfer_api.http.protocol import MAX_CHUNKS, MAX_HEAD_BYTES, QinferHttpProtocol
 from tests.gateway import Running, running_gateway, settings_of
 
 URL = "/v2/models/echo/infer"
@@ -72,6 +72,13 @@ async def connected(running: Running, context: ssl.SSLContext | None = None) -> 
         writer.close()
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             await writer.wait_closed()
+
+
+def the_connection(running: Running) -> QinferHttpProtocol:
+    """Returns the server's side of the only connection."""
+    (connection,) = running.gateway._server.server_state.connections
+    assert isinstance(connection, QinferHttpProtocol)
+    return connection
 
 
 async def until_in_flight(running: Running, count: int) -> None:
@@ -355,3 +362,50 @@ async def test_tls(certificate: tuple[Path, Path]) -> None:
 
         assert running.url.startswith("https://")
         assert [await client.client_id(), await client.client_id()] == ["a", "b"]
+
+
+async def test_a_busy_connection_is_not_closed_by_the_timer_of_an_earlier_request() -> None:
+    """Uvicorn arms a keep-alive timer after an ASGI reply; requests that skip its parser would not stop it."""
+    async with running_gateway(settings_of({"keep_alive_s": 0.2})) as running, connected(running) as client:
+        client.send(get("/v2/health/live"))
+        assert (await client.reply())[0] == 200
+
+        protocol = the_connection(running)
+        assert protocol.timeout_keep_alive_task is None
+
+        client.send(infer("a"))
+        assert await client.client_id() == "a"
+
+
+async def test_answered_requests_are_not_kept() -> None:
+    """However the packets fall: here each ends within the next request."""
+    async with running_gateway() as running, connected(running) as client:
+        stream = b"".join(infer(f"{number}") for number in range(20))
+        step = len(stream) // 20 + 7
+        for start in range(0, len(stream), step):
+            client.send(stream[start : start + step])
+            await client.writer.drain()
+        assert [await client.client_id() for _ in range(20)] == [str(number) for number in range(20)]
+
+        assert the_connection(running)._completed == []
+
+
+async def test_trailers_are_not_kept() -> None:
+    """Nobody reads them, and a client may send them without end."""
+    async with running_gateway() as running, connected(running) as client:
+        body = body_of("a")
+        client.send(f"POST {URL} HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode())
+        client.send(body + b"\r\n0\r\n" + b"x: y\r\n" * 1000 + b"\r\n")
+        assert await client.client_id() == "a"
+
+        protocol = the_connection(running)
+        assert len(protocol.headers) == 2
+
+
+async def test_too_many_chunks_are_refused() -> None:
+    """Triton's limit."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(f"POST {URL} HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        client.send(b"1\r\n \r\n" * (MAX_CHUNKS + 1))
+
+        assert await client.is_closed()

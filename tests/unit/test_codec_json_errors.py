@@ -177,3 +177,15 @@ def test_the_deepest_allowed_nesting() -> None:
     assert to_numpy(request.inputs[0]).tolist() == [1.0, 2.0]
     with pytest.raises(InvalidRequest, match="nesting depth"):
         decode_infer(_body(_input(data=[deep])), None, "m", 0)
+
+
+def test_an_unterminated_string_of_quotes_is_refused_in_one_pass() -> None:
+    """Beside NaN; looked at again from each quote, this text would take minutes."""
+    with pytest.raises(InvalidRequest, match="failed to parse the request JSON buffer"):
+        decode_infer(b'NaN"' + b'\\"' * 2**17, None, "m", 0)
+
+
+def test_a_shape_of_many_large_dimensions_is_refused_early() -> None:
+    """The number of its elements is never computed: it would have millions of digits."""
+    with pytest.raises(InvalidRequest, match="a shape larger than any tensor can be"):
+        decode_infer(_body(_input(shape=[2**62] * 200_000, data=[1])), None, "m", 0)

@@ -69,3 +69,20 @@ def test_a_damaged_body_is_refused() -> None:
     """Deflate data where gzip was announced."""
     with pytest.raises(InvalidRequest, match="the body is not gzip"):
         decompress(zlib.compress(b"abc"), "gzip", 10_000)
+
+
+def test_very_many_members_are_refused() -> None:
+    """Empty ones cost time without ever reaching the size limit."""
+    with pytest.raises(InvalidRequest, match="more than 1000 members"):
+        decompress(gzip.compress(b"") * 800_000, "gzip", 1000)
+
+
+def test_a_few_members_are_one_body() -> None:
+    """As gzip files that were appended to are."""
+    assert decompress(gzip.compress(b"a" * 100_000) + gzip.compress(b"b"), "gzip", 200_000) == b"a" * 100_000 + b"b"
+
+
+@pytest.mark.parametrize("header", ["gzip;q=nan", "gzip;q=inf", "gzip;q=2"])
+def test_a_weight_that_is_none_counts_as_zero(header: str) -> None:
+    """Weights are numbers from 0 to 1."""
+    assert response_encoding(header) is None

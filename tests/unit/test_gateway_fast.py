@@ -5,6 +5,7 @@ import pytest
 from qinfer.errors import InvalidRequest
 from qinfer_api.http.fast import (
     MAX_FAST_BYTES,
+    KnownHeads,
     Reply,
     Target,
     Writer,
@@ -118,3 +119,47 @@ def test_the_common_headers_are_renewed() -> None:
     writer.render(Reply(200, b""), [(b"date", b"then")], close=False)
 
     assert b"date: now\r\n" in writer.render(Reply(200, b""), [(b"date", b"now")], close=False)
+
+
+@pytest.mark.parametrize("text", ["9" * 19, "0" * 20 + "1", "1" * 5000])
+def test_endless_versions_are_refused(text: str) -> None:
+    """Neither is a version that Python can't convert a crash, nor one that no version can be."""
+    with pytest.raises(InvalidRequest, match="failed to get model version from specified version string"):
+        parse_version(text)
+
+
+def test_a_header_sent_twice_is_left_to_the_route() -> None:
+    """One of the two counts; the route knows which."""
+    assert read_head(URL, [LENGTH, (b"Accept-Encoding", b"gzip"), (b"accept-encoding", b"br")]) is None
+
+
+def test_the_limit_may_be_below_that_of_the_fast_path() -> None:
+    """What exceeds `max_input_bytes` is refused by the route."""
+    assert read_head(URL, [(b"Content-Length", b"100")], max_bytes=99) is None
+
+
+def test_only_whole_requests_with_known_heads_skip_the_parser() -> None:
+    """Equal bytes, exactly one body behind them, no trace: anything else is parsed."""
+    heads, head = KnownHeads(), read_head(URL, [(b"Content-Length", b"4")])
+    assert head is not None
+    packet = b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody"
+
+    heads.learn(packet, head)
+
+    assert heads.find(packet) == (head, b"body")
+    assert heads.find(packet.replace(b"body", b"else")) == (head, b"else")
+    assert heads.find(packet[:-1]) is None
+    assert heads.find(packet + packet) is None
+    assert heads.find(packet.replace(b"/m/", b"/n/")) is None
+
+
+def test_heads_of_traced_requests_are_not_kept() -> None:
+    """Each has another trace: they would only push out those that come again."""
+    heads = KnownHeads()
+    head = read_head(URL, [(b"Content-Length", b"4"), (b"traceparent", b"00-1-2-01")])
+    assert head is not None
+    packet = b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 4\r\ntraceparent: 00-1-2-01\r\n\r\nbody"
+
+    heads.learn(packet, head)
+
+    assert heads.find(packet) is None

@@ -188,3 +188,9 @@ def test_an_empty_batch_of_empty_rows_is_refused() -> None:
 
     with pytest.raises(InvalidRequest, match="batch-size must be > 0"):
         validate(_request(a(0, 0)), spec)
+
+
+def test_batch_sizes_differ_when_the_first_is_empty() -> None:
+    """A first input without rows does not let the others choose."""
+    with pytest.raises(InvalidRequest, match="input 'b' batch size does not match other inputs for 'm'"):
+        validate(InferRequest(model="m", inputs=(a(0, 4), b(3, 1, 2))), BATCHED)

@@ -10,6 +10,8 @@ Encoding = Literal["gzip", "deflate"]
 
 _WINDOW_BITS: dict[Encoding, int] = {"gzip": 31, "deflate": 15}  # `deflate` in HTTP is the zlib container
 _STEP_BYTES = 256 * 1024
+_PIECE_BYTES = 64 * 1024  # what zlib returns unused is a copy: of a piece, not of all the rest
+_MAX_MEMBERS = 1000  # of a gzip file that was appended to; each costs as much as a small file
 
 
 def request_encoding(header: str | None) -> Encoding | None:
@@ -55,20 +57,21 @@ def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
         PayloadTooLarge: It decompresses to more than `max_bytes` bytes.
     """
     out = bytearray()
-    rest: Bytes = body
+    view, position = memoryview(body), 0
     try:
-        while True:
+        for _ in range(_MAX_MEMBERS):
             decompressor = zlib.decompressobj(wbits=_WINDOW_BITS[encoding])
-            while rest and not decompressor.eof:
-                out += decompressor.decompress(rest, min(_STEP_BYTES, max_bytes - len(out) + 1))
+            while position < len(view) and not decompressor.eof:
+                piece = view[position : position + _PIECE_BYTES]
+                out += decompressor.decompress(piece, min(_STEP_BYTES, max_bytes - len(out) + 1))
                 if len(out) > max_bytes:
                     raise too_large(None, max_bytes)
-                rest = decompressor.unconsumed_tail
+                position += len(piece) - len(decompressor.unconsumed_tail) - len(decompressor.unused_data)
             if not decompressor.eof:
                 raise InvalidRequest(f"the {encoding} body is cut off; send all of it")
-            rest = decompressor.unused_data
-            if not rest:
+            if position == len(view):
                 return bytes(out)
+        raise InvalidRequest(f"the {encoding} body has more than {_MAX_MEMBERS} members; compress it as one")
     except zlib.error as error:
         raise InvalidRequest(f"the body is not {encoding}: {error}") from None
 
@@ -87,7 +90,8 @@ def _weight(parameters: str) -> float:
         name, _, value = parameter.partition("=")
         if name.strip() == "q":
             try:
-                return float(value)
+                weight = float(value)
             except ValueError:
                 return 0.0
+            return weight if 0.0 <= weight <= 1.0 else 0.0
     return 1.0

@@ -32,17 +32,18 @@ JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 Headers = Sequence[tuple[bytes, bytes]]
 
 _INTERESTING = {  # what the fast path reads of a request's headers; all others mean nothing to an infer request
-    b"content-length": 1,
-    b"inference-header-content-length": 2,
-    b"traceparent": 3,
-    b"content-encoding": 4,
-    b"accept-encoding": 5,
-    b"transfer-encoding": 6,
-    b"expect": 6,
-    b"prefer": 6,
-    b"upgrade": 6,
+    b"content-length": "length",
+    b"inference-header-content-length": "json",
+    b"traceparent": "trace",
+    b"content-encoding": "coding",
+    b"accept-encoding": "accept",
+    b"transfer-encoding": "special",
+    b"expect": "special",
+    b"prefer": "special",
+    b"upgrade": "special",
 }
 _END_OF_HEAD = b"\r\n\r\n"
+_MAX_URL_BYTES = 1024
 _MAX_KNOWN = 1024
 _MAX_KNOWN_BYTES = 4096
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
@@ -104,7 +105,7 @@ def parse_version(text: str) -> int:
     Raises:
         InvalidRequest: It is not an integer > 0.
     """
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:20]) < 2**63):
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and 0 < int(text) < 2**63):
         raise InvalidRequest(
             f"failed to get model version from specified version string '{text[:100]}', "
             "version should be an integral value > 0"
@@ -129,9 +130,13 @@ def parse_json_length(text: str | None, body_length: int) -> int | None:
     return length
 
 
-@lru_cache(maxsize=1024)
 def parse_target(url: bytes) -> Target | None:
     """Reads an infer URL; `None` if it is none, or one that the route has to look at (escapes, query, bad version)."""
+    return _parse_target(url) if len(url) <= _MAX_URL_BYTES else None
+
+
+@lru_cache(maxsize=1024)
+def _parse_target(url: bytes) -> Target | None:
     parts = url.split(b"/")
     if len(parts) not in (5, 7) or parts[:3] != [b"", b"v2", b"models"] or parts[-1] != b"infer" or not parts[3]:
         return None
@@ -145,29 +150,32 @@ def parse_target(url: bytes) -> Target | None:
         return None
 
 
-def read_head(url: bytes, headers: Headers) -> Head | None:
-    """Decides whether a POST can take the fast path; `None` if it can't."""
+def read_head(url: bytes, headers: Headers, max_bytes: int = MAX_FAST_BYTES) -> Head | None:
+    """Decides whether a POST can take the fast path; `None` if it can't.
+
+    Args:
+        url: The URL as it was sent.
+        headers: All headers.
+        max_bytes: The largest body that may take it.
+    """
     target = parse_target(url)
     if target is None:
         return None
-    length, json_length, context, encoding = -1, None, ANONYMOUS, None
+    found: dict[str, bytes] = {}
     for name, value in headers:
-        kind = _INTERESTING.get(name.lower())
-        if kind is None:
-            continue
-        if kind == 1:
-            length = int(value)  # the parser has checked it
-        elif kind == 2:
-            json_length = json_length or value.decode("latin-1")
-        elif kind == 3:
-            context = Context(trace=value.decode("latin-1"))
-        elif kind == 5:
-            encoding = _accepted(value)
-        elif kind == 6 or value.strip().lower() not in (b"", b"identity"):
-            return None
-    if not 0 <= length <= MAX_FAST_BYTES:
+        meaning = _INTERESTING.get(name.lower())
+        if meaning is not None:
+            if meaning in found:
+                return None  # sent twice: the route knows which one counts
+            found[meaning] = value
+    if "special" in found or found.get("coding", b"").strip().lower() not in (b"", b"identity"):
         return None
-    return Head(target, length, json_length, context, encoding)
+    length = int(found.get("length", b"-1"))  # the parser has checked it
+    if not 0 <= length <= max_bytes:
+        return None
+    json_length = found["json"].decode("latin-1") if "json" in found else None
+    context = Context(trace=found["trace"].decode("latin-1")) if "trace" in found else ANONYMOUS
+    return Head(target, length, json_length, context, _accepted(found["accept"]) if "accept" in found else None)
 
 
 @lru_cache(maxsize=256)
@@ -261,16 +269,26 @@ class Call:
         self.reply: Reply | None = None
 
     def deliver(self, response: Response) -> None:
-        """Takes the response."""
+        """Takes the response; a large one takes milliseconds to encode, and is encoded off the loop."""
+        size = 0
+        for tensor in response.outputs:
+            size += tensor.nbytes
+        if size <= MAX_FAST_BYTES:
+            self.answer(self._encoded(response))
+        else:
+            thread = asyncio.get_running_loop().run_in_executor(None, self._encoded, response)
+            thread.add_done_callback(self._encoded_in_thread)
+
+    def _encoded(self, response: Response) -> Reply:
         reply = reply_of(response, self._request.client_id, self._plan)
         encoding = self.head.encoding if self.head is not None else None
-        if encoding is None or reply.status != 200:
-            self.answer(reply)
-        elif len(reply.body) <= MAX_FAST_BYTES:
-            self.answer(reply.compressed(encoding))
-        else:  # takes milliseconds: not on the loop
-            thread = asyncio.get_running_loop().run_in_executor(None, reply.compressed, encoding)
-            thread.add_done_callback(lambda done: self.answer(done.result()))
+        return reply if encoding is None or reply.status != 200 else reply.compressed(encoding)
+
+    def _encoded_in_thread(self, done: "asyncio.Future[Reply]") -> None:
+        error = done.exception()
+        if error is not None:
+            logger.error("reply could not be encoded", exc_info=error)
+        self.answer(done.result() if error is None else failure_reply(error))
 
     def answer(self, reply: Reply) -> None:
         """Sets the reply, and tells the connection."""

@@ -22,10 +22,13 @@ from uvicorn.server import ServerState
 
 from qinfer.settings import HttpSettings
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import Call, Head, KnownHeads, Writer, error_reply, read_head
+from qinfer_api.http.fast import MAX_FAST_BYTES, Call, Head, KnownHeads, Writer, error_reply, read_head
 
 MAX_PIPELINED = 64
 """Calls of one connection in flight before its reading pauses."""
+
+MAX_CHUNKS = 65536
+"""Chunks of one chunked body (reference §1.2)."""
 
 MAX_HEAD_BYTES = 64 * 1024
 """Bytes of a head beyond the first packet of it."""
@@ -43,6 +46,7 @@ class FastPath:
     def __init__(self, dispatcher: Dispatcher, http: HttpSettings, max_json_depth: int) -> None:
         self.dispatcher = dispatcher
         self.enabled = http.fast_path
+        self.max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes)
         self.keep_alive_s = http.keep_alive_s
         self.read_timeout_s = http.request_read_timeout_s
         self.max_json_depth = max_json_depth
@@ -72,6 +76,8 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._receiving = False
         self._in_head = False
         self._head_bytes = 0
+        self._chunks = 0
+        self._unwritten_bytes = 0
         self._completed: list[Call | None] = []  # what the present packet completed; `None` is another's request
         self._quiet_since_s = 0.0  # 0 = since the next look
 
@@ -83,6 +89,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
             return
         if self._receiving or self._closing or self._cycle_runs():
             self._parse(data)
+            self._completed.clear()
             return
         known = self._fast.heads.find(data)
         if known is not None:
@@ -92,12 +99,12 @@ class QinferHttpProtocol(HttpToolsProtocol):
             call.parts.append(body)
             call.start(self._fast.dispatcher, self._fast.max_json_depth)
             return
-        self._completed.clear()
         self._parse(data)
         if len(self._completed) == 1 and not (self._receiving or self._closing):
             completed = self._completed[0]
             if completed is not None and completed.head is not None:
                 self._fast.heads.learn(data, completed.head)
+        self._completed.clear()
 
     def _parse(self, data: bytes) -> None:
         """Parses; a head may not grow without bound."""
@@ -122,12 +129,19 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._call = None
         self._ignoring = False
         self._receiving = self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = self._chunks = 0
         self._quiet_since_s = 0.0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keeps a header as it came."""
-        self.headers.append((name, value))
+        """Keeps a header as it came; trailers, which nobody reads, are dropped."""
+        if self._in_head:
+            self.headers.append((name, value))
+
+    def on_chunk_header(self) -> None:
+        """Counts the chunks of a body."""
+        self._chunks += 1
+        if self._chunks > MAX_CHUNKS and not self._refused:
+            self._refuse(400, f"request body has more than {MAX_CHUNKS} chunks")
 
     def on_headers_complete(self) -> None:
         """Chooses the request's way."""
@@ -165,7 +179,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         fast = self._fast
         if not fast.enabled or self._cycle_runs() or self.parser.get_method() != b"POST":
             return None
-        head = read_head(self.url, self.headers)
+        head = read_head(self.url, self.headers, fast.max_bytes)
         return head if head is not None and self.parser.get_http_version() == "1.1" else None
 
     def _replay_head(self) -> None:
@@ -245,6 +259,12 @@ class QinferHttpProtocol(HttpToolsProtocol):
         elif not self._calls:
             self.transport.close()
 
+    def on_response_complete(self) -> None:
+        """Ends an ASGI request; `check_timeouts` looks after idle connections, instead of uvicorn's timer for each."""
+        super().on_response_complete()
+        self._unset_keepalive_if_required()
+        self._quiet_since_s = 0.0
+
     def pause_writing(self) -> None:
         """Stops reading from a client that does not read its replies."""
         super().pause_writing()
@@ -269,6 +289,10 @@ class QinferHttpProtocol(HttpToolsProtocol):
         Args:
             now_s: The monotonic time.
         """
+        unwritten_bytes = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
+        if unwritten_bytes < self._unwritten_bytes:
+            self._quiet_since_s = now_s  # slow, but it reads
+        self._unwritten_bytes = unwritten_bytes
         waiting = len(self._calls) > (self._call is not None)  # for answers, besides the call that still arrives
         stuck = self.flow.write_paused or (self._receiving and not self.flow.read_paused and not waiting)
         busy = bool(self._calls) or self._cycle_runs()

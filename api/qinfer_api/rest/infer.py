@@ -13,10 +13,11 @@ from starlette.responses import Response as HttpResponse
 from starlette.types import Receive
 
 from qinfer.codec.kserve_json import OutputPlan
+from qinfer.control.catalog import Served
 from qinfer.errors import QinferError
 from qinfer.messages import InferRequest, Response
 from qinfer.tensors import Bytes
-from qinfer_api.dispatcher import Context
+from qinfer_api.dispatcher import Context, Dispatcher
 from qinfer_api.http.compression import (
     Encoding,
     decompress,
@@ -77,9 +78,14 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
     dispatcher, headers = services.dispatcher, request.headers
     sink = FutureSink()
     try:
-        dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
+        served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
         body = await _read(request, services.settings.http.max_input_bytes)
-        decoded, plan = await _decode(services, target, body, headers.get(JSON_LENGTH_HEADER))
+        json_length = headers.get(JSON_LENGTH_HEADER)
+        max_depth = services.settings.limits.max_json_depth
+        if len(body) > MAX_FAST_BYTES:
+            decoded, plan = await asyncio.to_thread(_decode, dispatcher, served, target, body, json_length, max_depth)
+        else:
+            decoded, plan = decode(target, body, json_length, max_depth)
         pending = dispatcher.submit(Context(trace=headers.get("traceparent", "")), decoded, sink)
     except ClientDisconnect:
         return HttpResponse()  # nobody reads it
@@ -132,13 +138,13 @@ async def _read(request: Request, max_bytes: int) -> Bytes:
     return body if encoding is None else await asyncio.to_thread(decompress, body, encoding, max_bytes)
 
 
-async def _decode(
-    services: Services, target: Target, body: Bytes, json_length: str | None
+def _decode(
+    dispatcher: Dispatcher, served: Served, target: Target, body: Bytes, json_length: str | None, max_depth: int
 ) -> tuple[InferRequest, OutputPlan]:
-    max_depth = services.settings.limits.max_json_depth
-    if len(body) > MAX_FAST_BYTES:
-        return await asyncio.to_thread(decode, target, body, json_length, max_depth)
-    return decode(target, body, json_length, max_depth)
+    """Decodes and checks a large body, for which both take long."""
+    decoded, plan = decode(target, body, json_length, max_depth)
+    dispatcher.check(decoded, served)
+    return decoded, plan
 
 
 async def _send(reply: Reply, encoding: Encoding | None) -> HttpResponse:
