@@ -144,6 +144,13 @@ class Stage:
                 description=f"an execution in {worker_id}",
             )
 
+    async def busy(self) -> "asyncio.Future[Response]":
+        """Occupies the only instance of the only worker until `go`."""
+        self.hold()
+        first = self.submit(0.0)
+        await self.started()
+        return first
+
     def hold(self) -> None:
         """Makes executions of the present workers wait for `go`, and forgets those so far, the warm-up runs."""
         for gate in self._gates.values():

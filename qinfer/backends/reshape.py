@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from qinfer.backends.base import Backend, Batch, Context
-from qinfer.errors import QinferError
+from qinfer.errors import OutputMismatch, QinferError
 from qinfer.repository.spec import ModelSpec
-from qinfer.tensors import Tensor
+from qinfer.tensors import Tensor, element_count
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -68,4 +68,10 @@ class _Answers:
         shape = self._shapes.get(tensor.name)
         if shape is None:
             return tensor
-        return Tensor(tensor.name, tensor.datatype, tensor.shape[: self._lead] + shape, tensor.data)
+        shape = tensor.shape[: self._lead] + shape
+        if element_count(shape) != element_count(tensor.shape):
+            raise OutputMismatch(
+                f"the model returned output '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; "
+                f"its configuration reshapes it to {list(shape)}"
+            )
+        return Tensor(tensor.name, tensor.datatype, shape, tensor.data)

@@ -12,7 +12,7 @@ from qinfer.backends.base import Array, Batch
 from qinfer.errors import InvalidRequest
 from qinfer.messages import InferRequest
 from qinfer.repository.spec import ModelSpec
-from qinfer.tensors import DATATYPES, Tensor, to_numpy
+from qinfer.tensors import Tensor, datatype, to_numpy
 
 KeyFunction = Callable[[InferRequest], Hashable]
 
@@ -53,7 +53,8 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int]) -> Batch:
         Inputs as `dtype[sum(rows), …]`; those of a single request share its memory, read-only.
 
     Raises:
-        InvalidRequest: A tensor's bytes do not fill its shape.
+        InvalidRequest: A tensor's bytes do not fill its shape, or its shapes do not make up `sum(rows)`.
+        UnsupportedDatatype: No such datatype.
     """
     first = requests[0].inputs
     if len(requests) == 1:
@@ -76,11 +77,12 @@ def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[
 
 
 def _stack(first: Tensor, column: list[Tensor], total: int) -> Array:
-    dtype = DATATYPES[first.datatype].numpy
-    if dtype is None:
-        return np.concatenate([to_numpy(tensor) for tensor in column])
-    joined = b"".join([tensor.data for tensor in column])
+    dtype = datatype(first.datatype).numpy
+    shape = (total, *first.shape[1:])
     try:
-        return np.frombuffer(joined, dtype=dtype).reshape(total, *first.shape[1:])
+        if dtype is None:
+            return np.concatenate([to_numpy(tensor) for tensor in column]).reshape(shape)
+        return np.frombuffer(b"".join([tensor.data for tensor in column]), dtype=dtype).reshape(shape)
     except ValueError:
-        raise InvalidRequest(f"input '{first.name}' has {len(joined)} bytes, which do not fill its shape") from None
+        nbytes = sum(tensor.nbytes for tensor in column)
+        raise InvalidRequest(f"input '{first.name}' has {nbytes} bytes, which do not fill {list(shape)}") from None

@@ -139,7 +139,7 @@ class Batcher:
     def admit(self, items: Sequence[Pending]) -> None:
         """Takes items in, and runs what can run."""
         if items:
-            self._rows_per_item = sum(item.rows for item in items) / len(items)
+            self._rows_per_item = max(sum(item.rows for item in items), 1) / len(items)
             self._pending.extend(items)
         self._pump()
 

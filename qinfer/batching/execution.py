@@ -87,7 +87,9 @@ class Execution:
                 )
         except QinferError as error:
             self.error = error
-        except Exception as error:  # the boundary to the model's code, which may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the boundary to the model's code, which may even call `sys.exit`
             logger.exception("execution failed", extra={"model": self.items[0].request.model})
             self.error = InferenceFailed(str(error) or type(error).__name__)
         self.end_ns = time.perf_counter_ns()

@@ -30,7 +30,7 @@ class Served:
     Attributes:
         spec: The model's configuration.
         version: The version.
-        generation: The generation that `spec` belongs to, and that a live worker has loaded.
+        generation: The generation that `spec` belongs to; a worker that has another one checks requests again.
         lane: Where its requests go.
     """
 
@@ -172,7 +172,8 @@ class Catalog:
                 generation = status.versions[version].generation
                 last = self._view.served.get((model, version))
                 if last is None or last.generation != generation:  # else the spec of a reload's old generation stays
-                    last = Served(spec=spec, version=version, generation=generation, lane=self.lane(model, version))
+                    lane, newest = self.lane(model, version), stored[model].generation
+                    last = Served(spec=spec, version=version, generation=newest, lane=lane)
                 served[model, version] = served[model, 0] = last
         self._specs = specs
         return served

@@ -5,17 +5,22 @@ generation in a script; all else has one writer.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from qinfer.control.base import Desired, StoredModel, WorkerRecord
 from qinfer.delivery import keys
 from qinfer.errors import BrokerUnavailable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
 _WAKES_KEPT = 16
@@ -50,7 +55,8 @@ class RedisControlStore:
         """Returns the desired state of every model."""
         with _translated():
             values = await self._client.hgetall(keys.desired())
-        return {_text(model): msgspec.json.decode(value, type=Desired) for model, value in values.items()}
+        read = {_text(model): _decode(value, Desired, _text(model)) for model, value in values.items()}
+        return {model: wish for model, wish in read.items() if wish is not None}
 
     async def set_desired(self, desired: Desired) -> None:
         """Writes the desired state of one model; an older generation never replaces a newer one."""
@@ -69,7 +75,7 @@ class RedisControlStore:
         """Returns a model's stored configuration."""
         with _translated():
             value = await self._client.hget(keys.config(name), "model")
-        return None if value is None else msgspec.json.decode(value, type=StoredModel)
+        return None if value is None else _decode(value, StoredModel, name)
 
     async def put_model(self, stored: StoredModel) -> bool:
         """Stores a model's configuration, unless one of the same or a newer generation is stored already."""
@@ -109,7 +115,8 @@ class RedisControlStore:
             dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
             if dead:
                 await self._client.zrem(keys.workers(), *dead)
-        return [msgspec.json.decode(value, type=WorkerRecord) for value in values if value is not None]
+        read = [_decode(value, WorkerRecord, id_) for id_, value in zip(ids, values, strict=True) if value is not None]
+        return [record for record in read if record is not None]
 
     async def wake(self) -> None:
         """Wakes everyone who waits in `wait`."""
@@ -156,13 +163,22 @@ class RedisControlStore:
 def _translated() -> Iterator[None]:
     try:
         yield
-    except (RedisError, OSError) as error:  # redis-py lets some socket errors through as they are
+    except (RedisError, RedisClusterException, OSError) as error:  # redis-py lets some socket errors through
         raise BrokerUnavailable(f"the control store can't be reached: {type(error).__name__}") from error
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         # redis-py awaits each send in `asyncio.wait_for`, which on Python 3.11 loses a cancellation that arrives while
         # the send completes (https://github.com/python/cpython/issues/86296): without this a loop would never end.
         raise asyncio.CancelledError
+
+
+def _decode(value: bytes, kind: type[T], whose: str) -> T | None:
+    """Decodes a record; one that a newer qinfer wrote in another form must not hide the others."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except msgspec.DecodeError as error:
+        logger.error("stored record unusable", extra={"kind": kind.__name__, "whose": whose, "error": str(error)})
+        return None
 
 
 def _text(value: bytes | str) -> str:

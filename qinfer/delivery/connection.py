@@ -140,7 +140,12 @@ class Connection(asyncio.Protocol):
                 future.set_result(reply)
 
         self.send(pack(command), answered)
-        return await future
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if late is not None and future.done() and not future.cancelled() and future.exception() is None:
+                late(future.result())  # it came in the very tick of the cancellation
+            raise
 
     def data_received(self, data: bytes) -> None:
         """Hands each reply to the callback that waits longest."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import redis
 import redis.asyncio
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from redis.retry import Retry
 
 from qinfer.clock import Clock, ServerClock, SystemClock
@@ -98,17 +99,15 @@ class RedisDelivery:
 
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """See `Delivery.renew`."""
-        if self._renewer is None:
-            self._renewer = _blocking_client(self._settings)
         lost: list[Lease] = []
-        try:
-            for (lane, consumer), group in _grouped(leases, _owner):
-                by_id = {lease.entry.entry_id.encode(): lease for lease in group}
-                # EVAL with the text, each 3 s, spares the dance of NOSCRIPT
-                gone = self._renewer.eval(scripts.RENEW.text, 1, keys.lane(lane), keys.GROUP, consumer, *by_id)
-                lost.extend(by_id[entry_id] for entry_id in gone)
-        except redis.RedisError as error:
-            raise BrokerUnavailable("leases can't be renewed now; try again") from error
+        failure: Exception | None = None
+        for (lane, consumer), group in _grouped(leases, _owner):
+            try:
+                lost.extend(self._renew(lane, consumer, group))
+            except (RedisError, RedisClusterException, OSError) as error:
+                failure = error  # of this lane's node: the others may be well
+        if failure is not None and not lost:
+            raise BrokerUnavailable("leases can't be renewed now; try again") from failure
         return lost
 
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
@@ -170,6 +169,20 @@ class RedisDelivery:
         if self._renewer is not None:
             self._renewer.close()
 
+    def _renew(self, lane: Lane, consumer: str, leases: Sequence[Lease]) -> list[Lease]:
+        """Renews leases of one lane; returns those that are lost."""
+        if self._renewer is None:
+            self._renewer = _blocking_client(self._settings)
+        by_id = {lease.entry.entry_id.encode(): lease for lease in leases}
+        try:
+            # EVAL with the text, each 3 s, spares the dance of NOSCRIPT
+            gone = self._renewer.eval(scripts.RENEW.text, 1, keys.lane(lane), keys.GROUP, consumer, *by_id)
+        except ResponseError as error:
+            if "NOGROUP " not in str(error):  # in 6.2 somewhere in the text
+                raise
+            return list(leases)  # the lane was deleted
+        return [by_id[entry_id] for entry_id in gone]
+
     async def _ensure(self, lane: Lane) -> None:
         create = (b"XGROUP", b"CREATE", keys.lane(lane), keys.GROUP, b"0", b"MKSTREAM")
         try:
@@ -181,11 +194,15 @@ class RedisDelivery:
     async def _run(
         self, lane: Lane, script: scripts.Script, arguments: Sequence[Argument], entries: Sequence[Entry]
     ) -> None:
-        """Runs a script on entries of one lane."""
+        """Runs a script on entries of one lane; does nothing where the lane was deleted."""
         call = partial(self._router.call, keys.lane_slot(lane))
-        for start in range(0, len(entries), _MAX_IDS):
-            ids = [entry.entry_id for entry in entries[start : start + _MAX_IDS]]
-            await scripts.run(call, script, [keys.lane(lane)], keys.GROUP, *arguments, *ids)
+        try:
+            for start in range(0, len(entries), _MAX_IDS):
+                ids = [entry.entry_id for entry in entries[start : start + _MAX_IDS]]
+                await scripts.run(call, script, [keys.lane(lane)], keys.GROUP, *arguments, *ids)
+        except Refused as error:
+            if error.kind != "NOGROUP":
+                raise
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
         """Releases without waiting; what does not arrive is reclaimed when its lease ends."""

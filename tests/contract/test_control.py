@@ -10,6 +10,7 @@ from qinfer.control.base import ControlStore, Desired, State, StoredModel, Versi
 from qinfer.control.memory_store import MemoryControlStore
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import sync
+from qinfer.delivery import keys
 from qinfer.delivery.base import Lane
 from qinfer.delivery.redis import admin_client
 from qinfer.errors import BrokerUnavailable
@@ -205,4 +206,21 @@ async def test_without_a_server_calls_fail_as_broker_unavailable() -> None:
         await store.desired()
     with pytest.raises(BrokerUnavailable):
         await store.wait(SHORT_S)
+    await store.close()
+
+
+async def test_a_record_that_cannot_be_read_hides_no_other(redis_queue: RedisQueue) -> None:
+    """What a newer qinfer wrote in another form is skipped."""
+    store = RedisControlStore(admin_client(redis_queue.settings))
+    await store.set_desired(Desired("m", 1))
+    await store.put_model(STORED)
+    await store.heartbeat(WORKER, LONG_S)
+    await store.heartbeat(WorkerRecord(id="new", started_at=1.0, models={}), LONG_S)
+    redis_queue.on_owner("HSET", keys.desired(), "new", b'{"wish": 1}')
+    redis_queue.on_owner("HSET", keys.config("m"), "model", b"\xff")
+    redis_queue.on_owner("HSET", keys.worker("new"), "record", b"[]")
+
+    assert await store.desired() == {"m": Desired("m", 1)}
+    assert await store.model("m") is None
+    assert await store.workers() == [WORKER]
     await store.close()

@@ -219,3 +219,25 @@ async def test_the_admin_client_reads_what_delivery_wrote(redis_queue: RedisQueu
     await client.aclose()
 
     assert [fields for _, fields in entries or ()] == [{b"f": b"x"}]
+
+
+async def test_a_lane_that_is_gone_costs_the_others_no_renewal(redis_queue: RedisQueue) -> None:
+    """Its own leases are lost; those of the other lane are renewed."""
+    delivery = await ready(redis_queue, b"gone")
+    await submit(delivery, LOW, b"stays")
+    gone, stays = await fetch(delivery)
+    redis_queue.on_owner("DEL", keys.lane(HIGH))
+    redis_queue.on_owner("XCLAIM", keys.lane(LOW), keys.GROUP, "a", 0, stays.entry.entry_id, "IDLE", 60_000)
+
+    assert delivery.renew([gone, stays]) == [gone]
+
+    assert await delivery.reclaim([LOW], "b", 30.0, 10) == []
+
+
+async def test_what_is_given_back_to_a_lane_that_is_gone_is_forgotten(redis_queue: RedisQueue) -> None:
+    """There is nothing left to release: no error."""
+    delivery = await ready(redis_queue, b"x")
+    leases = await fetch(delivery)
+    redis_queue.on_every_node("FLUSHALL")
+
+    await delivery.release(leases)

@@ -10,7 +10,7 @@ import pytest
 
 from qinfer.delivery import keys
 from qinfer.delivery.address import parse
-from qinfer.delivery.connection import Refused, pack
+from qinfer.delivery.connection import Connection, Refused, pack
 from qinfer.delivery.router import Router
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.settings import RedisSettings
@@ -36,6 +36,16 @@ class Answers:
     async def all(self) -> list[Any]:
         await self._done.wait()
         return self.replies
+
+
+class Deaf(asyncio.Transport):
+    """Writes to nobody."""
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def write(self, data: Any) -> None:
+        pass
 
 
 async def connect(server: RedisServer, **changes: Any) -> Router:
@@ -94,6 +104,22 @@ async def test_a_callback_that_raises_costs_the_others_nothing(
     assert await answers.all() == [b"PONG"]
     assert "callback of a redis reply failed" in caplog.text
     await router.close()
+
+
+async def test_a_reply_that_comes_with_the_cancellation_is_not_lost() -> None:
+    """It goes where late replies go: a fetch's entries must be given back."""
+    connection, late = Connection(RedisSettings(), timeout_s=60.0), Answers()
+    connection.connection_made(Deaf())
+    call = asyncio.create_task(connection.call(b"PING", late=late))
+    await asyncio.sleep(0)
+
+    connection.data_received(b"+PONG\r\n")
+    call.cancel()
+    await asyncio.wait([call])
+
+    assert call.cancelled()
+    assert await late.all() == [b"PONG"]
+    connection.connection_lost(None)
 
 
 async def test_a_full_buffer_refuses_at_once(new_redis: RedisServer) -> None:

@@ -1,10 +1,18 @@
-"""Which event loop the tests run on."""
+"""Which event loop the tests run on, and the stage that workers play on."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import pytest
 import uvloop
+from pydantic import SecretStr
+
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.redis import RedisDelivery, admin_client
+from qinfer.settings import RedisSettings
+from qinfer.testing import MemoryControlStore, MemoryDelivery
+from tests.servers import RedisServer, system_redis
+from tests.stage import Stage, stage
 
 
 def pytest_asyncio_loop_factories(
@@ -14,3 +22,25 @@ def pytest_asyncio_loop_factories(
     if item.path.name.startswith("test_http_"):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(system_redis(), tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+    if request.param == "memory":
+        async with stage(MemoryDelivery(), MemoryControlStore()) as one:
+            yield one
+        return
+    server: RedisServer = request.getfixturevalue("redis_server")
+    server.client().flushall()
+    settings = RedisSettings(url=SecretStr(server.url))
+    delivery, store = await RedisDelivery.connect(settings), RedisControlStore(admin_client(settings))
+    async with stage(delivery, store) as one:
+        yield one
+    await store.close()
+    await delivery.close()

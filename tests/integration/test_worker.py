@@ -1,48 +1,15 @@
 """The worker as a whole: on the memory delivery and on a real Redis."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Sequence
 
 import pytest
-from pydantic import SecretStr
 
-from qinfer.control.redis_store import RedisControlStore
-from qinfer.delivery.redis import RedisDelivery, admin_client
-from qinfer.messages import Response
-from qinfer.settings import RedisSettings
-from qinfer.testing import MemoryControlStore, MemoryDelivery, eventually
-from tests.servers import RedisServer, system_redis
-from tests.stage import Stage, stage, value
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(system_redis(), tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
-    if request.param == "memory":
-        async with stage(MemoryDelivery(), MemoryControlStore()) as one:
-            yield one
-        return
-    server: RedisServer = request.getfixturevalue("redis_server")
-    server.client().flushall()
-    settings = RedisSettings(url=SecretStr(server.url))
-    delivery, store = await RedisDelivery.connect(settings), RedisControlStore(admin_client(settings))
-    async with stage(delivery, store) as one:
-        yield one
-    await store.close()
-    await delivery.close()
-
-
-async def busy(scene: Stage) -> asyncio.Future[Response]:
-    """Occupies the only instance of the only worker until `scene.go`."""
-    scene.hold()
-    first = scene.submit(0.0)
-    await scene.started()
-    return first
+from qinfer.delivery.base import Lane, Lease
+from qinfer.delivery.connection import Refused
+from qinfer.errors import QinferError, QueueFull
+from qinfer.testing import eventually
+from tests.stage import Stage, value
 
 
 async def test_answers_one_request(scene: Stage) -> None:
@@ -102,7 +69,7 @@ async def test_expired_request_is_answered_and_not_executed(scene: Stage) -> Non
     """A deadline that passes in the queue costs no execution."""
     await scene.model()
     await scene.worker()
-    first = await busy(scene)
+    first = await scene.busy()
     late = scene.submit(1.0, timeout_s=0.001)
     expired_s = scene.delivery.clock.now_s() + 0.1
     await eventually(lambda: scene.delivery.clock.now_s() > expired_s)
@@ -139,7 +106,7 @@ async def test_busy_worker_hoards_nothing(scene: Stage) -> None:
     """What would wait behind a long execution is answered by the idle worker meanwhile."""
     await scene.model()
     await scene.worker("w1")
-    first = await busy(scene)
+    first = await scene.busy()
     await scene.worker("w2")
 
     answers = await asyncio.gather(*[scene.submit(float(i)) for i in range(1, 30)])
@@ -154,7 +121,7 @@ async def test_drain_releases_what_did_not_start(scene: Stage) -> None:
     """A stopping worker ends its batch; the rest goes to another at once, its delivery count unchanged."""
     await scene.model()
     await scene.worker("w1")
-    first = await busy(scene)
+    first = await scene.busy()
     waiting = [scene.submit(float(i)) for i in range(1, 20)]
     await scene.queued(20)
     stopping = asyncio.create_task(scene.stop("w1"))
@@ -240,22 +207,6 @@ async def test_unloaded_model_leaves_the_heartbeat(scene: Stage) -> None:
     await eventually(lambda: not scene.backends["w1"][0].loaded)
 
 
-async def test_dead_workers_entries_run_elsewhere(scene: Stage) -> None:
-    """What a worker held when it died is reclaimed, and runs alone."""
-    await scene.model()
-    await scene.worker("w1")
-    scene.hold()
-    calls = [scene.submit(float(i)) for i in range(3)]
-    await scene.started("w1")
-    await scene.kill("w1")
-    scene.go()
-    await scene.worker("w2", lease_s=0.2, renew_every_s=0.05)
-
-    answers = await asyncio.gather(*calls)
-
-    assert [value(a) for a in answers] == [0.0, 1.0, 2.0]
-
-
 async def test_statistics_are_added(scene: Stage) -> None:
     """A drained worker leaves nothing uncounted."""
     await scene.model()
@@ -268,20 +219,19 @@ async def test_statistics_are_added(scene: Stage) -> None:
     assert 5 in stats.values()
 
 
-async def test_entry_that_outlived_its_workers_is_given_up(scene: Stage) -> None:
-    """More deliveries than allowed are answered with a failure, not executed."""
+async def test_a_refused_fetch_is_tried_again(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the broker says: the worker and its other models go on."""
+    fetch = scene.delivery.fetch
+    refusals: list[QinferError] = [QueueFull("full"), Refused("WRONGTYPE", "WRONGTYPE not a stream")]
+
+    async def refusing(lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
+        if refusals:
+            raise refusals.pop()
+        return await fetch(lanes, consumer, count, wait_s)
+
+    monkeypatch.setattr(scene.delivery, "fetch", refusing)
     await scene.model()
-    await scene.worker("w1")
-    scene.hold()
-    call = scene.submit()
-    await scene.started("w1")
-    await scene.kill("w1")
-    scene.go()
-    await scene.worker("w2", lease_s=0.2, renew_every_s=0.05, max_deliveries=1)
-    scene.forget_started()
+    await scene.worker()
 
-    failure = (await call).failure
-
-    assert failure is not None
-    assert "given up" in failure.message
-    assert scene.backends["w2"][0].sizes == []
+    assert value(await scene.submit(3.0)) == 3.0
+    assert not refusals

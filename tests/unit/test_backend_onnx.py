@@ -12,7 +12,15 @@ from qinfer.backends.base import Array, Batch
 from qinfer.backends.onnx import OnnxBackend
 from qinfer.backends.registry import factory
 from qinfer.backends.reshape import reshaped
-from qinfer.errors import BackendUnavailable, InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
+from qinfer.backends.stub import StubBackend
+from qinfer.errors import (
+    BackendUnavailable,
+    InferenceFailed,
+    InvalidRequest,
+    ModelLoadFailed,
+    OutputMismatch,
+    QinferError,
+)
 from qinfer.messages import InferRequest
 from qinfer.repository.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, to_numpy
@@ -233,3 +241,14 @@ def test_reshape_gives_model_and_client_their_own_shapes(tmp_path: Path) -> None
 
     assert answers.array(0).tolist() == [[1.0]]
     assert answers.array(1).tolist() == [[2.0], [3.0]]
+
+
+def test_reshape_refuses_an_output_of_another_size() -> None:
+    """A model that returns more elements than the client's shape holds is told so."""
+    shape = TensorSpec(name="y", datatype="FP32", dims=(2,), reshape=(2, 1))
+    model = spec("FP32", backend="stub", outputs=(shape,))
+    backend = reshaped(StubBackend(), model)
+    backend.load(model, Path())
+
+    with pytest.raises(OutputMismatch, match=r"'y' as FP32\[1, 3\]"):
+        backend.execute(batch(np.ones((1, 3), "f4"), [1]), Answers())

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from qinfer.batching.assemble import assemble, key_function
+from qinfer.errors import InvalidRequest, QinferError, UnsupportedDatatype
 from qinfer.messages import InferRequest
 from qinfer.repository.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, from_numpy
@@ -97,3 +98,20 @@ def test_key_tells_input_sets_apart() -> None:
 
     assert key(request(x=one, y=one)) == key(request(y=one, x=one))
     assert key(request(x=one, y=one)) != key(request(x=one))
+
+
+@pytest.mark.parametrize(
+    ("x", "error"),
+    [
+        (Tensor("x", "FP7", (1, 1), bytes(4)), UnsupportedDatatype),
+        (Tensor("x", "FP32", (1, 1), bytes(8)), InvalidRequest),
+        (Tensor("x", "BF16", (2, 1), bytes(4)), InvalidRequest),
+        (Tensor("x", "BF16", (), bytes(2)), InvalidRequest),
+    ],
+)
+def test_what_cannot_be_stacked_is_an_error_of_the_request(x: Tensor, error: type[QinferError]) -> None:
+    """An unknown datatype, too many bytes, more rows than were announced, no batch dimension."""
+    one = InferRequest(model="m", inputs=(x,))
+
+    with pytest.raises(error):
+        assemble([one, one], [1, 1])

@@ -167,6 +167,21 @@ async def test_a_reload_keeps_the_old_spec_until_the_new_generation_is_loaded(st
     assert stack.catalog.resolve("m", 1).spec.inputs[0].name == "z"
 
 
+async def test_a_fresh_gateway_stamps_the_generation_of_the_spec_it_has(stack: Stack) -> None:
+    """A worker that has not loaded it yet sees that, and checks the request again."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+    stack.write("m", 1, config=CONFIG.replace('"x"', '"z"'))
+    newest = (await stack.sync())["m"].generation
+
+    fresh = Catalog(stack.store, LimitSettings())
+    await fresh.refresh()
+
+    served = fresh.resolve("m", 1)
+    assert (served.spec.inputs[0].name, served.generation) == ("z", newest)
+
+
 async def test_before_the_first_refresh_nothing_is_ready(stack: Stack) -> None:
     """A gateway that has seen nothing yet must get no traffic."""
     assert not stack.catalog.is_server_ready()

@@ -1,13 +1,15 @@
 """Instance threads: what runs on the event loop, and what does not."""
 
 import asyncio
+import sys
 
 import numpy as np
 
-from qinfer.backends.base import Backend, Batch
+from qinfer.backends.base import Backend, Batch, Context
 from qinfer.backends.stub import StubBackend
 from qinfer.batching.execution import Execution, Pending
 from qinfer.delivery.base import Entry, Lane, Lease
+from qinfer.errors import InferenceFailed
 from qinfer.messages import InferRequest
 from qinfer.testing import stub_spec
 from qinfer_workers.inference.executor import SHORT_S, ThreadExecutor
@@ -61,3 +63,17 @@ async def test_nothing_runs_on_the_loop_beside_a_busy_instance() -> None:
     await ended.wait()
     assert instances.run_now(execution(), SHORT_S / 2)
     instances.retire()
+
+
+def test_a_model_that_exits_fails_its_batch_only() -> None:
+    """`sys.exit` in a model's code must not end the instance's thread."""
+
+    class Exiting(StubBackend):
+        def execute(self, batch: Batch, ctx: Context) -> None:
+            sys.exit("enough")
+
+    run = execution()
+    run.run(Exiting())
+
+    assert isinstance(run.error, InferenceFailed)
+    assert run.error.message == "enough"

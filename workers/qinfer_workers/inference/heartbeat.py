@@ -101,5 +101,9 @@ class Heartbeat:
     async def flush(self) -> None:
         """Adds what was collected; what can't be added now is added later."""
         for key in list(self._unsent):
-            await self._store.add_stats(*key, self._unsent[key])
-            del self._unsent[key]
+            deltas = self._unsent.pop(key)
+            try:
+                await self._store.add_stats(*key, deltas)
+            except BaseException:
+                self._unsent.setdefault(key, Counter()).update(deltas)
+                raise

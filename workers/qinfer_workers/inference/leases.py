@@ -93,6 +93,10 @@ class LeaseKeeper:
                 logger.warning("leases not renewed", extra={"reason": error.message})
                 pause_s = min(_RETRY_S, self._every_s)
                 continue
+            except Exception:  # the loop boundary: without this thread every lease would end
+                logger.exception("leases not renewed")
+                pause_s = min(_RETRY_S, self._every_s)
+                continue
             if lost and not self._stop.is_set():
                 loop.call_soon_threadsafe(self._report, lost)
 

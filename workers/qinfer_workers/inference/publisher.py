@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from qinfer.batching.execution import Pending
 from qinfer.codec.frame import encode_responses
 from qinfer.delivery.base import Delivery, Lease
-from qinfer.errors import BrokerUnavailable, QueueFull
+from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.messages import Response
 from qinfer.tensors import Bytes
 from qinfer_workers.inference.leases import LeaseKeeper
@@ -110,7 +110,8 @@ class Publisher:
     async def _insist(self, work: _Work, items: Sequence[Pending], after: _After | None) -> None:
         """Does the work, again and again while Redis is away; what comes twice, its readers drop.
 
-        Ends in vain when every lease is lost: to finish such items again does no harm.
+        Ends in vain when every lease is lost: to finish such items again does no harm. What is refused for another
+        reason is left to the end of its leases.
         """
         pause_s = _FIRST_RETRY_S
         while not items or not all(item.lost for item in items):
@@ -119,6 +120,10 @@ class Publisher:
                 break
             except (BrokerUnavailable, QueueFull) as error:
                 logger.warning("broker unavailable, trying again", extra={"reason": error.message})
+            except QinferError:
+                logger.exception("refused by the broker", extra={"items": len(items)})
+                self._keeper.drop(items)
+                return
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _LAST_RETRY_S)
         if after is not None:

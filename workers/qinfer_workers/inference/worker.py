@@ -18,7 +18,7 @@ from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Pending
 from qinfer.control.base import ControlStore
 from qinfer.delivery.base import Delivery, Lane, Lease
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.settings import Settings
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import Heartbeat
@@ -30,6 +30,7 @@ from qinfer_workers.inference.publisher import Publisher
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_MAX_RECLAIMS = 100  # in a row that yield nothing to run
 
 
 class Serving(NamedTuple):
@@ -90,7 +91,7 @@ class Worker:
                 try:
                     await stop.wait()
                     await _end(models, reclaimer)
-                    await self._drain()
+                    await self._drain(heartbeat)
                 finally:
                     self._publisher.close()
                 await _end(heartbeat, *(serving.fetcher for serving in self._serving.values()))
@@ -138,7 +139,7 @@ class Worker:
                 if leases:
                     self._take_in(batcher, leases)
                     await asyncio.sleep(0)  # answers that are ready leave in one write with the next fetch
-            except BrokerUnavailable as error:
+            except QinferError as error:  # the broker's state, or its refusal: either may pass
                 logger.warning("nothing fetched", extra={"reason": error.message})
                 await asyncio.sleep(_RETRY_S)
             finally:
@@ -163,32 +164,43 @@ class Worker:
         """Looks for entries of dead workers, twice in a lease time."""
         while True:
             await asyncio.sleep(self._settings.lease_s / 2)
-            for serving in list(self._serving.values()):
+            for key, serving in list(self._serving.items()):
                 try:
-                    suspect = await self._reclaim_one(serving)
-                    if suspect is not None:
-                        await self._run_suspects(serving, suspect)
-                except BrokerUnavailable as error:
+                    suspects = await self._reclaim_one(serving)
+                    if suspects:
+                        await self._run_suspects(key, serving, suspects)
+                except QinferError as error:
                     logger.warning("nothing reclaimed", extra={"reason": error.message})
 
-    async def _reclaim_one(self, serving: Serving) -> Lease | None:
-        """Takes one entry: were there more, a crash on the first would count against the others."""
-        leases = await self._delivery.reclaim(serving.lanes, self._id, self._settings.lease_s, 1)
-        mine = [lease for lease in leases if not self._keeper.holds(lease.entry)]
-        return mine[0] if mine else None
-
-    async def _run_suspects(self, serving: Serving, suspect: Lease | None) -> None:
-        """Runs a dead worker's entries one by one, while this worker holds nothing else (DESIGN.md §2.5)."""
-        async with self._alone():
-            while suspect is not None:
-                logger.warning(
-                    "reclaimed", extra={"entry_id": suspect.entry.entry_id, "deliveries": suspect.deliveries}
-                )
-                items = self._intake.items(serving.batcher, [suspect])
+    async def _reclaim_one(self, serving: Serving) -> list[Pending]:
+        """Takes and holds one entry, if any: were there more, a crash on the first would count against the others."""
+        for _ in range(_MAX_RECLAIMS):
+            leases = await self._delivery.reclaim(serving.lanes, self._id, self._settings.lease_s, 1)
+            if not leases:
+                break
+            mine = [lease for lease in leases if not self._keeper.holds(lease.entry)]
+            for lease in mine:
+                logger.warning("reclaimed", extra={"entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})
+            items = self._intake.items(serving.batcher, mine)
+            if items:
                 self._keeper.hold(items)
-                serving.batcher.admit(items)
-                await serving.batcher.idle()
-                suspect = await self._reclaim_one(serving)
+                return items
+        return []
+
+    async def _run_suspects(self, key: Key, serving: Serving, suspects: list[Pending]) -> None:
+        """Runs a dead worker's entries one by one, while this worker holds nothing else (DESIGN.md §2.5)."""
+        batcher = serving.batcher
+        try:
+            async with self._alone():
+                # Hands take a while to empty: the model may be another by now, or gone, and the lease lost.
+                while suspects and self._serving.get(key) is serving:
+                    fit = [item for item in suspects if not item.lost and self._intake.fits(batcher, item)]
+                    suspects = []
+                    batcher.admit(fit)
+                    await batcher.idle()
+                    suspects = await self._reclaim_one(serving)
+        finally:
+            self._keeper.drop(suspects)  # not released, which would clear them of suspicion
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -207,7 +219,7 @@ class Worker:
         await serving.quiet.wait()
         await serving.batcher.idle()
 
-    async def _drain(self) -> None:
+    async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
         """Ends what runs within `drain_s`; what does not end in time is reclaimed by another worker."""
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
         try:
@@ -218,6 +230,7 @@ class Worker:
                 for model, version in list(self._serving):
                     await self.retire(model, version)
                 await self._publisher.settle()
+                await _end(heartbeat)  # or it could beat once more after the last beat
                 await self._heartbeat.beat()
                 await self._store.retire(self._id)
         except TimeoutError:
