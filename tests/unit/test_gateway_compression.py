@@ -58,7 +58,7 @@ def test_a_bomb_is_stopped_at_the_limit() -> None:
         decompress(gzip.compress(bytes(50_000_000)), "gzip", 1000)
 
 
-@pytest.mark.parametrize("body", [b"", gzip.compress(b"abcdef" * 100)[:-20]])
+@pytest.mark.parametrize("body", [b"", gzip.compress(b"abcdef" * 100, mtime=0)[:-20]])
 def test_a_body_that_is_cut_off_is_refused(body: bytes) -> None:
     """Half a body is no body."""
     with pytest.raises(InvalidRequest, match="cut off"):
