@@ -35,7 +35,7 @@ class Publisher:
 
     Args:
         delivery: Where to publish and finish.
-        keeper: Holds the items' leases; they are dropped when their entries are done with.
+        keeper: Holds the items' leases; they are dropped when their entries are to be finished.
         tasks: Owns the tasks.
     """
 
@@ -95,7 +95,8 @@ class Publisher:
             self._timer = None
         if self._published:
             items, self._published = self._published, []
-            self._spawn(lambda: self._finish(items), items, self._keeper.drop)
+            self._keeper.drop(items)  # before they are finished: a renewal just after would find their leases lost
+            self._spawn(lambda: self._finish(items), items)
 
     async def _finish(self, items: Sequence[Pending]) -> None:
         await self._delivery.finish([item.lease.entry for item in items if not item.lost])
