@@ -6,7 +6,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bars import FASTAPI, MOSEC, MOSEC_ORJSON, QINFER, Outcome, Rows, Verdict
+from benchmarks.bars import FASTAPI, FASTAPI_ORJSON, MOSEC, MOSEC_ORJSON, QINFER, Outcome, Rows, Verdict
 from benchmarks.models import MODELS
 from benchmarks.results import BATCH, Row, Setting
 
@@ -19,6 +19,7 @@ _COLUMNS = (
         "req/s",
         "slowest … fastest",
         "x FastAPI",
+        "x FastAPI orjson",
         "x mosec",
         "x mosec orjson",
         "p50 ms",
@@ -91,6 +92,7 @@ def _line(row: Row, rows: Rows) -> Cells:
         f"{row.rate:,.0f}" if row.valid else f"invalid: {row.errors} failed",
         _spread(row),
         _ratio(row, rows, FASTAPI),
+        _ratio(row, rows, FASTAPI_ORJSON),
         _ratio(row, rows, MOSEC),
         _ratio(row, rows, MOSEC_ORJSON),
         f"{row.p50_us / 1000:.2f}",

@@ -200,11 +200,14 @@ KINDS = {
             ),
             encodings=(JSON, BINARY),
         ),
-        ServerKind(
-            name="fastapi_direct",
-            commands=_peer("fastapi_direct"),
-            roles=(("fastapi_direct", "server"),),
-            environment="fastapi_direct",
+        *(
+            ServerKind(
+                name=name,
+                commands=_peer("fastapi_direct", BENCH_JSON=json),
+                roles=(("fastapi_direct", "server"),),
+                environment="fastapi_direct",
+            )
+            for name, json in (("fastapi_direct", "stock"), ("fastapi_orjson", "orjson"))
         ),
         ServerKind(name="mosec", commands=_peer("mosec", BENCH_JSON="stock"), roles=_MOSEC_ROLES, environment="mosec"),
         ServerKind(

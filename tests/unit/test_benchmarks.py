@@ -124,7 +124,7 @@ def test_markdown_has_rows_and_ratios() -> None:
 
     text = markdown(rows, bars.judge(rows), {"kernel": "Linux"}, "1 round")
 
-    assert "| 64 | qinfer | 300 | 300 … 300 | - | 1.50 | - |" in text
+    assert "| 64 | qinfer | 300 | 300 … 300 | - | - | 1.50 | - |" in text
     assert "| 20 | gateway 20 | 3 |" in text
 
 

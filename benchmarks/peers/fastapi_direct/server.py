@@ -1,10 +1,14 @@
 """FastAPI `async def` calling ONNX Runtime directly: no queue and no batching, the least that can be done.
 
-The body is read and written with orjson rather than through a pydantic model: the quickest form of it.
+`BENCH_JSON=stock` leaves reading and writing to FastAPI's own JSON (Python's `json`), without a pydantic model, which
+would cost more; `orjson` replaces it.
 """
+
+import os
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 
 from benchmarks.peers import kserve
 
@@ -12,10 +16,16 @@ app = FastAPI()
 model = kserve.Model()
 
 
-@app.post(kserve.INFER_PATH)
 async def infer(request: Request) -> Response:
+    return JSONResponse(kserve.answer(model.run(kserve.read_tensor(await request.json()))))
+
+
+async def infer_orjson(request: Request) -> Response:
     y = model.run(kserve.parse(await request.body()))
     return Response(kserve.render(y), media_type="application/json")
+
+
+app.post(kserve.INFER_PATH)(infer_orjson if os.environ["BENCH_JSON"] == "orjson" else infer)
 
 
 if __name__ == "__main__":
