@@ -2,13 +2,13 @@
 
     QinferError(code, retryable)
     ├─ RequestError    InvalidRequest · MalformedJson · UnsupportedDatatype · UnsupportedFeature · PayloadTooLarge
-    │                  ModelNotFound · RequestNotFound · JobNotFound
+    │                  ModelNotFound · RequestNotFound · JobNotFound · Conflict
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden
     ├─ ModelError      ModelNotReady · ModelLoadFailed · BackendUnavailable · InferenceFailed · OutputMismatch
     ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry
     ├─ ResultError     ResultNotFound · ResultExpired
-    └─ SettingsError
+    └─ SettingsError · Unreachable
 
 Codes are neutral: HTTP and gRPC numbers live in `qinfer_api.status` only. A message says what happened, the value,
 and what to do; it never carries a path, a host or stack text, because clients read it.
@@ -29,6 +29,7 @@ class ErrorCode(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     REQUEST_NOT_FOUND = "request_not_found"
     JOB_NOT_FOUND = "job_not_found"
+    CONFLICT = "conflict"
     QUEUE_FULL = "queue_full"
     QUOTA_EXCEEDED = "quota_exceeded"
     DEADLINE_INFEASIBLE = "deadline_infeasible"
@@ -47,6 +48,7 @@ class ErrorCode(StrEnum):
     RESULT_NOT_FOUND = "result_not_found"
     RESULT_EXPIRED = "result_expired"
     SETTINGS = "settings"
+    UNREACHABLE = "unreachable"
     INTERNAL = "internal"
 
 
@@ -112,6 +114,12 @@ class JobNotFound(RequestError):
     """No bulk job of that id is known."""
 
     code = ErrorCode.JOB_NOT_FOUND
+
+
+class Conflict(RequestError):
+    """The id or idempotency key belongs to another request already."""
+
+    code = ErrorCode.CONFLICT
 
 
 class Overloaded(QinferError):
@@ -244,3 +252,10 @@ class SettingsError(QinferError):
     """A setting is missing or wrong; the message names the variable, its value and what it accepts."""
 
     code = ErrorCode.SETTINGS
+
+
+class Unreachable(QinferError):
+    """Seen by clients only: no gateway answers at the URL, or what answers there is none."""
+
+    code = ErrorCode.UNREACHABLE
+    retryable = True

@@ -46,6 +46,9 @@ class InferRequest(msgspec.Struct, kw_only=True):
         generation: The model generation that the request was checked against.
         attempt: Executions so far (DESIGN.md §2.5).
         sequence: Set for stateful models.
+        queue_timeout_s: How long it may wait before it executes, by its model's queue policy; 0 = as long as its
+            `timeout_s`.
+        payload: True when the tensors' bytes are stored beside the stream (claim check) and not in the frame.
     """
 
     model: str
@@ -64,6 +67,8 @@ class InferRequest(msgspec.Struct, kw_only=True):
     generation: int = 0
     attempt: int = 0
     sequence: Sequence | None = None
+    queue_timeout_s: float = 0.0
+    payload: bool = False
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +109,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
         index: 0, 1, … within the attempt.
         final: True on the last response of the request.
         timing: Set by the worker when it executed the request.
+        stored: True when the outputs are stored beside the reply stream (`Delivery.take_result`) and not in the blob.
     """
 
     request_id: str
@@ -115,6 +121,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     final: bool = True
     timing: Timing | None = None
+    stored: bool = False
 
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32

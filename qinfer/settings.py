@@ -16,6 +16,9 @@ from qinfer.errors import SettingsError
 
 PREFIX = "QINFER_"
 
+API_KEY_VARIABLE = "QINFER_API_KEY"
+"""The key that the command line presents to gateways; no setting, for it must not reach the programs' own settings."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -26,9 +29,22 @@ class RedisSettings(_Section):
 
     url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
-        description="redis://, rediss:// or unix:// URL; with `cluster` any node of it. Its password is never logged.",
+        description="redis://, rediss:// or unix:// URL; with `cluster` any node of it; with Sentinels "
+        "redis+sentinel://host:port,host:port/service/db. Its password is never logged.",
+    )
+    sentinel_password: SecretStr = Field(
+        SecretStr(""), description="The Sentinels' own password; the one in the URL is Redis'. Never logged."
     )
     cluster: bool = Field(False, description="The URL names a node of a Redis Cluster.")
+    durability: Literal["everysec", "always"] = Field(
+        "everysec",
+        description="What an accepted asynchronous request survives: `everysec` the kill of any gateway or worker; "
+        "about a second is lost at power loss, and milliseconds may be when Redis is killed. `always` survives these "
+        "too (it takes a Redis with appendfsync always, or with WAITAOF).",
+    )
+    min_replicas: int = Field(
+        0, ge=0, description="Replicas that must have an asynchronous request before it is accepted (WAIT)."
+    )
     connect_timeout_s: float = Field(5.0, gt=0, description="Seconds to wait for a connection.")
     command_timeout_s: float = Field(5.0, gt=0, description="Seconds to wait for a command's reply.")
     max_buffered_bytes: int = Field(
@@ -59,6 +75,54 @@ class LimitSettings(_Section):
     max_timeout_s: float = Field(3600.0, gt=0, description="Longest timeout a request may ask for.")
     max_json_depth: int = Field(100, gt=0, description="Deepest JSON nesting (Triton's limit).")
     max_in_flight: int = Field(100_000, gt=0, description="Requests one gateway may have unanswered.")
+    lane_capacity: int = Field(
+        10_000, gt=0, description="Requests that may wait in one lane; a model's `qinfer.lane_capacity` overrides it."
+    )
+    inline_max_bytes: int = Field(
+        256 * 1024,
+        gt=0,
+        description="Tensors of a request, or outputs of an answer, above this travel beside the stream.",
+    )
+    cold_start_s: float = Field(
+        60.0, gt=0, description="Assumed time until a model without a live worker executes, until one was measured."
+    )
+
+
+class RequestSettings(_Section):
+    """Asynchronous requests (`/v1`)."""
+
+    default_timeout_s: float = Field(3600.0, gt=0, description="Timeout of an asynchronous request that names none.")
+    max_timeout_s: float = Field(86400.0, gt=0, description="Longest timeout an asynchronous request may ask for.")
+    result_ttl_s: float = Field(3600.0, gt=0, description="Seconds that a result can be read.")
+    tombstone_ttl_s: float = Field(86400.0, gt=0, description="Seconds after that in which 410 tells it was there.")
+    idempotency_ttl_s: float = Field(86400.0, gt=0, description="Seconds that an idempotency key is remembered.")
+    max_wait_s: float = Field(60.0, gt=0, description="Longest `?wait=` and `Prefer: wait=`.")
+    sweep_every_s: float = Field(0.5, gt=0, description="Seconds between the janitor's rounds.")
+
+
+class WebhookSettings(_Section):
+    """Telling other servers that a request has ended."""
+
+    allow: tuple[str, ...] = Field(
+        (),
+        description="Hosts that webhooks may go to: `example.org`, `*.example.org`, `host:port`; without a port that of "
+        "http or https. Empty = no webhooks.",
+    )
+    allow_private: bool = Field(False, description="Hosts may resolve to loopback, private or link-local addresses.")
+    secret: SecretStr = Field(
+        SecretStr(""), description="Signs webhooks (HMAC-SHA256, Standard Webhooks); never logged."
+    )
+    timeout_s: float = Field(10.0, gt=0, description="Seconds that a receiver has to answer.")
+    max_attempts: int = Field(12, gt=0, description="Deliveries of one webhook before it is given up.")
+
+
+class AuthSettings(_Section):
+    """Who may call."""
+
+    mode: Literal["", "none", "keys"] = Field(
+        "", description="`none` = everyone, `keys` = with an API key; unset it is `none`, on loopback addresses only."
+    )
+    keys_file: str = Field("", description="JSON file of API keys; `qinfer keys new` writes its entries.")
 
 
 class WorkerSettings(_Section):
@@ -100,6 +164,9 @@ class Settings(BaseSettings):
     redis: RedisSettings = Field(default_factory=RedisSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
+    requests: RequestSettings = Field(default_factory=RequestSettings)
+    webhooks: WebhookSettings = Field(default_factory=WebhookSettings)
+    auth: AuthSettings = Field(default_factory=AuthSettings)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
     repository: RepositorySettings = Field(default_factory=RepositorySettings)
     log: LogSettings = Field(default_factory=LogSettings)
@@ -149,7 +216,7 @@ def unknown_variables(names: Iterable[str]) -> list[str]:
     problems = []
     for name in sorted(names):
         upper = name.upper()
-        if not upper.startswith(PREFIX) or upper in known or upper in sections:
+        if not upper.startswith(PREFIX) or upper in known or upper in sections or upper == API_KEY_VARIABLE:
             continue
         nearest = difflib.get_close_matches(upper, known, n=1, cutoff=0.0)
         problems.append(f"{name} is no setting of qinfer; did you mean {nearest[0]}?")

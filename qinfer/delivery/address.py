@@ -1,10 +1,12 @@
 """Where a Redis node is and how to greet it: the parsed form of a `redis://`, `rediss://` or `unix://` URL.
 
-redis-py's own parser reads the URL, so that `wire` and the admin client understand the same one.
+`redis+sentinel://` and `rediss+sentinel://` name Sentinels instead, which know where the primary is. redis-py's own
+parser reads the URL, so that `wire` and the clients of redis-py understand the same one.
 """
 
 import ssl
 from typing import Any, NoReturn
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from redis.asyncio.connection import SSLConnection, parse_url
@@ -12,6 +14,9 @@ from redis.asyncio.connection import SSLConnection, parse_url
 from qinfer.errors import SettingsError
 
 _KNOWN = {"connection_class", "host", "port", "path", "username", "password", "db"}
+SENTINEL_PORT = 26379
+
+_SENTINEL = "+sentinel"
 _TLS = {"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs"}
 
 
@@ -47,20 +52,81 @@ class Address(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, host=host, port=port)
 
 
+class Sentinels(msgspec.Struct, frozen=True):
+    """Sentinels, and the service whose primary they know.
+
+    Attributes:
+        places: (host, port) of each.
+        service: The name of what they watch.
+        node: How to greet the primary; its host and port are what the Sentinels say.
+        options: The node's part of the URL, as redis-py names it: `db`, `username`, `password`, `ssl_…`.
+    """
+
+    places: tuple[tuple[str, int], ...]
+    service: str
+    node: Address
+    options: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """Names the places without the credentials; for logs."""
+        return f"{self.service} of {', '.join(f'{host}:{port}' for host, port in self.places)}"
+
+    __str__ = __repr__
+
+
+def parse_place(url: str) -> Address | Sentinels:
+    """Reads a URL of a node, or of Sentinels.
+
+    Raises:
+        SettingsError: See `parse`.
+    """
+    parts = urlsplit(url)
+    return _sentinels(parts) if parts.scheme.endswith(_SENTINEL) else parse(url)
+
+
 def parse(url: str) -> Address:
     """Reads a Redis URL.
 
     Raises:
         SettingsError: It is none, or has an option that is not known.
     """
+    return _address(_fields(url))
+
+
+def _sentinels(parts: SplitResult) -> Sentinels:
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    service, _, db = parts.path.strip("/").partition("/")
+    if not service:
+        _refuse("the Sentinels' service has no name")
+    try:
+        named = [urlsplit(f"//{host}") for host in hosts.split(",")]
+        places = tuple((place.hostname or "", place.port or SENTINEL_PORT) for place in named)
+    except ValueError:  # its text has what it took for a port, which may be half of a password
+        _refuse("a Sentinel's host or port can't be read")
+    if not all(host for host, _ in places):
+        _refuse("a Sentinel's host is empty")
+    if db and not db.isdecimal():
+        _refuse("the database is no number")
+    scheme, query = parts.scheme.removesuffix(_SENTINEL), f"?{parts.query}" if parts.query else ""
+    fields = _fields(f"{scheme}://{credentials}{'@' if credentials else ''}sentinel/{db}{query}")
+    node = _address(fields)
+    options = {name: value for name, value in fields.items() if name not in {"connection_class", "host", "port"}}
+    return Sentinels(places, service, node, options | ({"ssl": True} if node.tls else {}))
+
+
+def _fields(url: str) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = dict(parse_url(url))
     except ValueError as error:
         _refuse(str(error))
-    encrypted = fields.pop("connection_class", None) is SSLConnection
+    encrypted = fields.get("connection_class") is SSLConnection
     unknown = fields.keys() - _KNOWN - (_TLS if encrypted else set())
     if unknown:
         _refuse(f"unknown option {', '.join(sorted(unknown))}")
+    return fields
+
+
+def _address(fields: dict[str, Any]) -> Address:
     return Address(
         host=fields.get("host", "127.0.0.1"),
         port=fields.get("port", 6379),
@@ -68,7 +134,7 @@ def parse(url: str) -> Address:
         db=fields.get("db", 0),
         username=fields.get("username", ""),
         password=fields.get("password", ""),
-        tls=_context(fields) if encrypted else None,
+        tls=_context(fields) if fields.get("connection_class") is SSLConnection else None,
     )
 
 
@@ -88,5 +154,6 @@ def _context(fields: dict[str, Any]) -> ssl.SSLContext:
 
 def _refuse(problem: str) -> NoReturn:
     raise SettingsError(
-        f"QINFER_REDIS__URL: {problem}; expected redis://[user:password@]host[:port][/db], rediss://… or unix://path[?db=n]"
+        f"QINFER_REDIS__URL: {problem}; expected redis://[user:password@]host[:port][/db], rediss://…, "
+        "unix://path[?db=n], or redis+sentinel://[user:password@]host[:port],host…/service[/db]"
     ) from None

@@ -15,16 +15,34 @@ The promises, each a test in `tests/contract/`:
 6. So `depth` is always waiting + in flight.
 7. `publish` to a reply stream that no longer exists does not create it, and says so.
 8. `listen` delivers what was published while the connection was down; consumers drop what they saw before.
+9. `submit` with a limit enqueues nothing beyond it: so many entries wait in a lane, those in flight not counted.
+10. `withdraw` removes an entry that waits, and leaves one alone that a consumer holds.
+11. `delay` moves an entry to another lane of its partition in one step; when it was enqueued stays known.
+12. `bury` moves an entry to the dead letters in one step, frame and payload, with why and how often it was tried.
+13. `oldest` shows what has been in a lane for so long, and changes nothing.
+
+Asynchronous requests, whose terminal step does more, are in `requests`; dead letters in `dead_letters`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from qinfer.clock import ServerClock
 from qinfer.errors import QinferError
 from qinfer.tensors import Bytes
+
+if TYPE_CHECKING:  # they need `Lane` and `Entry`
+    from qinfer.delivery.dead_letters import DeadLetters
+    from qinfer.delivery.requests import Requests
+
+
+DELAYED = ".delayed"
+"""Ends the name of the lane for what waited too long in the lane whose name comes before it."""
+
+FULL = "Exceeds maximum queue size"
+"""Why `submit` refuses what is beyond its limit; Triton's text (reference §3.3)."""
 
 
 class Lane(msgspec.Struct, frozen=True, cache_hash=True):
@@ -44,15 +62,24 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """The address of one request in the queue: its lane, and the id that the broker gave it."""
+    """The address of one request in the queue: its lane, and the id that the broker gave it.
+
+    Attributes:
+        lane: The lane it is in.
+        entry_id: Its id there; begins with the broker's milliseconds.
+        origin: The id it had in its first lane, if it was moved; empty otherwise.
+        payload_id: The id of the request whose payload is stored with it; empty without one.
+    """
 
     lane: Lane
     entry_id: str
+    origin: str = ""
+    payload_id: str = ""
 
     @property
     def enqueued_s(self) -> float:
-        """When it was enqueued, in the broker's time: the id begins with its milliseconds."""
-        return int(self.entry_id.partition("-")[0]) / 1000
+        """When it was enqueued first, in the broker's time."""
+        return int((self.origin or self.entry_id).partition("-")[0]) / 1000
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -73,6 +100,14 @@ class Lease(msgspec.Struct, frozen=True):
     suspect: bool = False
 
 
+class Payload(msgspec.Struct, frozen=True):
+    """Tensors beside the stream (claim check): stored under the request's id, for `ttl_s` seconds."""
+
+    request_id: str
+    data: Bytes
+    ttl_s: float
+
+
 class Delivery(Protocol):
     """The port. Lanes passed to one call must be of one model version and partition.
 
@@ -82,14 +117,30 @@ class Delivery(Protocol):
     clock: ServerClock
     """The broker's time, kept current by the adapter."""
 
-    def submit(self, lane: Lane, frame: Bytes, done: Callable[[Entry | QinferError], None]) -> None:
+    requests: "Requests"
+    """Asynchronous requests in the same queue."""
+
+    dead_letters: "DeadLetters"
+    """What `bury` has put away."""
+
+    def submit(
+        self,
+        lane: Lane,
+        frame: Bytes,
+        done: Callable[[Entry | QinferError], None],
+        *,
+        payload: Payload | None = None,
+        limit: int = 0,
+    ) -> None:
         """Appends an entry; never blocks. All submits of one event-loop tick leave in one write.
 
         Args:
             lane: Where to.
             frame: The encoded request.
             done: Called once, on the event loop, with the entry, or with why it may not have been enqueued (it may: a
-                caller that submits again must tell its answers apart by request id).
+                caller that submits again must tell its answers apart by request id). `QueueFull` = it was not.
+            payload: Tensors that do not travel in the frame; stored first, removed with the entry.
+            limit: Refuse it when so many entries wait in the lane and its `.delayed` lane; 0 = no limit.
 
         Raises:
             BrokerUnavailable: At once, when the connection is down or its buffer full.
@@ -128,7 +179,42 @@ class Delivery(Protocol):
         ...
 
     async def release(self, leases: Sequence[Lease]) -> None:
-        """Gives back entries that did not begin to execute; entries meanwhile owned by another stay theirs."""
+        """Gives back entries that did not begin to execute; entries meanwhile owned by another stay theirs.
+
+        Suspects stay suspects: `reclaim` returns them, at once, and `fetch` does not.
+        """
+        ...
+
+    async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
+        """Removes those entries that wait, undelivered or released, with their payloads; tells which were removed."""
+        ...
+
+    async def delay(self, leases: Sequence[Lease], name: str) -> None:
+        """Moves leased entries to the end of the lane called `name` in their partition, as never delivered.
+
+        They have new addresses then, which the records of asynchronous requests know and submitters do not: to `finish`
+        the old one removes the payload, if any, and leaves the rest to the entry's deadline.
+        """
+        ...
+
+    async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
+        """Moves an entry to the dead letters; `request_id` is empty where the frame can't be decoded.
+
+        Returns:
+            False when the entry was gone or owned by another: nothing was done.
+        """
+        ...
+
+    async def payload(self, entry: Entry, request_id: str) -> bytes | None:
+        """Returns the payload stored with an entry; `None` when it is gone, as the entry is then."""
+        ...
+
+    async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float) -> None:
+        """Stores outputs too large for a reply stream, for `take_result`."""
+        ...
+
+    async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
+        """Returns and removes what `store_result` stored; `None` when it is gone."""
         ...
 
     async def finish(self, entries: Sequence[Entry]) -> None:
@@ -159,6 +245,19 @@ class Delivery(Protocol):
 
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
         """Returns how many entries each lane holds, waiting and in flight."""
+        ...
+
+    async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
+        """Returns up to `count` entries with their frames that came into a lane more than `age_s` ago, oldest first.
+
+        Waiting or in flight; nothing about them changes.
+
+        Args:
+            lane: The lane.
+            age_s: How old they are at least.
+            count: How many at most.
+            after: The `entry_id` to begin behind.
+        """
         ...
 
     async def close(self) -> None:

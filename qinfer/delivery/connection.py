@@ -12,8 +12,10 @@ from typing import Any, cast
 
 from hiredis import ProtocolError, Reader, ReplyError, pack_command
 
+from qinfer.delivery.address import Address
 from qinfer.errors import BrokerUnavailable, DeliveryError, QinferError, QueueFull, SettingsError
 from qinfer.settings import RedisSettings
+from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,22 @@ Argument = str | int | float | bytes | memoryview
 pack: Callable[[tuple[Argument, ...]], bytes] = pack_command  # type: ignore[assignment]  # its stub says tuples of one
 """Encodes a command; copies each word once."""
 
+
+class Template:
+    """A command whose last word varies: the words before it are encoded once.
+
+    Args:
+        words: All words but the last.
+    """
+
+    def __init__(self, *words: Argument) -> None:
+        self._begin = pack((*words, b"")).removesuffix(b"0\r\n\r\n")  # all but the empty last word's length
+
+    def pack(self, last: Bytes) -> bytes:
+        """Encodes the command with its last word, which is copied once."""
+        return b"".join((self._begin, b"%d\r\n" % len(last), last, b"\r\n"))
+
+
 Reply = Callable[[Any], None]
 """Gets a command's reply, or a `QinferError` as a value."""
 
@@ -29,6 +47,9 @@ _NOTHING = object()
 DOWN = "the connection to the queue is down; try again"
 _FAILING_OVER = "the queue is failing over (read-only replica); try again"
 _FULL = "too much is waiting to be written to the queue; try again"
+_TOO_FEW_REPLICAS = "the queue has too few replicas; try again"
+_LEAVE = {_FAILING_OVER, _TOO_FEW_REPLICAS}
+"""Replies of a node that may be a primary no longer: look its address up again."""
 _LOST = "the connection to the queue broke before it answered; try again"
 
 _REFUSALS: dict[str, Callable[[], QinferError]] = {
@@ -38,7 +59,7 @@ _REFUSALS: dict[str, Callable[[], QinferError]] = {
     "CLUSTERDOWN": lambda: BrokerUnavailable("the queue's cluster is down; try again"),
     "TRYAGAIN": lambda: BrokerUnavailable("the queue is moving this model's keys; try again"),
     "BUSY": lambda: BrokerUnavailable("the queue is busy with a script; try again"),
-    "NOREPLICAS": lambda: BrokerUnavailable("the queue has too few replicas; try again"),
+    "NOREPLICAS": lambda: BrokerUnavailable(_TOO_FEW_REPLICAS),
     "MISCONF": lambda: BrokerUnavailable("the queue can't write to its disk; try again"),
     "OOM": lambda: QueueFull("the queue's memory is full; try again"),
     "NOAUTH": lambda: SettingsError("QINFER_REDIS__URL: Redis asks for a password; put it into the URL"),
@@ -66,8 +87,26 @@ def mapped(error: ReplyError) -> QinferError:
     kind = text.partition(" ")[0]
     if text.startswith("ERR Error running script") and (inner := _IN_SCRIPT.search(text)):
         kind = inner[1]
-    make = _REFUSALS.get(kind)
-    return make() if make else Refused(kind, text)
+    if make := _REFUSALS.get(kind):
+        return make()
+    if "max number of clients" in text:
+        return BrokerUnavailable("the queue takes no more connections (maxclients); try again")
+    return Refused(kind, text)
+
+
+async def open_connection(address: Address, settings: RedisSettings, timeout_s: float) -> "Connection":
+    """Connects to a node, without greeting it; see `Connection` for `timeout_s`.
+
+    Raises:
+        OSError: It can't be reached.
+    """
+    loop = asyncio.get_running_loop()
+    connection = Connection(settings, timeout_s)
+    if address.path:
+        await loop.create_unix_connection(lambda: connection, address.path)
+    else:
+        await loop.create_connection(lambda: connection, address.host, address.port, ssl=address.tls)
+    return connection
 
 
 class Connection(asyncio.Protocol):
@@ -90,6 +129,7 @@ class Connection(asyncio.Protocol):
         self._out: list[bytes] = []
         self._out_bytes = 0
         self._is_paused = False
+        self._farewell: QinferError | None = None
         self._progress_at = 0.0
         self._watchdog: asyncio.TimerHandle | None = None
 
@@ -106,7 +146,7 @@ class Connection(asyncio.Protocol):
             BrokerUnavailable: The connection is down, or its buffer full.
         """
         if self._transport is None:
-            raise BrokerUnavailable(DOWN)
+            raise self._farewell or BrokerUnavailable(DOWN)
         if self._is_paused or self._out_bytes > self._max_bytes:
             raise BrokerUnavailable(_FULL)
         if not self._out:
@@ -172,7 +212,7 @@ class Connection(asyncio.Protocol):
         self._out.clear()
         if self._watchdog is not None:
             self._watchdog.cancel()
-        error = BrokerUnavailable(_LOST)
+        error = self._farewell or BrokerUnavailable(_LOST)
         while self._owed:
             self._answer(error)
         self.lost.set()
@@ -183,11 +223,16 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _answer(self, reply: Any) -> None:
-        callback = self._owed.popleft()
+        try:
+            callback = self._owed.popleft()
+        except IndexError:  # why it closes, before it was asked anything
+            self._farewell = mapped(reply) if type(reply) is ReplyError else BrokerUnavailable(_LOST)
+            self.abort()
+            return
         if type(reply) is ReplyError:
             reply = mapped(reply)
-            if reply.message == _FAILING_OVER:
-                self.abort()  # a primary no longer: look the address up again
+            if reply.message in _LEAVE:
+                self.abort()
         try:
             callback(reply)
         except Exception:  # the loop boundary: one caller's mistake must not cost the others their replies

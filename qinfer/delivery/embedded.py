@@ -61,13 +61,15 @@ class EmbeddedRedis:
     Args:
         data_dir: Where its data, log, socket and locks are; made when missing, readable by its owner only.
         binary: The server to run; `find_redis_server()` when `None`.
+        durability: `always` syncs each write before it answers, `everysec` each second; as `RedisSettings.durability`.
 
     Attributes:
         process: The running server, for a supervisor to watch; `None` before `start`.
     """
 
-    def __init__(self, data_dir: Path, binary: Path | None = None) -> None:
+    def __init__(self, data_dir: Path, binary: Path | None = None, durability: str = "everysec") -> None:
         self.process: subprocess.Popen[bytes] | None = None
+        self._durability = durability
         self._data_dir = data_dir.absolute()
         self._binary = binary
         self._dir = self._data_dir / "redis"
@@ -163,7 +165,7 @@ class EmbeddedRedis:
             "dir": str(self._dir),
             "logfile": str(self._log),
             "appendonly": "yes",
-            "appendfsync": "everysec",
+            "appendfsync": self._durability,
             # A request writes about 1 kB: the default of 64 MB would fork for a rewrite every few seconds under load.
             "auto-aof-rewrite-min-size": "256mb",
             "save": "",

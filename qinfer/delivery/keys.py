@@ -16,6 +16,12 @@ GROUP = b"workers"
 RELEASED = b"released"
 """The consumer that owns what was released; `fetch` takes from it first. No worker may have this name."""
 
+SUSPECTS = b"suspects"
+"""The consumer that owns what was reclaimed and then released; `reclaim` takes it at once, `fetch` never."""
+
+JANITORS = b"janitors"
+"""The consumer group of every outbox."""
+
 
 @lru_cache(maxsize=65536)  # one call per request
 def lane(of: Lane) -> bytes:
@@ -34,6 +40,11 @@ def slot(key: str | bytes) -> int:
     return key_slot(key if isinstance(key, bytes) else key.encode())
 
 
+def prefix(model: str, number: int) -> str:
+    """Returns what the keys of a partition begin with, for scripts that spell a lane from a record."""
+    return _partition(model, number)
+
+
 def dead_letters(model: str, partition: int = 0) -> str:
     """Returns the dead-letter stream of a partition."""
     return f"{_partition(model, partition)}dlq"
@@ -45,7 +56,7 @@ def payload(model: str, partition: int, request_id: str) -> str:
 
 
 def result(model: str, partition: int, request_id: str) -> str:
-    """Returns the string that holds a request's large outputs."""
+    """Returns the string that holds an asynchronous request's outcome, or a synchronous one's large outputs."""
     return f"{_partition(model, partition)}result:{request_id}"
 
 
@@ -54,8 +65,16 @@ def request(model: str, partition: int, request_id: str) -> str:
     return f"{_partition(model, partition)}request:{request_id}"
 
 
+def staged(key: str, nonce: str) -> str:
+    """Returns the string that holds a large value until the script that renames it to `key` runs.
+
+    No id of a request has a `|`: an id may be another one with something behind it.
+    """
+    return f"{key}|{nonce}"
+
+
 def idempotency(model: str, partition: int, tenant: str, key_hash: str) -> str:
-    """Returns the string that maps an idempotency key to a request id."""
+    """Returns the string that maps an idempotency key to a request id and the hash of its body, a line each."""
     return f"{_partition(model, partition)}idem:{tenant}:{key_hash}"
 
 
@@ -67,6 +86,11 @@ def due(model: str, partition: int = 0) -> str:
 def outbox(model: str, partition: int = 0) -> str:
     """Returns the stream of webhooks and job progress to be delivered."""
     return f"{_partition(model, partition)}outbox"
+
+
+def confirm(model: str, partition: int = 0) -> str:
+    """Returns the string that is written before the wait for replicas or the disk; see `durability`."""
+    return f"{_partition(model, partition)}confirm"
 
 
 def config(model: str) -> str:

@@ -13,7 +13,7 @@ from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.delivery.connection import Refused, pack
 from qinfer.delivery.router import BlockingLink, Router
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import BrokerUnavailable, QinferError
 
 MAX_BLOCK_S = 0.5
 """The longest blocking read, and so how late a release may be seen: it does not wake a blocked reader."""
@@ -97,14 +97,15 @@ class LaneReader:
         return to_leases(await scripts.run(call, scripts.FETCH, names, keys.GROUP, consumer, keys.RELEASED, count))
 
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
-        """Waits for the first new entry; of a single lane it takes up to `count`.
+        """Waits for the first new entry, and takes up to `count`.
 
         Redis wakes a blocked reader at the first of many entries that arrive in one write. On a busy lane a second read
-        rides along: it is executed when all of them are there, and both replies come together.
+        rides along: it is executed when all of them are there, and both replies come together. With several lanes it
+        always does, and is the script, for COUNT is per lane: one from each could be too many already.
         """
         to_leases = partial(_leases_of_read, lanes, consumer)
         block = (b"BLOCK", max(1, int(block_s * 1000)))  # BLOCK 0 would wait for ever
-        if count == 1 or len(lanes) > 1 or not self._is_busy:
+        if count == 1 or (len(lanes) == 1 and not self._is_busy):
             most = count if len(lanes) == 1 else 1
             return to_leases(await self._call(to_leases, *_read(lanes, consumer, most, *block)))
         first: list[Lease] = []
@@ -119,11 +120,13 @@ class LaneReader:
         with suppress(BrokerUnavailable):  # `_call` waits for the connection
             self._link.send(pack(_read(lanes, consumer, 1, *block)), answered)
         try:
+            if len(lanes) > 1:
+                return first + await self._take(lanes, consumer, count - 1)
             return first + to_leases(await self._call(to_leases, *_read(lanes, consumer, count - 1)))
-        except BrokerUnavailable:
+        except QinferError:
             if not first:
                 raise
-            return first
+            return first  # what is wrong shows again at the next read
         except asyncio.CancelledError:
             is_late = True
             self._give_back(first)
@@ -158,13 +161,20 @@ def _leases_of_read(lanes: Sequence[Lane], consumer: str, reply: Any) -> list[Le
     return leases_of(
         lanes,
         consumer,
-        [(names.index(name) + 1, entry_id, fields[1], 1) for name, entries in reply for entry_id, fields in entries],
+        [(names.index(name) + 1, entry_id, fields, 1) for name, entries in reply for entry_id, fields in entries],
     )
 
 
 def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool = False) -> list[Lease]:
-    """Makes leases of what a script returned: (lane's number from 1, id, body, deliveries) per entry."""
+    """Makes leases of what a script returned: (lane's number from 1, id, fields, deliveries) per entry."""
     return [
-        Lease(Entry(lanes[number - 1], entry_id.decode()), consumer, body, deliveries, suspect)
-        for number, entry_id, body, deliveries in found
+        Lease(_entry(lanes[number - 1], entry_id, fields), consumer, fields[1], deliveries, suspect)
+        for number, entry_id, fields, deliveries in found
     ]
+
+
+def _entry(lane: Lane, entry_id: bytes, fields: Sequence[bytes]) -> Entry:
+    if len(fields) == 2:  # the frame alone
+        return Entry(lane, entry_id.decode())
+    more = dict(zip(fields[2::2], fields[3::2], strict=True))
+    return Entry(lane, entry_id.decode(), more.get(b"o", b"").decode(), more.get(b"p", b"").decode())

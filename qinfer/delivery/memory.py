@@ -2,27 +2,19 @@
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from qinfer.clock import Clock, ServerClock, SystemClock
-from qinfer.delivery.base import Entry, Lane, Lease, reply_address
-from qinfer.errors import QinferError
+from qinfer.delivery.base import Entry, Lane, Lease, Payload, reply_address
+from qinfer.delivery.dead_letters import DeadLetters
+from qinfer.delivery.memory_dead_letters import MemoryDeadLetters
+from qinfer.delivery.memory_lanes import MemoryLanes
+from qinfer.delivery.memory_requests import MemoryRequests
+from qinfer.delivery.requests import Requests
+from qinfer.errors import QinferError, QueueFull
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
-
-
-class _Item(msgspec.Struct, eq=False):
-    """One entry: waiting while it has no owner."""
-
-    frame: bytes
-    owner: str = ""
-    renewed_at: float = 0.0
-    deliveries: int = 0
-    was_released: bool = False
 
 
 class MemoryDelivery:
@@ -35,84 +27,90 @@ class MemoryDelivery:
     def __init__(self, clock: Clock | None = None) -> None:
         monotonic = clock or SystemClock()
         self.clock = ServerClock(monotonic)
-        self._monotonic_s = monotonic.monotonic_s
-        self._lanes: dict[Lane, dict[str, _Item]] = {}
+        self._lanes = MemoryLanes(self.clock, monotonic.monotonic_s)
+        self._letters = MemoryDeadLetters(self._lanes, self.clock)
+        self.dead_letters: DeadLetters = self._letters
+        self.requests: Requests = MemoryRequests(self._lanes, self.clock, self.publish)
         self._replies: dict[str, asyncio.Queue[bytes]] = {}
-        self._arrived = asyncio.Event()
-        self._last_id = (0, 0)
-        self._lock = threading.Lock()  # `renew` comes from another thread
 
-    def submit(self, lane: Lane, frame: Bytes, done: Callable[[Entry | QinferError], None]) -> None:
+    def submit(
+        self,
+        lane: Lane,
+        frame: Bytes,
+        done: Callable[[Entry | QinferError], None],
+        *,
+        payload: Payload | None = None,
+        limit: int = 0,
+    ) -> None:
         """See `Delivery.submit`."""
-        millisecond, sequence = self._last_id
-        now_ms = int(self.clock.now_s() * 1000)
-        self._last_id = (now_ms, 0) if now_ms > millisecond else (millisecond, sequence + 1)
-        entry = Entry(lane, f"{self._last_id[0]}-{self._last_id[1]}")
-        with self._lock:
-            self._lanes.setdefault(lane, {})[entry.entry_id] = _Item(bytes(frame))
-        self._arrived.set()
-        asyncio.get_running_loop().call_soon(done, entry)
+        answer: Entry | QinferError
+        try:
+            answer = self._lanes.add(lane, frame, payload, limit).entry
+        except QueueFull as error:
+            answer = error
+        asyncio.get_running_loop().call_soon(done, answer)
 
     async def ensure(self, lanes: Sequence[Lane]) -> None:
         """See `Delivery.ensure`."""
-        for lane in lanes:
-            self._lanes.setdefault(lane, {})
+        self._lanes.ensure(lanes)
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         """See `Delivery.fetch`."""
         until_s = asyncio.get_running_loop().time() + wait_s
         await asyncio.sleep(0)  # as with a broker, others get their turn
         while True:
-            self._arrived.clear()
-            leases = self._take(lanes, consumer, count)
+            self._lanes.arrived.clear()
+            leases = self._lanes.take(lanes, consumer, count)
             if leases:
                 return leases
             try:
                 async with asyncio.timeout_at(until_s):
-                    await self._arrived.wait()
+                    await self._lanes.arrived.wait()
             except TimeoutError:
                 return []
 
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """See `Delivery.renew`."""
-        lost = []
-        with self._lock:
-            for lease in leases:
-                item = self._owned(lease)
-                if item is None:
-                    lost.append(lease)
-                else:
-                    item.renewed_at = self._monotonic_s()
-        return lost
+        return [lease for lease in leases if not self._lanes.renew(lease)]
 
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
         """See `Delivery.reclaim`."""
-        dead_before_s = self._monotonic_s() - idle_s
-        with self._lock:
-            dead = [
-                (Entry(lane, entry_id), item)
-                for lane in lanes
-                for entry_id, item in self._lanes.get(lane, {}).items()
-                if item.owner and item.renewed_at <= dead_before_s
-            ]
-            return [self._lease(entry, item, consumer, suspect=True) for entry, item in dead[:count]]
+        return self._lanes.reclaim(lanes, consumer, idle_s, count)
 
     async def release(self, leases: Sequence[Lease]) -> None:
         """See `Delivery.release`."""
-        with self._lock:
-            for lease in leases:
-                item = self._owned(lease)
-                if item is not None:
-                    item.owner = ""
-                    item.deliveries -= 1
-                    item.was_released = True
-        self._arrived.set()
+        for lease in leases:
+            self._lanes.release(lease)
+
+    async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
+        """See `Delivery.withdraw`."""
+        return [self._withdraw(entry) for entry in entries]
+
+    async def delay(self, leases: Sequence[Lease], name: str) -> None:
+        """See `Delivery.delay`."""
+        for lease in leases:
+            self._lanes.move(lease, name)
+
+    async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
+        """See `Delivery.bury`."""
+        return self._letters.bury(lease, request_id, code, reason)
+
+    async def payload(self, entry: Entry, request_id: str) -> bytes | None:
+        """See `Delivery.payload`."""
+        return self._lanes.value(("payload", entry.lane.model, entry.lane.partition, request_id))
+
+    async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float) -> None:
+        """See `Delivery.store_result`."""
+        self._lanes.put(("result", lane.model, lane.partition, request_id), blob, ttl_s)
+
+    async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
+        """See `Delivery.take_result`."""
+        return self._lanes.pop(("result", lane.model, lane.partition, request_id))
 
     async def finish(self, entries: Sequence[Entry]) -> None:
         """See `Delivery.finish`."""
-        with self._lock:
-            for entry in entries:
-                self._lanes.get(entry.lane, {}).pop(entry.entry_id, None)
+        for entry in entries:
+            self._lanes.remove(entry)
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
         """See `Delivery.publish`."""
@@ -141,29 +139,18 @@ class MemoryDelivery:
 
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
         """See `Delivery.depth`."""
-        return [len(self._lanes.get(lane, {})) for lane in lanes]
+        return [self._lanes.depth(lane) for lane in lanes]
+
+    async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
+        """See `Delivery.oldest`."""
+        return [(item.entry, item.frame) for item in self._lanes.oldest(lane, age_s, count, after)]
 
     async def close(self) -> None:
         """See `Delivery.close`: there is nothing to close, and others may share the object."""
 
-    def _take(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
-        with self._lock:
-            waiting = [
-                (Entry(lane, entry_id), item)
-                for lane in lanes
-                for entry_id, item in self._lanes.get(lane, {}).items()
-                if not item.owner
-            ]
-            waiting.sort(key=lambda pair: not pair[1].was_released)  # stable: lanes stay in order
-            return [self._lease(entry, item, consumer) for entry, item in waiting[:count]]
-
-    def _lease(self, entry: Entry, item: _Item, consumer: str, *, suspect: bool = False) -> Lease:
-        item.owner = consumer
-        item.renewed_at = self._monotonic_s()
-        item.deliveries += 1
-        item.was_released = False
-        return Lease(entry, consumer, item.frame, item.deliveries, suspect)
-
-    def _owned(self, lease: Lease) -> _Item | None:
-        item = self._lanes.get(lease.entry.lane, {}).get(lease.entry.entry_id)
-        return item if item is not None and item.owner == lease.consumer else None
+    def _withdraw(self, entry: Entry) -> bool:
+        item = self._lanes.get(entry)
+        if item is None or item.owner:
+            return False
+        self._lanes.remove(entry)
+        return True

@@ -1,42 +1,45 @@
 """The delivery port on Redis Streams: one stream per lane, one consumer group, Lua where two steps must be one.
 
 submit   XADD, in one write with the tick's others    fetch    fetch.lua, else a blocking XREADGROUP (`lane_reader`)
-renew    renew.lua, from its own thread               release, reclaim, finish    a script per lane
+renew    renew.lua, from its own thread               release, reclaim, finish, …    a script per lane (`redis_entries`)
 publish  XADD NOMKSTREAM                              listen   `replies`
+
+An entry is a stream entry with the field `f`, the frame, and where they apply `p`, the id of the request whose payload
+is stored with it, and `o`, the id that the entry had in its first lane. Readers skip fields that they do not know.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
 
-import redis
-import redis.asyncio
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
-from redis.retry import Retry
 
 from qinfer.clock import Clock, ServerClock, SystemClock
 from qinfer.delivery import keys, scripts
-from qinfer.delivery.base import Entry, Lane, Lease
-from qinfer.delivery.connection import Argument, Refused, pack
+from qinfer.delivery.base import Entry, Lane, Lease, Payload
+from qinfer.delivery.clients import blocking_client
+from qinfer.delivery.connection import Refused, Template, pack
+from qinfer.delivery.dead_letters import DeadLetters
+from qinfer.delivery.durability import Durability
 from qinfer.delivery.lane_reader import LaneReader, leases_of
-from qinfer.delivery.replies import ReplyReader
+from qinfer.delivery.redis_dead_letters import RedisDeadLetters
+from qinfer.delivery.redis_entries import RedisEntries, grouped, owner_of
+from qinfer.delivery.redis_requests import RedisRequests
+from qinfer.delivery.redis_submit import RedisSubmits
+from qinfer.delivery.replies import REPLY_TTL_MS, ReplyReader
+from qinfer.delivery.requests import Requests
 from qinfer.delivery.router import Router
-from qinfer.errors import BrokerUnavailable, QinferError
+from qinfer.delivery.values import Values, packable
+from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.settings import RedisSettings
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
 
-K = TypeVar("K", bound=Hashable)
-T = TypeVar("T")
-
 _CLOCK_EVERY_S = 5.0
 _CONSUMER_GONE_MS = 3_600_000
-_LONGEST_ADMIN_BLOCK_S = 2.0
-_MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
 _TIME = pack((b"TIME",))
 
 
@@ -48,6 +51,12 @@ class RedisDelivery:
         self._monotonic_s = clock.monotonic_s
         self._settings = settings
         self._router = router
+        self._durability = Durability(settings, router)
+        self._values = Values(router, is_cluster=settings.cluster)
+        self.requests: Requests = RedisRequests(router, self._values, self._durability)
+        self._submits = RedisSubmits(router, self._values)
+        self._entries = RedisEntries(router)
+        self.dead_letters: DeadLetters = RedisDeadLetters(router)
         self._readers: dict[tuple[str, int, int], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
         self._renewer: Any = None
@@ -58,27 +67,39 @@ class RedisDelivery:
 
         Raises:
             BrokerUnavailable: Redis can't be reached in `connect_timeout_s`.
-            SettingsError: It refuses the credentials, is older than 6.2, or is (no) cluster against the settings.
+            SettingsError: It refuses the credentials, is older than 6.2, is (no) cluster against the settings, may
+                evict what is queued, or can't be as durable as the settings ask.
         """
         delivery = cls(settings, await Router.connect(settings), clock or SystemClock())
         try:
             sent_s = delivery._monotonic_s()
             delivery._observe(sent_s, await delivery._router.call(0, b"TIME"))
-            await delivery._check_policy()
+            await delivery._durability.check()
         except BaseException:
             await delivery.close()
             raise
         delivery._ask_time()
         return delivery
 
-    def submit(self, lane: Lane, frame: Bytes, done: Callable[[Entry | QinferError], None]) -> None:
+    def submit(
+        self,
+        lane: Lane,
+        frame: Bytes,
+        done: Callable[[Entry | QinferError], None],
+        *,
+        payload: Payload | None = None,
+        limit: int = 0,
+    ) -> None:
         """See `Delivery.submit`."""
+        if limit or payload is not None:
+            self._submits.add(lane, frame, done, payload, limit)
+            return
 
         def answered(reply: Any) -> None:
             done(Entry(lane, reply.decode()) if type(reply) is bytes else reply)
 
-        packed = pack((b"XADD", keys.lane(lane), b"*", b"f", _packable(frame)))
-        self._router.send(keys.lane_slot(lane), packed, answered)
+        slot, adding = _adding(lane)
+        self._router.send(slot, adding.pack(frame), answered)
 
     async def ensure(self, lanes: Sequence[Lane]) -> None:
         """See `Delivery.ensure`."""
@@ -93,7 +114,7 @@ class RedisDelivery:
         reader = self._readers.get(place)
         if reader is None:
             slot = keys.lane_slot(first)
-            reader = LaneReader(self._router, slot, self.ensure, self._give_back, self._monotonic_s)
+            reader = LaneReader(self._router, slot, self.ensure, self._entries.give_back, self._monotonic_s)
             self._readers[place] = reader
         return await reader.fetch(lanes, consumer, count, wait_s)
 
@@ -101,7 +122,7 @@ class RedisDelivery:
         """See `Delivery.renew`."""
         lost: list[Lease] = []
         failure: Exception | None = None
-        for (lane, consumer), group in _grouped(leases, _owner):
+        for (lane, consumer, _), group in grouped(leases, owner_of):
             try:
                 lost.extend(self._renew(lane, consumer, group))
             except (RedisError, RedisClusterException, OSError) as error:
@@ -125,22 +146,46 @@ class RedisDelivery:
 
     async def release(self, leases: Sequence[Lease]) -> None:
         """See `Delivery.release`."""
-        await _all(
-            [
-                self._run(lane, scripts.RELEASE, (consumer, keys.RELEASED), [lease.entry for lease in group])
-                for (lane, consumer), group in _grouped(leases, _owner)
-            ]
-        )
+        await self._entries.release(leases)
+
+    async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
+        """See `Delivery.withdraw`."""
+        return await self._entries.withdraw(entries)
+
+    async def delay(self, leases: Sequence[Lease], name: str) -> None:
+        """See `Delivery.delay`."""
+        await self._entries.delay(leases, name)
+
+    async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
+        """See `Delivery.bury`."""
+        return await self._entries.bury(lease, request_id, code, reason)
+
+    async def payload(self, entry: Entry, request_id: str) -> bytes | None:
+        """See `Delivery.payload`."""
+        lane = entry.lane
+        return await self._values.get(keys.lane_slot(lane), keys.payload(lane.model, lane.partition, request_id))
+
+    async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float) -> None:
+        """See `Delivery.store_result`."""
+        key = keys.result(lane.model, lane.partition, request_id)
+        await self._values.set(keys.lane_slot(lane), key, blob, ttl_s)
+
+    async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
+        """See `Delivery.take_result`."""
+        return await self._values.take(keys.lane_slot(lane), keys.result(lane.model, lane.partition, request_id))
 
     async def finish(self, entries: Sequence[Entry]) -> None:
         """See `Delivery.finish`."""
-        groups = _grouped(entries, lambda entry: entry.lane)
-        await _all([self._run(lane, scripts.FINISH, (), group) for lane, group in groups])
+        await self._entries.finish(entries)
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
         """See `Delivery.publish`."""
         key = keys.reply(reply_to).encode()
-        added = await self._router.call(keys.slot(key), b"XADD", key, b"NOMKSTREAM", b"*", b"r", _packable(blob))
+        call = partial(self._router.call, keys.slot(key))
+        try:
+            added = await call(b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
+        except QueueFull:  # full of what is to be answered: only answers make room
+            added = await scripts.run(call, scripts.PUBLISH, [key], REPLY_TTL_MS, packable(blob))
         return added is not None
 
     async def listen(
@@ -159,10 +204,19 @@ class RedisDelivery:
             *(self._router.call(keys.lane_slot(lane), b"XLEN", keys.lane(lane)) for lane in lanes)
         )
 
+    async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
+        """See `Delivery.oldest`."""
+        end = max(int((self.clock.now_s() - age_s) * 1000), 0)
+        words = (b"XRANGE", keys.lane(lane), f"({after}" if after else b"-", end, b"COUNT", count)
+        found = await self._router.call(keys.lane_slot(lane), *words)
+        leases = leases_of([lane], "", [(1, entry_id, fields, 0) for entry_id, fields in found])
+        return [(lease.entry, lease.frame) for lease in leases]
+
     async def close(self) -> None:
         """See `Delivery.close`."""
         if self._clock_timer is not None:
             self._clock_timer.cancel()
+        await self._submits.close()
         for reader in self._readers.values():
             await reader.settle()
         await self._router.close()
@@ -172,7 +226,7 @@ class RedisDelivery:
     def _renew(self, lane: Lane, consumer: str, leases: Sequence[Lease]) -> list[Lease]:
         """Renews leases of one lane; returns those that are lost."""
         if self._renewer is None:
-            self._renewer = _blocking_client(self._settings)
+            self._renewer = blocking_client(self._settings)
         by_id = {lease.entry.entry_id.encode(): lease for lease in leases}
         try:
             # EVAL with the text, each 3 s, spares the dance of NOSCRIPT
@@ -191,38 +245,6 @@ class RedisDelivery:
             if error.kind != "BUSYGROUP":
                 raise
 
-    async def _run(
-        self, lane: Lane, script: scripts.Script, arguments: Sequence[Argument], entries: Sequence[Entry]
-    ) -> None:
-        """Runs a script on entries of one lane; does nothing where the lane was deleted."""
-        call = partial(self._router.call, keys.lane_slot(lane))
-        try:
-            for start in range(0, len(entries), _MAX_IDS):
-                ids = [entry.entry_id for entry in entries[start : start + _MAX_IDS]]
-                await scripts.run(call, script, [keys.lane(lane)], keys.GROUP, *arguments, *ids)
-        except Refused as error:
-            if error.kind != "NOGROUP":
-                raise
-
-    def _give_back(self, leases: Sequence[Lease]) -> None:
-        """Releases without waiting; what does not arrive is reclaimed when its lease ends."""
-        for (lane, consumer), group in _grouped(leases, _owner):
-            ids = [lease.entry.entry_id for lease in group]
-            words: tuple[Argument, ...] = (
-                b"EVAL",
-                scripts.RELEASE.text,
-                1,
-                keys.lane(lane),
-                keys.GROUP,
-                consumer,
-                keys.RELEASED,
-                *ids,
-            )
-            try:
-                self._router.send(keys.lane_slot(lane), pack(words), lambda _: None)
-            except BrokerUnavailable:
-                logger.warning("entries could not be given back", extra={"count": len(ids)})
-
     def _ask_time(self) -> None:
         sent_s = self._monotonic_s()
         self._clock_timer = asyncio.get_running_loop().call_later(_CLOCK_EVERY_S, self._ask_time)
@@ -236,62 +258,8 @@ class RedisDelivery:
             seconds, microseconds = reply
             self.clock.observe(int(seconds) + int(microseconds) / 1e6, sent_s, self._monotonic_s())
 
-    async def _check_policy(self) -> None:
-        try:
-            reply = await self._router.call(0, b"CONFIG", b"GET", b"maxmemory-policy")
-        except QinferError:
-            return  # managed services forbid CONFIG
-        if reply and reply[1] != b"noeviction":
-            logger.warning(
-                "redis may evict queued requests; set maxmemory-policy noeviction", extra={"policy": reply[1].decode()}
-            )
 
-
-def admin_client(settings: RedisSettings) -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":
-    """Returns redis-py's own client, for set-up and control: replies are bytes, blocking reads may last 2 s."""
-    options: dict[str, Any] = {
-        "protocol": 2,  # as `wire` speaks it
-        "socket_connect_timeout": settings.connect_timeout_s,
-        "socket_timeout": settings.command_timeout_s
-        + _LONGEST_ADMIN_BLOCK_S,  # redis-py 8 would cut reads off after 5 s
-    }
-    url = settings.url.get_secret_value()
-    if settings.cluster:
-        return redis.asyncio.RedisCluster.from_url(url, **options)
-    return redis.asyncio.Redis.from_url(url, **options)
-
-
-def _blocking_client(settings: RedisSettings) -> "redis.Redis | redis.RedisCluster":
-    options: dict[str, Any] = {
-        "protocol": 2,
-        "socket_connect_timeout": settings.connect_timeout_s,
-        "socket_timeout": settings.command_timeout_s,
-        "retry": Retry(NoBackoff(), 1),  # a pooled connection may have died since the last renewal
-    }
-    url = settings.url.get_secret_value()
-    if settings.cluster:
-        return redis.RedisCluster.from_url(url, **options)
-    return redis.Redis.from_url(url, **options)
-
-
-async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Awaits all; one, which is the common case, without a task of its own."""
-    if len(calls) == 1:
-        await calls[0]
-    else:
-        await asyncio.gather(*calls)
-
-
-def _owner(lease: Lease) -> tuple[Lane, str]:
-    return lease.entry.lane, lease.consumer
-
-
-def _grouped(items: Iterable[T], key: Callable[[T], K]) -> Iterable[tuple[K, list[T]]]:
-    groups: dict[K, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups.items()
-
-
-def _packable(data: Bytes) -> bytes | memoryview:
-    return memoryview(data) if isinstance(data, bytearray) else data  # hiredis packs these two without a copy before
+@lru_cache(maxsize=65536)  # one call per request
+def _adding(lane: Lane) -> tuple[int, Template]:
+    """Returns a lane's slot, and the command that adds a frame to it."""
+    return keys.lane_slot(lane), Template(b"XADD", keys.lane(lane), b"*", b"f")

@@ -18,8 +18,10 @@ logger = logging.getLogger(__name__)
 
 BLOCK_S = 0.5
 
+REPLY_TTL_MS = 60_000
+"""How long a reply stream outlives its reader."""
+
 _START = b"0"
-_TTL_MS = 60_000
 _KEEP_EVERY_S = 10.0
 _PAUSE_S = 0.1
 _READ_COUNT = 100  # blobs are up to 1 MiB each
@@ -77,7 +79,7 @@ class ReplyReader:
         now_s = self._monotonic_s()
         if self._is_idle or now_s - self._kept_at >= _KEEP_EVERY_S:
             self._kept_at = now_s
-            if await scripts.run(self._link.call, scripts.KEEP, [self._key], _TTL_MS):
+            if await scripts.run(self._link.call, scripts.KEEP, [self._key], REPLY_TTL_MS):
                 self._last, self._untrimmed = _START, 0
 
     async def _read(self) -> None:

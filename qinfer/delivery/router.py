@@ -1,19 +1,22 @@
 """Which node answers for which key: slot → Link, learned from the cluster; a single node is the one-entry case.
 
 A cluster's map is asked for at the start, after every MOVED, and while a node can't be reached (its replica may have
-taken over); commands follow MOVED and ASK meanwhile. Sentinel would be another `resolve` of the one Link, nothing else.
+taken over); commands follow MOVED and ASK meanwhile. Sentinel is another `resolve` of the one Link, nothing else.
 """
 
 import asyncio
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-from qinfer.delivery.address import Address, parse
-from qinfer.delivery.connection import Refused, Reply, pack
+from qinfer.delivery.address import Address, Sentinels, parse_place
+from qinfer.delivery.connection import Connection, Refused, Reply, pack
+from qinfer.delivery.sentinel import SentinelResolver
 from qinfer.delivery.wire import Link
-from qinfer.errors import BrokerUnavailable, QinferError
+from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.settings import RedisSettings
+
+T = TypeVar("T")
 
 SLOTS = 16384
 
@@ -28,10 +31,16 @@ class Router:
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
-        self._seed = parse(settings.url.get_secret_value())
+        place = parse_place(settings.url.get_secret_value())
+        if settings.cluster and isinstance(place, Sentinels):
+            raise SettingsError(
+                "QINFER_REDIS__URL names Sentinels: a cluster has none; set QINFER_REDIS__CLUSTER=false"
+            )
+        self._seed = place.node if isinstance(place, Sentinels) else place
         self._in_doubt = asyncio.Event()
         self._links: dict[str, Link] = {}
-        self._table: list[Link] = [self._link(self._seed)] * SLOTS
+        first = self._sentinel_link(place) if isinstance(place, Sentinels) else self._link(place)
+        self._table: list[Link] = [first] * SLOTS
         self._blocking: list[Link] = []
         self._keeper: asyncio.Task[None] | None = None
 
@@ -89,6 +98,10 @@ class Router:
         self._blocking.append(link)
         return BlockingLink(link, self._target)
 
+    def nodes(self) -> list[Link]:
+        """Returns the links to the nodes that are known now."""
+        return list(self._links.values())
+
     async def close(self) -> None:
         """Closes every connection."""
         if self._keeper is not None:
@@ -96,6 +109,11 @@ class Router:
             await asyncio.wait([self._keeper])
         for link in [*self._blocking, *self._links.values()]:
             await link.close()
+
+    def _sentinel_link(self, place: Sentinels) -> Link:
+        resolve = SentinelResolver(place, self._settings).resolve
+        link = self._links[str(place)] = Link(resolve, self._settings, name="qinfer", on_trouble=self._in_doubt.set)
+        return link
 
     def _link(self, address: Address) -> Link:
         link = self._links.get(str(address))
@@ -197,18 +215,34 @@ class BlockingLink:
             try:
                 return await self._link.call(*command, late=late)
             except Refused as error:
-                target = self._target(error)
-                if target is None:
-                    raise
-                _, is_asking = target
-            if is_asking:  # the slot is on its way: its keys have two homes until it has arrived
-                break
-            self._link.reset()
+                self._move(error)
+        raise BrokerUnavailable(_CHANGING)
+
+    async def run(self, operation: Callable[[Callable[..., Awaitable[Any]]], Awaitable[T]]) -> tuple[Connection, T]:
+        """Runs `operation` with the `call` of one connection; returns which it was, and the result.
+
+        It is run again, elsewhere, when the slot turns out to have moved.
+        """
+        for _ in range(_MAX_REDIRECTS):
+            connection = await self._link.connected()
+            try:
+                return connection, await operation(connection.call)
+            except Refused as error:
+                self._move(error)
         raise BrokerUnavailable(_CHANGING)
 
     async def close(self) -> None:
         """Closes the connection."""
         await self._link.close()
+
+    def _move(self, error: Refused) -> None:
+        """Goes to where MOVED says; raises `error` when it says something else."""
+        target = self._target(error)
+        if target is None:
+            raise error
+        if target[1]:  # the slot is on its way: its keys have two homes until it has arrived
+            raise BrokerUnavailable(_CHANGING)
+        self._link.reset()
 
 
 def _ignore(_: Any) -> None:

@@ -17,8 +17,10 @@ class Script(msgspec.Struct, frozen=True):
     sha: bytes
 
 
-def _load(name: str) -> Script:
-    text = files("qinfer.delivery").joinpath("lua", f"{name}.lua").read_bytes()
+def _load(name: str, *parts: str) -> Script:
+    """Reads a script; `parts` are the files of the functions that it uses."""
+    folder = files("qinfer.delivery").joinpath("lua")
+    text = b"\n".join(folder.joinpath(f"{part}.lua").read_bytes() for part in (*parts, name))
     return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
@@ -27,7 +29,21 @@ RECLAIM = _load("reclaim")
 RENEW = _load("renew")
 RELEASE = _load("release")
 FINISH = _load("finish")
+SUBMIT = _load("submit", "waiting")
+WITHDRAW = _load("withdraw")
+DELAY = _load("delay")
+BURY = _load("bury")
+LETTERS = _load("letters")
+REPLAY = _load("replay", "now_ms")
 KEEP = _load("keep")
+PUBLISH = _load("publish")
+READ = _load("read")
+ACCEPT = _load("accept", "waiting", "now_ms")
+SETTLE = _load("settle", "now_ms")
+RECORD = _load("record")
+DUE = _load("due", "now_ms")
+NOTICES = _load("notices")
+CONFIRM = _load("confirm")
 
 
 async def run(

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from qinfer.delivery.address import Address
-from qinfer.delivery.connection import DOWN, Connection, Refused, Reply
+from qinfer.delivery.connection import DOWN, Connection, Refused, Reply, open_connection
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.settings import RedisSettings
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 MINIMUM_VERSION = (6, 2)
 
 _BACKOFF_S = (0.05, 2.0)
+_UNREACHABLE = "redis can't be reached"
 
 
 class Link:
@@ -54,6 +55,7 @@ class Link:
         self._timeout_s = settings.command_timeout_s + block_s
         self._on_trouble = on_trouble
         self._connection: Connection | None = None
+        self._told: tuple[str, str] | None = None
         self._up = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
 
@@ -96,6 +98,15 @@ class Link:
             connection = await self._wait_up()
         return await connection.call(*command, late=late)
 
+    async def connected(self) -> Connection:
+        """Returns the connection, waiting where there is none; for commands that must not be parted by a reconnect.
+
+        Raises:
+            BrokerUnavailable: There is none in time.
+        """
+        connection = self._connection
+        return connection if connection is not None and not connection.lost.is_set() else await self._wait_up()
+
     def reset(self) -> None:
         """Reconnects, to wherever `resolve` says then."""
         if self._connection is not None:
@@ -114,17 +125,35 @@ class Link:
             await connection.lost.wait()
 
     async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        delay_s, longest_s = _BACKOFF_S
         while True:
             if self._connection is None:
                 self._take(await self._dial(None))
             assert self._connection is not None
+            began_s = loop.time()
             await self._connection.lost.wait()
             self._drop()
-            logger.warning("redis connection lost", extra={"link": self._name})
             if self._on_trouble is not None:
                 self._on_trouble()
+            if loop.time() - began_s > longest_s:
+                delay_s = _BACKOFF_S[0]
+                self._told = None
+                self._tell("redis connection lost")
+                continue
+            self._tell("redis connection lost as soon as it was made")  # by a primary that is none any more
+            await _pause(delay_s)
+            delay_s = min(2 * delay_s, longest_s)
+
+    def _tell(self, event: str, reason: str = "") -> None:
+        """Logs what is wrong, once until something else is."""
+        if self._told != (event, reason):
+            self._told = (event, reason)
+            logger.warning(event, extra={"link": self._name, "reason": reason} if reason else {"link": self._name})
 
     def _take(self, connection: Connection) -> None:
+        if self._told is not None:
+            logger.info("redis connection made again", extra={"link": self._name})
         self._connection = connection
         self._up.set()
 
@@ -155,19 +184,14 @@ class Link:
                 problem = error
             if deadline_s is not None and (isinstance(problem, SettingsError) or loop.time() + delay_s > deadline_s):
                 raise _dial_error(problem)
-            logger.debug("can't connect to redis", extra={"link": self._name, "reason": repr(problem)})
+            self._tell(_UNREACHABLE, _reason(problem))
             if self._on_trouble is not None:
                 self._on_trouble()
-            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter needs no secrecy
+            await _pause(delay_s)
             delay_s = min(2 * delay_s, longest_s)
 
     async def _connect(self, address: Address) -> Connection:
-        loop = asyncio.get_running_loop()
-        connection = Connection(self._settings, self._timeout_s)
-        if address.path:
-            await loop.create_unix_connection(lambda: connection, address.path)
-        else:
-            await loop.create_connection(lambda: connection, address.host, address.port, ssl=address.tls)
+        connection = await open_connection(address, self._settings, self._timeout_s)
         try:
             await self._greet(connection, address)
         except BaseException:
@@ -193,11 +217,30 @@ class Link:
             raise SettingsError(f"Redis runs in {about[b'mode'].decode()} mode: set QINFER_REDIS__CLUSTER={remedy}")
         if address.db:
             await connection.call(b"SELECT", address.db)
+        if not is_cluster:
+            await _check_role(connection)
+        await connection.call(b"PING")  # refused while it loads its data, which HELLO and ROLE are not
         self.client_id = about[b"id"]
+
+
+async def _check_role(connection: Connection) -> None:
+    try:
+        role, *_ = await connection.call(b"ROLE")
+    except (Refused, SettingsError):  # managed services may forbid it; a replica shows at the first write
+        return
+    if role != b"master":
+        raise BrokerUnavailable("it is a replica, which takes no writes")
+
+
+async def _pause(longest_s: float) -> None:
+    await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter needs no secrecy
 
 
 def _dial_error(problem: Exception) -> QinferError:
     if isinstance(problem, SettingsError):
         return problem
-    reason = str(problem) or "no answer in time"
-    return BrokerUnavailable(f"can't connect to Redis: {reason}; see QINFER_REDIS__URL")
+    return BrokerUnavailable(f"can't connect to Redis: {_reason(problem)}; see QINFER_REDIS__URL")
+
+
+def _reason(problem: Exception) -> str:
+    return (str(problem) or "no answer in time").removesuffix("; try again")

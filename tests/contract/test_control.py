@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import pytest
 
-from qinfer.control.base import ControlStore, Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.control.base import ControlStore, Desired, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.memory_store import MemoryControlStore
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import sync
 from qinfer.delivery import keys
 from qinfer.delivery.base import Lane
-from qinfer.delivery.redis import admin_client
+from qinfer.delivery.clients import admin_client
 from qinfer.errors import BrokerUnavailable
 from qinfer.repository.config import normalise, parse
 from qinfer.repository.local import RepositoryModel
@@ -21,12 +21,15 @@ from tests.contract.conftest import MemoryQueue, RedisQueue
 from tests.servers import free_port
 
 LONG_S, SHORT_S = 30.0, 0.05
-STORED = StoredModel(model="m", generation=3, config='{"name":"m"}', versions=(1, 20), content_hash="h", error="é\n'")
+STORED = StoredModel(
+    model="m", generation=3, config='{"name":"m"}', versions=(1, 20), content_hash="h", error="é\n'", min_workers=0
+)
 WORKER = WorkerRecord(
     id="w1",
     started_at=12.5,
     models={"m": {1: VersionState(State.READY, 3), 20: VersionState(State.UNAVAILABLE, 3, "no file")}},
     executing=7,
+    speeds={"m": {1: 123.5}},
 )
 
 
@@ -120,6 +123,17 @@ async def test_a_silent_worker_disappears(stores: Pair) -> None:
             await asyncio.sleep(0)  # the server ends it, and announces nothing
 
     assert [worker.id for worker in live] == ["w2"]
+
+
+async def test_a_speed_outlives_its_worker(stores: Pair) -> None:
+    """The last one counts; each version has its own."""
+    assert await stores.one.speed("m", 1) is None
+    await stores.one.put_speed("m", 1, Speed(2.5))
+    await stores.one.put_speed("m", 2, Speed(7.0))
+    await stores.other.put_speed("m", 1, Speed(3.5, 12.25))
+
+    assert await stores.one.speed("m", 1) == Speed(3.5, 12.25)
+    assert await stores.other.speed("m", 2) == Speed(7.0)
 
 
 async def test_a_wake_before_the_wait_counts(stores: Pair) -> None:

@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from qinfer.delivery import keys
+from qinfer.delivery import clients, keys
 from qinfer.delivery import redis as adapter
-from qinfer.delivery.base import Delivery, Entry, Lane, reply_address
+from qinfer.delivery.base import DELAYED, Delivery, Entry, Lane, reply_address
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull, SettingsError
 from tests.contract.conftest import RedisQueue
 from tests.contract.test_delivery import HIGH, LOW, fetch, frames, listening, ready, submit
 
+DELAYED_LANE = Lane(HIGH.model, HIGH.version, HIGH.name + DELAYED)
 KILL = ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
@@ -182,15 +183,35 @@ async def test_full_memory_is_an_overload(own_redis: RedisQueue) -> None:
     assert isinstance(await answers.get(), QueueFull)
 
 
-async def test_an_eviction_policy_that_loses_requests_is_warned_of(
-    own_redis: RedisQueue, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Redis must refuse writes when its memory is full, not drop streams."""
-    own_redis.on_every_node("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+async def test_full_memory_stops_no_answer(redis_queue: RedisQueue) -> None:
+    """What was queued is answered and finished: that is what makes room."""
+    delivery = await ready(redis_queue, b"x")
+    async with listening(delivery, "g1") as blobs:
+        redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "1")
+        try:
+            leases = await fetch(delivery)
+            assert await delivery.publish(reply_address("g1"), b"y")
+            assert not await delivery.publish(reply_address("nobody"), b"y")
+            await delivery.finish([lease.entry for lease in leases])
 
-    await own_redis.connect()
+            assert await blobs.get() == b"y"
+            assert await delivery.depth([HIGH]) == [0]
+        finally:
+            redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
 
-    assert "noeviction" in caplog.text
+
+async def test_full_memory_stops_no_entry_from_leaving_its_lane(redis_queue: RedisQueue) -> None:
+    """To bury or to delay it takes no more memory than it gives back."""
+    delivery = await ready(redis_queue, b"x", b"y")
+    first, second = await fetch(delivery)
+    redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "1")
+    try:
+        assert await delivery.bury(first, "", "corrupt_entry", "it is no frame")
+        await delivery.delay([second], DELAYED_LANE.name)
+    finally:
+        redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
+
+    assert await delivery.depth([HIGH, DELAYED_LANE]) == [0, 1]
 
 
 async def test_close_forgets_no_callback(redis_queue: RedisQueue) -> None:
@@ -213,7 +234,7 @@ async def test_the_mode_must_match_the_server(redis_queue: RedisQueue) -> None:
 async def test_the_admin_client_reads_what_delivery_wrote(redis_queue: RedisQueue) -> None:
     """Same URL, same servers, replies in bytes."""
     await ready(redis_queue, b"x")
-    client = adapter.admin_client(redis_queue.settings)
+    client = clients.admin_client(redis_queue.settings)
 
     entries = await client.xrange(keys.lane(HIGH))
     await client.aclose()

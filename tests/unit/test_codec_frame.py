@@ -2,6 +2,7 @@
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,9 +11,11 @@ import pytest
 from qinfer.codec.frame import (
     FRAME_VERSION,
     NewerFrame,
+    PayloadApart,
     decode_request,
     decode_responses,
     encode_request,
+    encode_request_apart,
     encode_responses,
 )
 from qinfer.errors import CorruptEntry
@@ -45,6 +48,20 @@ FULL = InferRequest(
     attempt=1,
     sequence=Sequence("s-1", start=True, end=False),
 )
+LIMITED = InferRequest(  # the first request with a field that was appended
+    model="m", inputs=(Tensor("x", "UINT8", (1, 2), b"\x07\x08"),), id="r", timeout_s=2.0, queue_timeout_s=0.25
+)
+APART = InferRequest(
+    model="m",
+    inputs=(
+        Tensor("x", "UINT8", (1, 3), b"\x01\x02\x03"),
+        Tensor("text", "BYTES", (1, 1), pack_bytes([b"beside"])),
+        Tensor("y", "FP64", (1,), struct.pack("<d", -2.5)),
+    ),
+    id="01ARZ3NDEKTSV4RRFFQ69G5FAV.0.m",
+    timeout_s=2.0,
+    payload=True,
+)
 RESPONSES = [
     Response(
         request_id="01ARZ3NDEKTSV4RRFFQ69G5FAV.0.m",
@@ -62,9 +79,16 @@ RESPONSES = [
     Response(request_id="b", failure=Failure("inference_failed", "it broke", retryable=True)),
     Response(request_id="c"),
 ]
+STORED = [
+    Response(request_id="a", outputs=(Tensor("y", "UINT8", (3,), b"\x01\x02\x03"),)),
+    Response(request_id="b", model="m", version=3, timing=Timing(1, 2, 3, 4, 5), stored=True),
+    Response(request_id="c"),
+]
 
 
-@pytest.mark.parametrize(("name", "request_"), [("request_minimal", MINIMAL), ("request_full", FULL)])
+@pytest.mark.parametrize(
+    ("name", "request_"), [("request_minimal", MINIMAL), ("request_full", FULL), ("request_limited", LIMITED)]
+)
 def test_golden_requests(name: str, request_: InferRequest) -> None:
     """The committed frame decodes to the request with every field, and is what encoding it gives, bit by bit."""
     frame = (GOLDEN / f"{name}.v1.bin").read_bytes()
@@ -74,20 +98,34 @@ def test_golden_requests(name: str, request_: InferRequest) -> None:
     assert encode_request(decode_request(frame)) == frame
 
 
-def test_golden_responses() -> None:
-    """The committed blob decodes to the responses, and is what encoding them gives, bit by bit."""
-    blob = (GOLDEN / "responses.v1.bin").read_bytes()
+def test_golden_request_apart() -> None:
+    """The committed frame and payload decode to the request, and are what encoding it gives, bit by bit."""
+    frame = (GOLDEN / "request_apart.v1.bin").read_bytes()
+    payload = (GOLDEN / "request_apart_payload.v1.bin").read_bytes()
 
-    assert decode_responses(blob) == RESPONSES
-    assert encode_responses(RESPONSES) == blob
+    assert decode_request(frame, payload) == APART
+    assert encode_request_apart(APART) == (frame, payload)
+    assert encode_request_apart(decode_request(frame, payload)) == (frame, payload)
+
+
+@pytest.mark.parametrize(("name", "responses"), [("responses", RESPONSES), ("responses_stored", STORED)])
+def test_golden_responses(name: str, responses: list[Response]) -> None:
+    """The committed blob decodes to the responses, and is what encoding them gives, bit by bit."""
+    blob = (GOLDEN / f"{name}.v1.bin").read_bytes()
+
+    assert decode_responses(blob) == responses
+    assert encode_responses(responses) == blob
     assert encode_responses(decode_responses(blob)) == blob
 
 
-def test_the_full_golden_request_sets_every_field() -> None:
-    """A field added to `InferRequest` without a place in the golden frame is noticed here."""
-    defaults = InferRequest(model="", inputs=())
+def test_every_field_is_set_in_a_golden_frame() -> None:
+    """A field added to `InferRequest` or `Response` without a place in a golden frame is noticed here."""
+    request, response = InferRequest(model="", inputs=()), Response(request_id="")
 
-    assert [f for f in InferRequest.__struct_fields__ if getattr(FULL, f) == getattr(defaults, f)] == []
+    for field in InferRequest.__struct_fields__:
+        assert any(getattr(r, field) != getattr(request, field) for r in (FULL, LIMITED, APART)), field
+    for field in Response.__struct_fields__:
+        assert any(getattr(r, field) != getattr(response, field) for r in (*RESPONSES, *STORED)), field
 
 
 def test_tensors_are_aligned_views_of_the_frame() -> None:
@@ -134,16 +172,86 @@ def test_a_newer_frame_is_told_from_a_corrupt_one() -> None:
         decode_responses(frame)
 
 
+def header_fields(frame: bytes) -> list[Any]:
+    (size,) = struct.unpack_from("<I", frame, 4)
+    fields: list[Any] = msgspec.msgpack.decode(frame[8 : 8 + size])
+    return fields
+
+
 def test_header_fields_may_be_appended() -> None:
     """A reader of this version skips fields that a later one appends to the same header."""
-    frame = encode_request(MINIMAL)
-    (size,) = struct.unpack_from("<I", frame, 4)
-    fields = msgspec.msgpack.decode(frame[8 : 8 + size])
-    header = msgspec.msgpack.encode([*fields, "later", 42])
+    limited = InferRequest(model="m", inputs=(), queue_timeout_s=0.25)
+    header = msgspec.msgpack.encode([*header_fields(encode_request(limited)), "later", 42])
 
     grown = struct.pack("<BBHI", 1, 0, 0, len(header)) + header
 
-    assert decode_request(grown) == MINIMAL
+    assert decode_request(grown) == limited
+
+
+def test_an_older_reader_skips_what_was_appended() -> None:
+    """The fields of the first release are where they were; the new one is behind them."""
+    plain, limited = header_fields(encode_request(MINIMAL)), header_fields(encode_request(LIMITED))
+
+    assert (len(plain), len(limited), limited[17]) == (17, 18, 250_000)
+
+
+# --- tensors beside the stream ---
+
+
+def test_a_request_apart_names_itself_without_its_payload() -> None:
+    """Whoever has the frame knows id, model and timeout, and that the tensors are elsewhere."""
+    frame, _ = encode_request_apart(FULL)
+
+    with pytest.raises(PayloadApart) as caught:
+        decode_request(frame)
+
+    expected = msgspec.structs.replace(FULL, inputs=(), payload=True)
+    assert caught.value.request == expected
+    assert FULL.id in caught.value.message
+
+
+def test_a_frame_without_its_tensors_is_small() -> None:
+    """Whatever their size."""
+    large = InferRequest(model="m", inputs=(Tensor("x", "UINT8", (1_000_000,), bytes(1_000_000)),))
+
+    frame, payload = encode_request_apart(large)
+
+    assert len(frame) < 200
+    assert len(payload) == 1_000_000
+
+
+def test_tensors_are_aligned_views_of_the_payload() -> None:
+    """As those in a frame."""
+    arrays = [np.arange(3, dtype="|u1"), np.arange(4, dtype="<f8")]
+    request = InferRequest(model="m", inputs=tuple(from_numpy(f"x{i}", a) for i, a in enumerate(arrays)))
+    frame, payload = encode_request_apart(request)
+    base = np.frombuffer(payload, dtype="u1").__array_interface__["data"][0]
+
+    decoded = [to_numpy(tensor) for tensor in decode_request(frame, payload).inputs]
+
+    assert all(np.array_equal(a, b) for a, b in zip(arrays, decoded, strict=True))
+    assert [a.__array_interface__["data"][0] - base for a in decoded] == [0, 8]
+
+
+@pytest.mark.parametrize("payload", [b"", bytes(8)], ids=["empty", "short"])
+def test_a_payload_that_is_too_short_is_corrupt(payload: bytes) -> None:
+    """Offsets are checked against it as against a frame."""
+    frame, _ = encode_request_apart(APART)
+
+    with pytest.raises(CorruptEntry, match="leaves"):
+        decode_request(frame, payload)
+
+
+def test_a_payload_is_ignored_where_the_frame_has_the_tensors() -> None:
+    """So that a reader may pass what it has."""
+    assert decode_request(encode_request(FULL), b"anything") == FULL
+
+
+def test_a_request_that_was_apart_can_travel_in_one_piece() -> None:
+    """`encode_request` always takes the tensors along."""
+    again = decode_request(encode_request(APART))
+
+    assert again == msgspec.structs.replace(APART, payload=False)
 
 
 def _with_tensors(*tensors: tuple[int, int]) -> bytes:

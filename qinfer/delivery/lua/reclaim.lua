@@ -1,6 +1,7 @@
--- Takes up to `count` entries whose owner has been silent for `idle` ms, and forgets consumers that are long gone.
+-- Takes up to `count` entries whose owner has been silent for `idle` ms, suspects that were given back among them, and
+-- forgets consumers that are long gone.
 -- KEYS: the lanes. ARGV: group, consumer, consumer of what was released, count, idle ms, ms after which a consumer is gone.
--- Returns {lane's number, id, body, deliveries} per entry.
+-- Returns {lane's number, id, fields, deliveries} per entry.
 local group, consumer, released, left = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local idle, gone = ARGV[5], tonumber(ARGV[6])
 local PAGE = 100
@@ -14,7 +15,7 @@ for number, lane in ipairs(KEYS) do
       if left > 0 and pending[2] ~= released then -- what was released waits for `fetch` and is no suspect
         local entry = redis.call('XCLAIM', lane, group, consumer, idle, pending[1])[1]
         if entry then
-          taken[#taken + 1] = {number, entry[1], entry[2][2], pending[4] + 1}
+          taken[#taken + 1] = {number, entry[1], entry[2], pending[4] + 1}
           left = left - 1
         else
           redis.call('XACK', lane, group, pending[1]) -- its body is gone; XAUTOCLAIM of 6.2 leaves such an id

@@ -1,5 +1,5 @@
--- Gives back the entries that `consumer` still owns, as if they had never been delivered.
--- KEYS: the lane. ARGV: group, consumer, consumer of what was released, entry ids. Returns how many were given back.
+-- Gives back the entries that `consumer` still owns, as if they had not been delivered this time.
+-- KEYS: the lane. ARGV: group, consumer, consumer of what was released (or of suspects), entry ids. Returns how many were given back.
 local lane, group, consumer, released = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local DAY_MS = 86400000 -- idle enough for anything that reclaims by idle time
 local count = 0

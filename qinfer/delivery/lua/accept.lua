@@ -1,0 +1,54 @@
+-- Accepts an asynchronous request: stores its record, its payload and its deadline, and appends it to its lane.
+-- KEYS: lane, its lane for the delayed, record, due, payload, payload as it was staged, idempotency key.
+-- ARGV: group, consumer of what was released, of suspects, id, frame, payload's place (none | given | staged), payload,
+--   limit (0 = none), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
+--   body hash, the record's further fields and values.
+-- Returns {what, id, body hash}: what is new | known | full | gone (the staged payload).
+local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
+local group, released, suspects, id, frame, place, body = unpack(ARGV, 1, 7)
+local limit, timeout, result_ttl, tombstone_ttl, margin, key_ttl, body_hash = unpack(ARGV, 8, 14)
+
+local function refuse(what, known_id, known_hash)
+  redis.call('UNLINK', staged)
+  return {what, known_id or id, known_hash or ''}
+end
+
+if key_ttl ~= '0' then
+  local known = redis.call('GET', key)
+  if known then
+    local cut = string.find(known, '\n', 1, true)
+    return refuse('known', string.sub(known, 1, cut - 1), string.sub(known, cut + 1))
+  end
+end
+local known = redis.call('HGET', record, 'body_hash')
+if known then return refuse('known', id, known) end
+
+limit = tonumber(limit)
+if limit > 0 and redis.call('XLEN', lane) + redis.call('XLEN', delayed) >= limit then
+  local count = waiting(lane, group, released, suspects) + waiting(delayed, group, released, suspects)
+  if count >= limit then return refuse('full') end
+end
+
+-- Where memory is full the first of these writes raises, and nothing is stored.
+local lifetime = timeout + result_ttl + tombstone_ttl + margin
+local fields = {'f', frame}
+if place == 'staged' then
+  if redis.call('EXISTS', staged) == 0 then return refuse('gone') end
+  redis.call('RENAME', staged, payload)
+  redis.call('PEXPIRE', payload, lifetime)
+elseif place == 'given' then
+  redis.call('SET', payload, body, 'PX', lifetime)
+end
+if place ~= 'none' then
+  fields[3], fields[4] = 'p', id
+end
+
+local entry = redis.call('XADD', lane, '*', unpack(fields))
+local created = now_ms()
+redis.call('HSET', record, 'state', 'queued', 'entry', entry, 'body_hash', body_hash, 'created_at', created,
+  'deadline_at', created + timeout, 'timeout_ms', timeout, 'result_ttl_ms', result_ttl,
+  'tombstone_ttl_ms', tombstone_ttl, unpack(ARGV, 15))
+redis.call('PEXPIRE', record, lifetime)
+redis.call('ZADD', due, created + timeout, id)
+if key_ttl ~= '0' then redis.call('SET', key, id .. '\n' .. body_hash, 'PX', key_ttl) end
+return {'new', id, body_hash}

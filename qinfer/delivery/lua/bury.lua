@@ -1,0 +1,37 @@
+-- Moves an entry that `consumer` still owns to the dead letters, with its payload, and keeps these within bounds.
+-- KEYS: the lane, the dead letters, the payload (none without).
+-- ARGV: group, consumer, entry id, version and name of the lane, request id, error code, reason, how long dead letters are
+-- kept in ms, how many bytes they may take. Returns the dead letter's id, or nil.
+local lane, letters, payload = KEYS[1], KEYS[2], KEYS[3]
+local group, consumer, id, age, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[8]), tonumber(ARGV[9])
+
+local pending = redis.call('XPENDING', lane, group, id, id, 1, consumer)[1]
+if not pending then return false end
+local entry = redis.call('XRANGE', lane, id, id)[1]
+if not entry then
+  redis.call('XACK', lane, group, id) -- its body is gone
+  return false
+end
+
+local frame = entry[2][2]
+local tensors = payload and redis.call('GET', payload) or ''
+redis.call('XACK', lane, group, '0-0') -- changes nothing, but is a write: after one, full memory stops no script
+local letter = redis.call('XADD', letters, '*', 'lane', ARGV[4], 'request_id', ARGV[5], 'code', ARGV[6], 'reason', ARGV[7],
+  'deliveries', pending[4], 'size', #frame + #tensors, 'frame', frame, 'payload', tensors)
+redis.call('XACK', lane, group, id)
+redis.call('XDEL', lane, id)
+if payload then redis.call('UNLINK', payload) end
+
+redis.call('PEXPIRE', letters, age)
+redis.call('XTRIM', letters, 'MINID', string.format('%.0f', tonumber(string.match(letter, '^%d+')) - age))
+local count = redis.call('XLEN', letters)
+repeat
+  local excess = redis.call('MEMORY', 'USAGE', letters, 'SAMPLES', 0) - most
+  if excess > 0 and count > 1 then
+    -- So many as are that large on the average, but for the newest: to look at each of many would take seconds.
+    local average = (excess + most - #frame - #tensors) / (count - 1)
+    count = math.max(1, count - math.max(1, math.floor(excess / average)))
+    redis.call('XTRIM', letters, 'MAXLEN', count)
+  end
+until excess <= 0 or count == 1
+return letter

@@ -1,0 +1,47 @@
+-- Ends an asynchronous request, unless it has ended, and removes its entry in any case.
+-- KEYS: record, result, result as it was staged, due, outbox, payload.
+-- ARGV: what the partition's keys begin with, group, id, the entry's lane and id ('' = those of the record), result's place
+--   (none | given | staged), result, attempt (0 = it was not executed), the record's state and further fields and values.
+-- Returns {what, who waits, by line}: what is first | late | gone (the staged result: nothing was done).
+local record, result, staged, due, outbox, payload = unpack(KEYS)
+local prefix, group, id, given_lane, given_entry, place, blob, attempt = unpack(ARGV, 1, 8)
+
+local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters')
+local is_first = known[1] == 'queued'
+local lane, entry = is_first and prefix .. known[2] .. ':' .. known[3], known[4]
+if is_first and place == 'staged' and redis.call('EXISTS', staged) == 0 then return {'gone', ''} end
+if is_first and attempt == '0' then
+  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- an error where there is no group yet
+  if pending[1] then attempt = pending[1][4] end
+end
+
+-- What frees memory comes first: after a write Redis lets a script go on, however full its memory is.
+local function remove(from, entry_id)
+  redis.call('XACK', from, group, entry_id)
+  redis.call('XDEL', from, entry_id)
+end
+if given_entry ~= '' then remove(given_lane, given_entry) end
+if is_first then remove(lane, entry) end -- it may have been moved since its worker took it
+redis.call('UNLINK', payload)
+redis.call('ZREM', due, id)
+if not is_first then
+  redis.call('UNLINK', staged)
+  return {'late', ''}
+end
+
+local times = redis.call('HMGET', record, 'result_ttl_ms', 'tombstone_ttl_ms')
+local now = now_ms()
+redis.call('HSET', record, 'finished_at', now, 'expires_at', now + times[1], 'attempts', attempt, unpack(ARGV, 9))
+redis.call('HDEL', record, 'waiters')
+redis.call('PEXPIRE', record, times[1] + times[2])
+if place == 'staged' then
+  redis.call('RENAME', staged, result)
+  redis.call('PEXPIRE', result, times[1])
+elseif place == 'given' then
+  redis.call('SET', result, blob, 'PX', times[1])
+end
+if known[5] and known[5] ~= '' then
+  redis.call('HSET', record, 'webhook_state', 'pending')
+  redis.call('XADD', outbox, '*', 'r', id)
+end
+return {'first', known[6] or ''}

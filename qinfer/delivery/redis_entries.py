@@ -1,0 +1,174 @@
+"""How entries on Redis leave their lanes, or their owner: a script each, run once per lane and owner."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from qinfer.delivery import keys, scripts
+from qinfer.delivery.base import Entry, Lane, Lease
+from qinfer.delivery.connection import Argument, Refused, pack
+from qinfer.delivery.dead_letters import MAX_AGE_S, MAX_BYTES, head_of
+from qinfer.delivery.router import Router
+from qinfer.errors import BrokerUnavailable
+
+logger = logging.getLogger(__name__)
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+_MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
+
+
+class RedisEntries:
+    """The part of `RedisDelivery` that changes what happens to entries; see `Delivery` for each method.
+
+    Args:
+        router: The way to Redis.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def release(self, leases: Sequence[Lease]) -> None:
+        """See `Delivery.release`."""
+        await _all(
+            [
+                self._run(
+                    lane,
+                    scripts.RELEASE,
+                    (consumer, keys.SUSPECTS if suspect else keys.RELEASED),
+                    [lease.entry for lease in group],
+                )
+                for (lane, consumer, suspect), group in grouped(leases, owner_of)
+            ]
+        )
+
+    def give_back(self, leases: Sequence[Lease]) -> None:
+        """Releases without waiting what a `fetch` took; what does not arrive is reclaimed when its lease ends."""
+        for (lane, consumer, _), group in grouped(leases, owner_of):
+            ids = [lease.entry.entry_id for lease in group]
+            arguments: tuple[Argument, ...] = (keys.GROUP, consumer, keys.RELEASED, *ids)
+            words: tuple[Argument, ...] = (b"EVAL", scripts.RELEASE.text, 1, keys.lane(lane), *arguments)
+            try:
+                self._router.send(keys.lane_slot(lane), pack(words), lambda _: None)
+            except BrokerUnavailable:
+                logger.warning("entries could not be given back", extra={"count": len(ids)})
+
+    async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
+        """See `Delivery.withdraw`."""
+        removed: set[Entry] = set()
+
+        async def run(lane: Lane, group: list[Entry]) -> None:
+            group.sort(key=lambda entry: not entry.payload_id)
+            for part in _parts(group):
+                names = [keys.lane(lane), *_payloads(part)]
+                counts = await self._script(lane, scripts.WITHDRAW, names, (keys.RELEASED, keys.SUSPECTS), part)
+                removed.update(entry for entry, count in zip(part, counts, strict=True) if count)
+
+        await _all([run(lane, group) for lane, group in grouped(entries, _lane_of)])
+        return [entry in removed for entry in entries]
+
+    async def delay(self, leases: Sequence[Lease], name: str) -> None:
+        """See `Delivery.delay`."""
+        await _all(
+            [self._delay(lane, consumer, group, name) for (lane, consumer, _), group in grouped(leases, owner_of)]
+        )
+
+    async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
+        """See `Delivery.bury`."""
+        entry, lane = lease.entry, lease.entry.lane
+        names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
+        about = (f"{lane.version}:{lane.name}", request_id, code, reason)
+        arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES)
+        try:
+            return await self._script(lane, scripts.BURY, names, arguments, ()) is not None
+        except Refused as error:
+            if error.kind != "NOGROUP":
+                raise
+            return False  # the lane was deleted
+
+    async def finish(self, entries: Sequence[Entry]) -> None:
+        """See `Delivery.finish`."""
+        await _all([self._run(lane, scripts.FINISH, (), group) for lane, group in grouped(entries, _lane_of)])
+
+    async def _delay(self, lane: Lane, consumer: str, leases: Sequence[Lease], name: str) -> None:
+        """Moves entries of one lane; those whose frame tells their request first: they may have a record."""
+        other = Lane(lane.model, lane.version, name, lane.partition)
+        heads = [(lease.entry, head_of(lease.frame)) for lease in leases]
+        known = [(entry, head.id) for entry, head in heads if head is not None and head.id and not head.reply_to]
+        named = {entry for entry, _ in known}
+        rest = [(entry, "") for entry, _ in heads if entry not in named]
+        for part in _parts([*known, *rest]):
+            records = [
+                keys.request(lane.model, lane.partition, request_id).encode() for _, request_id in part if request_id
+            ]
+            names = [keys.lane(lane), keys.lane(other), *records]
+            try:
+                await self._script(lane, scripts.DELAY, names, (consumer, name), [entry for entry, _ in part])
+            except Refused as error:
+                if error.kind != "NOGROUP":
+                    raise
+
+    async def _run(
+        self, lane: Lane, script: scripts.Script, arguments: Sequence[Argument], entries: Sequence[Entry]
+    ) -> None:
+        """Runs a script on entries of one lane; does nothing where the lane was deleted."""
+        try:
+            for part in _parts(entries):
+                names = [keys.lane(lane), *(_payloads(part) if script is scripts.FINISH else ())]
+                await self._script(lane, script, names, arguments, part)
+        except Refused as error:
+            if error.kind != "NOGROUP":
+                raise
+
+    async def _script(
+        self,
+        lane: Lane,
+        script: scripts.Script,
+        names: Sequence[bytes],
+        arguments: Sequence[Argument],
+        entries: Sequence[Entry],
+    ) -> Any:
+        call = partial(self._router.call, keys.lane_slot(lane))
+        ids = [entry.entry_id for entry in entries]
+        return await scripts.run(call, script, names, keys.GROUP, *arguments, *ids)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> Iterable[tuple[K, list[T]]]:
+    """Returns the items with the same key together."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups.items()
+
+
+def owner_of(lease: Lease) -> tuple[Lane, str, bool]:
+    """Returns what the leases of one script call have in common: lane, consumer, whether they are suspects."""
+    return lease.entry.lane, lease.consumer, lease.suspect
+
+
+def _lane_of(entry: Entry) -> Lane:
+    return entry.lane
+
+
+def _payloads(entries: Sequence[Entry]) -> list[bytes]:
+    """Returns the keys of the entries' payloads, of those that have one."""
+    return [
+        keys.payload(entry.lane.model, entry.lane.partition, entry.payload_id).encode()
+        for entry in entries
+        if entry.payload_id
+    ]
+
+
+def _parts(items: Sequence[T]) -> Iterable[Sequence[T]]:
+    return (items[start : start + _MAX_IDS] for start in range(0, len(items), _MAX_IDS))
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Awaits all; one, which is the common case, without a task of its own."""
+    if len(calls) == 1:
+        await calls[0]
+    else:
+        await asyncio.gather(*calls)

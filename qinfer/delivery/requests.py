@@ -1,0 +1,261 @@
+"""Asynchronous requests: accepted now, ended once, read until their time is over (DESIGN.md §2.1, §2.2).
+
+    accept ──▶ queued ──settle──▶ succeeded | failed | expired | cancelled        `settle` is their `finish`
+
+The promises, each a test in `tests/contract/`:
+
+1. What `accept` confirmed ends in exactly one terminal state, whoever calls `settle`, and however often.
+2. `settle` stores the result, sets the times to live, appends to the outbox, and removes the entry with its payload, in
+   one step; of several callers one is first, and only its outcome is ever visible.
+3. `accept` with an id or an idempotency key that is known already changes nothing and says which request it was.
+4. A result can be read again and again until its time to live is over; afterwards a tombstone tells so for a while.
+5. `due` knows every request whose deadline passed, with zero workers too.
+6. What is in the outbox is handed out until it is confirmed.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from qinfer.codec.frame import encode_responses
+from qinfer.delivery.base import Entry, Lane
+from qinfer.messages import Response
+from qinfer.tensors import Bytes
+
+LONGEST_RETRY_S = 900.0
+"""The longest pause between two deliveries of a notice."""
+
+MARGIN_S = 86400.0
+"""A request is known so much longer than its times need: nobody may be there to sweep at its deadline."""
+
+MAX_WATCHERS = 64
+"""So many processes are told of one request's end; the latest that asked."""
+
+
+class RequestState(StrEnum):
+    """Where an asynchronous request is; the last four are terminal."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether it will never change again."""
+        return self not in (RequestState.QUEUED, RequestState.RUNNING)
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a request's keys are: its model, partition and id. The id is unique within the partition."""
+
+    model: str
+    partition: int
+    id: str
+
+
+class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
+    """What is stored of a request when it is accepted.
+
+    Attributes:
+        address: Its id and where it lives.
+        lane: The lane it goes to.
+        frame: The encoded request; its `reply_to` is empty.
+        payload: Its tensors, where they do not travel in the frame; empty otherwise.
+        body_hash: Identifies the request's content, to tell a repetition from another request.
+        timeout_s: From now, in the broker's time, to its deadline.
+        result_ttl_s: How long its result can be read once it has ended.
+        tombstone_ttl_s: How long after that it is known that there was one.
+        tenant: Whose request it is.
+        client_id: The `id` of the body, echoed in the result.
+        plan: How the result is to be encoded: the encoded `OutputPlan`.
+        idempotency_key: The hash of the caller's key; empty without one.
+        idempotency_ttl_s: How long the key is remembered.
+        webhook: Where to tell its end; empty = nowhere.
+        limit: The lane takes no more when so many entries wait in it; 0 = no limit.
+    """
+
+    address: Address
+    lane: Lane
+    frame: Bytes
+    timeout_s: float
+    payload: Bytes = b""
+    body_hash: str = ""
+    result_ttl_s: float = 3600.0
+    tombstone_ttl_s: float = 86400.0
+    tenant: str = ""
+    client_id: str = ""
+    plan: bytes = b""
+    idempotency_key: str = ""
+    idempotency_ttl_s: float = 86400.0
+    webhook: str = ""
+    limit: int = 0
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """What became of an `accept`.
+
+    Attributes:
+        id: The request's id: the one given, or of the request that was there before.
+        is_new: Whether it was enqueued now.
+        body_hash: That of the request with this id: another one than was given is a conflict.
+    """
+
+    id: str
+    is_new: bool
+    body_hash: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request ended.
+
+    Attributes:
+        state: One of the terminal states.
+        blob: Its encoded final response (`codec.frame.encode_responses`), outputs or failure.
+        code: The failure's error code; empty after success.
+        message: The failure's text; empty after success.
+        attempt: The execution that ended it; 0 = it was not executed.
+    """
+
+    state: RequestState
+    blob: Bytes
+    code: str = ""
+    message: str = ""
+    attempt: int = 0
+
+
+class Settlement(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to be settled; `entry` is where it is in the queue, `None` = where its record says."""
+
+    address: Address
+    outcome: Outcome
+    entry: Entry | None = None
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request; instants in seconds of the broker's time, 0 = not yet.
+
+    Attributes:
+        address: Its id and where it lives.
+        state: Where it is; RUNNING while a worker holds it.
+        version: The model version it was accepted for.
+        tenant: Whose request it is.
+        client_id: The `id` of its body.
+        attempts: How often a worker has taken it.
+        created_at: When it was accepted.
+        deadline_at: When it expires.
+        finished_at: When it ended.
+        expires_at: When its result will be gone.
+        code: The failure's error code.
+        message: The failure's text.
+        plan: How its result is to be encoded.
+        has_result: Whether its result can still be read.
+        webhook: Where its end is told.
+        webhook_state: `` | pending | delivered | failed.
+    """
+
+    address: Address
+    state: RequestState
+    version: int
+    tenant: str = ""
+    client_id: str = ""
+    attempts: int = 0
+    created_at: float = 0.0
+    deadline_at: float = 0.0
+    finished_at: float = 0.0
+    expires_at: float = 0.0
+    code: str = ""
+    message: str = ""
+    plan: bytes = b""
+    has_result: bool = False
+    webhook: str = ""
+    webhook_state: str = ""
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """An outbox entry: a request that ended and whose webhook is to be told.
+
+    Attributes:
+        id: The outbox entry's own id, to confirm it; unique, so that receivers can drop repetitions.
+        address: The request.
+        deliveries: How often the notice was handed out, this time included.
+    """
+
+    id: str
+    address: Address
+    deliveries: int = 1
+
+
+class Requests(Protocol):
+    """The port; every coroutine raises `BrokerUnavailable` when the broker can't be reached."""
+
+    async def accept(self, acceptance: Acceptance) -> Accepted:
+        """Stores and enqueues a request, in one step, as durably as the settings ask.
+
+        Raises:
+            QueueFull: The lane is at `limit`, or the broker has no memory left.
+            PayloadTooLarge: The payload is larger than the broker can store.
+            BrokerUnavailable: It may have been accepted: repeat it with the same id.
+        """
+        ...
+
+    async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+        """Ends requests; all leave in one write, one atomic step each.
+
+        Waiters of those that ended now are told (`watch`).
+
+        Returns:
+            For each, whether this was the first terminal state: False = it had ended before, or is unknown.
+
+        Raises:
+            PayloadTooLarge: A blob is larger than the broker can store; none has ended.
+            BrokerUnavailable: Some may have ended; repeat it: those are then not the first.
+        """
+        ...
+
+    async def record(self, address: Address) -> RequestRecord | None:
+        """Returns what is known of a request; `None` = nothing, or not any more."""
+        ...
+
+    async def result(self, address: Address) -> bytes | None:
+        """Returns the `Outcome.blob` of a request that ended; `None` when it has not, or its time is over."""
+        ...
+
+    async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
+        """As `record`, and from then on a hint goes to `reply_to` when the request ends.
+
+        The hint is a response with the request's id and no outputs: a reason to read, nothing more; it may be missed.
+        """
+        ...
+
+    async def due(self, model: str, partition: int, count: int) -> list[Address]:
+        """Returns up to `count` requests whose deadline has passed and which have not ended, the oldest first."""
+        ...
+
+    async def notices(
+        self, model: str, partition: int, consumer: str, count: int, *, retry_s: float = 1.0
+    ) -> list[Notice]:
+        """Takes up to `count` notices: those whose last delivery failed long enough ago, then new ones.
+
+        Args:
+            model: The model, and
+            partition: its partition, whose outbox is read.
+            consumer: Who takes them.
+            count: How many at most.
+            retry_s: A notice that is not confirmed comes again after so many seconds, then after twice as many each
+                time, up to `LONGEST_RETRY_S`. It should not be less than one delivery may take.
+        """
+        ...
+
+    async def confirm(self, model: str, partition: int, notice: Notice, *, delivered: bool) -> None:
+        """Removes a notice, and writes into the request's record whether its webhook was delivered or given up."""
+        ...
+
+
+def hint(addresses: Sequence[Address]) -> bytes:
+    """Returns what is published to those that watch requests which have ended: their ids, and no outputs."""
+    return encode_responses([Response(request_id=address.id) for address in addresses])
