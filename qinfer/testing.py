@@ -60,7 +60,7 @@ def stub_spec(
 
     Args:
         name: Its name.
-        mode: What `StubBackend` does: `echo`, `add` or `raise`.
+        mode: What `StubBackend` does: `echo`, `add`, `raise` or `call:<model>`.
         dims: Dimensions of input and output; -1 is variable.
         max_batch_size: 0 = no batch dimension.
         max_queue_delay_s: How long a request may wait for company.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from qinfer.errors import OutputMismatch, QinferError
-from qinfer.messages import InferRequest
+from qinfer.messages import InferRequest, Response
 from qinfer.repository.spec import ModelSpec
 from qinfer.tensors import Tensor, from_numpy
 
@@ -53,6 +53,36 @@ class Context(Protocol):
         """Tells whether nobody waits for this item any more."""
         ...
 
+    def call(self, request: InferRequest) -> Response:
+        """Runs another model through the queue, and returns its answer; blocks the calling thread until then.
+
+        Any worker may serve the model, this one included. The deadline is the earliest of the batch's items, because
+        nobody can tell for which of them the call is made, or `request.timeout_s` seconds from now if that is sooner.
+        A `tenant` and a `trace` that are empty are taken from the first item. Other stamps of the request (`id`,
+        `reply_to`, `generation`, …) have no effect, and it is not changed.
+
+        A model that calls itself, or that is called back by what it calls, waits for an instance of its own, and so
+        until the deadline if there is no second one. During warm-up every call fails; so it does where the event loop
+        executes the batch, which is why a backend with `short_on_loop` must not call.
+
+        Args:
+            request: Model, version (0 = the highest ready one), inputs, wanted outputs, parameters, priority.
+
+        Returns:
+            The model's final response; it has no `failure`.
+
+        Raises:
+            ModelNotFound: No such model or version.
+            ModelNotReady: The version is known and no live worker has loaded it; or this is a warm-up.
+            InvalidRequest: The request does not fit the model.
+            DeadlineExceeded: The deadline passed; the request is taken out of the queue.
+            Cancelled: Nobody waits for any item of the batch any more, or the worker ends.
+            BrokerUnavailable: The queue can't be reached.
+            InferenceFailed: The model failed, with its own message, or gave more than one response.
+            QinferError: Another refusal.
+        """
+        ...
+
 
 class Backend(Protocol):
     """One model instance on one device.
@@ -75,7 +105,8 @@ class Backend(Protocol):
     def execute(self, batch: Batch, ctx: Context) -> None:
         """Runs a batch and answers every item exactly once as final.
 
-        An exception fails every item that was not answered yet, with the exception's own text for `QinferError`s.
+        An exception fails every item that was not answered yet, with the exception's own text for `QinferError`s. The
+        refusal of a call (`RequestError`) becomes `InferenceFailed` on the way: the mistake is not the client's.
         """
         ...
 

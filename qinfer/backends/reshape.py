@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qinfer.backends.base import Backend, Batch, Context
 from qinfer.errors import OutputMismatch, QinferError
+from qinfer.messages import InferRequest, Response
 from qinfer.repository.spec import ModelSpec
 from qinfer.tensors import Tensor, element_count
 
@@ -63,6 +64,10 @@ class _Answers:
     def cancelled(self, item: int) -> bool:
         """Asks the batch's own context."""
         return self._ctx.cancelled(item)
+
+    def call(self, request: InferRequest) -> Response:
+        """Calls through the batch's own context."""
+        return self._ctx.call(request)
 
     def _reshaped(self, tensor: Tensor) -> Tensor:
         shape = self._shapes.get(tensor.name)

@@ -1,17 +1,22 @@
-"""A backend without a runtime, for tests and trials: echoes, adds or raises, and stops where a test tells it to.
+"""A backend without a runtime, for tests and trials: echoes, adds, raises or calls, and stops where a test tells it to.
 
 The model's parameter `mode` chooses: `echo` (each output is the input at the same position), `add` (every output is the
-sum of the inputs), `raise` (fails with the parameter `message`).
+sum of the inputs), `raise` (fails with the parameter `message`), `call:<model>` (the outputs are those of that model,
+called with the inputs of the whole batch). The parameter `delay_s` makes each execution last at least so long.
 """
 
 import threading
+import time
 from pathlib import Path
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.errors import ModelLoadFailed
+from qinfer.messages import InferRequest
 from qinfer.repository.spec import ModelSpec
+from qinfer.tensors import from_numpy, to_numpy
 
 MODES = ("echo", "add", "raise")
+CALL = "call:"
 
 
 class StubBackend:
@@ -29,6 +34,8 @@ class StubBackend:
         """Released once by each execution that begins."""
         self.sizes: list[int] = []
         """Rows of each execution that began."""
+        self.model = ""
+        """The name of the model that it was loaded for."""
         self.loaded = False
 
     def load(self, spec: ModelSpec, version_dir: Path) -> None:
@@ -38,10 +45,15 @@ class StubBackend:
             ModelLoadFailed: There is no such mode.
         """
         del version_dir
+        self.model = spec.name
         self._mode = spec.parameters.get("mode", "echo")
         self._message = spec.parameters.get("message", "the stub was told to raise")
-        if self._mode not in MODES:
-            raise ModelLoadFailed(f"parameter 'mode' is '{self._mode}'; the stub backend knows {', '.join(MODES)}")
+        self._target = self._mode.removeprefix(CALL) if self._mode.startswith(CALL) else ""
+        if self._mode not in MODES and not self._target:
+            raise ModelLoadFailed(
+                f"parameter 'mode' is '{self._mode}'; the stub backend knows {', '.join(MODES)}, {CALL}<model>"
+            )
+        self._delay_s = float(spec.parameters.get("delay_s", "0"))
         self._names = [output.name for output in spec.outputs]
         self._datatypes = {output.name: output.datatype for output in spec.outputs}
         self.loaded = True
@@ -52,10 +64,16 @@ class StubBackend:
         self.started.release()
         if self._gate is not None:
             self._gate.wait()
+        if self._delay_s:
+            time.sleep(self._delay_s)
         if self._mode == "raise":
             raise RuntimeError(self._message)
         arrays = list(batch.inputs.values())
         outputs: dict[str, Array] = dict(zip(self._names, arrays, strict=False))
+        if self._target:
+            inputs = tuple(from_numpy(name, array) for name, array in batch.inputs.items())
+            answer = ctx.call(InferRequest(model=self._target, inputs=inputs))
+            outputs = dict(zip(self._names, map(to_numpy, answer.outputs), strict=False))
         if self._mode == "add":
             total = sum(arrays[1:], start=arrays[0])
             outputs = dict.fromkeys(self._names, total)

@@ -1,7 +1,9 @@
 """The machine that turns pending requests into executions: one per model version and worker, on the event loop.
 
     admit ─▶ pending ─▶ policy.decide ─▶ assemble ─▶ executor ─▶ outlet.answer
-                            └─▶ expired ─▶ outlet.answer        └─▶ outlet.give_back (what others can run sooner)
+                 │          └─▶ expired ─▶ outlet.answer  └─▶ halves, if it raised ─▶ executor …
+                 ├─▶ outlet.give_back (what others can run sooner)
+                 └─▶ outlet.delay (what waited too long, by its queue policy)
 
 It decides nothing by itself (`policy` does) and does no I/O: `room` and `fetchable` tell the worker when to fetch how
 much. At most one batch is placed ahead of the instances, and fetched only when the running ones are about to end, so
@@ -10,20 +12,22 @@ that a busy worker never hoards what an idle one could run (DESIGN.md §4).
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from qinfer.batching import policy
 from qinfer.batching.assemble import KeyFunction, assemble, key_function
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Caller, Execution, Pending
+from qinfer.batching.halves import Halves
 from qinfer.batching.latency import LatencyModel
 from qinfer.batching.policy import NEVER_S, Rules, Slots
+from qinfer.batching.ports import Executor, Outlet
 from qinfer.batching.responses import Responder
 from qinfer.clock import ServerClock
+from qinfer.delivery.base import DELAYED
 from qinfer.errors import DeadlineExceeded, QinferError
-from qinfer.messages import Failure, Response
+from qinfer.messages import Failure
 from qinfer.observability.stats import StatsTally
 from qinfer.repository.spec import ModelSpec
 
@@ -34,54 +38,15 @@ OVERDUE_S = 0.05
 """An execution later than expected by this, or by its expected duration if longer, gives back what waits behind it."""
 
 
-class Executor(Protocol):
-    """The instances of a model version, which share one queue of executions."""
-
-    count: int
-    """How many instances there are."""
-
-    def run_now(self, execution: Execution, expected_s: float) -> bool:
-        """Executes at once if that should take no time worth a change of threads; tells whether it did.
-
-        Args:
-            execution: What to run.
-            expected_s: How long it should take; 0 = unknown.
-        """
-        ...
-
-    def start(self, execution: Execution, done: Callable[[Execution], None]) -> None:
-        """Queues an execution; `done` is called on the event loop when it ended."""
-        ...
-
-    def recall(self) -> list[Execution]:
-        """Takes back the executions that did not begin."""
-        ...
-
-    def retire(self) -> None:
-        """Unloads every instance once it has executed what is queued."""
-        ...
-
-
-class Outlet(Protocol):
-    """Where items go when the batcher is done with them; neither call blocks."""
-
-    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
-        """Publishes responses, then finishes the items' entries."""
-        ...
-
-    def give_back(self, items: Sequence[Pending]) -> None:
-        """Releases items that did not begin to execute."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model version at one generation, loaded into instances."""
+    """A model version at one generation, loaded into instances; its calls to other models go through `caller`."""
 
     spec: ModelSpec
     version: int
     generation: int
     executor: Executor
+    caller: Caller | None = None
 
 
 class Batcher:
@@ -101,10 +66,12 @@ class Batcher:
         self._outlet = outlet
         self._loop = asyncio.get_running_loop()
         self._pending: list[Pending] = []
+        self._halves = Halves()
         self._unanswered: list[Execution] = []
         self._rows_per_item = 1.0
         self._timer: asyncio.TimerHandle | None = None
         self._fetch_wait_s = NEVER_S
+        self._ahead_until_s = NEVER_S
         self._fetchable = asyncio.Event()
         self._idle = asyncio.Event()
         self.executing = 0
@@ -115,7 +82,7 @@ class Batcher:
 
     def _adopt(self, model: LoadedModel, latency: LatencyModel | None) -> None:
         self.model = model
-        self.key_of: KeyFunction = key_function(model.spec)
+        self._key_of: KeyFunction = key_function(model.spec)
         self._rules = Rules.of(model.spec)
         self._responder = Responder(model.spec, model.version)
         self._done = partial(self._ended, self._responder)
@@ -127,17 +94,39 @@ class Batcher:
         """Goes on with another generation of the model; the old instances end what runs, and are unloaded.
 
         Returns:
-            What did not start, out of the batcher's hands: check it against the new configuration, and admit it again.
+            What did not start, out of the batcher's hands: check it against the new configuration, `classify` it, and
+            admit it again.
         """
         old = self.model.executor
         self._recall()
-        waiting, self._pending = self._pending, []
+        waiting = self._take_waiting()
         self._adopt(model, latency)
         old.retire()
         return waiting
 
+    def classify(self, item: Pending) -> None:
+        """Sets what the model's configuration makes of an item: its key, its level, and until when it may wait.
+
+        A suspect may wait on: it was executed before. `enqueued_s`, `alone`, `lease` and `request` must be set.
+        """
+        item.key = self._key_of(item.request)
+        batching = self.model.spec.batching
+        if batching is None or self._rules.prefetch:
+            return
+        item.level = batching.level(item.request.priority)
+        item.delayed = item.lease.entry.lane.name.endswith(DELAYED)
+        timeout_s = item.request.queue_timeout_s
+        item.queue_deadline_s = item.enqueued_s + timeout_s if timeout_s and not item.alone else NEVER_S
+        item.delays = batching.policy(item.level).delay
+
     def admit(self, items: Sequence[Pending]) -> None:
-        """Takes items in, and runs what can run."""
+        """Takes items in, and runs what can run.
+
+        What has waited too long by a policy that delays is moved behind the others of its level, which may still be in
+        the queue; it is not taken in.
+        """
+        if items and not self._rules.prefetch:
+            items = self._delay(items)
         if items:
             self._rows_per_item = max(sum(item.rows for item in items), 1) / len(items)
             self._pending.extend(items)
@@ -155,11 +144,19 @@ class Batcher:
         rows = batches * self._rules.max_rows - sum(item.rows for item in self._pending)
         return max(int(rows / self._rows_per_item), 1), self._fetch_wait_s
 
+    def speed_rps(self) -> float:
+        """Returns how many requests a second all instances can execute in full batches; 0 = not known yet."""
+        rows = self._rules.max_rows if self._rules.merge else self._rows_per_item
+        expected_s = self._latency.estimate_s(max(round(rows), 1))
+        return self.model.executor.count * rows / self._rows_per_item / expected_s if expected_s else 0.0
+
     def lost(self, item: Pending) -> None:
         """Forgets an item whose lease is lost; if it is executing, its answer will be discarded."""
         item.lost = True
         if item in self._pending:
             self._pending.remove(item)
+            self._pump()
+        elif self._halves.drop(item):
             self._pump()
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
@@ -169,7 +166,7 @@ class Batcher:
         self._outlet.answer(items, [self._responder.failure(item, failure) for item in items])
 
     async def pause(self) -> None:
-        """Asks for no more work, gives back what did not start, and returns when the rest has ended."""
+        """Asks for no more work, gives back what does not execute, and returns when the rest has ended."""
         self.paused = True
         self._recall()
         self._give_back()
@@ -177,7 +174,7 @@ class Batcher:
         await self._idle.wait()
 
     async def idle(self) -> None:
-        """Waits until nothing executes."""
+        """Waits until nothing executes or waits to."""
         await self._idle.wait()
 
     def resume(self) -> None:
@@ -187,51 +184,56 @@ class Batcher:
 
     def _slots(self) -> Slots:
         idle = self.model.executor.count - len(self._expected_ends)
-        return Slots(max(idle, 0), 1 if idle >= 0 else 0)
+        return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.prefetch else 0)
 
     def _pump(self) -> None:
         """Starts and expires what is due now; then sets the fetch gate and the one timer."""
         now_s = self._clock.now_s()
         wake_at_s = NEVER_S
-        while self._pending:
-            decision = policy.decide(self._pending, now_s, self._slots(), self._rules, self._latency)
+        if now_s >= self._ahead_until_s:
+            self._recall()
+        while self._pending or self._halves:
+            if self._halves:
+                self._start_halves()
+            slots = Slots(0) if self._halves else self._slots()
+            decision = policy.decide(self._pending, now_s, slots, self._rules, self._latency)
             self._pending = list(decision.keep)
             if decision.expired:
                 self.fail(decision.expired, DeadlineExceeded("Request timeout expired"))
             if not decision.run:
-                wake_at_s = decision.wake_at_s
+                wake_at_s = min(decision.wake_at_s, self._halves.first_deadline_s)
                 break
             self._start(decision.run, now_s)
-        if self.executing or self._pending:
+        wake_at_s = min(wake_at_s, self._set_gate(now_s, wake_at_s))
+        if self.executing or self._pending or self._halves:
             self._idle.clear()
         else:
             self._idle.set()
-        self._arm(now_s, min(wake_at_s, self._set_gate(now_s, wake_at_s)))
+        self._arm(now_s, min(wake_at_s, self._ahead_until_s))
         ended, self._unanswered = self._unanswered, []
         for execution in ended:
             self._answer(self._responder, execution)
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
         """Opens or closes the fetch gate; returns when to look at it again."""
-        slots = self._slots()
         open_at_s = again_at_s = NEVER_S
-        if self.paused:
-            pass
-        elif slots.idle:
-            open_at_s = now_s
-            self._fetch_wait_s = max(wake_at_s - now_s, 0.001)
-        elif self._latency.known:
+        slots = self._slots()
+        if not (self.paused or slots.idle) and self._latency.known:
             expected_s = min(self._expected_ends.values())
             overdue_at_s = expected_s + max(OVERDUE_S, self._latency.estimate_s(1))
             if now_s >= overdue_at_s:
                 # Nobody knows how long the instances stay busy: let idle workers have what waits behind them.
                 self._recall()
                 self._give_back()
+                slots = self._slots()
             else:
                 again_at_s = overdue_at_s
-                if slots.ahead:
+                if slots.ahead and not self._halves:
                     open_at_s = expected_s - FETCH_LEAD_S
                     self._fetch_wait_s = FETCH_LEAD_S
+        if slots.idle and not self.paused:
+            open_at_s = now_s
+            self._fetch_wait_s = max(wake_at_s - now_s, 0.001)
         if open_at_s <= now_s:
             self._fetchable.set()
             return again_at_s
@@ -243,8 +245,8 @@ class Batcher:
             self._timer.cancel()
         self._timer = None if wake_at_s == NEVER_S else self._loop.call_later(max(wake_at_s - now_s, 0.0), self._pump)
 
-    def _start(self, items: list[Pending], now_s: float) -> None:
-        """Assembles a batch and queues it."""
+    def _start(self, items: list[Pending], now_s: float, *, apart: bool = False) -> None:
+        """Assembles a batch and queues it; what must stay `apart` leaves the event loop to others."""
         begin_ns = time.perf_counter_ns()
         rows = [item.rows for item in items]
         try:
@@ -252,27 +254,48 @@ class Batcher:
         except QinferError as error:
             if len(items) == 1:
                 self.fail(items, error)
-                return
-            for item in items:  # one of them is malformed: alone, it fails alone
-                self._start([item], now_s)
+            else:
+                self._halves.cut(items)  # one of them is malformed: alone, it fails alone
             return
-        execution = Execution(items, batch, time.perf_counter_ns() - begin_ns)
-        begins_s = min(self._expected_ends.values(), default=now_s) if not self._slots().idle else now_s
+        execution = Execution(items, batch, time.perf_counter_ns() - begin_ns, self.model.caller, apart=apart)
+        begins_s = now_s
+        if not self._slots().idle:
+            begins_s = min(self._expected_ends.values())
+            self._ahead_until_s = min(item.deadline_s for item in items)
         expected_s = self._latency.estimate_s(sum(rows))
         self._expected_ends[execution] = max(begins_s, now_s) + expected_s
         self.executing += len(items)
-        if self.model.executor.run_now(execution, expected_s):
+        if not apart and self.model.executor.run_now(execution, expected_s):
             self._count(execution)
             self._unanswered.append(execution)
         else:
             self.model.executor.start(execution, self._done)
 
+    def _start_halves(self) -> None:
+        """Starts halves on idle instances, those of their items left out that are too late now."""
+        now_s = self._clock.now_s()
+        late = self._halves.take_late(now_s + self._latency.floor_s(now_s))
+        if late:
+            self.fail(late, DeadlineExceeded("Request timeout expired"))
+        while self._halves and self._slots().idle:
+            self._start(self._halves.popleft(), now_s, apart=True)
+
     def _count(self, execution: Execution) -> None:
         """Takes note that an execution has ended."""
+        again = execution.unanswered if execution.error is not None else ()
         self.executing -= len(execution.items)
-        self.completed += len(execution.items)
-        took_s = (execution.end_ns - execution.begin_ns) / 1e9
-        if self._expected_ends.pop(execution, None) is not None and execution.error is None:
+        self.completed += len(execution.items) - len(again)
+        is_current = self._expected_ends.pop(execution, None) is not None
+        if is_current:
+            self._ahead_until_s = NEVER_S  # what was placed ahead begins now
+        if again:
+            self.tally.retried(len(again))
+            if is_current and not self.paused:
+                self._halves.cut(again)
+            else:  # the model is another one now, which they were not checked against; or work is to end
+                self._outlet.give_back(again)
+        elif is_current and execution.error is None:
+            took_s = (execution.end_ns - execution.begin_ns) / 1e9
             self._latency.observe(execution.batch.size, took_s, self._clock.now_s())
 
     def _ended(self, responder: Responder, execution: Execution) -> None:
@@ -289,12 +312,32 @@ class Batcher:
 
     def _recall(self) -> None:
         """Takes back what waits for an instance."""
+        self._ahead_until_s = NEVER_S
         for execution in reversed(self.model.executor.recall()):
             self._expected_ends.pop(execution, None)
             self.executing -= len(execution.items)
-            self._pending = [*execution.items, *self._pending]
+            items = [item for item in execution.items if not item.lost]
+            if execution.apart and items:
+                self._halves.appendleft(items)
+            else:
+                self._pending = [*items, *self._pending]
+
+    def _take_waiting(self) -> list[Pending]:
+        items, self._pending = [*self._halves.take_all(), *self._pending], []
+        return items
 
     def _give_back(self) -> None:
-        if self._pending:
-            items, self._pending = self._pending, []
+        items = self._take_waiting()
+        if items and not self._rules.prefetch:
+            items = self._delay(items)
+        if items:
             self._outlet.give_back(items)
+
+    def _delay(self, items: Sequence[Pending]) -> list[Pending]:
+        """Moves those that have waited too long behind the others of their level; returns the rest."""
+        now_s = self._clock.now_s()
+        over = [item for item in items if item.overstays(now_s)]
+        if not over:
+            return list(items)
+        self._outlet.delay(over)
+        return [item for item in items if not item.overstays(now_s)]

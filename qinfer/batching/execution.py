@@ -7,15 +7,29 @@ instance's thread runs it, the event loop reads it.
 import logging
 import time
 from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
 
 from qinfer.backends.base import Backend, Batch
 from qinfer.batching.policy import Item
 from qinfer.delivery.base import Lease
-from qinfer.errors import InferenceFailed, OutputMismatch, QinferError
-from qinfer.messages import InferRequest
+from qinfer.errors import (
+    Cancelled,
+    DeliveryError,
+    InferenceFailed,
+    OutputMismatch,
+    Overloaded,
+    QinferError,
+    RequestError,
+)
+from qinfer.messages import InferRequest, Response
 from qinfer.tensors import Tensor
 
 logger = logging.getLogger(__name__)
+
+_SHARED = (OutputMismatch, Overloaded, DeliveryError, Cancelled)
+"""Errors that are no single item's: the model answers wrongly, a call finds the queue full or away, nobody waits."""
 
 Answer = tuple[Tensor, ...] | QinferError
 """What an item gets: its outputs, or why there are none."""
@@ -35,6 +49,23 @@ class Pending(Item, kw_only=True, eq=False):
     lost: bool = False
 
 
+class Caller(Protocol):
+    """The way from one model to another."""
+
+    def call(self, request: InferRequest, deadline_s: float) -> Response:
+        """Runs a request on the model that it names; blocks an instance's thread. See `Context.call`.
+
+        Args:
+            request: Its `timeout_s` shortens the deadline, unless it is 0; other stamps than `tenant` and `trace` have
+                no effect.
+            deadline_s: When the answer has to be there, in the broker's time.
+
+        Raises:
+            QinferError: As `Context.call` says.
+        """
+        ...
+
+
 class Execution:
     """A batch that runs, or ran; see the module docstring for who may touch it when.
 
@@ -42,14 +73,40 @@ class Execution:
         items: The batch's items, in batch order.
         batch: The assembled arrays.
         input_ns: How long assembling took.
+        caller: Takes the batch's calls to other models; without one they fail.
+        apart: It is half of a batch that raised: its items must not be merged with others.
     """
 
-    __slots__ = ("answers", "batch", "begin_ns", "earlier", "end_ns", "error", "input_ns", "items", "respond_ns")
+    __slots__ = (
+        "_caller",
+        "_refusals",
+        "answers",
+        "apart",
+        "batch",
+        "begin_ns",
+        "earlier",
+        "end_ns",
+        "error",
+        "input_ns",
+        "items",
+        "respond_ns",
+    )
 
-    def __init__(self, items: Sequence[Pending], batch: Batch, input_ns: int) -> None:
+    def __init__(
+        self,
+        items: Sequence[Pending],
+        batch: Batch,
+        input_ns: int,
+        caller: Caller | None = None,
+        *,
+        apart: bool = False,
+    ) -> None:
         self.items = items
         self.batch = batch
         self.input_ns = input_ns
+        self.apart = apart
+        self._caller = caller
+        self._refusals: tuple[RequestError, ...] = ()
         self.answers: list[Answer | None] = [None] * len(items)
         self.earlier: list[tuple[int, Answer]] = []
         """Responses that were not final, as (item, answer), in order."""
@@ -75,8 +132,28 @@ class Execution:
         """Tells whether nobody waits for this item any more."""
         return self.items[item].lost
 
+    def call(self, request: InferRequest) -> Response:
+        """Runs another model; see `Context.call`."""
+        if self._caller is None:
+            raise InferenceFailed("this model runs where it can't call other models")
+        waited_for = [item for item in self.items if not item.lost]
+        if not waited_for:
+            raise Cancelled("nobody waits for this batch any more")
+        first = waited_for[0].request
+        inherited = msgspec.structs.replace(
+            request, tenant=request.tenant or first.tenant, trace=request.trace or first.trace
+        )
+        try:
+            return self._caller.call(inherited, min(item.deadline_s for item in waited_for))
+        except RequestError as error:
+            self._refusals = (*self._refusals, error)
+            raise
+
     def run(self, backend: Backend) -> None:
-        """Executes the batch; afterwards every item has an answer. Raises nothing: the instance's thread must live."""
+        """Executes the batch; afterwards every item has an answer, or is `unanswered` and has to run again.
+
+        Raises nothing: the instance's thread must live.
+        """
         self.begin_ns = time.perf_counter_ns()
         try:
             backend.execute(self.batch, self)
@@ -90,11 +167,28 @@ class Execution:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the boundary to the model's code, which may even call `sys.exit`
-            logger.exception("execution failed", extra={"model": self.items[0].request.model})
+            # Once for each batch: what it is cut into mostly raises the same.
+            level = logging.DEBUG if self.apart else logging.ERROR
+            extra = {"model": self.items[0].request.model, "items": len(self.items)}
+            logger.log(level, "execution failed", exc_info=True, extra=extra)
             self.error = InferenceFailed(str(error) or type(error).__name__)
         self.end_ns = time.perf_counter_ns()
-        if self.error is not None:
+        if self.error is not None and (len(self.items) == 1 or isinstance(self.error, _SHARED)):
             self.answers = [self.error if answer is None else answer for answer in self.answers]
+        if self._refusals:
+            self.answers = [None if answer is None else self._own(answer) for answer in self.answers]
+            self.earlier = [(item, self._own(answer)) for item, answer in self.earlier]
+
+    @property
+    def unanswered(self) -> list[Pending]:
+        """The items that somebody waits for and that have no answer, because their batch raised: run them again."""
+        return [item for item, answer in zip(self.items, self.answers, strict=True) if answer is None and not item.lost]
+
+    def _own(self, answer: Answer) -> Answer:
+        """Makes the refusal of a call this model's failure: its client sent nothing wrong."""
+        if isinstance(answer, RequestError) and answer in self._refusals:
+            return InferenceFailed(f"a call failed: {answer.message}")
+        return answer
 
     @property
     def infer_ns(self) -> int:

@@ -1,10 +1,11 @@
 """Which requests run together, and when: one pure function, `decide`.
 
-It owns Triton's walk over the queue (reference §3.3, steps 4 and 5) and the deadline rules of DESIGN.md §4. It awaits
-nothing, reads no clock and keeps nothing between calls: property tests and simulators drive what production runs.
+It owns Triton's walk over the queue (reference §3.3, steps 4 and 5), its priorities and queue policies, and the
+deadline rules of DESIGN.md §4. It awaits nothing, reads no clock and keeps nothing between calls: property tests and
+simulators drive what production runs.
 
     decision = decide(pending, now_s, slots, rules, latency)
-    pending == decision.expired + decision.run + decision.keep       each item in exactly one of them, order kept
+    pending == decision.expired + decision.run + decision.keep       each item in exactly one of them, in queue order
 """
 
 from collections.abc import Hashable, Sequence
@@ -27,6 +28,11 @@ class Item(msgspec.Struct, eq=False):
         enqueued_s: When it entered the queue.
         deadline_s: When its answer is worth nothing any more, on the same clock.
         alone: It must not share a batch, because it may have killed a worker (DESIGN.md §2.5).
+        level: Its priority level, 1 = the highest; 0 where the model has none.
+        queue_deadline_s: Until when it may wait; from then on it is refused, or delayed. Read like the next two only
+            where `Rules.prefetch` is false.
+        delays: It is delayed then and not refused: it waits behind the others of its level (Triton's DELAY).
+        delayed: It was delayed before it came here.
     """
 
     rows: int
@@ -34,6 +40,14 @@ class Item(msgspec.Struct, eq=False):
     enqueued_s: float
     deadline_s: float
     alone: bool = False
+    level: int = 0
+    queue_deadline_s: float = NEVER_S
+    delays: bool = False
+    delayed: bool = False
+
+    def overstays(self, now_s: float) -> bool:
+        """Tells whether it has to be moved behind the others of its level, where it is not yet."""
+        return self.delays and not self.delayed and self.queue_deadline_s <= now_s
 
 
 T = TypeVar("T", bound=Item)
@@ -61,6 +75,8 @@ class Rules:
         largest_preferred: The largest of them.
         delay_s: How long the oldest request may wait for its batch to fill; 0 = send what is there.
         merge: False for the default scheduler, which runs each request alone.
+        prefetch: Requests run in the order in which they came, and a batch may be formed before an instance waits for
+            it. False where the model has priority levels or a queue policy.
     """
 
     max_rows: int
@@ -68,19 +84,22 @@ class Rules:
     largest_preferred: int
     delay_s: float = 0.0
     merge: bool = True
+    prefetch: bool = True
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "Rules":
         """Derives the rules from a model's configuration."""
         limit = max(spec.max_batch_size, 1)
+        prefetch = spec.batching is None or spec.batching.may_prefetch
         if spec.batching is None or spec.max_batch_size == 0:
-            return cls(max_rows=limit, preferred=frozenset(), largest_preferred=limit, merge=False)
+            return cls(max_rows=limit, preferred=frozenset(), largest_preferred=limit, merge=False, prefetch=prefetch)
         sizes = spec.batching.preferred_sizes or (limit,)
         return cls(
             max_rows=limit,
             preferred=frozenset(sizes),
             largest_preferred=max(sizes),
             delay_s=spec.batching.max_queue_delay_s,
+            prefetch=prefetch,
         )
 
 
@@ -95,9 +114,9 @@ class Decision(NamedTuple, Generic[T]):
     """What to do now.
 
     Attributes:
-        expired: Answer these as expired; they can't be executed in time.
+        expired: Answer these as expired: they can't be executed in time, or have waited too long.
         run: Run these as one batch; empty = nothing to run yet.
-        keep: What stays pending, in order.
+        keep: What stays pending, in queue order.
         wake_at_s: When to decide again, if nothing else happens; `NEVER_S` = only when something does.
     """
 
@@ -108,10 +127,10 @@ class Decision(NamedTuple, Generic[T]):
 
 
 def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, latency: Latency) -> Decision[T]:
-    """Decides about the pending items; O(len(pending)).
+    """Decides about the pending items; O(len(pending)) where they are the `keep` of the last decision and a few more.
 
     Args:
-        pending: The items in queue order.
+        pending: The items in the order in which they came, or as `keep` had them.
         now_s: The present, on the clock of the items' instants.
         slots: How many batches can be placed.
         rules: The model's batching rules.
@@ -121,17 +140,38 @@ def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, laten
         The decision about at most one batch: ask again with `keep` until `run` is empty.
     """
     horizon_s = now_s + latency.floor_s(now_s)
-    expired = [item for item in pending if item.deadline_s <= horizon_s]
-    live = [item for item in pending if item.deadline_s > horizon_s] if expired else pending
+    if rules.prefetch:
+        expired = [item for item in pending if item.deadline_s <= horizon_s]
+        live = [item for item in pending if item.deadline_s > horizon_s] if expired else pending
+    else:
+        expired, live = _queue(pending, now_s, horizon_s)
     if not live:
         return Decision(expired, [], [], NEVER_S)
     walk = _walk(live, rules)
     wake_at_s = _due_at_s(live, now_s, slots, rules, walk, latency)
     if wake_at_s > now_s:
         return Decision(expired, [], live, wake_at_s)
-    delayed_too_long = rules.delay_s > 0 and now_s - live[0].enqueued_s >= rules.delay_s
+    delayed_too_long = rules.delay_s > 0 and now_s - _oldest_s(live, rules, walk) >= rules.delay_s
     count = walk.best if walk.best and not delayed_too_long else walk.items
     return Decision(expired, list(live[:count]), live[count:], NEVER_S)
+
+
+def _queue(pending: Sequence[T], now_s: float, horizon_s: float) -> tuple[list[T], Sequence[T]]:
+    """Returns what expires, and the rest by level; in each level what is delayed behind what is not."""
+    expired: list[T] = []
+    live: list[T] = []
+    for item in pending:
+        refused = item.queue_deadline_s <= now_s and not item.delays and not item.delayed
+        (expired if refused or item.deadline_s <= horizon_s else live).append(item)
+    live.sort(key=lambda item: _rank(item, now_s))  # stable, and quick where little changed since the last time
+    return expired, live
+
+
+def _rank(item: Item, now_s: float) -> tuple[int, float]:
+    """Returns an item's place in the queue; among the delayed, the first to have been delayed is the first."""
+    if item.delayed or (item.delays and item.queue_deadline_s <= now_s):
+        return item.level, item.queue_deadline_s
+    return item.level, -NEVER_S
 
 
 class _Walk(NamedTuple):
@@ -164,17 +204,28 @@ def _walk(live: Sequence[T], rules: Rules) -> _Walk:
 
 
 def _due_at_s(live: Sequence[T], now_s: float, slots: Slots, rules: Rules, walk: _Walk, latency: Latency) -> float:
-    """Returns when the batch of this walk should leave: `now_s` for at once (reference §3.3 step 5)."""
+    """Returns when the batch of this walk should leave, or the queue changes: `now_s` for at once (§3.3 step 5)."""
+    timeout_s = NEVER_S if rules.prefetch else _next_timeout_s(live, now_s)
     if not slots.idle:
         full = walk.closed or walk.rows >= rules.largest_preferred
         # A batch that can still grow is not placed ahead: it would only shrink what the instance gets next.
-        return now_s if slots.ahead and full else _first_deadline_s(live)
+        return now_s if slots.ahead and full else min(_first_deadline_s(live), timeout_s)
     if walk.best or walk.closed or walk.rows >= rules.largest_preferred or rules.delay_s <= 0:
         return now_s
     # Waiting longer than this would miss the earliest deadline.
     latest_start_s = _first_deadline_s(live) - latency.estimate_s(walk.rows)
-    return max(now_s, min(live[0].enqueued_s + rules.delay_s, latest_start_s))
+    return max(now_s, min(_oldest_s(live, rules, walk) + rules.delay_s, latest_start_s, timeout_s))
+
+
+def _oldest_s(live: Sequence[T], rules: Rules, walk: _Walk) -> float:
+    """Returns when the oldest item of the batch was enqueued."""
+    return live[0].enqueued_s if rules.prefetch else min(item.enqueued_s for item in live[: walk.items])
 
 
 def _first_deadline_s(live: Sequence[T]) -> float:
     return min(item.deadline_s for item in live)
+
+
+def _next_timeout_s(live: Sequence[T], now_s: float) -> float:
+    """Returns when the next item will have waited too long; what is delayed then may make another batch the best."""
+    return min((item.queue_deadline_s for item in live if item.queue_deadline_s > now_s), default=NEVER_S)

@@ -29,7 +29,7 @@ class Responder:
     def responses(
         self, execution: Execution, begin_s: float, tally: StatsTally
     ) -> tuple[list[Pending], list[Response]]:
-        """Answers the items of an execution, those whose lease is lost left out.
+        """Answers the items of an execution; those whose lease is lost and those that run again are left out.
 
         Args:
             execution: One that ended.
@@ -47,7 +47,7 @@ class Responder:
         earlier = self._earlier(execution) if execution.earlier else {}
         rows_done = 0
         for item, answer in zip(execution.items, execution.answers, strict=True):
-            if item.lost:
+            if item.lost or answer is None:
                 continue
             items.append(item)
             before = earlier.get(id(item), ())
@@ -76,7 +76,7 @@ class Responder:
             attempt=item.lease.deliveries,
         )
 
-    def _final(self, item: Pending, answer: Answer | None, index: int, timing: Timing) -> Response:
+    def _final(self, item: Pending, answer: Answer, index: int, timing: Timing) -> Response:
         if isinstance(answer, tuple):
             problem = self._problem(answer, item)
             if problem is None:
@@ -90,7 +90,6 @@ class Responder:
                     timing=timing,
                 )
             answer = OutputMismatch(problem)
-        assert isinstance(answer, QinferError), "Execution.run leaves no item without an answer"
         return Response(
             request_id=item.request.id,
             model=self._model,

@@ -28,6 +28,8 @@ BATCH_SIZE = "qinfer_batch_size_rows"
 EXECUTION = "qinfer_execution_seconds"
 EXECUTED_REQUESTS = "qinfer_executed_requests_total"
 EXECUTION_FAILURES = "qinfer_execution_failures_total"
+RETRIES = "qinfer_retries_total"
+DEAD_LETTERS = "qinfer_dead_letters_total"
 WORKER_UP = "qinfer_worker_up"
 WORKER_EXECUTING = "qinfer_worker_executing_requests"
 MODEL_READY = "qinfer_model_ready"
@@ -157,12 +159,20 @@ class Snapshot:
         failures = CounterMetricFamily(
             EXECUTION_FAILURES, "Requests that failed in a worker (shared).", labels=(*_MODEL, "reason")
         )
+        retries = CounterMetricFamily(
+            RETRIES, "Requests executed again because their batch raised, each time (shared).", labels=_MODEL
+        )
+        dead_letters = CounterMetricFamily(
+            DEAD_LETTERS, "Requests that workers gave up and put with the dead letters (shared).", labels=_MODEL
+        )
         for key, fields in self.stats.items():
             requests.add_metric(_labels(key), fields.get(stats.SUCCESS_COUNT, 0))
+            retries.add_metric(_labels(key), fields.get(stats.RETRIES, 0))
+            dead_letters.add_metric(_labels(key), fields.get(stats.DEAD_LETTERS, 0))
             for name, count in fields.items():
                 if name.startswith(stats.FAILURES):
                     failures.add_metric((*_labels(key), name.removeprefix(stats.FAILURES)), count)
-        yield from (requests, failures)
+        yield from (requests, failures, retries, dead_letters)
         for name, text, histogram, sum_field, unit in (
             (
                 QUEUE_WAIT,

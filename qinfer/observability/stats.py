@@ -26,6 +26,10 @@ EXECUTION_NS = "execution_ns"
 """Nanoseconds of executing batches, each counted once."""
 QUEUE_NS, INPUT_NS, INFER_NS, OUTPUT_NS = "queue_ns", "input_ns", "infer_ns", "output_ns"
 """Nanoseconds over all requests; each is charged its whole batch's, as in Triton (reference §1.13)."""
+RETRIES = "retries"
+"""Requests executed again because the batch that they were in raised; once for each time."""
+DEAD_LETTERS = "dead_letters"
+"""Entries that were given up and put with the dead letters."""
 FAILURES = "failures:"
 """Requests that failed, by reason: `failures:<error code>`."""
 
@@ -66,6 +70,14 @@ class StatsTally:
             queue[bisect_left(QUEUE_BUCKETS_S, waited_ns / 1e9)] += 1
         self._execution[bisect_left(EXECUTION_BUCKETS_S, batch_ns / 1e9)] += 1
         self._batch[bisect_left(BATCH_BUCKETS, rows)] += 1
+
+    def retried(self, count: int) -> None:
+        """Counts requests that are executed again because their batch raised."""
+        self._deltas[RETRIES] += count
+
+    def buried(self) -> None:
+        """Counts an entry that became a dead letter."""
+        self._deltas[DEAD_LETTERS] += 1
 
     def failed(self, reason: str, count: int = 1) -> None:
         """Counts requests that failed in the worker, by `ErrorCode` value."""

@@ -1,7 +1,8 @@
 """What a configuration may not say: the mistakes that Triton refuses, and the settings that qinfer does not offer.
 
 A setting whose absence a client would notice is refused by name, never ignored; hints that change speed only
-(`optimization`, `rate_limiter`, `metric_tags`, …) are accepted. `preserve_ordering` holds for each connection anyway.
+(`optimization`, `rate_limiter`, `metric_tags`, …) are accepted. `preserve_ordering` holds for each connection anyway,
+but contradicts priorities and delays.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,12 +23,6 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
     ("model_operations.op_library_filename", lambda c: bool(c.model_operations.op_library_filename)),
     ("model_repository_agents", lambda c: bool(c.model_repository_agents.agents)),
     ("runtime", lambda c: bool(c.runtime)),
-    ("dynamic_batching.priority_levels", lambda c: c.dynamic_batching.priority_levels > 0),
-    ("dynamic_batching.priority_queue_policy", lambda c: bool(c.dynamic_batching.priority_queue_policy)),
-    (
-        "dynamic_batching.default_queue_policy",
-        lambda c: c.dynamic_batching.default_queue_policy != model_config_pb2.ModelQueuePolicy(),
-    ),
     ("input.allow_ragged_batch", lambda c: any(i.allow_ragged_batch for i in c.input)),
     ("is_shape_tensor", lambda c: any(t.is_shape_tensor for t in (*c.input, *c.output))),
     ("is_non_linear_format_io", lambda c: any(t.is_non_linear_format_io for t in (*c.input, *c.output))),
@@ -47,6 +42,7 @@ def check(config: ModelConfig) -> None:
     problems = [
         *(f"'{setting}' is not supported by this server; remove it" for setting, used in _UNSUPPORTED if used(config)),
         *_batching_problems(config),
+        *_queue_problems(config),
         *_tensor_problems(config, "input", config.input),
         *_tensor_problems(config, "output", config.output),
         *_instance_problems(config),
@@ -69,6 +65,28 @@ def _batching_problems(config: ModelConfig) -> Iterator[str]:
                 f"dynamic batching preferred size must be <= max batch size for {config.name}, "
                 f"got {size} > {config.max_batch_size}"
             )
+
+
+def _queue_problems(config: ModelConfig) -> Iterator[str]:
+    batching = config.dynamic_batching
+    levels, default, name = batching.priority_levels, batching.default_priority_level, config.name
+    policies = batching.priority_queue_policy
+    if levels and not 1 <= default <= levels:
+        yield f"default priority level must be in range [1, {levels}] for {name}, got {default}"
+    for level in sorted(policies) if levels else ():
+        if not 1 <= level <= levels:
+            yield f"priority queue policy must have priority level in range [1, {levels}] for {name}, got {level}"
+    if not batching.preserve_ordering:
+        return
+    if levels > 1:
+        yield f"Only one priority level is allowed when 'preserve_ordering' is true for {name}, got {levels}"
+    if any(_delays(policy) for policy in (batching.default_queue_policy, *policies.values())):
+        yield f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {name}"
+
+
+def _delays(policy: Any) -> bool:
+    delay = model_config_pb2.ModelQueuePolicy.DELAY
+    return bool(policy.default_timeout_microseconds) and policy.timeout_action == delay
 
 
 def _tensor_problems(config: ModelConfig, kind: str, tensors: Any) -> Iterator[str]:

@@ -1,18 +1,20 @@
 """Turns a normalised `ModelConfig` into the `ModelSpec` that gateways and workers read; owns qinfer's parameters."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.repository.model_config import ModelConfig, model_config_pb2
-from qinfer.repository.spec import BatchingSpec, ModelSpec, TensorSpec, WarmupSpec
+from qinfer.repository.spec import BatchingSpec, ModelSpec, QueuePolicy, TensorSpec, WarmupSpec
 from qinfer.settings import LimitSettings
 from qinfer.tensors import CONFIG_DATATYPES
 
 PREFIX = "qinfer."
 DEFAULT_TIMEOUT = "qinfer.default_timeout_s"
 MAX_TIMEOUT = "qinfer.max_timeout_s"
-KNOWN_PARAMETERS = (DEFAULT_TIMEOUT, MAX_TIMEOUT)
+LANE_CAPACITY = "qinfer.lane_capacity"
+MIN_WORKERS = "qinfer.min_workers"
+KNOWN_PARAMETERS = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
 
 
 def to_spec(config: ModelConfig, limits: LimitSettings) -> ModelSpec:
@@ -20,7 +22,7 @@ def to_spec(config: ModelConfig, limits: LimitSettings) -> ModelSpec:
 
     Args:
         config: As `normalise` returned it.
-        limits: Timeouts for a model that sets none; a model's own maximum counts for that model.
+        limits: Timeouts and lane capacity of a model that sets none; a model's own maximum counts for that model.
 
     Raises:
         ModelLoadFailed: A datatype or qinfer's own parameters are wrong, which `normalise` would have refused.
@@ -47,18 +49,21 @@ def to_spec(config: ModelConfig, limits: LimitSettings) -> ModelSpec:
         default_timeout_s=min(default_timeout_s, max_timeout_s),
         max_timeout_s=max_timeout_s,
         graph_level=graph.level if config.optimization.HasField("graph") else None,
+        lane_capacity=int(parameters.get(LANE_CAPACITY, limits.lane_capacity)),
+        min_workers=int(parameters.get(MIN_WORKERS, 1)),
     )
 
 
 def parameter_problems(config: ModelConfig, known: Iterable[str]) -> Iterator[str]:
-    """Yields what is wrong with qinfer's own parameters: an unknown name, or a timeout that is no positive number."""
+    """Yields what is wrong with qinfer's own parameters: an unknown name, or a value that is no such number."""
     for key in sorted(config.parameters):
         if not key.startswith(PREFIX):
             continue
+        text = config.parameters[key].string_value
         if key not in known:
             yield f"unknown parameter '{key}'; qinfer knows {', '.join(known)}"
-        elif not _is_positive(config.parameters[key].string_value):
-            yield f"parameter '{key}' must be a positive number of seconds, got '{config.parameters[key].string_value}'"
+        elif not _VALUES[key][1](text):
+            yield f"parameter '{key}' must be {_VALUES[key][0]}, got '{text}'"
 
 
 def _is_positive(text: str) -> bool:
@@ -66,6 +71,20 @@ def _is_positive(text: str) -> bool:
         return 0 < float(text) < float("inf")
     except ValueError:
         return False
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS
+
+
+_MAX_DIGITS = 16
+
+_VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
+    DEFAULT_TIMEOUT: ("a positive number of seconds", _is_positive),
+    MAX_TIMEOUT: ("a positive number of seconds", _is_positive),
+    LANE_CAPACITY: ("an integer above 0", lambda text: _is_count(text) and int(text) > 0),
+    MIN_WORKERS: ("an integer of 0 or more", _is_count),
+}
 
 
 def _tensor(io: Any, *, optional: bool = False, ragged: bool = False) -> TensorSpec:
@@ -87,12 +106,34 @@ def _datatype(number: int) -> str:
 
 
 def _batching(config: ModelConfig) -> BatchingSpec | None:
-    if config.max_batch_size == 0 or not config.HasField("dynamic_batching"):
+    """Reads `dynamic_batching`; without a batch dimension only its priorities and queue policies mean something."""
+    if not config.HasField("dynamic_batching"):
         return None
     batching = config.dynamic_batching
-    return BatchingSpec(
-        preferred_sizes=tuple(sorted(set(batching.preferred_batch_size))) or (config.max_batch_size,),
+    levels = batching.priority_levels
+    spec = BatchingSpec(
+        preferred_sizes=tuple(sorted(set(batching.preferred_batch_size))) or (max(config.max_batch_size, 1),),
         max_queue_delay_s=batching.max_queue_delay_microseconds / 1e6,
+        priority_levels=levels,
+        default_priority=batching.default_priority_level if levels else 0,
+        default_policy=_policy(batching.default_queue_policy),
+        policies={
+            level: _policy(batching.priority_queue_policy[level]) for level in sorted(batching.priority_queue_policy)
+        }
+        if levels
+        else {},
+    )
+    return None if config.max_batch_size == 0 and spec.may_prefetch else spec
+
+
+def _policy(policy: Any) -> QueuePolicy:
+    """Reads a queue policy; without a timeout its action has no effect."""
+    timeout_us = policy.default_timeout_microseconds
+    return QueuePolicy(
+        max_queue_size=policy.max_queue_size,
+        timeout_s=timeout_us / 1e6,
+        delay=timeout_us > 0 and policy.timeout_action == model_config_pb2.ModelQueuePolicy.DELAY,
+        allow_override=policy.allow_timeout_override,
     )
 
 

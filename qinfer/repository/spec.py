@@ -27,16 +27,54 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueuePolicy:
+    """How requests of one priority level wait (reference §3.3, queue policy).
+
+    Attributes:
+        max_queue_size: So many may wait; 0 = no limit but the lane's capacity.
+        timeout_s: How long one may wait before it executes; 0 = as long as its deadline allows.
+        delay: What is over that time goes behind the others of its level (DELAY) instead of being refused (REJECT).
+        allow_override: A request's own `timeout` may shorten `timeout_s`; without a `timeout_s` it has no effect.
+    """
+
+    max_queue_size: int = 0
+    timeout_s: float = 0.0
+    delay: bool = False
+    allow_override: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingSpec:
     """The `dynamic_batching` part of a configuration (reference §3.3).
 
     Attributes:
         preferred_sizes: Sizes worth stopping at, ascending; never empty (`[max_batch_size]` by default).
         max_queue_delay_s: How long the oldest request may wait for the batch to fill; 0 = do not wait.
+        priority_levels: 1 is the highest … this is the lowest; 0 = there are no levels.
+        default_priority: The level of a request that names none or one that does not exist.
+        default_policy: The queue policy of levels that have none of their own.
+        policies: Level → its own queue policy.
     """
 
     preferred_sizes: tuple[int, ...]
     max_queue_delay_s: float = 0.0
+    priority_levels: int = 0
+    default_priority: int = 0
+    default_policy: QueuePolicy = QueuePolicy()
+    policies: Mapping[int, QueuePolicy] = field(default_factory=dict)
+
+    def level(self, asked: int) -> int:
+        """Returns the level that a request gets: 1 … `priority_levels`, or 0 where there are none."""
+        return asked if 1 <= asked <= self.priority_levels else self.default_priority
+
+    def policy(self, level: int) -> QueuePolicy:
+        """Returns the queue policy of a level."""
+        return self.policies.get(level, self.default_policy)
+
+    @property
+    def may_prefetch(self) -> bool:
+        """Whether batches may be formed before an instance waits (reference §3.3 step 3)."""
+        return not self.priority_levels and self.default_policy == QueuePolicy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +113,8 @@ class ModelSpec:
         default_timeout_s: The timeout of a request that names none.
         max_timeout_s: The longest a request may ask for.
         graph_level: `optimization.graph.level`; `None` leaves it to the backend.
+        lane_capacity: Requests that may wait in one lane.
+        min_workers: 0 = the model is READY without a live worker: its requests wait until one has started.
     """
 
     name: str
@@ -91,3 +131,5 @@ class ModelSpec:
     default_timeout_s: float = 60.0
     max_timeout_s: float = 3600.0
     graph_level: int | None = None
+    lane_capacity: int = 10_000
+    min_workers: int = 1

@@ -1,7 +1,7 @@
 """Checks a request against its model, in Triton's order and with Triton's texts (core `src/infer_request.cc`).
 
-`validate` walks the configuration and the request side by side, which settles a good request in about a microsecond;
-everything that looks unusual takes the long way, which names the mistake. The caller prefixes the request id.
+A glance at the configuration and the request, side by side, settles the ordinary good request in half a microsecond;
+everything else takes the long way, which names the mistake. The caller prefixes the request id.
 """
 
 import struct
@@ -36,6 +36,9 @@ def validate(request: InferRequest, spec: ModelSpec) -> int:
     """
     if request.outputs:
         _check_outputs(request.outputs, spec)
+    rows = _plain_rows(request.inputs, spec)
+    if rows:
+        return rows
     pairs = _pair(request.inputs, spec)
     batch_size = _batch_size(request.inputs, spec) if spec.max_batch_size else 0
     for tensor, expected in pairs:
@@ -61,6 +64,32 @@ def validate(request: InferRequest, spec: ModelSpec) -> int:
     if spec.max_batch_size and not batch_size:
         raise InvalidRequest(f"inference request batch-size must be > 0 for '{spec.name}'")
     return batch_size or 1
+
+
+def _plain_rows(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
+    """Settles ordinary requests at a glance: every input, in order, of fixed dimensions and elements of fixed size.
+
+    Returns:
+        The batch size, as `validate` returns it; 0 says nothing about the request, good or bad.
+    """
+    max_rows = spec.max_batch_size
+    if len(inputs) != len(spec.inputs):
+        return 0
+    rows = 0 if max_rows else 1
+    for position, expected in enumerate(spec.inputs):
+        tensor = inputs[position]
+        shape, dims, datatype = tensor.shape, expected.dims, tensor.datatype
+        if tensor.name != expected.name or datatype != expected.datatype or datatype == "BYTES" or -1 in dims:
+            return 0
+        if max_rows:
+            if not shape or shape[1:] != dims or (position and shape[0] != rows):
+                return 0
+            rows = shape[0]
+        elif shape != dims:
+            return 0
+        if len(tensor.data) != prod(shape) * DATATYPES[datatype].itemsize:
+            return 0
+    return rows if 0 < rows <= (max_rows or 1) else 0
 
 
 def _pair(inputs: Sequence[Tensor], spec: ModelSpec) -> list[tuple[Tensor, TensorSpec]]:
@@ -105,6 +134,8 @@ def _quoted(names: list[str]) -> str:
 
 
 def _check_outputs(outputs: Sequence[str], spec: ModelSpec) -> None:
+    if spec.outputs and outputs == (spec.outputs[0].name,):
+        return
     known = [output.name for output in spec.outputs]
     for position, name in enumerate(outputs):
         if name in outputs[:position]:

@@ -15,6 +15,10 @@ items = st.builds(
     enqueued_s=st.floats(NOW_S - 2, NOW_S),
     deadline_s=st.floats(NOW_S - 1, NOW_S + 5),
     alone=st.booleans(),
+    level=st.integers(0, 3),
+    queue_deadline_s=st.one_of(st.just(NEVER_S), st.floats(NOW_S - 1, NOW_S + 5)),
+    delays=st.booleans(),
+    delayed=st.booleans(),
 )
 queues = st.lists(items, max_size=20).map(lambda q: sorted(q, key=lambda i: i.enqueued_s))
 slots = st.builds(Slots, st.integers(0, 2), st.integers(0, 1))
@@ -30,6 +34,7 @@ def rule_sets(draw: st.DrawFn) -> Rules:
         largest_preferred=max(preferred),
         delay_s=draw(st.sampled_from([0.0, 0.5, 1.0])),
         merge=draw(st.booleans()),
+        prefetch=draw(st.booleans()),
     )
 
 
@@ -41,18 +46,38 @@ def speeds(draw: st.DrawFn) -> LatencyModel:
     return model
 
 
+def is_delayed(item: Item) -> bool:
+    return item.delayed or (item.delays and item.queue_deadline_s <= NOW_S)
+
+
 @given(queues, slots, rule_sets(), speeds())
 def test_every_item_ends_in_exactly_one_place(
     queue: list[Item], free: Slots, rules: Rules, latency: LatencyModel
 ) -> None:
-    """No item is lost or doubled, and the order is kept."""
+    """No item is lost or doubled, and the order is kept, or is that of levels and delays."""
     decision = decide(queue, NOW_S, free, rules, latency)
 
     placed = [*decision.expired, *decision.run, *decision.keep]
     assert len(placed) == len(queue)
     assert {id(i) for i in placed} == {id(i) for i in queue}
     gone = {id(i) for i in decision.expired}
-    assert [*decision.run, *decision.keep] == [i for i in queue if id(i) not in gone]
+    rest = [i for i in queue if id(i) not in gone]
+    if not rules.prefetch:
+        rest.sort(key=lambda i: (i.level, i.queue_deadline_s if is_delayed(i) else 0.0))
+    assert [*decision.run, *decision.keep] == rest
+
+
+@given(queues, slots, rule_sets(), speeds())
+def test_only_what_is_late_or_impatient_expires(
+    queue: list[Item], free: Slots, rules: Rules, latency: LatencyModel
+) -> None:
+    """By its deadline, or by a queue policy that does not delay."""
+    decision = decide(queue, NOW_S, free, rules, latency)
+
+    late_s = NOW_S + latency.floor_s(NOW_S)
+    for i in queue:
+        refused = not rules.prefetch and i.queue_deadline_s <= NOW_S and not i.delays and not i.delayed
+        assert any(i is e for e in decision.expired) == (refused or i.deadline_s <= late_s)
 
 
 @given(queues, slots, rule_sets(), speeds())
@@ -74,7 +99,7 @@ def test_waits_only_for_the_delay(queue: list[Item], rules: Rules, latency: Late
 
     if decision.keep and not decision.run:
         assert rules.delay_s > 0
-        oldest_s = decision.keep[0].enqueued_s
+        oldest_s = decision.keep[0].enqueued_s if rules.prefetch else min(i.enqueued_s for i in decision.keep)
         assert NOW_S < decision.wake_at_s <= oldest_s + rules.delay_s
         assert sum(i.rows for i in decision.keep) < rules.largest_preferred
 

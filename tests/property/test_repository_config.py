@@ -1,5 +1,7 @@
 """Configurations survive their round trips."""
 
+from typing import Any
+
 from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,13 @@ dims = st.lists(st.one_of(st.just(-1), st.integers(1, 2**62)), min_size=1, max_s
 datatypes = st.sampled_from(sorted(CONFIG_DATATYPES)).map(model_config_pb2.DataType.Value)
 
 
+def _draw_policy(draw: st.DrawFn, policy: Any) -> None:
+    policy.timeout_action = draw(st.sampled_from((0, 1)))
+    policy.default_timeout_microseconds = draw(st.integers(0, 2**64 - 1))
+    policy.allow_timeout_override = draw(st.booleans())
+    policy.max_queue_size = draw(st.integers(0, 2**32 - 1))
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
     config = ModelConfig(backend=draw(st.sampled_from(("onnxruntime", "python", "other"))))
@@ -26,6 +35,11 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         if config.max_batch_size:
             sizes = draw(st.lists(st.integers(1, config.max_batch_size), max_size=3))
             config.dynamic_batching.preferred_batch_size.extend(sizes)
+        levels = config.dynamic_batching.priority_levels = draw(st.integers(0, 2**64 - 1))
+        config.dynamic_batching.default_priority_level = draw(st.integers(1, levels)) if levels else 0
+        for level in draw(st.lists(st.integers(1, levels), max_size=2)) if levels else ():
+            _draw_policy(draw, config.dynamic_batching.priority_queue_policy[level])
+        _draw_policy(draw, config.dynamic_batching.default_queue_policy)
     for count in draw(st.lists(st.integers(0, 9), max_size=2)):
         config.instance_group.add(count=count)
     for key, value in draw(st.dictionaries(names.filter(lambda n: not n.startswith("qinfer.")), names)).items():

@@ -21,7 +21,7 @@ from qinfer.errors import (
     OutputMismatch,
     QinferError,
 )
-from qinfer.messages import InferRequest
+from qinfer.messages import InferRequest, Response
 from qinfer.repository.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, to_numpy
 
@@ -38,6 +38,9 @@ class Answers:
 
     def cancelled(self, item: int) -> bool:
         return False
+
+    def call(self, request: InferRequest) -> Response:
+        raise NotImplementedError
 
     def array(self, item: int, output: int = 0) -> Array:
         outputs = self.by_item[item]

@@ -1,107 +1,14 @@
 """The batcher's own rules: one batch ahead, nothing hoarded, nothing lost when models change or work stops."""
 
 import asyncio
-from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 
-from qinfer.backends.base import Backend
-from qinfer.backends.stub import StubBackend
-from qinfer.batching.batcher import OVERDUE_S, Batcher, LoadedModel
-from qinfer.batching.execution import Execution, Pending
-from qinfer.batching.latency import LatencyModel
+from qinfer.batching.batcher import OVERDUE_S
 from qinfer.batching.policy import NEVER_S
-from qinfer.clock import ServerClock
-from qinfer.delivery.base import Entry, Lane, Lease
-from qinfer.messages import InferRequest, Response
-from qinfer.tensors import from_numpy
-from qinfer.testing import FakeClock, eventually, stub_spec
-
-Done = Callable[[Execution], None]
-
-
-class Bench:
-    """An executor that runs when told to, and an outlet that remembers."""
-
-    def __init__(self, count: int = 1) -> None:
-        self.count = count
-        self.running: list[tuple[Execution, Done]] = []
-        self.queued: list[tuple[Execution, Done]] = []
-        self.retired = False
-        self.runs_now = False
-        self.backend: Backend = StubBackend()
-        self.backend.load(stub_spec(), None)  # type: ignore[arg-type]  # the stub reads no file
-        self.answered: list[tuple[Pending, Response]] = []
-        self.given_back: list[Pending] = []
-
-    def run_now(self, execution: Execution, expected_s: float) -> bool:
-        if not self.runs_now:
-            return False
-        execution.run(self.backend)
-        return True
-
-    def start(self, execution: Execution, done: Done) -> None:
-        (self.running if len(self.running) < self.count else self.queued).append((execution, done))
-
-    def recall(self) -> list[Execution]:
-        recalled, self.queued = [execution for execution, _ in self.queued], []
-        return recalled
-
-    def retire(self) -> None:
-        self.retired = True
-
-    def end(self) -> None:
-        """Ends the oldest running execution, and begins the next."""
-        execution, done = self.running.pop(0)
-        if self.queued:
-            self.running.append(self.queued.pop(0))
-        execution.run(self.backend)
-        done(execution)
-
-    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
-        self.answered.extend(zip(items, responses, strict=True))
-
-    def give_back(self, items: Sequence[Pending]) -> None:
-        self.given_back.extend(items)
-
-
-class Scene:
-    """A batcher on a bench."""
-
-    def __init__(self, bench: Bench, *, known_s: float = 0.0, delay_s: float = 0.0) -> None:
-        self.bench = bench
-        self.time = FakeClock()
-        self.clock = ServerClock(self.time, offset_s=0.0)
-        latency = LatencyModel()
-        if known_s:
-            latency.observe(1, known_s, self.clock.now_s())
-        self.spec = stub_spec(max_queue_delay_s=delay_s)
-        self.batcher = Batcher(self.model(bench), self.clock, bench, latency)
-
-    def model(self, bench: Bench, generation: int = 1) -> LoadedModel:
-        return LoadedModel(spec=self.spec, version=1, generation=generation, executor=bench)
-
-    def items(self, count: int, rows: int = 1) -> list[Pending]:
-        tensor = from_numpy("x", np.ones((rows, 2), "<f4"))
-        return [
-            self._item(f"r{index}", InferRequest(model="stub", inputs=(tensor,), id=f"r{index}"), rows)
-            for index in range(count)
-        ]
-
-    def _item(self, name: str, request: InferRequest, rows: int) -> Pending:
-        now_s = self.clock.now_s()
-        lease = Lease(Entry(Lane("stub", 1), f"1000-{name}"), "w1", b"")
-        return Pending(rows=rows, key=None, enqueued_s=now_s, deadline_s=now_s + 60, lease=lease, request=request)
-
-    def can_fetch(self) -> bool:
-        waiter = self.batcher.fetchable()
-        try:
-            waiter.send(None)
-        except StopIteration:
-            return True
-        waiter.close()
-        return False
+from qinfer.messages import InferRequest
+from qinfer.testing import eventually
+from tests.batching import Bench, Scene
 
 
 @pytest.fixture
@@ -272,3 +179,16 @@ async def test_short_execution_is_answered_in_the_same_step(scene: Scene) -> Non
     assert [item.request.id for item, _ in scene.bench.answered] == ["r0", "r1", "r2"]
     assert scene.batcher.executing == 0
     assert scene.can_fetch()
+
+
+async def test_a_batch_that_no_instance_took_is_overdue_too(scene: Scene) -> None:
+    """Threads may be starved: what was recalled frees its instance, and the batcher asks for work again."""
+    scene.bench.stalled = True
+    items = scene.items(1)
+    scene.batcher.admit(items)
+    scene.time.advance(2.0 + OVERDUE_S)
+    scene.batcher.admit([])
+
+    assert scene.bench.given_back == items
+    assert scene.can_fetch()
+    assert scene.is_idle()

@@ -1,5 +1,6 @@
 """Triton's dynamic batcher, rule by rule (reference §3.3)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -28,9 +29,25 @@ def item(rows: int = 1, key: object = None, age_s: float = 0.0, left_s: float = 
     return Item(rows=rows, key=key, enqueued_s=NOW_S - age_s, deadline_s=NOW_S + left_s, alone=alone)
 
 
-def rules(limit: int = 8, preferred: tuple[int, ...] = (), delay_s: float = 0.0) -> Rules:
+def queued(rows: int, level: int, at_s: float, timeout_s: float, *, delays: bool = False) -> Item:
+    """An item of a model with levels, enqueued `at_s` seconds from now, with a queue timeout."""
+    enqueued_s = NOW_S + at_s
+    return Item(
+        rows=rows,
+        key=None,
+        enqueued_s=enqueued_s,
+        deadline_s=enqueued_s + 60,
+        level=level,
+        queue_deadline_s=enqueued_s + timeout_s,
+        delays=delays,
+    )
+
+
+def rules(limit: int = 8, preferred: tuple[int, ...] = (), delay_s: float = 0.0, levels: int = 0) -> Rules:
     sizes = preferred or (limit,)
-    batching = BatchingSpec(preferred_sizes=sizes, max_queue_delay_s=delay_s)
+    batching = BatchingSpec(
+        preferred_sizes=sizes, max_queue_delay_s=delay_s, priority_levels=levels, default_priority=levels
+    )
     return Rules.of(ModelSpec(name="m", backend="stub", inputs=(), outputs=(), max_batch_size=limit, batching=batching))
 
 
@@ -152,3 +169,65 @@ def test_nothing_pending() -> None:
 
     assert decision.run == []
     assert decision.wake_at_s == NEVER_S
+
+
+def test_levels_then_delayed_then_order_of_arrival() -> None:
+    """The queue is walked by level; within one, what was delayed first is the first of those behind."""
+    low, high = queued(1, 2, 0.0, 9.0), queued(1, 1, 0.0, 9.0)
+    second = queued(1, 1, -2.0, 1.5, delays=True)
+    first = queued(1, 1, -1.0, 0.1, delays=True)
+
+    decision = decide([low, second, first, high], NOW_S, Slots(0), rules(levels=2), Speed())
+
+    assert decision.keep == [high, first, second, low]
+
+
+def test_levels_mean_nothing_to_a_model_without_them() -> None:
+    """Nor do queue timeouts."""
+    pending = [queued(1, 2, -2.0, 1.0), queued(1, 1, -2.0, 1.0)]
+
+    decision = decide(pending, NOW_S, Slots(1), rules(), Speed())
+
+    assert decision.run == pending
+
+
+def test_the_oldest_of_the_batch_counts_for_the_delay() -> None:
+    """Not the first in the queue."""
+    pending = [queued(1, 1, 0.0, 9.0), queued(1, 2, -0.8, 9.0)]
+
+    decision = decide(pending, NOW_S, Slots(1), rules(delay_s=1.0, levels=2), Speed())
+
+    assert decision.wake_at_s == pytest.approx(NOW_S + 0.2)
+
+
+@pytest.mark.parametrize("slots", [Slots(1), Slots(0)])
+@pytest.mark.parametrize("delays", [False, True])
+def test_wakes_when_somebody_has_waited_too_long(slots: Slots, delays: bool) -> None:  # noqa: FBT001  a parameter
+    """To refuse it in time, or because another batch may be the best then; also without an idle instance."""
+    pending = [queued(1, 1, 0.0, 0.5, delays=delays)]
+
+    decision = decide(pending, NOW_S, slots, rules(delay_s=5.0, levels=2), Speed())
+
+    assert decision.wake_at_s == NOW_S + 0.5
+
+
+def test_priorities_with_policies_as_triton_tests_them() -> None:
+    """Triton's `test_priority_with_policy`: two levels, DELAY and REJECT, preferred sizes 4, 8 and 32, delay 10 s."""
+    a2 = queued(2, 1, 0.0, 11.0, delays=True)
+    a1 = queued(1, 1, 0.2, 1.0, delays=True)
+    a2_again = queued(2, 1, 0.4, 11.0, delays=True)
+    b2, b3, b6 = queued(2, 2, 0.6, 2.0), queued(3, 2, 0.8, 11.0), queued(6, 2, 1.0, 11.0)
+    pending: Sequence[Item] = [a2, a1, a2_again, b2, b3, b6]
+    now_s, runs, expired = NOW_S + 1.0, [], []
+
+    while pending:
+        decision = decide(pending, now_s, Slots(1), rules(32, (4, 8, 32), 10.0, levels=2), Speed())
+        pending = decision.keep
+        expired += decision.expired
+        if decision.run:
+            runs.append((round(now_s - NOW_S, 3), decision.run))
+        else:
+            now_s = decision.wake_at_s
+
+    assert runs == [(1.2, [a2, a2_again]), (2.6, [a1, b3]), (11.0, [b6])]
+    assert expired == [b2]

@@ -32,6 +32,7 @@ def busy() -> tuple[GatewayTally, Snapshot]:
     worker = StatsTally()
     worker.executed(3, 6, [1_000_000, 2_000_000, 70 * 10**9], 1_000_000, 8_000_000, 1_000_000)
     worker.failed("inference_failed", 2)
+    worker.buried()
     return tally, Snapshot(
         stats={("m", 1): worker.drain(), ("idle", 2): {}},
         depth={("m", 1, "p1"): 7},
@@ -69,6 +70,7 @@ def test_shared_numbers_are_shown() -> None:
     assert shown[metrics.MODEL_READY, (("model", "idle"), ("version", "2"))] == 0
     assert shown[metrics.EXECUTED_REQUESTS, M1] == 3
     assert shown[metrics.EXECUTION_FAILURES, (M1[0], ("reason", "inference_failed"), M1[1])] == 2
+    assert shown[metrics.DEAD_LETTERS, M1] == 1
     assert shown[f"{metrics.QUEUE_WAIT}_sum", M1] == 70.003
     assert shown[f"{metrics.EXECUTION}_sum", M1] == 0.01
     assert shown[f"{metrics.BATCH_SIZE}_sum", M1] == 6

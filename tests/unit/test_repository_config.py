@@ -10,7 +10,7 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.repository.complete import complete
 from qinfer.repository.config import ModelConfig, from_json, normalise, parse, to_json, to_spec
 from qinfer.repository.onnx_metadata import FileTensor, FileTensors
-from qinfer.repository.spec import BatchingSpec, TensorSpec, WarmupSpec
+from qinfer.repository.spec import BatchingSpec, QueuePolicy, TensorSpec, WarmupSpec
 from qinfer.settings import LimitSettings
 
 LIMITS = LimitSettings()
@@ -105,6 +105,30 @@ def test_a_platform_tells_the_backend() -> None:
         (ONNX + 'model_warmup { name: "w" }', r"model warmup 'w' lacks input\(s\) x"),
         (ONNX + 'parameters { key: "qinfer.speed" value { string_value: "1" } }', "unknown parameter 'qinfer.speed'"),
         (ONNX + 'parameters { key: "qinfer.max_timeout_s" value { string_value: "no" } }', "must be a positive number"),
+        (ONNX + 'parameters { key: "qinfer.lane_capacity" value { string_value: "0" } }', "must be an integer above 0"),
+        (
+            ONNX + 'parameters { key: "qinfer.min_workers" value { string_value: "-1" } }',
+            "an integer of 0 or more, got",
+        ),
+        (ONNX + "dynamic_batching { priority_levels: 2 }", r"default priority level must be in range \[1, 2\] for m"),
+        (
+            ONNX + "dynamic_batching { priority_levels: 2 default_priority_level: 3 }",
+            r"default priority level must be in range \[1, 2\] for m, got 3",
+        ),
+        (
+            ONNX + "dynamic_batching { priority_levels: 1 default_priority_level: 1 priority_queue_policy { key: 2 } }",
+            r"priority queue policy must have priority level in range \[1, 1\] for m, got 2",
+        ),
+        (
+            ONNX + "dynamic_batching { priority_levels: 2 default_priority_level: 1 preserve_ordering: true }",
+            "Only one priority level is allowed when 'preserve_ordering' is true for m",
+        ),
+        (
+            ONNX
+            + "dynamic_batching { preserve_ordering: true default_queue_policy "
+            + "{ timeout_action: DELAY default_timeout_microseconds: 1 } }",
+            "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for m",
+        ),
     ],
 )
 def test_mistakes_are_refused(text: str, message: str) -> None:
@@ -125,8 +149,6 @@ def test_mistakes_are_refused(text: str, message: str) -> None:
         ('runtime: "x"', "runtime"),
         ('model_operations { op_library_filename: "x.so" }', "model_operations.op_library_filename"),
         ('model_repository_agents { agents { name: "checksum" } }', "model_repository_agents"),
-        ("dynamic_batching { priority_levels: 2 }", "dynamic_batching.priority_levels"),
-        ("dynamic_batching { default_queue_policy { max_queue_size: 3 } }", "dynamic_batching.default_queue_policy"),
         ("input { allow_ragged_batch: true }", "input.allow_ragged_batch"),
         ("output { is_shape_tensor: true }", "is_shape_tensor"),
     ],
@@ -208,6 +230,58 @@ def test_a_spec_has_what_the_config_says() -> None:
     assert (spec.default_timeout_s, spec.max_timeout_s) == (2.5, LIMITS.max_timeout_s)
     assert spec.parameters["intra_op_thread_count"] == "1"
     assert spec.warmup == (WarmupSpec(name="w", batch_size=1, inputs={"x": ("BYTES", (3,), True)}),)
+
+
+QUEUES = """
+dynamic_batching {
+  priority_levels: 3 default_priority_level: 2
+  default_queue_policy { max_queue_size: 7 default_timeout_microseconds: 250000 allow_timeout_override: true }
+  priority_queue_policy { key: 3 value { timeout_action: DELAY default_timeout_microseconds: 1000000 } }
+  priority_queue_policy { key: 1 value { timeout_action: DELAY } }
+}
+"""
+
+
+def test_priorities_and_queue_policies() -> None:
+    """Levels, their policies, and what a request's level becomes; an action without a timeout means nothing."""
+    batching = to_spec(normal(ONNX + "max_batch_size: 8" + QUEUES), LIMITS).batching
+
+    assert batching is not None
+    assert [batching.level(asked) for asked in (0, 1, 3, 4, 2**64 - 1)] == [2, 1, 3, 2, 2]
+    assert batching.policy(1) == QueuePolicy()
+    assert batching.policy(2) == QueuePolicy(max_queue_size=7, timeout_s=0.25, allow_override=True)
+    assert batching.policy(3) == QueuePolicy(timeout_s=1.0, delay=True)
+    assert not batching.may_prefetch
+
+
+def test_priorities_need_no_batch_dimension() -> None:
+    """Requests of a model that can't be batched wait by the same rules."""
+    batching = to_spec(normal(ONNX + QUEUES), LIMITS).batching
+
+    assert batching is not None
+    assert batching.priority_levels == 3
+
+
+def test_policies_of_levels_without_levels_mean_nothing() -> None:
+    """As in Triton, they are not looked at."""
+    text = "max_batch_size: 8 dynamic_batching { priority_queue_policy { key: 1 value { max_queue_size: 3 } } }"
+
+    batching = to_spec(normal(ONNX + text), LIMITS).batching
+
+    assert batching == BatchingSpec(preferred_sizes=(8,))
+
+
+def test_capacity_and_workers() -> None:
+    """A model's own parameters come before the settings."""
+    parameters = """
+    parameters { key: "qinfer.lane_capacity" value { string_value: "12" } }
+    parameters { key: "qinfer.min_workers" value { string_value: "0" } }
+    """
+
+    own, default = to_spec(normal(ONNX + parameters), LIMITS), to_spec(normal(ONNX), LIMITS)
+
+    assert (own.lane_capacity, own.min_workers) == (12, 0)
+    assert (default.lane_capacity, default.min_workers) == (LIMITS.lane_capacity, 1)
 
 
 def test_without_dynamic_batching_requests_are_not_merged() -> None:

@@ -1,6 +1,7 @@
 """Validation: each mistake gets Triton's text, good requests their batch size."""
 
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -21,6 +22,11 @@ BATCHED = ModelSpec(
     ),
     outputs=(TensorSpec(name="y", datatype="FP32", dims=(1,)), TensorSpec(name="z", datatype="FP32", dims=(1,))),
 )
+FIXED = replace(
+    BATCHED,
+    inputs=(TensorSpec(name="a", datatype="FP32", dims=(4,)), TensorSpec(name="b", datatype="INT64", dims=(2,))),
+)
+SCALAR = replace(BATCHED, inputs=(TensorSpec(name="a", datatype="FP32", dims=()),))
 PLAIN = replace(BATCHED, max_batch_size=0, inputs=(TensorSpec(name="a", datatype="FP32", dims=(2, -1)),))
 OPTIONAL = replace(
     BATCHED,
@@ -41,6 +47,15 @@ def b(*shape: int) -> Tensor:
     return from_numpy("b", np.zeros(shape, "<i8"))
 
 
+def raw(*shape: int) -> Tensor:
+    """A tensor whose dimensions are negative, as no array's are."""
+    return Tensor("a", "FP32", shape, bytes(4 * abs(prod(shape))))
+
+
+def replace_data(tensor: Tensor, data: bytes) -> Tensor:
+    return Tensor(tensor.name, tensor.datatype, tensor.shape, data)
+
+
 def s(*elements: bytes, shape: tuple[int, ...] = (1, 2), cut: int = 0) -> Tensor:
     data = pack_bytes(elements)
     return Tensor("s", "BYTES", shape, data[: len(data) - cut])
@@ -55,6 +70,10 @@ def _request(*inputs: Tensor, outputs: tuple[str, ...] = ()) -> InferRequest:
     [
         (BATCHED, (a(3, 4), b(3, 5, 2)), 3),
         (BATCHED, (b(8, 0, 2), a(8, 4)), 8),
+        (FIXED, (a(3, 4), b(3, 2)), 3),
+        (FIXED, (b(8, 2), a(8, 4)), 8),
+        (replace(FIXED, max_batch_size=0), (a(4), b(2)), 1),
+        (SCALAR, (a(5),), 5),
         (PLAIN, (a(2, 7),), 1),
         (PLAIN, (a(2, 0),), 1),
         (OPTIONAL, (a(1, 4),), 1),
@@ -180,6 +199,34 @@ def test_bad_outputs(outputs: tuple[str, ...], text: str) -> None:
         validate(_request(a(1, 4), b(1, 1, 2), outputs=outputs), BATCHED)
 
     assert caught.value.message == text
+
+
+@pytest.mark.parametrize(
+    ("spec", "inputs", "text"),
+    [
+        (FIXED, (a(9, 4), b(9, 2)), "batch-size must be <= 8"),
+        (FIXED, (a(0, 4), b(0, 2)), "byte size mismatch"),
+        (FIXED, (a(1, 4), b(2, 2)), "input 'b' batch size does not match"),
+        (FIXED, (a(1, 4), b(1, 3)), "unexpected shape for input 'b'"),
+        (FIXED, (a(1, 4), replace_data(b(1, 2), bytes(15))), "Expected 16, got 15"),
+        (FIXED, (a(1, 4), from_numpy("b", np.zeros((1, 2), "<i4"))), "data-type is 'INT32'"),
+        (FIXED, (a(1, 4),), "expected 2 inputs but got 1"),
+        (FIXED, (a(1, 4), a(1, 4)), "input 'a' already exists"),
+        (SCALAR, (a(),), "has no shape"),
+        (replace(FIXED, max_batch_size=0), (a(1, 4), b(1, 2)), "unexpected shape for input 'a'"),
+        (
+            replace(SCALAR, inputs=(TensorSpec(name="a", datatype="FP32", dims=(-1, -1)),)),
+            (raw(1, -1, -1),),
+            "specified",
+        ),
+    ],
+)
+def test_bad_requests_to_models_of_fixed_dimensions(spec: ModelSpec, inputs: tuple[Tensor, ...], text: str) -> None:
+    """What settles good requests at a glance lets no bad one through."""
+    with pytest.raises(InvalidRequest) as caught:
+        validate(_request(*inputs), spec)
+
+    assert text in caught.value.message
 
 
 def test_an_empty_batch_of_empty_rows_is_refused() -> None:

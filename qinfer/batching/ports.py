@@ -1,0 +1,51 @@
+"""What a batcher works with: instances that execute, and an outlet for what is done."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from qinfer.batching.execution import Execution, Pending
+from qinfer.messages import Response
+
+
+class Executor(Protocol):
+    """The instances of a model version, which share one queue of executions."""
+
+    count: int
+    """How many instances there are."""
+
+    def run_now(self, execution: Execution, expected_s: float) -> bool:
+        """Executes at once if that should take no time worth a change of threads; tells whether it did.
+
+        Args:
+            execution: What to run.
+            expected_s: How long it should take; 0 = unknown.
+        """
+        ...
+
+    def start(self, execution: Execution, done: Callable[[Execution], None]) -> None:
+        """Queues an execution; `done` is called on the event loop when it ended."""
+        ...
+
+    def recall(self) -> list[Execution]:
+        """Takes back the executions that did not begin."""
+        ...
+
+    def retire(self) -> None:
+        """Unloads every instance once it has executed what is queued."""
+        ...
+
+
+class Outlet(Protocol):
+    """Where items go when the batcher is done with them; none of its calls blocks."""
+
+    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+        """Publishes responses, then finishes the items' entries."""
+        ...
+
+    def give_back(self, items: Sequence[Pending]) -> None:
+        """Releases items that are not to be executed here."""
+        ...
+
+    def delay(self, items: Sequence[Pending]) -> None:
+        """Moves items behind the others of their level: each to the `.delayed` lane of the lane that it is in."""
+        ...
