@@ -16,7 +16,6 @@ from msgspec import UNSET
 from qinfer.codec.json_depth import too_deep
 from qinfer.codec.kserve_types import (
     INPUTS,
-    KINDS,
     AnyInput,
     InputParameters,
     Output,
@@ -112,7 +111,7 @@ def _input(entry: Any) -> AnyInput:
     data: Any = UNSET
     if "data" in fields:
         # Triton does not look at the data of an empty tensor.
-        data = [] if 0 in shape else _flat(_array(fields, "data"), KINDS[cls].name)
+        data = [] if 0 in shape else _flat(_array(fields, "data"), datatype)
     return cls(name, tuple(shape), parameters, data)
 
 

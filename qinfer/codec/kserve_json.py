@@ -11,20 +11,22 @@ rounded twice). NaN and Infinity travel as these words, both ways, as with Trito
 import json
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from qinfer.codec import kserve_exact
 from qinfer.codec.json_depth import check_depth
 from qinfer.codec.kserve_parameters import apply_parameters
-from qinfer.codec.kserve_types import KINDS, UNPARSABLE, AnyInput, Output, parse
+from qinfer.codec.kserve_types import NAMES, UNPARSABLE, AnyInput, InputParameters, Output, parse
 from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch, UnsupportedFeature
 from qinfer.messages import InferRequest, Response
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 
+_NO_PARAMETERS = InputParameters()
 _NO_SHARED_MEMORY = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 
 # Datatypes whose JSON elements `struct` packs; BYTES has its own layout, FP16 and BF16 travel as binary only.
@@ -89,16 +91,17 @@ def decode_infer(
             data: Bytes = _pack(entry)
         else:
             data, position = _from_elsewhere(entry, tail, position, model)
-        inputs.append(Tensor(entry.name, KINDS[type(entry)].name, entry.shape, data))
+        inputs.append(Tensor(entry.name, NAMES[type(entry)], entry.shape, data))
     if position != len(tail):
         raise InvalidRequest(f"unexpected additional input data for model '{model}'")
     outputs: tuple[str, ...] = ()
     plan = _BINARY_PLAN if binary else _JSON_PLAN
     if parsed.outputs:
         outputs, plan = _plan(parsed.outputs, binary=binary)
-    request = InferRequest(
-        model=model, inputs=tuple(inputs), version=version, client_id=parsed.id, outputs=outputs, **fields
-    )
+    request = InferRequest(model=model, inputs=tuple(inputs), version=version, client_id=parsed.id, outputs=outputs)
+    if fields:
+        for name, value in fields.items():
+            setattr(request, name, value)
     return request, plan
 
 
@@ -114,19 +117,20 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan) -> InferR
         InvalidRequest: An output can't travel as JSON: FP16, BF16, or BYTES that are not UTF-8.
         OutputMismatch: An output's bytes do not fill its shape.
     """
-    outputs = []
+    begin = b'{"id":%b,' % _encoder.encode(client_id) if client_id else b"{"
+    parts = [begin, _reply_head(response.model, response.version)]
     tail: list[Bytes] = []
+    separator = b""
     for tensor in response.outputs:
+        head = _output_head(tensor.name, tensor.datatype, tensor.shape)
         if plan.is_binary(tensor.name):
-            size = {"binary_data_size": tensor.nbytes}
-            outputs.append(_OutputJson(tensor.name, tensor.datatype, tensor.shape, size))
+            parts += (separator, head, b'"parameters":{"binary_data_size":%d}}' % len(tensor.data))
             tail.append(tensor.data)
         else:
-            outputs.append(_OutputJson(tensor.name, tensor.datatype, tensor.shape, UNSET, _elements(tensor)))
-    reply = _ResponseJson(client_id or UNSET, response.model, str(response.version), outputs)
-    text = _encoder.encode(reply)
-    if b"null" in text:
-        text = _with_special_numbers(reply, text)
+            parts += (separator, head, b'"data":', _elements(tensor), b"}")
+        separator = b","
+    parts.append(b"]}")
+    text = b"".join(parts)
     if not tail:
         return InferReply(text)
     return InferReply(b"".join((text, *tail)), len(text))
@@ -145,24 +149,15 @@ def _split(body: Bytes, json_length: int | None) -> tuple[bytes, Bytes]:
         raise UnsupportedFeature(
             "raw binary requests (Inference-Header-Content-Length: 0) are not supported; send the JSON header"
         )
-    view = memoryview(body)
-    return bytes(view[:json_length]), view[json_length:]
+    return bytes(body[:json_length]), memoryview(body)[json_length:]
 
 
 def _from_elsewhere(entry: AnyInput, tail: Bytes, position: int, model: str) -> tuple[Bytes, int]:
     """Finds the data of an input that has parameters, or none; returns it, and where the next binary input begins."""
-    size: int | UnsetType = UNSET
-    region: str | UnsetType = UNSET
-    if entry.parameters is not UNSET:
-        size, region = entry.parameters.binary_data_size, entry.parameters.shared_memory_region
-    sources = (("data", entry.data), ("binary_data_size", size), ("shared_memory_region", region))
-    found = [name for name, value in sources if value is not UNSET]
-    if len(found) != 1:
-        raise kserve_exact.one_source_only(found)
-    if region is not UNSET:
-        raise UnsupportedFeature(_NO_SHARED_MEMORY)
-    if size is UNSET:
-        return _pack(entry), position
+    parameters = _NO_PARAMETERS if entry.parameters is UNSET else entry.parameters
+    size = parameters.binary_data_size
+    if size is UNSET or entry.data is not UNSET or parameters.shared_memory_region is not UNSET:
+        return _without_binary(entry, parameters), position
     end = position + size
     if end > len(tail):
         raise InvalidRequest(
@@ -172,12 +167,27 @@ def _from_elsewhere(entry: AnyInput, tail: Bytes, position: int, model: str) -> 
     return tail[position:end], end
 
 
+def _without_binary(entry: AnyInput, parameters: InputParameters) -> bytes:
+    """Returns the data of an input that has parameters, but none of its own in the body's tail."""
+    sources = {
+        "data": entry.data,
+        "binary_data_size": parameters.binary_data_size,
+        "shared_memory_region": parameters.shared_memory_region,
+    }
+    found = [name for name, value in sources.items() if value is not UNSET]
+    if len(found) != 1:
+        raise kserve_exact.one_source_only(found)
+    if parameters.shared_memory_region is not UNSET:
+        raise UnsupportedFeature(_NO_SHARED_MEMORY)
+    return _pack(entry)
+
+
 def _pack(entry: AnyInput) -> bytes:
     """Turns an input's JSON elements into tensor bytes."""
     count = _elements_of(entry.name, entry.shape)
     if not count:
         return b""
-    datatype = KINDS[type(entry)].name
+    datatype = NAMES[type(entry)]
     code = _STRUCT_CODES.get(datatype)
     data: Any = entry.data
     if code is None:
@@ -225,36 +235,37 @@ def _plan(wanted: list[Output], *, binary: bool) -> tuple[tuple[str, ...], Outpu
     return tuple([output.name for output in wanted]), OutputPlan(binary, overrides)
 
 
-class _OutputJson(msgspec.Struct, gc=False):
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-    parameters: dict[str, int] | UnsetType = UNSET
-    data: list[Any] | msgspec.Raw | UnsetType = UNSET
-
-
-class _ResponseJson(msgspec.Struct, gc=False):
-    id: str | UnsetType
-    model_name: str
-    model_version: str
-    outputs: list[_OutputJson]
-
-
 _encoder = msgspec.json.Encoder()
 
 
-def _elements(tensor: Tensor) -> list[Any]:
-    """Turns tensor bytes into what the JSON array holds, flat and in row-major order."""
+@lru_cache(maxsize=1024)
+def _reply_head(model: str, version: int) -> bytes:
+    """Returns the JSON of a reply from behind its id to its first output."""
+    return _encoder.encode({"model_name": model, "model_version": str(version), "outputs": []})[1:-2]
+
+
+@lru_cache(maxsize=1024)
+def _output_head(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
+    """Returns the JSON of an output, up to its data."""
+    return _encoder.encode({"name": name, "datatype": datatype, "shape": shape})[:-1] + b","
+
+
+def _elements(tensor: Tensor) -> bytes:
+    """Turns tensor bytes into a JSON array, flat and in row-major order."""
     code = _STRUCT_CODES.get(tensor.datatype)
     if code is None:
         if tensor.datatype == "BYTES":
-            return _strings(tensor)
+            return _encoder.encode(_strings(tensor))
         raise InvalidRequest(
             f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
         )
-    if tensor.nbytes != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
+    if len(tensor.data) != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
-    return memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload,no-any-return]  # any struct code
+    elements = memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload]  # any struct code
+    text = _encoder.encode(elements)
+    if text.find(b"n") >= 0:  # null, which msgspec writes for NaN and infinities, and Triton as words
+        text = json.dumps(elements, separators=(",", ":")).encode()
+    return text
 
 
 def _strings(tensor: Tensor) -> list[str]:
@@ -268,13 +279,3 @@ def _strings(tensor: Tensor) -> list[str]:
     if len(elements) != prod(tensor.shape):
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
     return elements
-
-
-def _with_special_numbers(reply: _ResponseJson, text: bytes) -> bytes:
-    """Encodes again when there are NaN or infinities, which msgspec writes as null and Triton as words."""
-    outputs = [output for output in reply.outputs if output.datatype in ("FP32", "FP64") and output.data is not UNSET]
-    if not outputs:
-        return text
-    for output in outputs:
-        output.data = msgspec.Raw(json.dumps(output.data, separators=(",", ":")).encode())
-    return _encoder.encode(reply)

@@ -4,12 +4,11 @@
 `kserve_exact`, which gives the same structs or Triton's error.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType
-
-from qinfer.tensors import DATATYPES, Datatype
 
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -22,7 +21,7 @@ class InputParameters(msgspec.Struct, gc=False):
     shared_memory_region: str | UnsetType = UNSET
 
 
-class Input(msgspec.Struct, tag_field="datatype"):
+class Input(msgspec.Struct, tag_field="datatype", gc=False):
     """What the inputs of all datatypes share; each subclass says what its `data` holds, flat and row-major."""
 
     name: str
@@ -116,8 +115,8 @@ AnyInput = Bool | Uint8 | Uint16 | Uint32 | Uint64 | Int8 | Int16 | Int32 | Int6
 INPUTS: dict[str, type[AnyInput]] = {cls.__struct_config__.tag: cls for cls in get_args(AnyInput)}
 """Datatype name → its struct."""
 
-KINDS: dict[type[Any], Datatype] = {cls: DATATYPES[name] for name, cls in INPUTS.items()}
-"""Struct → its row of the datatype table."""
+NAMES: dict[type[Any], str] = {cls: name for name, cls in INPUTS.items()}
+"""Struct → its datatype's name."""
 
 
 class OutputParameters(msgspec.Struct, gc=False):
@@ -128,14 +127,14 @@ class OutputParameters(msgspec.Struct, gc=False):
     shared_memory_region: str | UnsetType = UNSET
 
 
-class Output(msgspec.Struct):
+class Output(msgspec.Struct, gc=False):
     """A requested output."""
 
     name: str
     parameters: OutputParameters | UnsetType = UNSET
 
 
-class Request(msgspec.Struct):
+class Request(msgspec.Struct, gc=False):
     """The body of an infer request."""
 
     inputs: list[AnyInput]
@@ -144,12 +143,8 @@ class Request(msgspec.Struct):
     outputs: list[Output] = []
 
 
-_decoder = msgspec.json.Decoder(Request)
-
 UNPARSABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What `parse` raises for text that it can't take."""
 
-
-def parse(text: bytes | memoryview) -> Request:
-    """Reads a well-formed request with flat data; raises one of `UNPARSABLE` for any other."""
-    return _decoder.decode(text)
+parse: Callable[[bytes], Request] = msgspec.json.Decoder(Request).decode
+"""Reads a well-formed request with flat data; raises one of `UNPARSABLE` for any other."""
