@@ -34,6 +34,7 @@ class StoredModel(msgspec.Struct, frozen=True):
         versions: The versions that its version policy selects, ascending.
         content_hash: Hash of the configuration and the model files, by which a change is noticed.
         error: Why the model can't be loaded (bad configuration, no version); empty when it can.
+        min_workers: 0 = it is READY without a live worker (`qinfer.min_workers`).
     """
 
     model: str
@@ -42,6 +43,7 @@ class StoredModel(msgspec.Struct, frozen=True):
     versions: tuple[int, ...]
     content_hash: str = ""
     error: str = ""
+    min_workers: int = 1
 
 
 class State(StrEnum):
@@ -61,6 +63,18 @@ class VersionState(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class Speed(msgspec.Struct, frozen=True):
+    """What a worker measured of a model version; kept for when no worker lives.
+
+    Attributes:
+        rps: Requests a second that one worker can execute.
+        load_s: Seconds that it took to load.
+    """
+
+    rps: float
+    load_s: float = 0.0
+
+
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's heartbeat.
 
@@ -73,6 +87,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         throughput_rps: Requests a second over the last heartbeats.
         clock_offset_s: Broker time minus its wall clock.
         frame_versions: Frame versions it can read.
+        speeds: Model → version → requests a second that it can execute; left out where nothing was measured.
     """
 
     id: str
@@ -83,6 +98,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     throughput_rps: float = 0.0
     clock_offset_s: float = 0.0
     frame_versions: tuple[int, ...] = (1,)
+    speeds: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
 
 
 class ControlStore(Protocol):
@@ -122,6 +138,14 @@ class ControlStore(Protocol):
 
     async def workers(self) -> list[WorkerRecord]:
         """Returns the records of all live workers."""
+        ...
+
+    async def put_speed(self, model: str, version: int, speed: Speed) -> None:
+        """Stores how fast a worker found a model version to be; the last writer wins. It outlives the worker."""
+        ...
+
+    async def speed(self, model: str, version: int) -> Speed | None:
+        """Returns what `put_speed` stored last."""
         ...
 
     async def wake(self) -> None:

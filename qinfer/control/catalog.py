@@ -1,4 +1,6 @@
-"""What a gateway knows of the models: a view of the control store that is rebuilt off the request path.
+"""What a client of the queue knows of the models: a view of the control store that is rebuilt off the request path.
+
+Gateways are such clients, and workers whose models call others.
 
 `refresh` reads the store and replaces the view whole; requests only look things up in it. When the store can't be
 reached the last view serves on.
@@ -10,7 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from qinfer.control.base import ControlStore, StoredModel, WorkerRecord
+from qinfer.control.capacity import Capacity, capacity_of
+from qinfer.control.lanes import lanes_of
 from qinfer.control.readiness import ModelStatus, assess
+from qinfer.control.routes import Routes
 from qinfer.delivery.base import Lane
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
 from qinfer.repository.config import from_json, to_spec
@@ -21,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _REFRESH_S = 2.0  # how late the end of a worker that died silently is noticed, after its record's TTL
 _RETRY_S = 1.0
+_UNKNOWN = Capacity()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +37,22 @@ class Served:
         spec: The model's configuration.
         version: The version.
         generation: The generation that `spec` belongs to; a worker that has another one checks requests again.
-        lane: Where its requests go.
+        lane: Where requests of the default level go: all of them, where the routes are plain.
+        routes: Where requests of other levels go, and how they wait.
     """
 
     spec: ModelSpec
     version: int
     generation: int
     lane: Lane
+    routes: Routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
     served: Mapping[tuple[str, int], Served] = field(default_factory=dict)
+    accepting: Mapping[tuple[str, int], Served] = field(default_factory=dict)
+    capacities: Mapping[tuple[str, int], Capacity] = field(default_factory=dict)
     statuses: Mapping[str, ModelStatus] = field(default_factory=dict)
     stored: Mapping[str, StoredModel] = field(default_factory=dict)
     workers: tuple[WorkerRecord, ...] = ()
@@ -74,9 +84,17 @@ class Catalog:
         stored = {model.model: model for model in read if model is not None}
         workers = tuple(await self._store.workers())
         statuses = assess(desired, stored, workers)
-        served = self._serve(statuses, stored)
+        capacities = await self._capacities(statuses, workers)
+        served, accepting = self._serve(statuses, stored)
         _log_changes(self._view.statuses, statuses)
-        self._view = _View(served=served, statuses=statuses, stored=stored, workers=workers)
+        self._view = _View(
+            served=served,
+            accepting=accepting,
+            capacities=capacities,
+            statuses=statuses,
+            stored=stored,
+            workers=workers,
+        )
         self._refreshed = True
 
     async def run(self) -> None:
@@ -108,6 +126,25 @@ class Catalog:
             raise self._refusal(model, version)
         return served
 
+    def accepting(self, model: str, version: int) -> Served:
+        """As `resolve`, for requests that may wait: a version will do that no live worker has loaded yet.
+
+        Version 0 is the highest READY one, or else the highest that can be loaded.
+
+        Raises:
+            ModelNotFound: No such model or version.
+            ModelNotReady: It can't be loaded: its configuration is wrong, or every live worker has failed to.
+        """
+        view = self._view
+        served = view.served.get((model, version)) or view.accepting.get((model, version))
+        if served is None:
+            raise self._refusal(model, version)
+        return served
+
+    def capacity(self, model: str, version: int) -> Capacity:
+        """Returns how fast a version is executed by the live workers, or would be by one that is to start."""
+        return self._view.capacities.get((model, version), _UNKNOWN)
+
     def known(self) -> tuple[str, ...]:
         """Returns the names of all models that should be loaded, whatever their state."""
         return tuple(self._view.statuses)
@@ -136,9 +173,10 @@ class Catalog:
             for version in status.versions
         }
 
-    def lane(self, model: str, version: int) -> Lane:
-        """Returns where a version's online requests go."""
-        return Lane(model, version)
+    def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
+        """Returns all online lanes of a version, in the order in which they are read."""
+        known = self._specs.get(model)
+        return (Lane(model, version),) if known is None else lanes_of(known[1], version)
 
     def config_json(self, model: str, version: int) -> str:
         """Returns a model's normalised configuration as `GET …/config` shows it.
@@ -160,26 +198,48 @@ class Catalog:
 
     def _serve(
         self, statuses: Mapping[str, ModelStatus], stored: Mapping[str, StoredModel]
-    ) -> dict[tuple[str, int], Served]:
+    ) -> tuple[dict[tuple[str, int], Served], dict[tuple[str, int], Served]]:
+        """Returns what can be asked, and what accepts requests that may wait."""
         served: dict[tuple[str, int], Served] = {}
+        accepting: dict[tuple[str, int], Served] = {}
         specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
         for model, status in statuses.items():
-            spec = self._spec(stored.get(model)) if status.ready_versions else None
+            spec = self._spec(stored.get(model))
             if spec is None:
                 continue
             specs[model] = (stored[model], spec)
+            newest = stored[model].generation
             for version in status.ready_versions:  # ascending: the last one answers requests without a version
                 generation = status.versions[version].generation
                 last = self._view.served.get((model, version))
                 if last is None or last.generation != generation:  # else the spec of a reload's old generation stays
-                    lane, newest = self.lane(model, version), stored[model].generation
-                    last = Served(spec=spec, version=version, generation=newest, lane=lane)
+                    last = _served(spec, version, newest)
                 served[model, version] = served[model, 0] = last
+            for version in status.loadable_versions:
+                last = self._view.accepting.get((model, version))
+                if last is None or last.generation != newest:
+                    last = _served(spec, version, newest)
+                accepting[model, version] = accepting[model, 0] = last
         self._specs = specs
-        return served
+        return served, accepting
+
+    async def _capacities(
+        self, statuses: Mapping[str, ModelStatus], workers: tuple[WorkerRecord, ...]
+    ) -> dict[tuple[str, int], Capacity]:
+        """Sums up what the live workers measured; what is stored is read only for versions that none of them has."""
+        capacities: dict[tuple[str, int], Capacity] = {}
+        for model, status in statuses.items():
+            for version in status.versions:
+                capacity = capacity_of(workers, model, version)
+                if not capacity.workers:
+                    speed = await self._store.speed(model, version)
+                    if speed is not None:
+                        capacity = Capacity(speed.rps, speed.load_s or self._limits.cold_start_s)
+                capacities[model, version] = capacity
+        return capacities
 
     def _spec(self, stored: StoredModel | None) -> ModelSpec | None:
-        if stored is None:
+        if stored is None or stored.error:
             return None
         known = self._specs.get(stored.model)
         if known is not None and known[0] == stored:
@@ -200,6 +260,11 @@ class Catalog:
         if version not in status.versions:
             return ModelNotFound(f"{who} version {version} is not found")
         return ModelNotReady(f"{who} version {version} is not at ready state")
+
+
+def _served(spec: ModelSpec, version: int, generation: int) -> Served:
+    routes = Routes(spec, version)
+    return Served(spec=spec, version=version, generation=generation, lane=routes.default.lane, routes=routes)
 
 
 def _log_changes(old: Mapping[str, ModelStatus], new: Mapping[str, ModelStatus]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 from qinfer.clock import Clock, SystemClock
-from qinfer.control.base import Desired, StoredModel, WorkerRecord
+from qinfer.control.base import Desired, Speed, StoredModel, WorkerRecord
 
 
 class MemoryControlStore:
@@ -21,6 +21,7 @@ class MemoryControlStore:
         self._models: dict[str, StoredModel] = {}
         self._workers: dict[str, tuple[float, WorkerRecord]] = {}
         self._stats: dict[tuple[str, int], dict[str, int]] = {}
+        self._speeds: dict[tuple[str, int], Speed] = {}
         self._wakes = 0
         self._woken = asyncio.Event()
         self._seen: WeakKeyDictionary[asyncio.Task[object], int] = WeakKeyDictionary()
@@ -65,6 +66,14 @@ class MemoryControlStore:
         now_s = self._clock.monotonic_s()
         self._workers = {id_: entry for id_, entry in self._workers.items() if entry[0] > now_s}
         return [record for _, record in self._workers.values()]
+
+    async def put_speed(self, model: str, version: int, speed: Speed) -> None:
+        """Stores how fast a worker found a model version to be."""
+        self._speeds[model, version] = speed
+
+    async def speed(self, model: str, version: int) -> Speed | None:
+        """Returns what `put_speed` stored last."""
+        return self._speeds.get((model, version))
 
     async def wake(self) -> None:
         """Wakes everyone who waits in `wait`."""

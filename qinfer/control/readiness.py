@@ -1,7 +1,8 @@
 """What state each model version is in: a pure function of desired state, stored configurations and live workers.
 
 READY = desired, and loaded by a live worker (DESIGN.md §5), at the desired generation or, while that one is loading or
-when it fails to load, at an earlier one: a reload makes no gap.
+when it fails to load, at an earlier one: a reload makes no gap. A model with `min_workers` 0 is READY without a live
+worker too, and while its first one loads: its requests wait in the queue.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 
 _RANK = (State.READY, State.LOADING, State.UNLOADING, State.UNAVAILABLE)
+_NO_WORKER = "no live worker has loaded it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +22,14 @@ class ModelStatus:
         model: Its name.
         generation: The generation that is desired.
         versions: Version → the best state that a worker has it in, with its generation and the reason.
+        failed: The versions that no live worker could load.
         error: Why the model can't be loaded at all; empty when it can.
     """
 
     model: str
     generation: int
     versions: Mapping[int, VersionState] = field(default_factory=dict)
+    failed: tuple[int, ...] = ()
     error: str = ""
 
     @property
@@ -37,6 +41,11 @@ class ModelStatus:
     def is_ready(self) -> bool:
         """Tells whether every version of the model can be asked."""
         return bool(self.versions) and len(self.ready_versions) == len(self.versions)
+
+    @property
+    def loadable_versions(self) -> tuple[int, ...]:
+        """The versions that can be asked or will be once a worker has loaded them, ascending."""
+        return () if self.error else tuple(sorted(v for v in self.versions if v not in self.failed))
 
 
 def assess(
@@ -52,16 +61,26 @@ def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecor
         return ModelStatus(model=wish.model, generation=wish.generation, error="its configuration is not stored")
     # The configuration is written first: for a moment it may be newer than the wish, and is what workers will load.
     generation = max(wish.generation, stored.generation)
-    versions = {version: _version(wish.model, version, generation, workers) for version in stored.versions}
-    return ModelStatus(model=wish.model, generation=generation, versions=versions, error=stored.error)
+    waits = stored.min_workers == 0 and not stored.error
+    versions: dict[int, VersionState] = {}
+    failed: list[int] = []
+    for version in stored.versions:
+        best = _best(wish.model, version, generation, workers)
+        if best is not None and best.state is State.UNAVAILABLE:
+            failed.append(version)
+        if waits and (best is None or best.state in (State.LOADING, State.UNLOADING)):
+            best = VersionState(State.READY, generation)
+        versions[version] = best or VersionState(State.UNAVAILABLE, generation, _NO_WORKER)
+    return ModelStatus(
+        model=wish.model, generation=generation, versions=versions, failed=tuple(failed), error=stored.error
+    )
 
 
-def _version(model: str, version: int, generation: int, workers: list[WorkerRecord]) -> VersionState:
+def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]) -> VersionState | None:
+    """Returns the best state that a live worker reports of a version; `None` when none reports on it."""
     reported = [
         state
         for worker in workers
         if (state := worker.models.get(model, {}).get(version)) is not None and state.generation <= generation
     ]
-    if not reported:
-        return VersionState(State.UNAVAILABLE, generation, "no live worker has loaded it")
-    return min(reported, key=lambda state: (_RANK.index(state.state), -state.generation))
+    return min(reported, key=lambda state: (_RANK.index(state.state), -state.generation), default=None)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError
 
-from qinfer.control.base import Desired, StoredModel, WorkerRecord
+from qinfer.control.base import Desired, Speed, StoredModel, WorkerRecord
 from qinfer.delivery import keys
 from qinfer.errors import BrokerUnavailable
 
@@ -118,6 +118,17 @@ class RedisControlStore:
         read = [_decode(value, WorkerRecord, id_) for id_, value in zip(ids, values, strict=True) if value is not None]
         return [record for record in read if record is not None]
 
+    async def put_speed(self, model: str, version: int, speed: Speed) -> None:
+        """Stores how fast a worker found a model version to be."""
+        with _translated():
+            await self._client.hset(keys.config(model), _speed_field(version), msgspec.json.encode(speed))
+
+    async def speed(self, model: str, version: int) -> Speed | None:
+        """Returns what `put_speed` stored last."""
+        with _translated():
+            value = await self._client.hget(keys.config(model), _speed_field(version))
+        return None if value is None else _decode(value, Speed, model)
+
     async def wake(self) -> None:
         """Wakes everyone who waits in `wait`."""
         with _translated():
@@ -179,6 +190,10 @@ def _decode(value: bytes, kind: type[T], whose: str) -> T | None:
     except msgspec.DecodeError as error:
         logger.error("stored record unusable", extra={"kind": kind.__name__, "whose": whose, "error": str(error)})
         return None
+
+
+def _speed_field(version: int) -> str:
+    return f"speed:{version}"
 
 
 def _text(value: bytes | str) -> str:

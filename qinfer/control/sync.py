@@ -11,10 +11,14 @@ from typing import Protocol
 import msgspec
 
 from qinfer.control.base import ControlStore, Desired, StoredModel
-from qinfer.delivery.base import Delivery, Lane
+from qinfer.control.lanes import lanes_of
+from qinfer.delivery.base import Delivery
 from qinfer.errors import QinferError
-from qinfer.repository.config import to_json
+from qinfer.repository.config import to_json, to_spec
 from qinfer.repository.local import RepositoryModel
+from qinfer.settings import LimitSettings
+
+_ANY_LIMITS = LimitSettings()  # nothing that depends on them is read here
 
 
 class Repository(Protocol):
@@ -66,8 +70,10 @@ async def sync(repository: Repository, store: ControlStore, delivery: Delivery) 
 async def _sync_model(
     model: RepositoryModel, wish: Desired | None, store: ControlStore, delivery: Delivery
 ) -> SyncedModel:
-    for version in model.versions:
-        await delivery.ensure([Lane(model.name, version)])
+    spec = None if model.config is None else to_spec(model.config, _ANY_LIMITS)
+    if spec is not None:
+        for version in model.versions:
+            await delivery.ensure(lanes_of(spec, version))
     stored, changed = await _store(model, wish, store, int(delivery.clock.now_s() * 1000))
     if wish is None or wish.generation < stored.generation or not wish.load:
         await store.set_desired(Desired(model.name, stored.generation))
@@ -105,4 +111,5 @@ def _stored(model: RepositoryModel, generation: int) -> StoredModel:
         versions=model.versions,
         content_hash=model.content_hash,
         error=model.error,
+        min_workers=1 if model.config is None else to_spec(model.config, _ANY_LIMITS).min_workers,
     )

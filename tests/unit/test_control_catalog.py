@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.control.base import ControlStore, Desired, State, VersionState, WorkerRecord
+from qinfer.control.base import ControlStore, Desired, Speed, State, VersionState, WorkerRecord
+from qinfer.control.capacity import Capacity
 from qinfer.control.catalog import Catalog
 from qinfer.control.memory_store import MemoryControlStore
 from qinfer.control.sync import SyncedModel, sync
@@ -254,6 +255,68 @@ async def test_changes_are_logged_once(stack: Stack, caplog: pytest.LogCaptureFi
     assert [r.message for r in caplog.records] == ["model version state"]
 
 
+@pytest.mark.parametrize(("asked", "version"), [(0, 2), (1, 1), (2, 2)])
+async def test_what_may_wait_is_accepted_without_a_worker(stack: Stack, asked: int, version: int) -> None:
+    """Version 0 is the highest that can be loaded, until one is READY."""
+    stack.write("m", 1, 2)
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    served = stack.catalog.accepting("m", asked)
+
+    assert (served.version, served.lane) == (version, Lane("m", version))
+    assert isinstance(refusal(stack.catalog, "m", 1), ModelNotReady)
+
+    await stack.load("m", 1)
+
+    assert stack.catalog.accepting("m", 0).version == 1
+
+
+async def test_what_nobody_can_load_accepts_nothing(stack: Stack) -> None:
+    """A request would wait for ever."""
+    stack.write("m", 1)
+    stack.write("bad", 1, config="max_batch: 1")
+    await stack.sync()
+    await stack.load("m", 1, state=State.UNAVAILABLE)
+
+    with pytest.raises(ModelNotReady, match="Request for unknown model: 'm' version 1 is not at ready state"):
+        stack.catalog.accepting("m", 1)
+    with pytest.raises(ModelNotFound, match="Request for unknown model: 'bad' has no available versions"):
+        stack.catalog.accepting("bad", 0)
+    with pytest.raises(ModelNotFound, match="Request for unknown model: 'x' is not found"):
+        stack.catalog.accepting("x", 0)
+
+
+async def test_speeds_of_live_workers_add_up(stack: Stack) -> None:
+    """What a worker has not READY, or has not measured, makes no capacity."""
+    stack.write("m", 1)
+    generation = (await stack.sync())["m"].generation
+    ready, loading = ({"m": {1: VersionState(state, generation)}} for state in (State.READY, State.LOADING))
+    for worker_id, models, rps in (("a", ready, 10.0), ("b", ready, 5.0), ("c", loading, 7.0)):
+        record = WorkerRecord(id=worker_id, started_at=0.0, models=models, speeds={"m": {1: rps}})
+        await stack.store.heartbeat(record, TTL_S)
+    await stack.catalog.refresh()
+    known = stack.catalog.capacity("m", 1)
+
+    await stack.store.heartbeat(WorkerRecord(id="d", started_at=0.0, models=ready), TTL_S)
+    await stack.catalog.refresh()
+
+    assert known == Capacity(15.0, 0.0, 2)
+    assert stack.catalog.capacity("m", 1) == Capacity(0.0, 0.0, 3)
+    assert stack.catalog.capacity("unknown", 1) == Capacity()
+
+
+@pytest.mark.parametrize(("load_s", "start_s"), [(12.0, 12.0), (0.0, LimitSettings().cold_start_s)])
+async def test_without_a_worker_the_last_speed_counts(stack: Stack, load_s: float, start_s: float) -> None:
+    """And the time that a load took, or is assumed to take."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.store.put_speed("m", 1, Speed(10.0, load_s))
+    await stack.catalog.refresh()
+
+    assert stack.catalog.capacity("m", 1) == Capacity(10.0, start_s, 0)
+
+
 async def test_sync_is_idempotent(stack: Stack) -> None:
     """The same repository changes nothing the second time, and wakes nobody."""
     stack.write("m", 1)
@@ -304,6 +367,24 @@ async def test_lanes_exist_before_a_model_is_desired(stack: Stack) -> None:
     await sync(stack.repository, stack.store, Spy())
 
     assert ensured == [Lane("m", 1, "p1")]
+
+
+async def test_every_level_has_its_lanes(stack: Stack) -> None:
+    """They are made by the sync, known to the catalog, and where requests go."""
+    policy = "priority_queue_policy { key: 1 value { timeout_action: DELAY default_timeout_microseconds: 9 } }"
+    levels = f"dynamic_batching {{ priority_levels: 2 default_priority_level: 2 {policy} }}"
+    stack.write("m", 1, config=f"{CONFIG} max_batch_size: 8 {levels}")
+    stack.write("free", 1, config=f'{CONFIG} parameters {{ key: "qinfer.min_workers" value {{ string_value: "0" }} }}')
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    lanes = stack.catalog.lanes("m", 1)
+
+    assert [lane.name for lane in lanes] == ["p1", "p1.delayed", "p2"]
+    assert await stack.delivery.depth(lanes) == [0, 0, 0]
+    assert stack.catalog.accepting("m", 0).lane == Lane("m", 1, "p2")
+    assert stack.catalog.lanes("unknown", 1) == (Lane("unknown", 1),)
+    assert stack.catalog.resolve("free", 1).version == 1
 
 
 def test_the_adapters_are_control_stores() -> None:

@@ -1,5 +1,6 @@
 """Readiness and placement: pure decisions."""
 
+import msgspec
 import pytest
 
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
@@ -7,8 +8,11 @@ from qinfer.control.placement import is_placed
 from qinfer.control.readiness import ModelStatus, assess
 
 
-def stored(generation: int = 2, versions: tuple[int, ...] = (1,), error: str = "") -> dict[str, StoredModel]:
-    return {"m": StoredModel(model="m", generation=generation, config="{}", versions=versions, error=error)}
+def stored(
+    generation: int = 2, versions: tuple[int, ...] = (1,), error: str = "", min_workers: int = 1
+) -> dict[str, StoredModel]:
+    fields = {"generation": generation, "versions": versions, "error": error, "min_workers": min_workers}
+    return {"m": msgspec.convert({"model": "m", "config": "{}", **fields}, StoredModel)}
 
 
 def worker(state: State, generation: int = 2, reason: str = "", version: int = 1) -> WorkerRecord:
@@ -70,6 +74,46 @@ def test_one_version_that_is_not_ready_makes_the_model_not_ready() -> None:
 def test_what_should_not_be_loaded_is_not_shown() -> None:
     """An unloaded model is unknown to requests."""
     assert assess({"m": Desired("m", 2, load=False)}, stored(), [worker(State.READY)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("workers", "is_ready"),
+    [
+        ([], True),
+        ([worker(State.LOADING)], True),
+        ([worker(State.UNLOADING)], True),
+        ([worker(State.READY)], True),
+        ([worker(State.UNAVAILABLE, reason="bad file")], False),
+        ([worker(State.UNAVAILABLE, reason="bad file"), worker(State.LOADING)], True),
+    ],
+    ids=["none", "loading", "unloading", "ready", "failed", "another one loads"],
+)
+def test_a_model_that_needs_no_worker_is_ready_without(workers: list[WorkerRecord], is_ready: bool) -> None:  # noqa: FBT001
+    """Its requests wait for one; but not where all that there are could not load it."""
+    status = assess({"m": Desired("m", 2)}, stored(min_workers=0), workers)["m"]
+
+    assert status.is_ready is is_ready
+    assert status.versions[1].generation == 2
+
+
+def test_a_model_that_needs_no_worker_needs_a_good_configuration() -> None:
+    """Nobody could ever load it."""
+    status = assess({"m": Desired("m", 2)}, stored(min_workers=0, error="no file"), [])["m"]
+
+    assert not status.is_ready
+    assert status.loadable_versions == ()
+
+
+@pytest.mark.parametrize(
+    ("workers", "loadable"),
+    [([], (1, 3)), ([worker(State.LOADING)], (1, 3)), ([worker(State.UNAVAILABLE, reason="bad file")], (3,))],
+    ids=["no worker", "loading", "failed"],
+)
+def test_what_can_be_loaded_accepts_requests_that_may_wait(
+    workers: list[WorkerRecord], loadable: tuple[int, ...]
+) -> None:
+    """Unless every live worker has failed to load it."""
+    assert assess({"m": Desired("m", 2)}, stored(versions=(1, 3)), workers)["m"].loadable_versions == loadable
 
 
 @pytest.mark.parametrize(
