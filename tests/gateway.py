@@ -2,6 +2,8 @@
 
 Models, all `x` → `y`, at most 8 rows: `echo` (FP32[4], versions 1 and 2), `text` (BYTES[-1]), `half` (FP16[2]), `pair`
 (`a`, `b`, given back as outputs), `fails` (every request), `stuck` (never answered), `loading` (no live worker).
+Never answered either: `small` (50 may wait), `bounded` (3 may wait, by its queue policy), `levels` (1 … 3, of which the
+default 2 refuses what has waited for 50 ms, and 3 is delayed), `asleep` (no live worker, and READY: `min_workers` 0).
 """
 
 import asyncio
@@ -13,14 +15,17 @@ from typing import Any
 
 import msgspec
 
-from qinfer.codec.frame import decode_request, encode_responses
+from qinfer.codec.frame import PayloadApart, decode_request, encode_responses
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.control.lanes import lanes_of
 from qinfer.control.memory_store import MemoryControlStore
-from qinfer.delivery.base import Lane
+from qinfer.delivery.base import Delivery, Lane, Lease
 from qinfer.delivery.memory import MemoryDelivery
+from qinfer.delivery.requests import Address, Outcome, RequestState, Settlement
+from qinfer.errors import BrokerUnavailable
 from qinfer.messages import Failure, InferRequest, Response
-from qinfer.repository.config import normalise, parse, to_json
-from qinfer.settings import HttpSettings, LimitSettings, Settings
+from qinfer.repository.config import normalise, parse, to_json, to_spec
+from qinfer.settings import AuthSettings, HttpSettings, LimitSettings, Settings
 from qinfer_api.app import Gateway, bind
 
 _ONE = 'input {{ name: "x" data_type: {0} dims: [{1}] }} output {{ name: "y" data_type: {0} dims: [{1}] }}'
@@ -28,6 +33,19 @@ _FP32 = _ONE.format("TYPE_FP32", 4)
 _PAIR = " ".join(
     f'{kind} {{ name: "{name}" data_type: TYPE_INT32 dims: [2] }}' for kind in ("input", "output") for name in "ab"
 )
+_LEVELS = """
+dynamic_batching {
+  priority_levels: 3 default_priority_level: 2
+  priority_queue_policy { key: 2 value { default_timeout_microseconds: 50000 allow_timeout_override: true } }
+  priority_queue_policy { key: 3 value { default_timeout_microseconds: 50000 timeout_action: DELAY } }
+}
+"""
+
+
+def _parameter(key: str, value: int) -> str:
+    return f' parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+
+
 MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "echo": (_FP32, (1, 2)),
     "text": (_ONE.format("TYPE_STRING", -1), (1,)),
@@ -37,6 +55,10 @@ MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "stuck": (_FP32, (1,)),
     "loading": (_FP32, (1,)),
     "späte modelle": (_FP32, (1,)),
+    "small": (_FP32 + _parameter("qinfer.lane_capacity", 50), (1,)),
+    "bounded": (_FP32 + " dynamic_batching { default_queue_policy { max_queue_size: 3 } }", (1,)),
+    "levels": (_FP32 + _LEVELS, (1,)),
+    "asleep": (_FP32 + _parameter("qinfer.min_workers", 0), (1,)),
 }
 ANSWERING = ("echo", "text", "half", "pair", "fails", "späte modelle")
 
@@ -46,7 +68,7 @@ class Running:
     """A gateway that serves, and what is behind it."""
 
     gateway: Gateway
-    delivery: MemoryDelivery
+    delivery: Delivery
     store: MemoryControlStore
     requests: list[InferRequest]
 
@@ -66,15 +88,23 @@ class Running:
         return (await self.delivery.depth([Lane(model, version)]))[0]
 
 
-def settings_of(http: Mapping[str, Any] | None = None, limits: Mapping[str, Any] | None = None) -> Settings:
-    return Settings(http=HttpSettings(port=0, **(http or {})), limits=LimitSettings(**(limits or {})))
+def settings_of(
+    http: Mapping[str, Any] | None = None,
+    limits: Mapping[str, Any] | None = None,
+    auth: Mapping[str, Any] | None = None,
+) -> Settings:
+    return Settings(
+        http=HttpSettings(port=0, **(http or {})),
+        limits=LimitSettings(**(limits or {})),
+        auth=AuthSettings(**(auth or {})),
+    )
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(settings: Settings | None = None) -> AsyncIterator[Running]:
+async def running_gateway(settings: Settings | None = None, delivery: Delivery | None = None) -> AsyncIterator[Running]:
     """Runs a gateway and its echo worker until the block ends, then drains it."""
     settings = settings or settings_of()
-    delivery, store = MemoryDelivery(), MemoryControlStore()
+    delivery, store = delivery or MemoryDelivery(), MemoryControlStore()
     await _declare_models(store, delivery)
     gateway = Gateway(settings, delivery, store, bind(settings.http))
     running = Running(gateway=gateway, delivery=delivery, store=store, requests=[])
@@ -91,16 +121,18 @@ async def running_gateway(settings: Settings | None = None) -> AsyncIterator[Run
                 worker.cancel()
 
 
-async def _declare_models(store: MemoryControlStore, delivery: MemoryDelivery) -> None:
+async def _declare_models(store: MemoryControlStore, delivery: Delivery) -> None:
     for name, (tensors, versions) in MODELS.items():
         config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: 8 {tensors}'), name)
-        await store.put_model(StoredModel(name, 1, to_json(config), versions))
+        spec = to_spec(config, LimitSettings())
+        await store.put_model(StoredModel(name, 1, to_json(config), versions, min_workers=spec.min_workers))
         await store.set_desired(Desired(name, 1))
-        await delivery.ensure(_lanes([name]))
+        for version in versions:
+            await delivery.ensure(lanes_of(spec, version))
     ready = {
         name: {version: VersionState(State.READY, 1) for version in versions}
         for name, (_, versions) in MODELS.items()
-        if name != "loading"
+        if name not in ("loading", "asleep")
     }
     await store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=ready), ttl_s=3600)
 
@@ -111,12 +143,41 @@ def _lanes(names: Any) -> list[Lane]:
 
 async def _work(running: Running, lane: Lane) -> None:
     for _ in itertools.count():
-        leases = await running.delivery.fetch([lane], "w1", 64, 3600)
-        requests = [decode_request(lease.frame) for lease in leases]
+        try:
+            leases = await running.delivery.fetch([lane], "w1", 64, 3600)
+        except BrokerUnavailable:
+            return  # the gateway has closed it
+        if not leases:
+            continue
+        requests = [await _read(running, lease) for lease in leases]
         running.requests += requests
-        for request in requests:
-            await running.delivery.publish(request.reply_to, encode_responses([_answer(request)]))
+        for lease, request in zip(leases, requests, strict=True):
+            if request.reply_to:
+                await running.delivery.publish(request.reply_to, encode_responses([_answer(request)]))
+            else:
+                await running.delivery.requests.settle([_settlement(lease, request)])
         await running.delivery.finish([lease.entry for lease in leases])
+
+
+def _settlement(lease: Lease, request: InferRequest) -> Settlement:
+    answer = _answer(request)
+    failure = answer.failure
+    outcome = Outcome(
+        state=RequestState.FAILED if failure else RequestState.SUCCEEDED,
+        blob=encode_responses([answer]),
+        code=failure.code if failure else "",
+        message=failure.message if failure else "",
+        attempt=1,
+    )
+    return Settlement(address=Address(request.model, request.partition, request.id), outcome=outcome, entry=lease.entry)
+
+
+async def _read(running: Running, lease: Lease) -> InferRequest:
+    """Decodes a request, with its tensors from beside the stream if they are there."""
+    try:
+        return decode_request(lease.frame)
+    except PayloadApart as apart:
+        return decode_request(lease.frame, await running.delivery.payload(lease.entry, apart.request.id))
 
 
 def _answer(request: InferRequest) -> Response:

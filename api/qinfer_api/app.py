@@ -1,7 +1,8 @@
 """The gateway's composition root: settings in, a serving process out.
 
-`Gateway` owns the tasks (reply reader, catalog, discards) and uvicorn's server; `build` makes the Redis adapters. If a
-task dies the gateway ends with its error, and the supervisor starts it anew: half a gateway helps nobody.
+`Gateway` owns the tasks (reply reader, catalog, discards, janitor) and uvicorn's server; `build` makes the Redis
+adapters. If a task dies the gateway ends with its error, and the supervisor starts it anew: half a gateway helps
+nobody.
 """
 
 import asyncio
@@ -21,18 +22,25 @@ from qinfer.control.base import ControlStore
 from qinfer.control.catalog import Catalog
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import sync
-from qinfer.delivery.base import Delivery
-from qinfer.delivery.redis import RedisDelivery, admin_client
+from qinfer.delivery.base import Delivery, reply_address
+from qinfer.delivery.clients import admin_client
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import Overloaded, SettingsError
 from qinfer.messages import IdFactory
 from qinfer.observability.metrics import GatewayTally, render
 from qinfer.repository.local import LocalRepository
 from qinfer.settings import HttpSettings, Settings
+from qinfer_api.auth import load_auth
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.protocol import FastPath, QinferHttpProtocol
+from qinfer_api.janitor import Janitor
+from qinfer_api.requests import AsyncRequests
 from qinfer_api.rest.app import build_app
 from qinfer_api.rest.services import Services
 from qinfer_api.scrape import take_snapshot
+from qinfer_api.targets import Targets
+from qinfer_api.waits import Waits
+from qinfer_api.webhooks import Webhooks, read_secret
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +54,11 @@ async def build(settings: Settings) -> "Gateway":
 
     Raises:
         BrokerUnavailable: Redis can't be reached.
-        SettingsError: The address can't be bound, or Redis refuses the credentials.
+        SettingsError: Who may call is not set or can't be read, webhooks can't be signed, the address can't be bound,
+            or Redis refuses the credentials.
     """
+    load_auth(settings.auth, settings.http.host)  # what is wrong with it shows before anything is opened
+    read_secret(settings.webhooks)
     listener = bind(settings.http)
     delivery = await RedisDelivery.connect(settings.redis)
     store = RedisControlStore(admin_client(settings.redis))
@@ -87,6 +98,7 @@ class Gateway:
     Attributes:
         catalog: The models.
         dispatcher: The use case, for other transports.
+        requests: That of asynchronous requests.
         url: Where it serves.
         started: Set once connections are accepted.
     """
@@ -99,13 +111,35 @@ class Gateway:
         self._owner = f"gateway-{IdFactory().ulid()}"
         self.catalog = Catalog(store, settings.limits)
         tally = GatewayTally()
-        self.dispatcher = Dispatcher(delivery, self.catalog, tally, settings.limits, self._owner)
+        auth = load_auth(settings.auth, settings.http.host)
+        self.dispatcher = Dispatcher(delivery, self.catalog, tally, settings.limits, self._owner, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
 
         async def metrics() -> bytes:
             return render(tally, await take_snapshot(self.catalog, store, delivery))
 
-        services = Services(settings=settings, dispatcher=self.dispatcher, catalog=self.catalog, metrics=metrics)
+        targets = Targets(settings.webhooks)
+        webhooks = Webhooks(settings.webhooks, delivery.requests, delivery.clock, targets)
+        sweep_every_s = settings.requests.sweep_every_s
+        self._janitor = Janitor(delivery, self.catalog, tally, sweep_every_s, webhooks, consumer=self._owner)
+        self.requests = AsyncRequests(
+            delivery=delivery,
+            catalog=self.catalog,
+            dispatcher=self.dispatcher,
+            tally=tally,
+            settings=settings.requests,
+            inline_max_bytes=settings.limits.inline_max_bytes,
+            targets=targets,
+            waits=Waits(delivery.requests, reply_address(self._owner)),
+        )
+        self.dispatcher.unclaimed = self.requests.waits.wake
+        services = Services(
+            settings=settings,
+            dispatcher=self.dispatcher,
+            requests=self.requests,
+            catalog=self.catalog,
+            metrics=metrics,
+        )
         fast = FastPath(self.dispatcher, settings.http, settings.limits.max_json_depth)
         self.started = asyncio.Event()
         self.url = _url(listener, tls=bool(settings.http.tls_certfile))
@@ -121,6 +155,7 @@ class Gateway:
                     group.create_task(self._delivery.listen(self._owner, self.dispatcher.receive, listening.set)),
                     group.create_task(self.catalog.run()),
                     group.create_task(self.dispatcher.run()),
+                    group.create_task(self._janitor.run()),
                 ]
                 await listening.wait()
                 await self._server.serve(sockets=[self._listener])
@@ -137,7 +172,10 @@ class Gateway:
         """Begins to drain: health answers 503, no connection and no request is accepted any more."""
         if not self._server.should_exit:
             self.dispatcher.draining = True
+            self.requests.waits.end()
             self._server.should_exit = True
+            if self.started.is_set():
+                self._server.turn_away()
             asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
 
     def _give_up(self) -> None:
@@ -164,6 +202,13 @@ class _Server(uvicorn.Server):
         """Tells when connections are accepted."""
         await super().startup(sockets)
         self._serving()
+
+    def turn_away(self) -> None:
+        """Takes no connection and no request from now on; uvicorn would only at its next tick, and refuse till then."""
+        for server in self.servers:
+            server.close()
+        for connection in tuple(self.server_state.connections):
+            connection.shutdown()
 
     async def on_tick(self, counter: int) -> bool:
         """Looks after the connections' timeouts once a second."""

@@ -2,52 +2,50 @@
 
 REST, the fast path and gRPC all call `Dispatcher.submit`. What is wrong before the request is in the queue is raised;
 what goes wrong later arrives at the sink as a `Response` with a failure. On the good path nothing is awaited, no task
-is made and nothing is logged.
+is made and nothing is logged: that is left to `aftercare`, for requests that nobody waits for any more, that waited too
+long, or whose outputs are beside the reply stream.
 """
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
-from qinfer.clock import Clock, SystemClock
-from qinfer.codec.frame import decode_responses, encode_request
+from qinfer.clock import SystemClock
+from qinfer.codec.frame import decode_responses, encode_request, encode_request_apart
+from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Catalog, Served
-from qinfer.delivery.base import Delivery, Entry, Lane, reply_address
+from qinfer.control.routes import Route
+from qinfer.delivery.base import Delivery, Entry, Payload, reply_address
 from qinfer.errors import (
     CorruptEntry,
     DeadlineExceeded,
-    DeliveryError,
+    Forbidden,
     ModelNotReady,
     Overloaded,
     QinferError,
     QueueFull,
+    QuotaExceeded,
+    Unauthorized,
 )
 from qinfer.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.observability.metrics import GatewayTally
 from qinfer.repository.validate import validate
 from qinfer.settings import LimitSettings
+from qinfer_api.admission import queue_timeout_s
+from qinfer_api.aftercare import Aftercare
+from qinfer_api.auth import Auth, Context
+from qinfer_api.backlog import Backlog
 from qinfer_api.sinks import Pending, Sink, SinkTable
 
 logger = logging.getLogger(__name__)
 
+PAYLOAD_MARGIN_S = 60.0
+"""Tensors beside the stream outlive the deadline by so much."""
 
-class Context(NamedTuple):
-    """Who asks: what the transport knows about a request besides its body.
-
-    Attributes:
-        tenant: Whose request it is.
-        trace: W3C `traceparent`; empty when the request is not traced.
-    """
-
-    tenant: str = ""
-    trace: str = ""
-
-
-ANONYMOUS = Context()
+_TIMED_OUT = "Request timeout expired"
 
 
 class Dispatcher:
@@ -59,7 +57,12 @@ class Dispatcher:
         tally: Counts answers and failures.
         limits: What is refused.
         owner: This process's name; replies come to `reply:<owner>`.
-        clock: The monotonic clock.
+        auth: Who may call; `None` = everyone.
+
+    Attributes:
+        backlog: How much waits in the lanes.
+        draining: The gateway is shutting down.
+        unclaimed: Called with the id of a response that no sink waits for: the hint that a stored request has ended.
     """
 
     def __init__(
@@ -69,24 +72,62 @@ class Dispatcher:
         tally: GatewayTally,
         limits: LimitSettings,
         owner: str,
-        clock: Clock | None = None,
+        auth: Auth | None = None,
     ) -> None:
         self._delivery = delivery
         self._catalog = catalog
         self._tally = tally
         self._max_in_flight = limits.max_in_flight
-        self._clock = clock or SystemClock()
+        self._inline_max_bytes = limits.inline_max_bytes
+        self._auth = auth
+        self._clock = SystemClock()
         self._reply_to = reply_address(owner)
         self._new_id = IdFactory().request_id
         self._sinks = SinkTable(self._clock, asyncio.get_running_loop().call_later, self._expired)
-        self._discarded: list[Entry] = []
-        self._work = asyncio.Event()
+        self._aftercare = Aftercare(delivery, self._sinks, self._withdrawn, self._receive, self._fail)
+        self.backlog = Backlog(delivery, catalog)
         self.draining = False
+        self.unclaimed: Callable[[str], None] = lambda _: None
 
     @property
     def in_flight(self) -> int:
         """Requests that wait for an answer."""
         return len(self._sinks)
+
+    def authorize(self, context: Context, scope: Scope) -> Context:
+        """Finds out who asks, and whether they may: see `Auth.authorize`; does nothing where everyone may."""
+        return context if self._auth is None else self._auth.authorize(context, scope)
+
+    def charge(self, context: Context) -> None:
+        """Counts a request against the rate of its tenant; `submit` does it by itself.
+
+        Raises:
+            QuotaExceeded: The rate is used up.
+        """
+        if self._auth is not None and context.principal is not None:
+            self._auth.charge(context.principal)
+
+    def admit(self, served: Served, priority: int, timeout_s: float) -> Route:
+        """Decides whether a request that the caller enqueues itself may wait; `submit` does it by itself.
+
+        Args:
+            served: The model version it is for.
+            priority: The level it asks for.
+            timeout_s: How long its answer is worth waiting for.
+
+        Returns:
+            Where it goes.
+
+        Raises:
+            Overloaded: It is refused, or the gateway is shutting down.
+        """
+        if self.draining:
+            raise Overloaded("Server exiting")
+        route = served.routes.of(priority)
+        refusal = self.backlog.judge(served, route, served.spec.lane_capacity, timeout_s)
+        if refusal is not None:
+            raise refusal
+        return route
 
     def resolve(self, model: str, version: int) -> Served:
         """Finds where a model version is served; version 0 is the highest ready one.
@@ -104,14 +145,17 @@ class Dispatcher:
         """Puts a request into the queue of its model version; its responses, or its failure, go to the sink.
 
         Args:
-            context: Who asks.
+            context: Who asks; authorized here, if that was not done before.
             request: The decoded request; it is stamped in place.
             sink: Called on the event loop.
 
         Raises:
-            QinferError: The request is refused: the model is unknown or not ready, the request does not fit it, or too
-                many are in flight. The texts of the last two begin with `[request id: …] ` (reference §1.2).
+            QinferError: The request is refused: its caller may not ask or not so much, the model is unknown or not
+                ready, the request does not fit it, or too many wait or are in flight. The texts of the last two begin
+                with `[request id: …] ` (reference §1.2).
         """
+        if self._auth is not None:
+            context = self._auth.admit(context)
         served = self.resolve(request.model, request.version)
         spec = served.spec
         if len(self._sinks) >= self._max_in_flight:
@@ -119,19 +163,36 @@ class Dispatcher:
         if not request.generation or request.generation != served.generation:
             self.check(request, served)
         timeout_s = min(spec.default_timeout_s, spec.max_timeout_s)
-        request.id = self._new_id(spec.name, served.lane.partition)
+        lane, route = served.lane, None
+        if not served.routes.are_plain:
+            route = served.routes.of(request.priority)
+            lane = route.lane
+        load = self.backlog.load(served, lane)
+        if route is not None or load.own + load.others >= load.most:
+            self._judge(request, served, route or served.routes.default, timeout_s)
+        request.queue_timeout_s = 0.0 if route is None else queue_timeout_s(route.policy, request.timeout_s)
+        request.id = self._new_id(spec.name, lane.partition)
         request.version = served.version
-        request.partition = served.lane.partition
+        request.partition = lane.partition
         request.timeout_s = timeout_s
         request.reply_to = self._reply_to
         request.tenant = context.tenant
         request.trace = context.trace
-        frame = encode_request(request)
         now_s = self._clock.monotonic_s()
         pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
-        self._sinks.add(pending, now_s + timeout_s)
+        pending.load = load
+        if context.principal is not None:
+            pending.quota = context.principal.quota
+        size = 0
+        for tensor in request.inputs:
+            size += len(tensor.data)
         try:
-            self._delivery.submit(served.lane, frame, partial(self._submitted, pending))
+            if route is None and size <= self._inline_max_bytes:
+                frame = encode_request(request)
+                self._sinks.add(pending, now_s + timeout_s)
+                self._delivery.submit(lane, frame, partial(self._submitted, pending))
+            else:
+                self._submit_specially(pending, request, route or served.routes.default, size)
         except QinferError:
             self._sinks.remove(pending)
             raise
@@ -153,8 +214,11 @@ class Dispatcher:
     def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
         """Counts a request that never came into the queue, and returns what to tell its client.
 
-        That the model is unknown or not ready goes before what is wrong with the request.
+        That the caller may not ask goes before all else, then that the model is unknown or not ready.
         """
+        if isinstance(error, Unauthorized | Forbidden | QuotaExceeded):
+            self._tally.failed("", 0, error.code)
+            return error
         try:
             served = self.resolve(model, version)
         except ModelNotReady as first:
@@ -179,14 +243,7 @@ class Dispatcher:
             logger.exception("reply dropped: it can't be decoded")
             return
         for response in responses:
-            pending = self._sinks.take(response)
-            if pending is None:
-                continue
-            try:
-                self._deliver(pending, response)
-            except Exception as error:  # the loop that answers everyone: one bad answer may not end it
-                logger.exception("answer failed", extra={"request_id": response.request_id})
-                self._fail(pending, error)
+            self._receive(response)
 
     def fail_all(self, error: QinferError) -> None:
         """Fails every request that waits, and takes them out of the queue."""
@@ -195,23 +252,36 @@ class Dispatcher:
             self._fail(pending, error)
 
     async def run(self) -> None:
-        """Takes abandoned requests out of the queue, in the background, until cancelled."""
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            await self.discard()
+        """Does what is left to do for requests and looks at the lanes, in the background, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._aftercare.run())
+            group.create_task(self.backlog.run())
 
     async def discard(self) -> None:
         """Finishes the entries of abandoned requests now; what Redis can't be told, the worker's deadline ends."""
-        by_lane: defaultdict[Lane, list[Entry]] = defaultdict(list)
-        for entry in self._discarded:
-            by_lane[entry.lane].append(entry)
-        self._discarded.clear()
-        for entries in by_lane.values():
-            try:
-                await self._delivery.finish(entries)
-            except DeliveryError as error:
-                logger.warning("abandoned requests stay queued", extra={"count": len(entries), "error": error.message})
+        await self._aftercare.discard()
+
+    def _judge(self, request: InferRequest, served: Served, route: Route, timeout_s: float) -> None:
+        refusal = self.backlog.judge(served, route, served.spec.lane_capacity, timeout_s)
+        if refusal is not None:
+            refusal.args = (_prefix(request.client_id) + refusal.message,)
+            raise refusal
+
+    def _submit_specially(self, pending: Pending, request: InferRequest, route: Route, size: int) -> None:
+        """Submits a request that has a queue policy, or whose tensors are too large for the stream."""
+        payload = None
+        if size > self._inline_max_bytes:
+            request.payload = True
+            frame, data = encode_request_apart(request)
+            payload = Payload(request.id, data, request.timeout_s + PAYLOAD_MARGIN_S)
+        else:
+            frame = encode_request(request)
+        first_s, policy = request.timeout_s, route.policy
+        if not policy.delay and 0 < request.queue_timeout_s < first_s:
+            pending.deadline_s, first_s = pending.started_s + request.timeout_s, request.queue_timeout_s
+        self._sinks.add(pending, pending.started_s + first_s)
+        done = partial(self._submitted, pending)
+        self._delivery.submit(route.lane, frame, done, payload=payload, limit=policy.max_queue_size)
 
     def _submitted(self, pending: Pending, outcome: Entry | QinferError) -> None:
         if isinstance(outcome, QinferError):
@@ -221,6 +291,22 @@ class Dispatcher:
         pending.entry = outcome
         if pending.abandoned:
             self._abandon(pending)
+        elif pending.is_late:
+            self._aftercare.withdraw(pending)
+
+    def _receive(self, response: Response) -> None:
+        pending = self._sinks.take(response)
+        if pending is None:
+            self.unclaimed(response.request_id)
+            return
+        if response.stored:
+            self._aftercare.fetch(pending)
+            return
+        try:
+            self._deliver(pending, response)
+        except Exception as error:  # the loop that answers everyone: one bad answer may not end it
+            logger.exception("answer failed", extra={"request_id": response.request_id})
+            self._fail(pending, error)
 
     def _deliver(self, pending: Pending, response: Response) -> None:
         if response.failure is not None:
@@ -234,20 +320,30 @@ class Dispatcher:
 
     def _fail(self, pending: Pending, error: Exception) -> None:
         failure = Failure.of(error)
-        self._deliver(
-            pending,
-            Response(request_id=pending.request_id, model=pending.model, version=pending.version, failure=failure),
-        )
+        answer = Response(request_id=pending.request_id, model=pending.model, version=pending.version, failure=failure)
+        self._deliver(pending, answer)
 
     def _expired(self, pending: Pending) -> None:
-        self._abandon(pending)
-        self._fail(pending, DeadlineExceeded("Request timeout expired"))
+        if not pending.deadline_s:
+            self._abandon(pending)
+            self._fail(pending, DeadlineExceeded(_TIMED_OUT))
+            return
+        # Its queue timeout is over: that concerns it only while it waits. Otherwise it has until its deadline.
+        deadline_s, pending.deadline_s = pending.deadline_s, 0.0
+        self._sinks.add(pending, deadline_s)
+        pending.is_late = True
+        if pending.entry is not None:
+            self._aftercare.withdraw(pending)
+
+    def _withdrawn(self, pending: Pending) -> None:
+        """Answers a request that waited too long, after it was taken out of the queue."""
+        if self._sinks.remove(pending):
+            self._fail(pending, DeadlineExceeded(_TIMED_OUT))
 
     def _abandon(self, pending: Pending) -> None:
         pending.abandoned = True
         if pending.entry is not None:
-            self._discarded.append(pending.entry)
-            self._work.set()
+            self._aftercare.abandon(pending.entry)
 
 
 def _prefix(client_id: str) -> str:

@@ -10,6 +10,8 @@ from typing import Protocol
 from qinfer.clock import Clock
 from qinfer.delivery.base import Entry
 from qinfer.messages import Response
+from qinfer_api.auth import Quota
+from qinfer_api.backlog import Load
 
 _BUCKETS_PER_S = 100
 
@@ -36,6 +38,11 @@ class Pending:
         abandoned: Nobody waits for it any more: its entry is to be finished as soon as it is known.
         attempt: The execution whose responses are followed; 0 before the first response.
         bucket: The table's own: the bucket of its deadline.
+        load: The lane it was sent to, which counts it until it leaves the table.
+        quota: Its tenant's, which counts it too.
+        deadline_s: While the table has its queue timeout for a deadline: the deadline that comes after it.
+        is_late: It has waited for longer than its queue timeout.
+        is_fetched: Its outputs, which are beside the reply stream, are being fetched.
     """
 
     __slots__ = (
@@ -43,8 +50,13 @@ class Pending:
         "attempt",
         "bucket",
         "client_id",
+        "deadline_s",
         "entry",
+        "is_fetched",
+        "is_late",
+        "load",
         "model",
+        "quota",
         "request_id",
         "sink",
         "started_s",
@@ -62,6 +74,11 @@ class Pending:
         self.abandoned = False
         self.attempt = 0
         self.bucket = 0
+        self.load: Load | None = None
+        self.quota: Quota | None = None
+        self.deadline_s = 0.0
+        self.is_late = False
+        self.is_fetched = False
 
 
 class Timer(Protocol):
@@ -99,7 +116,11 @@ class SinkTable:
         return len(self._pending)
 
     def add(self, pending: Pending, deadline_s: float) -> None:
-        """Adds a request that is to be answered before `deadline_s` on the monotonic clock."""
+        """Adds a request that is to be answered before `deadline_s` on the monotonic clock; it is counted from now."""
+        if pending.load is not None:
+            pending.load.own += 1
+        if pending.quota is not None:
+            pending.quota.in_flight += 1
         number = pending.bucket = int(deadline_s * _BUCKETS_PER_S) + 1
         self._pending[pending.request_id] = pending
         bucket = self._buckets.get(number)
@@ -117,12 +138,14 @@ class SinkTable:
         del bucket[pending.request_id]
         if not bucket:
             del self._buckets[pending.bucket]
+        _uncount(pending)
         return True
 
     def take(self, response: Response) -> Pending | None:
         """Returns the request that a response belongs to, and removes it if the response is its last.
 
         `None` for an id that is unknown (answered, expired, cancelled) and for another attempt than the one followed.
+        One whose outputs are yet to be fetched stays.
         """
         pending = self._pending.get(response.request_id)
         if pending is None:
@@ -131,7 +154,7 @@ class SinkTable:
             pending.attempt = response.attempt
         elif pending.attempt != response.attempt:
             return None
-        if response.final:
+        if response.final and not response.stored:
             self.remove(pending)
         return pending
 
@@ -140,6 +163,8 @@ class SinkTable:
         everyone = list(self._pending.values())
         self._pending.clear()
         self._buckets.clear()
+        for pending in everyone:
+            _uncount(pending)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -160,3 +185,11 @@ class SinkTable:
                     self._expired(pending)
         if self._buckets and self._timer is None:
             self._set_timer(min(self._buckets))
+
+
+def _uncount(pending: Pending) -> None:
+    if pending.load is not None:
+        pending.load.own -= 1
+        pending.load.left += 1
+    if pending.quota is not None:
+        pending.quota.in_flight -= 1

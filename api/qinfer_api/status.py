@@ -3,9 +3,10 @@
 The numbers are Triton's where Triton has the case: wrong JSON types are 500, a cancelled request is 400, overload 503.
 """
 
+import math
 from typing import NamedTuple
 
-from qinfer.errors import ErrorCode
+from qinfer.errors import ErrorCode, Overloaded
 
 
 class Status(NamedTuple):
@@ -29,6 +30,7 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.MODEL_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.REQUEST_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.JOB_NOT_FOUND: Status(404, "NOT_FOUND"),
+    ErrorCode.CONFLICT: Status(409, "ALREADY_EXISTS"),
     ErrorCode.QUEUE_FULL: Status(503, "UNAVAILABLE"),
     ErrorCode.QUOTA_EXCEEDED: Status(503, "UNAVAILABLE"),
     ErrorCode.DEADLINE_INFEASIBLE: Status(503, "UNAVAILABLE"),
@@ -47,13 +49,40 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.RESULT_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.RESULT_EXPIRED: Status(410, "NOT_FOUND"),
     ErrorCode.SETTINGS: Status(500, "INTERNAL"),
+    ErrorCode.UNREACHABLE: Status(503, "UNAVAILABLE"),
     ErrorCode.INTERNAL: Status(500, "INTERNAL"),
 }
 
 
-def http_status(code: str) -> int:
-    """Returns the HTTP status of an error code; 500 for one this version does not know (a newer worker may send it)."""
+TOO_MANY = {ErrorCode.QUEUE_FULL, ErrorCode.QUOTA_EXCEEDED}
+"""What `/v1` answers with 429; on `/v2` it is 503, as Triton's clients expect."""
+
+AGAIN = {
+    ErrorCode.QUEUE_FULL,
+    ErrorCode.QUOTA_EXCEEDED,
+    ErrorCode.DEADLINE_INFEASIBLE,
+    ErrorCode.BROKER_UNAVAILABLE,
+    ErrorCode.MODEL_NOT_READY,
+}
+"""What tells when to try again (`Retry-After`)."""
+
+
+def http_status(code: str, *, v1: bool = False) -> int:
+    """Returns the HTTP status of an error code; 500 for one this version does not know (a newer worker may send it).
+
+    Args:
+        code: The error code.
+        v1: For a route of `/v1`.
+    """
     try:
-        return STATUSES[ErrorCode(code)].http
+        known = ErrorCode(code)
     except ValueError:
         return 500
+    return 429 if v1 and known in TOO_MANY else STATUSES[known].http
+
+
+def retry_after_s(code: str, error: BaseException | None = None) -> int:
+    """Returns after how many whole seconds to try again: at least 1, what an `Overloaded` says; 0 = nobody knows."""
+    if isinstance(error, Overloaded):
+        return max(math.ceil(error.retry_after_s), 1)
+    return 1 if code in AGAIN else 0

@@ -6,7 +6,9 @@ from typing import Any, cast
 import pytest
 
 from qinfer.codec.frame import encode_responses
+from qinfer.control.capacity import Capacity
 from qinfer.control.catalog import Catalog, Served
+from qinfer.control.routes import Routes
 from qinfer.delivery.base import Delivery, Entry, Lane
 from qinfer.errors import BrokerUnavailable, ModelNotFound, Overloaded, QinferError
 from qinfer.messages import InferRequest, Response
@@ -14,7 +16,8 @@ from qinfer.observability.metrics import GatewayTally, Snapshot, render
 from qinfer.repository.spec import ModelSpec, TensorSpec
 from qinfer.settings import LimitSettings
 from qinfer.tensors import Bytes, Tensor
-from qinfer_api.dispatcher import ANONYMOUS, Dispatcher
+from qinfer_api.auth import ANONYMOUS
+from qinfer_api.dispatcher import Dispatcher
 
 LANE = Lane("m", 3)
 ENTRY = Entry(LANE, "1-0")
@@ -27,12 +30,18 @@ class Models:
     def __init__(self) -> None:
         port = TensorSpec(name="x", datatype="FP32", dims=(1,))
         spec = ModelSpec(name="m", backend="stub", inputs=(port,), outputs=(port,))
-        self.served = Served(spec=spec, version=3, generation=5, lane=LANE)
+        self.served = Served(spec=spec, version=3, generation=5, lane=LANE, routes=Routes(spec, 3))
 
     def resolve(self, model: str, version: int) -> Served:
         if model != "m":
             raise ModelNotFound(f"Request for unknown model: '{model}' is not found")
         return self.served
+
+    def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
+        return (LANE,)
+
+    def capacity(self, model: str, version: int) -> Capacity:
+        return Capacity()
 
 
 class Queue:

@@ -5,7 +5,6 @@ import pytest
 from qinfer.errors import InvalidRequest
 from qinfer_api.http.fast import (
     MAX_FAST_BYTES,
-    KnownHeads,
     Reply,
     Target,
     Writer,
@@ -14,6 +13,7 @@ from qinfer_api.http.fast import (
     parse_version,
     read_head,
 )
+from qinfer_api.http.known_heads import KnownHeads
 
 URL = b"/v2/models/m/infer"
 LENGTH = (b"Content-Length", b"10")
@@ -163,3 +163,32 @@ def test_heads_of_traced_requests_are_not_kept() -> None:
     heads.learn(packet, head)
 
     assert heads.find(packet) is None
+
+
+@pytest.mark.parametrize(
+    ("header", "learned"),
+    [
+        ((b"Authorization", b"Bearer abc"), True),
+        ((b"X-API-Key", b"abc"), True),
+        ((b"traceparent", b"00-1-2-01"), False),
+    ],
+)
+def test_heads_with_a_key_are_learned_and_traced_ones_not(header: tuple[bytes, bytes], learned: bool) -> None:  # noqa: FBT001
+    """Equal bytes are an equal key; a trace comes once only."""
+    heads, head = KnownHeads(), read_head(URL, [(b"Content-Length", b"4"), header])
+    packet = b"POST %b HTTP/1.1\r\nContent-Length: 4\r\n%b: %b\r\n\r\nbody" % (URL, *header)
+    assert head is not None
+    heads.learn(packet, head)
+
+    found = heads.find(packet)
+
+    assert (found is not None) is learned
+    assert head.context.key == ("abc" if learned else "")
+    assert heads.find(packet.replace(b"abc", b"abd")) is None
+
+
+def test_a_reply_tells_when_to_try_again_and_what_to_present() -> None:
+    """As headers of its own."""
+    assert b"\r\nretry-after: 7\r\n" in Reply(503, b"{}", retry_after_s=7).head()
+    assert Reply(401, b"{}").head().endswith(b"\r\nwww-authenticate: Bearer\r\n")
+    assert b"retry-after" not in Reply(503, b"{}").head()

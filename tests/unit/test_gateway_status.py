@@ -2,10 +2,17 @@
 
 import pytest
 
-from qinfer.errors import ErrorCode
-from qinfer_api.status import STATUSES, http_status
+from qinfer.errors import BrokerUnavailable, ErrorCode, Overloaded, QinferError, QueueFull, QuotaExceeded
+from qinfer_api.status import STATUSES, http_status, retry_after_s
 
-GRPC_CODES = {"CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNIMPLEMENTED", "INTERNAL"} | {
+GRPC_CODES = {
+    "ALREADY_EXISTS",
+    "CANCELLED",
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "PERMISSION_DENIED",
+    "UNIMPLEMENTED",
+    "INTERNAL",
     "UNAVAILABLE",
     "UNAUTHENTICATED",
 }
@@ -32,3 +39,31 @@ def test_the_numbers_are_tritons(code: str, status: int) -> None:
 def test_an_unknown_code_is_an_internal_error() -> None:
     """A newer worker may send a code that this gateway does not know."""
     assert http_status("from_the_future") == 500
+
+
+@pytest.mark.parametrize(
+    ("code", "v2", "v1"),
+    [("queue_full", 503, 429), ("quota_exceeded", 503, 429), ("deadline_infeasible", 503, 503), ("conflict", 409, 409)],
+)
+def test_too_many_is_429_on_v1_only(code: str, v2: int, v1: int) -> None:
+    """Triton's clients know 503."""
+    assert (http_status(code), http_status(code, v1=True)) == (v2, v1)
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "seconds"),
+    [
+        ("queue_full", None, 1),
+        ("broker_unavailable", BrokerUnavailable("gone"), 1),
+        ("model_not_ready", None, 1),
+        ("queue_full", QueueFull("full", 0.01), 1),
+        ("queue_full", Overloaded("Server exiting"), 1),
+        ("quota_exceeded", QuotaExceeded("used up", 12.1), 13),
+        ("deadline_exceeded", None, 0),
+        ("model_not_found", None, 0),
+        ("from_the_future", None, 0),
+    ],
+)
+def test_when_to_try_again(code: str, error: QinferError | None, seconds: int) -> None:
+    """Whole seconds, and only where it can help."""
+    assert retry_after_s(code, error) == seconds

@@ -14,13 +14,15 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from qinfer.codec.kserve_json import OutputPlan, decode_infer, encode_infer
-from qinfer.errors import InvalidRequest, QinferError
+from qinfer.control.api_keys import Scope
+from qinfer.errors import InvalidRequest, Overloaded, QinferError
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer.tensors import Bytes
-from qinfer_api.dispatcher import ANONYMOUS, Context, Dispatcher
+from qinfer_api.auth import ANONYMOUS, Context, presented_key
+from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.compression import Encoding, compress, response_encoding
 from qinfer_api.sinks import Pending
-from qinfer_api.status import http_status
+from qinfer_api.status import http_status, retry_after_s
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +39,14 @@ _INTERESTING = {  # what the fast path reads of a request's headers; all others 
     b"traceparent": "trace",
     b"content-encoding": "coding",
     b"accept-encoding": "accept",
+    b"authorization": "authorization",
+    b"x-api-key": "key",
     b"transfer-encoding": "special",
     b"expect": "special",
     b"prefer": "special",
     b"upgrade": "special",
 }
-_END_OF_HEAD = b"\r\n\r\n"
 _MAX_URL_BYTES = 1024
-_MAX_KNOWN = 1024
-_MAX_KNOWN_BYTES = 4096
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 
 
@@ -66,7 +67,7 @@ class Head(NamedTuple):
     encoding: Encoding | None
 
 
-class Reply(NamedTuple):
+class Reply(msgspec.Struct, frozen=True, gc=False):
     """An answer before it is written.
 
     Attributes:
@@ -74,12 +75,14 @@ class Reply(NamedTuple):
         body: The body, in its encoding.
         json_length: Set when binary tensors follow the JSON: the JSON's length before compression.
         encoding: The body's content encoding; `None` is identity.
+        retry_after_s: Seconds after which to try again; 0 = not told.
     """
 
     status: int
     body: bytes
     json_length: int | None = None
     encoding: Encoding | None = None
+    retry_after_s: int = 0
 
     def head(self) -> bytes:
         """Returns the reply's own header lines."""
@@ -92,11 +95,15 @@ class Reply(NamedTuple):
             )
         if self.encoding is not None:
             head += b"content-encoding: %b\r\nvary: accept-encoding\r\n" % self.encoding.encode()
+        if self.retry_after_s:
+            head += b"retry-after: %d\r\n" % self.retry_after_s
+        if self.status == 401:
+            head += b"www-authenticate: Bearer\r\n"
         return head
 
     def compressed(self, encoding: Encoding) -> "Reply":
         """Returns the reply with its body in that encoding."""
-        return self._replace(body=compress(self.body, encoding), encoding=encoding)
+        return msgspec.structs.replace(self, body=compress(self.body, encoding), encoding=encoding)
 
 
 def parse_version(text: str) -> int:
@@ -174,7 +181,10 @@ def read_head(url: bytes, headers: Headers, max_bytes: int = MAX_FAST_BYTES) -> 
     if not 0 <= length <= max_bytes:
         return None
     json_length = found["json"].decode("latin-1") if "json" in found else None
-    context = Context(trace=found["trace"].decode("latin-1")) if "trace" in found else ANONYMOUS
+    context = ANONYMOUS
+    if "trace" in found or "authorization" in found or "key" in found:
+        text = {meaning: value.decode("latin-1") for meaning, value in found.items()}
+        context = Context(trace=text.get("trace", ""), key=presented_key(text.get("authorization"), text.get("key")))
     return Head(target, length, json_length, context, _accepted(found["accept"]) if "accept" in found else None)
 
 
@@ -195,7 +205,8 @@ def decode(target: Target, body: Bytes, json_length: str | None, max_depth: int)
 def reply_of(response: Response, client_id: str, plan: OutputPlan) -> Reply:
     """Encodes a response as the client asked for it; a failure becomes its error reply."""
     if response.failure is not None:
-        return error_reply(http_status(response.failure.code), response.failure.message)
+        code = response.failure.code
+        return error_reply(http_status(code), response.failure.message, retry_after_s(code))
     try:
         encoded = encode_infer(response, client_id, plan)
     except QinferError as error:
@@ -203,41 +214,16 @@ def reply_of(response: Response, client_id: str, plan: OutputPlan) -> Reply:
     return Reply(200, encoded.body, encoded.json_length)
 
 
-def failure_reply(error: BaseException) -> Reply:
-    """Returns the reply of an error that was raised."""
+def failure_reply(error: BaseException, *, v1: bool = False) -> Reply:
+    """Returns the reply of an error that was raised; `v1` for a route of `/v1`, where some statuses differ."""
     failure = Failure.of(error)
-    return error_reply(http_status(failure.code), failure.message)
+    v1 = v1 and type(error) is not Overloaded  # the server's own trouble, no queue's and no quota
+    return error_reply(http_status(failure.code, v1=v1), failure.message, retry_after_s(failure.code, error))
 
 
-def error_reply(status: int, message: str) -> Reply:
-    """Returns `{"error": message}`."""
-    return Reply(status, msgspec.json.encode({"error": message}))
-
-
-class KnownHeads:
-    """Heads by their bytes, learned from the parser: clients mostly send the same head again and again.
-
-    Head and body that arrive in one packet, as small requests do, then need no parsing: equal bytes mean the same.
-    """
-
-    def __init__(self) -> None:
-        self._heads: dict[bytes, Head] = {}
-
-    def find(self, packet: bytes) -> tuple[Head, bytes] | None:
-        """Splits a packet that is exactly one request whose head is known; `None` for any other."""
-        end = packet.find(_END_OF_HEAD) + 4
-        head = self._heads.get(packet[:end])
-        if head is None or len(packet) - end != head.length:
-            return None
-        return head, packet[end:]
-
-    def learn(self, packet: bytes, head: Head) -> None:
-        """Remembers the head of a packet in which the parser found exactly one request, and that by its end."""
-        end = packet.find(_END_OF_HEAD) + 4
-        if end <= _MAX_KNOWN_BYTES and len(packet) - end == head.length and head.context is ANONYMOUS:
-            if len(self._heads) >= _MAX_KNOWN:
-                self._heads.clear()
-            self._heads[packet[:end]] = head
+def error_reply(status: int, message: str, again_s: int = 0) -> Reply:
+    """Returns `{"error": message}`; `again_s` is its `Retry-After`, 0 = none."""
+    return Reply(status, msgspec.json.encode({"error": message}), retry_after_s=again_s)
 
 
 class Connection(Protocol):
@@ -303,8 +289,9 @@ class Call:
         body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         self.parts = []
         try:
+            context = dispatcher.authorize(head.context, Scope.INFER)
             self._request, self._plan = decode(head.target, body, head.json_length, max_depth)
-            pending = dispatcher.submit(head.context, self._request, self)
+            pending = dispatcher.submit(context, self._request, self)
         except QinferError as error:
             self.answer(failure_reply(dispatcher.refuse(head.target.model, head.target.version, error)))
         except Exception as error:  # the boundary of a request: a defect of ours may not look like bad HTTP

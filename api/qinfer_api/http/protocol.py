@@ -22,7 +22,8 @@ from uvicorn.server import ServerState
 
 from qinfer.settings import HttpSettings
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import MAX_FAST_BYTES, Call, Head, KnownHeads, Writer, error_reply, read_head
+from qinfer_api.http.fast import MAX_FAST_BYTES, Call, Head, Writer, error_reply, read_head
+from qinfer_api.http.known_heads import KnownHeads
 
 MAX_PIPELINED = 64
 """Calls of one connection in flight before its reading pauses."""

@@ -5,8 +5,10 @@ from starlette.exceptions import HTTPException
 
 import qinfer
 from qinfer.errors import QinferError
+from qinfer_api.rest.events import event_routes
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.models import model_routes
+from qinfer_api.rest.requests import request_routes
 from qinfer_api.rest.server import server_routes
 from qinfer_api.rest.services import Services, on_defect, on_qinfer_error, on_unknown_route
 
@@ -34,6 +36,12 @@ def build_app(services: Services) -> FastAPI:
             Exception: on_defect,
         },
     )
-    for routes in (infer_routes, model_routes, server_routes):  # matched in this order: the busiest first
+    for routes in (
+        infer_routes,
+        request_routes,
+        model_routes,
+        server_routes,
+        event_routes,
+    ):  # matched in this order: the busiest first
         app.include_router(routes(services))
     return app

@@ -13,29 +13,26 @@ from starlette.responses import Response as HttpResponse
 from starlette.types import Receive
 
 from qinfer.codec.kserve_json import OutputPlan
+from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Served
 from qinfer.errors import QinferError
 from qinfer.messages import InferRequest, Response
 from qinfer.tensors import Bytes
-from qinfer_api.dispatcher import Context, Dispatcher
-from qinfer_api.http.compression import (
-    Encoding,
-    decompress,
-    request_encoding,
-    response_encoding,
-    too_large,
-)
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.http.compression import response_encoding
 from qinfer_api.http.fast import (
     JSON_LENGTH_HEADER,
     MAX_FAST_BYTES,
-    Reply,
     Target,
     decode,
     parse_version,
-    reply_of,
 )
+from qinfer_api.rest.bodies import encoded_reply, read_body, send_encoded
+from qinfer_api.rest.preferences import read_preferences
+from qinfer_api.rest.request_schema import ACCEPTED, PREFER
+from qinfer_api.rest.requests import submit
 from qinfer_api.rest.schema import INFER_BODY, INFER_RESPONSES
-from qinfer_api.rest.services import Services, send
+from qinfer_api.rest.services import Services, context_of
 
 
 class FutureSink:
@@ -56,8 +53,8 @@ def infer_routes(services: Services) -> APIRouter:
     about: dict[str, Any] = {
         "summary": "Run a model",
         "response_class": HttpResponse,
-        "responses": INFER_RESPONSES,
-        "openapi_extra": INFER_BODY,
+        "responses": {**INFER_RESPONSES, **ACCEPTED},
+        "openapi_extra": {**INFER_BODY, "parameters": [*INFER_BODY["parameters"], PREFER]},
     }
 
     @router.post("/v2/models/{model}/infer", name="infer", **about)
@@ -76,17 +73,21 @@ def infer_routes(services: Services) -> APIRouter:
 async def _infer(services: Services, target: Target, request: Request) -> HttpResponse:
     """Reads, submits, waits, answers; what is refused before the wait is raised to the error handler."""
     dispatcher, headers = services.dispatcher, request.headers
+    preferences = read_preferences(headers.getlist("prefer"))
+    if preferences.is_async:
+        return await submit(services, target, request, preferences)
     sink = FutureSink()
     try:
+        context = dispatcher.authorize(context_of(request), Scope.INFER)
         served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
-        body = await _read(request, services.settings.http.max_input_bytes)
+        body = await read_body(request, services.settings.http.max_input_bytes)
         json_length = headers.get(JSON_LENGTH_HEADER)
         max_depth = services.settings.limits.max_json_depth
         if len(body) > MAX_FAST_BYTES:
             decoded, plan = await asyncio.to_thread(_decode, dispatcher, served, target, body, json_length, max_depth)
         else:
             decoded, plan = decode(target, body, json_length, max_depth)
-        pending = dispatcher.submit(Context(trace=headers.get("traceparent", "")), decoded, sink)
+        pending = dispatcher.submit(context, decoded, sink)
     except ClientDisconnect:
         return HttpResponse()  # nobody reads it
     except QinferError as error:
@@ -97,11 +98,8 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
         dispatcher.cancel(pending)  # does nothing once it is answered
     if response is None:
         return HttpResponse()
-    if sum(output.nbytes for output in response.outputs) > MAX_FAST_BYTES:
-        reply = await asyncio.to_thread(reply_of, response, decoded.client_id, plan)
-    else:
-        reply = reply_of(response, decoded.client_id, plan)
-    return await _send(reply, response_encoding(headers.get("accept-encoding")))
+    reply = await encoded_reply(response, decoded.client_id, plan)
+    return await send_encoded(reply, response_encoding(headers.get("accept-encoding")))
 
 
 async def _answer(sink: FutureSink, receive: Receive) -> Response | None:
@@ -119,25 +117,6 @@ async def _answer(sink: FutureSink, receive: Receive) -> Response | None:
     return None if sink.response.cancelled() else sink.response.result()
 
 
-async def _read(request: Request, max_bytes: int) -> Bytes:
-    """Reads the body, never more than `max_bytes` of it, and undoes its encoding.
-
-    Raises:
-        PayloadTooLarge: It is larger, as sent or decompressed.
-        UnsupportedFeature: It is in an encoding that is not known.
-    """
-    encoding = request_encoding(request.headers.get("content-encoding"))
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large(int(declared), max_bytes)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large(None, max_bytes)
-    return body if encoding is None else await asyncio.to_thread(decompress, body, encoding, max_bytes)
-
-
 def _decode(
     dispatcher: Dispatcher, served: Served, target: Target, body: Bytes, json_length: str | None, max_depth: int
 ) -> tuple[InferRequest, OutputPlan]:
@@ -145,11 +124,3 @@ def _decode(
     decoded, plan = decode(target, body, json_length, max_depth)
     dispatcher.check(decoded, served)
     return decoded, plan
-
-
-async def _send(reply: Reply, encoding: Encoding | None) -> HttpResponse:
-    if encoding is None or reply.status != 200:
-        return send(reply)
-    if len(reply.body) > MAX_FAST_BYTES:
-        return send(await asyncio.to_thread(reply.compressed, encoding))
-    return send(reply.compressed(encoding))

@@ -33,7 +33,10 @@ _REQUEST_SCHEMA: dict[str, Any] = {
     "required": ["inputs"],
     "properties": {
         "id": {"type": "string", "description": "Echoed in the reply."},
-        "parameters": {"type": "object", "description": "`binary_data_output`, `priority`, and your own."},
+        "parameters": {
+            "type": "object",
+            "description": "`binary_data_output`, `priority`, `timeout` (µs), and your own.",
+        },
         "inputs": {"type": "array", "items": _TENSOR_SCHEMA},
         "outputs": {
             "type": "array",
@@ -129,7 +132,12 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Returns the `responses` of the given error statuses."""
     meaning = {
         400: "The request is wrong, or too large.",
-        404: "No such model or version.",
+        401: "No API key, or one that is not known.",
+        403: "The API key does not allow it.",
+        404: "No such model, version or request.",
+        409: "The id or the idempotency key belongs to a request with another body.",
+        410: "The result was there; its time to live is over.",
+        429: "Too much waits, or the tenant's quota is used up: try again after `Retry-After` seconds.",
         500: "A JSON value has the wrong type, or the model failed.",
         501: "The server does not offer this.",
         503: "Not ready, overloaded, past its deadline, or shutting down: try again.",
@@ -143,5 +151,5 @@ INFER_RESPONSES: dict[int | str, dict[str, Any]] = {
         "description": f"The outputs. Binary outputs follow the JSON, whose length `{_JSON_LENGTH}` then tells.",
         "content": {"application/octet-stream": _BINARY},
     },
-    **errors(400, 404, 500, 501, 503),
+    **errors(400, 401, 403, 404, 500, 501, 503),
 }

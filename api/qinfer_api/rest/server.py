@@ -5,10 +5,11 @@ from fastapi import APIRouter
 from starlette.responses import Response as HttpResponse
 
 import qinfer
+from qinfer.control.api_keys import Scope
 from qinfer.observability.metrics import CONTENT_TYPE
 from qinfer_api.http.fast import Reply, error_reply
 from qinfer_api.rest.schema import ServerMetadata, errors
-from qinfer_api.rest.services import Services, send
+from qinfer_api.rest.services import Services, needs, send
 
 EXTENSIONS = ["model_configuration", "binary_tensor_data", "parameters"]
 """Extensions of the protocol that are there; perf_analyzer, for one, asks for what is listed."""
@@ -18,7 +19,12 @@ def server_routes(services: Services) -> APIRouter:
     """Returns the routes about the server."""
     router = APIRouter(tags=["server"])
 
-    @router.get("/v2", responses={200: {"model": ServerMetadata}}, response_class=HttpResponse)
+    @router.get(
+        "/v2",
+        responses={200: {"model": ServerMetadata}, **errors(401, 403)},
+        response_class=HttpResponse,
+        dependencies=[needs(services, Scope.INFER)],
+    )
     async def server_metadata() -> HttpResponse:
         """Tells the server's name, version and protocol extensions."""
         about = {"name": services.settings.server_id, "version": qinfer.__version__, "extensions": EXTENSIONS}
@@ -45,4 +51,4 @@ def server_routes(services: Services) -> APIRouter:
 
 
 def _exiting() -> HttpResponse:
-    return send(error_reply(503, "Server exiting"))
+    return send(error_reply(503, "Server exiting", 1))

@@ -1,0 +1,200 @@
+"""Who calls: API keys, scopes, and the quotas of tenants. Quotas count in one gateway process, not over all of them.
+
+A presented key is hashed and compared with every known hash in constant time, so that how long it takes tells nothing.
+"""
+
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from qinfer.clock import Clock, SystemClock
+from qinfer.control.api_keys import ApiKey, Scope, check_exposure, hash_key, read_keys
+from qinfer.errors import Forbidden, QuotaExceeded, SettingsError, Unauthorized
+from qinfer.settings import AuthSettings
+
+
+class Quota:
+    """What one tenant may ask of this gateway: a token bucket, and a number of requests in flight.
+
+    Args:
+        key: One of the tenant's keys; all have the same quotas.
+        now_s: The monotonic time.
+
+    Attributes:
+        in_flight: Its requests that wait for an answer.
+    """
+
+    def __init__(self, key: ApiKey, now_s: float) -> None:
+        self._tenant = key.tenant
+        self._rate = key.rate_per_s
+        self._burst = float(key.burst or max(key.rate_per_s, 1.0))
+        self._tokens = self._burst
+        self._filled_at_s = now_s
+        self._max_in_flight = key.max_in_flight
+        self.in_flight = 0
+
+    def charge(self, now_s: float) -> None:
+        """Counts one request against the rate.
+
+        Raises:
+            QuotaExceeded: The rate is used up.
+        """
+        if not self._rate:
+            return
+        self._tokens = min(self._tokens + (now_s - self._filled_at_s) * self._rate, self._burst)
+        self._filled_at_s = now_s
+        if self._tokens < 1.0:
+            raise QuotaExceeded(
+                f"tenant '{self._tenant}' has used up its rate of {self._rate:g} requests a second; send fewer",
+                (1.0 - self._tokens) / self._rate,
+            )
+        self._tokens -= 1.0
+
+    def check_in_flight(self) -> None:
+        """Checks that one more request may be in flight.
+
+        Raises:
+            QuotaExceeded: There are as many as there may be.
+        """
+        if self._max_in_flight and self.in_flight >= self._max_in_flight:
+            raise QuotaExceeded(
+                f"tenant '{self._tenant}' has {self.in_flight} requests in flight, as many as it may; "
+                "wait for an answer first"
+            )
+
+
+class Principal:
+    """Who has authenticated.
+
+    Attributes:
+        key_id: Which key it was.
+        tenant: Whose it is.
+        scopes: What it allows.
+        quota: Shared by all keys of the tenant.
+    """
+
+    __slots__ = ("key_id", "quota", "scopes", "tenant")
+
+    def __init__(self, key: ApiKey, quota: Quota) -> None:
+        self.key_id = key.id
+        self.tenant = key.tenant
+        self.scopes = frozenset(key.scopes)
+        self.quota = quota
+
+    def allows(self, scope: Scope) -> bool:
+        """Tells whether the key allows a scope; `admin` allows all."""
+        return scope in self.scopes or Scope.ADMIN in self.scopes
+
+
+class Context(NamedTuple):
+    """Who asks: what the transport knows about a request besides its body.
+
+    Attributes:
+        tenant: Whose request it is; `authorize` sets it.
+        trace: W3C `traceparent`; empty when the request is not traced.
+        key: The API key that was presented; empty without one.
+        principal: Who it belongs to, once `authorize` knows.
+    """
+
+    tenant: str = ""
+    trace: str = ""
+    key: str = ""
+    principal: Principal | None = None
+
+
+ANONYMOUS = Context()
+
+
+class Auth:
+    """The known keys.
+
+    Args:
+        keys: The entries of the file.
+        clock: The monotonic clock of the rates.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey], clock: Clock | None = None) -> None:
+        self._now_s = (clock or SystemClock()).monotonic_s
+        quotas: dict[str, Quota] = {}
+        self._known = [
+            (key.sha256, Principal(key, quotas.setdefault(key.tenant, Quota(key, self._now_s())))) for key in keys
+        ]
+
+    def authorize(self, context: Context, scope: Scope) -> Context:
+        """Finds out who presents a key that allows `scope`.
+
+        Returns:
+            The context, with tenant and principal, and without the key.
+
+        Raises:
+            Unauthorized: No key was presented, or none that is known.
+            Forbidden: The key does not allow it.
+        """
+        presented = context.key
+        if not presented:
+            raise Unauthorized(
+                "this server asks for an API key; send it as 'Authorization: Bearer <key>' or 'X-API-Key: <key>'"
+            )
+        digest = hash_key(presented)
+        found: Principal | None = None
+        for sha256, principal in self._known:  # all of them, whichever it is
+            if hmac.compare_digest(sha256, digest):
+                found = principal
+        if found is None:
+            raise Unauthorized("the API key is not known; ask for another")
+        if not found.allows(scope):
+            raise Forbidden(f"key '{found.key_id}' does not have the scope '{scope}'; use one that has")
+        return Context(found.tenant, context.trace, "", found)
+
+    def charge(self, principal: Principal) -> None:
+        """Counts one request against the rate of the tenant.
+
+        Raises:
+            QuotaExceeded: The rate is used up.
+        """
+        principal.quota.charge(self._now_s())
+
+    def admit(self, context: Context) -> Context:
+        """Authorizes an infer request, if that was not done before, and checks the quotas of its tenant.
+
+        Raises:
+            Unauthorized: As `authorize`.
+            Forbidden: As `authorize`.
+            QuotaExceeded: The tenant has as many requests in flight as it may, or its rate is used up.
+        """
+        if context.principal is None:
+            context = self.authorize(context, Scope.INFER)
+        assert context.principal is not None
+        context.principal.quota.check_in_flight()
+        self.charge(context.principal)
+        return context
+
+
+def load_auth(settings: AuthSettings, host: str) -> Auth | None:
+    """Reads the keys, if keys are asked for.
+
+    Args:
+        settings: How callers are told apart.
+        host: The address that the gateway binds.
+
+    Returns:
+        `None` when everyone may call.
+
+    Raises:
+        SettingsError: Everyone could call from elsewhere, and nobody said that they may; or the keys can't be read.
+    """
+    if settings.mode == "keys":
+        if not settings.keys_file:
+            raise SettingsError("QINFER_AUTH__KEYS_FILE is not set; name the file that `qinfer keys new` writes")
+        return Auth(read_keys(Path(settings.keys_file)))
+    check_exposure(settings, host)
+    return None
+
+
+def presented_key(authorization: str | None, api_key: str | None) -> str:
+    """Returns the key that a request's `Authorization: Bearer` or else `X-API-Key` presents; empty without one."""
+    scheme, _, token = (authorization or "").strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return token.strip()
+    return (api_key or "").strip()

@@ -1,0 +1,187 @@
+"""The janitor: ends what nobody else would, and hands out webhooks (DESIGN.md §3). A role of every gateway; no leader.
+
+- Asynchronous requests past their deadline are settled as expired, with zero workers too.
+- Synchronous requests whose gateway died wait in their lanes for nobody: where no worker lives to expire them, their
+  entries are finished once their time is over.
+- The outbox's notices are taken, as many as can be delivered at once.
+
+Two gateways that do the same do no harm: each step is idempotent, and their rounds drift apart.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable, Sequence
+
+from qinfer.control.catalog import Catalog
+from qinfer.delivery.base import Delivery, Entry, Lane
+from qinfer.delivery.dead_letters import head_of
+from qinfer.delivery.requests import Notice, RequestState, Settlement
+from qinfer.errors import DeadlineExceeded, DeliveryError, QinferError, QueueFull
+from qinfer.observability.metrics import GatewayTally
+from qinfer_api.requests import failed_outcome
+from qinfer_api.webhooks import Webhooks
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_GRACE_S = 1.0
+"""A synchronous request is over so long after its deadline: until then its gateway may still finish it."""
+
+_PARTITION = 0  # all that there is, until models are spread
+_BATCH = 200  # requests settled in one write
+_MODELS = 100  # looked at together
+_ORPHANS = 20  # frames read at a look: they may hold tensors
+_ORPHANS_EVERY_S = 5.0
+_TIMED_OUT = "Request timeout expired"
+
+
+class Janitor:
+    """One per gateway.
+
+    Args:
+        delivery: The queue.
+        catalog: Which models there are, and whether a worker lives for them.
+        tally: Counts what expires.
+        sweep_every_s: The pause between rounds.
+        webhooks: Delivers notices.
+        consumer: This process's name.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        catalog: Catalog,
+        tally: GatewayTally,
+        sweep_every_s: float,
+        webhooks: Webhooks,
+        *,
+        consumer: str,
+    ) -> None:
+        self._delivery = delivery
+        self._catalog = catalog
+        self._tally = tally
+        self._sweep_every_s = sweep_every_s
+        self._webhooks = webhooks
+        self._consumer = consumer
+        self._models: dict[str, None] = {}  # all that were ever seen: an unloaded model may have requests left
+        self._places: dict[Lane, str] = {}  # how far its entries were looked through
+        self._reachable = True
+
+    async def run(self) -> None:
+        """Sweeps until cancelled."""
+        orphans_in_s = 0.0
+        async with self._webhooks, asyncio.TaskGroup() as group:
+            while True:
+                pause_s = self._sweep_every_s * random.uniform(0.75, 1.25)  # noqa: S311 - rounds drift apart
+                await asyncio.sleep(pause_s)
+                orphans_in_s -= pause_s
+                try:
+                    await self.expire()
+                    if orphans_in_s <= 0:
+                        orphans_in_s = _ORPHANS_EVERY_S
+                        await self.finish_orphans()
+                    for notice in await self.notices():
+                        group.create_task(self._deliver(notice))
+                except (DeliveryError, QueueFull) as error:
+                    self._troubled(error)
+                else:
+                    self._well()
+
+    async def expire(self) -> int:
+        """Settles what is past its deadline; returns how many requests that ended."""
+        counts = [await asyncio.gather(*map(self._expire, models)) for models in self._groups()]
+        return sum(sum(some) for some in counts)
+
+    async def finish_orphans(self) -> int:
+        """Finishes synchronous entries past their time in lanes without a worker; returns how many there were."""
+        count = 0
+        for (model, version), is_ready in self._catalog.readiness().items():
+            if is_ready and self._catalog.capacity(model, version).workers:
+                continue
+            for lane in self._catalog.lanes(model, version):
+                count += await self._finish_orphans(lane)
+        return count
+
+    async def notices(self) -> list[Notice]:
+        """Takes as many notices as can be delivered now; which model is asked first changes from round to round."""
+        taken: list[Notice] = []
+        names = self._known()
+        start = random.randrange(len(names)) if names else 0  # noqa: S311 - fairness
+        for model in (*names[start:], *names[:start]):
+            room = self._webhooks.free - len(taken)
+            if room <= 0:
+                break
+            taken += await self._delivery.requests.notices(
+                model, _PARTITION, self._consumer, room, retry_s=self._webhooks.retry_s
+            )
+        return taken
+
+    async def _expire(self, model: str) -> int:
+        requests, count = self._delivery.requests, 0
+        while True:
+            late = await requests.due(model, _PARTITION, _BATCH)
+            if not late:
+                return count
+            error = DeadlineExceeded(_TIMED_OUT)
+            settlements = [
+                Settlement(address=address, outcome=failed_outcome(address, RequestState.EXPIRED, error))
+                for address in late
+            ]
+            firsts = await requests.settle(settlements)
+            ended = [address for address, is_first in zip(late, firsts, strict=True) if is_first]
+            for record in await asyncio.gather(*map(requests.record, ended)):
+                self._tally.failed(model, record.version if record is not None else 0, error.code)
+            count += len(ended)
+
+    async def _finish_orphans(self, lane: Lane) -> int:
+        age_s = self._shortest_s(lane) + ORPHAN_GRACE_S
+        found = await self._delivery.oldest(lane, age_s, _ORPHANS, self._places.get(lane, ""))
+        self._places[lane] = found[-1][0].entry_id if len(found) == _ORPHANS else ""
+        now_s = self._delivery.clock.now_s()
+        over = [entry for entry, frame in found if _is_over(entry, frame, now_s)]
+        if over:
+            await self._delivery.finish(over)
+            for _ in over:
+                self._tally.failed(lane.model, lane.version, DeadlineExceeded.code)
+            logger.info("orphaned requests finished", extra={"model": lane.model, "count": len(over)})
+        return len(over)
+
+    def _shortest_s(self, lane: Lane) -> float:
+        """Returns how old an entry is at least that can be over: the timeout that gateways give to all of a model's."""
+        try:
+            spec = self._catalog.accepting(lane.model, lane.version).spec
+        except QinferError:
+            return 0.0
+        return min(spec.default_timeout_s, spec.max_timeout_s)
+
+    async def _deliver(self, notice: Notice) -> None:
+        try:
+            await self._webhooks.deliver(notice)
+        except (DeliveryError, QueueFull) as error:
+            self._troubled(error)
+
+    def _known(self) -> list[str]:
+        self._models |= dict.fromkeys(self._catalog.known())
+        return list(self._models)
+
+    def _groups(self) -> Iterable[Sequence[str]]:
+        names = self._known()
+        return (names[start : start + _MODELS] for start in range(0, len(names), _MODELS))
+
+    def _troubled(self, error: QinferError) -> None:
+        if self._reachable:
+            logger.warning("requests can't be swept now", extra={"error": error.message})
+        self._reachable = False
+
+    def _well(self) -> None:
+        if not self._reachable:
+            logger.info("requests are swept again")
+        self._reachable = True
+
+
+def _is_over(entry: Entry, frame: bytes, now_s: float) -> bool:
+    """Tells whether an entry is a synchronous request past its time; an asynchronous one has a deadline of its own."""
+    request = head_of(frame)
+    return (
+        request is not None and bool(request.reply_to) and entry.enqueued_s + request.timeout_s + ORPHAN_GRACE_S < now_s
+    )

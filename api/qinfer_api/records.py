@@ -1,0 +1,115 @@
+"""How asynchronous requests look: their ids, their paths, their records as `/v1`, events and webhooks have them.
+
+A server-made id is shown as it is. An id that the client chose is `<id>@<tenant>` inside, so that tenants can't meet;
+outside it is what the client chose, and lives below its model: `/v1/models/{model}/requests/{id}`.
+"""
+
+import re
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import quote
+
+from qinfer.delivery.requests import Address, RequestRecord, RequestState
+from qinfer.errors import InvalidRequest, RequestNotFound
+from qinfer.messages import parse_request_id
+
+_CHOSEN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+_MAX_ID_CHARACTERS = 512
+_CHOSEN_PARTITION = 0
+
+
+def chosen_address(model: str, request_id: str, tenant: str) -> Address:
+    """Returns the address of a request whose id its client chose.
+
+    Raises:
+        InvalidRequest: The id has other characters, is too long, or looks like one that a server made.
+    """
+    if not _CHOSEN.fullmatch(request_id):
+        raise InvalidRequest(
+            f"'{request_id[:100]}' can't be a request id; use 1 to 128 letters, digits, '.', '_', '~' and '-'"
+        )
+    if _made_by_server(request_id + "@") is not None:
+        raise InvalidRequest(f"'{request_id}' has the form of the ids that the server makes; choose another")
+    return Address(model, _CHOSEN_PARTITION, f"{request_id}@{tenant}")
+
+
+def address_of(request_id: str, tenant: str, model: str | None = None) -> Address:
+    """Finds where a request is that a path names; that there is one is not known yet.
+
+    Args:
+        request_id: The id in the path.
+        tenant: Who asks.
+        model: The model in the path; `None` without one, where only ids made by a server are known.
+
+    Raises:
+        RequestNotFound: No request can have that id here.
+    """
+    made = _made_by_server(request_id)
+    if made is not None and model in (None, made.model):
+        return made
+    if model is None or made is not None:
+        raise unknown(request_id)
+    try:
+        return chosen_address(model, request_id, tenant)
+    except InvalidRequest:
+        raise unknown(request_id) from None
+
+
+def unknown(request_id: str) -> RequestNotFound:
+    """Returns the error for an id that nobody knows, or that another tenant's request has."""
+    return RequestNotFound(
+        f"request '{request_id[:100]}' is not known: it was not accepted, or it ended too long ago; "
+        "a request with an id of your own is below its model: /v1/models/<model>/requests/<id>"
+    )
+
+
+def shown_id(address: Address) -> str:
+    """Returns the id as the client knows it."""
+    return address.id if _made_by_server(address.id) is not None else address.id.partition("@")[0]
+
+
+def path_of(address: Address) -> str:
+    """Returns the path of a request."""
+    shown = shown_id(address)
+    if shown == address.id:
+        return f"/v1/requests/{quote(shown, safe='')}"
+    return f"/v1/models/{quote(address.model, safe='')}/requests/{quote(shown, safe='')}"
+
+
+def shown_record(record: RequestRecord, now_s: float) -> dict[str, Any]:
+    """Returns a record as JSON has it; instants are RFC 3339 in UTC, null where they have not come."""
+    path = path_of(record.address)
+    error = {"code": record.code, "message": record.message} if record.code else None
+    ended = record.state.is_terminal
+    return {
+        "id": shown_id(record.address),
+        "model": record.address.model,
+        "version": record.version,
+        "state": record.state.value,
+        "created_at": instant(record.created_at),
+        "deadline_at": instant(record.deadline_at),
+        "finished_at": instant(record.finished_at),
+        "expires_at": instant(record.expires_at),
+        "age_s": round(max((record.finished_at if ended else now_s) - record.created_at, 0.0), 3),
+        "attempts": record.attempts,
+        "error": error if ended and record.state is not RequestState.SUCCEEDED else None,
+        "webhook": {"url": record.webhook, "state": record.webhook_state or "waiting"} if record.webhook else None,
+        "links": {"self": path, "result": f"{path}/result", "events": f"{path}/events"},
+    }
+
+
+def instant(at_s: float) -> str | None:
+    """Writes an instant as RFC 3339 in UTC with milliseconds; `None` for 0."""
+    if not at_s:
+        return None
+    return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _made_by_server(request_id: str) -> Address | None:
+    if len(request_id) > _MAX_ID_CHARACTERS:
+        return None
+    try:
+        ulid, partition, model = parse_request_id(request_id)
+    except InvalidRequest:
+        return None
+    return None if "@" in ulid else Address(model, partition, request_id)

@@ -1,0 +1,314 @@
+"""Asynchronous requests: accepted into the queue, looked at, waited for, cancelled (DESIGN.md §1, §2).
+
+The use case behind `/v1` and `Prefer` on `/v2`. What a caller may ask and how much is the dispatcher's rule, as for
+synchronous requests; the lane, the record and the result are `Requests`'. Nothing of a request is kept here: any
+gateway can be asked for it.
+"""
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from qinfer.codec.frame import decode_responses, encode_request, encode_request_apart, encode_responses
+from qinfer.codec.kserve_json import OutputPlan
+from qinfer.control.catalog import Catalog, Served
+from qinfer.delivery.base import Delivery
+from qinfer.delivery.requests import (
+    Acceptance,
+    Address,
+    Outcome,
+    RequestRecord,
+    RequestState,
+    Settlement,
+)
+from qinfer.errors import Cancelled, Conflict, InvalidRequest, Overloaded, QinferError, ResultExpired
+from qinfer.messages import Failure, IdFactory, InferRequest, Response
+from qinfer.observability.metrics import GatewayTally
+from qinfer.settings import RequestSettings
+from qinfer.tensors import Bytes
+from qinfer_api.admission import queue_timeout_s
+from qinfer_api.auth import Context
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.records import chosen_address, shown_id, unknown
+from qinfer_api.waits import Waits
+
+MIN_TIMEOUT_S = 0.001
+
+_CANCELLED = "the request was cancelled"
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller says of a request besides its body.
+
+    Attributes:
+        body_hash: Identifies model, version and body.
+        timeout_s: From now to its deadline; `None` = the default.
+        request_id: The id that the caller chose; empty = the server makes one.
+        idempotency_key: The hash of the caller's key; empty without one.
+        webhook: Where to tell its end; empty = nowhere.
+    """
+
+    body_hash: str
+    timeout_s: float | None = None
+    request_id: str = ""
+    idempotency_key: str = ""
+    webhook: str = ""
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What `submit` gives: the request's record, and whether it was accepted now or had been before."""
+
+    record: RequestRecord
+    is_new: bool
+
+
+class Targets(Protocol):
+    """Says where webhooks may go; `webhooks.Targets` is the one."""
+
+    async def check(self, url: str) -> object:
+        """Raises `InvalidRequest` for a URL that webhooks may not go to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncRequests:
+    """One per gateway.
+
+    Attributes:
+        delivery: The queue.
+        catalog: Which models accept requests.
+        dispatcher: Who may ask, and how much.
+        tally: Counts refusals and cancellations.
+        settings: Timeouts and times to live.
+        inline_max_bytes: Larger tensors travel beside the stream.
+        targets: Where webhooks may go.
+        waits: Those that wait here for a request's end.
+        ids: Makes ids.
+    """
+
+    delivery: Delivery
+    catalog: Catalog
+    dispatcher: Dispatcher
+    tally: GatewayTally
+    settings: RequestSettings
+    inline_max_bytes: int
+    targets: Targets
+    waits: Waits
+    ids: IdFactory = field(default_factory=IdFactory)
+
+    def now_s(self) -> float:
+        """Returns the broker's time, which records are written in."""
+        return self.delivery.clock.now_s()
+
+    def resolve(self, model: str, version: int) -> Served:
+        """Finds what a request is for; a model will do that no live worker has loaded yet.
+
+        Raises:
+            Overloaded: The gateway is shutting down.
+            ModelNotFound: No such model or version.
+            ModelNotReady: It can't be loaded.
+        """
+        if self.dispatcher.draining:
+            raise Overloaded("Server exiting")
+        return self.catalog.accepting(model, version)
+
+    def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
+        """Counts a request that was not accepted, and returns what to tell its client."""
+        try:
+            served = self.catalog.accepting(model, version)
+        except QinferError:
+            self.tally.failed("", 0, error.code)  # clients may not make series of names they think up
+        else:
+            self.tally.failed(model, served.version, error.code)
+        return error
+
+    async def submit(self, context: Context, request: InferRequest, plan: OutputPlan, submission: Submission) -> Ticket:
+        """Accepts a request, or finds the one that was accepted before with the same id or idempotency key.
+
+        Args:
+            context: Who asks, authorized.
+            request: The decoded request; it is stamped in place.
+            plan: How its result is to be encoded.
+            submission: What else was said of it.
+
+        Raises:
+            QinferError: It is refused, as `Dispatcher.submit` refuses; or its timeout or webhook is wrong; `Conflict`:
+                the id or the key belongs to a request with another body.
+        """
+        served = self.resolve(request.model, request.version)
+        if not request.generation or request.generation != served.generation:
+            self.dispatcher.check(request, served)
+        timeout_s = self._timeout_s(submission.timeout_s)
+        address = self._address(context, served, submission.request_id)
+        self.dispatcher.charge(context)
+        if submission.webhook:
+            await self.targets.check(submission.webhook)
+        try:
+            acceptance = await self._acceptance(context, request, served, timeout_s, address)
+            accepted = await self.delivery.requests.accept(_completed(acceptance, plan, submission, self.settings))
+        except Overloaded as error:
+            error.args = (f"[request id: {request.client_id or '<id_unknown>'}] {error.message}",)
+            raise
+        if accepted.body_hash != submission.body_hash:
+            raise Conflict(_conflict(accepted.id == address.id, submission.request_id))
+        found = msgspec.structs.replace(address, id=accepted.id)
+        record = None if accepted.is_new else await self.delivery.requests.record(found)
+        return Ticket(record or self._first_record(found, acceptance, submission.webhook), accepted.is_new)
+
+    async def record(self, context: Context, address: Address) -> RequestRecord:
+        """Returns what is known of a request.
+
+        Raises:
+            RequestNotFound: Nothing is, or it is another tenant's.
+        """
+        return _own(context, address, await self.delivery.requests.record(address))
+
+    async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
+        """Returns what is known of a request once it has ended, or after `wait_s` seconds, or when too many wait here.
+
+        Raises:
+            RequestNotFound: Nothing is known of it, or it is another tenant's.
+        """
+        record = await self.record(context, address)
+        if record.state.is_terminal or wait_s <= 0 or self.waits.is_full:
+            return record
+        return _own(context, address, await self.waits.ended(address, min(wait_s, self.settings.max_wait_s)))
+
+    async def result(self, record: RequestRecord) -> tuple[Response, OutputPlan]:
+        """Returns the response of a request that ended, outputs or failure, as a synchronous call would have had it.
+
+        Raises:
+            ResultExpired: Its time to live is over.
+            BrokerUnavailable: The queue can't be reached.
+        """
+        plan = msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
+        if record.state is not RequestState.SUCCEEDED:
+            if record.expires_at <= self.now_s():
+                raise _expired(record)
+            prefix = f"[request id: {record.client_id or '<id_unknown>'}] "
+            failure = Failure(record.code, prefix + record.message)
+            return Response(request_id=record.address.id, failure=failure), plan
+        blob = await self.delivery.requests.result(record.address)
+        if blob is None:
+            raise _expired(record)
+        (response,) = decode_responses(blob)
+        return response, plan
+
+    async def cancel(self, context: Context, address: Address) -> RequestRecord:
+        """Ends a request, unless it has ended; returns its record then.
+
+        Raises:
+            RequestNotFound: Nothing is known of it, or it is another tenant's.
+        """
+        record = await self.record(context, address)
+        if record.state.is_terminal:
+            return record
+        outcome = failed_outcome(address, RequestState.CANCELLED, Cancelled(_CANCELLED), record.version)
+        (is_first,) = await self.delivery.requests.settle([Settlement(address=address, outcome=outcome)])
+        if is_first:
+            self.tally.failed(address.model, record.version, Cancelled.code)
+        return await self.record(context, address)
+
+    def _timeout_s(self, asked_s: float | None) -> float:
+        if asked_s is None:
+            return min(self.settings.default_timeout_s, self.settings.max_timeout_s)
+        if not (math.isfinite(asked_s) and MIN_TIMEOUT_S <= asked_s <= self.settings.max_timeout_s):
+            raise InvalidRequest(
+                f"a request timeout of {asked_s:g} s is not possible; "
+                f"choose one from {MIN_TIMEOUT_S:g} to {self.settings.max_timeout_s:g} seconds"
+            )
+        return asked_s
+
+    def _address(self, context: Context, served: Served, chosen: str) -> Address:
+        model, partition = served.spec.name, served.lane.partition
+        if chosen:
+            return chosen_address(model, chosen, context.tenant)
+        return Address(model, partition, self.ids.request_id(model, partition))
+
+    async def _acceptance(
+        self, context: Context, request: InferRequest, served: Served, timeout_s: float, address: Address
+    ) -> Acceptance:
+        """Admits and encodes a request."""
+        asked_s = request.timeout_s
+        route = self.dispatcher.admit(served, request.priority, timeout_s)
+        request.id = address.id
+        request.version = served.version
+        request.partition = address.partition
+        request.queue_timeout_s = queue_timeout_s(route.policy, asked_s)
+        request.timeout_s = timeout_s
+        request.reply_to = ""
+        request.tenant = context.tenant
+        request.trace = context.trace
+        payload: Bytes = b""
+        if sum(len(tensor.data) for tensor in request.inputs) > self.inline_max_bytes:
+            request.payload = True
+            frame, payload = await asyncio.to_thread(encode_request_apart, request)
+        else:
+            frame = encode_request(request)
+        limits = (route.policy.max_queue_size, served.spec.lane_capacity)
+        return Acceptance(
+            address=address,
+            lane=route.lane,
+            frame=frame,
+            payload=payload,
+            timeout_s=timeout_s,
+            tenant=context.tenant,
+            client_id=request.client_id,
+            limit=min(limit for limit in limits if limit),
+        )
+
+    def _first_record(self, address: Address, acceptance: Acceptance, webhook: str) -> RequestRecord:
+        """Returns the record of a request that was accepted just now, which saves reading it."""
+        now_s = self.now_s()
+        return RequestRecord(
+            address=address,
+            state=RequestState.QUEUED,
+            version=acceptance.lane.version,
+            tenant=acceptance.tenant,
+            client_id=acceptance.client_id,
+            created_at=now_s,
+            deadline_at=now_s + acceptance.timeout_s,
+            webhook=webhook,
+        )
+
+
+def failed_outcome(address: Address, state: RequestState, error: QinferError, version: int = 0) -> Outcome:
+    """Returns how a request ends without being executed."""
+    failure = Failure.of(error)
+    response = Response(request_id=address.id, model=address.model, version=version, failure=failure)
+    return Outcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
+
+
+def _completed(
+    acceptance: Acceptance, plan: OutputPlan, submission: Submission, settings: RequestSettings
+) -> Acceptance:
+    """Adds what the caller and the settings say; no idempotency key outlives the record that it leads to."""
+    kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
+    return msgspec.structs.replace(
+        acceptance,
+        body_hash=submission.body_hash,
+        result_ttl_s=settings.result_ttl_s,
+        tombstone_ttl_s=settings.tombstone_ttl_s,
+        plan=msgspec.msgpack.encode(plan),
+        idempotency_key=submission.idempotency_key,
+        idempotency_ttl_s=min(settings.idempotency_ttl_s, kept_s),
+        webhook=submission.webhook,
+    )
+
+
+def _own(context: Context, address: Address, record: RequestRecord | None) -> RequestRecord:
+    if record is None or record.tenant != context.tenant:
+        raise unknown(shown_id(address))
+    return record
+
+
+def _conflict(by_id: bool, request_id: str) -> str:  # noqa: FBT001 - which of two texts
+    what = f"request id '{request_id}'" if by_id else "Idempotency-Key"
+    return f"the {what} belongs to a request with another body; repeat that body, or choose another"
+
+
+def _expired(record: RequestRecord) -> ResultExpired:
+    return ResultExpired(f"the result of request '{shown_id(record.address)}' was there; its time to live is over")

@@ -1,0 +1,218 @@
+"""`/v1/…/requests`: asynchronous requests over HTTP, and `Prefer` on `/v2/…/infer`, which makes one of any request.
+
+A request's body is that of a synchronous call, and so is its result, to the byte: the way in which the result is to be
+encoded is stored with the request.
+"""
+
+import asyncio
+import hashlib
+import math
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response as HttpResponse
+
+from qinfer.codec.kserve_json import OutputPlan
+from qinfer.control.api_keys import Scope
+from qinfer.control.catalog import Served
+from qinfer.delivery.requests import Address, RequestRecord
+from qinfer.errors import InvalidRequest, QinferError
+from qinfer.messages import InferRequest
+from qinfer.tensors import Bytes
+from qinfer_api.auth import Context
+from qinfer_api.http.compression import response_encoding
+from qinfer_api.http.fast import JSON_LENGTH_HEADER, MAX_FAST_BYTES, Reply, Target, decode, parse_version
+from qinfer_api.records import address_of, path_of, shown_record
+from qinfer_api.requests import Submission
+from qinfer_api.rest.bodies import encoded_reply, read_body, send_encoded, unless_left
+from qinfer_api.rest.preferences import Preferences, read_preferences
+from qinfer_api.rest.request_schema import CANCEL, RECORD, RESULT, SUBMIT
+from qinfer_api.rest.services import Services, context_of, send
+
+AGAIN_S = 1
+"""When to ask again for a result that is not there yet."""
+
+
+def request_routes(services: Services) -> APIRouter:
+    """Returns the routes of asynchronous requests, all but their events."""
+    router = APIRouter(tags=["asynchronous requests"])
+
+    @router.post("/v1/models/{model}/requests", name="submit", **SUBMIT)
+    async def submit_request(model: str, request: Request) -> HttpResponse:
+        """Accepts a request for the highest ready version of a model; a model without a live worker takes it too."""
+        return await submit(services, Target(model, 0), request, _preferences(request))
+
+    @router.post("/v1/models/{model}/versions/{version}/requests", name="submit_version", **SUBMIT)
+    async def submit_version(model: str, version: str, request: Request) -> HttpResponse:
+        """Accepts a request for one version of a model."""
+        return await submit(services, Target(model, parse_version(version)), request, _preferences(request))
+
+    @router.get("/v1/requests/{request_id}", name="record", **RECORD)
+    async def record(request_id: str, request: Request) -> HttpResponse:
+        """Tells where a request is."""
+        return await _record(services, request, request_id, None)
+
+    @router.get("/v1/models/{model}/requests/{request_id}", name="record_of_model", **RECORD)
+    async def record_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
+        """Tells where a request is, also one with an id that its client chose."""
+        return await _record(services, request, request_id, model)
+
+    @router.get("/v1/requests/{request_id}/result", name="result", **RESULT)
+    async def result(request_id: str, request: Request) -> HttpResponse:
+        """Gives the answer of a request; it can be read again until its time to live is over."""
+        return await _result(services, request, request_id, None)
+
+    @router.get("/v1/models/{model}/requests/{request_id}/result", name="result_of_model", **RESULT)
+    async def result_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
+        """Gives the answer of a request, also of one with an id that its client chose."""
+        return await _result(services, request, request_id, model)
+
+    @router.delete("/v1/requests/{request_id}", name="cancel", **CANCEL)
+    async def cancel(request_id: str, request: Request) -> HttpResponse:
+        """Cancels a request, unless it has ended."""
+        return await _cancel(services, request, request_id, None)
+
+    @router.delete("/v1/models/{model}/requests/{request_id}", name="cancel_of_model", **CANCEL)
+    async def cancel_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
+        """Cancels a request, also one with an id that its client chose."""
+        return await _cancel(services, request, request_id, model)
+
+    return router
+
+
+async def submit(services: Services, target: Target, request: Request, preferences: Preferences) -> HttpResponse:
+    """Accepts an asynchronous request; answers with its result if it ends while its client prefers to wait."""
+    requests, headers = services.requests, request.headers
+    try:
+        context = services.dispatcher.authorize(context_of(request), Scope.INFER)
+        submission = _submission(request)
+        served = requests.resolve(target.model, target.version)  # before a large body is read for nothing
+        body = await read_body(request, services.settings.http.max_input_bytes)
+        decoding = (services, served, target, body, headers.get(JSON_LENGTH_HEADER))
+        if len(body) > MAX_FAST_BYTES:
+            decoded, plan, body_hash = await asyncio.to_thread(_decode, *decoding)
+        else:
+            decoded, plan, body_hash = _decode(*decoding)
+        submission = msgspec.structs.replace(submission, body_hash=body_hash)
+        ticket = await requests.submit(context, decoded, plan, submission)
+    except ClientDisconnect:
+        return HttpResponse()  # nobody reads it
+    except QinferError as error:
+        raise requests.refuse(target.model, target.version, error) from None
+    record: RequestRecord | None = ticket.record
+    address = ticket.record.address
+    if preferences.wait_s is not None:
+        preferences = preferences._replace(wait_s=min(preferences.wait_s, int(services.settings.requests.max_wait_s)))
+        record = await unless_left(request.receive, requests.wait(context, address, preferences.wait_s or 0))
+    if record is None:
+        return HttpResponse()  # the client left; its request stays
+    ended = record.state.is_terminal and preferences.wait_s is not None
+    response = await _outcome(services, request, record) if ended else _shown(services, record, 202)
+    response.headers["location"] = path_of(address)
+    if not ticket.is_new:
+        response.headers["idempotent-replayed"] = "true"
+    if applied := preferences.applied(ended=ended):
+        response.headers["preference-applied"] = applied
+    return response
+
+
+def located(services: Services, request: Request, request_id: str, model: str | None) -> tuple[Context, Address]:
+    """Returns who asks, and for which request.
+
+    Raises:
+        Unauthorized: As `Dispatcher.authorize`.
+        Forbidden: As `Dispatcher.authorize`.
+        RequestNotFound: No request can have that id.
+    """
+    context = services.dispatcher.authorize(context_of(request), Scope.INFER)
+    return context, address_of(request_id, context.tenant, model)
+
+
+def _preferences(request: Request) -> Preferences:
+    return read_preferences(request.headers.getlist("prefer"))
+
+
+async def _record(services: Services, request: Request, request_id: str, model: str | None) -> HttpResponse:
+    context, address = located(services, request, request_id, model)
+    return _shown(services, await services.requests.record(context, address), 200)
+
+
+async def _result(services: Services, request: Request, request_id: str, model: str | None) -> HttpResponse:
+    context, address = located(services, request, request_id, model)
+    waiting = services.requests.wait(context, address, _wait_s(request))
+    record = await unless_left(request.receive, waiting)
+    if record is None:
+        return HttpResponse()  # nobody reads it
+    if record.state.is_terminal:
+        return await _outcome(services, request, record)
+    return _shown(services, record, 202, AGAIN_S)
+
+
+async def _cancel(services: Services, request: Request, request_id: str, model: str | None) -> HttpResponse:
+    context, address = located(services, request, request_id, model)
+    return _shown(services, await services.requests.cancel(context, address), 200)
+
+
+def _shown(services: Services, record: RequestRecord, status: int, again_s: int = 0) -> HttpResponse:
+    body = msgspec.json.encode(shown_record(record, services.requests.now_s()))
+    response = send(Reply(status, body, retry_after_s=again_s))
+    response.headers["qinfer-request-state"] = record.state.value
+    return response
+
+
+async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
+    """Answers as the synchronous call would have been; trying again would change nothing."""
+    outcome, plan = await services.requests.result(record)
+    reply = await encoded_reply(outcome, record.client_id, plan)
+    reply = msgspec.structs.replace(reply, retry_after_s=0)
+    response = await send_encoded(reply, response_encoding(request.headers.get("accept-encoding")))
+    response.headers["qinfer-request-state"] = record.state.value
+    return response
+
+
+def _decode(
+    services: Services, served: Served, target: Target, body: Bytes, json_length: str | None
+) -> tuple[InferRequest, OutputPlan, str]:
+    """Decodes and checks a body, and identifies what it asks: the same body is the same, however it was compressed."""
+    decoded, plan = decode(target, body, json_length, services.settings.limits.max_json_depth)
+    services.dispatcher.check(decoded, served)
+    content = hashlib.sha256(msgspec.json.encode([target.model, target.version, json_length]))
+    content.update(body)
+    return decoded, plan, content.hexdigest()
+
+
+def _submission(request: Request) -> Submission:
+    """Reads the headers of a submission; the hash of the body is not known yet.
+
+    Raises:
+        InvalidRequest: A value is wrong.
+    """
+    headers = request.headers
+    key, timeout = headers.get("idempotency-key"), headers.get("request-timeout")
+    if key is not None and not (1 <= len(key) <= 255 and all("!" <= c <= "~" for c in key)):
+        raise InvalidRequest("an Idempotency-Key has 1 to 255 visible ASCII characters")
+    if headers.get("request-id") == "":
+        raise InvalidRequest("the Request-Id is empty; leave it out to have the server make one")
+    return Submission(
+        body_hash="",
+        timeout_s=None if timeout is None else _seconds("Request-Timeout", timeout),
+        request_id=headers.get("request-id", ""),
+        idempotency_key="" if key is None else hashlib.sha256(key.encode()).hexdigest(),
+        webhook=headers.get("webhook-url", ""),
+    )
+
+
+def _wait_s(request: Request) -> float:
+    text = request.query_params.get("wait")
+    return 0.0 if text is None else _seconds("wait", text)
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidRequest(f"{name} is a number of seconds, such as 2.5; got '{text[:100]}'")
+    return seconds

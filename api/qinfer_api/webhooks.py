@@ -1,0 +1,182 @@
+"""Webhooks: tells other servers that a request has ended, signed as Standard Webhooks asks (standardwebhooks.com).
+
+    POST <the request's Webhook-Url>        {"type": "request.succeeded", "timestamp": …, "data": {the record}}
+    webhook-id · webhook-timestamp · webhook-signature: v1,<base64 of HMAC-SHA256(secret, "id.timestamp.body")>
+
+A 2xx reply is a delivery; anything else, a redirect too, is tried again by the outbox, with the same `webhook-id`,
+until `max_attempts`. The connection goes to the address that `Targets` has checked, whatever the name leads to
+meanwhile, and of the reply only the head is read.
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+from types import TracebackType
+
+import httpx
+import msgspec
+
+import qinfer
+from qinfer.clock import ServerClock
+from qinfer.delivery.requests import Notice, RequestRecord, Requests
+from qinfer.errors import InvalidRequest, SettingsError
+from qinfer.settings import WebhookSettings
+from qinfer_api.records import instant, path_of, shown_record
+from qinfer_api.targets import Target, Targets
+
+logger = logging.getLogger(__name__)
+
+MAX_DELIVERIES = 16
+"""Deliveries that one gateway has under way at a time."""
+
+_ENCODED = "whsec_"
+_SECRET = "QINFER_WEBHOOKS__SECRET"  # noqa: S105 - the name of the setting
+_MARGIN_S = 1.0
+
+
+class Webhooks:
+    """One per gateway; a context manager that owns the HTTP client.
+
+    Args:
+        settings: The secret, and the patience with receivers.
+        requests: Where the outbox is.
+        clock: The time that receivers compare with theirs.
+        targets: Where webhooks may go.
+
+    Raises:
+        SettingsError: Webhooks are allowed and can't be signed.
+    """
+
+    def __init__(self, settings: WebhookSettings, requests: Requests, clock: ServerClock, targets: Targets) -> None:
+        self._settings = settings
+        self._secret = read_secret(settings)
+        self._requests = requests
+        self._clock = clock
+        self._targets = targets
+        self._under_way = 0
+        self._http: httpx.AsyncClient | None = None
+
+    @property
+    def free(self) -> int:
+        """How many notices `deliver` can take now; none where webhooks are off: other gateways may allow them."""
+        return MAX_DELIVERIES - self._under_way if self._settings.allow else 0
+
+    @property
+    def retry_s(self) -> float:
+        """The pause before the first repetition, longer than a delivery can take."""
+        return self._settings.timeout_s + _MARGIN_S
+
+    async def __aenter__(self) -> "Webhooks":
+        """Opens the HTTP client, where webhooks are allowed."""
+        if self._settings.allow:
+            self._http = httpx.AsyncClient(
+                timeout=self._settings.timeout_s,
+                trust_env=False,  # a proxy would connect to where the name leads by then
+                follow_redirects=False,
+                limits=httpx.Limits(max_keepalive_connections=0),  # hosts at one address must not share connections
+                headers={"user-agent": f"qinfer/{qinfer.__version__}", "content-type": "application/json"},
+            )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes the HTTP client."""
+        if self._http is not None:
+            await self._http.aclose()
+
+    async def deliver(self, notice: Notice) -> None:
+        """Tries once to deliver a notice, and confirms it when that succeeds or was the last try.
+
+        Raises:
+            BrokerUnavailable: The outbox can't be reached; the notice comes again.
+        """
+        self._under_way += 1
+        try:
+            await self._deliver(notice)
+        finally:
+            self._under_way -= 1
+
+    async def _deliver(self, notice: Notice) -> None:
+        record = await self._requests.record(notice.address)
+        if record is None or not (record.webhook and record.state.is_terminal):
+            await self._confirm(notice, delivered=False)  # it is gone, or was put back into its lane
+            return
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                target = await self._targets.check(record.webhook)
+                status = await self._post(target, notice, record)
+            problem = "" if 200 <= status < 300 else f"status {status}"
+        except InvalidRequest as error:
+            problem = error.message
+        except (httpx.HTTPError, OSError, TimeoutError) as error:
+            problem = type(error).__name__  # its text may repeat the URL, which may hold a secret
+        if not problem:
+            await self._confirm(notice, delivered=True)
+            return
+        extra = {"request_id": notice.address.id, "reason": problem, "attempt": notice.deliveries}
+        if notice.deliveries >= self._settings.max_attempts:
+            logger.warning("webhook given up", extra=extra)
+            await self._confirm(notice, delivered=False)
+        else:
+            logger.info("webhook not delivered", extra=extra)
+
+    async def _post(self, target: Target, notice: Notice, record: RequestRecord) -> int:
+        """Sends a notice; returns the status of the reply."""
+        assert self._http is not None  # the check of the target has failed otherwise
+        body = body_of(record, self._clock.now_s())
+        notice_id, timestamp = webhook_id(notice), int(self._clock.now_s())
+        headers = {
+            "host": target.url.netloc.decode("ascii"),
+            "webhook-id": notice_id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": sign(self._secret, notice_id, timestamp, body),
+        }
+        url = target.url.copy_with(host=target.address)
+        named = {"sni_hostname": target.host}
+        async with self._http.stream("POST", url, content=body, headers=headers, extensions=named) as reply:
+            return reply.status_code
+
+    async def _confirm(self, notice: Notice, *, delivered: bool) -> None:
+        address = notice.address
+        await self._requests.confirm(address.model, address.partition, notice, delivered=delivered)
+
+
+def read_secret(settings: WebhookSettings) -> bytes:
+    """Returns the bytes of the secret: those that `whsec_<base64>` stands for, or the text itself.
+
+    Raises:
+        SettingsError: There is none though webhooks are allowed, or its base64 is wrong.
+    """
+    secret = settings.secret.get_secret_value()
+    if settings.allow and not secret:
+        raise SettingsError(f"{_SECRET} is not set; webhooks, which QINFER_WEBHOOKS__ALLOW allows, are signed with it")
+    if not secret.startswith(_ENCODED):
+        return secret.encode()
+    try:
+        return base64.b64decode(secret.removeprefix(_ENCODED), validate=True)
+    except binascii.Error:
+        raise SettingsError(f"{_SECRET}: what follows '{_ENCODED}' is not base64") from None
+
+
+def sign(secret: bytes, notice_id: str, timestamp: int, body: bytes) -> str:
+    """Returns the `webhook-signature` of a body."""
+    content = b"%b.%d.%b" % (notice_id.encode(), timestamp, body)
+    return "v1," + base64.b64encode(hmac.digest(secret, content, hashlib.sha256)).decode()
+
+
+def webhook_id(notice: Notice) -> str:
+    """Returns what receivers tell repetitions by: unique over all models, which an outbox entry's id is not."""
+    address = notice.address
+    whole = f"{address.model}#{address.partition}:{notice.id}"
+    return f"msg_{hashlib.sha256(whole.encode()).hexdigest()[:32]}"
+
+
+def body_of(record: RequestRecord, now_s: float) -> bytes:
+    """Returns the body that tells a request's end."""
+    data = shown_record(record, now_s) | {"result_url": f"{path_of(record.address)}/result"}
+    about = {"type": f"request.{record.state.value}", "timestamp": instant(record.finished_at), "data": data}
+    return msgspec.json.encode(about)

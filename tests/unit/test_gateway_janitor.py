@@ -1,0 +1,245 @@
+"""The janitor's rounds, one at a time, on the memory adapters and a clock that tests move."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from qinfer.codec.frame import encode_request
+from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.control.catalog import Catalog
+from qinfer.control.memory_store import MemoryControlStore
+from qinfer.delivery.base import Entry, Lane
+from qinfer.delivery.memory import MemoryDelivery
+from qinfer.delivery.requests import Acceptance, Address, Notice, RequestState
+from qinfer.errors import BrokerUnavailable, QinferError
+from qinfer.messages import InferRequest
+from qinfer.observability.metrics import GatewayTally
+from qinfer.repository.config import normalise, parse, to_json
+from qinfer.settings import LimitSettings, WebhookSettings
+from qinfer.testing import FakeClock, eventually
+from qinfer_api.janitor import Janitor
+from qinfer_api.targets import Targets
+from qinfer_api.webhooks import MAX_DELIVERIES, Webhooks
+
+CONFIG = """
+name: "m" backend: "stub" max_batch_size: 8
+input { name: "x" data_type: TYPE_FP32 dims: [4] } output { name: "y" data_type: TYPE_FP32 dims: [4] }
+"""
+LANE = Lane("m", 1)
+
+
+class Bench:
+    """A janitor and what it looks after: one model, `m`, whose timeout is 60 s."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.delivery, self.store = MemoryDelivery(self.clock), MemoryControlStore()
+        self.catalog = Catalog(self.store, LimitSettings())
+        self.tally = GatewayTally()
+        options = WebhookSettings.model_validate({"allow": ("h",), "secret": "s"})
+        webhooks = Webhooks(options, self.delivery.requests, self.delivery.clock, Targets(options))
+        self.janitor = Janitor(self.delivery, self.catalog, self.tally, 0.001, webhooks, consumer="g1")
+
+    async def start(self, *, workers: int = 0) -> "Bench":
+        await self.store.put_model(StoredModel("m", 1, to_json(normalise(parse(CONFIG), "m")), (1,)))
+        await self.store.set_desired(Desired("m", 1))
+        ready = {"m": {1: VersionState(State.READY, 1)}}
+        for number in range(workers):
+            await self.store.heartbeat(WorkerRecord(id=f"w{number}", started_at=0.0, models=ready), ttl_s=3600)
+        await self.catalog.refresh()
+        await self.delivery.ensure([LANE])
+        return self
+
+    async def accept(self, name: str, timeout_s: float = 1.0, webhook: str = "") -> Address:
+        address = Address("m", 0, name)
+        await self.delivery.requests.accept(
+            Acceptance(address=address, lane=LANE, frame=self.frame(""), timeout_s=timeout_s, webhook=webhook)
+        )
+        return address
+
+    async def submit(self, frame: bytes, lane: Lane = LANE) -> Entry:
+        future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
+        self.delivery.submit(lane, frame, future.set_result)
+        entry = await future
+        assert isinstance(entry, Entry)
+        return entry
+
+    def frame(self, reply_to: str, timeout_s: float = 60.0) -> bytes:
+        return encode_request(
+            InferRequest(model="m", inputs=(), version=1, id="i", reply_to=reply_to, timeout_s=timeout_s)
+        )
+
+    async def depth(self) -> int:
+        return (await self.delivery.depth([LANE]))[0]
+
+    def failed(self) -> dict[tuple[str, int, str], int]:
+        return self.tally._failed
+
+
+async def test_what_is_past_its_deadline_ends() -> None:
+    """More than one write holds; each is answered, counted, and out of its lane."""
+    bench = await Bench().start()
+    late = [await bench.accept(f"late-{number}") for number in range(450)]
+    early = await bench.accept("early", timeout_s=100.0)
+    bench.clock.advance(2.0)
+
+    assert await bench.janitor.expire() == 450
+    assert await bench.janitor.expire() == 0
+
+    record = await bench.delivery.requests.record(late[-1])
+    assert record is not None
+    assert (record.state, record.code, record.message) == (
+        RequestState.EXPIRED,
+        "deadline_exceeded",
+        "Request timeout expired",
+    )
+    still = await bench.delivery.requests.record(early)
+    assert still is not None
+    assert still.state is RequestState.QUEUED
+    assert await bench.depth() == 1
+    assert bench.failed() == {("m", 1, "deadline_exceeded"): 450}
+
+
+async def test_several_janitors_end_each_request_once() -> None:
+    """Each gateway has one; what one has ended the other does not count."""
+    bench = await Bench().start()
+    for number in range(50):
+        await bench.accept(f"r{number}")
+    bench.clock.advance(2.0)
+
+    counts = await asyncio.gather(*(bench.janitor.expire() for _ in range(3)))
+
+    assert sum(counts) == 50
+
+
+async def test_requests_of_a_model_that_is_no_longer_desired_end_too() -> None:
+    """This gateway has seen the model."""
+    bench = await Bench().start()
+    await bench.accept("left over")
+    await bench.janitor.expire()
+    await bench.store.set_desired(Desired("m", 2, load=False))
+    await bench.catalog.refresh()
+    bench.clock.advance(2.0)
+
+    assert bench.catalog.known() == ()
+    assert await bench.janitor.expire() == 1
+
+
+async def test_orphans_are_finished_where_no_worker_lives() -> None:
+    """Their gateway died; a second after their time, waiting or held; asynchronous ones have their own deadline."""
+    bench = await Bench().start()
+    await bench.accept("asynchronous", timeout_s=1000.0)
+    for _ in range(50):
+        await bench.submit(bench.frame("reply:gone"))
+    await bench.delivery.fetch([LANE], "dead worker", 5, 0.0)
+    bench.clock.advance(60.5)
+    young = await bench.submit(bench.frame("reply:living"))
+
+    assert await bench.janitor.finish_orphans() == 0
+    bench.clock.advance(1.0)
+    found = 0
+    for _ in range(4):  # a page at a time
+        found += await bench.janitor.finish_orphans()
+
+    assert (found, await bench.depth()) == (50, 2)
+    assert (await bench.delivery.oldest(LANE, -1.0, 10))[-1][0] == young
+    assert bench.failed() == {("m", 1, "deadline_exceeded"): 50}
+
+
+async def test_a_living_worker_expires_its_lanes_itself() -> None:
+    """The janitor does not read them."""
+    bench = await Bench().start(workers=1)
+    await bench.submit(bench.frame("reply:gone"))
+    bench.clock.advance(100.0)
+
+    assert (await bench.janitor.finish_orphans(), await bench.depth()) == (0, 1)
+
+
+async def test_longer_timeouts_are_waited_for() -> None:
+    """A frame's own timeout counts; one that can't be read is left for a worker to bury."""
+    bench = await Bench().start()
+    await bench.submit(bench.frame("reply:gone", timeout_s=500.0))
+    await bench.submit(b"damaged")
+    bench.clock.advance(100.0)
+
+    assert (await bench.janitor.finish_orphans(), await bench.depth()) == (0, 2)
+
+
+async def test_as_many_notices_as_can_be_delivered() -> None:
+    """The rest stays in the outbox, for others."""
+    bench = await Bench().start()
+    for number in range(MAX_DELIVERIES + 3):
+        await bench.accept(f"r{number}", webhook="http://h/")
+    bench.clock.advance(2.0)
+    await bench.janitor.expire()
+
+    assert len(await bench.janitor.notices()) == MAX_DELIVERIES
+    assert len(await bench.delivery.requests.notices("m", 0, "g2", 100)) == 3
+
+
+async def test_without_webhooks_no_notice_is_taken() -> None:
+    """Gateways that allow them deliver; a try of this one would only count as failed."""
+    bench = await Bench().start()
+    off = Webhooks(WebhookSettings(), bench.delivery.requests, bench.delivery.clock, Targets(WebhookSettings()))
+    janitor = Janitor(bench.delivery, bench.catalog, bench.tally, 0.001, off, consumer="g2")
+    await bench.accept("r1", webhook="http://h/")
+    bench.clock.advance(2.0)
+    await janitor.expire()
+
+    assert await janitor.notices() == []
+    assert len(await bench.janitor.notices()) == 1
+
+
+class Away(MemoryDelivery):
+    """A queue that can be away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds = 0
+        self.is_away = True
+        due = self.requests.due
+
+        async def sometimes(model: str, partition: int, count: int) -> list[Address]:
+            self.rounds += 1
+            if self.is_away:
+                raise BrokerUnavailable("away")
+            return await due(model, partition, count)
+
+        self.requests.due = sometimes  # type: ignore[method-assign]
+
+
+async def test_it_survives_a_queue_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    """One line when it goes, one when it is back, however many rounds."""
+    bench = await Bench().start()
+    away = Away()
+    webhooks: Any = Webhooks(WebhookSettings(), away.requests, away.clock, Targets(WebhookSettings()))
+    janitor = Janitor(away, bench.catalog, bench.tally, 0.001, webhooks, consumer="g1")
+
+    def went_on(rounds: int) -> Callable[[], bool]:
+        until = away.rounds + rounds
+        return lambda: away.rounds >= until
+
+    with caplog.at_level(logging.INFO, "qinfer_api.janitor"):
+        task = asyncio.create_task(janitor.run())
+        await eventually(went_on(3))
+        away.is_away = False
+        await eventually(went_on(3))
+        task.cancel()
+        await asyncio.wait([task])
+
+    assert [record.message for record in caplog.records] == ["requests can't be swept now", "requests are swept again"]
+
+
+async def test_a_notice_whose_outbox_is_away_comes_again() -> None:
+    """The task that delivers it does not end the janitor."""
+    bench = await Bench().start()
+
+    async def record(address: Address) -> None:
+        raise BrokerUnavailable("away")
+
+    bench.delivery.requests.record = record  # type: ignore[method-assign]
+
+    await bench.janitor._deliver(Notice(id="1-0", address=Address("m", 0, "r1")))
