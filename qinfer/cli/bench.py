@@ -30,17 +30,19 @@ def bench(
 
     The client runs in one Python process: beyond some 20,000 requests a second it is what is measured.
     """
-    from qinfer.cli.client import GatewayClient, encode_infer
+    from qinfer.cli.client import GatewayClient, api_key
     from qinfer.cli.inputs import fill, random, read_inputs
     from qinfer.cli.load import Target, batch_counts, mean_batch, run_load
+    from qinfer.codec.kserve_client import encode_request
 
     with GatewayClient(url) as client:
         wanted = client.metadata(model, version).inputs
         tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
-        client.infer(model, version, tensors, [])  # a wrong input or a model that is not ready shows here, once
-        body, json_length = encode_infer(tensors, [], binary=binary)
+        # A wrong input, or a model that is not ready, shows here, once.
+        client.infer(model, {t.name: t for t in tensors}, version=version)
+        body, json_length = encode_request(tensors, binary=binary)
         before = batch_counts(client.metrics(), model)
-        target = Target.of(url, model, version, body, json_length if binary else None)
+        target = Target.of(url, model, version, body, json_length if binary else None, api_key())
         report = run_load(target, concurrency, duration)
         report.mean_batch = mean_batch(before, batch_counts(client.metrics(), model))
     if as_json:

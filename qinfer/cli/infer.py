@@ -7,7 +7,7 @@ import typer
 from qinfer.cli.console import DEFAULT_URL, JsonOption, UrlOption, print_json
 
 if TYPE_CHECKING:
-    from qinfer.cli.client import Answer
+    from qinfer.client import InferResult
 
 EXAMPLE = "Example: qinfer infer digits --input image=digit.npy   or   --input 'x=[[1.0, 2.0]]'"
 
@@ -32,20 +32,20 @@ def infer(
 
     Datatypes come from the model's metadata, and a missing batch dimension is added.
     """
-    from qinfer.cli.client import GatewayClient
+    from qinfer.cli.client import GatewayClient, as_json_object
     from qinfer.cli.inputs import read_inputs
 
     with GatewayClient(url) as client:
         metadata = client.metadata(model, version)
         tensors = read_inputs(inputs or [], metadata.inputs, model)
-        answer = client.infer(model, version, tensors, outputs or [])
+        answer = client.infer(model, {t.name: t for t in tensors}, version=version, outputs=outputs)
     if as_json:
-        print_json(answer.as_json())
+        print_json(as_json_object(answer))
     else:
         _print_table(answer)
 
 
-def _print_table(answer: "Answer") -> None:
+def _print_table(answer: "InferResult") -> None:
     import numpy as np
     from rich.console import Console
     from rich.table import Table
@@ -54,7 +54,7 @@ def _print_table(answer: "Answer") -> None:
     from qinfer.tensors import to_numpy
 
     table = Table("output", "datatype", "shape", "value", title=f"{answer.model} version {answer.version}")
-    for tensor in answer.outputs:
+    for tensor in answer.tensors:
         text = np.array2string(to_numpy(tensor), threshold=64, precision=6, suppress_small=True)
         table.add_row(Text(tensor.name), tensor.datatype, str(list(tensor.shape)), Text(text))
     Console().print(table)

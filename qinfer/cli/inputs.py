@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qinfer.cli.client import TensorMetadata
+from qinfer.client import TensorMetadata
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import Tensor, datatype, from_numpy
 

@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from qinfer.cli.client import JSON_LENGTH, model_path
 from qinfer.cli.console import CommandFailed
+from qinfer.client.flows import header_value, model_path
+from qinfer.codec.kserve_client import JSON_LENGTH_HEADER
 from qinfer.observability.metrics import BATCH_SIZE
 
 CONNECT_TIMEOUT_S = 10.0
@@ -34,14 +35,18 @@ class Target:
     request: bytes
 
     @classmethod
-    def of(cls, url: str, model: str, version: int, body: bytes, json_length: int | None) -> Self:
+    def of(
+        cls, url: str, model: str, version: int, body: bytes, json_length: int | None, api_key: str | None = None
+    ) -> Self:
         """Prepares a target; `json_length` is set when the body has binary tensors."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         path = f"{parts.path.rstrip('/')}{model_path(model, version)}/infer"
         lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc}", f"Content-Length: {len(body)}"]
         if json_length is not None:
-            lines.append(f"{JSON_LENGTH}: {json_length}")
+            lines.append(f"{JSON_LENGTH_HEADER}: {json_length}")
+        if api_key is not None:
+            lines.append(f"Authorization: Bearer {header_value('api_key', api_key)}")
         head = "\r\n".join([*lines, "", ""]).encode()
         return cls(host=parts.hostname or "", port=parts.port or (443 if tls else 80), tls=tls, request=head + body)
 

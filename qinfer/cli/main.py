@@ -1,4 +1,4 @@
-"""The command line: `qinfer up | infer | status | models | bench`.
+"""The command line: `qinfer up | infer | status | models | keys | dlq | bench`.
 
 This module and the command modules hold options and help texts only, and import what a command needs when it runs:
 `qinfer --help` answers in the time that Python takes to start.
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import bench, infer, models, status, up
+from qinfer.cli import bench, dlq, infer, keys, models, status, up
 from qinfer.cli.console import ErrorsAsText
 
 app = typer.Typer(
@@ -26,6 +26,8 @@ app.command("up", epilog=up.EXAMPLE)(up.up)
 app.command("infer", epilog=infer.EXAMPLE)(infer.infer)
 app.command("status", epilog=status.EXAMPLE)(status.status)
 app.add_typer(models.app, name="models")
+app.add_typer(keys.app, name="keys")
+app.add_typer(dlq.app, name="dlq")
 app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
 
 

@@ -9,15 +9,18 @@ import msgspec
 from pydantic import SecretStr
 
 from qinfer.cli import runfile
-from qinfer.control.base import ControlStore, State, WorkerRecord
+from qinfer.control.base import ControlStore, State, StoredModel, WorkerRecord
+from qinfer.control.lanes import lanes_of
 from qinfer.control.readiness import ModelStatus, assess
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import SyncedModel, sync
 from qinfer.delivery.base import Delivery, Lane
-from qinfer.delivery.redis import RedisDelivery, admin_client
-from qinfer.errors import SettingsError
+from qinfer.delivery.clients import admin_client
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.errors import QinferError, SettingsError
+from qinfer.repository.config import from_json, to_spec
 from qinfer.repository.local import LocalRepository
-from qinfer.settings import RedisSettings, load_settings
+from qinfer.settings import LimitSettings, RedisSettings, load_settings
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +120,12 @@ async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float
     stored = {name: model for name in desired if (model := await store.model(name)) is not None}
     workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]
     statuses = assess(desired, stored, workers).values()
-    lanes = [Lane(status.model, version) for status in statuses for version in sorted(status.versions)]
+    lanes = [
+        lane
+        for status in statuses
+        for version in sorted(status.versions)
+        for lane in _lanes(stored[status.model], version)
+    ]
     depths = await delivery.depth(lanes) if lanes else []
     return Overview(
         models=tuple(row for status in statuses for row in model_rows(status, workers)),
@@ -147,6 +155,14 @@ def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator
             reason=state.reason,
             pending=not reported or state.state is State.LOADING,
         )
+
+
+def _lanes(stored: StoredModel, version: int) -> tuple[Lane, ...]:
+    try:
+        lanes = lanes_of(to_spec(from_json(stored.config), LimitSettings()), version)
+    except QinferError:  # written by another qinfer, or never right: it has no lane that we could know
+        return ()
+    return tuple(Lane(stored.model, version, lane.name) for lane in lanes)
 
 
 async def _overview(settings: RedisSettings, max_up_s: float) -> Overview:

@@ -17,16 +17,16 @@ from rich.text import Text
 
 from qinfer.cli import runfile
 from qinfer.cli.client import GatewayClient
-from qinfer.cli.console import CommandFailed
 from qinfer.cli.machine import check_repository, child_environment, claim_port, local_url, share_cpus, usable_cpus
 from qinfer.cli.overview import Overview, run_overview, run_sync, with_url
 from qinfer.cli.restart import RestartPolicy
 from qinfer.cli.summary import print_summary
 from qinfer.cli.supervisor import Program, Supervisor
 from qinfer.clock import SystemClock
+from qinfer.control.api_keys import check_exposure
 from qinfer.control.base import State
 from qinfer.delivery.embedded import EmbeddedRedis
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.settings import Settings, load_settings
 
 KILL_MARGIN_S = 5.0
@@ -53,6 +53,7 @@ class StackOptions:
     log_format: str
     log_level: str
     ready_timeout_s: float
+    durability: str
 
 
 def run_stack(options: StackOptions) -> None:
@@ -64,12 +65,13 @@ def run_stack(options: StackOptions) -> None:
     """
     settings = load_settings()
     check_repository(options.model_repository)
+    check_exposure(settings.auth, options.host)
     console = Console(stderr=True, soft_wrap=True)
     with Supervisor(lambda line: console.print(Text(f"qinfer: {line}", style="yellow"))) as supervisor:
         if options.redis_url:
             Stack(options, settings, supervisor, console, options.redis_url).serve()
             return
-        redis = PrivateRedis(options.data_dir)
+        redis = PrivateRedis(options.data_dir, options.durability)
         before = runfile.read(options.data_dir)
         supervisor.add(redis, REDIS_POLICY, stop_s=KILL_MARGIN_S)
         try:
@@ -85,8 +87,8 @@ class PrivateRedis:
 
     name = "Redis"
 
-    def __init__(self, data_dir: Path) -> None:
-        self._redis = EmbeddedRedis(data_dir)
+    def __init__(self, data_dir: Path, durability: str) -> None:
+        self._redis = EmbeddedRedis(data_dir, durability=durability)
         self.url = self._redis.url
 
     def start(self) -> None:
@@ -123,7 +125,7 @@ class Stack:
         self._supervisor = supervisor
         self._console = console
         self._redis_url = redis_url
-        self._redis = with_url(settings.redis, redis_url)
+        self._redis = with_url(settings.redis, redis_url).model_copy(update={"durability": options.durability})
         self._clock = SystemClock()
 
     def serve(self, *, after_a_kill: bool = False) -> None:
@@ -163,7 +165,7 @@ class Stack:
                 return
             example = None
             ready = next((m.name for m in overview.models if m.state is State.READY), None)
-            with contextlib.suppress(CommandFailed):  # an example is not worth stopping for
+            with contextlib.suppress(QinferError):  # an example is not worth stopping for
                 example = client.metadata(ready) if ready else None
             print_summary(
                 self._console,
@@ -209,6 +211,7 @@ class Stack:
         options = self._options
         return {
             "QINFER_REDIS__URL": self._redis_url,
+            "QINFER_REDIS__DURABILITY": options.durability,
             "QINFER_HTTP__HOST": options.host,
             "QINFER_HTTP__PORT": str(port),
             "QINFER_REPOSITORY__PATH": str(options.model_repository.resolve()),

@@ -8,9 +8,10 @@ from rich.console import Console
 from rich.text import Text
 
 from qinfer import __version__
-from qinfer.cli.client import ModelMetadata, TensorMetadata, model_path
 from qinfer.cli.inputs import concrete, zeros
 from qinfer.cli.overview import ModelRow, Overview
+from qinfer.client import ModelMetadata, TensorMetadata
+from qinfer.client.flows import model_path
 from qinfer.control.base import State
 from qinfer.tensors import element_count
 
@@ -59,7 +60,7 @@ def example_line(url: str, model: ModelMetadata) -> str:
     for tensor in model.inputs:
         count = element_count(concrete(tensor.shape))
         body = body.replace(f'"{_placeholder(count)}"', f"['$(yes 0 | head -n {count} | paste -sd, -)']")
-    return f"curl -s {url}{model_path(model.name, 0)}/infer -d {body}"
+    return f"curl -s {url}{model_path(model.name)}/infer -d {body}"
 
 
 def _fact(label: str, *parts: str | tuple[str, str]) -> Text:

@@ -25,6 +25,23 @@ class LogLevel(StrEnum):
     error = "ERROR"
 
 
+class Durability(StrEnum):
+    """What an accepted request survives."""
+
+    everysec = "everysec"
+    always = "always"
+
+
+DurabilityOption = Annotated[
+    Durability,
+    typer.Option(
+        envvar="QINFER_REDIS__DURABILITY",
+        help="What an accepted request survives: everysec may lose about a second at power loss, always nothing, "
+        "and is slower.",
+    ),
+]
+
+
 def up(
     *,
     model_repository: Annotated[
@@ -47,6 +64,7 @@ def up(
             help="Use this Redis instead of a private one. A URL with a password belongs in the variable.",
         ),
     ] = "",
+    durability: DurabilityOption = Durability.everysec,
     workers: Annotated[int, typer.Option("--workers", "-w", min=1, max=256, help="Worker processes.")] = 1,
     log_format: Annotated[LogFormat, typer.Option(envvar="QINFER_LOG__FORMAT", help="Log format.")] = LogFormat.text,
     log_level: Annotated[
@@ -72,5 +90,6 @@ def up(
             log_format=log_format.value,
             log_level=log_level.value,
             ready_timeout_s=ready_timeout,
+            durability=durability.value,
         )
     )

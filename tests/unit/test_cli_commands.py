@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from qinfer import __version__
 from qinfer.cli import client
-from qinfer.cli.client import Answer, ModelMetadata, TensorMetadata
 from qinfer.cli.main import app
 from qinfer.cli.summary import example_line
+from qinfer.client import InferResult, ModelMetadata, TensorMetadata
+from qinfer.messages import Response
 from qinfer.settings import variable_names
-from qinfer.tensors import Tensor, from_numpy
+from qinfer.tensors import Tensor, from_numpy, to_numpy
 
 METADATA = ModelMetadata(
     name="double", versions=("1",), inputs=(TensorMetadata(name="x", datatype="FP32", shape=(-1, 2)),)
@@ -46,9 +46,9 @@ class FakeGateway:
     def metadata(self, model: str, version: int = 0) -> ModelMetadata:
         return METADATA
 
-    def infer(self, model: str, version: int, inputs: list[Tensor], outputs: list[str]) -> Answer:
-        doubled = from_numpy("y", np.frombuffer(inputs[0].data, "<f4").reshape(inputs[0].shape) * 2)
-        return Answer(model=model, version="1", outputs=(doubled,))
+    def infer(self, model: str, inputs: dict[str, Tensor], **_: object) -> InferResult:
+        doubled = from_numpy("y", to_numpy(inputs["x"]) * 2)
+        return InferResult(Response(request_id="", model=model, version=1, outputs=(doubled,)))
 
 
 def run(*arguments: str) -> tuple[int, str, str]:

@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qinfer.cli.client import TensorMetadata, decode_answer, encode_infer
+from qinfer.cli.client import as_json_object
 from qinfer.cli.inputs import as_array, fill, random, read_inputs, zeros
+from qinfer.client import InferResult, TensorMetadata
+from qinfer.codec.kserve_client import decode_response, encode_request
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, from_numpy, to_numpy
 
@@ -106,11 +108,11 @@ def test_every_datatype_can_be_filled(datatype: str, make: object) -> None:
 def test_request_and_answer_share_the_binary_layout() -> None:
     """JSON, then the tensors' bytes in order."""
     tensors = [from_numpy("a", np.arange(3, dtype="<i4")), from_numpy("b", np.array([b"x", b"yz"], dtype=object))]
-    body, length = encode_infer(tensors, ["out"])
+    body, length = encode_request(tensors, outputs=["out"])
     reply = body[:length].replace(b'"inputs"', b'"model_name":"m","model_version":"1","outputs"', 1)
     reply = reply.replace(b',"outputs":[{"name":"out"}]', b"")
 
-    answer = decode_answer(reply + body[length:], len(reply))
+    answer, _ = decode_response(reply + body[length:], len(reply))
 
     assert [to_numpy(t).tolist() for t in answer.outputs] == [[0, 1, 2], [b"x", b"yz"]]
 
@@ -123,9 +125,9 @@ def test_answer_in_json_is_read_too() -> None:
         b'{"name":"s","datatype":"BYTES","shape":[1],"data":["hi"]}]}'
     )
 
-    answer = decode_answer(reply, len(reply))
+    answer, _ = decode_response(reply, None)
 
-    assert answer.as_json() == {
+    assert as_json_object(InferResult(answer)) == {
         "model": "m",
         "version": "2",
         "outputs": {

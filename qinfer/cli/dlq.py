@@ -1,0 +1,174 @@
+"""`qinfer dlq`: dead letters, the requests that were given up."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qinfer.cli.console import JsonOption, print_json
+from qinfer.cli.status import DataDirOption, RedisOption
+
+if TYPE_CHECKING:
+    from qinfer.cli.letters import Letter, LetterRow
+
+app = typer.Typer(help="Dead letters: requests that were given up; list, look, put back, remove.", no_args_is_help=True)
+
+LIST_EXAMPLE = "Example: qinfer dlq list digits --count 20"
+SHOW_EXAMPLE = "Example: qinfer dlq show digits 1700000000123-0 --output ./letter"
+REPLAY_EXAMPLE = "Example: qinfer dlq replay digits 1700000000123-0   or   qinfer dlq replay digits --all"
+PURGE_EXAMPLE = "Example: qinfer dlq purge digits --all --yes"
+
+ModelArgument = Annotated[str, typer.Argument(help="The model's name.")]
+IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids, as `dlq list` prints them.")]
+
+
+@app.command("list", epilog=LIST_EXAMPLE)
+def list_letters(
+    model: ModelArgument,
+    *,
+    after: Annotated[str, typer.Option("--after", help="Begin behind this id: the last one of the page before.")] = "",
+    count: Annotated[int, typer.Option("--count", min=1, max=10_000, help="How many at most.")] = 100,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    as_json: JsonOption = False,
+) -> None:
+    """List a model's dead letters, the oldest first: what was given up, when, and why.
+
+    They are kept for 7 days, and as long as all of a model's take at most 256 MiB.
+    """
+    import msgspec
+
+    from qinfer.cli import letters
+    from qinfer.cli.overview import redis_settings
+
+    rows = letters.run_list(redis_settings(redis, data_dir), model, after, count)
+    if as_json:
+        print_json(msgspec.to_builtins(rows))
+    else:
+        _print_rows(model, rows)
+        if len(rows) == count:
+            print(f"There may be more: qinfer dlq list {model} --after {rows[-1].id}")
+
+
+@app.command("show", epilog=SHOW_EXAMPLE)
+def show_letter(
+    model: ModelArgument,
+    letter_id: Annotated[str, typer.Argument(metavar="ID", help="Its id, as `dlq list` prints it.")],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A directory to write the tensors to: .npy, or .bin for BYTES."),
+    ] = None,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    as_json: JsonOption = False,
+) -> None:
+    """Show one dead letter: the error, and the request with its inputs."""
+    import msgspec
+
+    from qinfer.cli import letters
+    from qinfer.cli.overview import redis_settings
+
+    letter = letters.run_show(redis_settings(redis, data_dir), model, letter_id, output)
+    if as_json:
+        print_json(msgspec.to_builtins(letter))
+    else:
+        _print_letter(letter)
+
+
+@app.command("replay", epilog=REPLAY_EXAMPLE)
+def replay_letters(
+    model: ModelArgument,
+    ids: IdsArgument = None,
+    *,
+    everything: Annotated[bool, typer.Option("--all", help="All that are there now.")] = False,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    as_json: JsonOption = False,
+) -> None:
+    """Put dead letters back into their lanes, to be executed again.
+
+    An asynchronous request is queued again, with its timeout from now on. Nobody waits any more for the answer to a
+    synchronous one.
+    """
+    from qinfer.cli import letters
+    from qinfer.cli.overview import redis_settings
+
+    chosen = letters.choose(ids, everything=everything)
+    count = letters.run_replay(redis_settings(redis, data_dir), model, chosen)
+    if as_json:
+        print_json({"replayed": count})
+    else:
+        print(f"{count} put back")
+
+
+@app.command("purge", epilog=PURGE_EXAMPLE)
+def purge_letters(
+    model: ModelArgument,
+    ids: IdsArgument = None,
+    *,
+    everything: Annotated[bool, typer.Option("--all", help="All that are there.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it: what is removed can't be brought back.")] = False,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    as_json: JsonOption = False,
+) -> None:
+    """Remove dead letters for good."""
+    from qinfer.cli import letters
+    from qinfer.cli.overview import redis_settings
+
+    chosen = letters.choose(ids, everything=everything)
+    letters.require_yes(yes=yes)
+    count = letters.run_purge(redis_settings(redis, data_dir), model, chosen)
+    if as_json:
+        print_json({"purged": count})
+    else:
+        print(f"{count} removed")
+
+
+def _print_rows(model: str, rows: "list[LetterRow]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        print(f"model '{model}' has no dead letters")
+        return
+    table = Table(
+        "id", "buried at", "lane", "request", "deliveries", "bytes", "error", title=f"Dead letters of {model}"
+    )
+    for row in rows:
+        error = Text.assemble((row.code, "red"), f": {row.reason}")
+        numbers = (str(row.deliveries), f"{row.size:,}")
+        table.add_row(row.id, row.buried_at, f"{row.version}:{row.lane}", Text(row.request_id), *numbers, error)
+    Console().print(table)
+
+
+def _print_letter(letter: "Letter") -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    row = letter.row
+    about = Table("field", "value", show_header=False, title=f"Dead letter {row.id}", title_justify="left")
+    about.add_row("request", Text(row.request_id or "-"))
+    about.add_row("error", Text.assemble((row.code, "red"), f": {row.reason}"))
+    about.add_row("deliveries", str(row.deliveries))
+    about.add_row("buried at", row.buried_at)
+    about.add_row("lane", f"{row.lane} of version {row.version}")
+    about.add_row("kind", letter.kind)
+    console = Console()
+    if letter.kind != letter.UNREADABLE:
+        about.add_row("timeout", f"{letter.timeout_s:g} s")
+        about.add_row("tenant", Text(letter.tenant or "-"))
+        about.add_row("parameters", Text(str(letter.parameters)))
+    console.print(about)
+    if letter.problem:
+        console.print(Text(letter.problem, style="yellow"))
+    if letter.inputs:
+        inputs = Table("input", "datatype", "shape", "bytes", title="Inputs", title_justify="left")
+        for tensor in letter.inputs:
+            inputs.add_row(Text(tensor.name), tensor.datatype, str(list(tensor.shape)), f"{tensor.size:,}")
+        console.print(inputs)
+    for path in letter.written:
+        console.print(f"wrote {path}", soft_wrap=True)

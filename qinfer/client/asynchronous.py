@@ -1,0 +1,198 @@
+"""`qinfer.AsyncClient`: the client for asyncio. Its calls are those of `qinfer.Client`, which describes them."""
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import httpx
+
+from qinfer.client import flows
+from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Pool, options
+from qinfer.client.flows import Ask, Inputs, Keys, Submission
+from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
+from qinfer.client.steps import Flow, Outcome, Pause, Send
+from qinfer.client.tasks import stream_in_tasks
+from qinfer.clock import Clock
+from qinfer.errors import QinferError
+from qinfer.messages import Scalar
+
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """Asks a gateway, from an event loop; a call that is cancelled cancels its request on the server.
+
+    Args:
+        url: As of `Client`, and so the rest.
+        api_key: See there.
+        timeout_s: See there.
+        max_retries: See there.
+        transport: See there; an asynchronous one.
+        clock: See there.
+        sleep: See there; a coroutine function.
+
+    Raises:
+        InvalidRequest: An argument is wrong.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        max_retries: int = DEFAULT_MAX_RETRIES,
+        transport: httpx.AsyncBaseTransport | None = None,
+        clock: Clock | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        http, self._policy = options(url, api_key, timeout_s, max_retries, clock)
+        self._pool = Pool(lambda: httpx.AsyncClient(transport=transport, **http))
+        self._sleep = sleep
+
+    async def __aenter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        """Closes the connections."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections; the client can't be used afterwards."""
+        for http in self._pool.close():
+            await http.aclose()
+
+    async def infer(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: int | None = None,
+        outputs: Sequence[str] | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        priority: int = 0,
+        id: str | None = None,
+    ) -> InferResult:
+        """Asks a model and waits for its answer; see `Client.infer`."""
+        ask = Ask(
+            model=model,
+            inputs=inputs,
+            version=version,
+            outputs=outputs,
+            parameters=parameters,
+            priority=priority,
+            id=id,
+        )
+        return await self._run(flows.infer(self._policy, ask))
+
+    async def submit(
+        self,
+        model: str,
+        inputs: Inputs,
+        *,
+        version: int | None = None,
+        outputs: Sequence[str] | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        priority: int = 0,
+        id: str | None = None,
+        idempotency_key: str | None = None,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        webhook: str | None = None,
+    ) -> RequestHandle:
+        """Hands a request over, to fetch its result later; see `Client.submit`."""
+        ask = Ask(
+            model=model,
+            inputs=inputs,
+            version=version,
+            outputs=outputs,
+            parameters=parameters,
+            priority=priority,
+            id=id,
+        )
+        submission = Submission(
+            idempotency_key=idempotency_key, request_id=request_id, timeout_s=timeout_s, webhook=webhook
+        )
+        return await self._run(flows.submit(self._policy, ask, submission))
+
+    async def result(self, request: RequestHandle | str, *, wait_s: float = DEFAULT_TIMEOUT_S) -> InferResult:
+        """Returns a request's result; see `Client.result`."""
+        return await self._run(flows.result(self._policy, handle_of(request), wait_s))
+
+    async def status(self, request: RequestHandle | str) -> RequestStatus:
+        """Returns where a request is; see `Client.status`."""
+        return await self._run(flows.status(self._policy, handle_of(request)))
+
+    async def cancel(self, request: RequestHandle | str) -> str:
+        """Cancels a request and returns its state; see `Client.cancel`."""
+        return await self._run(flows.cancel(self._policy, handle_of(request)))
+
+    def stream(
+        self,
+        model: str,
+        inputs: Iterable[Inputs] | AsyncIterable[Inputs],
+        *,
+        concurrency: int = 64,
+        ordered: bool = True,
+        keys: Keys | None = None,
+        version: int | None = None,
+        outputs: Sequence[str] | None = None,
+        parameters: Mapping[str, Scalar] | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[tuple[int, InferResult | QinferError]]:
+        """Asks a model about many inputs, several at a time, in constant memory; see `Client.stream`.
+
+        When the iteration ends early, the calls under way are cancelled; where it is left by `break`, close the
+        iterator (`contextlib.aclosing`), or that happens only when Python collects it.
+        """
+
+        async def ask_one(index: int, item: Inputs) -> InferResult:
+            ask = Ask(
+                model=model, inputs=item, version=version, outputs=outputs, parameters=parameters, priority=priority
+            )
+            key = None if keys is None else keys(index, item)
+            return await self._run(flows.infer_or_resume(self._policy, ask, key))
+
+        return stream_in_tasks(inputs, ask_one, concurrency=concurrency, ordered=ordered)
+
+    async def metadata(self, model: str, version: int | None = None) -> ModelMetadata:
+        """Returns a model's versions, inputs and outputs; see `Client.metadata`."""
+        return await self._run(flows.metadata(self._policy, model, version))
+
+    async def is_ready(self, model: str | None = None, version: int | None = None) -> bool:
+        """Tells whether a model, or the whole server, can answer now; see `Client.is_ready`."""
+        return await self._run(flows.is_ready(self._policy, model, version))
+
+    async def is_live(self) -> bool:
+        """Tells whether a gateway answers."""
+        return await self._run(flows.is_live())
+
+    async def _run(self, flow: Flow[T]) -> T:
+        """Carries a flow out."""
+        outcome: Outcome = None
+        while True:
+            try:
+                step = flow.send(outcome)
+            except StopIteration as end:
+                result: T = end.value
+                return result
+            if isinstance(step, Pause):
+                await self._sleep(step.seconds)
+                outcome = None
+            else:
+                outcome = await self._exchange(step)
+
+    async def _exchange(self, send: Send) -> Outcome:
+        http = self._pool.take()
+        try:
+            return await http.request(
+                send.method, send.path, headers=send.headers, content=send.content, timeout=send.http_timeout
+            )
+        except httpx.RequestError as error:
+            return error
+        finally:
+            self._pool.give(http)

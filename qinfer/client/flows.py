@@ -1,0 +1,258 @@
+"""What each call of the client does, step by step, without doing it: `steps` says what a flow is."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import quote, urlsplit
+from uuid import uuid4
+
+import httpx
+import msgspec
+import numpy as np
+
+from qinfer.client.failures import BY_CODE, Problem, make
+from qinfer.client.results import Array, InferResult, ModelMetadata, RequestHandle, RequestStatus
+from qinfer.client.steps import Flow, Pause, Policy, Send, call
+from qinfer.codec.kserve_client import JSON_LENGTH_HEADER, decode_response, encode_request
+from qinfer.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InferenceFailed,
+    InvalidRequest,
+    QinferError,
+    RequestNotFound,
+    ResultNotFound,
+    Unreachable,
+)
+from qinfer.messages import Scalar
+from qinfer.tensors import Tensor, from_numpy
+
+Inputs = Mapping[str, Array | Tensor]
+"""A request's inputs by name; a `Tensor` where the array's own datatype is not the one to send, as for BF16."""
+
+Keys = Callable[[int, Inputs], str]
+"""Makes the idempotency key of an input of a stream, from its index and itself."""
+
+POLL_S = 20.0
+"""The longest that a gateway is asked to hold a result back: proxies cut connections that are idle for longer."""
+EARLY_PAUSE_S = 0.5
+"""Pause after a poll that the gateway answered early without a result."""
+LIVE_TIMEOUT_S = 1.0
+"""A gateway that takes longer to say that it lives does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What is asked of a model, by `infer` and `submit` alike; see `Client.infer`."""
+
+    model: str
+    inputs: Inputs
+    version: int | None = None
+    outputs: Sequence[str] | None = None
+    parameters: Mapping[str, Scalar] | None = None
+    priority: int = 0
+    id: str | None = None
+
+    def send(self, path: str, headers: dict[str, str]) -> Send:
+        """Encodes it for one of the model's routes.
+
+        Raises:
+            InvalidRequest: An input is no array, or another argument is not of its type.
+            UnsupportedDatatype: No wire datatype holds an array's dtype.
+        """
+        parameters = dict(self.parameters or {})
+        if self.priority:
+            parameters["priority"] = self.priority
+        if not isinstance(self.inputs, Mapping):
+            raise InvalidRequest(f"inputs are of type {type(self.inputs).__name__}; make them a dict of arrays by name")
+        if isinstance(self.outputs, str):  # a sequence of strings too, of one letter each
+            raise InvalidRequest(f"outputs is the text '{self.outputs}'; make it a list of names")
+        body, json_length = encode_request(
+            [_tensor(name, value) for name, value in self.inputs.items()],
+            outputs=self.outputs or (),
+            parameters=parameters,
+            client_id=self.id or "",
+        )
+        headers = {JSON_LENGTH_HEADER: str(json_length), "Content-Type": "application/octet-stream"} | headers
+        return Send("POST", path, headers, body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """How a request is submitted; see `Client.submit`."""
+
+    idempotency_key: str | None = None
+    request_id: str | None = None
+    timeout_s: float | None = None
+    webhook: str | None = None
+
+    def headers(self) -> dict[str, str]:
+        """Returns the headers that say so; a submission that names neither id nor key gets a key of its own.
+
+        Raises:
+            InvalidRequest: A value can't be sent as a header.
+        """
+        key = self.idempotency_key or ("" if self.request_id else str(uuid4()))
+        found = {
+            "Idempotency-Key": key,
+            "Request-Id": self.request_id,
+            "Request-Timeout": "" if self.timeout_s is None else f"{self.timeout_s:.6f}".rstrip("0").rstrip("."),
+            "Webhook-Url": self.webhook,
+        }
+        return {name: header_value(name, value) for name, value in found.items() if value}
+
+
+def header_value(name: str, value: str) -> str:
+    """Checks a header's value; the message does not show it, for it may be secret.
+
+    Raises:
+        InvalidRequest: It has other than printable ASCII characters, or is empty.
+    """
+    if not (value.isascii() and value.isprintable() and value.strip() == value and value):
+        raise InvalidRequest(f"the value for {name} has to be printable ASCII text without spaces around it")
+    return value
+
+
+def infer(policy: Policy, ask: Ask) -> Flow[InferResult]:
+    """Asks a model, and returns its answer."""
+    reply = yield from call(policy, ask.send(f"{model_path(ask.model, ask.version)}/infer", {}))
+    return _result_of(reply)
+
+
+def submit(policy: Policy, ask: Ask, submission: Submission) -> Flow[RequestHandle]:
+    """Hands a request over, and returns its handle once the gateway has accepted it."""
+    path = f"{model_path(ask.model, ask.version, 'v1')}/requests"
+    reply = yield from call(policy, ask.send(path, submission.headers()))
+    request_id = str(_object(policy, reply).get("id", ""))
+    location = urlsplit(reply.headers.get("Location", "")).path
+    if not request_id:
+        raise Unreachable(f"what answers at {policy.url} accepted the request without an id; is it a gateway?")
+    handle = RequestHandle.of(request_id)
+    return replace(handle, url=location) if location.startswith("/v1/") else handle
+
+
+def result(policy: Policy, handle: RequestHandle, wait_s: float) -> Flow[InferResult]:
+    """Waits for a request's end, and returns its result."""
+    now_s = policy.clock.monotonic_s
+    ends_s = now_s() + wait_s
+
+    def explain(problem: Problem, left_s: float) -> Flow[Problem]:
+        return _ending(policy._replace(timeout_s=left_s), handle, problem)
+
+    while True:
+        asked_at = now_s()
+        hold_s = min(POLL_S, max(0.0, ends_s - asked_at))
+        send = Send("GET", f"{handle.url}/result?wait={hold_s:g}", {}, hold_s=hold_s)
+        reply = yield from call(policy, send, not_found=RequestNotFound, explain=explain)
+        if reply.status_code != 202:
+            return _result_of(reply)
+        if now_s() >= ends_s or not hold_s:
+            state = _object(policy, reply).get("state", "not ended")
+            raise ResultNotFound(f"request '{handle.id}' is {state}; ask again later, or with a longer wait_s")
+        if now_s() - asked_at < hold_s / 2:
+            yield Pause(min(EARLY_PAUSE_S, ends_s - now_s()))
+
+
+def infer_or_resume(policy: Policy, ask: Ask, key: str | None) -> Flow[InferResult]:
+    """Asks a model; with a key as an asynchronous request, whose result may be there from an earlier time."""
+    if key is None:
+        return (yield from infer(policy, ask))
+    handle = yield from submit(policy, ask, Submission(idempotency_key=key))
+    return (yield from result(policy, handle, math.inf))
+
+
+def status(policy: Policy, handle: RequestHandle) -> Flow[RequestStatus]:
+    """Returns where a request is."""
+    reply = yield from call(policy, Send("GET", handle.url, {}), not_found=RequestNotFound)
+    fields = _object(policy, reply)
+    version = str(fields.get("version", ""))
+    return RequestStatus(
+        id=str(fields.get("id", handle.id)),
+        model=str(fields.get("model", "")),
+        version=int(version) if version.isdecimal() else 0,
+        state=str(fields.get("state", "")),
+        fields=fields,
+    )
+
+
+def cancel(policy: Policy, handle: RequestHandle) -> Flow[str]:
+    """Cancels a request, and returns its state: `cancelled`, or how it had ended before."""
+    reply = yield from call(policy, Send("DELETE", handle.url, {}), not_found=RequestNotFound)
+    return str(_object(policy, reply).get("state", ""))
+
+
+def metadata(policy: Policy, model: str, version: int | None) -> Flow[ModelMetadata]:
+    """Returns what a model takes and gives."""
+    reply = yield from call(policy, Send("GET", model_path(model, version), {}))
+    try:
+        return msgspec.convert(_object(policy, reply), ModelMetadata)
+    except msgspec.ValidationError as error:
+        raise Unreachable(f"what answers at {policy.url} sent no model metadata ({error}); is it a gateway?") from None
+
+
+def is_ready(policy: Policy, model: str | None, version: int | None) -> Flow[bool]:
+    """Tells whether a model can answer now, or the whole server; 404 is Triton's word for no ready version too."""
+    path = "/v2/health/ready" if model is None else f"{model_path(model, version)}/ready"
+    outcome = yield Send("GET", path, {}, timeout_s=policy.timeout_s)
+    if isinstance(outcome, httpx.Response) and outcome.status_code in (200, 400, 404, 503):
+        return outcome.status_code == 200
+    yield from call(policy, Send("GET", path, {}))
+    return True
+
+
+def is_live() -> Flow[bool]:
+    """Tells whether a gateway answers."""
+    outcome = yield Send("GET", "/v2/health/live", {}, timeout_s=LIVE_TIMEOUT_S)
+    return isinstance(outcome, httpx.Response) and outcome.is_success
+
+
+def model_path(model: str, version: int | None = None, api: str = "v2") -> str:
+    """Returns the path of a model, or of one version of it; no version, or 0, is the highest ready one."""
+    path = f"/{api}/models/{quote(model, safe='')}"
+    return f"{path}/versions/{version}" if version else path
+
+
+def _ending(policy: Policy, handle: RequestHandle, problem: Problem) -> Flow[Problem]:
+    """Tells the failure of a request that ended from that of the question how it ended: one status may mean both."""
+    try:
+        found = yield from status(policy, handle)
+    except QinferError:
+        return problem
+    ended = {"expired": DeadlineExceeded, "cancelled": Cancelled}.get(found.state)
+    if ended is None and found.state == "failed":
+        error = found.fields.get("error")
+        code = str(error.get("code", "")) if isinstance(error, dict) else ""
+        ended = BY_CODE.get(code, InferenceFailed)
+    return problem if ended is None else Problem(_final(ended, problem.error.message))
+
+
+def _final(error_class: type[QinferError], message: str) -> QinferError:
+    """Makes the error of a request that ended; one that invites to repeat would repeat the question only."""
+    return InferenceFailed(message) if error_class.retryable else make(error_class, message)
+
+
+def _tensor(name: str, value: Array | Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value if value.name == name else Tensor(name, value.datatype, value.shape, value.data)
+    if not isinstance(value, np.ndarray):
+        raise InvalidRequest(
+            f"input '{name}' is of type {type(value).__name__}; make it a numpy array of the model's datatype"
+        )
+    try:
+        return from_numpy(name, value)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"a text in input '{name}' can't be written as UTF-8: {error.reason}") from None
+
+
+def _result_of(reply: httpx.Response) -> InferResult:
+    length = reply.headers.get(JSON_LENGTH_HEADER, "")
+    response, client_id = decode_response(reply.content, int(length) if length.isdecimal() else None)
+    return InferResult(response, client_id)
+
+
+def _object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(reply.content, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise Unreachable(f"what answers at {policy.url} sent no JSON object; is it a gateway?") from None

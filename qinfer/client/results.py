@@ -1,0 +1,133 @@
+"""What the client's calls return."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import numpy.typing as npt
+
+from qinfer.messages import Response
+from qinfer.tensors import Tensor, to_numpy
+
+Array = npt.NDArray[Any]
+
+_ENDED = ("succeeded", "failed", "expired", "cancelled")
+
+
+class InferResult(Mapping[str, Array]):
+    """A model's outputs by name, as arrays: BYTES are arrays of `bytes`, BF16 is float32.
+
+    An array is read-only: it shares memory with the reply. Copy it to write to it.
+
+    Args:
+        response: The decoded reply.
+        client_id: The `id` that the reply echoes.
+
+    Attributes:
+        model: The model that answered.
+        version: Its version.
+        id: The `id` that the request had; may be empty.
+        tensors: The outputs as they travelled, with their datatypes.
+    """
+
+    __slots__ = ("_by_name", "id", "model", "tensors", "version")
+
+    def __init__(self, response: Response, client_id: str = "") -> None:
+        self.model = response.model
+        self.version = response.version
+        self.id = client_id
+        self.tensors: tuple[Tensor, ...] = response.outputs
+        self._by_name = {tensor.name: tensor for tensor in response.outputs}
+
+    def __getitem__(self, name: str) -> Array:
+        """Returns an output.
+
+        Raises:
+            KeyError: The reply has no output of that name.
+            InvalidRequest: Its bytes do not fill its shape.
+        """
+        return to_numpy(self._by_name[name])
+
+    def __iter__(self) -> Iterator[str]:
+        """Walks the outputs' names in the reply's order."""
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        """Returns the number of outputs."""
+        return len(self._by_name)
+
+    def __repr__(self) -> str:
+        outputs = ", ".join(f"{tensor.name}: {tensor.datatype} {list(tensor.shape)}" for tensor in self.tensors)
+        return f"<InferResult of {self.model} version {self.version}: {outputs}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHandle:
+    """An asynchronous request: what `submit` returns, and `result`, `status` and `cancel` take.
+
+    Attributes:
+        id: The request's id.
+        url: Its path on the gateway.
+    """
+
+    id: str
+    url: str
+
+    @classmethod
+    def of(cls, request_id: str) -> "RequestHandle":
+        """Names a request by an id that the server made, for instance in another process."""
+        return cls(id=request_id, url=f"/v1/requests/{quote(request_id, safe='')}")
+
+    @classmethod
+    def named(cls, model: str, request_id: str) -> "RequestHandle":
+        """Names a request by the id that its caller chose, which is unique within its model."""
+        return cls(id=request_id, url=f"/v1/models/{quote(model, safe='')}/requests/{quote(request_id, safe='')}")
+
+
+def handle_of(request: RequestHandle | str) -> RequestHandle:
+    """Returns a handle for itself, or for an id that the server made."""
+    return RequestHandle.of(request) if isinstance(request, str) else request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestStatus:
+    """Where an asynchronous request is.
+
+    Attributes:
+        id: The request's id.
+        model: The model asked.
+        version: Its version.
+        state: `queued`, `running`, `succeeded`, `failed`, `expired` or `cancelled`.
+        fields: All that the gateway says of it, times and number of attempts too.
+    """
+
+    id: str
+    model: str
+    version: int
+    state: str
+    fields: Mapping[str, Any]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the state is final."""
+        return self.state in _ENDED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMetadata:
+    """An input or output of a model, as its metadata describes it; -1 is a variable dimension."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMetadata:
+    """What `GET /v2/models/{m}` says."""
+
+    name: str
+    versions: tuple[str, ...]
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...] = ()

@@ -1,0 +1,183 @@
+"""What the client raises: for each status, each error code, each broken connection and each wrong argument."""
+
+import math
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import qinfer
+from qinfer import errors
+from qinfer.client.failures import BY_CODE, BY_STATUS
+from qinfer.errors import ErrorCode, QinferError
+from tests.scripted_gateway import Server, X, answer, reply
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (httpx.ConnectError("refused"), errors.Unreachable, "no server answers at http://gateway; start one"),
+        (httpx.ConnectTimeout("late"), errors.Unreachable, "no server answers"),
+        (httpx.ReadError(""), errors.Unreachable, "the connection to http://gateway failed: ReadError"),
+        (httpx.ReadTimeout("late"), errors.DeadlineExceeded, "no answer within 60 s"),
+        (httpx.DecodingError("bad gzip"), errors.Unreachable, "bad gzip"),
+    ],
+    ids=["refused", "connect-timeout", "cut", "read-timeout", "gzip"],
+)
+def test_what_breaks_a_connection_is_named(error: Exception, raised: type[QinferError], message: str) -> None:
+    """No error of httpx reaches the caller."""
+    with pytest.raises(raised, match=message):
+        Server(error).client(max_retries=1).infer("m", {"x": X})
+
+
+STATUSES = [
+    (400, errors.InvalidRequest),
+    (401, errors.Unauthorized),
+    (403, errors.Forbidden),
+    (404, errors.ModelNotFound),
+    (405, errors.UnsupportedFeature),
+    (409, errors.Conflict),
+    (410, errors.ResultExpired),
+    (413, errors.PayloadTooLarge),
+    (415, errors.UnsupportedFeature),
+    (418, errors.RequestError),
+    (422, errors.InvalidRequest),
+    (429, errors.Overloaded),
+    (500, errors.InferenceFailed),
+    (501, errors.UnsupportedFeature),
+    (502, errors.Unreachable),
+    (503, errors.Overloaded),
+    (504, errors.Unreachable),
+    (507, QinferError),
+    (302, errors.Unreachable),
+]
+
+
+@pytest.mark.parametrize(("status", "raised"), STATUSES)
+def test_every_status_has_its_error(status: int, raised: type[QinferError]) -> None:
+    """The text is the server's."""
+    with pytest.raises(QinferError, match="what the server said") as caught:
+        Server(reply(status, error="what the server said")).client(max_retries=0).infer("m", {"x": X})
+
+    assert type(caught.value) is raised
+
+
+def test_the_table_of_statuses_is_tested_whole() -> None:
+    """A row more in the table is a row more in the test."""
+    assert set(BY_STATUS) <= {status for status, _ in STATUSES}
+
+
+@pytest.mark.parametrize("code", ErrorCode)
+def test_a_code_in_the_reply_is_exact(code: ErrorCode) -> None:
+    """Where the server names its error code, the status does not matter."""
+    with pytest.raises(QinferError) as caught:
+        Server(reply(500, error="why", code=code.value)).client(max_retries=0).infer("m", {"x": X})
+
+    assert caught.value.code == code
+    assert type(caught.value) is BY_CODE[code]
+
+
+def test_a_page_of_a_proxy_is_an_error_too() -> None:
+    """Without the server's text the status has to do."""
+    with pytest.raises(errors.Unreachable, match="HTTP 502 Bad Gateway"):
+        Server(httpx.Response(502, content=b"<html>")).client(max_retries=0).infer("m", {"x": X})
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda c: c.metadata("m"), lambda c: c.status("i"), lambda c: c.submit("m", {"x": X})],
+    ids=["metadata", "status", "submit"],
+)
+@pytest.mark.parametrize("body", [b"<html>", b'{"name": 1}'], ids=["html", "json"])
+def test_something_else_at_the_url(ask: Callable[[qinfer.Client], Any], body: bytes) -> None:
+    """200 from what is no gateway is an error, or has no content; never a traceback of a parser."""
+    try:
+        found = ask(Server(httpx.Response(200, content=body)).client())
+    except errors.Unreachable as error:
+        assert "is it a gateway?" in error.message  # noqa: PT017
+    else:
+        assert found.state == ""
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("gateway:8000", {}),
+        ("ftp://gateway", {}),
+        ("", {}),
+        ("http://gateway:eighty", {}),
+        ("http://gateway", {"timeout_s": 0}),
+        ("http://gateway", {"timeout_s": math.inf}),
+        ("http://gateway", {"max_retries": -1}),
+        ("http://gateway", {"api_key": "sec\nret"}),
+        ("http://gateway", {"api_key": ""}),
+    ],
+)
+def test_wrong_arguments(url: str, options: dict[str, Any]) -> None:
+    """Each is found when the client is made, and no secret is shown."""
+    with pytest.raises(errors.InvalidRequest) as caught:
+        qinfer.Client(url, **options)
+
+    assert "sec" not in caught.value.message.replace("seconds", "")
+
+
+def test_a_closed_client_says_so() -> None:
+    """Calls after the `with` block are a mistake of the caller's."""
+    client = Server(answer()).client()
+    client.close()
+
+    with pytest.raises(errors.InvalidRequest, match="the client is closed"):
+        client.infer("m", {"x": X})
+
+
+def test_a_password_in_the_url_is_not_shown() -> None:
+    """Error texts end in logs."""
+    client = qinfer.Client(
+        "http://user:secret@gateway", max_retries=0, transport=httpx.MockTransport(Server(httpx.ConnectError("no")))
+    )
+
+    with pytest.raises(errors.Unreachable) as caught:
+        client.infer("m", {"x": X})
+
+    assert "secret" not in caught.value.message
+
+
+@pytest.mark.parametrize("value", [[[1.0]], 1.0, "text"], ids=["list", "number", "text"])
+def test_an_input_that_is_no_array(value: Any) -> None:
+    """A list has no datatype of its own: guessing one would be wrong half of the time."""
+    with pytest.raises(errors.InvalidRequest, match=r"input 'x' is of type .*; make it a numpy array"):
+        Server(answer()).client().infer("m", {"x": value})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"parameters": {"count": np.int64(3)}},
+        {"parameters": {"text": "\ud800"}},
+        {"id": "\ud800"},
+        {"outputs": "label"},
+        {"inputs": [X]},
+        {"inputs": {"x": np.array(["\ud800"], dtype=object)}},
+    ],
+    ids=["parameter", "surrogate", "id", "outputs", "inputs", "bytes"],
+)
+def test_what_can_not_be_sent(wrong: dict[str, Any]) -> None:
+    """It is an error of qinfer's, so that a stream goes on with the next input; nothing is sent."""
+    server = Server(answer())
+
+    with pytest.raises(errors.InvalidRequest):
+        server.client().infer("m", **{"inputs": {"x": X}, **wrong})
+
+    assert server.requests == []
+
+
+def test_a_wrong_certificate_is_no_absent_server() -> None:
+    """To start one would not help."""
+    error = httpx.ConnectError("verify failed")
+    error.__cause__ = ssl.SSLCertVerificationError("self-signed")
+
+    with pytest.raises(errors.Unreachable, match=r"no secure connection .* check the URL's scheme"):
+        Server(error).client(max_retries=0).infer("m", {"x": X})
