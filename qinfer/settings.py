@@ -105,8 +105,8 @@ class WebhookSettings(_Section):
 
     allow: tuple[str, ...] = Field(
         (),
-        description="Hosts that webhooks may go to: `example.org`, `*.example.org`, `host:port`; without a port that of "
-        "http or https. Empty = no webhooks.",
+        description="Hosts that webhooks may go to: `example.org`, `*.example.org`, `host:port`; without a port that "
+        "of http or https. Empty = no webhooks.",
     )
     allow_private: bool = Field(False, description="Hosts may resolve to loopback, private or link-local addresses.")
     secret: SecretStr = Field(
