@@ -8,7 +8,8 @@ import uvloop
 from pydantic import SecretStr
 
 from qinfer.control.redis_store import RedisControlStore
-from qinfer.delivery.redis import RedisDelivery, admin_client
+from qinfer.delivery.clients import admin_client
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import RedisSettings
 from qinfer.testing import MemoryControlStore, MemoryDelivery
 from tests.servers import RedisServer, system_redis

@@ -42,6 +42,12 @@ def test_it_is_durable_private_and_never_evicts(tmp_path: Path, binary: Path) ->
         assert (tmp_path / "data").stat().st_mode & 0o077 == 0
 
 
+def test_always_syncs_each_write(tmp_path: Path, binary: Path) -> None:
+    """As `qinfer up --durability always` asks for it."""
+    with EmbeddedRedis(tmp_path, binary, durability="always") as server, client(server) as redis_client:
+        assert redis_client.config_get("appendfsync") == {"appendfsync": "always"}
+
+
 def test_data_survives_stop_and_start(tmp_path: Path, binary: Path) -> None:
     """An orderly end loses nothing."""
     with EmbeddedRedis(tmp_path, binary) as server, client(server) as redis_client:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import redis
 
 from qinfer.cli import runfile
 from qinfer.cli.load import batch_counts
@@ -268,6 +269,17 @@ def test_drain_answers_what_is_in_flight(up: Callable[..., Up], repository: Path
 
     caller.join()
     assert got == [ANSWER]
+
+
+def test_durability_is_everybodys(up: Callable[..., Up]) -> None:
+    """The private Redis syncs each write, and gateway and worker know it."""
+    one = up("--durability", "always").wait_ready()
+
+    told = [one.child(module).environ() for module in ("qinfer_api", "qinfer_workers.inference")]
+
+    assert [environment["QINFER_REDIS__DURABILITY"] for environment in told] == ["always", "always"]
+    with redis.Redis.from_url(told[0]["QINFER_REDIS__URL"]) as client:
+        assert client.config_get("appendfsync") == {"appendfsync": "always"}
 
 
 def test_works_without_a_redis_server_on_path(up: Callable[..., Up], tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from qinfer.delivery.base import Lane, Lease
+from qinfer.codec.frame import FRAME_VERSION, encode_request_apart
+from qinfer.delivery.base import Lane, Lease, Payload
 from qinfer.delivery.connection import Refused
 from qinfer.errors import QinferError, QueueFull
 from qinfer.testing import eventually
@@ -153,14 +154,51 @@ async def test_lost_lease_discards_the_item_and_not_its_batch(scene: Stage, capl
     assert not lost.done()
 
 
-async def test_corrupt_entry_is_dropped_and_the_worker_lives(scene: Stage) -> None:
-    """Bytes that are no frame are finished."""
+async def test_corrupt_entry_is_a_dead_letter_and_the_worker_lives(scene: Stage) -> None:
+    """Bytes that are no frame are kept for a person to look at."""
     await scene.model()
     await scene.worker()
     scene.submit_frame("broken", b"\x01not a frame")
 
     assert value(await scene.submit(1.0)) == 1.0
     await scene.queued(0)
+    (listed,) = await scene.delivery.dead_letters.list("stub")
+    letter = await scene.delivery.dead_letters.show("stub", listed.id)
+    assert letter is not None
+    assert (letter.code, letter.request_id, letter.frame) == ("corrupt_entry", "", b"\x01not a frame")
+    await scene.stop()
+    assert (await scene.store.stats("stub", 1))["dead_letters"] == 1
+
+
+async def test_a_damaged_payload_is_a_dead_letter_and_its_caller_is_told(scene: Stage) -> None:
+    """The frame names the caller."""
+    await scene.model()
+    await scene.worker()
+    request = scene.request()
+    request.payload = True
+    frame, payload = encode_request_apart(request)
+
+    call = scene.submit_frame(request.id, frame, payload=Payload(request.id, payload[:3], 60.0))
+
+    failure = (await call).failure
+    assert failure is not None
+    assert failure.code == "corrupt_entry"
+    (letter,) = await scene.delivery.dead_letters.list("stub")
+    assert (letter.request_id, letter.code) == (request.id, "corrupt_entry")
+    await scene.queued(0)
+
+
+async def test_a_newer_frame_is_released_at_drain(scene: Stage) -> None:
+    """It waits for a worker that can read it, and is not kept by one that ends."""
+    await scene.model()
+    await scene.worker()
+    scene.submit_frame("newer", bytes([FRAME_VERSION + 1]) + b"whatever it holds")
+    await eventually(lambda: bool(scene.entries))
+
+    await scene.stop()
+
+    (lease,) = await scene.delivery.fetch([scene.lane], "other", 1, 1.0)
+    assert (lease.deliveries, lease.suspect) == (1, False)
 
 
 async def test_request_of_an_older_generation_is_checked_again(scene: Stage) -> None:

@@ -17,7 +17,8 @@ from qinfer.control.base import State
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import sync
 from qinfer.delivery.base import Lane, reply_address
-from qinfer.delivery.redis import RedisDelivery, admin_client
+from qinfer.delivery.clients import admin_client
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.messages import IdFactory, InferRequest, Response
 from qinfer.repository.local import LocalRepository
 from qinfer.settings import RedisSettings

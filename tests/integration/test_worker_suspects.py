@@ -5,6 +5,8 @@ import asyncio
 import pytest
 
 from qinfer.control.base import State
+from qinfer.delivery.base import Lease
+from qinfer.delivery.requests import RequestState
 from qinfer.messages import Response
 from qinfer.testing import eventually
 from tests.stage import Stage, value
@@ -27,22 +29,49 @@ async def test_dead_workers_entries_run_elsewhere(scene: Stage) -> None:
 
 
 async def test_entry_that_outlived_its_workers_is_given_up(scene: Stage) -> None:
-    """More deliveries than allowed are answered with a failure, not executed."""
+    """Two workers died with it, with the second it was alone: it becomes a dead letter, and is not executed."""
     await scene.model()
-    await scene.worker("w1")
+    call = await dead_entry(scene)
+    await scene.worker("w1", lease_s=0.2, renew_every_s=0.05, max_deliveries=1)
     scene.hold()
-    call = scene.submit()
     await scene.started("w1")
     await scene.kill("w1")
     scene.go()
     await scene.worker("w2", lease_s=0.2, renew_every_s=0.05, max_deliveries=1)
     scene.forget_started()
 
-    failure = (await call).failure
+    response = await call
 
-    assert failure is not None
-    assert "given up" in failure.message
+    assert response.failure is not None
+    assert response.failure.message == "the request was given up: 2 executions did not end"
     assert scene.backends["w2"][0].sizes == []
+    (letter,) = await scene.delivery.dead_letters.list("stub")
+    assert (letter.request_id, letter.code, letter.deliveries) == (response.request_id, "inference_failed", 3)
+    await scene.queued(0)
+    await scene.stop("w2")
+    stats = await scene.store.stats("stub", 1)
+    assert (stats["dead_letters"], stats["failures:inference_failed"]) == (1, 1)
+
+
+async def test_an_asynchronous_request_that_is_given_up_has_failed(scene: Stage) -> None:
+    """Its record counts the executions, and says why."""
+    await scene.model()
+    address = await scene.accept()
+    for consumer in ("dead1", "dead2"):
+        await eventually(lambda c=consumer: is_taken(scene, c))  # type: ignore[misc]  # of a loop's variable
+    await scene.worker(lease_s=0.2, renew_every_s=0.05, max_deliveries=2)
+
+    record = await scene.ended(address)
+
+    assert (record.state, record.code, record.attempts) == (RequestState.FAILED, "inference_failed", 2)
+    assert record.message == "the request was given up: 2 executions did not end"
+    assert len(await scene.delivery.dead_letters.list("stub")) == 1
+
+
+async def is_taken(scene: Stage, consumer: str) -> bool:
+    """Takes the only entry, new or from a dead worker."""
+    leases = await scene.delivery.fetch([scene.lane], consumer, 1, 0.0)
+    return bool(leases or await scene.delivery.reclaim([scene.lane], consumer, 0.1, 1))
 
 
 async def dead_entry(scene: Stage) -> asyncio.Future[Response]:
@@ -52,29 +81,45 @@ async def dead_entry(scene: Stage) -> asyncio.Future[Response]:
     return call
 
 
-async def seconds_pass(scene: Stage, seconds: float) -> None:
-    """Lets leases end that nobody renews."""
-    until_s = scene.delivery.clock.now_s() + seconds
-    await eventually(lambda: scene.delivery.clock.now_s() > until_s)
-
-
-async def test_a_suspect_is_held_while_the_worker_empties_its_hands(
+async def test_a_suspect_waits_while_the_worker_empties_its_hands(
     scene: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A long execution before it does not cost it its lease, and so counts no attempt."""
+    """Nobody holds it meanwhile: others may have it, and it counts no execution."""
     await scene.model()
     suspect = await dead_entry(scene)
     await scene.worker(lease_s=0.6, renew_every_s=0.05)
     first = await scene.busy()
-    await eventually(lambda: "reclaimed" in caplog.text)
-    await seconds_pass(scene, 0.7)
+    await eventually(lambda: "suspects found" in caplog.text)
+    found: list[Lease] = []
 
-    assert await scene.delivery.reclaim([scene.lane], "other", 0.6, 10) == []
+    async def is_free() -> bool:
+        found.extend(await scene.delivery.reclaim([scene.lane], "other", 60.0, 1))
+        return bool(found)
+
+    await eventually(is_free)
+    assert (found[0].deliveries, found[0].suspect) == (2, True)
+    await scene.delivery.release(found)
+    assert await scene.delivery.fetch([scene.lane], "other", 1, 0.0) == []
     scene.go()
 
     assert value(await first) == 0.0
     assert value(await suspect) == 7.0
     assert (await suspect).attempt == 2
+
+
+async def test_an_idle_worker_runs_what_a_busy_one_found(scene: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """A long execution keeps no suspect waiting."""
+    await scene.model()
+    suspect = await dead_entry(scene)
+    await scene.worker("w1", lease_s=0.6, renew_every_s=0.05)
+    first = await scene.busy()
+    await eventually(lambda: "suspects found" in caplog.text)
+    await scene.worker("w2", lease_s=0.6, renew_every_s=0.05)
+
+    assert ((await suspect).attempt, value(await suspect)) == (2, 7.0)
+    assert not first.done()
+    scene.go()
+    await first
 
 
 async def test_a_suspect_of_an_unloaded_model_waits_for_the_model(
@@ -93,7 +138,7 @@ async def test_a_suspect_of_an_unloaded_model_waits_for_the_model(
         return record.models["stub"][1].state is State.UNLOADING
 
     await eventually(is_unloading)
-    await eventually(lambda: "reclaimed" in caplog.text)
+    await eventually(lambda: "suspects found" in caplog.text)
     scene.go()
     assert value(await first) == 0.0
     await eventually(lambda: not scene.backends["w1"][0].loaded)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from qinfer.batching.batcher import FETCH_LEAD_S
 from qinfer.repository.spec import BatchingSpec, QueuePolicy
 from qinfer.testing import eventually
 from tests.batching import Bench, Scene
@@ -48,6 +49,23 @@ async def test_nothing_is_placed_ahead_where_priorities_count(scene: Scene) -> N
 
     assert scene.bench.queued == []
     assert not scene.can_fetch()
+
+
+async def test_what_did_not_fit_into_a_batch_can_still_be_overtaken(scene: Scene) -> None:
+    """Just before the instance is idle the worker looks for what has come since: at least for one, at most a batch."""
+    scene.batcher.admit([scene.item("low1", 4), scene.item("low2", 3), scene.item("low3", 2)])
+    scene.time.advance(6.9)
+    scene.batcher.admit([])
+    assert not scene.can_fetch()
+    scene.time.advance(0.1)
+    scene.batcher.admit([])
+
+    assert scene.can_fetch()
+    assert scene.batcher.room() == (2, FETCH_LEAD_S)
+    scene.batcher.admit([scene.item("high", 8, priority=1)])
+    assert not scene.can_fetch()
+    scene.bench.end_all()
+    assert ids(scene) == [["low1", "low2"], ["high"], ["low3"]]
 
 
 async def test_an_unknown_level_is_the_default_one(scene: Scene) -> None:

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from qinfer.cli.main import app
-from qinfer.settings import Settings
+from qinfer.settings import API_KEY_VARIABLE, Settings
 from scripts import generate_reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def named(path: Path) -> str:
 
 
 def setting_names() -> set[str]:
-    names = {"QINFER_TEST_PROCESSES"}  # read by scripts/test
+    names = {"QINFER_TEST_PROCESSES", API_KEY_VARIABLE}  # read by scripts/test, and by the command line
     for name, field in Settings.model_fields.items():
         fields = getattr(field.annotation, "model_fields", None)
         names |= {f"QINFER_{name}__{inner}".upper() for inner in fields} if fields else {f"QINFER_{name}".upper()}

@@ -52,6 +52,7 @@ class Queue(MemoryDelivery):
     """A queue whose stored results can be out of reach, and that tells what was to be withdrawn."""
 
     is_down = False
+    reads = 0
     withdrawals = 0
 
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
@@ -59,6 +60,7 @@ class Queue(MemoryDelivery):
         return await super().withdraw(entries)
 
     async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
+        self.reads += 1
         if self.is_down:
             raise BrokerUnavailable("Redis can't be reached")
         return await super().take_result(lane, request_id)
@@ -186,10 +188,10 @@ async def test_large_tensors_travel_beside_the_stream(setup: Setup) -> None:
     assert decode_request(lease.frame, payload).inputs[0].nbytes == 1001
 
 
-async def stored_answer(setup: Setup, pending: Pending) -> bytes:
-    """Stores outputs as a worker does; returns the reply that tells of them."""
+async def stored_answer(setup: Setup, pending: Pending, attempt: int = 1) -> bytes:
+    """Stores outputs as a worker does, in some attempt; returns the reply that tells of the first attempt's."""
     y = Tensor("y", "UINT8", (1, 3), b"abc")
-    whole = Response(request_id=pending.request_id, model="m", version=1, outputs=(y,))
+    whole = Response(request_id=pending.request_id, model="m", version=1, outputs=(y,), attempt=attempt)
     await setup.queue.store_result(Lane("m", 1), pending.request_id, encode_responses([whole]), 60.0)
     return encode_responses([Response(request_id=pending.request_id, model="m", version=1, stored=True)])
 
@@ -208,25 +210,58 @@ async def test_stored_outputs_are_fetched(setup: Setup) -> None:
     assert setup.dispatcher.in_flight == 0
 
 
-@pytest.mark.parametrize(
-    ("is_down", "text"),
-    [
-        (False, "[request id: c] the outputs were stored and are gone; send the request again"),
-        (True, "[request id: c] Redis can't be reached"),
-    ],
-    ids=["gone", "out of reach"],
-)
-async def test_outputs_that_cannot_be_fetched_are_a_failure(setup: Setup, is_down: bool, text: str) -> None:  # noqa: FBT001
+async def test_outputs_that_are_gone_are_a_failure(setup: Setup) -> None:
     """Nobody waits for them until the deadline."""
     pending = setup.submit()
     reply = await stored_answer(setup, pending)
     await setup.queue.take_result(Lane("m", 1), pending.request_id)
-    setup.queue.is_down = is_down
 
     setup.dispatcher.receive(reply)
 
     await eventually(lambda: bool(setup.responses), description="the failure")
-    assert setup.texts() == [text]
+    assert setup.texts() == ["[request id: c] the outputs were stored and are gone; send the request again"]
+    assert setup.dispatcher.in_flight == 0
+
+
+async def test_outputs_out_of_reach_are_read_again(setup: Setup) -> None:
+    """The queue is back before the deadline: nothing was lost."""
+    pending = setup.submit()
+    reply = await stored_answer(setup, pending)
+    setup.queue.is_down = True
+
+    setup.dispatcher.receive(reply)
+    await eventually(lambda: setup.queue.reads >= 2, description="a second try")
+    setup.queue.is_down = False
+
+    await eventually(lambda: bool(setup.responses), description="the answer")
+    assert bytes(setup.responses[0].outputs[0].data) == b"abc"
+
+
+async def test_outputs_out_of_reach_are_not_read_for_ever(setup: Setup) -> None:
+    """The deadline, or the client who leaves, ends it."""
+    pending = setup.submit()
+    reply = await stored_answer(setup, pending)
+    setup.queue.is_down = True
+    setup.dispatcher.receive(reply)
+    await eventually(lambda: setup.queue.reads == 1, description="the first try")
+
+    setup.dispatcher.cancel(pending)
+
+    def is_over() -> bool:
+        return all(task.get_name() != "stored outputs" for task in asyncio.all_tasks())
+
+    await eventually(is_over, description="the end of the tries")
+    assert setup.responses == []
+
+
+async def test_outputs_of_another_attempt_are_as_good(setup: Setup) -> None:
+    """A second execution stored its outputs over those that were announced, before they were read."""
+    pending = setup.submit()
+
+    setup.dispatcher.receive(await stored_answer(setup, pending, attempt=2))
+
+    await eventually(lambda: bool(setup.responses), description="the answer")
+    assert bytes(setup.responses[0].outputs[0].data) == b"abc"
     assert setup.dispatcher.in_flight == 0
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.errors import SettingsError
-from qinfer.settings import Settings, load_settings, unknown_variables, variable_names
+from qinfer.settings import API_KEY_VARIABLE, Settings, load_settings, unknown_variables, variable_names
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +71,10 @@ def test_list_that_is_not_json_says_how_to_write_it(monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(SettingsError, match="written as JSON"):
         load_settings()
+
+
+def test_the_key_of_the_command_line_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be there where a server is started, and means nothing to it."""
+    monkeypatch.setenv(API_KEY_VARIABLE, "secret")
+
+    assert load_settings() == Settings()

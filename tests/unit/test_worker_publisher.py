@@ -1,4 +1,4 @@
-"""What becomes of answers and entries when the broker refuses."""
+"""What becomes of answers and entries when the broker refuses, or when time has passed unnoticed."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,12 +6,16 @@ from collections.abc import Sequence
 import pytest
 
 from qinfer.batching.execution import Pending
+from qinfer.codec.frame import decode_responses
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.delivery.connection import Refused
-from qinfer.messages import InferRequest
-from qinfer.testing import MemoryDelivery
-from qinfer_workers.inference.leases import LeaseKeeper
+from qinfer.delivery.requests import Settlement
+from qinfer.messages import InferRequest, Response
+from qinfer.tensors import Bytes
+from qinfer.testing import MemoryDelivery, eventually
+from qinfer_workers.inference.leases import LeaseKeeper, place_of
 from qinfer_workers.inference.publisher import Publisher
+from qinfer_workers.inference.renewals import ThreadRenewals
 
 
 class Refusing(MemoryDelivery):
@@ -21,13 +25,68 @@ class Refusing(MemoryDelivery):
         raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
 
 
+class Noting(MemoryDelivery):
+    """A queue that notes what leaves.
+
+    Attributes:
+        seen: The ids of requests whose answers were published or stored.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.requests.settle = self._settle  # type: ignore[method-assign]  # it is the test's own
+
+    async def publish(self, reply_to: str, blob: Bytes) -> bool:
+        self.seen += [response.request_id for response in decode_responses(blob)]
+        return True
+
+    async def _settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+        self.seen += [settlement.address.id for settlement in settlements]
+        return [True] * len(settlements)
+
+
+def pending(number: int = 0, reply_to: str = "reply:g") -> Pending:
+    request = InferRequest(model="stub", inputs=(), id=f"r{number}", reply_to=reply_to)
+    lease = Lease(Entry(Lane("stub", 1), f"1000-{number}"), "w", b"")
+    return Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
+
+
+@pytest.mark.parametrize("reply_to", ["reply:g", ""])
+async def test_nothing_is_answered_while_leases_may_have_ended(reply_to: str) -> None:
+    """After a stop longer than a lease, the owner is asked first; what is lost is another's to answer."""
+    delivery = Noting()
+    lease_s = 1e-9  # time has passed since the last renewal, however soon it is
+    items = [pending(1, reply_to), pending(2, reply_to)]
+    keeper: LeaseKeeper
+
+    class OnDemand:
+        async def run(self, keeper: LeaseKeeper) -> None:
+            raise NotImplementedError
+
+        def ask(self) -> None:
+            asked.set()
+
+    asked = asyncio.Event()
+    keeper = LeaseKeeper(OnDemand(), delivery.clock, lease_s, list, lambda item: setattr(item, "lost", True))
+    keeper.hold(items)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(delivery, keeper, tasks)
+        publisher.answer(items, [Response(request_id=item.request.id) for item in items])
+        await asked.wait()
+        assert delivery.seen == []
+        keeper.renewed(float("inf"), {place_of(items[0])})
+        await eventually(lambda: bool(delivery.seen))
+        await publisher.settle()
+
+    assert delivery.seen == ["r2"]
+
+
 async def test_a_refused_release_is_left_to_the_end_of_its_lease(caplog: pytest.LogCaptureFixture) -> None:
     """It is logged, its lease is renewed no longer, and nothing else ends."""
     delivery = Refusing()
-    keeper = LeaseKeeper(delivery, 1.0, lambda _: None)
-    request = InferRequest(model="stub", inputs=())
-    lease = Lease(Entry(Lane("stub", 1), "1000-0"), "w", b"")
-    item = Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
+    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 1.0), delivery.clock, 10.0, list, lambda _: None)
+    item = pending()
     keeper.hold([item])
 
     async with asyncio.TaskGroup() as tasks:
@@ -35,5 +94,5 @@ async def test_a_refused_release_is_left_to_the_end_of_its_lease(caplog: pytest.
         publisher.give_back([item])
         await publisher.settle()
 
-    assert not keeper.holds(lease.entry)
+    assert not keeper.holds(item.lease.entry)
     assert "refused by the broker" in caplog.text

@@ -15,12 +15,16 @@ from pathlib import Path
 
 import uvloop
 
+from qinfer.backends import registry
 from qinfer.control.redis_store import RedisControlStore
-from qinfer.delivery.redis import RedisDelivery, admin_client
+from qinfer.delivery.clients import admin_client
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.observability import logs
 from qinfer.repository.local import LocalRepository
 from qinfer.settings import Settings, load_settings
+from qinfer_workers.inference.models import Loader
+from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.worker import Worker
 
 logger = logging.getLogger("qinfer_workers.inference")
@@ -42,7 +46,8 @@ async def serve(settings: Settings) -> None:
     store = RedisControlStore(admin_client(settings.redis))
     repository = LocalRepository(Path(settings.repository.path), settings.repository.autocomplete)
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    worker = Worker(settings, delivery, store, repository.version_dir, worker_id)
+    loader = Loader(repository.version_dir, registry.factory, delivery.clock)
+    worker = Worker(settings, delivery, store, loader, worker_id, ProcessRenewals(settings, worker_id))
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 50)

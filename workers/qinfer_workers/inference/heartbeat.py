@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterable
 from qinfer.batching.batcher import Batcher
 from qinfer.clock import ServerClock
 from qinfer.codec.frame import FRAME_VERSION
-from qinfer.control.base import ControlStore, VersionState, WorkerRecord
+from qinfer.control.base import ControlStore, Speed, State, VersionState, WorkerRecord
 from qinfer.errors import BrokerUnavailable
 from qinfer.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
+SPEEDS_EVERY_S = 10.0
+"""Seconds between two writes of the speeds that outlive the worker; they are written at the end too."""
+
 _States = Callable[[], dict[str, dict[int, VersionState]]]
+_Key = tuple[str, int]
 
 
 class Heartbeat:
@@ -49,7 +53,11 @@ class Heartbeat:
         self._changed = asyncio.Event()
         self._last_beat_s = self._started_at
         self._last_completed = 0
-        self._unsent: dict[tuple[str, int], Counter[str]] = {}
+        self._unsent: dict[_Key, Counter[str]] = {}
+        self._loading_since_s: dict[_Key, float] = {}
+        self._load_s: dict[_Key, float] = {}
+        self._speeds: dict[_Key, Speed] = {}
+        self._speeds_put_at_s = self._started_at
 
     def changed(self) -> None:
         """Makes the next beat come at once, and wakes everyone who reads the records."""
@@ -74,29 +82,34 @@ class Heartbeat:
 
     async def beat(self) -> None:
         """Writes one record, and adds the statistics since the last."""
-        batchers = list(self._batchers())
+        batchers, states = list(self._batchers()), self._states()
         now_s, completed = self._clock.now_s(), sum(batcher.completed for batcher in batchers)
+        self._time_loads(states, now_s)
         rps = max(completed - self._last_completed, 0) / max(now_s - self._last_beat_s, 1e-3)
         self._last_beat_s, self._last_completed = now_s, completed
         record = WorkerRecord(
             id=self._worker_id,
             started_at=self._started_at,
-            models=self._states(),
+            models=states,
             executing=sum(batcher.executing for batcher in batchers),
             throughput_rps=round(rps, 1),
             clock_offset_s=now_s - time.time(),
             frame_versions=(FRAME_VERSION,),
+            speeds=_speeds(batchers),
         )
         await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
         for batcher in batchers:
             self.collect(batcher)
         await self.flush()
+        await self._put_speeds({_key(batcher) for batcher in batchers}, now_s)
 
     def collect(self, batcher: Batcher) -> None:
-        """Takes a batcher's statistics since the last time, to be added at the next beat."""
-        deltas = batcher.tally.drain()
+        """Takes a batcher's statistics since the last time, and its speed, to be written at the next beat."""
+        key, deltas, rps = _key(batcher), batcher.tally.drain(), batcher.speed_rps()
         if deltas:
-            self._unsent.setdefault((batcher.model.spec.name, batcher.model.version), Counter()).update(deltas)
+            self._unsent.setdefault(key, Counter()).update(deltas)
+        if rps:
+            self._speeds[key] = Speed(round(rps, 3), round(self._load_s.get(key, 0.0), 3))
 
     async def flush(self) -> None:
         """Adds what was collected; what can't be added now is added later."""
@@ -107,3 +120,37 @@ class Heartbeat:
             except BaseException:
                 self._unsent.setdefault(key, Counter()).update(deltas)
                 raise
+
+    def _time_loads(self, states: dict[str, dict[int, VersionState]], now_s: float) -> None:
+        """Takes the time from the beat at which a version is LOADING to the one at which it is READY."""
+        for model, versions in states.items():
+            for version, state in versions.items():
+                key = model, version
+                if state.state is State.LOADING:
+                    self._loading_since_s.setdefault(key, now_s)
+                elif state.state is State.READY and key in self._loading_since_s:
+                    self._load_s[key] = now_s - self._loading_since_s.pop(key)
+
+    async def _put_speeds(self, served: set[_Key], now_s: float) -> None:
+        """Writes the speeds every few seconds, and at once those of versions that are served no more."""
+        is_time = now_s - self._speeds_put_at_s >= SPEEDS_EVERY_S
+        if is_time:
+            self._speeds_put_at_s = now_s
+        for key, speed in list(self._speeds.items()):
+            if is_time or key not in served:
+                await self._store.put_speed(*key, speed)
+                if key not in served:
+                    del self._speeds[key]
+
+
+def _key(batcher: Batcher) -> _Key:
+    return batcher.model.spec.name, batcher.model.version
+
+
+def _speeds(batchers: Iterable[Batcher]) -> dict[str, dict[int, float]]:
+    speeds: dict[str, dict[int, float]] = {}
+    for batcher in batchers:
+        rps = batcher.speed_rps()
+        if rps:
+            speeds.setdefault(batcher.model.spec.name, {})[batcher.model.version] = round(rps, 3)
+    return speeds

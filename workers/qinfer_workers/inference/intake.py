@@ -1,47 +1,72 @@
 """Lease → pending item: what has to be true of an entry before it may be batched."""
 
+import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
-from qinfer.codec.frame import NewerFrame, decode_request
-from qinfer.delivery.base import Lease
-from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest
+from qinfer.codec.frame import NewerFrame, PayloadApart, decode_request
+from qinfer.delivery.base import Delivery, Lease
+from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError
+from qinfer.messages import Failure, InferRequest, Response
 from qinfer.repository.validate import validate
 from qinfer_workers.inference.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
-NEWER_FRAME_PAUSE_S = 1.0
+PAUSE_S = 1.0
+"""What this worker can't read now is released after so long; at once, it would be the next to fetch it."""
+
+LEAST_DELIVERIES = 2
+"""An entry that was in a batch when its worker died has one delivery that says nothing about it."""
+
+
+class Taken(NamedTuple):
+    """What became of leases: items that can run, and those whose tensors are still beside the stream."""
+
+    whole: list[Pending]
+    apart: list[Pending]
 
 
 class Intake:
     """Makes the pending items of one worker.
 
     Args:
+        delivery: Where payloads are.
         publisher: Takes what can't be executed.
         max_deliveries: An entry that was handed out more often is not tried again.
     """
 
-    def __init__(self, publisher: Publisher, max_deliveries: int) -> None:
+    def __init__(self, delivery: Delivery, publisher: Publisher, max_deliveries: int) -> None:
+        self._delivery = delivery
         self._publisher = publisher
-        self._max_deliveries = max_deliveries
+        self._most = max(max_deliveries, LEAST_DELIVERIES)
 
-    def items(self, batcher: Batcher, leases: Iterable[Lease]) -> list[Pending]:
-        """Decodes leases; those that can't be executed are answered, finished or released, and left out."""
-        items: list[Pending] = []
+    def items(self, batcher: Batcher, leases: Iterable[Lease]) -> Taken:
+        """Decodes leases; those that can't be executed are buried, answered or released, and left out."""
+        taken = Taken([], [])
         for lease in leases:
             item = self._item(batcher, lease)
             if item is None:
                 continue
-            if lease.deliveries > self._max_deliveries:
-                logger.error("given up", extra={"request_id": item.request.id, "deliveries": lease.deliveries})
+            if lease.deliveries > self._most:
                 text = f"the request was given up: {lease.deliveries - 1} executions did not end"
-                batcher.fail([item], InferenceFailed(text))
+                self._bury(batcher, item, InferenceFailed(text))
+            elif item.request.payload:
+                taken.apart.append(item)
             elif item.request.generation == batcher.model.generation or self.fits(batcher, item):
-                items.append(item)
-        return items
+                taken.whole.append(item)
+        return taken
+
+    async def complete(self, batcher: Batcher, apart: Sequence[Pending]) -> list[Pending]:
+        """Reads the tensors of items that came without; those that are not to be executed are left out.
+
+        What is gone was cancelled or has expired: there is nobody to answer.
+        """
+        found = await asyncio.gather(*(self._complete(batcher, item) for item in apart))
+        return [item for item, is_whole in zip(apart, found, strict=True) if is_whole]
 
     def fits(self, batcher: Batcher, item: Pending) -> bool:
         """Checks an item that was admitted under another generation; one that does not fit any more is answered."""
@@ -50,28 +75,78 @@ class Intake:
         except InvalidRequest as error:
             batcher.fail([item], error)
             return False
-        item.key = batcher.key_of(item.request)
+        batcher.classify(item)
         return True
 
     def _item(self, batcher: Batcher, lease: Lease) -> Pending | None:
         try:
             request = decode_request(lease.frame)
+        except PayloadApart as apart:
+            return self._pending(batcher, lease, apart.request)
         except NewerFrame:
             logger.warning("frame of a newer qinfer released", extra={"entry_id": lease.entry.entry_id})
-            self._publisher.release_later(lease, NEWER_FRAME_PAUSE_S)
+            self._publisher.release_later(lease, PAUSE_S)
             return None
         except CorruptEntry as error:
-            logger.error("corrupt entry dropped", extra={"entry_id": lease.entry.entry_id, "reason": error.message})
-            self._publisher.discard(lease)
+            logger.error("corrupt entry", extra={"entry_id": lease.entry.entry_id, "reason": error.message})
+            self._publisher.bury(lease, error, batcher.tally)
             return None
-        spec = batcher.model.spec
+        item = self._pending(batcher, lease, request)
+        self._measure(batcher, item)
+        return item
+
+    def _pending(self, batcher: Batcher, lease: Lease, request: InferRequest) -> Pending:
         enqueued_s = lease.entry.enqueued_s
         return Pending(
-            rows=request.inputs[0].shape[0] if spec.max_batch_size and request.inputs else 1,
-            key=batcher.key_of(request),
+            rows=1,
+            key=None,
             enqueued_s=enqueued_s,
-            deadline_s=enqueued_s + (request.timeout_s or spec.default_timeout_s),
+            deadline_s=enqueued_s + (request.timeout_s or batcher.model.spec.default_timeout_s),
             alone=lease.suspect,
             lease=lease,
             request=request,
         )
+
+    def _measure(self, batcher: Batcher, item: Pending) -> None:
+        """Sets what the tensors say."""
+        inputs = item.request.inputs
+        if batcher.model.spec.max_batch_size and inputs and inputs[0].shape:
+            item.rows = inputs[0].shape[0]
+        batcher.classify(item)
+
+    async def _complete(self, batcher: Batcher, item: Pending) -> bool:
+        lease = item.lease
+        try:
+            payload = await self._delivery.payload(lease.entry, item.request.id)
+        except QinferError as error:
+            logger.warning("payload not read", extra={"request_id": item.request.id, "reason": error.message})
+            self._publisher.release_later(lease, PAUSE_S, item)
+            return False
+        if payload is None:
+            self._publisher.discard(item)
+            return False
+        if item.lost:
+            return False
+        try:
+            item.request = decode_request(lease.frame, payload)
+        except CorruptEntry as error:
+            self._bury(batcher, item, error)
+            return False
+        if item.request.generation != batcher.model.generation:
+            return self.fits(batcher, item)
+        self._measure(batcher, item)
+        return True
+
+    def _bury(self, batcher: Batcher, item: Pending, error: QinferError) -> None:
+        """Gives an item up: it becomes a dead letter, and its caller is told why."""
+        deliveries, failure = item.lease.deliveries, Failure.of(error)
+        logger.error("given up", extra={"request_id": item.request.id, "deliveries": deliveries, "code": failure.code})
+        batcher.tally.failed(failure.code)
+        response = Response(
+            request_id=item.request.id,
+            model=batcher.model.spec.name,
+            version=batcher.model.version,
+            failure=failure,
+            attempt=deliveries,
+        )
+        self._publisher.bury(item.lease, error, batcher.tally, (item, response))

@@ -1,110 +1,158 @@
-"""The leases in this worker's hands, and the thread that renews them.
+"""The leases in this worker's hands: which there are, when they were last renewed, and which of them are lost.
 
-A thread with its own connection, because an event loop that is busy for seconds must not lose its leases. What the
-two threads share is one set under one lock: the loop adds and removes whole batches, the thread copies it now and then.
+Who renews them is beside the worker (`renewals`): an event loop that is busy for seconds must not lose its leases.
 """
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from qinfer.batching.execution import Pending
-from qinfer.delivery.base import Entry, Lease
-from qinfer.errors import BrokerUnavailable
+from qinfer.clock import ServerClock
+from qinfer.delivery.base import Entry, Lane
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.5
+Place = tuple[Lane, str]
+"""Where an entry is: its lane, and its id there."""
 
 
-class Renewer(Protocol):
-    """The part of `Delivery` that the thread uses."""
+class Renewals(Protocol):
+    """Renews what a keeper holds; `renewals` has one in a thread and one in a process."""
 
-    def renew(self, leases: Sequence[Lease]) -> list[Lease]:
-        """Renews leases, and returns those that are lost."""
+    async def run(self, keeper: "LeaseKeeper") -> None:
+        """Renews again and again until cancelled, and tells the keeper what came of it (`LeaseKeeper.renewed`)."""
+        ...
+
+    def ask(self) -> None:
+        """Has everything that is held by now renewed at once."""
         ...
 
 
 class LeaseKeeper:
-    """See the module docstring.
+    """See the module docstring. Used on the event loop, but `held`, which any thread may call.
 
     Args:
-        delivery: Renews.
-        every_s: Seconds between renewals.
-        on_lost: Called on the event loop for each held item whose lease is lost.
+        renewals: Renews.
+        clock: The broker's time, in which deadlines are.
+        lease_s: Seconds without renewal after which another worker may take an entry.
+        lanes: Tells the lanes that this worker fetches from.
+        on_lost: Called for each held item whose lease is lost.
     """
 
-    def __init__(self, delivery: Renewer, every_s: float, on_lost: Callable[[Pending], None]) -> None:
-        self._delivery = delivery
-        self._every_s = every_s
+    def __init__(
+        self,
+        renewals: Renewals,
+        clock: ServerClock,
+        lease_s: float,
+        lanes: Callable[[], Iterable[Lane]],
+        on_lost: Callable[[Pending], None],
+    ) -> None:
+        self.lanes = lanes
+        self._renewals = renewals
+        self._clock = clock
+        self._lease_s = lease_s
         self._on_lost = on_lost
-        self._held: set[Pending] = set()
+        self._held: dict[Pending, float] = {}
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._renewed_at = time.monotonic()
+        self._failing: dict[Lane, float] = {}
+        """Lanes whose last renewal failed: when one succeeded last."""
+        self._renewed = asyncio.Event()
 
-    def start(self) -> None:
-        """Starts the thread; call it on the event loop that `on_lost` is to run on."""
-        loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._serve, args=(loop,), name="renew", daemon=True)
-        self._thread.start()
+    async def run(self) -> None:
+        """Has the leases renewed until cancelled."""
+        await self._renewals.run(self)
 
-    def stop(self) -> None:
-        """Ends the thread; a renewal under way is not waited for."""
-        self._stop.set()
+    async def watch(self) -> None:
+        """Waits until what is fetched from the lanes from now on will be renewed, whatever the model's code does."""
+        asked_s = time.monotonic()
+        while self._renewed_at < asked_s:
+            self._renewals.ask()
+            await self._renewed.wait()
 
     def hold(self, items: Iterable[Pending]) -> None:
-        """Renews these from now on."""
+        """Has these renewed from now on."""
+        now_s = time.monotonic()
         with self._lock:
-            self._held.update(items)
+            self._held.update(dict.fromkeys(items, now_s))
 
     def drop(self, items: Iterable[Pending]) -> None:
-        """Renews these no longer."""
+        """Has these renewed no longer."""
         with self._lock:
-            self._held.difference_update(items)
+            for item in items:
+                self._held.pop(item, None)
 
     def holds(self, entry: Entry) -> bool:
         """Tells whether an entry is in this worker's hands already."""
+        place = entry.lane, entry.entry_id
+        return any(place_of(item) == place for item in self.held())
+
+    def held(self) -> list[Pending]:
+        """Returns what is held."""
         with self._lock:
-            return any(item.lease.entry == entry for item in self._held)
+            return list(self._held)
 
-    def renew_once(self) -> list[Pending]:
-        """Renews what is held, and returns what is lost; blocking.
+    def wanted(self) -> list[tuple[Pending, float]]:
+        """Returns what is to be renewed, and on the monotonic clock until when.
 
-        Raises:
-            BrokerUnavailable: Nothing is known.
+        A lease time after its deadline nobody waits for an item, which must not be in flight for ever because a model
+        never returns.
         """
-        with self._lock:
-            items = list(self._held)
-        if not items:
-            return []
-        lost = {lease.entry for lease in self._delivery.renew([item.lease for item in items])}
-        return [item for item in items if item.lease.entry in lost] if lost else []
+        now_s = time.monotonic()
+        ends = ((item, self._clock.to_monotonic_s(item.deadline_s) + self._lease_s) for item in self.held())
+        return [(item, end_s) for item, end_s in ends if end_s > now_s]
 
-    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
-        pause_s = self._every_s
-        while not self._stop.wait(pause_s):
-            try:
-                lost = self.renew_once()
-                pause_s = self._every_s
-            except BrokerUnavailable as error:
-                logger.warning("leases not renewed", extra={"reason": error.message})
-                pause_s = min(_RETRY_S, self._every_s)
-                continue
-            except Exception:  # the loop boundary: without this thread every lease would end
-                logger.exception("leases not renewed")
-                pause_s = min(_RETRY_S, self._every_s)
-                continue
-            if lost and not self._stop.is_set():
-                loop.call_soon_threadsafe(self._report, lost)
+    def is_sure(self, items: Iterable[Pending]) -> bool:
+        """Tells whether none of these leases can have ended unnoticed.
 
-    def _report(self, lost: list[Pending]) -> None:
-        for item in lost:
-            with self._lock:
-                held = item in self._held  # else it was finished meanwhile, and its lease ended by that
-                self._held.discard(item)
-            if held:
-                logger.warning("lease lost", extra={"request_id": item.request.id})
-                self._on_lost(item)
+        What was held at the last renewal that succeeded has been renewed since, and what came later was fetched later.
+        After a SIGSTOP, or a call that stopped the interpreter, that may be too long ago.
+        """
+        since_s = time.monotonic() - self._lease_s
+        return self._renewed_at > since_s and (
+            not self._failing or all(self._sure_at(item) > since_s for item in items)
+        )
+
+    async def confirm(self, items: Iterable[Pending]) -> None:
+        """Waits until each of these, which are held, was renewed after now, or found lost."""
+        asked_s = time.monotonic()
+        items = list(items)
+        while any(self._sure_at(item) < asked_s for item in items):
+            self._renewals.ask()
+            await self._renewed.wait()
+
+    def renewed(self, began_s: float, lost: Collection[Place], failed: Collection[Lane] = ()) -> None:
+        """Takes the outcome of a renewal.
+
+        Args:
+            began_s: When it began, on the monotonic clock.
+            lost: What it found lost, finished by another or owned by another.
+            failed: The lanes of which nothing is known.
+        """
+        self._failing = {lane: self._failing.get(lane, self._renewed_at) for lane in failed}
+        self._renewed_at = began_s
+        self._renewed.set()  # wakes those that wait now
+        self._renewed.clear()
+        if not lost:
+            return
+        for item in self.held():
+            if place_of(item) not in lost or not self._is_older(item, began_s):
+                continue  # else it was finished meanwhile, or released and fetched again
+            self.drop([item])
+            logger.warning("lease lost", extra={"request_id": item.request.id})
+            self._on_lost(item)
+
+    def _sure_at(self, item: Pending) -> float:
+        return self._failing.get(item.lease.entry.lane, self._renewed_at)
+
+    def _is_older(self, item: Pending, began_s: float) -> bool:
+        return self._held.get(item, began_s + 1) <= began_s
+
+
+def place_of(item: Pending) -> Place:
+    """Returns where an item's entry is."""
+    return item.lease.entry.lane, item.lease.entry.entry_id

@@ -1,24 +1,37 @@
 """Answers out, entries off the queue: publish first, then finish (DESIGN.md §2.2).
 
-A batch's responses travel as one blob for each process that waits, in chunks of at most 1 MiB. While Redis is away the
-publisher tries again for as long as the leases hold; a lease that is lost makes the answer somebody else's.
+    somebody waits       publish to `reply_to`, one blob for each process, in chunks of at most 1 MiB; then finish
+    asynchronous         settle, which stores the answer and removes the entry in one step
+    never to be executed bury; then answer in one of the two ways
+
+While Redis is away the publisher tries again for as long as the leases hold; a lease that is lost makes the answer
+somebody else's.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+
+import msgspec
 
 from qinfer.batching.execution import Pending
 from qinfer.codec.frame import encode_responses
-from qinfer.delivery.base import Delivery, Lease
-from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
-from qinfer.messages import Response
-from qinfer.tensors import Bytes
+from qinfer.delivery.base import DELAYED, Delivery, Lease
+from qinfer.errors import BrokerUnavailable, PayloadTooLarge, QinferError, QueueFull
+from qinfer.messages import Failure, Response
+from qinfer.observability.stats import StatsTally
 from qinfer_workers.inference.leases import LeaseKeeper
+from qinfer_workers.inference.outcomes import settlement_of
 
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2**20
+"""Outputs of one response above this travel beside the reply stream."""
+
+STORED_TTL_S = 120.0
+"""How long such outputs wait for the process that was told of them: it takes them at once, unless it is cut off."""
+
 FINISH_DELAY_S = 0.01
 """How long published items wait at most to be finished in one write with the next answers: nobody waits for it, and to
 wake Redis costs more than what it is woken for. After a crash in between others execute them again, unseen: the gateway
@@ -26,6 +39,7 @@ has followed the first attempt."""
 
 _Work = Callable[[], Awaitable[None]]
 _After = Callable[[Sequence[Pending]], None]
+_Answer = tuple[Pending, Response]
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
 
@@ -46,28 +60,77 @@ class Publisher:
         self._open: set[asyncio.Task[None]] = set()
         self._published: list[Pending] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._later: dict[Lease, asyncio.TimerHandle] = {}
         self._closed = False
 
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
-        """Publishes responses, then finishes the items' entries."""
-        self._spawn(lambda: self._publish(items, responses), items, self._finish_soon)
+        """Publishes responses and then finishes the items' entries; settles asynchronous requests."""
+        for item in items:
+            if not item.request.reply_to:
+                self._answer_apart(items, responses)
+                break
+        else:
+            self._spawn(lambda: self._publish(items, responses), items, self._finish_soon)
         self._finish_now()
 
     def give_back(self, items: Sequence[Pending]) -> None:
-        """Releases items that did not begin to execute."""
+        """Releases items that did not begin to execute; suspects stay suspects."""
         self._spawn(lambda: self._delivery.release([item.lease for item in items]), items, self._keeper.drop)
 
-    def discard(self, lease: Lease) -> None:
-        """Finishes an entry that nobody can answer."""
-        self._spawn(lambda: self._delivery.finish([lease.entry]))
+    def delay(self, items: Sequence[Pending]) -> None:
+        """Moves items behind the others of their level: each to the `.delayed` lane of the lane that it is in."""
+        by_lane: dict[str, list[Pending]] = {}
+        for item in items:
+            by_lane.setdefault(item.lease.entry.lane.name, []).append(item)
+        for name, group in by_lane.items():
+            leases = [item.lease for item in group]
+            self._spawn(partial(self._delivery.delay, leases, name + DELAYED), group, self._keeper.drop)
 
-    def release_later(self, lease: Lease, delay_s: float) -> None:
+    def bury(self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None) -> None:
+        """Makes a dead letter of an entry, and then answers it, if there is somebody to answer."""
+        request_id = answer[1].request_id if answer else ""
+        tries = 0
+        if answer is not None:
+            self._keeper.drop([answer[0]])  # whether it is still owned, `bury` looks
+
+        async def work() -> None:
+            nonlocal tries
+            tries += 1
+            if await self._delivery.bury(lease, request_id, error.code.value, error.message):
+                tally.buried()
+            elif tries == 1:
+                return  # it is gone, or another's
+            if answer is None:
+                return
+            item, response = answer
+            if item.request.reply_to:
+                await self._delivery.publish(item.request.reply_to, encode_responses([response]))
+            else:
+                # The entry, whose deliveries the queue would count, is gone.
+                await self._delivery.requests.settle([settlement_of(item, response, attempt=lease.deliveries - 1)])
+
+        self._spawn(work)
+
+    def discard(self, item: Pending) -> None:
+        """Finishes an entry that nobody waits for."""
+        self._keeper.drop([item])
+        self._spawn(lambda: self._delivery.finish([item.lease.entry]))
+
+    def release_later(self, lease: Lease, delay_s: float, item: Pending | None = None) -> None:
         """Releases an entry that this worker can't read; not at once, or it would be the next to fetch it."""
-        release = self._delivery.release
-        asyncio.get_running_loop().call_later(delay_s, self._spawn, lambda: release([lease]))
+        if item is not None:
+            self._keeper.drop([item])
+        timer = asyncio.get_running_loop().call_later(delay_s, self._release, lease)
+        self._later[lease] = timer
 
     async def settle(self) -> None:
-        """Waits until everything handed over is done."""
+        """Waits until everything handed over is done; what is to be released later is released now."""
+        for lease in list(self._later):
+            self._release(lease)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Waits until everything handed over, but for what is to be released later, is done."""
         while self._open or self._published:
             self._finish_now()
             await asyncio.wait(self._open)
@@ -75,13 +138,67 @@ class Publisher:
     def close(self) -> None:
         """Takes nothing more and abandons what is not done: its leases will end, and pass to another worker."""
         self._closed = True
+        for timer in self._later.values():
+            timer.cancel()
         for task in self._open:
             task.cancel()
 
+    def _release(self, lease: Lease) -> None:
+        self._later.pop(lease).cancel()
+        self._spawn(lambda: self._delivery.release([lease]))
+
+    def _answer_apart(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+        """Settles the asynchronous requests among some items, and publishes the other responses."""
+        by_id = {item.request.id: item for item in items if not item.request.reply_to}
+        answers = [(by_id[r.request_id], r) for r in responses if r.final and r.request_id in by_id]
+        self._spawn(lambda: self._settle(answers), list(by_id.values()))
+        waiting = [item for item in items if item.request.reply_to]
+        if waiting:
+            theirs = [response for response in responses if response.request_id not in by_id]
+            self._spawn(lambda: self._publish(waiting, theirs), waiting, self._finish_soon)
+
     async def _publish(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
-        for address, blob in _blobs(items, responses):
+        if not self._keeper.is_sure(items):
+            await self._keeper.confirm(items)
+        for address, group, is_large in _chunks(items, responses):
+            blob = encode_responses(group)
+            if is_large:
+                blob = encode_responses([await self._store(items, group[0], blob)])
             if not await self._delivery.publish(address, blob):
                 logger.debug("nobody waits any more", extra={"reply_to": address})
+
+    async def _store(self, items: Sequence[Pending], response: Response, blob: bytes) -> Response:
+        """Stores a response's outputs beside the reply stream; returns what is published instead."""
+        item = next(item for item in items if item.request.id == response.request_id)
+        try:
+            await self._delivery.store_result(item.lease.entry.lane, response.request_id, blob, STORED_TTL_S)
+        except PayloadTooLarge as error:
+            return _failed(response, error)
+        return msgspec.structs.replace(response, outputs=(), stored=True)
+
+    async def _settle(self, answers: Sequence[_Answer]) -> None:
+        """Ends asynchronous requests; what another has ended before stays as it is."""
+        items = [item for item, _ in answers]
+        if not self._keeper.is_sure(items):
+            await self._keeper.confirm(items)
+        answers = [answer for answer in answers if not answer[0].lost]
+        self._keeper.drop(items)  # before they end: a renewal just after would find their leases lost
+        try:
+            await self._settle_all(answers)
+        except (BrokerUnavailable, QueueFull):
+            self._keeper.hold(item for item in items if not item.lost)
+            raise
+
+    async def _settle_all(self, answers: Sequence[_Answer]) -> None:
+        try:
+            await self._delivery.requests.settle([settlement_of(item, response) for item, response in answers])
+        except PayloadTooLarge as error:  # none has ended, and it does not say which is too large
+            if len(answers) > 1:
+                for answer in answers:
+                    await self._settle_all([answer])
+                return
+            ((item, response),) = answers
+            await self._delivery.requests.settle([settlement_of(item, _failed(response, error))])
 
     def _finish_soon(self, items: Sequence[Pending]) -> None:
         """Finishes published items together with those of the next batches."""
@@ -131,19 +248,28 @@ class Publisher:
             after(items)
 
 
-def _blobs(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator[tuple[str, Bytes]]:
-    """Encodes what each waiting process gets; nobody waits on the other end of an asynchronous request."""
+def _failed(response: Response, error: QinferError) -> Response:
+    return msgspec.structs.replace(response, outputs=(), failure=Failure.of(error))
+
+
+def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
+    """Cuts what each waiting process gets into chunks; a response whose outputs are too large is one by itself."""
     for address, group in _by_address(items, responses).items():
         begin = size = 0
         for end, response in enumerate(group):
             nbytes = 0
             for tensor in response.outputs:
                 nbytes += tensor.nbytes
-            if size and size + nbytes > CHUNK_BYTES:
-                yield address, encode_responses(group[begin:end])
+            if size + nbytes > CHUNK_BYTES:
+                if end > begin:
+                    yield address, group[begin:end], False
                 begin, size = end, 0
+            if nbytes > CHUNK_BYTES:
+                yield address, group[end : end + 1], True
+                begin, nbytes = end + 1, 0
             size += nbytes
-        yield address, encode_responses(group[begin:])
+        if begin < len(group):
+            yield address, group[begin:], False
 
 
 def _by_address(items: Sequence[Pending], responses: Sequence[Response]) -> dict[str, Sequence[Response]]:
@@ -153,7 +279,7 @@ def _by_address(items: Sequence[Pending], responses: Sequence[Response]) -> dict
         if item.lost or item.request.reply_to != address:
             break
     else:
-        return {address: responses} if address else {}
+        return {address: responses}
     address_of = {item.request.id: item.request.reply_to for item in items if not item.lost}
     groups: dict[str, list[Response]] = {}
     for response in responses:

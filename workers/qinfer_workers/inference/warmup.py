@@ -2,6 +2,8 @@
 
 Samples of the configuration must succeed, as in Triton; the automatic run may fail, because zeros in made-up shapes are
 not every model's idea of an input. Its second repetition also tells the latency model about t(1).
+
+A run ends where it calls another model, which may not be loaded yet; that fails neither.
 """
 
 import logging
@@ -12,8 +14,8 @@ import numpy as np
 
 from qinfer.backends.base import Array, Backend, Batch
 from qinfer.batching.latency import LatencyModel
-from qinfer.errors import ModelLoadFailed, QinferError
-from qinfer.messages import InferRequest
+from qinfer.errors import ModelLoadFailed, ModelNotReady, QinferError
+from qinfer.messages import InferRequest, Response
 from qinfer.repository.spec import ModelSpec
 from qinfer.tensors import DATATYPES, Tensor
 
@@ -23,7 +25,14 @@ _Inputs = Mapping[str, tuple[str, tuple[int, ...], bool]]
 
 
 class _Unheard:
-    """A context whose answers nobody waits for."""
+    """A context whose answers nobody waits for.
+
+    Attributes:
+        called: Whether a call was asked for, and refused: what the backend does from there on tells nothing.
+    """
+
+    def __init__(self) -> None:
+        self.called = False
 
     def respond(self, item: int, outputs: tuple[Tensor, ...] | QinferError, *, final: bool = True) -> None:
         """Raises the item's own failure, if it is one."""
@@ -35,6 +44,11 @@ class _Unheard:
         """Tells that somebody waits."""
         del item
         return False
+
+    def call(self, request: InferRequest) -> Response:
+        """Refuses: a model that is being loaded can't wait for another that may be loaded after it."""
+        self.called = True
+        raise ModelNotReady(f"model '{request.model}' can't be called during warm-up")
 
 
 def warm_up(backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: float) -> None:
@@ -51,21 +65,27 @@ def warm_up(backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: flo
     """
     for sample in spec.warmup:
         batch = _batch(spec, sample.inputs, sample.batch_size)
+        ctx = _Unheard()
         try:
             for _ in range(sample.count):
-                backend.execute(batch, _Unheard())
+                backend.execute(batch, ctx)
         except Exception as error:  # the boundary to the model's code
+            if ctx.called:
+                continue
             raise ModelLoadFailed(f"warm-up sample '{sample.name}' of model '{spec.name}' failed: {error}") from error
     zeros = {i.name: (i.datatype, tuple(max(d, 1) for d in i.dims), False) for i in spec.inputs if not i.optional}
     batch = _batch(spec, zeros, min(spec.max_batch_size, 1))
+    ctx = _Unheard()
     try:
-        backend.execute(batch, _Unheard())
+        backend.execute(batch, ctx)
         begin_s = time.perf_counter()
-        backend.execute(batch, _Unheard())
+        backend.execute(batch, ctx)
     except Exception as error:  # noqa: BLE001  the boundary to the model's code
-        logger.warning("automatic warm-up failed", extra={"model": spec.name, "reason": str(error)})
+        if not ctx.called:
+            logger.warning("automatic warm-up failed", extra={"model": spec.name, "reason": str(error)})
         return
-    latency.observe(1, time.perf_counter() - begin_s, now_s)
+    if not ctx.called:
+        latency.observe(1, time.perf_counter() - begin_s, now_s)
 
 
 def _batch(spec: ModelSpec, inputs: _Inputs, rows: int) -> Batch:

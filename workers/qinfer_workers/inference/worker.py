@@ -7,40 +7,30 @@ One fetch loop for each model version; everything but the model code and lease r
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import NamedTuple
 
-from qinfer.backends import registry
-from qinfer.backends.base import BackendFactory
 from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Pending
 from qinfer.control.base import ControlStore
+from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Delivery, Lane, Lease
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.settings import Settings
+from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import Heartbeat
 from qinfer_workers.inference.intake import Intake
-from qinfer_workers.inference.leases import LeaseKeeper
+from qinfer_workers.inference.leases import LeaseKeeper, Renewals
 from qinfer_workers.inference.models import Key, Loaded, Loader, Models
 from qinfer_workers.inference.publisher import Publisher
+from qinfer_workers.inference.renewals import ThreadRenewals
+from qinfer_workers.inference.serving import Serving
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _MAX_RECLAIMS = 100  # in a row that yield nothing to run
-
-
-class Serving(NamedTuple):
-    """A model version that is served."""
-
-    batcher: Batcher
-    lanes: tuple[Lane, ...]
-    fetcher: asyncio.Task[None]
-    quiet: asyncio.Event
-    """Set while no fetch is under way: what a cancelled fetch had taken would be lost until its lease ends."""
 
 
 class Worker:
@@ -50,9 +40,9 @@ class Worker:
         settings: Its settings.
         delivery: The queue.
         store: Desired state, heartbeats and statistics.
-        version_dir: Tells where the files of a (model, version) are.
+        loader: Loads model versions.
         worker_id: Unique for each start; the consumer name too.
-        factory: Backend name → factory.
+        renewals: Renews the leases; by default in a thread.
     """
 
     def __init__(
@@ -60,9 +50,9 @@ class Worker:
         settings: Settings,
         delivery: Delivery,
         store: ControlStore,
-        version_dir: Callable[[str, int], Path],
+        loader: Loader,
         worker_id: str,
-        factory: Callable[[str], BackendFactory] = registry.factory,
+        renewals: Renewals | None = None,
     ) -> None:
         self._settings = settings.worker
         self._delivery = delivery
@@ -70,8 +60,16 @@ class Worker:
         self._id = worker_id
         self._serving: dict[Key, Serving] = {}
         self._exclusive = asyncio.Lock()
-        self._keeper = LeaseKeeper(delivery, settings.worker.renew_every_s, self._lost)
-        loader = Loader(version_dir, factory, delivery.clock)
+        self._catalog = Catalog(store, settings.limits)
+        self._hands_empty = False
+        """Hands are being emptied or empty: only what the batches in hand call goes on."""
+        self._keeper = LeaseKeeper(
+            renewals or ThreadRenewals(delivery.renew, settings.worker.renew_every_s),
+            delivery.clock,
+            settings.worker.lease_s,
+            self._lanes,
+            self._lost,
+        )
         self._models = Models(store, settings.worker.models, settings.limits, loader, self)
         self._heartbeat = Heartbeat(
             store, worker_id, settings.worker, delivery.clock, self._models.states, self._batchers
@@ -79,40 +77,42 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains: ends what runs, releases what does not, retires the heartbeat."""
-        self._keeper.start()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                self._publisher = Publisher(self._delivery, self._keeper, tasks)
-                self._intake = Intake(self._publisher, self._settings.max_deliveries)
-                models = tasks.create_task(self._models.run(self._heartbeat.changed))
-                heartbeat = tasks.create_task(self._heartbeat.run())
-                reclaimer = tasks.create_task(self._reclaim_loop())
-                try:
-                    await stop.wait()
-                    await _end(models, reclaimer)
-                    await self._drain(heartbeat)
-                finally:
-                    self._publisher.close()
-                await _end(heartbeat, *(serving.fetcher for serving in self._serving.values()))
-        finally:
-            self._keeper.stop()
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            self._publisher = Publisher(self._delivery, self._keeper, tasks)
+            self._intake = Intake(self._delivery, self._publisher, self._settings.max_deliveries)
+            self._caller = Caller(self._delivery, self._catalog, self._id, tasks, self._called)
+            renewals = tasks.create_task(self._keeper.run())
+            models = tasks.create_task(self._models.run(self._heartbeat.changed))
+            heartbeat = tasks.create_task(self._heartbeat.run())
+            reclaimer = tasks.create_task(self._reclaim_loop())
+            try:
+                await stop.wait()
+                await _end(models, reclaimer)
+                await self._drain(heartbeat)
+            finally:
+                self._publisher.close()  # first: that its calls end makes no answer of what did not end in time
+                calls = self._caller.close()
+            await _end(heartbeat, *calls, *(serving.fetcher for serving in self._serving.values()))
+            await self._caller.discard()
+            await _end(renewals)
 
     def serve(self, loaded: Loaded) -> None:
         """Serves a model version, in place of its earlier generation if there is one."""
         spec, key = loaded.spec, (loaded.spec.name, loaded.version)
         executor = ThreadExecutor(loaded.instances, asyncio.get_running_loop(), f"{spec.name}-{loaded.version}")
-        model = LoadedModel(spec=spec, version=loaded.version, generation=loaded.generation, executor=executor)
+        model = LoadedModel(
+            spec=spec, version=loaded.version, generation=loaded.generation, executor=executor, caller=self._caller
+        )
         serving = self._serving.get(key)
         if serving is not None:
             batcher = serving.batcher
             batcher.admit([i for i in batcher.replace(model, loaded.latency) if self._intake.fits(batcher, i)])
+            serving.reread()
             return
         batcher = Batcher(model, self._delivery.clock, self._publisher, loaded.latency)
-        lanes, quiet = (Lane(spec.name, loaded.version),), asyncio.Event()
-        quiet.set()
-        fetcher = self._tasks.create_task(self._fetch_loop(batcher, lanes, quiet))
-        self._serving[key] = Serving(batcher, lanes, fetcher, quiet)
+        serving = self._serving[key] = Serving(batcher)
+        serving.fetcher = self._tasks.create_task(self._fetch_loop(serving))
 
     async def retire(self, model: str, version: int) -> None:
         """Drains a model version and unloads it."""
@@ -127,17 +127,21 @@ class Worker:
     def _batchers(self) -> list[Batcher]:
         return [serving.batcher for serving in self._serving.values()]
 
-    async def _fetch_loop(self, batcher: Batcher, lanes: Sequence[Lane], quiet: asyncio.Event) -> None:
+    def _lanes(self) -> list[Lane]:
+        return [lane for serving in self._serving.values() for lane in serving.lanes]
+
+    async def _fetch_loop(self, serving: Serving) -> None:
         """Fetches whenever the batcher has room."""
-        longest_s = self._settings.max_wait_s
+        batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
+        await self._keeper.watch()
         while True:
             await batcher.fetchable()
             count, wait_s = batcher.room()
             quiet.clear()
             try:
-                leases = await self._delivery.fetch(lanes, self._id, count, min(wait_s, longest_s))
+                leases = await self._delivery.fetch(serving.lanes, self._id, count, min(wait_s, longest_s))
                 if leases:
-                    self._take_in(batcher, leases)
+                    self._take_in(batcher, await self._items(batcher, leases))
                     await asyncio.sleep(0)  # answers that are ready leave in one write with the next fetch
             except QinferError as error:  # the broker's state, or its refusal: either may pass
                 logger.warning("nothing fetched", extra={"reason": error.message})
@@ -145,10 +149,17 @@ class Worker:
             finally:
                 quiet.set()
 
-    def _take_in(self, batcher: Batcher, leases: Sequence[Lease]) -> None:
-        items = self._intake.items(batcher, leases)
-        self._keeper.hold(items)
-        if batcher.paused:
+    async def _items(self, batcher: Batcher, leases: Sequence[Lease]) -> list[Pending]:
+        """Makes items of leases, and holds them; waits only for tensors that are stored beside the stream."""
+        whole, apart = self._intake.items(batcher, leases)
+        self._keeper.hold(whole)
+        if apart:
+            self._keeper.hold(apart)
+            whole += await self._intake.complete(batcher, apart)
+        return [item for item in whole if not item.lost] if apart else whole
+
+    def _take_in(self, batcher: Batcher, items: Sequence[Pending]) -> None:
+        if items and batcher.paused:
             self._publisher.give_back(items)
         else:
             batcher.admit(items)
@@ -166,53 +177,84 @@ class Worker:
             await asyncio.sleep(self._settings.lease_s / 2)
             for key, serving in list(self._serving.items()):
                 try:
-                    suspects = await self._reclaim_one(serving)
-                    if suspects:
-                        await self._run_suspects(key, serving, suspects)
+                    await serving.find_leftovers(self._delivery)
+                    if await self._has_suspects(serving):
+                        await self._run_suspects(key, serving)
                 except QinferError as error:
                     logger.warning("nothing reclaimed", extra={"reason": error.message})
 
-    async def _reclaim_one(self, serving: Serving) -> list[Pending]:
+    async def _has_suspects(self, serving: Serving) -> bool:
+        """Tells whether there is anything to reclaim, and leaves it where it is.
+
+        To hold it until this worker's hands are empty would count an execution, should the worker die before; and
+        another worker may have its hands free sooner.
+        """
+        leases = await self._reclaim(serving)
+        if leases:
+            logger.warning("suspects found", extra={"model": leases[0].entry.lane.model})
+            await self._delivery.release(leases)
+        return bool(leases)
+
+    async def _run_suspects(self, key: Key, serving: Serving) -> None:
+        """Runs dead workers' entries one by one, while this worker holds nothing else (DESIGN.md §2.5).
+
+        But what a suspect calls: a model that it calls serves on until the suspect has ended, or it would wait for it.
+        """
+        async with self._alone():
+            # Hands take a while to empty: the model may be gone by now.
+            while self._serving.get(key) is serving and (suspects := await self._next_suspect(serving)):
+                serving.batcher.admit(suspects)
+                await serving.batcher.idle()
+                await self._empty_hands()  # of what the suspect called
+                await self._publisher.flush()  # or a crash of the next would count against this one
+
+    async def _next_suspect(self, serving: Serving) -> list[Pending]:
         """Takes and holds one entry, if any: were there more, a crash on the first would count against the others."""
         for _ in range(_MAX_RECLAIMS):
-            leases = await self._delivery.reclaim(serving.lanes, self._id, self._settings.lease_s, 1)
-            if not leases:
-                break
-            mine = [lease for lease in leases if not self._keeper.holds(lease.entry)]
-            for lease in mine:
+            leases = await self._reclaim(serving)
+            for lease in leases:
                 logger.warning("reclaimed", extra={"entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})
-            items = self._intake.items(serving.batcher, mine)
-            if items:
-                self._keeper.hold(items)
+            items = await self._items(serving.batcher, leases)
+            if items or not leases:
                 return items
         return []
 
-    async def _run_suspects(self, key: Key, serving: Serving, suspects: list[Pending]) -> None:
-        """Runs a dead worker's entries one by one, while this worker holds nothing else (DESIGN.md §2.5)."""
-        batcher = serving.batcher
-        try:
-            async with self._alone():
-                # Hands take a while to empty: the model may be another by now, or gone, and the lease lost.
-                while suspects and self._serving.get(key) is serving:
-                    fit = [item for item in suspects if not item.lost and self._intake.fits(batcher, item)]
-                    suspects = []
-                    batcher.admit(fit)
-                    await batcher.idle()
-                    suspects = await self._reclaim_one(serving)
-        finally:
-            self._keeper.drop(suspects)  # not released, which would clear them of suspicion
+    async def _reclaim(self, serving: Serving) -> list[Lease]:
+        """Reclaims one entry, if there is any that this worker does not hold already."""
+        for _ in range(_MAX_RECLAIMS):
+            leases = await self._delivery.reclaim(serving.lanes, self._id, self._settings.lease_s, 1)
+            mine = [lease for lease in leases if not self._keeper.holds(lease.entry)]
+            if mine or not leases:
+                return mine
+        return []
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
         """Empties the worker's hands, and lets it go on afterwards."""
         async with self._exclusive:
             try:
-                for serving in list(self._serving.values()):
-                    await self._pause(serving)
+                await self._empty_hands()
+                await self._publisher.flush()
                 yield
             finally:
+                self._hands_empty = False
                 for batcher in self._batchers():
                     batcher.resume()
+
+    async def _empty_hands(self) -> None:
+        """Pauses all models and waits until nothing executes; a model that a batch in hand calls is paused after it."""
+        self._hands_empty = True
+        while moving := {key: serving for key, serving in self._serving.items() if not serving.is_still}:
+            first = [serving for key, serving in moving.items() if not self._caller.is_target(*key)]
+            async with asyncio.TaskGroup() as pauses:
+                for serving in first or moving.values():  # models that call one another can't wait for one another
+                    pauses.create_task(self._pause(serving))
+
+    def _called(self, lane: Lane) -> None:
+        """Lets a model that a batch in hand calls go on, where it was paused already."""
+        serving = self._serving.get((lane.model, lane.version))
+        if self._hands_empty and serving is not None:
+            serving.batcher.resume()
 
     async def _pause(self, serving: Serving) -> None:
         await serving.batcher.pause()
@@ -224,9 +266,9 @@ class Worker:
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
         try:
             async with asyncio.timeout(self._settings.drain_s):
-                async with self._exclusive, asyncio.TaskGroup() as drains:
-                    for serving in self._serving.values():
-                        drains.create_task(self._pause(serving))
+                async with self._exclusive:
+                    await self._empty_hands()
+                self._hands_empty = False
                 for model, version in list(self._serving):
                     await self.retire(model, version)
                 await self._publisher.settle()

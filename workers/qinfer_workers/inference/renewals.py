@@ -1,0 +1,175 @@
+"""How leases are renewed beside the event loop: in a process, or in a thread where the queue is in this process.
+
+A thread survives a busy event loop; a model that keeps the GIL stops it. `renewer` is the process that goes on.
+"""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from qinfer.delivery import keys, scripts
+from qinfer.delivery.base import Lane, Lease
+from qinfer.errors import BrokerUnavailable
+from qinfer.settings import Settings
+from qinfer_workers.inference.leases import LeaseKeeper, Place
+from qinfer_workers.renewer import LENGTH, TELLS_PER_RENEWAL, Held, Hello, Report, packed
+
+logger = logging.getLogger(__name__)
+
+_PROGRAM = "qinfer_workers.renewer"
+_RETRY_S = 0.5
+
+
+class ThreadRenewals:
+    """Renews in a thread.
+
+    Args:
+        renew: `Delivery.renew`.
+        every_s: Seconds between renewals.
+    """
+
+    def __init__(self, renew: Callable[[Sequence[Lease]], list[Lease]], every_s: float) -> None:
+        self._renew = renew
+        self._every_s = every_s
+        self._wake = threading.Event()
+        self._is_ended = False
+
+    async def run(self, keeper: LeaseKeeper) -> None:
+        """See `Renewals.run`; a renewal under way at the end is not waited for."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._serve, args=(keeper, loop), name="renew", daemon=True).start()
+        try:
+            await loop.create_future()
+        finally:
+            self._is_ended = True
+            self._wake.set()
+
+    def ask(self) -> None:
+        """See `Renewals.ask`."""
+        self._wake.set()
+
+    def _serve(self, keeper: LeaseKeeper, loop: asyncio.AbstractEventLoop) -> None:
+        pause_s = self._every_s
+        while True:
+            self._wake.wait(pause_s)
+            if self._is_ended:
+                return
+            self._wake.clear()
+            began_s = time.monotonic()
+            lost, failed = self._renew_once(keeper)
+            pause_s = min(_RETRY_S, self._every_s) if failed else self._every_s
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(keeper.renewed, began_s, lost, failed)
+
+    def _renew_once(self, keeper: LeaseKeeper) -> tuple[set[Place], set[Lane]]:
+        """Renews what is held; returns what is lost, and the lanes of which nothing is known."""
+        by_lane: dict[Lane, list[Lease]] = {}
+        for item, _ in keeper.wanted():
+            by_lane.setdefault(item.lease.entry.lane, []).append(item.lease)
+        lost: set[Place] = set()
+        failed: set[Lane] = set()
+        for lane, leases in by_lane.items():
+            try:
+                lost.update((lane, lease.entry.entry_id) for lease in self._renew(leases))
+            except BrokerUnavailable as error:
+                logger.warning("leases not renewed", extra={"reason": error.message})
+                failed.add(lane)
+            except Exception:  # the loop boundary: without this thread every lease would end
+                logger.exception("leases not renewed")
+                failed.add(lane)
+        return lost, failed
+
+
+class ProcessRenewals:
+    """Renews in a process of its own, which is started again should it end.
+
+    Args:
+        settings: Where Redis is, and how often to renew.
+        consumer: The worker's id.
+    """
+
+    def __init__(self, settings: Settings, consumer: str) -> None:
+        redis, worker = settings.redis, settings.worker
+        self._hello = Hello(
+            url=redis.url.get_secret_value(),
+            sentinel_password=redis.sentinel_password.get_secret_value(),
+            cluster=redis.cluster,
+            connect_timeout_s=redis.connect_timeout_s,
+            command_timeout_s=redis.command_timeout_s,
+            group=keys.GROUP,
+            consumer=consumer.encode(),
+            script=scripts.RENEW.text,
+            every_s=worker.renew_every_s,
+            longest_s=max(settings.limits.max_timeout_s, settings.requests.max_timeout_s),
+        )
+        self._lanes: dict[bytes, Lane] = {}
+        self._asked = asyncio.Event()
+
+    async def run(self, keeper: LeaseKeeper) -> None:
+        """See `Renewals.run`."""
+        while True:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", _PROGRAM, stdin=PIPE, stdout=PIPE
+            )
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    telling = tasks.create_task(self._tell(process, keeper))
+                    await self._listen(process, keeper)
+                    telling.cancel()
+            finally:
+                with suppress(ProcessLookupError):
+                    process.kill()  # it has nothing to lose
+                await process.wait()
+            logger.error("the renewer of leases ended, starting another", extra={"status": process.returncode})
+            await asyncio.sleep(_RETRY_S)
+
+    def ask(self) -> None:
+        """See `Renewals.ask`."""
+        self._asked.set()
+
+    async def _tell(self, process: Process, keeper: LeaseKeeper) -> None:
+        """Tells what is held, again and again."""
+        assert process.stdin is not None
+        pause_s = self._hello.every_s / TELLS_PER_RENEWAL
+        with suppress(ConnectionError):  # it ended: `_listen` knows
+            process.stdin.write(packed(self._hello))
+            while True:
+                held = self._held(keeper)
+                held.now = self._asked.is_set()
+                self._asked.clear()
+                process.stdin.write(packed(held))
+                await process.stdin.drain()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._asked.wait()
+
+    def _held(self, keeper: LeaseKeeper) -> Held:
+        held = Held({})
+        for lane in keeper.lanes():
+            self._lanes[keys.lane(lane)] = lane
+            held.lanes[keys.lane(lane)] = {}
+        for item, until_s in keeper.wanted():
+            entry = item.lease.entry
+            self._lanes[keys.lane(entry.lane)] = entry.lane
+            held.lanes.setdefault(keys.lane(entry.lane), {})[entry.entry_id.encode()] = until_s
+        return held
+
+    async def _listen(self, process: Process, keeper: LeaseKeeper) -> None:
+        """Hands reports to the keeper until the process ends."""
+        assert process.stdout is not None
+        decoder = msgspec.msgpack.Decoder(Report)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+                report = decoder.decode(await process.stdout.readexactly(size))
+                if report.failed:
+                    logger.warning("leases not renewed", extra={"reasons": sorted(set(report.failed.values()))})
+                lost = {(self._lanes[lane], entry_id.decode()) for lane, entry_id in report.lost}
+                keeper.renewed(report.began_s, lost, [self._lanes[lane] for lane in report.failed])

@@ -1,0 +1,271 @@
+"""The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer`.
+
+A thread could not: it needs the GIL, which a model's code may hold for longer than a lease. So this is a process of its
+own, as small as it can be, which a worker starts for itself (`renewals.ProcessRenewals`) and talks to over two pipes:
+
+    worker ── Hello, then each second Held ──▶ stdin │ renewer │ stdout ── Report, one a renewal ──▶ worker
+
+What the worker told last is renewed. When it tells nothing for a while, because the GIL is held, so is what it has
+fetched since then: Redis knows. When the worker is gone, or stopped (SIGSTOP), nothing is: its work has to run
+elsewhere.
+
+It imports no part of qinfer that would bring numpy or pydantic along.
+"""
+
+import os
+import select
+import signal
+import struct
+import sys
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
+
+from qinfer.delivery.clients import blocking_client
+
+if TYPE_CHECKING:
+    from qinfer.settings import RedisSettings
+
+LENGTH = struct.Struct("<I")
+"""Each message is msgpack, and begins with its length."""
+
+TELLS_PER_RENEWAL = 3
+"""So often does a worker tell what it holds between two renewals."""
+
+_RETRY_S = 0.5
+_PAGE = 1000
+_READ_BYTES = 1 << 16
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """How to renew; the first message. The URL is a secret: it comes over the pipe, and is never shown.
+
+    Attributes:
+        url: Redis' URL.
+        sentinel_password: As in `RedisSettings`, like the next three.
+        cluster: Whether it is a cluster.
+        connect_timeout_s: How long to wait for a connection.
+        command_timeout_s: How long to wait for a reply.
+        group: The consumer group of the lanes.
+        consumer: The worker.
+        script: The text of `renew.lua`.
+        every_s: Seconds between renewals.
+        longest_s: What was fetched and not told of is renewed for so long at most.
+    """
+
+    url: str
+    sentinel_password: str
+    cluster: bool
+    connect_timeout_s: float
+    command_timeout_s: float
+    group: bytes
+    consumer: bytes
+    script: bytes
+    every_s: float
+    longest_s: float
+
+
+class Held(msgspec.Struct, array_like=True):
+    """What the worker holds: the key of each lane that it fetches from → entry id → until when to renew it.
+
+    Instants are on the monotonic clock, which the processes of a machine share.
+
+    Attributes:
+        lanes: See above.
+        now: Renew at once.
+    """
+
+    lanes: dict[bytes, dict[bytes, float]]
+    now: bool = False
+
+
+class Report(msgspec.Struct, array_like=True):
+    """What came of a renewal.
+
+    Attributes:
+        began_s: When it began.
+        lost: The lost leases, as lane's key and entry id.
+        failed: The keys of the lanes of which nothing is known, and why.
+    """
+
+    began_s: float
+    lost: list[tuple[bytes, bytes]]
+    failed: dict[bytes, str]
+
+
+class Secret(str):
+    """Text that `clients` takes for a setting of pydantic's, which is not imported here."""
+
+    __slots__ = ()
+
+    def get_secret_value(self) -> str:
+        """Returns it."""
+        return str(self)
+
+
+class _Redis(msgspec.Struct):
+    """What `clients` reads of `RedisSettings`."""
+
+    url: Secret
+    sentinel_password: Secret
+    cluster: bool
+    connect_timeout_s: float
+    command_timeout_s: float
+
+
+class Renewer:
+    """Renews the leases of one worker; blocking.
+
+    Args:
+        hello: How.
+        client: Redis; made of `hello` unless given.
+    """
+
+    def __init__(self, hello: Hello, client: Any = None) -> None:
+        self._hello = hello
+        self._client: Any = client or blocking_client(cast("RedisSettings", _redis_of(hello)))
+        self._told = Held({})
+        self._told_s = time.monotonic()
+        self._untold: dict[bytes, dict[bytes, float]] = {}
+
+    def tell(self, held: Held) -> None:
+        """Takes what the worker holds now."""
+        self._told, self._told_s = held, time.monotonic()
+        self._untold = {}
+
+    def renew(self) -> Report:
+        """Renews once."""
+        began_s = time.monotonic()
+        is_silent = began_s - self._told_s > 2 * self._hello.every_s / TELLS_PER_RENEWAL
+        report = Report(began_s, [], {})
+        for lane, entries in self._told.lanes.items():
+            try:
+                if is_silent:
+                    self._look(lane, began_s)
+                both = entries | self._untold.get(lane, {})
+                ids = [entry_id for entry_id, until_s in both.items() if until_s > began_s]
+                for start in range(0, len(ids), _PAGE):
+                    report.lost += [(lane, entry_id) for entry_id in self._renew(lane, ids[start : start + _PAGE])]
+            except (RedisError, RedisClusterException, OSError) as error:  # of this lane's node: the others may be well
+                report.failed[lane] = type(error).__name__
+        return report
+
+    def _look(self, lane: bytes, now_s: float) -> None:
+        """Takes note of what the worker has fetched from a lane since it told what it holds."""
+        group, consumer, known = self._hello.group, self._hello.consumer, self._told.lanes[lane]
+        untold = self._untold.setdefault(lane, {})
+        since_s = now_s - self._told_s + self._hello.every_s  # its reply may have been on the way then
+        try:
+            rows = self._client.xpending_range(lane, group, "-", "+", _PAGE, consumer)
+        except ResponseError as error:
+            if "NOGROUP " not in str(error):
+                raise
+            return
+        for row in rows:
+            entry_id, idle_s = row["message_id"], row["time_since_delivered"] / 1000
+            if entry_id not in known and entry_id not in untold and idle_s <= since_s:
+                untold[entry_id] = now_s + self._hello.longest_s
+
+    def _renew(self, lane: bytes, ids: list[bytes]) -> list[bytes]:
+        try:
+            lost: list[bytes] = self._client.eval(
+                self._hello.script, 1, lane, self._hello.group, self._hello.consumer, *ids
+            )
+        except ResponseError as error:
+            if "NOGROUP " not in str(error):  # in 6.2 somewhere in the text
+                raise
+            return ids  # the lane was deleted
+        return lost
+
+
+class _Inbox:
+    """Messages from the worker."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def read(self, wait_s: float) -> bool:
+        """Waits for bytes and takes those that are there; False when there will be no more."""
+        ready, _, _ = select.select([sys.stdin.fileno()], [], [], max(wait_s, 0.0))
+        if not ready:
+            return True
+        found = os.read(sys.stdin.fileno(), _READ_BYTES)
+        self._bytes += found
+        return bool(found)
+
+    def take(self) -> bytes | None:
+        """Returns the next whole message, without its length."""
+        if len(self._bytes) < LENGTH.size:
+            return None
+        end = LENGTH.size + LENGTH.unpack_from(self._bytes)[0]
+        if len(self._bytes) < end:
+            return None
+        message = bytes(self._bytes[LENGTH.size : end])
+        del self._bytes[:end]
+        return message
+
+
+def packed(message: msgspec.Struct) -> bytes:
+    """Returns a message as it travels."""
+    body = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def _redis_of(hello: Hello) -> _Redis:
+    return _Redis(
+        Secret(hello.url),
+        Secret(hello.sentinel_password),
+        hello.cluster,
+        hello.connect_timeout_s,
+        hello.command_timeout_s,
+    )
+
+
+def _is_running(pid: int) -> bool:
+    """Tells whether a process exists and is neither stopped nor dead."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b") ")[2][:1]
+    except OSError:
+        return False
+    return state not in b"TtZX"
+
+
+def _serve(parent: int) -> None:
+    """Renews until the worker is gone."""
+    inbox, renewer, due_s = _Inbox(), None, 0.0
+    decoder = msgspec.msgpack.Decoder(Held)
+    while inbox.read(due_s - time.monotonic() if renewer else _RETRY_S) and os.getppid() == parent:
+        while (message := inbox.take()) is not None:
+            if renewer is None:
+                hello = msgspec.msgpack.decode(message, type=Hello)
+                renewer, due_s = Renewer(hello), time.monotonic() + hello.every_s
+                continue
+            held = decoder.decode(message)
+            renewer.tell(held)
+            due_s = 0.0 if held.now else due_s
+        if renewer is None or time.monotonic() < due_s:
+            continue
+        is_well = False
+        if _is_running(parent):
+            report = renewer.renew()
+            os.write(sys.stdout.fileno(), packed(report))
+            is_well = not report.failed
+        due_s = time.monotonic() + (hello.every_s if is_well else min(_RETRY_S, hello.every_s))
+
+
+def main() -> int:
+    """Serves the process that started it."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)  # they mean the worker, which still needs its leases to drain
+    try:
+        _serve(os.getppid())
+    except BrokenPipeError:
+        return 0  # the worker is gone
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
