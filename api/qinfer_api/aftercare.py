@@ -14,13 +14,14 @@ import msgspec
 
 from qinfer.codec.frame import decode_responses
 from qinfer.delivery.base import Delivery, Entry, Lane
-from qinfer.errors import DeliveryError, InferenceFailed
+from qinfer.errors import BrokerUnavailable, DeliveryError, InferenceFailed
 from qinfer.messages import Response
 from qinfer_api.sinks import Pending, SinkTable
 
 logger = logging.getLogger(__name__)
 
 _GONE = "the outputs were stored and are gone; send the request again"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Aftercare:
@@ -77,7 +78,7 @@ class Aftercare:
                 self._work.clear()
                 stored, self._stored = self._stored, []
                 for pending in stored:
-                    group.create_task(self._take(pending))
+                    group.create_task(self._take(pending), name="stored outputs")
                 await self.discard()
                 await self._withdraw()
 
@@ -105,18 +106,32 @@ class Aftercare:
                     self._withdrawn(late[entry])
 
     async def _take(self, pending: Pending) -> None:
-        assert pending.load is not None
         try:
-            blob = await self._delivery.take_result(pending.load.lane, pending.request_id)
+            blob = await self._taken(pending)
             if blob is None:
                 raise InferenceFailed(_GONE)
             (response,) = decode_responses(blob)
         except Exception as error:  # the boundary of a request: its caller is told, whatever it is
-            logger.exception("outputs can't be fetched", extra={"request_id": pending.request_id})
             if self._sinks.remove(pending):
+                logger.exception("outputs can't be fetched", extra={"request_id": pending.request_id})
                 self._fail(pending, error)
             return
-        self._receive(msgspec.structs.replace(response, stored=False))
+        # Another attempt may have stored its outputs over those that were announced: they are as good.
+        self._receive(msgspec.structs.replace(response, stored=False, attempt=pending.attempt))
+
+    async def _taken(self, pending: Pending) -> bytes | None:
+        """Reads stored outputs; while the queue is away it tries again, for as long as somebody waits for them."""
+        assert pending.load is not None
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._delivery.take_result(pending.load.lane, pending.request_id)
+            except BrokerUnavailable as error:
+                await asyncio.sleep(pause_s)
+                if pending not in self._sinks:
+                    raise
+                logger.info("outputs are read again", extra={"request_id": pending.request_id, "reason": error.message})
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _by_lane(entries: list[Entry]) -> dict[Lane, list[Entry]]:

@@ -115,6 +115,9 @@ class SinkTable:
     def __len__(self) -> int:
         return len(self._pending)
 
+    def __contains__(self, pending: Pending) -> bool:
+        return pending.request_id in self._pending
+
     def add(self, pending: Pending, deadline_s: float) -> None:
         """Adds a request that is to be answered before `deadline_s` on the monotonic clock; it is counted from now."""
         if pending.load is not None:

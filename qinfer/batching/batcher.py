@@ -228,7 +228,7 @@ class Batcher:
                 slots = self._slots()
             else:
                 again_at_s = overdue_at_s
-                if slots.ahead and not self._halves:
+                if (slots.ahead or self._may_be_overtaken) and not self._halves:
                     open_at_s = expected_s - FETCH_LEAD_S
                     self._fetch_wait_s = FETCH_LEAD_S
         if slots.idle and not self.paused:
@@ -239,6 +239,11 @@ class Batcher:
             return again_at_s
         self._fetchable.clear()
         return min(again_at_s, open_at_s)
+
+    @property
+    def _may_be_overtaken(self) -> bool:
+        """Whether what did not fit into a batch should meet what has come since, before the next one is formed."""
+        return not self._rules.prefetch and 0 < sum(item.rows for item in self._pending) < self._rules.max_rows
 
     def _arm(self, now_s: float, wake_at_s: float) -> None:
         if self._timer is not None:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class AsyncClient:
-    """Asks a gateway, from an event loop; a call that is cancelled cancels its request on the server.
+    """Asks a gateway, from an event loop; an `infer` that is cancelled cancels its request on the server.
 
     Args:
         url: As of `Client`, and so the rest.

@@ -18,7 +18,8 @@ _ENDED = ("succeeded", "failed", "expired", "cancelled")
 class InferResult(Mapping[str, Array]):
     """A model's outputs by name, as arrays: BYTES are arrays of `bytes`, BF16 is float32.
 
-    An array is read-only: it shares memory with the reply. Copy it to write to it.
+    An array is read-only: it shares memory with the reply. Copy it to write to it. BYTES and BF16 are converted anew
+    each time that they are asked for.
 
     Args:
         response: The decoded reply.

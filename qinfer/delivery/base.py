@@ -214,7 +214,11 @@ class Delivery(Protocol):
         ...
 
     async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
-        """Returns and removes what `store_result` stored; `None` when it is gone."""
+        """Returns what `store_result` stored, and removes it once it has been read; `None` when it is gone.
+
+        Raises:
+            BrokerUnavailable: It can't be read now; it is still there.
+        """
         ...
 
     async def finish(self, entries: Sequence[Entry]) -> None:

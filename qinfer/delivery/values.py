@@ -4,12 +4,14 @@ A command is answered after those before it on its connection. So that a request
 hundred megabytes, values above `LARGE_BYTES` have a connection of their own, opened when the first of them comes.
 """
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from qinfer.delivery import scripts
+from qinfer.delivery.connection import pack
 from qinfer.delivery.router import BlockingLink, Router
-from qinfer.errors import PayloadTooLarge
+from qinfer.errors import BrokerUnavailable, PayloadTooLarge
 from qinfer.tensors import Bytes
 
 LARGE_BYTES = 2**20
@@ -56,23 +58,24 @@ class Values:
         Raises:
             BrokerUnavailable: It can't be read now.
         """
-        return await self._read(slot, key, is_taken=False)
-
-    async def take(self, slot: int, key: str | bytes) -> bytes | None:
-        """Returns a value and removes it; `None` when it is gone.
-
-        Raises:
-            BrokerUnavailable: It can't be read now, and may have been removed.
-        """
-        return await self._read(slot, key, is_taken=True)
-
-    async def _read(self, slot: int, key: str | bytes, *, is_taken: bool) -> bytes | None:
         call = partial(self._router.call, slot)
         name = key if isinstance(key, bytes) else key.encode()
-        found = await scripts.run(call, scripts.READ, [name], LARGE_BYTES, int(is_taken))
+        found = await scripts.run(call, scripts.READ, [name], LARGE_BYTES)
         if isinstance(found, int):
-            found = await self._large(slot, b"GETDEL" if is_taken else b"GET", name)
+            found = await self._large(slot, b"GET", name)
         value: bytes | None = found
+        return value
+
+    async def take(self, slot: int, key: str | bytes) -> bytes | None:
+        """Returns a value, and has it removed once it has arrived; `None` when it is gone.
+
+        Raises:
+            BrokerUnavailable: It can't be read now; it is still there.
+        """
+        value = await self.get(slot, key)
+        if value is not None:
+            with suppress(BrokerUnavailable):  # its time to live ends it
+                self._router.send(slot, pack((b"UNLINK", key)), lambda _: None)
         return value
 
     async def _large(self, slot: int, *command: Any) -> Any:
