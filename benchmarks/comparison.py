@@ -1,0 +1,116 @@
+"""Compares this checkout with another one of qinfer: both run at once, and take turns under load.
+
+A noisy machine is 40 % slower a minute later: two runs one after the other say nothing about a change of 5 %. Turns of
+two seconds do, and CPU per request says most.
+"""
+
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from benchmarks import environments, processes, servers
+from benchmarks.bodies import BINARY, JSON
+from benchmarks.load import run_wrk
+from benchmarks.models import MODELS
+from benchmarks.results import Sample
+from benchmarks.suite import WORK, Material, make_console, measure_once, prepare
+
+WARM_UP_S = 1.0
+SETTINGS = "tiny:json:1,tiny:json:64,tiny:json:128,mlp:json:128,mlp:binary:128,conv:binary:32"
+
+THIS, OTHER = "this", "other"
+
+
+def compare(
+    other: Annotated[
+        Path, typer.Argument(help="The other checkout, such as `git worktree add ../before COMMIT` makes.")
+    ],
+    settings: Annotated[str, typer.Option(help="model:encoding:connections, separated by commas.")] = SETTINGS,
+    seconds: Annotated[float, typer.Option(help="Seconds of load each turn.")] = 2.0,
+    rounds: Annotated[int, typer.Option(help="Turns of each checkout.")] = 7,
+) -> None:
+    """Prints rate, p50 and CPU µs per request of both checkouts, medians of their turns, and the ratios."""
+    console = make_console()
+    trees = {THIS: environments.ROOT, OTHER: other.resolve()}
+    for model, loads in _by_model(settings).items():
+        with processes.alone(WORK), ExitStack() as stack:
+            material = prepare(MODELS[model], WORK)
+            running = {name: stack.enter_context(_start(name, tree, material)) for name, tree in trees.items()}
+            for server in running.values():
+                run_wrk(server.url, material.bodies[JSON], 32, WARM_UP_S)
+            for encoding, connections in loads:
+                samples: dict[str, list[Sample]] = defaultdict(list)
+                for number in range(rounds):
+                    for name in sorted(running, reverse=bool(number % 2)):
+                        sample = measure_once(running[name], material.bodies[encoding], connections, number, seconds)
+                        samples[name].append(sample)
+                console.print(f"{model} {encoding}, {connections} connections", *_lines(samples), sep="\n  ")
+
+
+def _by_model(settings: str) -> dict[str, list[tuple[str, int]]]:
+    chosen: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for setting in settings.split(","):
+        model, encoding, connections = setting.split(":")
+        if model not in MODELS or encoding not in (JSON, BINARY):
+            raise typer.BadParameter(f"'{setting}': model one of {', '.join(MODELS)}; encoding {JSON} or {BINARY}")
+        chosen[model].append((encoding, int(connections)))
+    return chosen
+
+
+def _start(name: str, tree: Path, material: Material) -> AbstractContextManager[servers.Server]:
+    """Starts `qinfer up` from a checkout: our virtual environment, its code."""
+    launch = servers.Launch(
+        model=material.model.name,
+        model_file=material.model_file,
+        repository=material.repository,
+        directory=WORK / "servers" / name,
+        port=processes.free_port(),
+    )
+    kind = replace(servers.KINDS["qinfer"], commands=_commands(tree))
+    return servers.running(kind, launch, material.bodies[JSON])
+
+
+def _commands(tree: Path) -> Callable[[servers.Launch], list[servers.Command]]:
+    path = os.pathsep.join(str(tree / part) for part in ("", "api", "workers"))
+
+    def commands(launch: servers.Launch) -> list[servers.Command]:
+        [command] = servers.KINDS["qinfer"].commands(launch)
+        argv = (sys.executable, "-m", "qinfer.cli.main", *command.argv[1:])
+        return [servers.Command(argv=argv, env={"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})]
+
+    return commands
+
+
+def _lines(samples: dict[str, list[Sample]]) -> list[str]:
+    def middle(name: str, figure: Callable[[Sample], float]) -> float:
+        return median(figure(sample) for sample in samples[name])
+
+    def line(what: str, figure: Callable[[Sample], float]) -> str:
+        this, other = middle(THIS, figure), middle(OTHER, figure)
+        return f"{what:12} this {this:10,.1f}   other {other:10,.1f}   ratio {this / other if other else 0.0:.3f}"
+
+    def cpu(role: str) -> Callable[[Sample], float]:
+        return lambda sample: sample.cpu_us.get(role, 0.0)
+
+    roles: Sequence[str] = sorted(
+        {r for own in samples.values() for s in own for r in s.cpu_us} - {"wrk", "supervisor"}
+    )
+    errors = {name: sum(sum(sample.errors.values()) for sample in own) for name, own in samples.items()}
+    return [
+        line("requests/s", lambda sample: sample.rate),
+        line("p50 ms", lambda sample: sample.p50_us / 1000),
+        *(line(f"{role} µs", cpu(role)) for role in roles),
+        f"failed       this {errors[THIS]}, other {errors[OTHER]}",
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(compare)
