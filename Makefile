@@ -27,8 +27,8 @@ lint: $(STAMP) ## ruff, mypy, import layers
 e2e: $(STAMP) ## Only the tests that drive the whole server with Triton's own client
 	@$(PYTHON) -m pytest tests/e2e -q
 
-chaos: $(STAMP) ## Only the tests that kill processes in the middle of their work
-	@$(PYTHON) -m pytest tests -m chaos -v
+chaos: $(STAMP) ## Kill processes under load for ten minutes (CHAOS_SECONDS, CHAOS_KILLS, CHAOS_SEED)
+	@CHAOS_SECONDS=$${CHAOS_SECONDS:-600} CHAOS_KILLS=$${CHAOS_KILLS:-220} $(PYTHON) -m pytest tests -m chaos -v
 
 bench: $(STAMP) ## Measure against peers; writes benchmarks/RESULTS.md (takes a while; ARGS="--quick")
 	@$(PYTHON) benchmarks/run $(ARGS)

@@ -1,0 +1,95 @@
+"""A gateway or a worker as a process that is killed, stopped and drained, and started again each time it ends."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+
+_PAUSE_S = 0.2  # before what ended by itself is started again
+
+
+class Role(StrEnum):
+    """What a process does."""
+
+    WORKER = "worker"
+    GATEWAY = "gateway"
+    BROKER = "broker"
+
+
+_MODULES = {Role.WORKER: "qinfer_workers.inference", Role.GATEWAY: "qinfer_api"}
+
+
+class Member:
+    """A gateway or a worker that is started again and again.
+
+    Args:
+        role: What it is.
+        env: Its whole environment.
+        log: Where its output goes.
+    """
+
+    def __init__(self, role: Role, env: dict[str, str], log: Path) -> None:
+        self.role = role
+        self.exits: Counter[int] = Counter()
+        self.starts = 0
+        self._started_s = 0.0
+        self._env = env
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended = asyncio.Event()
+        self._is_over = False
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    async def run(self) -> None:
+        """Keeps it running until `end_for_good`."""
+        argv = [sys.executable, "-P", "-m", "qinfer.cli.child", "", _MODULES[self.role]]  # it ends with this process
+        while not self._is_over:
+            with self._log.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *argv, env=self._env, stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log
+                )
+            self.starts += 1
+            self._started_s = time.monotonic()
+            code = await self._process.wait()
+            self.exits[code] += 1
+            if code > 0:
+                await asyncio.sleep(_PAUSE_S)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    async def stop_for(self, seconds: float) -> None:
+        """Stops it, and lets it go on, unless it was killed meanwhile."""
+        process = self._process
+        self._signal(signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        if process is self._process:
+            self._signal(signal.SIGCONT)
+
+    def end_for_good(self) -> None:
+        """Drains it, and starts it no more."""
+        self._is_over = True
+        self._signal(signal.SIGCONT)
+        self._signal(signal.SIGTERM)
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self.runs:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)

@@ -1,0 +1,36 @@
+"""The models of a run: `sum = a + b`, once in no time and once in a while that a kill can fall into."""
+
+from pathlib import Path
+
+from onnx import helper
+
+from tests import models
+from tests.chaos.load import FAST, SLOW
+
+_STUB = """
+name: "{name}" backend: "stub" max_batch_size: {max_batch_size}
+input {{ name: "a" data_type: TYPE_FP32 dims: [ {dim} ] }}
+input {{ name: "b" data_type: TYPE_FP32 dims: [ {dim} ] }}
+output {{ name: "sum" data_type: TYPE_FP32 dims: [ {dim} ] }}
+dynamic_batching {{ {batching} }}
+parameters {{ key: "mode" value {{ string_value: "add" }} }}
+parameters {{ key: "delay_s" value {{ string_value: "{delay_s}" }} }}
+{more}
+"""
+
+
+def write_models(repository: Path, delay_s: float = 0.3) -> tuple[str, str]:
+    """Writes `fast` (ONNX) and `slow`; returns their names."""
+    nodes = [helper.make_node("Add", ["a", "b"], ["sum"])]
+    models.write(repository, FAST, nodes, [("a", "FP32", (1,)), ("b", "FP32", (1,))], [("sum", "FP32", (1,))])
+    write_stub(repository, SLOW, delay_s=delay_s, max_batch_size=4)
+    return FAST, SLOW
+
+
+def write_stub(repository: Path, name: str, **options: object) -> str:
+    """Writes a model whose executions last `delay_s` seconds; `batching` and `more` are parts of its configuration."""
+    fields: dict[str, object] = {"max_batch_size": 8, "dim": 1, "batching": "", "more": "", "delay_s": 0.1, **options}
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "1" / "model.stub").touch()
+    (repository / name / "config.pbtxt").write_text(_STUB.format(name=name, **fields))
+    return name
