@@ -81,7 +81,7 @@ class LimitSettings(_Section):
     inline_max_bytes: int = Field(
         256 * 1024,
         gt=0,
-        description="Tensors of a request, or outputs of an answer, above this travel beside the stream.",
+        description="Tensors of a request above this travel beside the stream; outputs of an answer do above 1 MiB.",
     )
     cold_start_s: float = Field(
         60.0, gt=0, description="Assumed time until a model without a live worker executes, until one was measured."

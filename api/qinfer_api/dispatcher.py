@@ -14,7 +14,7 @@ from functools import partial
 import msgspec
 
 from qinfer.clock import SystemClock
-from qinfer.codec.frame import decode_responses, encode_request, encode_request_apart
+from qinfer.codec.frame import decode_responses
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Catalog, Served
 from qinfer.control.routes import Route
@@ -38,12 +38,10 @@ from qinfer_api.admission import queue_timeout_s
 from qinfer_api.aftercare import Aftercare
 from qinfer_api.auth import Auth, Context
 from qinfer_api.backlog import Backlog
+from qinfer_api.frames import lay_out, tensor_bytes
 from qinfer_api.sinks import Pending, Sink, SinkTable
 
 logger = logging.getLogger(__name__)
-
-PAYLOAD_MARGIN_S = 60.0
-"""Tensors beside the stream outlive the deadline by so much."""
 
 _TIMED_OUT = "Request timeout expired"
 
@@ -151,8 +149,8 @@ class Dispatcher:
 
         Raises:
             QinferError: The request is refused: its caller may not ask or not so much, the model is unknown or not
-                ready, the request does not fit it, or too many wait or are in flight. The texts of the last two begin
-                with `[request id: …] ` (reference §1.2).
+                ready, the request is too large or does not fit it, or too many wait or are in flight. The texts of
+                the last three begin with `[request id: …] ` (reference §1.2).
         """
         if self._auth is not None:
             context = self._auth.admit(context)
@@ -183,16 +181,13 @@ class Dispatcher:
         pending.load = load
         if context.principal is not None:
             pending.quota = context.principal.quota
-        size = 0
-        for tensor in request.inputs:
-            size += len(tensor.data)
+        frame, payload = lay_out(request, tensor_bytes(request), self._inline_max_bytes)
         try:
-            if route is None and size <= self._inline_max_bytes:
-                frame = encode_request(request)
+            if route is None and payload is None:
                 self._sinks.add(pending, now_s + timeout_s)
                 self._delivery.submit(lane, frame, partial(self._submitted, pending))
             else:
-                self._submit_specially(pending, request, route or served.routes.default, size)
+                self._submit_specially(pending, request, route or served.routes.default, frame, payload)
         except QinferError:
             self._sinks.remove(pending)
             raise
@@ -267,15 +262,10 @@ class Dispatcher:
             refusal.args = (_prefix(request.client_id) + refusal.message,)
             raise refusal
 
-    def _submit_specially(self, pending: Pending, request: InferRequest, route: Route, size: int) -> None:
+    def _submit_specially(
+        self, pending: Pending, request: InferRequest, route: Route, frame: bytes, payload: Payload | None
+    ) -> None:
         """Submits a request that has a queue policy, or whose tensors are too large for the stream."""
-        payload = None
-        if size > self._inline_max_bytes:
-            request.payload = True
-            frame, data = encode_request_apart(request)
-            payload = Payload(request.id, data, request.timeout_s + PAYLOAD_MARGIN_S)
-        else:
-            frame = encode_request(request)
         first_s, policy = request.timeout_s, route.policy
         if not policy.delay and 0 < request.queue_timeout_s < first_s:
             pending.deadline_s, first_s = pending.started_s + request.timeout_s, request.queue_timeout_s

@@ -63,7 +63,8 @@ class Janitor:
         self._sweep_every_s = sweep_every_s
         self._webhooks = webhooks
         self._consumer = consumer
-        self._models: dict[str, None] = {}  # all that were ever seen: an unloaded model may have requests left
+        self._models: dict[str, None] = {}  # all that were ever seen: a removed model may have requests left
+        self._away: dict[str, QinferError] = {}  # models that this round could not sweep, and why: a node may be down
         self._places: dict[Lane, str] = {}  # how far its entries were looked through
         self._reachable = True
 
@@ -83,20 +84,30 @@ class Janitor:
                     for notice in await self.notices():
                         group.create_task(self._deliver(notice))
                 except (DeliveryError, QueueFull) as error:
-                    self._troubled(error)
+                    self._tell(error)
                 else:
-                    self._well()
+                    self._tell(next(iter(self._away.values()), None))
 
     async def expire(self) -> int:
-        """Settles what is past its deadline; returns how many requests that ended."""
-        counts = [await asyncio.gather(*map(self._expire, models)) for models in self._groups()]
-        return sum(sum(some) for some in counts)
+        """Settles what is past its deadline, of the models within reach; returns how many requests that ended."""
+        count = 0
+        self._away.clear()
+        for models in self._groups():
+            ended = await asyncio.gather(*map(self._expire, models), return_exceptions=True)
+            for model, outcome in zip(models, ended, strict=True):
+                if isinstance(outcome, DeliveryError | QueueFull):
+                    self._away[model] = outcome
+                elif isinstance(outcome, BaseException):
+                    raise outcome
+                else:
+                    count += outcome
+        return count
 
     async def finish_orphans(self) -> int:
         """Finishes synchronous entries past their time in lanes without a worker; returns how many there were."""
         count = 0
         for (model, version), is_ready in self._catalog.readiness().items():
-            if is_ready and self._catalog.capacity(model, version).workers:
+            if model in self._away or (is_ready and self._catalog.capacity(model, version).workers):
                 continue
             for lane in self._catalog.lanes(model, version):
                 count += await self._finish_orphans(lane)
@@ -105,7 +116,7 @@ class Janitor:
     async def notices(self) -> list[Notice]:
         """Takes as many notices as can be delivered now; which model is asked first changes from round to round."""
         taken: list[Notice] = []
-        names = self._known()
+        names = [model for model in self._known() if model not in self._away]
         start = random.randrange(len(names)) if names else 0  # noqa: S311 - fairness
         for model in (*names[start:], *names[:start]):
             room = self._webhooks.free - len(taken)
@@ -134,17 +145,24 @@ class Janitor:
             count += len(ended)
 
     async def _finish_orphans(self, lane: Lane) -> int:
+        """Looks through a page of a lane, and at once through the next where all were over: they may fill the lane."""
         age_s = self._shortest_s(lane) + ORPHAN_GRACE_S
-        found = await self._delivery.oldest(lane, age_s, _ORPHANS, self._places.get(lane, ""))
-        self._places[lane] = found[-1][0].entry_id if len(found) == _ORPHANS else ""
-        now_s = self._delivery.clock.now_s()
-        over = [entry for entry, frame in found if _is_over(entry, frame, now_s)]
-        if over:
-            await self._delivery.finish(over)
-            for _ in over:
-                self._tally.failed(lane.model, lane.version, DeadlineExceeded.code)
-            logger.info("orphaned requests finished", extra={"model": lane.model, "count": len(over)})
-        return len(over)
+        count = 0
+        while True:
+            found = await self._delivery.oldest(lane, age_s, _ORPHANS, self._places.get(lane, ""))
+            self._places[lane] = found[-1][0].entry_id if len(found) == _ORPHANS else ""
+            now_s = self._delivery.clock.now_s()
+            over = [entry for entry, frame in found if _is_over(entry, frame, now_s)]
+            if over:
+                await self._delivery.finish(over)
+                for _ in over:
+                    self._tally.failed(lane.model, lane.version, DeadlineExceeded.code)
+            count += len(over)
+            if len(over) < _ORPHANS:
+                break
+        if count:
+            logger.info("orphaned requests finished", extra={"model": lane.model, "count": count})
+        return count
 
     def _shortest_s(self, lane: Lane) -> float:
         """Returns how old an entry is at least that can be over: the timeout that gateways give to all of a model's."""
@@ -158,7 +176,7 @@ class Janitor:
         try:
             await self._webhooks.deliver(notice)
         except (DeliveryError, QueueFull) as error:
-            self._troubled(error)
+            self._tell(error)
 
     def _known(self) -> list[str]:
         self._models |= dict.fromkeys(self._catalog.known())
@@ -168,15 +186,13 @@ class Janitor:
         names = self._known()
         return (names[start : start + _MODELS] for start in range(0, len(names), _MODELS))
 
-    def _troubled(self, error: QinferError) -> None:
-        if self._reachable:
-            logger.warning("requests can't be swept now", extra={"error": error.message})
-        self._reachable = False
-
-    def _well(self) -> None:
-        if not self._reachable:
+    def _tell(self, trouble: QinferError | None) -> None:
+        """Logs that the queue is away, or back; once each time."""
+        if trouble is None and not self._reachable:
             logger.info("requests are swept again")
-        self._reachable = True
+        if trouble is not None and self._reachable:
+            logger.warning("requests can't be swept now", extra={"error": trouble.message})
+        self._reachable = trouble is None
 
 
 def _is_over(entry: Entry, frame: bytes, now_s: float) -> bool:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from qinfer.delivery.requests import Address, RequestRecord, RequestState
 from qinfer.errors import InvalidRequest, RequestNotFound
 from qinfer.messages import parse_request_id
+from qinfer.repository.local import is_model_name
 
 _CHOSEN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 _MAX_ID_CHARACTERS = 512
@@ -45,6 +46,9 @@ def address_of(request_id: str, tenant: str, model: str | None = None) -> Addres
         RequestNotFound: No request can have that id here.
     """
     made = _made_by_server(request_id)
+    name = model if made is None else made.model
+    if name is not None and not is_model_name(name):
+        raise unknown(request_id)  # braces in it would put a request's keys into several slots of a cluster
     if made is not None and model in (None, made.model):
         return made
     if model is None or made is not None:

@@ -6,32 +6,35 @@ gateway can be asked for it.
 """
 
 import asyncio
+import contextlib
 import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
-from qinfer.codec.frame import decode_responses, encode_request, encode_request_apart, encode_responses
+from qinfer.codec.frame import decode_responses, encode_responses
 from qinfer.codec.kserve_json import OutputPlan
 from qinfer.control.catalog import Catalog, Served
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.requests import (
+    NOTHING_NEW,
     Acceptance,
+    Accepted,
     Address,
     Outcome,
     RequestRecord,
     RequestState,
     Settlement,
 )
-from qinfer.errors import Cancelled, Conflict, InvalidRequest, Overloaded, QinferError, ResultExpired
+from qinfer.errors import Cancelled, Conflict, InvalidRequest, Overloaded, QinferError, QueueFull, ResultExpired
 from qinfer.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.observability.metrics import GatewayTally
 from qinfer.settings import RequestSettings
-from qinfer.tensors import Bytes
 from qinfer_api.admission import queue_timeout_s
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.frames import lay_out, tensor_bytes
 from qinfer_api.records import chosen_address, shown_id, unknown
 from qinfer_api.waits import Waits
 
@@ -141,22 +144,20 @@ class AsyncRequests:
         served = self.resolve(request.model, request.version)
         if not request.generation or request.generation != served.generation:
             self.dispatcher.check(request, served)
-        timeout_s = self._timeout_s(submission.timeout_s)
-        address = self._address(context, served, submission.request_id)
+        acceptance = self._acceptance(context, request, served, plan, submission)
         self.dispatcher.charge(context)
         if submission.webhook:
             await self.targets.check(submission.webhook)
         try:
-            acceptance = await self._acceptance(context, request, served, timeout_s, address)
-            accepted = await self.delivery.requests.accept(_completed(acceptance, plan, submission, self.settings))
+            accepted = await self._accept(context, request, served, acceptance)
         except Overloaded as error:
             error.args = (f"[request id: {request.client_id or '<id_unknown>'}] {error.message}",)
             raise
         if accepted.body_hash != submission.body_hash:
-            raise Conflict(_conflict(accepted.id == address.id, submission.request_id))
-        found = msgspec.structs.replace(address, id=accepted.id)
+            raise Conflict(_conflict(accepted.id == acceptance.address.id, submission.request_id))
+        found = msgspec.structs.replace(acceptance.address, id=accepted.id)
         record = None if accepted.is_new else await self.delivery.requests.record(found)
-        return Ticket(record or self._first_record(found, acceptance, submission.webhook), accepted.is_new)
+        return Ticket(record or self._first_record(found, acceptance), accepted.is_new)
 
     async def record(self, context: Context, address: Address) -> RequestRecord:
         """Returns what is known of a request.
@@ -228,39 +229,66 @@ class AsyncRequests:
             return chosen_address(model, chosen, context.tenant)
         return Address(model, partition, self.ids.request_id(model, partition))
 
-    async def _acceptance(
-        self, context: Context, request: InferRequest, served: Served, timeout_s: float, address: Address
-    ) -> Acceptance:
-        """Admits and encodes a request."""
-        asked_s = request.timeout_s
-        route = self.dispatcher.admit(served, request.priority, timeout_s)
-        request.id = address.id
+    async def _accept(
+        self, context: Context, request: InferRequest, served: Served, acceptance: Acceptance
+    ) -> Accepted:
+        """Admits, encodes and enqueues a request; where it is not admitted, it may still have been accepted before."""
+        try:
+            route = self.dispatcher.admit(served, request.priority, acceptance.timeout_s)
+        except Overloaded as refusal:
+            if not acceptance.idempotency_key and shown_id(acceptance.address) == acceptance.address.id:
+                raise  # its id was made just now
+            with contextlib.suppress(QueueFull):
+                return await self.delivery.requests.accept(acceptance)
+            raise refusal from None
+        request.id = acceptance.address.id
         request.version = served.version
-        request.partition = address.partition
-        request.queue_timeout_s = queue_timeout_s(route.policy, asked_s)
-        request.timeout_s = timeout_s
+        request.partition = acceptance.address.partition
+        request.queue_timeout_s = queue_timeout_s(route.policy, request.timeout_s)
+        request.timeout_s = acceptance.timeout_s
         request.reply_to = ""
         request.tenant = context.tenant
         request.trace = context.trace
-        payload: Bytes = b""
-        if sum(len(tensor.data) for tensor in request.inputs) > self.inline_max_bytes:
-            request.payload = True
-            frame, payload = await asyncio.to_thread(encode_request_apart, request)
+        size = tensor_bytes(request)
+        if size > self.inline_max_bytes:
+            frame, payload = await asyncio.to_thread(lay_out, request, size, self.inline_max_bytes)
         else:
-            frame = encode_request(request)
+            frame, payload = lay_out(request, size, self.inline_max_bytes)
         limits = (route.policy.max_queue_size, served.spec.lane_capacity)
-        return Acceptance(
-            address=address,
-            lane=route.lane,
-            frame=frame,
-            payload=payload,
-            timeout_s=timeout_s,
-            tenant=context.tenant,
-            client_id=request.client_id,
-            limit=min(limit for limit in limits if limit),
+        limit = min(limit for limit in limits if limit)
+        return await self.delivery.requests.accept(
+            msgspec.structs.replace(
+                acceptance, lane=route.lane, frame=frame, payload=payload.data if payload else b"", limit=limit
+            )
         )
 
-    def _first_record(self, address: Address, acceptance: Acceptance, webhook: str) -> RequestRecord:
+    def _acceptance(
+        self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, submission: Submission
+    ) -> Acceptance:
+        """Returns what is to be stored of a request, but for its frame: as it is, it only finds a repetition.
+
+        No idempotency key outlives the record that it leads to.
+        """
+        settings = self.settings
+        kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
+        return Acceptance(
+            address=self._address(context, served, submission.request_id),
+            lane=served.lane,
+            frame=b"",
+            timeout_s=self._timeout_s(submission.timeout_s),
+            body_hash=submission.body_hash,
+            result_ttl_s=settings.result_ttl_s,
+            tombstone_ttl_s=settings.tombstone_ttl_s,
+            tenant=context.tenant,
+            client_id=request.client_id,
+            plan=msgspec.msgpack.encode(plan),
+            idempotency_key=submission.idempotency_key,
+            idempotency_ttl_s=min(settings.idempotency_ttl_s, kept_s),
+            webhook=submission.webhook,
+            limit=NOTHING_NEW,
+        )
+
+    def _first_record(self, address: Address, acceptance: Acceptance) -> RequestRecord:
         """Returns the record of a request that was accepted just now, which saves reading it."""
         now_s = self.now_s()
         return RequestRecord(
@@ -271,7 +299,7 @@ class AsyncRequests:
             client_id=acceptance.client_id,
             created_at=now_s,
             deadline_at=now_s + acceptance.timeout_s,
-            webhook=webhook,
+            webhook=acceptance.webhook,
         )
 
 
@@ -280,23 +308,6 @@ def failed_outcome(address: Address, state: RequestState, error: QinferError, ve
     failure = Failure.of(error)
     response = Response(request_id=address.id, model=address.model, version=version, failure=failure)
     return Outcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
-
-
-def _completed(
-    acceptance: Acceptance, plan: OutputPlan, submission: Submission, settings: RequestSettings
-) -> Acceptance:
-    """Adds what the caller and the settings say; no idempotency key outlives the record that it leads to."""
-    kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
-    return msgspec.structs.replace(
-        acceptance,
-        body_hash=submission.body_hash,
-        result_ttl_s=settings.result_ttl_s,
-        tombstone_ttl_s=settings.tombstone_ttl_s,
-        plan=msgspec.msgpack.encode(plan),
-        idempotency_key=submission.idempotency_key,
-        idempotency_ttl_s=min(settings.idempotency_ttl_s, kept_s),
-        webhook=submission.webhook,
-    )
 
 
 def _own(context: Context, address: Address, record: RequestRecord | None) -> RequestRecord:

@@ -8,6 +8,8 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import httpx
@@ -24,6 +26,7 @@ _ALLOW, _PRIVATE = "QINFER_WEBHOOKS__ALLOW", "QINFER_WEBHOOKS__ALLOW_PRIVATE"
 _PORTS = {"https": 443, "http": 80}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _RESOLVE_TIMEOUT_S = 5.0
+_resolver = ThreadPoolExecutor(4, "webhook-names")  # a name that hangs may not keep the threads that decode bodies
 
 
 class Target(NamedTuple):
@@ -147,5 +150,6 @@ def _parse(entry: str) -> _Allowed:
 
 
 async def _resolve(host: str, port: int) -> Sequence[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    lookup = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_resolver, lookup)
     return [str(entry[4][0]) for entry in found]

@@ -45,7 +45,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         scopes: What it allows.
         rate_per_s: Requests a second that the tenant may make of one gateway; 0 = any number.
         burst: Requests that it may make at once before the rate counts; 0 = a second's worth, at least 1.
-        max_in_flight: Requests that it may have unanswered at one gateway; 0 = any number.
+        max_in_flight: Requests that it may have unanswered at one gateway; 0 = any number. An asynchronous one is
+            answered when it is accepted.
     """
 
     id: Name

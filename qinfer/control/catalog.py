@@ -53,6 +53,7 @@ class _View:
     served: Mapping[tuple[str, int], Served] = field(default_factory=dict)
     accepting: Mapping[tuple[str, int], Served] = field(default_factory=dict)
     capacities: Mapping[tuple[str, int], Capacity] = field(default_factory=dict)
+    known: tuple[str, ...] = ()
     statuses: Mapping[str, ModelStatus] = field(default_factory=dict)
     stored: Mapping[str, StoredModel] = field(default_factory=dict)
     workers: tuple[WorkerRecord, ...] = ()
@@ -91,6 +92,7 @@ class Catalog:
             served=served,
             accepting=accepting,
             capacities=capacities,
+            known=tuple(sorted(desired)),
             statuses=statuses,
             stored=stored,
             workers=workers,
@@ -146,8 +148,8 @@ class Catalog:
         return self._view.capacities.get((model, version), _UNKNOWN)
 
     def known(self) -> tuple[str, ...]:
-        """Returns the names of all models that should be loaded, whatever their state."""
-        return tuple(self._view.statuses)
+        """Returns the names of all models, those that were unloaded too: requests may be left of them."""
+        return self._view.known
 
     def status(self, model: str) -> ModelStatus:
         """Returns the state of a model's versions.

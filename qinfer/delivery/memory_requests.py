@@ -6,12 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from qinfer.clock import ServerClock
-from qinfer.delivery.base import Payload
+from qinfer.delivery.base import FULL, Payload
 from qinfer.delivery.memory_lanes import Item, MemoryLanes
 from qinfer.delivery.requests import (
     LONGEST_RETRY_S,
     MARGIN_S,
     MAX_WATCHERS,
+    NOTHING_NEW,
     Acceptance,
     Accepted,
     Address,
@@ -22,6 +23,7 @@ from qinfer.delivery.requests import (
     Settlement,
     hint,
 )
+from qinfer.errors import QueueFull
 
 _FORGET_EVERY_S = 60.0
 
@@ -85,6 +87,8 @@ class MemoryRequests:
         known = self._known(address)
         if known is not None:
             return Accepted(address.id, is_new=False, body_hash=known.accepted.body_hash)
+        if acceptance.limit == NOTHING_NEW:
+            raise QueueFull(FULL)
         lifetime_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
         payload = Payload(address.id, bytes(acceptance.payload), lifetime_s) if acceptance.payload else None
         item = self._lanes.add(acceptance.lane, acceptance.frame, payload, acceptance.limit)

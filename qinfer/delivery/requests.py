@@ -30,6 +30,9 @@ LONGEST_RETRY_S = 900.0
 MARGIN_S = 86400.0
 """A request is known so much longer than its times need: nobody may be there to sweep at its deadline."""
 
+NOTHING_NEW = -1
+"""The `limit` of an acceptance that only looks whether the request was accepted before."""
+
 MAX_WATCHERS = 64
 """So many processes are told of one request's end; the latest that asked."""
 
@@ -76,7 +79,8 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         idempotency_key: The hash of the caller's key; empty without one.
         idempotency_ttl_s: How long the key is remembered.
         webhook: Where to tell its end; empty = nowhere.
-        limit: The lane takes no more when so many entries wait in it; 0 = no limit.
+        limit: The lane takes no more when so many entries wait in it; 0 = no limit, `NOTHING_NEW` = it takes none at
+            all, and only a repetition is answered.
     """
 
     address: Address

@@ -15,7 +15,7 @@ from qinfer.settings import RedisSettings
 from tests import servers
 from tests.servers import RedisCluster, RedisServer, redis_6_2, system_redis
 
-PERMANENT = ("config", "dlq", "due", "outbox")  # of a partition; lanes and statistics are told by their numbers
+PERMANENT = ("config", "dlq", "due")  # of a partition; lanes and statistics are told by their numbers
 
 
 class MemoryQueue:

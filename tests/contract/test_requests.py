@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.delivery.base import Lane, reply_address
-from qinfer.delivery.requests import RequestState
+from qinfer.delivery.requests import NOTHING_NEW, Accepted, RequestState
 from qinfer.errors import QueueFull
 from qinfer.testing import eventually
 from tests.contract.conftest import MemoryQueue, RedisQueue
@@ -338,6 +338,22 @@ async def test_a_full_lane_takes_no_more(queue: Queue) -> None:
     await delivery.release(leases[1:])
     with pytest.raises(QueueFull):
         await accept(delivery, "r4", limit=3)
+
+
+async def test_what_was_accepted_before_is_found_without_accepting_anything(queue: Queue) -> None:
+    """By key and by id, in a lane that has room: for a server that takes nothing new."""
+    delivery = await queue.connect()
+    await accept(delivery, "r1", idempotency_key="k")
+
+    by_key = await accept(delivery, "r2", idempotency_key="k", limit=NOTHING_NEW)
+    by_id = await accept(delivery, "r1", limit=NOTHING_NEW)
+    with pytest.raises(QueueFull):
+        await accept(delivery, "r3", idempotency_key="other", payload=b"x", limit=NOTHING_NEW)
+
+    assert by_key == by_id == Accepted("r1", is_new=False, body_hash="hash of r1")
+    assert await delivery.requests.record(address("r3")) is None
+    assert await delivery.depth([LANE]) == [1]
+    assert (await accept(delivery, "r3", idempotency_key="other")).is_new
 
 
 # --- results and tombstones (promise 4) ---

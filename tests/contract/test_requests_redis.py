@@ -333,6 +333,17 @@ async def test_a_notice_whose_body_is_gone_is_forgotten(redis_queue: RedisQueue)
     assert redis_queue.on_owner("XPENDING", OUTBOX, keys.JANITORS)["pending"] == 0
 
 
+async def test_the_outbox_lives_a_day_longer_than_the_records(redis_queue: RedisQueue) -> None:
+    """Where no gateway delivers webhooks any more, nothing is left; a later short-lived request takes nothing away."""
+    delivery = await redis_queue.connect()
+    for name, seconds in (("r1", 500.0), ("r2", 100.0)):
+        await accept(delivery, name, webhook=HOOK, result_ttl_s=seconds, tombstone_ttl_s=seconds)
+        await settle(delivery, ended(name))
+
+    assert float(redis_queue.on_owner("PTTL", OUTBOX)) / 1000 == pytest.approx(1000.0 + 86400.0, abs=30.0)
+    assert len(await delivery.requests.notices("digits", 0, "j", 10)) == 2
+
+
 @pytest.mark.parametrize("delivered", [True, False])
 async def test_a_confirmed_notice_leaves_nothing_in_the_outbox(redis_queue: RedisQueue, *, delivered: bool) -> None:
     """Neither an entry nor somebody who still has to confirm it."""

@@ -1,13 +1,14 @@
 """Byte strings beside the streams, small and large, on every kind of server."""
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from qinfer.delivery import keys
 from qinfer.delivery.router import Router
 from qinfer.delivery.values import LARGE_BYTES, MAX_BYTES, Values
-from qinfer.errors import PayloadTooLarge
+from qinfer.errors import BrokerUnavailable, PayloadTooLarge
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 
@@ -45,6 +46,25 @@ async def test_what_is_taken_is_gone(values: Values, size: int) -> None:
 
     assert await values.take(SLOT, KEY) is None
     assert await values.get(SLOT, KEY) is None
+
+
+async def test_what_is_cut_off_while_it_is_taken_can_be_taken_again(
+    values: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is removed only once it has arrived."""
+    await values.set(SLOT, KEY, bytes(2 * LARGE_BYTES), 60.0)
+    whole = values._large
+
+    async def cut(*words: Any) -> Any:
+        await whole(*words)
+        raise BrokerUnavailable("the connection broke")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(values, "_large", cut)
+        with pytest.raises(BrokerUnavailable):
+            await values.take(SLOT, KEY)
+
+    assert await values.take(SLOT, KEY) == bytes(2 * LARGE_BYTES)
 
 
 async def test_a_value_that_looks_like_a_number_is_one_of_bytes(values: Values) -> None:

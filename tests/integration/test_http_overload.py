@@ -228,3 +228,19 @@ async def test_what_is_not_ready_says_when_to_try_again(client: httpx.AsyncClien
     assert re.fullmatch(r"\d+", not_ready.headers["retry-after"])
     assert unknown.status_code == 404
     assert "retry-after" not in unknown.headers
+
+
+@pytest.mark.parametrize("url", ["/v2/models/stuck/infer", "/v1/models/stuck/requests"])
+@pytest.mark.parametrize(
+    "field", [{"id": "x" * 2**21}, {"parameters": {"text": "x" * 2**21}}], ids=["id", "parameters"]
+)
+async def test_what_is_no_tensor_is_bounded(
+    running: Running, client: httpx.AsyncClient, url: str, field: dict[str, Any]
+) -> None:
+    """It travels in the stream's entry, however large, and a lane holds many of them."""
+    reply = await client.post(url, json={"inputs": [TENSOR], **field})
+
+    assert (reply.status_code, len(reply.content) < 300) == (400, True)
+    assert "more than 1048576; send what is large as a tensor" in reply.json()["error"]
+    assert await depth(running, "stuck") == {}
+    assert running.gateway.dispatcher.in_flight == 0

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.delivery.requests import Address
+from qinfer.errors import QueueFull
 from qinfer.settings import RedisSettings, RequestSettings
 from qinfer.testing import eventually
 from tests.gateway import Running, running_gateway, settings_of
@@ -309,6 +310,25 @@ async def test_a_full_lane_refuses_with_429(client: httpx.AsyncClient) -> None:
     assert [reply.status_code for reply in replies] == [202, 202, 202, 429, 429]
     assert replies[3].json()["error"] == "[request id: mine] Exceeds maximum queue size"
     assert int(replies[3].headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("idempotency-key", True), ("request-id", True), ("accept", False)])
+async def test_a_repetition_is_answered_however_full_the_lane_is(
+    running: Running, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, name: str, *, is_known: bool
+) -> None:
+    """Whoever repeats a request that was accepted is not told to come back later; another one is."""
+    model = "/v1/models/small/requests"
+    headers = {name: f"full-{name}"}
+    first = await client.post(model, json=BODY, headers=headers)
+    monkeypatch.setattr(running.gateway.dispatcher.backlog, "judge", lambda *_: QueueFull("Exceeds maximum queue size"))
+
+    again = await client.post(model, json=BODY, headers=headers)
+    other = await client.post(model, json=BODY, headers={name: "other"})
+
+    assert (first.status_code, again.status_code, other.status_code) == (202, 202 if is_known else 429, 429)
+    assert other.json()["error"] == "[request id: mine] Exceeds maximum queue size"
+    if is_known:
+        assert (again.json()["id"], again.headers["idempotent-replayed"]) == (first.json()["id"], "true")
 
 
 async def test_results_and_tombstones_end() -> None:

@@ -1,6 +1,7 @@
 """The worker as a whole: on the memory delivery and on a real Redis."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -137,15 +138,34 @@ async def test_drain_releases_what_did_not_start(scene: Stage) -> None:
     assert {a.attempt for a in answers} == {1}
 
 
+async def test_nothing_is_fetched_while_nobody_renews(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could be renewed no more could not be answered either."""
+    await scene.model()
+    worker = await scene.worker(renew_every_s=60.0, lease_s=100.0)
+    asked = asyncio.Event()
+    monkeypatch.setattr(worker._keeper._renewals, "ask", asked.set)
+    worker._keeper._renewed_at = float("-inf")
+    await asked.wait()
+    call = scene.submit(1.0)
+    await scene.queued(1)
+    assert await scene.delivery.withdraw(scene.entries) == [True]
+    again = scene.submit(2.0)
+    worker._keeper.renewed(time.monotonic(), set())
+
+    assert value(await again) == 2.0
+    assert not call.done()
+
+
 async def test_lost_lease_discards_the_item_and_not_its_batch(scene: Stage, caplog: pytest.LogCaptureFixture) -> None:
     """An entry that another finished meanwhile is not answered; its batch-mates are."""
+    caplog.set_level("INFO")
     await scene.model(delay_us=200_000)
     await scene.worker(renew_every_s=0.02)
     scene.hold()
     lost, mate = scene.submit(1.0), scene.submit(2.0)
     await scene.started()
     await scene.delivery.finish(scene.entries[:1])
-    await eventually(lambda: "lease lost" in caplog.text)
+    await eventually(lambda: "leases lost" in caplog.text)
     scene.go()
 
     assert value(await mate) == 2.0

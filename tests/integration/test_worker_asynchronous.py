@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qinfer.codec.frame import decode_responses, encode_request_apart
-from qinfer.delivery.base import Lane
+from qinfer.delivery.base import Entry, Lane
 from qinfer.delivery.requests import Outcome, RequestState, Settlement
 from qinfer.errors import BrokerUnavailable, PayloadTooLarge
 from qinfer.messages import Response
@@ -223,6 +223,52 @@ async def test_a_request_whose_tensors_are_gone_is_finished(scene: Stage) -> Non
     await scene.queued(0)
     await scene.stop()
     assert not call.done()
+
+
+async def test_a_slow_payload_keeps_no_other_request_waiting(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that was fetched with it, nor another model's."""
+    payloads = SlowPayloads(scene, monkeypatch)
+    await scene.model()
+    await scene.model("other")
+    slow, small = scene.submit_apart(1.0), scene.submit(2.0)
+    await scene.worker()
+
+    assert value(await small) == 2.0
+    assert value(await scene.submit(3.0, model="other")) == 3.0
+    assert not slow.done()
+    payloads.go.set()
+    assert value(await slow) == 1.0
+
+
+async def test_a_model_that_is_replaced_while_a_payload_is_read(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is checked against what the model is then."""
+    payloads = SlowPayloads(scene, monkeypatch)
+    await scene.model()
+    await scene.worker()
+    calls = [scene.submit_apart(1.0), scene.submit_apart(1.0)]
+    await eventually(lambda: payloads.reading == 2)
+    await scene.model(dims=3)
+    await scene.ready()
+    payloads.go.set()
+
+    failures = [answer.failure for answer in await asyncio.gather(*calls)]
+
+    assert [failure.code for failure in failures if failure] == ["invalid_request"] * 2
+
+
+class SlowPayloads:
+    """Payloads that are read only from `go` on; counts who waits for one."""
+
+    def __init__(self, scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = asyncio.Event()
+        self.reading = 0
+        self._payload = scene.delivery.payload
+        monkeypatch.setattr(scene.delivery, "payload", self._slow)
+
+    async def _slow(self, entry: Entry, request_id: str) -> bytes | None:
+        self.reading += 1
+        await self.go.wait()
+        return await self._payload(entry, request_id)
 
 
 async def test_tensors_that_can_not_be_read_now_are_read_later(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

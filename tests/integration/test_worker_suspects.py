@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from qinfer.codec.frame import FRAME_VERSION, encode_request
 from qinfer.control.base import State
 from qinfer.delivery.base import Lease
 from qinfer.delivery.requests import RequestState
@@ -120,6 +121,24 @@ async def test_an_idle_worker_runs_what_a_busy_one_found(scene: Stage, caplog: p
     assert not first.done()
     scene.go()
     await first
+
+
+async def test_a_suspect_that_only_newer_workers_can_read_stops_nobody(
+    scene: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is behind it is found, and hands are not emptied for it."""
+    await scene.model()
+    request = scene.request()
+    newer = scene.submit_frame(request.id, bytes([FRAME_VERSION + 1]) + encode_request(request)[1:])
+    assert len(await scene.delivery.fetch([scene.lane], "dead", 1, 1.0)) == 1
+    suspect = await dead_entry(scene)
+    await scene.worker(lease_s=0.2, renew_every_s=0.05)
+
+    assert ((await suspect).attempt, value(await suspect)) == (2, 7.0)
+    caplog.clear()
+    await eventually(lambda: caplog.text.count("frame of a newer qinfer released") > 1)
+    assert "suspects found" not in caplog.text
+    assert not newer.done()
 
 
 async def test_a_suspect_of_an_unloaded_model_waits_for_the_model(

@@ -116,16 +116,41 @@ async def test_several_janitors_end_each_request_once() -> None:
 
 
 async def test_requests_of_a_model_that_is_no_longer_desired_end_too() -> None:
-    """This gateway has seen the model."""
+    """Also by a gateway that never saw it loaded."""
     bench = await Bench().start()
     await bench.accept("left over")
-    await bench.janitor.expire()
     await bench.store.set_desired(Desired("m", 2, load=False))
     await bench.catalog.refresh()
     bench.clock.advance(2.0)
 
-    assert bench.catalog.known() == ()
+    assert bench.catalog.readiness() == {}
     assert await bench.janitor.expire() == 1
+
+
+async def test_a_model_that_is_out_of_reach_keeps_no_other_waiting() -> None:
+    """One node of a cluster is down: deadlines and webhooks of models on the others go on."""
+    bench = await Bench().start()
+    await bench.store.set_desired(Desired("a", 1, load=False))
+    await bench.catalog.refresh()
+    await bench.accept("r1", webhook="http://h/")
+    bench.clock.advance(2.0)
+    requests, asked = bench.delivery.requests, list[str]()
+
+    def unless_away(operation: Any) -> Any:
+        async def ask(model: str, *rest: Any, **options: Any) -> Any:
+            asked.append(f"{operation.__name__} {model}")
+            if model == "a":
+                raise BrokerUnavailable("away")
+            return await operation(model, *rest, **options)
+
+        return ask
+
+    requests.due = unless_away(requests.due)  # type: ignore[method-assign]
+    requests.notices = unless_away(requests.notices)  # type: ignore[method-assign]
+
+    assert await bench.janitor.expire() == 1
+    assert [notice.address.id for notice in await bench.janitor.notices()] == ["r1"]
+    assert "notices a" not in asked  # each try would take as long as a command may
 
 
 async def test_orphans_are_finished_where_no_worker_lives() -> None:
@@ -147,6 +172,16 @@ async def test_orphans_are_finished_where_no_worker_lives() -> None:
     assert (found, await bench.depth()) == (50, 2)
     assert (await bench.delivery.oldest(LANE, -1.0, 10))[-1][0] == young
     assert bench.failed() == {("m", 1, "deadline_exceeded"): 50}
+
+
+async def test_a_lane_full_of_orphans_is_emptied_in_one_round() -> None:
+    """Until it is, it refuses what could wake a worker."""
+    bench = await Bench().start()
+    for _ in range(150):
+        await bench.submit(bench.frame("reply:gone"))
+    bench.clock.advance(62.0)
+
+    assert (await bench.janitor.finish_orphans(), await bench.depth()) == (150, 0)
 
 
 async def test_a_living_worker_expires_its_lanes_itself() -> None:

@@ -271,6 +271,18 @@ async def test_nobody_there(delivery: MemoryDelivery, unused_tcp_port: int) -> N
     assert (await sent(delivery, notice, options))[0] == "pending"
 
 
+async def test_an_unforeseen_error_is_one_try(delivery: MemoryDelivery, caplog: pytest.LogCaptureFixture) -> None:
+    """It does not come out: it would end the gateway, and again with each repetition of the notice."""
+
+    async def broken(host: str, port: int) -> list[str]:
+        raise RuntimeError("a defect")
+
+    notice = await expired(delivery, "http://hooks.invalid/?token=hidden")
+
+    assert (await sent(delivery, notice, settings("hooks.invalid"), broken))[0] == "pending"
+    assert "hidden" not in caplog.text
+
+
 async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: MemoryDelivery, receiver: Receiver) -> None:
     """Without an HTTP client."""
     options = settings(max_attempts=1)

@@ -88,8 +88,12 @@ async def test_the_last_speed_is_stored_at_the_end() -> None:
 
 
 async def test_a_load_is_timed() -> None:
-    """From LOADING to READY."""
+    """From LOADING to READY; one that failed before counts for nothing."""
     setup = Setup(Scene(Bench(), known_s=0.01))
+    for state in (State.LOADING, State.UNAVAILABLE):
+        setup.states = {"stub": {1: VersionState(state, 1)}}
+        await setup.heartbeat.beat()
+        setup.time.advance(1.0)
     setup.states = {"stub": {1: VersionState(State.LOADING, 1)}}
     await setup.heartbeat.beat()
     setup.time.advance(2.0)

@@ -26,6 +26,7 @@ class FakeRedis:
         lost: What renewals find lost.
         errors: Lane → what is raised.
         renewed: (lane, entry ids) of each renewal.
+        counts: How many of the worker's entries were asked for at most, each time.
     """
 
     def __init__(self) -> None:
@@ -33,8 +34,12 @@ class FakeRedis:
         self.lost: list[bytes] = []
         self.errors: dict[bytes, Exception] = {}
         self.renewed: list[tuple[bytes, list[bytes]]] = []
+        self.counts: list[int] = []
 
-    def xpending_range(self, lane: bytes, *_: object) -> list[dict[str, Any]]:
+    def xpending_range(
+        self, lane: bytes, _group: bytes, _start: str, _end: str, count: int, _consumer: bytes
+    ) -> list[dict[str, Any]]:
+        self.counts.append(count)
         if lane in self.errors:
             raise self.errors[lane]
         return [{"message_id": name, "time_since_delivered": idle} for name, idle in self.pending.get(lane, [])]
@@ -94,6 +99,18 @@ def test_what_was_fetched_since_is_renewed_when_the_worker_is_silent(
     redis.pending[LANE] = []
     one.renew()
     assert redis.renewed.pop() == (LANE, [b"1-0"])
+
+
+def test_what_was_fetched_since_is_found_behind_all_that_was_told(
+    redis: FakeRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis lists the oldest first, of a worker with large batches thousands."""
+    one = Renewer(HELLO, redis)
+    one.tell(Held({LANE: {b"%d-0" % number: 2000.0 for number in range(5000)}}))
+    monkeypatch.setattr(Time, "now_s", 1002.5)
+    one.renew()
+
+    assert redis.counts[0] > 5000
 
 
 def test_the_worker_tells_again(redis: FakeRedis, monkeypatch: pytest.MonkeyPatch) -> None:

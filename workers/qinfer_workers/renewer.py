@@ -120,12 +120,12 @@ class Renewer:
 
     Args:
         hello: How.
-        client: Redis; made of `hello` unless given.
+        client: Redis; made of `hello` unless given, once it can be: a cluster must be there for that.
     """
 
     def __init__(self, hello: Hello, client: Any = None) -> None:
         self._hello = hello
-        self._client: Any = client or blocking_client(cast("RedisSettings", _redis_of(hello)))
+        self._client: Any = client
         self._told = Held({})
         self._told_s = time.monotonic()
         self._untold: dict[bytes, dict[bytes, float]] = {}
@@ -142,6 +142,7 @@ class Renewer:
         report = Report(began_s, [], {})
         for lane, entries in self._told.lanes.items():
             try:
+                self._client = self._client or blocking_client(cast("RedisSettings", _redis_of(self._hello)))
                 if is_silent:
                     self._look(lane, began_s)
                 both = entries | self._untold.get(lane, {})
@@ -158,7 +159,7 @@ class Renewer:
         untold = self._untold.setdefault(lane, {})
         since_s = now_s - self._told_s + self._hello.every_s  # its reply may have been on the way then
         try:
-            rows = self._client.xpending_range(lane, group, "-", "+", _PAGE, consumer)
+            rows = self._client.xpending_range(lane, group, "-", "+", len(known) + _PAGE, consumer)
         except ResponseError as error:
             if "NOGROUP " not in str(error):
                 raise
@@ -207,6 +208,24 @@ class _Inbox:
         return message
 
 
+class _Outbox:
+    """Reports to the worker."""
+
+    def __init__(self) -> None:
+        self._unsent: list[tuple[bytes, bytes]] = []
+
+    def send(self, report: Report) -> None:
+        """Sends a report; while the worker does not read and the pipe is full, only what is lost is kept for the next.
+
+        To wait for the worker would end its leases.
+        """
+        report.lost = self._unsent + report.lost
+        _, ready, _ = select.select([], [sys.stdout.fileno()], [], 0)
+        if ready:
+            os.write(sys.stdout.fileno(), packed(report))
+        self._unsent = [] if ready else report.lost
+
+
 def packed(message: msgspec.Struct) -> bytes:
     """Returns a message as it travels."""
     body = msgspec.msgpack.encode(message)
@@ -235,7 +254,7 @@ def _is_running(pid: int) -> bool:
 
 def _serve(parent: int) -> None:
     """Renews until the worker is gone."""
-    inbox, renewer, due_s = _Inbox(), None, 0.0
+    inbox, outbox, renewer, due_s, is_well = _Inbox(), _Outbox(), None, 0.0, True
     decoder = msgspec.msgpack.Decoder(Held)
     while inbox.read(due_s - time.monotonic() if renewer else _RETRY_S) and os.getppid() == parent:
         while (message := inbox.take()) is not None:
@@ -245,13 +264,14 @@ def _serve(parent: int) -> None:
                 continue
             held = decoder.decode(message)
             renewer.tell(held)
-            due_s = 0.0 if held.now else due_s
+            if held.now and is_well:  # else whoever waits for a success would ask again at once, and again
+                due_s = 0.0
         if renewer is None or time.monotonic() < due_s:
             continue
         is_well = False
         if _is_running(parent):
             report = renewer.renew()
-            os.write(sys.stdout.fileno(), packed(report))
+            outbox.send(report)
             is_well = not report.failed
         due_s = time.monotonic() + (hello.every_s if is_well else min(_RETRY_S, hello.every_s))
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_ITEM = re.compile(r"""\s*([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*(?:=\s*("(?:[^"\\]|\\.)*"|[^\s;,"]*))?[^,]*""")
+_ITEM = re.compile(r"""(?:[^,"]|"(?:[^"\\]|\\.)*(?:"|\\?$))+""")  # up to a comma that is in no quoted string
+_PREFERENCE = re.compile(r"""\s*([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*(?:=\s*("(?:[^"\\]|\\.)*"|[^\s;,"]*)\s*)?(?:;.*)?""")
 _MAX_CHARACTERS = 1000
 
 
@@ -41,8 +42,10 @@ def read_preferences(headers: Sequence[str]) -> Preferences:
     Unknown and malformed preferences are ignored, as the RFC asks.
     """
     found: dict[str, str] = {}
-    for item in _ITEM.finditer(",".join(headers)[:_MAX_CHARACTERS]):
-        found.setdefault(item[1].lower(), (item[2] or "").strip('"'))
+    for item in _ITEM.findall(",".join(headers)[:_MAX_CHARACTERS]):
+        preference = _PREFERENCE.fullmatch(item.rstrip())
+        if preference is not None:
+            found.setdefault(preference[1].lower(), (preference[2] or "").strip('"'))
     wait = found.get("wait", "")
     is_number = wait.isascii() and wait.isdigit() and len(wait) < 10
     return Preferences("respond-async" in found, int(wait) if is_number else None)

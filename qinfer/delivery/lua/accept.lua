@@ -1,7 +1,7 @@
 -- Accepts an asynchronous request: stores its record, its payload and its deadline, and appends it to its lane.
 -- KEYS: lane, its lane for the delayed, record, due, payload, payload as it was staged, idempotency key.
 -- ARGV: group, consumer of what was released, of suspects, id, frame, payload's place (none | given | staged), payload,
---   limit (0 = none), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
+--   limit (0 = none, -1 = nothing new), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
 --   body hash, the record's further fields and values.
 -- Returns {what, id, body hash}: what is new | known | full | gone (the staged payload).
 local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
@@ -24,6 +24,7 @@ local known = redis.call('HGET', record, 'body_hash')
 if known then return refuse('known', id, known) end
 
 limit = tonumber(limit)
+if limit < 0 then return refuse('full') end
 if limit > 0 and redis.call('XLEN', lane) + redis.call('XLEN', delayed) >= limit then
   local count = waiting(lane, group, released, suspects) + waiting(delayed, group, released, suspects)
   if count >= limit then return refuse('full') end

@@ -3,6 +3,7 @@
 -- ARGV: what the partition's keys begin with, group, id, the entry's lane and id ('' = those of the record), result's place
 --   (none | given | staged), result, attempt (0 = it was not executed), the record's state and further fields and values.
 -- Returns {what, who waits, by line}: what is first | late | gone (the staged result: nothing was done).
+local DAY_MS = 86400000
 local record, result, staged, due, outbox, payload = unpack(KEYS)
 local prefix, group, id, given_lane, given_entry, place, blob, attempt = unpack(ARGV, 1, 8)
 
@@ -43,5 +44,8 @@ end
 if known[5] and known[5] ~= '' then
   redis.call('HSET', record, 'webhook_state', 'pending')
   redis.call('XADD', outbox, '*', 'r', id)
+  -- Without its request's record a notice is of no use: where webhooks were switched off, none stays for ever.
+  local kept = times[1] + times[2] + DAY_MS
+  if redis.call('PTTL', outbox) < kept then redis.call('PEXPIRE', outbox, kept) end
 end
 return {'first', known[6] or ''}

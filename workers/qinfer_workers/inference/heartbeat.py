@@ -12,6 +12,7 @@ from qinfer.codec.frame import FRAME_VERSION
 from qinfer.control.base import ControlStore, Speed, State, VersionState, WorkerRecord
 from qinfer.errors import BrokerUnavailable
 from qinfer.settings import WorkerSettings
+from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Heartbeat:
 
     async def run(self) -> None:
         """Beats until cancelled."""
+        trouble = Trouble(logger, "no heartbeat", "heartbeats again")
         while True:
             woken = self._changed.is_set()
             self._changed.clear()
@@ -72,8 +74,9 @@ class Heartbeat:
                 await self.beat()
                 if woken:
                     await self._store.wake()
+                trouble.over()
             except BrokerUnavailable as error:
-                logger.warning("no heartbeat", extra={"reason": error.message})
+                trouble.happened(error.message)
             try:
                 async with asyncio.timeout(self._settings.heartbeat_every_s):
                     await self._changed.wait()
@@ -128,8 +131,10 @@ class Heartbeat:
                 key = model, version
                 if state.state is State.LOADING:
                     self._loading_since_s.setdefault(key, now_s)
-                elif state.state is State.READY and key in self._loading_since_s:
-                    self._load_s[key] = now_s - self._loading_since_s.pop(key)
+                    continue
+                since_s = self._loading_since_s.pop(key, None)
+                if state.state is State.READY and since_s is not None:
+                    self._load_s[key] = now_s - since_s
 
     async def _put_speeds(self, served: set[_Key], now_s: float) -> None:
         """Writes the speeds every few seconds, and at once those of versions that are served no more."""

@@ -65,8 +65,24 @@ class Intake:
 
         What is gone was cancelled or has expired: there is nobody to answer.
         """
-        found = await asyncio.gather(*(self._complete(batcher, item) for item in apart))
-        return [item for item, is_whole in zip(apart, found, strict=True) if is_whole]
+        payloads = await asyncio.gather(*(self._payload(item) for item in apart))
+        # From here on nothing is awaited: the model may be another one after each time.
+        return [
+            item
+            for item, payload in zip(apart, payloads, strict=True)
+            if payload is not None and not item.lost and self._complete(batcher, item, payload)
+        ]
+
+    def is_readable(self, lease: Lease) -> bool:
+        """Tells whether an entry is none of a newer qinfer's; such a one is released, for another worker."""
+        try:
+            decode_request(lease.frame)
+        except NewerFrame:
+            self._release_newer(lease)
+            return False
+        except (PayloadApart, CorruptEntry):
+            pass
+        return True
 
     def fits(self, batcher: Batcher, item: Pending) -> bool:
         """Checks an item that was admitted under another generation; one that does not fit any more is answered."""
@@ -84,8 +100,7 @@ class Intake:
         except PayloadApart as apart:
             return self._pending(batcher, lease, apart.request)
         except NewerFrame:
-            logger.warning("frame of a newer qinfer released", extra={"entry_id": lease.entry.entry_id})
-            self._publisher.release_later(lease, PAUSE_S)
+            self._release_newer(lease)
             return None
         except CorruptEntry as error:
             logger.error("corrupt entry", extra={"entry_id": lease.entry.entry_id, "reason": error.message})
@@ -114,21 +129,25 @@ class Intake:
             item.rows = inputs[0].shape[0]
         batcher.classify(item)
 
-    async def _complete(self, batcher: Batcher, item: Pending) -> bool:
-        lease = item.lease
+    def _release_newer(self, lease: Lease) -> None:
+        logger.warning("frame of a newer qinfer released", extra={"entry_id": lease.entry.entry_id})
+        self._publisher.release_later(lease, PAUSE_S)
+
+    async def _payload(self, item: Pending) -> bytes | None:
+        """Reads an item's tensors; one that can't be read now is released, one whose tensors are gone is finished."""
         try:
-            payload = await self._delivery.payload(lease.entry, item.request.id)
+            payload = await self._delivery.payload(item.lease.entry, item.request.id)
         except QinferError as error:
             logger.warning("payload not read", extra={"request_id": item.request.id, "reason": error.message})
-            self._publisher.release_later(lease, PAUSE_S, item)
-            return False
+            self._publisher.release_later(item.lease, PAUSE_S, item)
+            return None
         if payload is None:
             self._publisher.discard(item)
-            return False
-        if item.lost:
-            return False
+        return payload
+
+    def _complete(self, batcher: Batcher, item: Pending, payload: bytes) -> bool:
         try:
-            item.request = decode_request(lease.frame, payload)
+            item.request = decode_request(item.lease.frame, payload)
         except CorruptEntry as error:
             self._bury(batcher, item, error)
             return False

@@ -139,12 +139,16 @@ class LeaseKeeper:
         self._renewed.clear()
         if not lost:
             return
+        count = 0
         for item in self.held():
             if place_of(item) not in lost or not self._is_older(item, began_s):
                 continue  # else it was finished meanwhile, or released and fetched again
             self.drop([item])
-            logger.warning("lease lost", extra={"request_id": item.request.id})
+            logger.debug("lease lost", extra={"request_id": item.request.id})
             self._on_lost(item)
+            count += 1
+        if count:  # mostly because callers went away, or gave up
+            logger.info("leases lost", extra={"count": count})
 
     def _sure_at(self, item: Pending) -> float:
         return self._failing.get(item.lease.entry.lane, self._renewed_at)

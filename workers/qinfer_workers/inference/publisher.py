@@ -23,6 +23,7 @@ from qinfer.messages import Failure, Response
 from qinfer.observability.stats import StatsTally
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.outcomes import settlement_of
+from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Publisher:
         self._published: list[Pending] = []
         self._timer: asyncio.TimerHandle | None = None
         self._later: dict[Lease, asyncio.TimerHandle] = {}
+        self._trouble = Trouble(logger, "broker unavailable, trying again", "the broker takes answers again")
         self._closed = False
 
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
@@ -235,9 +237,11 @@ class Publisher:
         while not items or not all(item.lost for item in items):
             try:
                 await work()
+                if pause_s > _FIRST_RETRY_S:
+                    self._trouble.over()
                 break
             except (BrokerUnavailable, QueueFull) as error:
-                logger.warning("broker unavailable, trying again", extra={"reason": error.message})
+                self._trouble.happened(error.message)
             except QinferError:
                 logger.exception("refused by the broker", extra={"items": len(items)})
                 self._keeper.drop(items)

@@ -19,12 +19,14 @@ from qinfer.delivery.base import Lane, Lease
 from qinfer.errors import BrokerUnavailable
 from qinfer.settings import Settings
 from qinfer_workers.inference.leases import LeaseKeeper, Place
+from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.renewer import LENGTH, TELLS_PER_RENEWAL, Held, Hello, Report, packed
 
 logger = logging.getLogger(__name__)
 
 _PROGRAM = "qinfer_workers.renewer"
 _RETRY_S = 0.5
+_LONGEST_RETRY_S = 5.0
 
 
 class ThreadRenewals:
@@ -39,7 +41,8 @@ class ThreadRenewals:
         self._renew = renew
         self._every_s = every_s
         self._wake = threading.Event()
-        self._is_ended = False
+        self._ended = threading.Event()
+        self._trouble = _trouble()
 
     async def run(self, keeper: LeaseKeeper) -> None:
         """See `Renewals.run`; a renewal under way at the end is not waited for."""
@@ -48,7 +51,7 @@ class ThreadRenewals:
         try:
             await loop.create_future()
         finally:
-            self._is_ended = True
+            self._ended.set()
             self._wake.set()
 
     def ask(self) -> None:
@@ -56,15 +59,19 @@ class ThreadRenewals:
         self._wake.set()
 
     def _serve(self, keeper: LeaseKeeper, loop: asyncio.AbstractEventLoop) -> None:
-        pause_s = self._every_s
+        failed: set[Lane] = set()
         while True:
-            self._wake.wait(pause_s)
-            if self._is_ended:
+            if failed:  # whoever waits for a success asks again after each failure
+                self._ended.wait(min(_RETRY_S, self._every_s))
+            else:
+                self._wake.wait(self._every_s)
+            if self._ended.is_set():
                 return
             self._wake.clear()
             began_s = time.monotonic()
             lost, failed = self._renew_once(keeper)
-            pause_s = min(_RETRY_S, self._every_s) if failed else self._every_s
+            if not failed:
+                self._trouble.over()
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(keeper.renewed, began_s, lost, failed)
 
@@ -79,7 +86,7 @@ class ThreadRenewals:
             try:
                 lost.update((lane, lease.entry.entry_id) for lease in self._renew(leases))
             except BrokerUnavailable as error:
-                logger.warning("leases not renewed", extra={"reason": error.message})
+                self._trouble.happened(error.message)
                 failed.add(lane)
             except Exception:  # the loop boundary: without this thread every lease would end
                 logger.exception("leases not renewed")
@@ -111,24 +118,38 @@ class ProcessRenewals:
         )
         self._lanes: dict[bytes, Lane] = {}
         self._asked = asyncio.Event()
+        self._trouble = _trouble()
+        self._endings = Trouble(
+            logger,
+            "the renewer of leases ended, starting another; without one nothing is fetched",
+            "a renewer of leases runs",
+            logging.ERROR,
+        )
+        self._pause_s = _RETRY_S
 
     async def run(self, keeper: LeaseKeeper) -> None:
-        """See `Renewals.run`."""
+        """See `Renewals.run`; what can't be started is tried again, less and less often."""
         while True:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", _PROGRAM, stdin=PIPE, stdout=PIPE
-            )
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    telling = tasks.create_task(self._tell(process, keeper))
-                    await self._listen(process, keeper)
-                    telling.cancel()
-            finally:
-                with suppress(ProcessLookupError):
-                    process.kill()  # it has nothing to lose
-                await process.wait()
-            logger.error("the renewer of leases ended, starting another", extra={"status": process.returncode})
-            await asyncio.sleep(_RETRY_S)
+                self._endings.happened(f"it ended with status {await self._run_one(keeper)}")
+            except OSError as error:  # no memory, or too many processes or files
+                self._endings.happened(f"it can't be started: {error.strerror}")
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _LONGEST_RETRY_S)
+
+    async def _run_one(self, keeper: LeaseKeeper) -> int | None:
+        """Starts a process and talks to it until it ends; returns its exit status."""
+        process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-m", _PROGRAM, stdin=PIPE, stdout=PIPE)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                telling = tasks.create_task(self._tell(process, keeper))
+                await self._listen(process, keeper)
+                telling.cancel()
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()  # it has nothing to lose
+            await process.wait()
+        return process.returncode
 
     def ask(self) -> None:
         """See `Renewals.ask`."""
@@ -169,7 +190,15 @@ class ProcessRenewals:
             while True:
                 (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
                 report = decoder.decode(await process.stdout.readexactly(size))
-                if report.failed:
-                    logger.warning("leases not renewed", extra={"reasons": sorted(set(report.failed.values()))})
+                self._pause_s = _RETRY_S
+                self._endings.over()
+                for reason in report.failed.values():
+                    self._trouble.happened(reason)
+                if not report.failed:
+                    self._trouble.over()
                 lost = {(self._lanes[lane], entry_id.decode()) for lane, entry_id in report.lost}
                 keeper.renewed(report.began_s, lost, [self._lanes[lane] for lane in report.failed])
+
+
+def _trouble() -> Trouble:
+    return Trouble(logger, "leases not renewed", "leases are renewed again")

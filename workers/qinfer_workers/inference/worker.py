@@ -26,6 +26,7 @@ from qinfer_workers.inference.models import Key, Loaded, Loader, Models
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.renewals import ThreadRenewals
 from qinfer_workers.inference.serving import Serving
+from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -133,32 +134,38 @@ class Worker:
     async def _fetch_loop(self, serving: Serving) -> None:
         """Fetches whenever the batcher has room."""
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
+        trouble = Trouble(logger, "nothing fetched", "fetching again")
         await self._keeper.watch()
         while True:
+            if not self._keeper.is_sure(()):
+                await self._keeper.watch()
             await batcher.fetchable()
             count, wait_s = batcher.room()
             quiet.clear()
             try:
                 leases = await self._delivery.fetch(serving.lanes, self._id, count, min(wait_s, longest_s))
+                trouble.over()
                 if leases:
-                    self._take_in(batcher, await self._items(batcher, leases))
+                    apart = self._take_in(batcher, leases)
+                    if apart:
+                        self._admit(batcher, await self._intake.complete(batcher, apart))
                     await asyncio.sleep(0)  # answers that are ready leave in one write with the next fetch
             except QinferError as error:  # the broker's state, or its refusal: either may pass
-                logger.warning("nothing fetched", extra={"reason": error.message})
+                trouble.happened(error.message)
                 await asyncio.sleep(_RETRY_S)
             finally:
                 quiet.set()
 
-    async def _items(self, batcher: Batcher, leases: Sequence[Lease]) -> list[Pending]:
-        """Makes items of leases, and holds them; waits only for tensors that are stored beside the stream."""
+    def _take_in(self, batcher: Batcher, leases: Sequence[Lease]) -> list[Pending]:
+        """Makes items of leases, and holds and admits them; returns those whose tensors are still beside the stream."""
         whole, apart = self._intake.items(batcher, leases)
         self._keeper.hold(whole)
+        self._admit(batcher, whole)
         if apart:
             self._keeper.hold(apart)
-            whole += await self._intake.complete(batcher, apart)
-        return [item for item in whole if not item.lost] if apart else whole
+        return apart
 
-    def _take_in(self, batcher: Batcher, items: Sequence[Pending]) -> None:
+    def _admit(self, batcher: Batcher, items: Sequence[Pending]) -> None:
         if items and batcher.paused:
             self._publisher.give_back(items)
         else:
@@ -173,15 +180,21 @@ class Worker:
 
     async def _reclaim_loop(self) -> None:
         """Looks for entries of dead workers, twice in a lease time."""
+        trouble = Trouble(logger, "nothing reclaimed", "reclaiming again")
         while True:
             await asyncio.sleep(self._settings.lease_s / 2)
+            reasons: list[str] = []
             for key, serving in list(self._serving.items()):
                 try:
                     await serving.find_leftovers(self._delivery)
                     if await self._has_suspects(serving):
                         await self._run_suspects(key, serving)
                 except QinferError as error:
-                    logger.warning("nothing reclaimed", extra={"reason": error.message})
+                    reasons.append(error.message)
+            for reason in reasons:
+                trouble.happened(reason)
+            if not reasons:
+                trouble.over()
 
     async def _has_suspects(self, serving: Serving) -> bool:
         """Tells whether there is anything to reclaim, and leaves it where it is.
@@ -189,11 +202,15 @@ class Worker:
         To hold it until this worker's hands are empty would count an execution, should the worker die before; and
         another worker may have its hands free sooner.
         """
-        leases = await self._reclaim(serving)
-        if leases:
-            logger.warning("suspects found", extra={"model": leases[0].entry.lane.model})
-            await self._delivery.release(leases)
-        return bool(leases)
+        for _ in range(_MAX_RECLAIMS):
+            leases = await self._reclaim(serving)
+            if not leases:
+                break
+            if self._intake.is_readable(leases[0]):
+                logger.warning("suspects found", extra={"model": leases[0].entry.lane.model})
+                await self._delivery.release(leases)
+                return True
+        return False
 
     async def _run_suspects(self, key: Key, serving: Serving) -> None:
         """Runs dead workers' entries one by one, while this worker holds nothing else (DESIGN.md §2.5).
@@ -214,7 +231,9 @@ class Worker:
             leases = await self._reclaim(serving)
             for lease in leases:
                 logger.warning("reclaimed", extra={"entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})
-            items = await self._items(serving.batcher, leases)
+            whole, apart = self._intake.items(serving.batcher, leases)
+            self._keeper.hold([*whole, *apart])
+            items = whole or await self._intake.complete(serving.batcher, apart)
             if items or not leases:
                 return items
         return []
