@@ -11,6 +11,7 @@ from qinfer.delivery.base import Lane, Lease, Payload
 from qinfer.delivery.connection import Refused
 from qinfer.errors import QinferError, QueueFull
 from qinfer.testing import eventually
+from qinfer_workers.inference.leases import LeaseKeeper
 from tests.stage import Stage, value
 
 
@@ -138,22 +139,36 @@ async def test_drain_releases_what_did_not_start(scene: Stage) -> None:
     assert {a.attempt for a in answers} == {1}
 
 
-async def test_nothing_is_fetched_while_nobody_renews(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What could be renewed no more could not be answered either."""
-    await scene.model()
-    worker = await scene.worker(renew_every_s=60.0, lease_s=100.0)
-    asked = asyncio.Event()
-    monkeypatch.setattr(worker._keeper._renewals, "ask", asked.set)
-    worker._keeper._renewed_at = float("-inf")
-    await asked.wait()
-    call = scene.submit(1.0)
-    await scene.queued(1)
-    assert await scene.delivery.withdraw(scene.entries) == [True]
-    again = scene.submit(2.0)
-    worker._keeper.renewed(time.monotonic(), set())
+class Unmoved:
+    """Renewals that renew nothing."""
 
-    assert value(await again) == 2.0
-    assert not call.done()
+    asked: asyncio.Event
+
+    def __init__(self, *_: object) -> None:
+        Unmoved.asked = asyncio.Event()
+
+    async def run(self, _: LeaseKeeper) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    def ask(self) -> None:
+        self.asked.set()
+
+
+async def test_nothing_is_fetched_while_nobody_renews(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start and later: what could be renewed no more could not be answered either."""
+    monkeypatch.setattr("qinfer_workers.inference.worker.ThreadRenewals", Unmoved)
+    await scene.model()
+    worker = await scene.worker()
+    for _ in range(2):
+        await Unmoved.asked.wait()
+        scene.entries.clear()
+        scene.submit(1.0)
+        await eventually(lambda: scene.entries != [])
+        assert await scene.delivery.withdraw(scene.entries) == [True]
+        Unmoved.asked.clear()
+        worker._keeper.renewed(time.monotonic(), set())
+        assert value(await scene.submit(2.0)) == 2.0
+        worker._keeper._renewed_at = float("-inf")
 
 
 async def test_lost_lease_discards_the_item_and_not_its_batch(scene: Stage, caplog: pytest.LogCaptureFixture) -> None:

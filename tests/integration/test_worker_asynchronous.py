@@ -241,11 +241,12 @@ async def test_a_slow_payload_keeps_no_other_request_waiting(scene: Stage, monke
 
 
 async def test_a_model_that_is_replaced_while_a_payload_is_read(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request is checked against what the model is then."""
-    payloads = SlowPayloads(scene, monkeypatch)
+    """Requests are checked against what the model is then, those too whose own payload had been read before."""
+    payloads = SlowPayloads(scene, monkeypatch, quick=1)
     await scene.model()
-    await scene.worker()
     calls = [scene.submit_apart(1.0), scene.submit_apart(1.0)]
+    await scene.queued(2)
+    await scene.worker()
     await eventually(lambda: payloads.reading == 2)
     await scene.model(dims=3)
     await scene.ready()
@@ -257,17 +258,19 @@ async def test_a_model_that_is_replaced_while_a_payload_is_read(scene: Stage, mo
 
 
 class SlowPayloads:
-    """Payloads that are read only from `go` on; counts who waits for one."""
+    """Payloads that are read only from `go` on, but for the first ones; counts them."""
 
-    def __init__(self, scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, scene: Stage, monkeypatch: pytest.MonkeyPatch, quick: int = 0) -> None:
         self.go = asyncio.Event()
         self.reading = 0
+        self._quick = quick
         self._payload = scene.delivery.payload
         monkeypatch.setattr(scene.delivery, "payload", self._slow)
 
     async def _slow(self, entry: Entry, request_id: str) -> bytes | None:
         self.reading += 1
-        await self.go.wait()
+        if self.reading > self._quick:
+            await self.go.wait()
         return await self._payload(entry, request_id)
 
 
