@@ -59,6 +59,7 @@ MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "bounded": (_FP32 + " dynamic_batching { default_queue_policy { max_queue_size: 3 } }", (1,)),
     "levels": (_FP32 + _LEVELS, (1,)),
     "asleep": (_FP32 + _parameter("qinfer.min_workers", 0), (1,)),
+    "hasty": (_FP32 + _parameter("qinfer.default_timeout_s", 30) + _parameter("qinfer.max_timeout_s", 40), (1,)),
 }
 ANSWERING = ("echo", "text", "half", "pair", "fails", "späte modelle")
 

@@ -140,7 +140,7 @@ class Backlog:
 
     def _most(self, served: Served) -> int:
         spec = served.spec
-        return most_waiting(spec.lane_capacity, self._capacity(served), min(spec.default_timeout_s, spec.max_timeout_s))
+        return most_waiting(spec.lane_capacity, self._capacity(served), spec.default_timeout_s)
 
     def _in_hands(self, served: Served) -> int:
         """Returns how many entries the live workers may have answered and not finished: two batches an instance."""

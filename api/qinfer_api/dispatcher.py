@@ -40,6 +40,7 @@ from qinfer_api.auth import Auth, Context
 from qinfer_api.backlog import Backlog
 from qinfer_api.frames import lay_out, tensor_bytes
 from qinfer_api.sinks import Pending, Sink, SinkTable
+from qinfer_api.status import of_request
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +158,10 @@ class Dispatcher:
         served = self.resolve(request.model, request.version)
         spec = served.spec
         if len(self._sinks) >= self._max_in_flight:
-            raise QueueFull(_prefix(request.client_id) + "Exceeds maximum queue size")
+            raise QueueFull(of_request(request.client_id) + "Exceeds maximum queue size")
         if not request.generation or request.generation != served.generation:
             self.check(request, served)
-        timeout_s = min(spec.default_timeout_s, spec.max_timeout_s)
+        timeout_s = spec.default_timeout_s
         lane, route = served.lane, None
         if not served.routes.are_plain:
             route = served.routes.of(request.priority)
@@ -202,7 +203,7 @@ class Dispatcher:
         try:
             validate(request, served.spec)
         except QinferError as error:
-            error.args = (_prefix(request.client_id) + error.message,)
+            error.args = (of_request(request.client_id) + error.message,)
             raise
         request.generation = served.generation
 
@@ -259,7 +260,7 @@ class Dispatcher:
     def _judge(self, request: InferRequest, served: Served, route: Route, timeout_s: float) -> None:
         refusal = self.backlog.judge(served, route, served.spec.lane_capacity, timeout_s)
         if refusal is not None:
-            refusal.args = (_prefix(request.client_id) + refusal.message,)
+            refusal.args = (of_request(request.client_id) + refusal.message,)
             raise refusal
 
     def _submit_specially(
@@ -302,7 +303,7 @@ class Dispatcher:
         if response.failure is not None:
             code, message, retryable = response.failure.code, response.failure.message, response.failure.retryable
             self._tally.failed(pending.model, pending.version, code)
-            failure = Failure(code, _prefix(pending.client_id) + message, retryable)
+            failure = Failure(code, of_request(pending.client_id) + message, retryable)
             response = msgspec.structs.replace(response, failure=failure)
         elif response.final:
             self._tally.answered(pending.model, pending.version, self._clock.monotonic_s() - pending.started_s)
@@ -334,7 +335,3 @@ class Dispatcher:
         pending.abandoned = True
         if pending.entry is not None:
             self._aftercare.abandon(pending.entry)
-
-
-def _prefix(client_id: str) -> str:
-    return f"[request id: {client_id or '<id_unknown>'}] "

@@ -170,7 +170,7 @@ class Janitor:
             spec = self._catalog.accepting(lane.model, lane.version).spec
         except QinferError:
             return 0.0
-        return min(spec.default_timeout_s, spec.max_timeout_s)
+        return spec.default_timeout_s
 
     async def _deliver(self, notice: Notice) -> None:
         try:

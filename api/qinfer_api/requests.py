@@ -30,12 +30,14 @@ from qinfer.delivery.requests import (
 from qinfer.errors import Cancelled, Conflict, InvalidRequest, Overloaded, QinferError, QueueFull, ResultExpired
 from qinfer.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.observability.metrics import GatewayTally
+from qinfer.repository.config_spec import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from qinfer.settings import RequestSettings
 from qinfer_api.admission import queue_timeout_s
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.frames import lay_out, tensor_bytes
 from qinfer_api.records import chosen_address, shown_id, unknown
+from qinfer_api.status import of_request
 from qinfer_api.waits import Waits
 
 MIN_TIMEOUT_S = 0.001
@@ -151,7 +153,7 @@ class AsyncRequests:
         try:
             accepted = await self._accept(context, request, served, acceptance)
         except Overloaded as error:
-            error.args = (f"[request id: {request.client_id or '<id_unknown>'}] {error.message}",)
+            error.args = (of_request(request.client_id) + error.message,)
             raise
         if accepted.body_hash != submission.body_hash:
             raise Conflict(_conflict(accepted.id == acceptance.address.id, submission.request_id))
@@ -189,8 +191,7 @@ class AsyncRequests:
         if record.state is not RequestState.SUCCEEDED:
             if record.expires_at <= self.now_s():
                 raise _expired(record)
-            prefix = f"[request id: {record.client_id or '<id_unknown>'}] "
-            failure = Failure(record.code, prefix + record.message)
+            failure = Failure(record.code, of_request(record.client_id) + record.message)
             return Response(request_id=record.address.id, failure=failure), plan
         blob = await self.delivery.requests.result(record.address)
         if blob is None:
@@ -213,13 +214,16 @@ class AsyncRequests:
             self.tally.failed(address.model, record.version, Cancelled.code)
         return await self.record(context, address)
 
-    def _timeout_s(self, asked_s: float | None) -> float:
+    def _timeout_s(self, served: Served, asked_s: float | None) -> float:
+        """Returns a request's timeout; what its model's configuration says goes before the settings."""
+        own = served.spec.parameters
+        longest_s = float(own.get(MAX_TIMEOUT, self.settings.max_timeout_s))
         if asked_s is None:
-            return min(self.settings.default_timeout_s, self.settings.max_timeout_s)
-        if not (math.isfinite(asked_s) and MIN_TIMEOUT_S <= asked_s <= self.settings.max_timeout_s):
+            return min(float(own.get(DEFAULT_TIMEOUT, self.settings.default_timeout_s)), longest_s)
+        if not (math.isfinite(asked_s) and MIN_TIMEOUT_S <= asked_s <= longest_s):
             raise InvalidRequest(
                 f"a request timeout of {asked_s:g} s is not possible; "
-                f"choose one from {MIN_TIMEOUT_S:g} to {self.settings.max_timeout_s:g} seconds"
+                f"choose one from {MIN_TIMEOUT_S:g} to {longest_s:g} seconds"
             )
         return asked_s
 
@@ -275,7 +279,7 @@ class AsyncRequests:
             address=self._address(context, served, submission.request_id),
             lane=served.lane,
             frame=b"",
-            timeout_s=self._timeout_s(submission.timeout_s),
+            timeout_s=self._timeout_s(served, submission.timeout_s),
             body_hash=submission.body_hash,
             result_ttl_s=settings.result_ttl_s,
             tombstone_ttl_s=settings.tombstone_ttl_s,

@@ -67,6 +67,11 @@ AGAIN = {
 """What tells when to try again (`Retry-After`)."""
 
 
+def of_request(client_id: str) -> str:
+    """Returns how the text of an error about one request begins (reference §1.2); the id is the client's, or empty."""
+    return f"[request id: {client_id or '<id_unknown>'}] "
+
+
 def http_status(code: str, *, v1: bool = False) -> int:
     """Returns the HTTP status of an error code; 500 for one this version does not know (a newer worker may send it).
 

@@ -5,6 +5,7 @@ import gzip
 import json
 import struct
 from collections.abc import AsyncIterator
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -234,6 +235,18 @@ async def test_an_id_of_ones_own(client: httpx.AsyncClient) -> None:
     made = await submitted(client)
     assert (await client.get(f"/v1/models/echo/requests/{made['id']}")).status_code == 200
     assert (await client.get(f"/v1/models/fails/requests/{made['id']}")).status_code == 404
+
+
+async def test_a_model_has_timeouts_of_its_own(client: httpx.AsyncClient) -> None:
+    """Its default and its maximum go before the settings."""
+    url = "/v1/models/hasty/requests"
+    record = await submitted(client, url)
+    created, deadline = (datetime.fromisoformat(record[name]) for name in ("created_at", "deadline_at"))
+    too_long = await client.post(url, json=BODY, headers={"request-timeout": "41"})
+
+    assert (deadline - created).total_seconds() == pytest.approx(30, abs=0.01)
+    assert too_long.status_code == 400
+    assert "choose one from 0.001 to 40 seconds" in too_long.json()["error"]
 
 
 @pytest.mark.parametrize(
