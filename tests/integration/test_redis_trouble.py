@@ -107,6 +107,8 @@ class Load:
             reply = await client.post(self._url, content=_body(number))
             self.statuses[reply.status_code] += 1
             if reply.status_code == 503:
+                if not reply.headers.get("retry-after", "").isdecimal():
+                    self.wrong.append(f"{number}: 503 without Retry-After: {reply.text[:300]}")
                 await asyncio.sleep(0.02)  # a caller who is refused does not hammer
             elif reply.status_code != 200 or reply.json()["outputs"][0]["data"] != [number + 0.5] * 4:
                 self.wrong.append(f"{number}: {reply.status_code} {reply.text[:300]}")
