@@ -110,6 +110,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
         final: True on the last response of the request.
         timing: Set by the worker when it executed the request.
         stored: True when the outputs are stored beside the reply stream (`Delivery.take_result`) and not in the blob.
+        parameters: What the model says besides its outputs (reference §1.6).
     """
 
     request_id: str
@@ -122,6 +123,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     final: bool = True
     timing: Timing | None = None
     stored: bool = False
+    parameters: Mapping[str, Scalar] = msgspec.field(default_factory=dict)
 
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32

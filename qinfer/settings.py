@@ -64,8 +64,46 @@ class HttpSettings(_Section):
     keep_alive_s: float = Field(75.0, gt=0, description="Seconds an idle connection stays open.")
     request_read_timeout_s: float = Field(60.0, gt=0, description="Seconds a client may take to send one request.")
     drain_s: float = Field(30.0, ge=0, description="Seconds that requests in flight get to end at shutdown.")
+    header_forward_pattern: str = Field(
+        "", description="Headers whose names match this regular expression become request parameters."
+    )
+    restricted: tuple[str, ...] = Field(
+        (),
+        description="APIs that need a header, as `group,group:name=value` (Triton's --http-restricted-api); groups are "
+        "health, metadata, inference, shared-memory, model-config, model-repository, statistics, trace, logging.",
+    )
     tls_certfile: str = Field("", description="PEM certificate; with `tls_keyfile` serves HTTPS.")
     tls_keyfile: str = Field("", description="PEM private key.")
+
+
+class GrpcSettings(_Section):
+    """The gateway's gRPC side."""
+
+    enabled: bool = Field(True, description="Serve gRPC (Triton's --allow-grpc).")
+    host: str = Field("", description="Address to bind; empty = that of HTTP.")
+    port: int = Field(8001, ge=0, le=65535, description="Port; 0 picks a free one and prints it.")
+    max_message_bytes: int = Field(2**31 - 1, gt=0, le=2**31 - 1, description="Largest message, both ways.")
+    tls_certfile: str = Field("", description="PEM certificate chain; with `tls_keyfile` serves TLS.")
+    tls_keyfile: str = Field("", description="PEM private key.")
+    tls_client_ca_file: str = Field(
+        "", description="PEM certificates of the authorities that clients must have theirs from (mutual TLS)."
+    )
+    header_forward_pattern: str = Field(
+        "", description="Metadata whose names match this regular expression become request parameters."
+    )
+    restricted: tuple[str, ...] = Field(
+        (),
+        description="APIs that need a header, as `group,group:name=value` (Triton's --grpc-restricted-protocol); the "
+        "metadata key is `triton-grpc-protocol-<name>`.",
+    )
+
+
+class MetricsSettings(_Section):
+    """Where metrics are read."""
+
+    enabled: bool = Field(True, description="Serve metrics on a port of their own (Triton's --allow-metrics).")
+    host: str = Field("", description="Address to bind; empty = that of HTTP.")
+    port: int = Field(8002, ge=0, le=65535, description="Port; 0 picks a free one and prints it.")
 
 
 class LimitSettings(_Section):
@@ -82,6 +120,14 @@ class LimitSettings(_Section):
         256 * 1024,
         gt=0,
         description="Tensors of a request above this travel beside the stream; outputs of an answer do above 1 MiB.",
+    )
+    payload_url: str = Field(
+        "",
+        description="Where larger tensors still are kept: an fsspec URL such as s3://bucket/qinfer or file:///shared "
+        "that gateways and workers reach; empty = in Redis. Credentials come from the store's own variables.",
+    )
+    payload_url_min_bytes: int = Field(
+        16 * 2**20, gt=0, description="Tensors above this go to `payload_url`, where it is set."
     )
     cold_start_s: float = Field(
         60.0, gt=0, description="Assumed time until a model without a live worker executes, until one was measured."
@@ -129,6 +175,10 @@ class WorkerSettings(_Section):
     """The inference worker."""
 
     models: tuple[str, ...] = Field(("*",), description="Globs: the models this worker places.")
+    gpus: tuple[int, ...] | None = Field(
+        None, description="GPUs that this worker may use, by index; unset = all that are here, [] = none."
+    )
+    load_threads: int = Field(4, gt=0, description="Models that load at once (Triton's --model-load-thread-count).")
     lease_s: float = Field(10.0, gt=0, description="Seconds without renewal after which another worker takes an entry.")
     renew_every_s: float = Field(3.0, gt=0, description="Seconds between renewals.")
     heartbeat_every_s: float = Field(1.0, gt=0, description="Seconds between heartbeats and statistics.")
@@ -145,8 +195,41 @@ class WorkerSettings(_Section):
 class RepositorySettings(_Section):
     """Where the models are."""
 
-    path: str = Field("models", description="Directory of the model repository, in Triton's layout.")
+    path: str = Field(
+        "models",
+        description="The model repository, in Triton's layout: a directory or an fsspec URL (s3://, gs://, az://, "
+        "file://); several are separated by commas, and a model may be in one of them only.",
+    )
     autocomplete: bool = Field(True, description="Complete a missing or partial config.pbtxt from the model file.")
+    control_mode: Literal["none", "poll", "explicit"] = Field(
+        "none",
+        description="Which models are loaded: `none` all, as they are at the start; `poll` all, and changes are "
+        "followed; `explicit` those that are asked for (Triton's --model-control-mode).",
+    )
+    poll_s: float = Field(15.0, gt=0, description="Seconds between two looks at the repository, in mode `poll`.")
+    load_models: tuple[str, ...] = Field(
+        (), description="Models to load at the start, in mode `explicit`; `*` is all (Triton's --load-model)."
+    )
+    load_timeout_s: float = Field(
+        600.0, gt=0, description="Seconds that a load or unload that was asked for may take before it is answered 503."
+    )
+    config_name: str = Field(
+        "", description="Use configs/<name>.pbtxt of a model that has it (Triton's --model-config-name)."
+    )
+    overlay: str = Field(
+        "",
+        description="Where files that come with a load request are kept: a directory or fsspec URL that gateways and "
+        "workers reach; empty = such requests are refused.",
+    )
+    cache_dir: str = Field(
+        "", description="Where workers keep copies of remote model files; empty = a directory of the user's cache."
+    )
+    strict_readiness: bool = Field(True, description="The server is ready when every model is (--strict-readiness).")
+    gpus: int = Field(
+        -1,
+        ge=-1,
+        description="GPUs that a model may use that names none (KIND_AUTO, KIND_GPU); -1 = as many as here.",
+    )
 
 
 class LogSettings(_Section):
@@ -163,6 +246,8 @@ class Settings(BaseSettings):
 
     redis: RedisSettings = Field(default_factory=RedisSettings)
     http: HttpSettings = Field(default_factory=HttpSettings)
+    grpc: GrpcSettings = Field(default_factory=GrpcSettings)
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
     requests: RequestSettings = Field(default_factory=RequestSettings)
     webhooks: WebhookSettings = Field(default_factory=WebhookSettings)
@@ -170,6 +255,9 @@ class Settings(BaseSettings):
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
     repository: RepositorySettings = Field(default_factory=RepositorySettings)
     log: LogSettings = Field(default_factory=LogSettings)
+    allow_client_shm: bool = Field(
+        False, description="Clients on this host may pass tensors by system shared memory (--allow-client-shm)."
+    )
     server_id: str = Field("triton", description="The server name in GET /v2 (Triton's --id).")
 
 

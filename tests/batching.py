@@ -15,7 +15,7 @@ from qinfer.batching.latency import LatencyModel
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.messages import InferRequest, Response
-from qinfer.repository.spec import BatchingSpec
+from qinfer.repository.spec import BatchingSpec, Device
 from qinfer.tensors import from_numpy
 from qinfer.testing import FakeClock, stub_spec
 
@@ -80,7 +80,7 @@ class Bench:
         self.runs_now = False
         self.stalled = False
         self.backend = PickyBackend()
-        self.backend.load(stub_spec(), None)  # type: ignore[arg-type]  # the stub reads no file
+        self.backend.load(stub_spec(), None, Device())  # type: ignore[arg-type]  # the stub reads no file
         self.answered: list[tuple[Pending, Response]] = []
         self.given_back: list[Pending] = []
         self.delayed: list[Pending] = []

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from qinfer.backends.base import Batch, Context, respond_rows
-from qinfer.repository.spec import ModelSpec
+from qinfer.repository.spec import Device, ModelSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 CRASH, HOLD_GIL, SLOW = 666.0, 777.0, 888.0
@@ -32,8 +32,8 @@ class TroubleBackend:
 
     short_on_loop = False
 
-    def load(self, spec: ModelSpec, version_dir: Path) -> None:
-        del version_dir
+    def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
+        del version_dir, device
         self._hold_s = float(spec.parameters["hold_s"])
         self._trace = Path(spec.parameters["trace"])
 

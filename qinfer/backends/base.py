@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from qinfer.errors import OutputMismatch, QinferError
-from qinfer.messages import InferRequest, Response
-from qinfer.repository.spec import ModelSpec
+from qinfer.messages import InferRequest, Response, Scalar
+from qinfer.repository.spec import Device, ModelSpec
 from qinfer.tensors import Tensor, from_numpy
 
 Array = npt.NDArray[Any]
@@ -45,8 +45,15 @@ class Batch:
 class Context(Protocol):
     """A batch's way back. Items are named by their position in the batch."""
 
-    def respond(self, item: int, outputs: tuple[Tensor, ...] | QinferError, *, final: bool = True) -> None:
-        """Answers an item: with outputs, or with the error that it alone failed with."""
+    def respond(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
+        """Answers an item: with outputs and perhaps parameters, or with the error that it alone failed with."""
         ...
 
     def cancelled(self, item: int) -> bool:
@@ -94,8 +101,8 @@ class Backend(Protocol):
 
     short_on_loop: bool
 
-    def load(self, spec: ModelSpec, version_dir: Path) -> None:
-        """Loads the model file of one version; called once, before any `execute`.
+    def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
+        """Loads the model file of one version onto a device; called once, before any `execute`.
 
         Raises:
             ModelLoadFailed: The file or a setting is wrong; the message says which.

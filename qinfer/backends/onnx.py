@@ -16,7 +16,7 @@ import onnxruntime as ort
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
-from qinfer.repository.spec import ModelSpec, TensorSpec
+from qinfer.repository.spec import Device, ModelSpec, TensorSpec
 
 _DATATYPES = {
     "tensor(bool)": "BOOL",
@@ -47,12 +47,13 @@ class OnnxBackend:
 
     short_on_loop = True
 
-    def load(self, spec: ModelSpec, version_dir: Path) -> None:
+    def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Opens the session, and compares the model with its configuration.
 
         Raises:
             ModelLoadFailed: The file can't be loaded, a parameter is wrong, or model and configuration disagree.
         """
+        del device
         path = version_dir / (spec.filename or "model.onnx")
         if not path.exists():
             raise ModelLoadFailed(f"model '{spec.name}' has no file '{path.name}' in version {version_dir.name}")

@@ -3,13 +3,14 @@
 A wrapper around any backend, so that none has to know of it. Elements stay in place: only shapes change.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from qinfer.backends.base import Backend, Batch, Context
 from qinfer.errors import OutputMismatch, QinferError
-from qinfer.messages import InferRequest, Response
-from qinfer.repository.spec import ModelSpec
+from qinfer.messages import InferRequest, Response, Scalar
+from qinfer.repository.spec import Device, ModelSpec
 from qinfer.tensors import Tensor, element_count
 
 Shapes = dict[str, tuple[int, ...]]
@@ -27,12 +28,12 @@ class _Reshaped:
         self._backend = backend
         self.short_on_loop = backend.short_on_loop
 
-    def load(self, spec: ModelSpec, version_dir: Path) -> None:
+    def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Loads the model."""
         self._lead = 1 if spec.max_batch_size else 0
         self._model_shapes: Shapes = {i.name: i.reshape for i in spec.inputs if i.reshape is not None}
         self._client_shapes: Shapes = {o.name: o.dims for o in spec.outputs if o.reshape is not None}
-        self._backend.load(spec, version_dir)
+        self._backend.load(spec, version_dir, device)
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         """Runs the batch with the model's shapes, and answers with the client's."""
@@ -55,11 +56,18 @@ class _Answers:
         self._shapes = shapes
         self._lead = lead
 
-    def respond(self, item: int, outputs: tuple[Tensor, ...] | QinferError, *, final: bool = True) -> None:
+    def respond(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
         """Passes an answer on."""
         if not isinstance(outputs, QinferError):
             outputs = tuple(map(self._reshaped, outputs))
-        self._ctx.respond(item, outputs, final=final)
+        self._ctx.respond(item, outputs, final=final, parameters=parameters)
 
     def cancelled(self, item: int) -> bool:
         """Asks the batch's own context."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.errors import ModelLoadFailed
 from qinfer.messages import InferRequest
-from qinfer.repository.spec import ModelSpec
+from qinfer.repository.spec import Device, ModelSpec
 from qinfer.tensors import from_numpy, to_numpy
 
 MODES = ("echo", "add", "raise")
@@ -38,13 +38,13 @@ class StubBackend:
         """The name of the model that it was loaded for."""
         self.loaded = False
 
-    def load(self, spec: ModelSpec, version_dir: Path) -> None:
+    def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
         """Reads the mode; there is no file.
 
         Raises:
             ModelLoadFailed: There is no such mode.
         """
-        del version_dir
+        del version_dir, device
         self.model = spec.name
         self._mode = spec.parameters.get("mode", "echo")
         self._message = spec.parameters.get("message", "the stub was told to raise")

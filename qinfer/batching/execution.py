@@ -6,7 +6,7 @@ instance's thread runs it, the event loop reads it.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -23,7 +23,7 @@ from qinfer.errors import (
     QinferError,
     RequestError,
 )
-from qinfer.messages import InferRequest, Response
+from qinfer.messages import InferRequest, Response, Scalar
 from qinfer.tensors import Tensor
 
 logger = logging.getLogger(__name__)
@@ -89,6 +89,7 @@ class Execution:
         "error",
         "input_ns",
         "items",
+        "parameters",
         "respond_ns",
     )
 
@@ -108,12 +109,16 @@ class Execution:
         self._caller = caller
         self._refusals: tuple[RequestError, ...] = ()
         self.answers: list[Answer | None] = [None] * len(items)
-        self.earlier: list[tuple[int, Answer]] = []
-        """Responses that were not final, as (item, answer), in order."""
+        self.parameters: dict[int, Mapping[str, Scalar]] = {}
+        """What the model said besides the outputs of its final answers, by item."""
+        self.earlier: list[tuple[int, Answer, Mapping[str, Scalar]]] = []
+        """Responses that were not final, as (item, answer, parameters), in order."""
         self.error: QinferError | None = None
         self.begin_ns = self.respond_ns = self.end_ns = 0
 
-    def respond(self, item: int, outputs: Answer, *, final: bool = True) -> None:
+    def respond(
+        self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
+    ) -> None:
         """Takes an answer from the backend; see `Context.respond`.
 
         Raises:
@@ -123,10 +128,12 @@ class Execution:
             self.respond_ns = time.perf_counter_ns()
         if self.answers[item] is not None:
             raise OutputMismatch(f"the model answered item {item} of its batch after that item's final answer")
-        if final:
-            self.answers[item] = outputs
-        else:
-            self.earlier.append((item, outputs))
+        if not final:
+            self.earlier.append((item, outputs, parameters or {}))
+            return
+        self.answers[item] = outputs
+        if parameters:
+            self.parameters[item] = parameters
 
     def cancelled(self, item: int) -> bool:
         """Tells whether nobody waits for this item any more."""
@@ -177,7 +184,7 @@ class Execution:
             self.answers = [self.error if answer is None else answer for answer in self.answers]
         if self._refusals:
             self.answers = [None if answer is None else self._own(answer) for answer in self.answers]
-            self.earlier = [(item, self._own(answer)) for item, answer in self.earlier]
+            self.earlier = [(item, self._own(answer), said) for item, answer, said in self.earlier]
 
     @property
     def unanswered(self) -> list[Pending]:

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
+
 from qinfer.batching.execution import Answer, Execution, Pending
 from qinfer.errors import OutputMismatch, QinferError
 from qinfer.messages import Failure, Response, Timing
@@ -46,7 +48,7 @@ class Responder:
         responses: list[Response] = []
         earlier = self._earlier(execution) if execution.earlier else {}
         rows_done = 0
-        for item, answer in zip(execution.items, execution.answers, strict=True):
+        for position, (item, answer) in enumerate(zip(execution.items, execution.answers, strict=True)):
             if item.lost or answer is None:
                 continue
             items.append(item)
@@ -54,6 +56,8 @@ class Responder:
             responses.extend(before)
             waited_ns = max(int((begin_s - item.enqueued_s) * 1e9), 0)
             response = self._final(item, answer, len(before), Timing(waited_ns, *timing))
+            if execution.parameters:
+                response = msgspec.structs.replace(response, parameters=execution.parameters.get(position, {}))
             if response.failure is None:
                 queue_ns.append(waited_ns)
                 rows_done += item.rows
@@ -125,7 +129,7 @@ class Responder:
     def _earlier(self, execution: Execution) -> dict[int, list[Response]]:
         """Makes the responses that were not final, by item identity."""
         made: dict[int, list[Response]] = {}
-        for position, answer in execution.earlier:
+        for position, answer, parameters in execution.earlier:
             item = execution.items[position]
             mine = made.setdefault(id(item), [])
             mine.append(
@@ -138,6 +142,7 @@ class Responder:
                     attempt=item.lease.deliveries,
                     index=len(mine),
                     final=False,
+                    parameters=parameters,
                 )
             )
         return made

@@ -103,9 +103,13 @@ class _LongResponseHeader(_ResponseHeader, array_like=True, gc=False):
     stored: bool = False
 
 
+class _LongestResponseHeader(_LongResponseHeader, array_like=True, gc=False):
+    parameters: Mapping[str, Scalar] = {}
+
+
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(_LongRequestHeader)
-_responses_decoder = msgspec.msgpack.Decoder(list[_LongResponseHeader])
+_responses_decoder = msgspec.msgpack.Decoder(list[_LongestResponseHeader])
 
 
 def encode_request(request: InferRequest) -> bytes:
@@ -218,9 +222,12 @@ def encode_responses(responses: Items[Response]) -> bytes:
             response.failure,
             response.timing,
         )
-        if response.stored:
+        if response.stored or response.parameters:
             header = _LongResponseHeader(*msgspec.structs.astuple(header))
-            header.stored = True
+            header.stored = response.stored
+        if response.parameters:
+            header = _LongestResponseHeader(*msgspec.structs.astuple(header))
+            header.parameters = response.parameters
         headers.append(header)
     return _join(_RESPONSES, _encoder.encode(headers), parts)
 
@@ -254,6 +261,7 @@ def decode_responses(blob: Bytes) -> list[Response]:
                 final=header.final,
                 timing=header.timing,
                 stored=header.stored,
+                parameters=header.parameters,
             )
         )
     return responses

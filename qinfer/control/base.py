@@ -35,6 +35,10 @@ class StoredModel(msgspec.Struct, frozen=True):
         content_hash: Hash of the configuration and the model files, by which a change is noticed.
         error: Why the model can't be loaded (bad configuration, no version); empty when it can.
         min_workers: 0 = it is READY without a live worker (`qinfer.min_workers`).
+        labels: Output → the names of its classes.
+        location: Where its files are within the overlay repository; empty = in the repositories.
+        pending: The backend whose runtime must complete the configuration before anything can be loaded; a worker does
+            it, and stores the result under a new generation. Empty = it is complete.
     """
 
     model: str
@@ -44,6 +48,9 @@ class StoredModel(msgspec.Struct, frozen=True):
     content_hash: str = ""
     error: str = ""
     min_workers: int = 1
+    labels: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    location: str = ""
+    pending: str = ""
 
 
 class State(StrEnum):
@@ -146,6 +153,22 @@ class ControlStore(Protocol):
 
     async def speed(self, model: str, version: int) -> Speed | None:
         """Returns what `put_speed` stored last."""
+        ...
+
+    async def put_completion(self, content_hash: str, completed: str) -> None:
+        """Stores what a runtime completed of the files with this hash: a JSON document; the first one stays."""
+        ...
+
+    async def completion(self, content_hash: str) -> str | None:
+        """Returns what `put_completion` stored."""
+        ...
+
+    async def put_setting(self, name: str, value: str) -> None:
+        """Stores a setting that all gateways share and that clients change, such as `logging`: a JSON document."""
+        ...
+
+    async def settings(self) -> dict[str, str]:
+        """Returns what `put_setting` stored, by name."""
         ...
 
     async def wake(self) -> None:

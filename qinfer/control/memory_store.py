@@ -21,6 +21,8 @@ class MemoryControlStore:
         self._models: dict[str, StoredModel] = {}
         self._workers: dict[str, tuple[float, WorkerRecord]] = {}
         self._stats: dict[tuple[str, int], dict[str, int]] = {}
+        self._completions: dict[str, str] = {}
+        self._settings: dict[str, str] = {}
         self._speeds: dict[tuple[str, int], Speed] = {}
         self._wakes = 0
         self._woken = asyncio.Event()
@@ -74,6 +76,22 @@ class MemoryControlStore:
     async def speed(self, model: str, version: int) -> Speed | None:
         """Returns what `put_speed` stored last."""
         return self._speeds.get((model, version))
+
+    async def put_completion(self, content_hash: str, completed: str) -> None:
+        """Stores what a runtime completed; the first one stays."""
+        self._completions.setdefault(content_hash, completed)
+
+    async def completion(self, content_hash: str) -> str | None:
+        """Returns what `put_completion` stored."""
+        return self._completions.get(content_hash)
+
+    async def put_setting(self, name: str, value: str) -> None:
+        """Stores a setting that clients change."""
+        self._settings[name] = value
+
+    async def settings(self) -> dict[str, str]:
+        """Returns what `put_setting` stored."""
+        return dict(self._settings)
 
     async def wake(self) -> None:
         """Wakes everyone who waits in `wait`."""

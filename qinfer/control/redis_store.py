@@ -129,6 +129,28 @@ class RedisControlStore:
             value = await self._client.hget(keys.config(model), _speed_field(version))
         return None if value is None else _decode(value, Speed, model)
 
+    async def put_completion(self, content_hash: str, completed: str) -> None:
+        """Stores what a runtime completed; the first one stays."""
+        with _translated():
+            await self._client.hsetnx(keys.completions(), content_hash, completed)
+
+    async def completion(self, content_hash: str) -> str | None:
+        """Returns what `put_completion` stored."""
+        with _translated():
+            value = await self._client.hget(keys.completions(), content_hash)
+        return None if value is None else _text(value)
+
+    async def put_setting(self, name: str, value: str) -> None:
+        """Stores a setting that clients change."""
+        with _translated():
+            await self._client.hset(keys.settings(), name, value)
+
+    async def settings(self) -> dict[str, str]:
+        """Returns what `put_setting` stored."""
+        with _translated():
+            values = await self._client.hgetall(keys.settings())
+        return {_text(name): _text(value) for name, value in values.items()}
+
     async def wake(self) -> None:
         """Wakes everyone who waits in `wait`."""
         with _translated():

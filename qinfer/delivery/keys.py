@@ -113,6 +113,16 @@ def control() -> str:
     return "qinfer:control"
 
 
+def completions() -> str:
+    """Returns the hash of the configurations that a runtime completed, by the hash of the model's files."""
+    return "qinfer:completions"
+
+
+def settings() -> str:
+    """Returns the hash of the settings that clients change and all gateways follow."""
+    return "qinfer:settings"
+
+
 def worker(worker_id: str) -> str:
     """Returns the hash of a worker's heartbeat."""
     return f"qinfer:worker:{worker_id}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.repository.model_config import ModelConfig, model_config_pb2
-from qinfer.repository.spec import BatchingSpec, ModelSpec, QueuePolicy, TensorSpec, WarmupSpec
+from qinfer.repository.spec import BatchingSpec, InstanceSpec, ModelSpec, QueuePolicy, TensorSpec, WarmupSpec
 from qinfer.settings import LimitSettings
 from qinfer.tensors import CONFIG_DATATYPES
 
@@ -42,7 +42,9 @@ def to_spec(config: ModelConfig, limits: LimitSettings) -> ModelSpec:
         inputs=tuple(_tensor(i, optional=i.optional, ragged=i.allow_ragged_batch) for i in config.input),
         outputs=tuple(_tensor(o) for o in config.output),
         batching=_batching(config),
-        instance_count=sum(group.count for group in config.instance_group if not group.passive) or 1,
+        instances=tuple(
+            InstanceSpec(count=group.count, name=group.name) for group in config.instance_group if not group.passive
+        ),
         filename=config.default_model_filename,
         parameters=parameters,
         warmup=tuple(_warmup(sample, config.max_batch_size) for sample in config.model_warmup),

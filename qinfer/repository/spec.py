@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,7 @@ class TensorSpec:
         ragged: An input whose variable dimensions may differ within a batch (`allow_ragged_batch`).
         reshape: The dimensions that the model sees instead of `dims`, again without the batch dimension and with as
             many elements; `None` = the same.
+        labels: The names of an output's classes, by index (`label_filename`); empty = they have none.
     """
 
     name: str
@@ -24,6 +26,7 @@ class TensorSpec:
     optional: bool = False
     ragged: bool = False
     reshape: tuple[int, ...] | None = None
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,33 @@ class WarmupSpec:
     count: int = 1
 
 
+class Device(NamedTuple):
+    """What a model instance runs on.
+
+    Attributes:
+        kind: `cpu` or `gpu`.
+        number: Which GPU; 0 for the CPU.
+    """
+
+    kind: Literal["cpu", "gpu"] = "cpu"
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceSpec:
+    """Instances of a model on one device: one of these for each group, and for each GPU of a group.
+
+    Attributes:
+        device: Where they run.
+        count: How many there are.
+        name: The group's name, for logs.
+    """
+
+    device: Device = field(default_factory=Device)
+    count: int = 1
+    name: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model's normalised configuration.
@@ -106,7 +136,7 @@ class ModelSpec:
         inputs: Its inputs in the configuration's order.
         outputs: Its outputs in the configuration's order.
         batching: How requests are merged; `None` = the default scheduler, which never merges.
-        instance_count: Executions that may run at once in one worker.
+        instances: Where its instances run; each is one execution at a time.
         filename: The model file in a version directory.
         parameters: The `parameters` map; qinfer's own begin with `qinfer.`.
         warmup: Samples to run before the model is READY.
@@ -124,7 +154,7 @@ class ModelSpec:
     platform: str = ""
     max_batch_size: int = 0
     batching: BatchingSpec | None = None
-    instance_count: int = 1
+    instances: tuple[InstanceSpec, ...] = (InstanceSpec(),)
     filename: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
     warmup: tuple[WarmupSpec, ...] = ()
@@ -133,3 +163,8 @@ class ModelSpec:
     graph_level: int | None = None
     lane_capacity: int = 10_000
     min_workers: int = 1
+
+    @property
+    def instance_count(self) -> int:
+        """Executions that may run at once in one worker that has all the devices."""
+        return sum(group.count for group in self.instances)

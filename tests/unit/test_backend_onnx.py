@@ -1,6 +1,6 @@
 """The onnxruntime backend against models made with the `onnx` package."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,8 @@ from qinfer.errors import (
     OutputMismatch,
     QinferError,
 )
-from qinfer.messages import InferRequest, Response
-from qinfer.repository.spec import ModelSpec, TensorSpec
+from qinfer.messages import InferRequest, Response, Scalar
+from qinfer.repository.spec import Device, ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, to_numpy
 
 
@@ -32,7 +32,14 @@ class Answers:
     def __init__(self) -> None:
         self.by_item: dict[int, tuple[Tensor, ...] | QinferError] = {}
 
-    def respond(self, item: int, outputs: tuple[Tensor, ...] | QinferError, *, final: bool = True) -> None:
+    def respond(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
         assert item not in self.by_item
         self.by_item[item] = outputs
 
@@ -82,7 +89,7 @@ def batch(array: Array, rows: Sequence[int], outputs: tuple[str, ...] = ()) -> B
 
 def loaded(directory: Path, model: ModelSpec) -> OnnxBackend:
     backend = OnnxBackend()
-    backend.load(model, directory)
+    backend.load(model, directory, Device())
     return backend
 
 
@@ -235,7 +242,7 @@ def test_reshape_gives_model_and_client_their_own_shapes(tmp_path: Path) -> None
     scalar = {"datatype": "FP32", "dims": (1,), "reshape": ()}
     model = spec("FP32", inputs=(TensorSpec(name="x", **scalar),), outputs=(TensorSpec(name="y", **scalar),))  # type: ignore[arg-type]
     backend = reshaped(OnnxBackend(), model)
-    backend.load(model, tmp_path)
+    backend.load(model, tmp_path, Device())
     answers = Answers()
 
     requests = [InferRequest(model="m", inputs=()), InferRequest(model="m", inputs=())]
@@ -251,7 +258,7 @@ def test_reshape_refuses_an_output_of_another_size() -> None:
     shape = TensorSpec(name="y", datatype="FP32", dims=(2,), reshape=(2, 1))
     model = spec("FP32", backend="stub", outputs=(shape,))
     backend = reshaped(StubBackend(), model)
-    backend.load(model, Path())
+    backend.load(model, Path(), Device())
 
     with pytest.raises(OutputMismatch, match=r"'y' as FP32\[1, 3\]"):
         backend.execute(batch(np.ones((1, 3), "f4"), [1]), Answers())

@@ -113,7 +113,7 @@ def test_a_refused_call_is_not_the_clients_mistake() -> None:
     passed.run(Strict())
     answered.run(Lenient())
 
-    failures = [*passed.answers, *answered.answers, *(answer for _, answer in answered.earlier)]
+    failures = [*passed.answers, *answered.answers, *(answer for _, answer, _ in answered.earlier)]
     assert [(type(f), f.message) for f in failures if isinstance(f, QinferError)] == [
         (InferenceFailed, "a call failed: no 'back'"),
         (InferenceFailed, "a call failed: no 'back'"),

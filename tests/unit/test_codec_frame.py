@@ -84,6 +84,11 @@ STORED = [
     Response(request_id="b", model="m", version=3, timing=Timing(1, 2, 3, 4, 5), stored=True),
     Response(request_id="c"),
 ]
+SPOKEN = [
+    Response(request_id="a", model="m", version=1, parameters={"lang": "en", "score": 0.5, "rank": 3, "sure": True}),
+    Response(request_id="b", stored=True, parameters={"x": -1}),
+    Response(request_id="c"),
+]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,9 @@ def test_golden_request_apart() -> None:
     assert encode_request_apart(decode_request(frame, payload)) == (frame, payload)
 
 
-@pytest.mark.parametrize(("name", "responses"), [("responses", RESPONSES), ("responses_stored", STORED)])
+@pytest.mark.parametrize(
+    ("name", "responses"), [("responses", RESPONSES), ("responses_stored", STORED), ("responses_spoken", SPOKEN)]
+)
 def test_golden_responses(name: str, responses: list[Response]) -> None:
     """The committed blob decodes to the responses, and is what encoding them gives, bit by bit."""
     blob = (GOLDEN / f"{name}.v1.bin").read_bytes()
@@ -125,7 +132,7 @@ def test_every_field_is_set_in_a_golden_frame() -> None:
     for field in InferRequest.__struct_fields__:
         assert any(getattr(r, field) != getattr(request, field) for r in (FULL, LIMITED, APART)), field
     for field in Response.__struct_fields__:
-        assert any(getattr(r, field) != getattr(response, field) for r in (*RESPONSES, *STORED)), field
+        assert any(getattr(r, field) != getattr(response, field) for r in (*RESPONSES, *STORED, *SPOKEN)), field
 
 
 def test_tensors_are_aligned_views_of_the_frame() -> None:

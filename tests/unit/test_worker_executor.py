@@ -11,6 +11,7 @@ from qinfer.batching.execution import Execution, Pending
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.errors import InferenceFailed
 from qinfer.messages import InferRequest
+from qinfer.repository.spec import Device
 from qinfer.testing import stub_spec
 from qinfer_workers.inference.executor import SHORT_S, ThreadExecutor
 
@@ -22,7 +23,7 @@ class Quick(StubBackend):
 
 
 def executor(backend: Backend) -> ThreadExecutor:
-    backend.load(stub_spec(), None)  # type: ignore[arg-type]  # the stub reads no file
+    backend.load(stub_spec(), None, Device())  # type: ignore[arg-type]  # the stub reads no file
     return ThreadExecutor([backend], asyncio.get_running_loop(), "stub")
 
 

@@ -9,7 +9,7 @@ import pytest
 from qinfer.backends.stub import StubBackend
 from qinfer.batching.latency import LatencyModel
 from qinfer.errors import ModelLoadFailed
-from qinfer.repository.spec import ModelSpec, WarmupSpec
+from qinfer.repository.spec import Device, ModelSpec, WarmupSpec
 from qinfer.testing import stub_spec
 from qinfer_workers.inference.warmup import warm_up
 
@@ -18,7 +18,7 @@ SAMPLE = WarmupSpec(name="zeros", batch_size=1, inputs={"x": ("FP32", (2,), Fals
 
 def warmed(spec: ModelSpec) -> tuple[StubBackend, LatencyModel]:
     backend, latency = StubBackend(), LatencyModel()
-    backend.load(spec, Path())
+    backend.load(spec, Path(), Device())
     warm_up(backend, spec, latency, 0.0)
     return backend, latency
 

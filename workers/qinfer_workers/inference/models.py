@@ -79,9 +79,9 @@ class Loader:
         latency = LatencyModel()
         instances: list[Backend] = []
         try:
-            for _ in range(spec.instance_count):
+            for device in (group.device for group in spec.instances for _ in range(group.count)):
                 instance = reshaped(make(), spec)
-                instance.load(spec, self._version_dir(spec.name, version))
+                instance.load(spec, self._version_dir(spec.name, version), device)
                 instances.append(instance)
                 warm_up(instance, spec, latency, self._clock.now_s())
         except BaseException:

@@ -15,7 +15,7 @@ import numpy as np
 from qinfer.backends.base import Array, Backend, Batch
 from qinfer.batching.latency import LatencyModel
 from qinfer.errors import ModelLoadFailed, ModelNotReady, QinferError
-from qinfer.messages import InferRequest, Response
+from qinfer.messages import InferRequest, Response, Scalar
 from qinfer.repository.spec import ModelSpec
 from qinfer.tensors import DATATYPES, Tensor
 
@@ -34,9 +34,16 @@ class _Unheard:
     def __init__(self) -> None:
         self.called = False
 
-    def respond(self, item: int, outputs: tuple[Tensor, ...] | QinferError, *, final: bool = True) -> None:
+    def respond(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
         """Raises the item's own failure, if it is one."""
-        del item, final
+        del item, final, parameters
         if isinstance(outputs, QinferError):
             raise outputs
 
