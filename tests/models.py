@@ -64,6 +64,23 @@ def greet(repository: Path) -> str:
     return "greet"
 
 
+def weighty(directory: Path, size: int) -> Path:
+    """Writes a model file with a few large initializers between its head and its inputs; returns its path."""
+    count, width = 4, size // 16
+    weights = [
+        helper.make_tensor(f"w{i}", TensorProto.FLOAT, [width], bytes(4 * width), raw=True) for i in range(count)
+    ]
+    nodes = [helper.make_node("Add", ["x", "w0"], ["s0"])]
+    nodes += [helper.make_node("Add", [f"s{i - 1}", f"w{i}"], [f"s{i}"]) for i in range(1, count)]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", width])]
+    outputs = [helper.make_tensor_value_info(f"s{count - 1}", TensorProto.FLOAT, ["batch", width])]
+    graph = helper.make_graph(nodes, "weighty", inputs, outputs, weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION)
+    path = directory / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
 def write(
     repository: Path,
     name: str,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from qinfer.errors import ModelLoadFailed
+from qinfer.repository.file_tensors import FileTensor, FileTensors
 from qinfer.repository.model_config import ModelConfig, model_config_pb2
-from qinfer.repository.onnx_metadata import FileTensor, FileTensors
 from qinfer.tensors import DATATYPES
 
 _DEFAULT_MAX_BATCH_SIZE = 4  # Triton's `default-max-batch-size`

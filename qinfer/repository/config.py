@@ -4,6 +4,7 @@ parse ──▶ normalise (names and backend, completion from the model file, de
 """
 
 from collections.abc import Collection
+from typing import Any, NamedTuple
 
 from google.protobuf import text_format
 
@@ -12,28 +13,36 @@ from qinfer.repository.complete import complete
 from qinfer.repository.config_check import check
 from qinfer.repository.config_json import from_json, to_json
 from qinfer.repository.config_spec import to_spec
+from qinfer.repository.file_tensors import FileTensors
 from qinfer.repository.model_config import ModelConfig, model_config_pb2
-from qinfer.repository.onnx_metadata import FileTensors
 
-__all__ = ["ModelConfig", "from_json", "normalise", "parse", "to_json", "to_spec"]
+__all__ = ["ModelConfig", "from_json", "identify", "normalise", "parse", "place", "to_json", "to_spec"]
 
-_BACKENDS = (  # backend, platform, the file that tells it (reference §2.5)
-    ("onnxruntime", "onnxruntime_onnx", "model.onnx"),
-    ("tensorrt", "tensorrt_plan", "model.plan"),
-    ("pytorch", "pytorch_libtorch", "model.pt"),
-    ("pytorch", "torch_aoti", "model.pt2"),
-    ("openvino", "", "model.xml"),
-    ("python", "", "model.py"),
+
+class _Known(NamedTuple):
+    """A backend, its platform, and the model file that tells it (reference §2.5)."""
+
+    backend: str
+    platform: str
+    file: str
+
+
+_BACKENDS = (
+    _Known("onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    _Known("tensorrt", "tensorrt_plan", "model.plan"),
+    _Known("pytorch", "pytorch_libtorch", "model.pt"),
+    _Known("pytorch", "torch_aoti", "model.pt2"),
+    _Known("openvino", "", "model.xml"),
+    _Known("python", "", "model.py"),
 )
-_BACKEND_OF_PLATFORM = {platform: backend for backend, platform, _ in _BACKENDS if platform}
-_PLATFORM_OF_BACKEND = {backend: platform for backend, platform, _ in reversed(_BACKENDS)}
-_FILE_OF_BACKEND = {backend: file for backend, _, file in reversed(_BACKENDS)}
+_BACKEND_OF_PLATFORM = {known.platform: known.backend for known in _BACKENDS if known.platform}
+_ON_GPU = frozenset({"onnxruntime", "pytorch", "tensorrt", "python"})  # what KIND_AUTO puts on a GPU
 
 _CPU_INSTANCES = {"onnxruntime": 2}  # Triton's default for this backend on a CPU; 1 for the others
 
 
-def parse(text: str) -> ModelConfig:
-    """Parses the text of a `config.pbtxt`.
+def parse(text: str, source: str = "config.pbtxt") -> ModelConfig:
+    """Parses the text of a `config.pbtxt`, or of another file that is named in messages.
 
     Raises:
         ModelLoadFailed: The text is wrong; the message names line and column.
@@ -42,13 +51,17 @@ def parse(text: str) -> ModelConfig:
         return text_format.Parse(text, ModelConfig())
     except text_format.ParseError as error:
         line, column = error.GetLine(), error.GetColumn()
-        where = f"config.pbtxt, line {line}, column {column}" if line else "config.pbtxt"
+        where = f"{source}, line {line}, column {column}" if line else source
         reason = str(error).partition(" : ")[2] or str(error)
         raise ModelLoadFailed(f"{where}: {reason}") from None
 
 
 def normalise(
-    config: ModelConfig, name: str, files: Collection[str] = (), tensors: FileTensors | None = None
+    config: ModelConfig,
+    name: str,
+    files: Collection[str] = (),
+    tensors: FileTensors | None = None,
+    gpus: int = 0,
 ) -> ModelConfig:
     """Returns the configuration as Triton would show it: complete, with defaults, and checked.
 
@@ -57,9 +70,24 @@ def normalise(
         name: The name of the model's directory.
         files: File names in its version directories, from which a backend that is not named is deduced.
         tensors: What the model file declares, to complete the configuration from and to compare it with, if known.
+        gpus: GPUs of the installation, for instance groups that name none.
 
     Raises:
         ModelLoadFailed: The configuration is incomplete, contradictory, or uses what qinfer does not offer.
+    """
+    normal = identify(config, name, files)
+    if tensors is not None:
+        complete(normal, tensors)
+    _fill_defaults(normal, gpus)
+    check(normal)
+    return normal
+
+
+def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> ModelConfig:
+    """Returns the configuration with its name, backend, platform and model file name filled in, and nothing else.
+
+    Raises:
+        ModelLoadFailed: The name is another model's, nothing tells the backend, or it contradicts the platform.
     """
     normal = ModelConfig()
     normal.CopyFrom(config)
@@ -68,20 +96,12 @@ def normalise(
             f"unexpected directory name '{name}' for model '{normal.name}', directory name must equal model name"
         )
     normal.name = name
-    fill_backend(normal, files)
-    if tensors is not None:
-        complete(normal, tensors)
-    _fill_defaults(normal)
-    check(normal)
+    _fill_backend(normal, files)
     return normal
 
 
-def fill_backend(config: ModelConfig, files: Collection[str] = ()) -> None:
-    """Fills backend, platform and model file name from one another, else from the files that are there.
-
-    Raises:
-        ModelLoadFailed: Nothing tells the backend, or backend and platform contradict each other.
-    """
+def _fill_backend(config: ModelConfig, files: Collection[str]) -> None:
+    """Fills backend, platform and model file name from one another, else from the files that are there."""
     if config.platform == "ensemble":  # has no backend; `check` says what is the matter with it
         return
     of_platform = _BACKEND_OF_PLATFORM.get(config.platform)
@@ -95,10 +115,10 @@ def fill_backend(config: ModelConfig, files: Collection[str] = ()) -> None:
             f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}; "
             f"this platform is run by {of_platform}"
         )
-    deduced = next((row for row in _BACKENDS if row[2] in files), None)
+    deduced = next((known for known in _BACKENDS if known.file in files), None)
     if not config.backend and of_platform is None:
         if deduced is None:
-            expected = ", ".join(file for _, _, file in _BACKENDS)
+            expected = ", ".join(known.file for known in _BACKENDS)
             raise ModelLoadFailed(
                 f"must specify 'platform' or 'backend' for {config.name}; "
                 f"its version directories have none of {expected} to tell it"
@@ -106,12 +126,15 @@ def fill_backend(config: ModelConfig, files: Collection[str] = ()) -> None:
         config.backend, config.platform, config.default_model_filename = deduced
         return
     config.backend = config.backend or of_platform
-    config.platform = config.platform or _PLATFORM_OF_BACKEND.get(config.backend, "")
-    config.default_model_filename = config.default_model_filename or _FILE_OF_BACKEND.get(config.backend, "")
+    rows = [r for r in _BACKENDS if r.backend == config.backend and config.platform in ("", r.platform)]
+    row = next((r for r in rows if r.file in files), rows[0] if rows else None)
+    if row is not None:
+        config.platform = config.platform or row.platform
+        config.default_model_filename = config.default_model_filename or row.file
 
 
-def _fill_defaults(config: ModelConfig) -> None:
-    """Applies the defaults of reference §2.5; qinfer has no GPU backend yet, so that KIND_AUTO is the CPU."""
+def _fill_defaults(config: ModelConfig, gpus: int) -> None:
+    """Applies the defaults of reference §2.5."""
     if config.version_policy.WhichOneof("policy_choice") is None:
         config.version_policy.latest.num_versions = 1
     batching = config.dynamic_batching
@@ -119,16 +142,29 @@ def _fill_defaults(config: ModelConfig) -> None:
         batching.preferred_batch_size.append(config.max_batch_size)
     for pinned in (config.optimization.input_pinned_memory, config.optimization.output_pinned_memory):
         pinned.enable = True
+    place(config, gpus)
+
+
+def place(config: ModelConfig, gpus: int) -> None:
+    """Fills in the instance groups, in place: names, kinds, GPUs and counts.
+
+    Args:
+        config: As `identify` returned it.
+        gpus: GPUs of the installation, for groups that name none.
+    """
     if not config.instance_group:
         config.instance_group.add(name=config.name)
     for index, group in enumerate(config.instance_group):
         group.name = group.name or f"{config.name}_{index}"
-        if group.kind == model_config_pb2.ModelInstanceGroup.KIND_AUTO:
-            group.kind = (
-                model_config_pb2.ModelInstanceGroup.KIND_GPU
-                if group.gpus
-                else model_config_pb2.ModelInstanceGroup.KIND_CPU
-            )
-        if group.count == 0:
-            on_cpu = group.kind == model_config_pb2.ModelInstanceGroup.KIND_CPU
-            group.count = _CPU_INSTANCES.get(config.backend, 1) if on_cpu else 1
+        _fill_group(config.backend, group, gpus)
+
+
+def _fill_group(backend: str, group: Any, gpus: int) -> None:
+    kinds = model_config_pb2.ModelInstanceGroup
+    if group.kind == kinds.KIND_AUTO:
+        on_gpu = bool(group.gpus) or (gpus > 0 and backend in _ON_GPU)
+        group.kind = kinds.KIND_GPU if on_gpu else kinds.KIND_CPU
+    if group.kind == kinds.KIND_GPU and not group.gpus:
+        group.gpus.extend(range(gpus))
+    if group.count == 0:
+        group.count = _CPU_INSTANCES.get(backend, 1) if group.kind == kinds.KIND_CPU else 1

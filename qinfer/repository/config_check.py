@@ -1,36 +1,25 @@
 """What a configuration may not say: the mistakes that Triton refuses, and the settings that qinfer does not offer.
 
-A setting whose absence a client would notice is refused by name, never ignored; hints that change speed only
-(`optimization`, `rate_limiter`, `metric_tags`, …) are accepted. `preserve_ordering` holds for each connection anyway,
-but contradicts priorities and delays.
+Which settings are refused, and which are only hints, `config_fields` tells.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 from qinfer.errors import ModelLoadFailed
+from qinfer.repository.config_fields import REFUSED, is_set
 from qinfer.repository.config_spec import KNOWN_PARAMETERS, parameter_problems
 from qinfer.repository.model_config import ModelConfig, model_config_pb2
 
-_UNSUPPORTED: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = (
-    ("sequence_batching", lambda c: c.HasField("sequence_batching")),
-    ("ensemble_scheduling", lambda c: c.HasField("ensemble_scheduling") or c.platform == "ensemble"),
-    ("batch_input", lambda c: bool(c.batch_input)),
-    ("batch_output", lambda c: bool(c.batch_output)),
-    ("model_transaction_policy.decoupled", lambda c: c.model_transaction_policy.decoupled),
-    ("response_cache.enable", lambda c: c.response_cache.enable),
-    ("model_operations.op_library_filename", lambda c: bool(c.model_operations.op_library_filename)),
-    ("model_repository_agents", lambda c: bool(c.model_repository_agents.agents)),
-    ("runtime", lambda c: bool(c.runtime)),
-    ("input.allow_ragged_batch", lambda c: any(i.allow_ragged_batch for i in c.input)),
-    ("is_shape_tensor", lambda c: any(t.is_shape_tensor for t in (*c.input, *c.output))),
-    ("is_non_linear_format_io", lambda c: any(t.is_non_linear_format_io for t in (*c.input, *c.output))),
-    (
-        "model_warmup.inputs.input_data_file",
-        lambda c: any(i.HasField("input_data_file") for w in c.model_warmup for i in w.inputs.values()),
-    ),
-)
+_WITHOUT_FILE = {
+    "pytorch": "a PyTorch file does not tell it: write it into config.pbtxt",
+    "tensorrt": "a plan tells it only to TensorRT on its GPU: write it into config.pbtxt",
+    "python": "model.py has no auto_complete_config to tell it: write it into config.pbtxt",
+}
+"""Why inputs and outputs can't be completed from the file of a backend."""
+
+_MAX_INSTANCES = 1024
 
 
 def check(config: ModelConfig) -> None:
@@ -40,18 +29,25 @@ def check(config: ModelConfig) -> None:
         ModelLoadFailed: With every problem found.
     """
     problems = [
-        *(f"'{setting}' is not supported by this server; remove it" for setting, used in _UNSUPPORTED if used(config)),
+        *_refused(config),
         *_batching_problems(config),
         *_queue_problems(config),
         *_tensor_problems(config, "input", config.input),
         *_tensor_problems(config, "output", config.output),
         *_instance_problems(config),
+        *_file_problems(config),
         *_version_problems(config),
         *_warmup_problems(config),
         *parameter_problems(config, KNOWN_PARAMETERS),
     ]
     if problems:
         raise ModelLoadFailed(f"model '{config.name}': {'; '.join(problems)}")
+
+
+def _refused(config: ModelConfig) -> Iterator[str]:
+    for path, why in REFUSED.items():
+        if is_set(config, path) or (path == "ensemble_scheduling" and config.platform == "ensemble"):
+            yield f"'{path}' is not supported by this server: {why.rstrip('.')}; remove it"
 
 
 def _batching_problems(config: ModelConfig) -> Iterator[str]:
@@ -91,7 +87,8 @@ def _delays(policy: Any) -> bool:
 
 def _tensor_problems(config: ModelConfig, kind: str, tensors: Any) -> Iterator[str]:
     if not tensors:
-        yield f"the configuration has no '{kind}', and no model file to complete it from"
+        why = _WITHOUT_FILE.get(config.backend, "no model file to complete it from")
+        yield f"the configuration has no '{kind}', and {why}"
     names = [tensor.name for tensor in tensors]
     for name in sorted({n for n in names if names.count(n) > 1}):
         yield f"{kind} '{name}' is configured more than once"
@@ -123,13 +120,42 @@ def _reshape_problems(config: ModelConfig, where: str, dims: list[int], shape: l
 
 
 def _instance_problems(config: ModelConfig) -> Iterator[str]:
+    kinds = model_config_pb2.ModelInstanceGroup
     for group in config.instance_group:
-        if group.count < 0:
-            yield f"instance group {group.name} of model {config.name} must specify 'count' >= 1, got {group.count}"
-        if group.kind == model_config_pb2.ModelInstanceGroup.KIND_CPU and group.gpus:
-            yield f"instance group {group.name} of model {config.name} has kind KIND_CPU but specifies one or more GPUs"
+        where = f"instance group {group.name} of model {config.name}"
+        if not 1 <= group.count <= _MAX_INSTANCES:
+            yield f"{where} must specify 'count' >= 1 and <= {_MAX_INSTANCES}, got {group.count}"
+        if group.kind in (kinds.KIND_CPU, kinds.KIND_MODEL) and group.gpus:
+            yield f"{where} has kind {kinds.Kind.Name(group.kind)} but specifies one or more GPUs"
+        if group.kind == kinds.KIND_GPU and not group.gpus:
+            yield (
+                f"{where} has kind KIND_GPU but no GPUs are available; name them in 'gpus', "
+                "or set QINFER_REPOSITORY__GPUS to how many the workers have"
+            )
+        if any(gpu < 0 for gpu in group.gpus) or len(set(group.gpus)) != len(group.gpus):
+            yield f"{where} must name different GPUs by their numbers from 0, got {list(group.gpus)}"
     if config.instance_group and all(group.passive for group in config.instance_group):
         yield f"every instance group of model {config.name} is passive, so that nothing would execute it"
+
+
+def _file_problems(config: ModelConfig) -> Iterator[str]:
+    for setting, path in (
+        ("default_model_filename", config.default_model_filename),
+        *((f"label_filename of output '{output.name}'", output.label_filename) for output in config.output),
+        *(
+            (f"input_data_file of model warmup '{sample.name}'", data.input_data_file)
+            for sample in config.model_warmup
+            for data in sample.inputs.values()
+        ),
+    ):
+        if path and not is_inside(path):
+            yield f"{setting} must be a path within the model's directory, without '..', got '{path}'"
+
+
+def is_inside(path: str) -> bool:
+    """Tells whether a relative path stays within the directory that it starts from."""
+    parts = path.split("/")
+    return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
 
 
 def _version_problems(config: ModelConfig) -> Iterator[str]:

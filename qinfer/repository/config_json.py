@@ -28,8 +28,11 @@ def from_json(text: str) -> ModelConfig:
         ModelLoadFailed: The text is no JSON, or has a field that ModelConfig has not.
     """
     try:
-        return json_format.Parse(text, ModelConfig())
-    except json_format.ParseError as error:
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ModelLoadFailed(f"model configuration is not valid JSON: expected an object, got {text[:50]}")
+        return json_format.ParseDict(fields, ModelConfig())
+    except (json_format.ParseError, ValueError, TypeError, RecursionError) as error:  # ParseDict lets some escape
         raise ModelLoadFailed(f"model configuration is not valid JSON: {error}") from None
 
 

@@ -1,11 +1,22 @@
 """Turns a normalised `ModelConfig` into the `ModelSpec` that gateways and workers read; owns qinfer's parameters."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from qinfer.errors import ModelLoadFailed
+from qinfer.repository.config_json import to_json
 from qinfer.repository.model_config import ModelConfig, model_config_pb2
-from qinfer.repository.spec import BatchingSpec, InstanceSpec, ModelSpec, QueuePolicy, TensorSpec, WarmupSpec
+from qinfer.repository.spec import (
+    Accelerator,
+    BatchingSpec,
+    Device,
+    InstanceSpec,
+    ModelSpec,
+    QueuePolicy,
+    TensorSpec,
+    WarmupInput,
+    WarmupSpec,
+)
 from qinfer.settings import LimitSettings
 from qinfer.tensors import CONFIG_DATATYPES
 
@@ -14,15 +25,20 @@ DEFAULT_TIMEOUT = "qinfer.default_timeout_s"
 MAX_TIMEOUT = "qinfer.max_timeout_s"
 LANE_CAPACITY = "qinfer.lane_capacity"
 MIN_WORKERS = "qinfer.min_workers"
-KNOWN_PARAMETERS = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS)
+TORCH_AMP = "qinfer.torch_amp"
+TORCH_COMPILE = "qinfer.torch_compile"
+KNOWN_PARAMETERS = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS, TORCH_AMP, TORCH_COMPILE)
 
 
-def to_spec(config: ModelConfig, limits: LimitSettings) -> ModelSpec:
+def to_spec(
+    config: ModelConfig, limits: LimitSettings, labels: Mapping[str, tuple[str, ...]] | None = None
+) -> ModelSpec:
     """Reads a normalised configuration.
 
     Args:
         config: As `normalise` returned it.
         limits: Timeouts and lane capacity of a model that sets none; a model's own maximum counts for that model.
+        labels: Output → the names of its classes; `None` = they have none.
 
     Raises:
         ModelLoadFailed: A datatype or qinfer's own parameters are wrong, which `normalise` would have refused.
@@ -40,19 +56,21 @@ def to_spec(config: ModelConfig, limits: LimitSettings) -> ModelSpec:
         platform=config.platform,
         max_batch_size=config.max_batch_size,
         inputs=tuple(_tensor(i, optional=i.optional, ragged=i.allow_ragged_batch) for i in config.input),
-        outputs=tuple(_tensor(o) for o in config.output),
+        outputs=tuple(_tensor(o, labels=(labels or {}).get(o.name, ())) for o in config.output),
         batching=_batching(config),
-        instances=tuple(
-            InstanceSpec(count=group.count, name=group.name) for group in config.instance_group if not group.passive
-        ),
+        instances=tuple(_instances(config)),
         filename=config.default_model_filename,
         parameters=parameters,
         warmup=tuple(_warmup(sample, config.max_batch_size) for sample in config.model_warmup),
         default_timeout_s=min(default_timeout_s, max_timeout_s),
         max_timeout_s=max_timeout_s,
         graph_level=graph.level if config.optimization.HasField("graph") else None,
+        gpu_accelerators=_accelerators(config.optimization.execution_accelerators.gpu_execution_accelerator),
+        cpu_accelerators=_accelerators(config.optimization.execution_accelerators.cpu_execution_accelerator),
+        cuda_graphs=config.optimization.cuda.graphs,
         lane_capacity=int(parameters.get(LANE_CAPACITY, limits.lane_capacity)),
         min_workers=int(parameters.get(MIN_WORKERS, 1)),
+        config_json=to_json(config) if config.backend == "python" else "",
     )
 
 
@@ -86,10 +104,27 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     MAX_TIMEOUT: ("a positive number of seconds", _is_positive),
     LANE_CAPACITY: ("an integer above 0", lambda text: _is_count(text) and int(text) > 0),
     MIN_WORKERS: ("an integer of 0 or more", _is_count),
+    TORCH_AMP: ("a precision of PyTorch", bool),  # which ones there are is the backend's to say
+    TORCH_COMPILE: ("a mode of torch.compile", bool),
 }
 
+PARAMETERS = {
+    DEFAULT_TIMEOUT: "The timeout of a request that names none.",
+    MAX_TIMEOUT: "The longest timeout that a request may ask for.",
+    LANE_CAPACITY: "Requests that may wait in one lane.",
+    MIN_WORKERS: "0 = the model is ready without a live worker: its requests wait until one has started.",
+    TORCH_AMP: "Executes with automatic mixed precision (backend `pytorch`).",
+    TORCH_COMPILE: "Compiles the model when it is loaded (backend `pytorch`).",
+}
+"""What each of `KNOWN_PARAMETERS` means, for the reference page."""
 
-def _tensor(io: Any, *, optional: bool = False, ragged: bool = False) -> TensorSpec:
+
+def value_of(parameter: str) -> str:
+    """Returns what the value of one of qinfer's own parameters must be."""
+    return _VALUES[parameter][0]
+
+
+def _tensor(io: Any, *, optional: bool = False, ragged: bool = False, labels: tuple[str, ...] = ()) -> TensorSpec:
     return TensorSpec(
         name=io.name,
         datatype=_datatype(io.data_type),
@@ -97,7 +132,12 @@ def _tensor(io: Any, *, optional: bool = False, ragged: bool = False) -> TensorS
         optional=optional,
         ragged=ragged,
         reshape=tuple(io.reshape.shape) if io.HasField("reshape") else None,
+        labels=tuple(labels),
     )
+
+
+def _accelerators(entries: Any) -> tuple[Accelerator, ...]:
+    return tuple(Accelerator(entry.name, dict(sorted(entry.parameters.items()))) for entry in entries)
 
 
 def _datatype(number: int) -> str:
@@ -105,6 +145,16 @@ def _datatype(number: int) -> str:
     if name not in CONFIG_DATATYPES:
         raise ModelLoadFailed(f"data_type {name} is not one of {', '.join(CONFIG_DATATYPES)}")
     return CONFIG_DATATYPES[name].name
+
+
+def _instances(config: ModelConfig) -> Iterator[InstanceSpec]:
+    """Yields the instances of each group, and of each GPU of a group; KIND_MODEL counts as the CPU."""
+    for group in config.instance_group:
+        if group.passive:
+            continue
+        on_gpu = group.kind == model_config_pb2.ModelInstanceGroup.KIND_GPU
+        for device in [Device("gpu", number) for number in group.gpus] if on_gpu else [Device()]:
+            yield InstanceSpec(device=device, count=group.count, name=group.name)
 
 
 def _batching(config: ModelConfig) -> BatchingSpec | None:
@@ -144,7 +194,7 @@ def _warmup(sample: Any, max_batch_size: int) -> WarmupSpec:
         name=sample.name,
         batch_size=max(sample.batch_size, 1) if max_batch_size else 0,
         inputs={
-            name: (_datatype(data.data_type), tuple(data.dims), data.random_data)
+            name: WarmupInput(_datatype(data.data_type), tuple(data.dims), data.random_data, data.input_data_file)
             for name, data in sorted(sample.inputs.items())
         },
         count=max(sample.count, 1),

@@ -2,15 +2,14 @@
 
 An ONNX file is one protobuf message of which only a few small fields matter here, so the wire format is walked directly
 (protobuf.dev/programming-guides/encoding): a length-delimited field that is not wanted is skipped by its length, and
-the operating system never pages the weights of a mapped file in. Field numbers are from onnx.proto.
+the weights of a mapped or remote file are never read. Field numbers are from onnx.proto.
 """
 
-import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 from qinfer.errors import ModelLoadFailed
+from qinfer.repository.file_tensors import FileTensor, FileTensors
+from qinfer.repository.files import Blob
 
 _DATATYPES = {  # TensorProto.DataType → wire datatype
     1: "FP32", 2: "UINT8", 3: "INT8", 4: "UINT16", 5: "INT16", 6: "INT32", 7: "INT64", 8: "BYTES", 9: "BOOL",
@@ -27,60 +26,31 @@ _SHAPE_DIM = 1
 _DIM_VALUE = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileTensor:
-    """An input or output as the model file declares it.
-
-    Attributes:
-        name: Its name.
-        datatype: Its wire datatype.
-        dims: All its dimensions, the batch dimension included; -1 is symbolic or unknown. `None`: even their number is
-            unknown.
-    """
-
-    name: str
-    datatype: str
-    dims: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileTensors:
-    """What a model file declares, in its own order."""
-
-    inputs: tuple[FileTensor, ...]
-    outputs: tuple[FileTensor, ...]
-
-    @property
-    def batchable(self) -> bool:
-        """Tells whether every input and output has a variable first dimension, which Triton takes for the batch's."""
-        return all(t.dims and t.dims[0] == -1 for t in self.inputs + self.outputs)
-
-
-def read_onnx(path: Path) -> FileTensors:
+def read_onnx(blob: Blob, name: str) -> FileTensors:
     """Reads the declared inputs (without initializers) and outputs of an ONNX file.
 
+    Args:
+        blob: The file's bytes; few of them are looked at.
+        name: The file's name, for messages.
+
     Raises:
-        ModelLoadFailed: It can't be read, is no ONNX model, or has an input or output that is not a tensor.
+        ModelLoadFailed: It is no ONNX model, or has an input or output that is not a tensor.
     """
     try:
-        with path.open("rb") as file:
-            # Not closed by hand: on an error the traceback's frames still hold views of it.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return _read(memoryview(mapped))
-    except (OSError, ValueError, IndexError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not an ONNX model"
-        raise ModelLoadFailed(f"'{path.name}' can't be read: {reason}") from None
+        return _read(blob)
+    except (ValueError, IndexError):
+        raise ModelLoadFailed(f"'{name}' can't be read: it is not an ONNX model") from None
 
 
-def _read(view: memoryview) -> FileTensors:
+def _read(view: Blob) -> FileTensors:
     inputs: list[FileTensor] = []
     outputs: list[FileTensor] = []
     initializers: set[str] = set()
-    graphs = [value for number, value in _fields(view) if number == _MODEL_GRAPH and isinstance(value, memoryview)]
+    graphs = [value for number, value in _fields(view) if number == _MODEL_GRAPH and not isinstance(value, int)]
     if len(graphs) != 1:
         raise ValueError("no graph")
     for number, value in _fields(graphs[0]):
-        if not isinstance(value, memoryview):
+        if isinstance(value, int):
             continue
         if number == _GRAPH_INITIALIZER:
             initializers.add(_text(value, _TENSOR_NAME))
@@ -91,7 +61,7 @@ def _read(view: memoryview) -> FileTensors:
     return FileTensors(inputs=tuple(t for t in inputs if t.name not in initializers), outputs=tuple(outputs))
 
 
-def _tensor(value_info: memoryview) -> FileTensor:
+def _tensor(value_info: Blob) -> FileTensor:
     name = _text(value_info, _VALUE_NAME)
     declared = _message(_message(value_info, _VALUE_TYPE) or memoryview(b""), _TYPE_TENSOR)
     if declared is None:
@@ -104,23 +74,23 @@ def _tensor(value_info: memoryview) -> FileTensor:
     return FileTensor(name=name, datatype=_DATATYPES[element], dims=dims)
 
 
-def _dim(dimension: int | memoryview) -> int:
+def _dim(dimension: int | Blob) -> int:
     if isinstance(dimension, int):
         raise ValueError("a dimension must be a message")
     size = next((v for n, v in _fields(dimension) if n == _DIM_VALUE and isinstance(v, int)), -1)
     return size if 0 < size < 1 << 63 else -1  # some exporters write 0 or -1 for an unknown size
 
 
-def _message(view: memoryview, wanted: int) -> memoryview | None:
-    return next((v for n, v in _fields(view) if n == wanted and isinstance(v, memoryview)), None)
+def _message(view: Blob, wanted: int) -> Blob | None:
+    return next((v for n, v in _fields(view) if n == wanted and not isinstance(v, int)), None)
 
 
-def _text(view: memoryview, wanted: int) -> str:
+def _text(view: Blob, wanted: int) -> str:
     found = _message(view, wanted)
-    return "" if found is None else str(found, "utf-8")
+    return "" if found is None else str(found.tobytes(), "utf-8")
 
 
-def _fields(view: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def _fields(view: Blob) -> Iterator[tuple[int, int | Blob]]:
     """Walks a message: (field number, integer of a varint or the bytes of anything else)."""
     position, end = 0, len(view)
     while position < end:
@@ -142,7 +112,7 @@ def _fields(view: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         position += length
 
 
-def _varint(view: memoryview, position: int) -> tuple[int, int]:
+def _varint(view: Blob, position: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = view[position]

@@ -80,20 +80,36 @@ class BatchingSpec:
         return not self.priority_levels and self.default_policy == QueuePolicy()
 
 
+class WarmupInput(NamedTuple):
+    """One input of a `model_warmup` sample: zeros, unless it is random or from a file.
+
+    Attributes:
+        datatype: Its wire datatype.
+        dims: Its dimensions without the batch dimension.
+        random: Random data.
+        file: A file of the model's directory `warmup` with the bytes of one row; empty = none.
+    """
+
+    datatype: str
+    dims: tuple[int, ...]
+    random: bool = False
+    file: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupSpec:
-    """One `model_warmup` sample: zero or random data of the given shapes.
+    """One `model_warmup` sample.
 
     Attributes:
         name: The sample's name, for messages.
         batch_size: Rows; 0 when the model has no batch dimension.
-        inputs: Input name → (wire datatype, dims, random?).
+        inputs: Input name → its data.
         count: How often it runs.
     """
 
     name: str
     batch_size: int
-    inputs: Mapping[str, tuple[str, tuple[int, ...], bool]]
+    inputs: Mapping[str, WarmupInput]
     count: int = 1
 
 
@@ -124,6 +140,18 @@ class InstanceSpec:
     name: str = ""
 
 
+class Accelerator(NamedTuple):
+    """An entry of `optimization.execution_accelerators`.
+
+    Attributes:
+        name: Such as `tensorrt`.
+        parameters: Its own settings.
+    """
+
+    name: str
+    parameters: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A model's normalised configuration.
@@ -143,8 +171,12 @@ class ModelSpec:
         default_timeout_s: The timeout of a request that names none.
         max_timeout_s: The longest a request may ask for.
         graph_level: `optimization.graph.level`; `None` leaves it to the backend.
+        gpu_accelerators: `optimization.execution_accelerators` for instances on GPUs, in order.
+        cpu_accelerators: The same for instances on the CPU.
+        cuda_graphs: `optimization.cuda.graphs`: record an execution of each shape, and replay it.
         lane_capacity: Requests that may wait in one lane.
         min_workers: 0 = the model is READY without a live worker: its requests wait until one has started.
+        config_json: The whole configuration, in the dialect of `GET …/config`; only backend `python` has use for it.
     """
 
     name: str
@@ -161,8 +193,12 @@ class ModelSpec:
     default_timeout_s: float = 60.0
     max_timeout_s: float = 3600.0
     graph_level: int | None = None
+    gpu_accelerators: tuple[Accelerator, ...] = ()
+    cpu_accelerators: tuple[Accelerator, ...] = ()
+    cuda_graphs: bool = False
     lane_capacity: int = 10_000
     min_workers: int = 1
+    config_json: str = ""
 
     @property
     def instance_count(self) -> int:

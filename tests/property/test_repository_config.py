@@ -1,13 +1,17 @@
-"""Configurations survive their round trips."""
+"""Configurations survive their round trips; whatever else is said to be one is refused with an error, never a crash."""
 
+import json
+from contextlib import suppress
 from typing import Any
 
-from google.protobuf import text_format
-from hypothesis import given
+from google.protobuf import json_format, text_format
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from qinfer.errors import ModelLoadFailed
 from qinfer.repository.config import ModelConfig, from_json, normalise, parse, to_json, to_spec
 from qinfer.repository.model_config import model_config_pb2
+from qinfer.repository.openvino_metadata import read_openvino
 from qinfer.settings import LimitSettings
 from qinfer.tensors import CONFIG_DATATYPES
 
@@ -69,3 +73,112 @@ def test_json_round_trip(config: ModelConfig) -> None:
 
     assert again == normal
     assert to_spec(again, LimitSettings()) == to_spec(normal, LimitSettings())
+
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines of tests are busy
+
+FIELDS = [field.name for field in ModelConfig.DESCRIPTOR.fields]
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["KIND_GPU", "TYPE_FP32"]),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.one_of(st.sampled_from([*FIELDS, "kind", "dims", "data_type", "key"]), names), inner, max_size=3
+        ),
+    ),
+    max_leaves=6,
+)
+objects = st.dictionaries(st.sampled_from(FIELDS), values, max_size=4)
+tokens = st.sampled_from(
+    [
+        *FIELDS,
+        "{",
+        "}",
+        "[",
+        "]",
+        ":",
+        ",",
+        ";",
+        '"a"',
+        "'",
+        "-1",
+        "1e999",
+        "0x",
+        "TYPE_FP32",
+        "#",
+        "\n",
+        "<",
+        ">",
+        "true",
+    ]
+)
+
+
+IR_PIECES = [
+    b"<net>", b"<layers>", b"</layers></net>", b'<layer id="0" name="x" type="Parameter">', b"</layer>", b"<output>",
+    b'<layer id="1" name="y" type="Result">', b'<port id="0" precision="FP32">', b"<dim>4</dim>", b"<dim>x</dim>",
+    b"</port></output>", b"<input>", b"</port></input>", b"<edges>", b"</edges>", b"<!DOCTYPE a>",
+    b'<edge from-layer="0" from-port="0" to-layer="1" to-port="0"/>', b'<data shape="..."/>', b"<data/>",
+]  # fmt: skip
+
+
+def refused_or_usable(config: ModelConfig) -> None:
+    """Either is fine; anything else that is raised is not."""
+    with suppress(ModelLoadFailed):
+        to_json(to_spec_of(normalise(config, "m", ["model.onnx"], gpus=1)))
+
+
+def to_spec_of(config: ModelConfig) -> ModelConfig:
+    to_spec(config, LimitSettings())
+    return config
+
+
+@patient
+@given(st.one_of(st.text(max_size=200), st.lists(tokens, max_size=20).map(" ".join)))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    """config.pbtxt may hold anything."""
+    with suppress(ModelLoadFailed):
+        refused_or_usable(parse(text))
+
+
+@patient
+@given(st.one_of(st.text(max_size=200), values.map(json.dumps), objects.map(json.dumps)))
+def test_any_override_is_read_or_refused(text: str) -> None:
+    """So may the configuration of a load request."""
+    with suppress(ModelLoadFailed):
+        refused_or_usable(from_json(text))
+
+
+@patient
+@given(objects)
+def test_any_message_is_usable_or_refused(fields: dict[str, Any]) -> None:
+    """Fields that are right on their own, in any combination."""
+    config = ModelConfig()
+    for name, value in fields.items():
+        with suppress(json_format.ParseError, ValueError, TypeError, RecursionError):
+            json_format.ParseDict({name: value}, config)
+    refused_or_usable(config)
+
+
+@patient
+@given(st.one_of(st.binary(max_size=200), st.lists(st.sampled_from(IR_PIECES), max_size=12).map(b"".join)))
+def test_any_xml_is_read_or_refused(content: bytes) -> None:
+    """model.xml may hold anything."""
+    with suppress(ModelLoadFailed):
+        read_openvino(content, "model.xml")
+
+
+def test_deep_json_is_refused() -> None:
+    """Nesting that would exhaust the stack is an error as any other."""
+    for text in ("[" * 100_000, '{"a":' * 100_000, '{"optimization":' * 50_000 + "1" + "}" * 50_000):
+        with suppress(ModelLoadFailed):
+            from_json(text)
+            raise AssertionError("it was read")

@@ -9,8 +9,8 @@ import pytest
 from qinfer.errors import ModelLoadFailed
 from qinfer.repository.complete import complete
 from qinfer.repository.config import ModelConfig, from_json, normalise, parse, to_json, to_spec
-from qinfer.repository.onnx_metadata import FileTensor, FileTensors
-from qinfer.repository.spec import BatchingSpec, QueuePolicy, TensorSpec, WarmupSpec
+from qinfer.repository.file_tensors import FileTensor, FileTensors
+from qinfer.repository.spec import BatchingSpec, QueuePolicy, TensorSpec, WarmupInput, WarmupSpec
 from qinfer.settings import LimitSettings
 
 LIMITS = LimitSettings()
@@ -100,6 +100,12 @@ def test_a_platform_tells_the_backend() -> None:
         (ONNX + 'input { name: "z" data_type: TYPE_FP32 dims: 4 reshape { shape: 3 } }', "different size for dims and"),
         (ONNX + "instance_group { count: -1 }", "must specify 'count' >= 1"),
         (ONNX + "instance_group { kind: KIND_CPU gpus: 0 }", "has kind KIND_CPU but specifies one or more GPUs"),
+        (ONNX + "instance_group { kind: KIND_GPU }", "has kind KIND_GPU but no GPUs are available"),
+        (ONNX + "instance_group { gpus: [ 1, 1 ] }", r"must name different GPUs by their numbers from 0, got \[1, 1\]"),
+        (ONNX + "instance_group { gpus: -1 }", "must name different GPUs by their numbers from 0"),
+        (ONNX + "instance_group { count: 2000000000 }", "<= 1024, got 2000000000"),
+        ('backend: "pytorch"', "the configuration has no 'input', and a PyTorch file does not tell it"),
+        (ONNX + 'default_model_filename: "../model.onnx"', "default_model_filename must be a path within the"),
         (ONNX + "version_policy { specific { } }", "'version_policy.specific' must list at least one version"),
         (ONNX + 'model_warmup { name: "w" batch_size: 2 }', "model warmup 'w' has batch_size 2"),
         (ONNX + 'model_warmup { name: "w" }', r"model warmup 'w' lacks input\(s\) x"),
@@ -148,9 +154,12 @@ def test_mistakes_are_refused(text: str, message: str) -> None:
         ("response_cache { enable: true }", "response_cache.enable"),
         ('runtime: "x"', "runtime"),
         ('model_operations { op_library_filename: "x.so" }', "model_operations.op_library_filename"),
-        ('model_repository_agents { agents { name: "checksum" } }', "model_repository_agents"),
+        ('model_repository_agents { agents { name: "checksum" } }', "model_repository_agents.agents"),
         ("input { allow_ragged_batch: true }", "input.allow_ragged_batch"),
-        ("output { is_shape_tensor: true }", "is_shape_tensor"),
+        ("output { is_shape_tensor: true }", "output.is_shape_tensor"),
+        ("instance_group { rate_limiter { priority: 2 } }", "instance_group.rate_limiter.priority"),
+        ('instance_group { profile: "1" }', "instance_group.profile"),
+        ('cc_model_filenames { key: "8.0" value: "a.onnx" }', "cc_model_filenames"),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(text: str, setting: str) -> None:
@@ -163,7 +172,7 @@ def test_what_is_not_offered_is_refused_by_name(text: str, setting: str) -> None
     "text",
     [
         "optimization { graph { level: 1 } priority: PRIORITY_MAX cuda { graphs: true } }",
-        "instance_group { kind: KIND_GPU count: 2 rate_limiter { priority: 2 } }",
+        'instance_group { kind: KIND_CPU count: 2 rate_limiter { } host_policy: "numa0" }',
         'metric_tags { key: "team" value: "a" }',
         "max_batch_size: 2 dynamic_batching { preserve_ordering: true }",
         "response_cache { enable: false } model_transaction_policy { decoupled: false }",
@@ -229,7 +238,7 @@ def test_a_spec_has_what_the_config_says() -> None:
     assert (spec.instance_count, spec.graph_level, spec.filename) == (3, -1, "model.onnx")
     assert (spec.default_timeout_s, spec.max_timeout_s) == (2.5, LIMITS.max_timeout_s)
     assert spec.parameters["intra_op_thread_count"] == "1"
-    assert spec.warmup == (WarmupSpec(name="w", batch_size=1, inputs={"x": ("BYTES", (3,), True)}),)
+    assert spec.warmup == (WarmupSpec(name="w", batch_size=1, inputs={"x": WarmupInput("BYTES", (3,), random=True)}),)
 
 
 QUEUES = """

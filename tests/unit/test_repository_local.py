@@ -7,10 +7,17 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from qinfer.errors import ModelLoadFailed, ModelNotFound, SettingsError
-from qinfer.repository.config import parse
-from qinfer.repository.local import LocalRepository, RepositoryModel, select_versions
-from qinfer.repository.onnx_metadata import FileTensor, read_onnx
+from qinfer.backends.onnx import OnnxBackend
+from qinfer.errors import ModelLoadFailed, SettingsError
+from qinfer.repository.base import RepositoryModel
+from qinfer.repository.config import parse, to_spec
+from qinfer.repository.file_tensors import FileTensor, FileTensors
+from qinfer.repository.onnx_metadata import read_onnx
+from qinfer.repository.open import Repositories, open_repositories
+from qinfer.repository.spec import Device
+from qinfer.repository.versions import select_versions
+from qinfer.settings import LimitSettings, RepositorySettings
+from tests import models
 
 FLOAT = TensorProto.FLOAT
 
@@ -29,9 +36,17 @@ def write_onnx(path: Path, batch: str | int = "N", width: int = 4) -> None:
     onnx.save(helper.make_model(graph), path)
 
 
+def repositories(path: Path, *, autocomplete: bool = True, gpus: int = 0) -> Repositories:
+    return open_repositories(RepositorySettings(path=str(path), autocomplete=autocomplete, gpus=gpus))
+
+
 def only(repository: Path) -> RepositoryModel:
-    (model,) = LocalRepository(repository).scan()
+    (model,) = repositories(repository).scan()
     return model
+
+
+def read(path: Path) -> FileTensors:
+    return read_onnx(memoryview(path.read_bytes()), path.name)
 
 
 def test_a_model_without_configuration_is_completed(tmp_path: Path) -> None:
@@ -50,7 +65,7 @@ def test_without_autocomplete_a_configuration_must_be_complete(tmp_path: Path) -
     """Then the model file is not read."""
     write_onnx(tmp_path / "m" / "1" / "model.onnx")
 
-    (model,) = LocalRepository(tmp_path, autocomplete=False).scan()
+    (model,) = repositories(tmp_path, autocomplete=False).scan()
 
     assert model.config is None
     assert "the configuration has no 'input'" in model.error
@@ -67,7 +82,7 @@ def test_one_bad_model_hides_no_other(tmp_path: Path) -> None:
     (tmp_path / "binary" / "config.pbtxt").write_bytes(b"\xff\xfe")
     (tmp_path / "{brace}" / "1").mkdir(parents=True)
 
-    errors = {model.name: model.error for model in LocalRepository(tmp_path).scan()}
+    errors = {model.name: model.error for model in repositories(tmp_path).scan()}
 
     assert errors["good"] == ""
     assert errors["broken"] == "'model.onnx' can't be read: it is not an ONNX model"
@@ -122,19 +137,99 @@ def test_the_hash_changes_with_configuration_and_files(tmp_path: Path) -> None:
     assert len({first, second, third}) == 3
 
 
+def test_links_are_followed_once(tmp_path: Path) -> None:
+    """Versions and files may be links, as a Kubernetes volume has them; one that leads back is not followed."""
+    write_onnx(tmp_path / "elsewhere" / "model.onnx")
+    directory = tmp_path / "models" / "m"
+    directory.mkdir(parents=True)
+    (directory / "1").symlink_to(tmp_path / "elsewhere")
+    (directory / "2").mkdir()
+    (directory / "2" / "model.onnx").symlink_to(tmp_path / "elsewhere" / "model.onnx")
+    (directory / "2" / "back").symlink_to(directory)
+    (directory / "2" / "gone").symlink_to(tmp_path / "nothing")
+    (directory / "config.pbtxt").write_text("version_policy { all { } }")
+
+    model = only(tmp_path / "models")
+
+    assert (model.versions, model.error) == ((1, 2), "")
+
+
+def test_what_python_leaves_behind_is_no_change(tmp_path: Path) -> None:
+    """Else a Python model would be loaded anew after each load, for ever."""
+    file = tmp_path / "m" / "1" / "model.onnx"
+    write_onnx(file)
+    before = only(tmp_path)
+    (file.parent / "__pycache__").mkdir()
+    (file.parent / "__pycache__" / "model.pyc").write_bytes(b"")
+
+    assert only(tmp_path) == before
+
+
+def test_a_repository_that_is_a_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its models have an error, instead of being walked for ever."""
+    monkeypatch.setattr("qinfer.repository.local.MAX_FILES", 2)
+    for name in ("1", "2", "3"):
+        write_onnx(tmp_path / "m" / name / "model.onnx")
+
+    assert only(tmp_path).error == "can't be read: its directory holds more than 2 files"
+
+
+def test_an_onnx_model_may_be_a_directory(tmp_path: Path) -> None:
+    """As Triton has it for models with weights in files of their own."""
+    models.add_sub(tmp_path, "m")
+    file = tmp_path / "m" / "1" / "model.onnx"
+    content = file.read_bytes()
+    file.unlink()
+    file.mkdir()
+    (file / "model.onnx").write_bytes(content)
+
+    model = only(tmp_path)
+
+    assert model.error == ""
+    assert model.config is not None
+    assert model.config.default_model_filename == "model.onnx"
+    OnnxBackend().load(to_spec(model.config, LimitSettings()), tmp_path / "m" / "1", Device())
+
+
+def test_a_model_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Not the place where it should be."""
+    write_onnx(tmp_path / "m" / "1" / "other.onnx")
+    (tmp_path / "m" / "config.pbtxt").write_text('backend: "onnxruntime"')
+
+    assert only(tmp_path).error == "version 1 of model 'm' has no file 'model.onnx'"
+
+
+def test_torch_models_of_both_kinds(tmp_path: Path) -> None:
+    """The file tells the platform, also where the backend is named."""
+    for name, file in (("a", "model.pt"), ("b", "model.pt2")):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1" / file).write_bytes(b"")
+        (tmp_path / name / "config.pbtxt").write_text(
+            'backend: "pytorch" input { name: "x" data_type: TYPE_FP32 dims: 1 } '
+            'output { name: "y" data_type: TYPE_FP32 dims: 1 }'
+        )
+
+    found = [m.config for m in repositories(tmp_path).scan()]
+
+    assert [(c.platform, c.default_model_filename) for c in found if c is not None] == [
+        ("pytorch_libtorch", "model.pt"),
+        ("torch_aoti", "model.pt2"),
+    ]
+
+
 def test_a_missing_repository_is_a_wrong_setting(tmp_path: Path) -> None:
     """Nothing is synced from a directory that is not there."""
     with pytest.raises(SettingsError, match="can't be read"):
-        LocalRepository(tmp_path / "missing").scan()
+        repositories(tmp_path / "missing").scan()
 
 
 def test_version_dirs_stay_inside_the_repository(tmp_path: Path) -> None:
     """A name can't lead out of it."""
-    repository = LocalRepository(tmp_path)
+    repository = repositories(tmp_path)
 
     assert repository.version_dir("m", 3) == tmp_path / "m" / "3"
     for name in ("..", "a/b", ""):
-        with pytest.raises(ModelNotFound):
+        with pytest.raises(ModelLoadFailed):
             repository.version_dir(name, 1)
 
 
@@ -156,14 +251,14 @@ def test_onnx_tensors_are_those_of_the_onnx_package(tmp_path: Path) -> None:
     outputs = [helper.make_tensor_value_info(f"{name}_out", type_, ["N", 3, None]) for name, type_ in types.items()]
     onnx.save(helper.make_model(helper.make_graph(nodes, "g", [*infos, scalar, unknown], outputs, [weights])), path)
 
-    read = read_onnx(path)
+    found = read(path)
 
-    assert read.inputs[:5] == tuple(
+    assert found.inputs[:5] == tuple(
         FileTensor(name=name, datatype=datatype, dims=(-1, 3, -1))
         for name, datatype in zip(types, ("FP32", "FP16", "BYTES", "BOOL", "BF16"), strict=True)
     )
-    assert [t.dims for t in read.inputs[5:]] == [(), None]
-    assert [t.name for t in read.outputs] == [o.name for o in onnx.load(path).graph.output]
+    assert [t.dims for t in found.inputs[5:]] == [(), None]
+    assert [t.name for t in found.outputs] == [o.name for o in onnx.load(path).graph.output]
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00", b"PK\x03\x04 a zip file", b"\x3a\xff\xff\xff\x7f", b"\x3a\x00"])
@@ -173,10 +268,10 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
     if content == b"\x3a\x00":  # an empty graph is a valid, useless model
-        assert read_onnx(path).inputs == ()
+        assert read(path).inputs == ()
     else:
         with pytest.raises(ModelLoadFailed, match=r"^'model\.onnx' can't be read"):
-            read_onnx(path)
+            read(path)
 
 
 def test_every_cut_of_a_file_is_refused_or_read(tmp_path: Path) -> None:
@@ -188,7 +283,7 @@ def test_every_cut_of_a_file_is_refused_or_read(tmp_path: Path) -> None:
     for length in range(len(content)):
         path.write_bytes(content[:length])
         try:
-            read_onnx(path)
+            read(path)
         except ModelLoadFailed:
             continue
 
@@ -200,4 +295,4 @@ def test_what_is_no_tensor_is_refused(tmp_path: Path) -> None:
     onnx.save(helper.make_model(helper.make_graph([], "g", [sequence], [])), path)
 
     with pytest.raises(ModelLoadFailed, match="'s' of the ONNX model is not a tensor"):
-        read_onnx(path)
+        read(path)
