@@ -1,0 +1,92 @@
+"""What the python backend adds to a model's own time: `python -m benchmarks.python_backend`.
+
+A model that returns its input, in its own process; without queue, worker and gateway. The time of a batch is what it
+takes there and back.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from qinfer.backends.base import Batch
+from qinfer.backends.python import PythonBackend
+from qinfer.errors import QinferError
+from qinfer.messages import InferRequest, Response, Scalar
+from qinfer.repository import config
+from qinfer.repository.spec import Device
+from qinfer.settings import LimitSettings
+from qinfer.tensors import Tensor
+
+MODEL = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", pb_utils.get_input_tensor_by_name(r, "x").as_numpy())])
+            for r in requests
+        ]
+"""
+CONFIG = """
+backend: "python" max_batch_size: 64
+input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+"""
+CASES = ((1, 2, 5000), (32, 2, 2000), (1, 256 * 1024, 500), (1, 2_621_440, 200), (1, 26_214_400, 20))
+"""Requests of a batch, elements of each, batches."""
+
+
+class Unheard:
+    """A context that lets go of what it is told."""
+
+    def respond(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
+        """Takes an answer."""
+
+    def cancelled(self, item: int) -> bool:
+        """Tells that somebody waits."""
+        return False
+
+    def call(self, request: InferRequest) -> Response:
+        """Is not called."""
+        raise NotImplementedError
+
+
+def main() -> None:
+    """Measures each case and prints a line."""
+    with TemporaryDirectory() as directory:
+        version = Path(directory) / "echo" / "1"
+        version.mkdir(parents=True)
+        (version / "model.py").write_text(MODEL)
+        normal = config.normalise(config.parse(CONFIG), "echo", ["model.py"])
+        backend = PythonBackend()
+        backend.load(config.to_spec(normal, LimitSettings()), version, Device())
+        for requests, elements, batches in CASES:
+            array = np.ones((requests, elements), "<f4")
+            batch = Batch(
+                requests=[InferRequest(model="echo", inputs=())] * requests, rows=[1] * requests, inputs={"x": array}
+            )
+            for _ in range(max(batches // 10, 3)):
+                backend.execute(batch, Unheard())
+            begin_s = time.perf_counter()
+            for _ in range(batches):
+                backend.execute(batch, Unheard())
+            each_s = (time.perf_counter() - begin_s) / batches
+            print(
+                f"{requests:3} requests of {elements * 4:11,} bytes: {each_s * 1e6:9.0f} µs, "
+                f"{2 * array.nbytes / each_s / 1e9:6.2f} GB/s in both directions together"
+            )
+        backend.unload()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""The `python` backend: Triton's `model.py`, each instance in a process of its own.
+
+A crash of the model's code ends that process and fails one batch: the worker runs it again in halves, so that only the
+request that crashes it alone gets the error. The process is started again meanwhile. See `qinfer.backends.python_host`.
+https://github.com/triton-inference-server/python_backend
+"""
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+from qinfer.backends.base import Batch, Context
+from qinfer.backends.python_host.channel import Buffer, UnreadError, raw
+from qinfer.backends.python_host.errors import code_of, to_qinfer
+from qinfer.backends.python_host.instance import Instance
+from qinfer.backends.python_host.messages import (
+    Answer,
+    Asked,
+    Call,
+    Cancelled,
+    Execute,
+    Executed,
+    Failed,
+    IsCancelled,
+    Load,
+    Loaded,
+    Message,
+    Returned,
+    TensorMeta,
+)
+from qinfer.backends.python_host.process import HostProcess
+from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch, QinferError
+from qinfer.messages import InferRequest
+from qinfer.repository.spec import Device, ModelSpec
+from qinfer.tensors import Bytes, Tensor, from_numpy
+
+ENVIRONMENT = "EXECUTION_ENV_PATH"
+"""Triton's parameter for a packed environment."""
+
+
+M = TypeVar("M", bound=Message)
+
+
+class PythonBackend:
+    """See the module docstring."""
+
+    short_on_loop = False
+
+    def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
+        """Starts the process, imports the model and initialises it.
+
+        Raises:
+            ModelLoadFailed: There is no such file, or the model's code raised or died; its log says where.
+        """
+        check_model(spec.name, spec.parameters.get(ENVIRONMENT, ""), version_dir, spec.filename)
+        self._model = spec.name
+        self._datatypes = {i.name: i.datatype for i in spec.inputs}
+        self._outputs = frozenset(o.name for o in spec.outputs)
+        self._instance_name = _names.take(spec, device)
+        self._numbers = count(1)
+        message = Load(
+            str(version_dir),
+            spec.filename or "model.py",
+            {
+                "model_config": spec.config_json,
+                "model_instance_kind": device.kind.upper(),
+                "model_instance_name": self._instance_name,
+                "model_instance_device_id": str(device.number),
+                "model_repository": str(version_dir.parent),
+                "model_version": version_dir.name,
+                "model_name": spec.name,
+            },
+        )
+
+        self._instance = Instance(spec.name, lambda process: self._load(process, message))
+        try:
+            self._instance.start()
+        except BaseException:
+            _names.give_back(self._instance_name)
+            raise
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        """Sends the batch to the process and answers with what comes back.
+
+        Raises:
+            InferenceFailed: The model raised, or its process died.
+        """
+        metas, buffers = self._inputs(batch)
+        message = Execute(next(self._numbers), metas, list(batch.rows), [_asked(r) for r in batch.requests])
+        while (process := self._instance.process()) is not None:
+            try:
+                process.channel.send(message, buffers)
+                outcome, data = self._outcome(process, message.number, ctx)
+                break
+            except (OSError, UnreadError):  # it died while it had nothing to do: this batch is not to blame
+                self._instance.lost(process)
+            except EOFError:
+                how = process.death()
+                self._instance.lost(process)
+                raise InferenceFailed(f"the process of model '{self._model}' died ({how})") from None
+        else:
+            # Each item by itself: the batch is not at fault, so cutting it in halves would find nothing.
+            error = ModelNotReady(f"model '{self._model}' can't be started again: {self._instance.reason}")
+            for item in range(len(batch.requests)):
+                ctx.respond(item, error)
+            return
+        self._instance.well()
+        if isinstance(outcome, Failed):
+            raise InferenceFailed(
+                f"Failed to process the request(s) for model '{self._model}', message: {outcome.message}"
+            )
+        if not isinstance(outcome, Executed):
+            raise InferenceFailed(f"the process of model '{self._model}' answered with {type(outcome).__name__}")
+        self._respond(batch, ctx, outcome.answers, data)
+
+    def unload(self) -> None:
+        """Finalises the model and ends its process, by force after some seconds."""
+        self._instance.stop()
+        _names.give_back(self._instance_name)
+
+    def _load(self, process: HostProcess, message: Load) -> None:
+        ask(process, message, Loaded, self._model)
+
+    def _inputs(self, batch: Batch) -> tuple[list[TensorMeta], list[Bytes]]:
+        metas, buffers = [], []
+        for name, array in batch.inputs.items():
+            datatype = self._datatypes.get(name, "")
+            metas.append(TensorMeta(name, datatype, array.shape))
+            buffers.append(from_numpy(name, array).data if array.dtype.kind == "O" else raw(array))
+        return metas, buffers
+
+    def _outcome(self, process: HostProcess, number: int, ctx: Context) -> tuple[Message, list[Buffer]]:
+        """Serves what the model asks for until the batch has ended.
+
+        Raises:
+            UnreadError: The process is gone, and has not seen the batch.
+            EOFError: The process is gone.
+        """
+        message, buffers = process.channel.receive()
+        while True:
+            if isinstance(message, Call):
+                serve = _serve_call if message.batch == number else _refuse_call
+                arguments = (process, message, buffers, ctx)
+                # A thread each, because this one has to hear the next: an `async` model calls several at once.
+                threading.Thread(target=serve, args=arguments, name=f"call-{self._model}", daemon=True).start()
+            elif isinstance(message, IsCancelled):
+                cancelled = message.batch != number or ctx.cancelled(message.item)
+                _send(process, Cancelled(message.number, cancelled))
+            else:
+                return message, buffers
+            try:
+                message, buffers = process.channel.receive()
+            except UnreadError:  # what it has not read is an answer of the above
+                raise EOFError from None
+
+    def _respond(self, batch: Batch, ctx: Context, answers: Sequence[Answer], data: Sequence[Buffer]) -> None:
+        position = 0
+        for item, (request, answer) in enumerate(zip(batch.requests, answers, strict=True)):
+            if answer.error is not None:
+                ctx.respond(item, to_qinfer(answer.error, answer.code))
+                continue
+            outputs = _tensors(answer.outputs, data[position : position + len(answer.outputs)])
+            position += len(answer.outputs)
+            given = {tensor.name for tensor in outputs}
+            missing = [name for name in request.outputs or self._outputs if name not in given]
+            if missing:
+                ctx.respond(item, OutputMismatch(f"the model returned no output '{min(missing)}'"))
+                continue
+            ctx.respond(item, outputs, parameters=answer.parameters or None)
+
+
+def check_model(model: str, environment: str, version_dir: Path, filename: str) -> None:
+    """Refuses a model whose file is missing, or that brings an environment of its own.
+
+    Args:
+        model: The model's name.
+        environment: Its parameter `EXECUTION_ENV_PATH`.
+        version_dir: The version's directory.
+        filename: The file in it; empty = `model.py`.
+
+    Raises:
+        ModelLoadFailed: It is such a model.
+    """
+    path = version_dir / (filename or "model.py")
+    if not path.is_file():
+        raise ModelLoadFailed(f"model '{model}' has no file '{path.name}' in version {version_dir.name}")
+    if path.suffix != ".py":
+        raise ModelLoadFailed(f"model '{model}': Model name must end with '.py'. Model name is \"{path.name}\".")
+    if environment:
+        raise ModelLoadFailed(
+            f"model '{model}' sets {ENVIRONMENT}, which is not supported: models run in the worker's own Python; "
+            "install what it needs there, run a worker for it in an environment of its own, and remove the parameter"
+        )
+
+
+def ask(process: HostProcess, message: Message, expected: type[M], model: str) -> M:
+    """Has a process do something before it executes; returns its answer.
+
+    Args:
+        process: The process.
+        message: What to do.
+        expected: What the answer is if it did.
+        model: The model's name.
+
+    Raises:
+        ModelLoadFailed: The model's code raised, or ended its process.
+    """
+    try:
+        process.channel.send(message)
+        answer, _ = process.channel.receive()
+    except (OSError, EOFError):
+        raise ModelLoadFailed(f"the process of model '{model}' died while it was loaded ({process.death()})") from None
+    if isinstance(answer, expected):
+        return answer
+    text = answer.message if isinstance(answer, Failed) else f"unexpected {type(answer).__name__}"
+    hint = ""
+    if isinstance(answer, Failed) and answer.missing:
+        hint = f"; install what provides '{answer.missing}' in the worker's environment"
+    raise ModelLoadFailed(f"model '{model}' failed to load: {text}{hint}")
+
+
+def _asked(request: InferRequest) -> Asked:
+    return Asked(request.client_id, request.outputs, request.parameters, int(request.timeout_s * 1e6), request.trace)
+
+
+def _tensors(metas: Sequence[TensorMeta], data: Sequence[Buffer]) -> tuple[Tensor, ...]:
+    return tuple(
+        Tensor(meta.name, meta.datatype, tuple(meta.shape), buffer.data)
+        for meta, buffer in zip(metas, data, strict=True)
+    )
+
+
+def _serve_call(process: HostProcess, call: Call, buffers: Sequence[Buffer], ctx: Context) -> None:
+    """Runs another model for the one in the process."""
+    request = InferRequest(
+        model=call.model,
+        version=call.version,
+        client_id=call.client_id,
+        inputs=_tensors(call.inputs, buffers),
+        outputs=call.outputs,
+        parameters=call.parameters,
+        timeout_s=call.timeout_us / 1e6,
+    )
+    try:
+        response = ctx.call(request)
+    except QinferError as error:
+        _send(process, Returned(call.number, Answer([], {}, error.message, code_of(error))))
+        return
+    except Exception as error:  # noqa: BLE001  the boundary: the model must get an answer
+        _send(process, Returned(call.number, Answer([], {}, type(error).__name__, 1)))
+        return
+    metas = [TensorMeta(t.name, t.datatype, t.shape) for t in response.outputs]
+    _send(process, Returned(call.number, Answer(metas, response.parameters)), [t.data for t in response.outputs])
+
+
+def _refuse_call(process: HostProcess, call: Call, buffers: Sequence[Buffer], ctx: Context) -> None:
+    """Answers a call that a thread of the model made after its batch had ended."""
+    del buffers, ctx
+    _send(process, Returned(call.number, Answer([], {}, "the batch that called has ended", 1)))
+
+
+def _send(process: HostProcess, message: Message, buffers: Sequence[Bytes] = ()) -> None:
+    """Sends, unless the process is gone, which whoever receives from it notices."""
+    with suppress(OSError):
+        process.channel.send(message, buffers)
+
+
+class _Names:
+    """Names of instances: the group's, and the lowest number that no other instance has."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: set[str] = set()
+
+    def take(self, spec: ModelSpec, device: Device) -> str:
+        """Takes a name."""
+        group = next((g.name for g in spec.instances if g.device == device and g.name), spec.name)
+        with self._lock:
+            name = next(name for n in count() if (name := f"{group}_{n}") not in self._taken)
+            self._taken.add(name)
+        return name
+
+    def give_back(self, name: str) -> None:
+        """Lets another instance have a name."""
+        with self._lock:
+            self._taken.discard(name)
+
+
+_names = _Names()

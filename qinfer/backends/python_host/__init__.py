@@ -1,0 +1,10 @@
+"""The process that a `model.py` runs in, and what it has in common with the worker that starts it.
+
+    worker process                                    host process, one for each model instance
+    python.PythonBackend ── instance.Instance ──┐
+                              process.HostProcess ◀── channel.Channel ──▶ __main__ ── host.Host ── model.py
+                                                        messages            utils = triton_python_backend_utils
+
+`channel` moves messages and tensors, `messages` says which there are. What `model.py` imports as
+`triton_python_backend_utils` is `utils`, made of `tensor`, `inference`, `model_config` and `services`.
+"""

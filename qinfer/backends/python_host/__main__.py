@@ -1,0 +1,43 @@
+"""The host process: `python -m qinfer.backends.python_host <descriptor> <parent>`; the python backend starts it.
+
+Args:
+    descriptor: The socket to the worker, inherited.
+    parent: The worker's process id; with the worker's death the kernel ends this process too.
+"""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+
+from qinfer.backends.python_host import utils
+from qinfer.backends.python_host.channel import Channel
+from qinfer.backends.python_host.host import Host
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(descriptor: int, parent: int) -> int:
+    """Serves one model; returns the exit status."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        return 1
+    faulthandler.enable()
+    for signum in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # process managers send them to all: the worker, which drains, decides
+        signal.signal(signum, lambda *_: None)
+    for name in [name for name in os.environ if name.startswith("QINFER_")]:
+        del os.environ[name]  # the worker's settings, such as the password of Redis, are not the model's
+    sys.modules["triton_python_backend_utils"] = utils
+    sys.modules["c_python_backend_utils"] = utils
+    sys.argv = [sys.executable]
+    Host(Channel(socket.socket(fileno=descriptor))).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

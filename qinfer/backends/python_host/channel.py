@@ -1,0 +1,275 @@
+"""Messages with tensors between two processes: a Unix socket for what is small, shared memory for what is large.
+
+    ┌──────────────┬───────────────────────────────────────┬─────────────────┐
+    │ two lengths  │ msgpack: segment, sizes, freed, body  │ small buffers   │      on the socket
+    └──────────────┴───────────────────────────────────────┴─────────────────┘
+    ┌────────────────────────────────────────────────────────────────────────┐
+    │ large buffers, each aligned to 64 bytes                                │      in a segment
+    └────────────────────────────────────────────────────────────────────────┘
+
+A segment is an anonymous file in memory (`memfd_create`): it has no name, does not count for the limit of `/dev/shm`,
+and is gone with its processes. Its sender copies buffers into it; the receiver's arrays are views of it. When the last
+of them is gone, the receiver says so in its next message, and the sender uses the segment again. So each buffer is
+copied once, and whoever keeps an array keeps its contents.
+"""
+
+import mmap
+import os
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from qinfer.backends.python_host.messages import Message
+from qinfer.tensors import Bytes
+
+Buffer = npt.NDArray[np.uint8]
+
+INLINE_BYTES = 32 * 1024
+"""Buffers that are no larger together travel on the socket: a copy more, and no page to map."""
+
+KEPT_BYTES = 256 * 1024 * 1024
+"""Unused segments that are larger together are not kept for the next messages."""
+
+KEPT_COUNT = 4
+"""So many unused segments are kept at most."""
+
+_LENGTHS = struct.Struct("<II")
+_ALIGNMENT = 64
+_INLINE_ALIGNMENT = 16
+_PADDING = bytes(_INLINE_ALIGNMENT)
+_SMALLEST_BYTES = 256 * 1024
+
+
+class UnreadError(EOFError):
+    """The other process ended before it had read what was sent to it."""
+
+
+class _Head(msgspec.Struct, array_like=True):
+    """What precedes the buffers.
+
+    Attributes:
+        body: The message.
+        sizes: Bytes of each buffer.
+        segment: Number of the segment that they are in; 0 = they follow on the socket.
+        capacity: Bytes of the segment, if its descriptor comes with this message; else 0.
+        freed: The receiver's segments that the sender of this message no longer looks at.
+        dropped: The sender's segments that will not be used again.
+    """
+
+    body: Message
+    sizes: tuple[int, ...] = ()
+    segment: int = 0
+    capacity: int = 0
+    freed: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
+
+
+class _Segment:
+    """Shared memory of this process's own, which it writes to."""
+
+    __slots__ = ("capacity", "number", "view")
+
+    def __init__(self, number: int, capacity: int) -> None:
+        self.number = number
+        self.capacity = capacity
+        self.view: Buffer = np.empty(0, np.uint8)
+
+    def create(self) -> int:
+        """Allocates it; returns its descriptor, which the caller closes."""
+        descriptor = os.memfd_create("qinfer", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, self.capacity)
+            self.view = np.frombuffer(mmap.mmap(descriptor, self.capacity), np.uint8)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+class Channel:
+    """One end of the connection. Any thread may send; one thread at a time may receive.
+
+    Args:
+        connection: A connected stream socket of family `AF_UNIX`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(_Head)
+        self._free: list[_Segment] = []
+        self._used: dict[int, _Segment] = {}
+        self._count = 0
+        self._seen: dict[int, mmap.mmap] = {}
+        self._leases: dict[int, weakref.ref[Buffer]] = {}
+        self._freed: deque[int] = deque()
+        self._dropped: list[int] = []
+
+    def send(self, message: Message, buffers: Sequence[Bytes] = ()) -> None:
+        """Sends a message; the buffers may be changed afterwards.
+
+        Raises:
+            OSError: The other process is gone.
+        """
+        sizes = tuple(map(len, buffers))
+        with self._sending:
+            head = _Head(message, sizes)
+            if self._freed:
+                head.freed = self._take_freed()
+            if sum(sizes) <= INLINE_BYTES:
+                head.dropped, self._dropped = tuple(self._dropped), []
+                encoded = self._encoder.encode(head)
+                parts = [part for buffer in buffers for part in (buffer, _PADDING[: -len(buffer) % _INLINE_ALIGNMENT])]
+                self._socket.sendall(b"".join((_LENGTHS.pack(len(encoded), sum(map(len, parts))), encoded, *parts)))
+                return
+            self._send_segment(head, buffers)
+
+    def receive(self) -> tuple[Message, list[Buffer]]:
+        """Waits for a message.
+
+        Returns:
+            The message, and its buffers as writable arrays of bytes.
+
+        Raises:
+            UnreadError: The other process is gone, and left unread what was sent to it.
+            EOFError: The other process is gone.
+        """
+        prefix, descriptor = self._receive_prefix()
+        try:
+            head_length, inline_length = _LENGTHS.unpack(prefix)
+            head = self._decoder.decode(self._receive_exactly(head_length))
+            if descriptor is not None:
+                self._seen[head.segment] = mmap.mmap(descriptor, head.capacity)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        for number in head.dropped:
+            self._seen.pop(number, None)
+        if head.freed:
+            with self._sending:
+                self._reuse(head.freed)
+        if not head.segment:
+            whole = np.frombuffer(self._receive_exactly(inline_length), np.uint8)
+            return head.body, _split(whole, head.sizes, _INLINE_ALIGNMENT)
+        whole = np.frombuffer(self._seen[head.segment], np.uint8)
+        self._lend(head.segment, whole)
+        return head.body, _split(whole, head.sizes, _ALIGNMENT)
+
+    def shutdown(self) -> None:
+        """Ends the connection: a thread that waits in `receive` gets an `EOFError`, after what has arrived."""
+        with suppress(OSError):  # the other end is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the connection, and forgets what has arrived."""
+        self.shutdown()
+        self._socket.close()
+
+    def _send_segment(self, head: _Head, buffers: Sequence[Bytes]) -> None:
+        needed = sum(_aligned(len(buffer)) for buffer in buffers)
+        segment, descriptor = self._segment(needed)
+        try:
+            position = 0
+            for buffer in buffers:
+                if len(buffer):
+                    segment.view[position : position + len(buffer)] = np.frombuffer(buffer, np.uint8)
+                position += _aligned(len(buffer))
+            self._used[segment.number] = segment
+            head.segment = segment.number
+            head.dropped, self._dropped = tuple(self._dropped), []
+            if descriptor is None:
+                encoded = self._encoder.encode(head)
+                self._socket.sendall(_LENGTHS.pack(len(encoded), 0) + encoded)
+                return
+            head.capacity = segment.capacity
+            encoded = self._encoder.encode(head)
+            data = _LENGTHS.pack(len(encoded), 0) + encoded
+            sent = socket.send_fds(self._socket, [data], [descriptor])
+            self._socket.sendall(data[sent:])
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _segment(self, needed: int) -> tuple[_Segment, int | None]:
+        """Returns a segment that is free and large enough, and its descriptor if it is a new one."""
+        for index, segment in enumerate(self._free):
+            if segment.capacity >= needed:
+                return self._free.pop(index), None
+        self._count += 1
+        segment = _Segment(self._count, max(1 << (needed - 1).bit_length(), _SMALLEST_BYTES))
+        return segment, segment.create()
+
+    def _reuse(self, numbers: Sequence[int]) -> None:
+        """Takes back segments that the receiver has done with; the largest are kept, but for the huge."""
+        self._free.extend(self._used.pop(number) for number in numbers)
+        self._free.sort(key=lambda segment: segment.capacity)
+        while (kept := sum(segment.capacity for segment in self._free)) > KEPT_BYTES or len(self._free) > KEPT_COUNT:
+            self._dropped.append(self._free.pop(-1 if kept > KEPT_BYTES else 0).number)
+
+    def _lend(self, number: int, whole: Buffer) -> None:
+        """Notes the segment as freed once nothing refers to it: numpy's views refer to the array that they are of."""
+
+        def ended(_: "weakref.ref[Buffer]") -> None:
+            del self._leases[number]
+            self._freed.append(number)
+
+        self._leases[number] = weakref.ref(whole, ended)
+
+    def _take_freed(self) -> tuple[int, ...]:
+        return tuple(self._freed.popleft() for _ in range(len(self._freed)))
+
+    def _receive_prefix(self) -> tuple[bytes, int | None]:
+        """Receives the two lengths, and the descriptor that may come with their first byte."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _LENGTHS.size, 1)
+        except ConnectionResetError:
+            raise UnreadError from None
+        except OSError:
+            raise EOFError from None
+        if not data:
+            raise EOFError
+        if len(data) < _LENGTHS.size:
+            data += bytes(self._receive_exactly(_LENGTHS.size - len(data)))
+        return data, descriptors[0] if descriptors else None
+
+    def _receive_exactly(self, length: int) -> bytearray:
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            try:
+                received = self._socket.recv_into(view)
+            except OSError:
+                raise EOFError from None
+            if not received:
+                raise EOFError
+            view = view[received:]
+        return data
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _split(whole: Buffer, sizes: Sequence[int], alignment: int) -> list[Buffer]:
+    views, position = [], 0
+    for size in sizes:
+        views.append(whole[position : position + size])
+        position += -(-size // alignment) * alignment
+    return views
+
+
+def raw(array: npt.NDArray[Any]) -> Bytes:
+    """Returns the bytes of an array of a fixed-size dtype, copied only if it is not contiguous."""
+    if not array.size:
+        return b""
+    return (array if array.flags.c_contiguous else np.ascontiguousarray(array)).data.cast("B")

@@ -1,0 +1,187 @@
+"""Keeps the host process of one model instance alive: what died is started again, with pauses that grow."""
+
+import atexit
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+
+from qinfer.backends.python_host.process import FINALIZE_S, TERMINATE_S, HostProcess
+from qinfer.errors import ModelLoadFailed
+
+logger = logging.getLogger("qinfer.backends.python")
+
+FREE_CRASHES = 8
+"""So many deaths without a batch that ended between them cost no pause: finding one bad request takes some."""
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 30.0
+
+LONGEST_WAIT_S = 60.0
+"""How long a batch waits for a process that is being started; then its requests are refused as retryable."""
+
+DOWN_AFTER = 3
+"""After so many failed starts in a row batches no longer wait for the next."""
+
+_live: "weakref.WeakSet[Instance]" = weakref.WeakSet()
+_live_lock = threading.Lock()
+
+
+class Instance:
+    """A host process, and its successors.
+
+    Args:
+        model: The model's name, for the log.
+        load: Loads the model in a process that has started. Raises `ModelLoadFailed`.
+
+    Attributes:
+        reason: Why there is no process.
+    """
+
+    def __init__(self, model: str, load: Callable[[HostProcess], None]) -> None:
+        self.reason = ""
+        self._model = model
+        self._load = load
+        self._changed = threading.Condition()
+        self._stopping = threading.Lock()
+        self._process: HostProcess | None = None
+        self._starting: HostProcess | None = None
+        self._crashes = 0
+        self._failures = 0
+        self._is_stopped = False
+
+    def start(self) -> None:
+        """Starts the first process.
+
+        Raises:
+            ModelLoadFailed: The model can't be loaded.
+        """
+        self._process = self._started()
+        with _live_lock:
+            _live.add(self)
+        if not self._process.is_alive:  # it died before anybody listened
+            self.lost(self._process)
+
+    def process(self) -> HostProcess | None:
+        """Returns the process, waiting for one that is being started; `None` if that fails or takes too long."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._process is not None or self._failures >= DOWN_AFTER or self._is_stopped, LONGEST_WAIT_S
+            )
+            return self._process
+
+    def well(self) -> None:
+        """Notes that a batch ended."""
+        self._crashes = 0
+
+    def lost(self, process: HostProcess) -> None:
+        """Has a process replaced that is gone; saying so twice does no harm."""
+        process.sweep()
+        with self._changed:
+            if self._process is not process or self._is_stopped:
+                return
+            self._process = None
+            self._crashes += 1
+            self.reason = "its process died"
+            threading.Thread(target=self._revive, name=f"revive-{self._model}", daemon=True).start()
+
+    def stop(self) -> None:
+        """Finalises the model and ends its process; of several calls each returns when that is done."""
+        with self._stopping:
+            with self._changed:
+                self._is_stopped = True
+                process, self._process = self._process, None
+                starting = self._starting
+                self._changed.notify_all()
+            if starting is not None:
+                starting.kill()
+            if process is not None:
+                process.stop()
+        with _live_lock:
+            _live.discard(self)
+
+    def _revive(self) -> None:
+        """Starts processes until one has loaded the model."""
+        pause_s = _pause_s(self._crashes - FREE_CRASHES)
+        while not self._waited(pause_s):
+            try:
+                process = self._started()
+            except ModelLoadFailed as error:
+                self._failed(error.message)
+            except Exception as error:  # no memory for another process, no descriptors, …
+                logger.exception("the model's process can't be started", extra={"model": self._model})
+                self._failed(f"its process can't be started: {type(error).__name__}")
+            else:
+                if self._replaced(process):
+                    return
+                self._failed("its process died after it was loaded")
+            pause_s = _pause_s(self._failures)
+
+    def _started(self) -> HostProcess:
+        """Starts a process and loads the model in it.
+
+        Raises:
+            ModelLoadFailed: The model can't be loaded.
+        """
+        process = HostProcess(self._model, self.lost)
+        with self._changed:
+            self._starting = process
+            is_stopped = self._is_stopped
+        try:
+            if is_stopped:
+                raise ModelLoadFailed(f"model '{self._model}' was unloaded")
+            self._load(process)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            self._starting = None
+        return process
+
+    def _replaced(self, process: HostProcess) -> bool:
+        """Puts a new process in the place of the dead one; tells whether it lives."""
+        with self._changed:
+            if not self._is_stopped and process.is_alive:
+                self._process = process
+                self._failures = 0
+                self.reason = ""
+                self._changed.notify_all()
+                logger.warning(
+                    "the model's process was started again", extra={"model": self._model, "pid": process.pid}
+                )
+                return True
+        process.kill()
+        return self._is_stopped
+
+    def _failed(self, reason: str) -> None:
+        with self._changed:
+            if self._is_stopped:
+                return
+            self._failures += 1
+            self.reason = reason
+            self._changed.notify_all()
+        extra = {"model": self._model, "reason": reason, "failures": self._failures}
+        logger.error("the model's process failed to start again", extra=extra)
+
+    def _waited(self, pause_s: float) -> bool:
+        """Waits; tells whether the instance was stopped."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_stopped, pause_s)
+
+
+def _pause_s(count: int) -> float:
+    return min(FIRST_PAUSE_S * 2.0 ** min(count - 1, 10), LONGEST_PAUSE_S) if count > 0 else 0.0
+
+
+def _stop_all() -> None:
+    """Has every model finalised before this process ends; the kernel would end their processes without a word."""
+    with _live_lock:
+        instances = list(_live)
+    threads = [threading.Thread(target=instance.stop, daemon=True) for instance in instances]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(FINALIZE_S + TERMINATE_S)
+
+
+atexit.register(_stop_all)

@@ -1,0 +1,195 @@
+"""What worker and host process say to each other, as msgpack; the tensors' bytes go beside it, in the same order."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from qinfer.messages import Scalar
+
+
+class TensorMeta(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor whose bytes are the buffer at the same position.
+
+    Attributes:
+        name: Its name.
+        datatype: Its wire datatype. A batch's BF16 inputs come as float32, which numpy can hold.
+        shape: All its dimensions.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class Load(msgspec.Struct, array_like=True, tag=True):
+    """To the host: import the model and initialise it.
+
+    Attributes:
+        directory: The version's directory.
+        filename: The file in it, such as `model.py`.
+        args: What `initialize` is given.
+    """
+
+    directory: str
+    filename: str
+    args: Mapping[str, str]
+
+
+class Loaded(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: the model is initialised, or finalised."""
+
+
+class Complete(msgspec.Struct, array_like=True, tag=True):
+    """To the host: import the model and have it complete its configuration.
+
+    Attributes:
+        directory: As in `Load`.
+        filename: As in `Load`.
+        config: The configuration as JSON.
+    """
+
+    directory: str
+    filename: str
+    config: str
+
+
+class Completed(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: the completed configuration as JSON."""
+
+    config: str
+
+
+class Failed(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: what was asked for raised; the traceback is in the log.
+
+    Attributes:
+        message: The exception's type and text.
+        missing: The module that could not be imported, if that was it.
+    """
+
+    message: str
+    missing: str = ""
+
+
+class Asked(msgspec.Struct, array_like=True, frozen=True):
+    """One request of a batch.
+
+    Attributes:
+        client_id: The id that the client gave.
+        outputs: Names of the outputs wanted; empty = all.
+        parameters: Custom parameters.
+        timeout_us: How long the answer is worth waiting for, in microseconds.
+        trace: W3C `traceparent`.
+    """
+
+    client_id: str
+    outputs: tuple[str, ...]
+    parameters: Mapping[str, Scalar]
+    timeout_us: int
+    trace: str
+
+
+class Execute(msgspec.Struct, array_like=True, tag=True):
+    """To the host: execute a batch.
+
+    Attributes:
+        number: Counts the batches of this process.
+        inputs: The batch's inputs, their rows stacked.
+        rows: Rows of each request.
+        requests: The requests.
+    """
+
+    number: int
+    inputs: list[TensorMeta]
+    rows: list[int]
+    requests: list[Asked]
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """The response to one request of a batch.
+
+    Attributes:
+        outputs: Its tensors; their bytes are the message's next buffers.
+        parameters: What the model says besides.
+        error: Why there are no outputs; `None` = there are.
+        code: Triton's number of the kind of error.
+    """
+
+    outputs: list[TensorMeta]
+    parameters: Mapping[str, Scalar]
+    error: str | None = None
+    code: int = 0
+
+
+class Executed(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: the batch's answers, in order."""
+
+    answers: list[Answer]
+
+
+class Call(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: run another model.
+
+    Attributes:
+        number: Names the call in its `Returned`.
+        batch: The batch that makes it.
+        model: The model to run.
+        version: Its version; 0 = the highest ready one.
+        inputs: Its inputs.
+        outputs: Names of the outputs wanted.
+        parameters: Custom parameters.
+        client_id: The id that the caller gives the request.
+        timeout_us: How long to wait at most; 0 = as long as the batch may.
+    """
+
+    number: int
+    batch: int
+    model: str
+    version: int
+    inputs: list[TensorMeta]
+    outputs: tuple[str, ...]
+    parameters: Mapping[str, Scalar]
+    client_id: str
+    timeout_us: int
+
+
+class Returned(msgspec.Struct, array_like=True, tag=True):
+    """To the host: what became of a call."""
+
+    number: int
+    answer: Answer
+
+
+class IsCancelled(msgspec.Struct, array_like=True, tag=True):
+    """To the worker: does anybody still wait for this request of the batch?"""
+
+    number: int
+    batch: int
+    item: int
+
+
+class Cancelled(msgspec.Struct, array_like=True, tag=True):
+    """To the host: the answer to `IsCancelled`."""
+
+    number: int
+    cancelled: bool
+
+
+class Finalize(msgspec.Struct, array_like=True, tag=True):
+    """To the host: finalise the model and exit."""
+
+
+Message = (
+    Load
+    | Loaded
+    | Complete
+    | Completed
+    | Failed
+    | Execute
+    | Executed
+    | Call
+    | Returned
+    | IsCancelled
+    | Cancelled
+    | Finalize
+)

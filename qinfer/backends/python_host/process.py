@@ -1,0 +1,207 @@
+"""A host process as the worker sees it: started, spoken to, listened to, ended."""
+
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+from qinfer.backends.python_host.channel import Channel
+from qinfer.backends.python_host.messages import Finalize
+from qinfer.backends.python_host.services import MARK
+from qinfer.errors import BackendUnavailable
+
+logger = logging.getLogger("qinfer.backends.python")
+
+FINALIZE_S = 10.0
+"""How long `finalize` may take; then the process is terminated."""
+
+TERMINATE_S = 2.0
+"""How long a terminated process may take to end; then it is killed."""
+
+_DEATH_S = 5.0
+_LINE_BYTES = 16 * 1024
+_TAIL_LINES = 20
+
+
+class _Spawner:
+    """Starts processes from one thread that lives as long as this process.
+
+    The kernel ends a host process with the *thread* that started it (prctl(2), PR_SET_PDEATHSIG), and models are loaded
+    in threads that end soon.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], subprocess.Popen[bytes]], Future[subprocess.Popen[bytes]]]]
+        self._jobs = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def run(self, start: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+        """Runs a function in that thread."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="python-hosts", daemon=True)
+                self._thread.start()
+        started: Future[subprocess.Popen[bytes]] = Future()
+        self._jobs.put((start, started))
+        return started.result()
+
+    def _serve(self) -> None:
+        while True:
+            start, started = self._jobs.get()
+            try:
+                started.set_result(start())
+            except BaseException as error:  # noqa: BLE001  it is raised where the process is wanted
+                started.set_exception(error)
+
+
+_spawner = _Spawner()
+
+
+class HostProcess:
+    """A host process.
+
+    Args:
+        model: The model's name, for the log.
+        ended: Called when the process is gone, from a thread of its own.
+
+    Raises:
+        BackendUnavailable: This is not Linux.
+    """
+
+    def __init__(self, model: str, ended: Callable[["HostProcess"], None] = lambda _: None) -> None:
+        self._model = model
+        self._ended = ended
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._is_expected_to_end = False
+        self._has_ended = threading.Event()
+        self._reaping = threading.Lock()
+        if sys.platform != "linux":
+            raise BackendUnavailable("backend 'python' needs Linux: it ends and feeds processes by means of its kernel")
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            descriptor = theirs.fileno()
+            # -B: byte code beside the model's files would look like a change of the model.
+            options = ["-P", "-B", "-u", "-m", "qinfer.backends.python_host"]
+            command = [sys.executable, *options, str(descriptor), str(os.getpid())]
+
+            def start() -> subprocess.Popen[bytes]:
+                return subprocess.Popen(  # noqa: S603  our own interpreter and module
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(descriptor,),
+                    start_new_session=True,
+                )
+
+            try:
+                self._process = _spawner.run(start)
+            except BaseException:
+                mine.close()
+                raise
+        self.channel = Channel(mine)
+        self._listener = threading.Thread(target=self._listen, name=f"output-{model}", daemon=True)
+        self._listener.start()
+        threading.Thread(target=self._await_end, name=f"end-{model}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return not self._has_ended.is_set()
+
+    def death(self) -> str:
+        """Waits for its end; tells how it ended, such as `signal 11: SIGSEGV`."""
+        if not self._has_ended.wait(_DEATH_S):
+            self.sweep()
+            return "it closed its connection and lived on"
+        code = self._process.returncode
+        return f"exit code {code}" if code >= 0 else f"signal {-code}: {_signal_name(-code)}"
+
+    def stop(self) -> None:
+        """Has the model finalised and ends the process, by force if need be."""
+        self._is_expected_to_end = True
+        with suppress(OSError):  # it is gone
+            self.channel.send(Finalize())
+        if not self._has_ended.wait(FINALIZE_S):
+            extra = {"model": self._model, "pid": self.pid, "after_s": FINALIZE_S}
+            logger.warning("the model's process does not end", extra=extra)
+            self._signal(signal.SIGTERM)
+            self._has_ended.wait(TERMINATE_S)
+        self.sweep()
+
+    def kill(self) -> None:
+        """Ends the process now."""
+        self._is_expected_to_end = True
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Sees to it that nothing is left of the process: what it started, its connection."""
+        self._signal(signal.SIGKILL)
+        self._has_ended.wait()
+        self.channel.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signals the process's group, because the model's code may have started processes too."""
+        with self._reaping:
+            if not self._has_ended.is_set():  # afterwards its number may be another's
+                self._signal_group(number)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _await_end(self) -> None:
+        """Waits for the process and ends what it has started, which may hold its connection and its output open."""
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._reaping:
+            self._signal_group(signal.SIGKILL)
+            self._process.wait()
+            self._has_ended.set()
+        self.channel.shutdown()
+        self._listener.join(_DEATH_S)
+        if not self._is_expected_to_end:
+            extra = {"model": self._model, "pid": self.pid, "how": self.death(), "output": "\n".join(self._tail)}
+            logger.error("the model's process died", extra=extra)
+        self._ended(self)
+
+    def _listen(self) -> None:
+        """Passes what the model prints and logs on to the worker's log, until nobody can print any more."""
+        output = self._process.stdout
+        if output is not None:
+            with output:
+                while line := output.readline(_LINE_BYTES):
+                    self._heard(line)
+
+    def _heard(self, line: bytes) -> None:
+        text, mark, record = line.decode(errors="replace").rstrip("\n").partition(MARK)
+        if text:
+            self._tail.append(text)
+            logger.info("model output", extra={"model": self._model, "text": text})
+        if mark:
+            try:
+                level, message = json.loads(record)
+            except ValueError:  # a line cut short
+                level, message = "INFO", record
+            logger.log(logging.getLevelNamesMapping().get(level, logging.INFO), message, extra={"model": self._model})
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

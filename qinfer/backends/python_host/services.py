@@ -1,0 +1,193 @@
+"""`pb_utils.Logger` and `pb_utils.MetricFamily`, and what of Triton's module is refused."""
+
+import bisect
+import enum
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+from qinfer.backends.python_host.errors import TritonModelException
+
+MARK = "\x1eqinfer:"
+"""Begins a line of the host's stderr that is a log record as JSON; other lines are what the model printed."""
+
+
+def emit(level: str, message: str) -> None:
+    """Hands a log record to the worker."""
+    os.write(2, f"{MARK}{json.dumps([level, message])}\n".encode())  # one call: lines of threads don't mix
+
+
+class Level(enum.IntEnum):
+    """Triton's levels of severity."""
+
+    INFO = 0
+    WARNING = 1
+    ERROR = 2
+    VERBOSE = 3
+
+
+_PYTHON_LEVELS = {
+    Level.INFO: "INFO",
+    Level.WARNING: "WARNING",
+    Level.ERROR: "ERROR",
+    Level.VERBOSE: "DEBUG",
+}
+
+
+class Logger:
+    """Writes to the worker's log."""
+
+    LogLevel = Level
+    INFO: ClassVar[Level] = Level.INFO
+    WARNING: ClassVar[Level] = Level.WARNING
+    ERROR: ClassVar[Level] = Level.ERROR
+    VERBOSE: ClassVar[Level] = Level.VERBOSE
+
+    @staticmethod
+    def log(message: str, level: Level = Level.INFO) -> None:
+        """Writes a line of that level."""
+        emit(_PYTHON_LEVELS[Level(level)], str(message))
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        """Writes an INFO line."""
+        emit("INFO", str(message))
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        """Writes a WARNING line."""
+        emit("WARNING", str(message))
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        """Writes an ERROR line."""
+        emit("ERROR", str(message))
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        """Writes a DEBUG line."""
+        emit("DEBUG", str(message))
+
+
+class MetricKind(enum.IntEnum):
+    """Kinds of a custom metric."""
+
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
+
+
+class Metric:
+    """One series of a custom metric; `MetricFamily.Metric` makes it.
+
+    Args:
+        kind: What it is.
+        buckets: Upper bounds of a histogram's buckets.
+    """
+
+    def __init__(self, kind: MetricKind, buckets: Sequence[float] = ()) -> None:
+        self._kind = kind
+        self._buckets = [float(bucket) for bucket in buckets]
+        self._counts = [0] * (len(self._buckets) + 1)
+        self._value = 0.0
+        self._lock = threading.Lock()
+
+    def increment(self, value: float) -> None:
+        """Adds to a counter or gauge.
+
+        Raises:
+            TritonModelException: It is a histogram, or a counter would go down.
+        """
+        self._require(MetricKind.COUNTER, MetricKind.GAUGE)
+        if value < 0 and self._kind is MetricKind.COUNTER:
+            raise TritonModelException(f"a counter can't be incremented by {value}; it must be 0 or more")
+        with self._lock:
+            self._value += value
+
+    def set(self, value: float) -> None:
+        """Sets a gauge.
+
+        Raises:
+            TritonModelException: It is no gauge.
+        """
+        self._require(MetricKind.GAUGE)
+        with self._lock:
+            self._value = float(value)
+
+    def observe(self, value: float) -> None:
+        """Adds an observation to a histogram.
+
+        Raises:
+            TritonModelException: It is no histogram.
+        """
+        self._require(MetricKind.HISTOGRAM)
+        with self._lock:
+            self._counts[bisect.bisect_left(self._buckets, value)] += 1
+            self._value += value
+
+    def value(self) -> float:
+        """Returns the value of a counter or gauge.
+
+        Raises:
+            TritonModelException: It is a histogram.
+        """
+        self._require(MetricKind.COUNTER, MetricKind.GAUGE)
+        return self._value
+
+    def _require(self, *kinds: MetricKind) -> None:
+        if self._kind not in kinds:
+            raise TritonModelException(f"a {self._kind.name.lower()} has no such operation")
+
+
+class MetricFamily:
+    """A custom metric. It works within the model's process, and is not part of the server's `/metrics`.
+
+    Args:
+        name: Its name.
+        description: What it is.
+        kind: `MetricFamily.COUNTER`, `GAUGE` or `HISTOGRAM`.
+    """
+
+    COUNTER: ClassVar[MetricKind] = MetricKind.COUNTER
+    GAUGE: ClassVar[MetricKind] = MetricKind.GAUGE
+    HISTOGRAM: ClassVar[MetricKind] = MetricKind.HISTOGRAM
+
+    def __init__(self, name: str, description: str, kind: MetricKind) -> None:
+        del description
+        self._kind = MetricKind(kind)
+        emit("WARNING", f"metric '{name}' stays in the model's process: custom metrics are not exported")
+
+    def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
+        """Makes a series.
+
+        Raises:
+            TritonModelException: A histogram has no buckets, or another metric has some.
+        """
+        del labels
+        if (self._kind is MetricKind.HISTOGRAM) != bool(buckets):
+            raise TritonModelException("a histogram needs 'buckets', and other metrics have none")
+        return Metric(self._kind, buckets or ())
+
+
+def _refuse(what: str) -> NoReturn:
+    raise TritonModelException(f"pb_utils.{what} is not supported by this server; use the model repository API")
+
+
+def load_model(*args: Any, **options: Any) -> NoReturn:
+    """Refuses: a model can't load others."""
+    del args, options
+    _refuse("load_model")
+
+
+def unload_model(*args: Any, **options: Any) -> NoReturn:
+    """Refuses: a model can't unload others."""
+    del args, options
+    _refuse("unload_model")
+
+
+def is_model_ready(*args: Any, **options: Any) -> NoReturn:
+    """Refuses: a model can't ask for the state of others; a call to one that is not ready fails, with that reason."""
+    del args, options
+    _refuse("is_model_ready")

@@ -1,0 +1,134 @@
+"""`pb_utils.Tensor`: a name and a numpy array, with DLPack both ways.
+
+https://github.com/triton-inference-server/python_backend#interoperability-and-gpu-support
+Everything is in host memory here. BF16, for which numpy has no dtype, is float32 to the model.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qinfer.backends.python_host.errors import TritonModelException
+from qinfer.tensors import DATATYPES, from_numpy
+from qinfer.tensors import Tensor as WireTensor
+
+Array = npt.NDArray[Any]
+
+NUMBERS = {
+    name: number
+    for number, name in enumerate((*(d for d in DATATYPES if d not in ("BF16", "BYTES")), "BYTES", "BF16"), start=1)
+}
+"""Datatype → its number (TRITONSERVER_DataType of tritonserver.h)."""
+
+_BY_DTYPE = {np.dtype(d.numpy): NUMBERS[d.name] for d in DATATYPES.values() if d.numpy}
+_CPU = 1  # kDLCPU (dlpack.h)
+
+
+class Tensor:
+    """A tensor of a request or response.
+
+    Args:
+        name: Its name.
+        numpy_array: Its elements. Strings are `bytes` or `str` in an array of dtype `object`, or they are `np.bytes_`.
+
+    Raises:
+        TritonModelException: The dtype is `np.str_` or `np.void`.
+    """
+
+    __slots__ = ("_array", "_datatype", "_name")
+
+    def __init__(self, name: str, numpy_array: Array, _datatype: str | None = None) -> None:
+        if not isinstance(numpy_array, np.ndarray):
+            raise TypeError(f"tensor '{name}' is made of a numpy array, got {type(numpy_array).__name__}")
+        if numpy_array.dtype.kind in "UV" and numpy_array.dtype.name != "bfloat16":
+            raise TritonModelException(
+                "Tensor dtype used for numpy_array is not support by Python backend. Please use np.object_ instead."
+            )
+        self._name = name
+        self._array = numpy_array
+        self._datatype = _datatype
+
+    def name(self) -> str:
+        """Returns its name."""
+        return self._name
+
+    def as_numpy(self) -> Array:
+        """Returns its elements: the array itself, not a copy."""
+        return self._array
+
+    def triton_dtype(self) -> int:
+        """Returns the number of its datatype, as `numpy_to_triton_type` counts."""
+        if self._datatype is not None:
+            return NUMBERS[self._datatype]
+        return NUMBERS["BYTES"] if self._array.dtype.kind in "OS" else _BY_DTYPE.get(self._array.dtype, 0)
+
+    def shape(self) -> list[int]:
+        """Returns its dimensions."""
+        return list(self._array.shape)
+
+    def is_cpu(self) -> bool:
+        """Tells that it is in host memory."""
+        return True
+
+    def to_dlpack(self) -> Any:
+        """Returns a DLPack capsule that shares its memory."""
+        return self.__dlpack__()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self._array.dtype.kind in "OS":
+            raise TritonModelException("DLPack does not have support for string tensors.")
+        del options  # a consumer may ask for a stream or a version; host memory of today's version is what there is
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (_CPU, 0)
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> "Tensor":
+        """Makes a tensor of another library's, or of a DLPack capsule; one on a GPU is copied to the host.
+
+        Raises:
+            TritonModelException: It can't be brought to the host.
+        """
+        if not hasattr(tensor, "__dlpack__"):
+            return Tensor(name, np.from_dlpack(_Capsule(tensor)))
+        if tensor.__dlpack_device__()[0] != _CPU:
+            copy = getattr(tensor, "cpu", None) or getattr(tensor, "get", None)  # of torch, of cupy
+            if copy is None:
+                raise TritonModelException(f"tensor '{name}' is not in host memory; copy it there first")
+            tensor = copy()
+            if isinstance(tensor, np.ndarray):
+                return Tensor(name, tensor)
+        if str(getattr(tensor, "dtype", "")) == "torch.bfloat16":
+            return Tensor(name, np.from_dlpack(tensor.float()), "BF16")
+        try:
+            return Tensor(name, np.from_dlpack(tensor))
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise TritonModelException(f"tensor '{name}' can't be taken by DLPack: {error}") from None
+
+    def to_wire(self, datatype: str | None) -> WireTensor:
+        """Returns what crosses to the worker.
+
+        Args:
+            datatype: What the configuration says.
+
+        Raises:
+            UnsupportedDatatype: No wire datatype holds the array's dtype.
+        """
+        narrow = "BF16" in (self._datatype, datatype) and self._array.dtype == np.float32
+        return from_numpy(self._name, self._array, "BF16" if narrow else None)
+
+
+class _Capsule:
+    """Gives numpy a bare capsule as the producer that it asks for."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **options: Any) -> Any:
+        del options
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (_CPU, 0)

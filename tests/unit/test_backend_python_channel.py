@@ -1,0 +1,134 @@
+"""The channel between worker and host process: what arrives, whose memory it is, and how ends are noticed."""
+
+import gc
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from qinfer.backends.python_host import channel
+from qinfer.backends.python_host.channel import Channel, UnreadError
+from qinfer.backends.python_host.messages import Completed, Loaded
+
+LARGE = 300_000
+
+Ends = tuple[Channel, Channel]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    one, other = (Channel(end) for end in socket.socketpair())
+    yield one, other
+    one.close()
+    other.close()
+
+
+def large(value: int, size: int = LARGE) -> bytes:
+    return bytes([value]) * size
+
+
+def test_small_buffers_arrive_aligned(ends: Ends) -> None:
+    """Each begins where an array of any datatype may; all are writable."""
+    ends[0].send(Completed("text"), [b"abc", b"", b"defghijk"])
+
+    message, buffers = ends[1].receive()
+
+    assert message == Completed("text")
+    assert [bytes(b) for b in buffers] == [b"abc", b"", b"defghijk"]
+    assert buffers[2].ctypes.data % 8 == 0
+    buffers[0][0] = 1
+
+
+def test_large_buffers_arrive_in_shared_memory(ends: Ends) -> None:
+    """Aligned, writable, any number of them."""
+    ends[0].send(Loaded(), [large(1), b"", b"abc", large(2)])
+
+    _, buffers = ends[1].receive()
+
+    assert [bytes(b) for b in buffers] == [large(1), b"", b"abc", large(2)]
+    assert all(b.ctypes.data % 64 == 0 for b in buffers if b.size)
+    buffers[0][0] = 9
+
+
+def test_memory_is_used_again_once_nobody_looks_at_it(ends: Ends) -> None:
+    """The receiver says so with its next message."""
+    for value in range(10):
+        ends[0].send(Loaded(), [large(value)])
+        _, buffers = ends[1].receive()
+        assert bytes(buffers[0]) == large(value)
+        del buffers
+        ends[1].send(Loaded())
+        ends[0].receive()
+
+    assert ends[0]._count == 1
+
+
+def test_memory_that_somebody_looks_at_stays(ends: Ends) -> None:
+    """However it is looked at."""
+    views = []
+    for value in range(5):
+        ends[0].send(Loaded(), [large(value)])
+        (buffer,) = ends[1].receive()[1]
+        views.append((buffer.view("<i4").reshape(-1, 4)[1:], buffer.data[10:20])[value % 2])
+        del buffer
+        gc.collect()
+        ends[1].send(Loaded())
+        ends[0].receive()
+
+    assert [bytes(view)[0] for view in views] == [0, 1, 2, 3, 4]
+    assert ends[0]._count == 5
+
+
+def test_little_memory_is_kept(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some segments, of some size; the receiver lets go of the others."""
+    monkeypatch.setattr(channel, "KEPT_BYTES", 3 * 1024 * 1024)
+    monkeypatch.setattr(channel, "KEPT_COUNT", 2)
+    kept = []
+    for size in (LARGE, LARGE, LARGE, 5_000_000):
+        ends[0].send(Loaded(), [large(1, size)])
+        kept.append(ends[1].receive())
+    kept.clear()
+    ends[1].send(Loaded())
+    ends[0].receive()
+    ends[0].send(Loaded())
+    ends[1].receive()
+
+    assert [segment.capacity for segment in ends[0]._free] == [524_288, 524_288]
+    assert sorted(ends[1]._seen) == sorted(segment.number for segment in ends[0]._free)
+
+
+def test_memory_that_is_not_kept_is_given_back(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its descriptors, on both sides."""
+    monkeypatch.setattr(channel, "KEPT_BYTES", 0)
+    before = len(os.listdir("/proc/self/fd"))
+
+    ends[0].send(Loaded(), [large(1)])
+    ends[1].receive()
+    during = len(os.listdir("/proc/self/fd"))
+    ends[1].send(Loaded())
+    ends[0].receive()
+    ends[0].send(Loaded())
+    ends[1].receive()
+
+    assert during > before
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_end_is_noticed(ends: Ends) -> None:
+    """By who receives and by who sends."""
+    ends[1].close()
+
+    with pytest.raises(EOFError):
+        ends[0].receive()
+    with pytest.raises(OSError, match="pipe"):
+        ends[0].send(Loaded())
+
+
+def test_an_end_before_a_message_was_read(ends: Ends) -> None:
+    """Is another than one after it: the message did nothing."""
+    ends[0].send(Loaded())
+    ends[1]._socket.close()
+
+    with pytest.raises(UnreadError):
+        ends[0].receive()
