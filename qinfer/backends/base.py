@@ -97,6 +97,7 @@ class Backend(Protocol):
     Attributes:
         short_on_loop: Executions that have been taking well under a millisecond may run on the worker's event loop.
             True only where an execution can't suddenly wait: for a lock, a device, or code of the model's author.
+            Read after `load`, which may set it.
     """
 
     short_on_loop: bool

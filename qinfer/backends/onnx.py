@@ -1,12 +1,13 @@
 """The `onnxruntime` backend: one `InferenceSession` per model instance.
 
-Settings, by Triton's names: parameters `intra_op_thread_count`, `inter_op_thread_count` and `execution_mode`
-(0 sequential, 1 parallel); `optimization.graph.level` (-1 basic, 1 extended; all optimisations by default).
+Settings, by Triton's names: parameters `intra_op_thread_count`, `inter_op_thread_count`, `execution_mode` (0
+sequential, 1 parallel), `enable_mem_arena`, `enable_mem_pattern`, `memory.enable_memory_arena_shrinkage`,
+`session.use_device_allocator_for_initializers`; `optimization.graph.level` (-1 basic, 1 extended, 2 none; all by
+default). Those of GPUs are in `onnx_providers`.
 https://github.com/triton-inference-server/onnxruntime_backend#model-config-options
 """
 
 import ctypes
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from qinfer.backends import engine_cache
 from qinfer.backends.base import Array, Batch, Context, respond_rows
+from qinfer.backends.onnx_providers import CPU, providers
+from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.repository.spec import Device, ModelSpec, TensorSpec
 
@@ -38,7 +42,11 @@ _ONNX_BFLOAT16 = 16  # TensorProto.BFLOAT16
 _LEVELS = {
     -1: ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
     1: ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    2: ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
 }
+_EXECUTION_MODES = {"0": ort.ExecutionMode.ORT_SEQUENTIAL, "1": ort.ExecutionMode.ORT_PARALLEL}
+_SHRINK = "memory.enable_memory_arena_shrinkage"
+_DEVICE_INITIALIZERS = "session.use_device_allocator_for_initializers"
 _FATAL = 4  # ORT's own log would show paths and repeat what is raised anyway
 
 
@@ -51,16 +59,20 @@ class OnnxBackend:
         """Opens the session, and compares the model with its configuration.
 
         Raises:
-            ModelLoadFailed: The file can't be loaded, a parameter is wrong, or model and configuration disagree.
+            ModelLoadFailed: The file can't be loaded, a parameter is wrong, the GPU can't be used, or model and
+                configuration disagree.
         """
-        del device
-        path = version_dir / (spec.filename or "model.onnx")
-        if not path.exists():
-            raise ModelLoadFailed(f"model '{spec.name}' has no file '{path.name}' in version {version_dir.name}")
+        path = model_file(spec, version_dir, "model.onnx")
+        if path.is_dir():  # a model of several files (reference §3.1)
+            path /= "model.onnx"
+        wanted = providers(spec, device, ort.get_available_providers(), engine_cache.root())
         try:
-            self._session = ort.InferenceSession(str(path), _options(spec), providers=["CPUExecutionProvider"])
+            self._session = ort.InferenceSession(str(path), _options(spec), providers=wanted)
+        except ModelLoadFailed:
+            raise
         except Exception as error:  # onnxruntime raises a dozen unrelated classes; they are mapped here, once
-            raise ModelLoadFailed(f"onnxruntime can't load model '{spec.name}': {_cleaned(error, path)}") from error
+            raise ModelLoadFailed(f"onnxruntime can't load model '{spec.name}': {cleaned(error, path)}") from error
+        _check_device(spec, device, wanted[0][0], self._session.get_providers())
         _compare(spec, "input", spec.inputs, self._session.get_inputs())
         _compare(spec, "output", spec.outputs, self._session.get_outputs())
         self._names = [output.name for output in spec.outputs]
@@ -68,6 +80,13 @@ class OnnxBackend:
         self._strings = [i.name for i in spec.inputs if i.datatype == "BYTES"]
         self._narrow = {i.name for i in spec.inputs if i.datatype == "BF16"}
         self._has_bf16 = bool(self._narrow) or "BF16" in self._datatypes.values()
+        self._run_options = _run_options(spec, device)
+        self.short_on_loop = device.kind == "cpu"  # a GPU may be busy with other work
+        bound = device.kind == "gpu" and not (self._strings or "BYTES" in self._datatypes.values())
+        self._run = self._run_bf16 if self._has_bf16 else self._run_plain
+        if bound and not self._has_bf16:
+            self._binding, self._gpu = self._session.io_binding(), device.number
+            self._run = self._run_bound
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         """Runs the session for the outputs that some request wants.
@@ -80,7 +99,7 @@ class OnnxBackend:
             inputs, refused = self._decoded(batch, ctx)
         names = self._wanted(batch)
         try:
-            arrays = self._run_bf16(names, inputs) if self._has_bf16 else self._session.run(names, inputs)
+            arrays = self._run(names, inputs)
         except UnicodeDecodeError:
             raise InferenceFailed("the model returned strings that are not UTF-8") from None
         except Exception as error:  # as in `load`
@@ -89,6 +108,8 @@ class OnnxBackend:
 
     def unload(self) -> None:
         """Frees the session."""
+        del self._run  # a bound method: it holds the session too
+        self.__dict__.pop("_binding", None)
         del self._session
 
     def _wanted(self, batch: Batch) -> list[str]:
@@ -127,10 +148,28 @@ class OnnxBackend:
             inputs[name] = decoded.reshape(array.shape)
         return inputs, frozenset(refused)
 
+    def _run_plain(self, names: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Array]:
+        arrays: Sequence[Array] = self._session.run(names, inputs, self._run_options)
+        return arrays
+
+    def _run_bound(self, names: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Array]:
+        """Runs on the GPU with one copy to it and one from it; nothing of strings or BF16 can be bound from numpy."""
+        binding = self._binding
+        try:
+            for name, array in inputs.items():
+                binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array, "cuda", self._gpu))
+            for name in names:
+                binding.bind_output(name, "cuda", self._gpu)
+            self._session.run_with_iobinding(binding, self._run_options)
+            return [output.numpy() for output in binding.get_outputs()]
+        finally:
+            binding.clear_binding_inputs()
+            binding.clear_binding_outputs()
+
     def _run_bf16(self, names: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
         """Runs a model that has BF16 tensors, for which numpy has no dtype: their bits go in and out as they are."""
         values = {name: self._value(name, array) for name, array in inputs.items()}
-        outputs = self._session.run_with_ort_values(names, values)
+        outputs = self._session.run_with_ort_values(names, values, self._run_options)
         return [_widened(o) if o.data_type() == "tensor(bfloat16)" else o.numpy() for o in outputs]
 
     def _value(self, name: str, array: Array) -> Any:
@@ -150,26 +189,47 @@ def _widened(value: Any) -> Array:
 def _options(spec: ModelSpec) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.log_severity_level = _FATAL
-    # All instances compute at once: together they get the cores once, not each of them all.
-    cores = max(len(os.sched_getaffinity(0)) // spec.instance_count, 1)
-    options.intra_op_num_threads = _count(spec, "intra_op_thread_count") or cores
-    options.inter_op_num_threads = _count(spec, "inter_op_thread_count") or 1
-    if _count(spec, "execution_mode"):
-        options.execution_mode = ort.ExecutionMode.ORT_PARALLEL
+    options.intra_op_num_threads = count(spec, "intra_op_thread_count") or cores_each(spec)
+    options.inter_op_num_threads = count(spec, "inter_op_thread_count") or 1
+    options.execution_mode = choice(spec, "execution_mode", _EXECUTION_MODES, ort.ExecutionMode.ORT_SEQUENTIAL)
+    options.enable_cpu_mem_arena = flag(spec, "enable_mem_arena", default=True)
+    options.enable_mem_pattern = flag(spec, "enable_mem_pattern", default=True)
     # Spinning between batches takes the cores from gateway and Redis on the same machine.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    if flag(spec, _DEVICE_INITIALIZERS):
+        options.add_session_config_entry(_DEVICE_INITIALIZERS, "1")
     if spec.graph_level:
-        options.graph_optimization_level = _LEVELS[1 if spec.graph_level > 0 else -1]
+        if spec.graph_level not in _LEVELS:
+            raise ModelLoadFailed(
+                f"optimization.graph.level of model '{spec.name}' is {spec.graph_level}; it must be -1, 0, 1 or 2"
+            )
+        options.graph_optimization_level = _LEVELS[spec.graph_level]
     return options
 
 
-def _count(spec: ModelSpec, parameter: str) -> int:
-    """Reads a whole number from the parameters; 0 when it is not there."""
-    text = spec.parameters.get(parameter, "0")
-    if not text.isdecimal():
-        raise ModelLoadFailed(f"parameter '{parameter}' of model '{spec.name}' is '{text}'; it must be a number >= 0")
-    return int(text)
+def _run_options(spec: ModelSpec, device: Device) -> ort.RunOptions | None:
+    """Returns options for each run, where there is something to say; a run without them is quicker."""
+    if _SHRINK not in spec.parameters:
+        return None
+    options = ort.RunOptions()
+    arenas = spec.parameters[_SHRINK].replace(" ", "")
+    known = {"cpu:0", f"gpu:{device.number}"}
+    if not set(arenas.split(";")) <= known:
+        raise ModelLoadFailed(
+            f"parameter '{_SHRINK}' of model '{spec.name}' is '{arenas}'; it must be of {', '.join(sorted(known))}"
+        )
+    options.add_run_config_entry(_SHRINK, arenas)
+    return options
+
+
+def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[str]) -> None:
+    """Refuses what onnxruntime does on its own: it goes on with the CPU when a GPU can't be used."""
+    if wanted not in (CPU, *got):
+        raise ModelLoadFailed(
+            f"model '{spec.name}' is for GPU {device.number}, and {wanted} could not start there; check the driver, "
+            "CUDA and cuDNN (the worker's log says more), or set the instance group's kind to KIND_CPU"
+        )
 
 
 def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found: Sequence[Any]) -> None:
@@ -203,8 +263,3 @@ def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found
                 f"model '{spec.name}', {kind} '{tensor.name}': its first dimension is fixed to {dims[0]}, "
                 f"so max_batch_size {spec.max_batch_size} is impossible; set it to 0 and give the full dims"
             )
-
-
-def _cleaned(error: Exception, path: Path) -> str:
-    """Keeps the machine's paths out of what clients read."""
-    return str(error).replace(str(path), path.name).replace(str(path.parent), "")

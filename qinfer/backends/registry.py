@@ -3,14 +3,20 @@
 Third parties add backends by an entry point in the group `qinfer.backends` whose object is a `BackendFactory`.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import NamedTuple, cast
 
 from qinfer.backends.base import BackendFactory
 from qinfer.errors import BackendUnavailable
+from qinfer.repository.model_config import ModelConfig
 
 ENTRY_POINT_GROUP = "qinfer.backends"
+
+CompleteConfig = Callable[[ModelConfig, Path], ModelConfig]
+"""Completes a configuration; told the directory of the version to ask. It raises `ModelLoadFailed`."""
 
 
 class _BuiltIn(NamedTuple):
@@ -21,8 +27,16 @@ class _BuiltIn(NamedTuple):
 
 _BUILT_IN = {
     "onnxruntime": _BuiltIn("qinfer.backends.onnx", "OnnxBackend", "onnx"),
+    "openvino": _BuiltIn("qinfer.backends.openvino", "OpenvinoBackend", "openvino"),
+    "python": _BuiltIn("qinfer.backends.python", "PythonBackend", "worker"),
+    "pytorch": _BuiltIn("qinfer.backends.torch", "TorchBackend", "torch"),
+    "tensorrt": _BuiltIn("qinfer.backends.tensorrt", "TensorrtBackend", "tensorrt"),
     "stub": _BuiltIn("qinfer.backends.stub", "StubBackend", ""),
 }
+
+
+_COMPLETERS = {"python": _BuiltIn("qinfer.backends.python_host.complete", "complete_config", "worker")}
+"""Backends whose own code completes a configuration."""
 
 
 def factory(name: str) -> BackendFactory:
@@ -33,14 +47,7 @@ def factory(name: str) -> BackendFactory:
     """
     built_in = _BUILT_IN.get(name)
     if built_in is not None:
-        try:
-            module = import_module(built_in.module)
-        except ImportError as error:
-            raise BackendUnavailable(
-                f"backend '{name}' needs a runtime that is not installed ({error}); "
-                f"run: pip install 'qinfer[{built_in.extra}]'"
-            ) from error
-        return cast("BackendFactory", getattr(module, built_in.attribute))
+        return cast("BackendFactory", _imported(name, built_in))
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
             return cast("BackendFactory", entry_point.load())
@@ -48,3 +55,27 @@ def factory(name: str) -> BackendFactory:
             raise BackendUnavailable(f"backend '{name}' can't be imported: {error}") from error
     known = sorted({*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
     raise BackendUnavailable(f"no backend is called '{name}'; this worker has {', '.join(known)}")
+
+
+def completer(name: str) -> CompleteConfig:
+    """Returns what completes the configurations of a backend's models by the models' own code.
+
+    Raises:
+        BackendUnavailable: The backend has no such thing, or its runtime is not installed.
+    """
+    built_in = _COMPLETERS.get(name)
+    if built_in is None:
+        raise BackendUnavailable(f"models of backend '{name}' can't complete their configurations")
+    return cast("CompleteConfig", _imported(name, built_in))
+
+
+def _imported(name: str, built_in: _BuiltIn) -> object:
+    try:
+        module = import_module(built_in.module)
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"backend '{name}' needs a runtime that is not installed ({error}); "
+            f"run: pip install 'qinfer[{built_in.extra}]'"
+        ) from error
+    attribute: object = getattr(module, built_in.attribute)
+    return attribute

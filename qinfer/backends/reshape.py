@@ -34,6 +34,7 @@ class _Reshaped:
         self._model_shapes: Shapes = {i.name: i.reshape for i in spec.inputs if i.reshape is not None}
         self._client_shapes: Shapes = {o.name: o.dims for o in spec.outputs if o.reshape is not None}
         self._backend.load(spec, version_dir, device)
+        self.short_on_loop = self._backend.short_on_loop  # some know it only by then
 
     def execute(self, batch: Batch, ctx: Context) -> None:
         """Runs the batch with the model's shapes, and answers with the client's."""

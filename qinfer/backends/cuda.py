@@ -1,0 +1,156 @@
+"""The little of CUDA's runtime that the tensorrt backend needs, by ctypes: memory, streams, copies, graphs.
+
+The library comes with TensorRT's own wheels (`nvidia-cuda-runtime`), so that no further package is needed. Only
+functions are used whose signatures are the same in CUDA 12 and 13.
+https://docs.nvidia.com/cuda/cuda-runtime-api/
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qinfer.backends.base import Array
+from qinfer.errors import BackendUnavailable
+
+TO_DEVICE, TO_HOST = 1, 2  # cudaMemcpyKind
+
+_SONAMES = ("libcudart.so.13", "libcudart.so.12")
+_NON_BLOCKING = 1  # cudaStreamNonBlocking: not ordered with the default stream
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: other instances may allocate meanwhile
+_MAJOR, _MINOR = 75, 76  # cudaDevAttrComputeCapability…
+_PROPERTIES_BYTES = 16 * 1024  # cudaDeviceProp is about 1 KiB; it begins with the name, char[256]
+
+_pointer, _size, _int, _uint = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
+
+
+class CudaError(RuntimeError):
+    """CUDA refused a call; the adapter that made it turns this into an error of qinfer."""
+
+
+class Cuda:
+    """CUDA's runtime library; every method raises `CudaError` when CUDA does.
+
+    Args:
+        path: The library; looked for if it is not given.
+
+    Raises:
+        BackendUnavailable: There is none.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._library = ctypes.CDLL(str(path)) if path else _load()
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+
+    def device_count(self) -> int:
+        """Returns how many GPUs there are; 0 also where there is no driver."""
+        count = _int(0)
+        with suppress(CudaError):
+            self._call("cudaGetDeviceCount", ctypes.byref(count))
+        return count.value
+
+    def use(self, device: int) -> None:
+        """Makes a GPU that of the calling thread."""
+        self._call("cudaSetDevice", _int(device))
+
+    def describe(self, device: int) -> str:
+        """Returns a GPU's name and compute capability, by which engines are told apart."""
+        properties = ctypes.create_string_buffer(_PROPERTIES_BYTES)
+        self._call("cudaGetDeviceProperties", properties, _int(device))
+        major, minor = (self._attribute(attribute, device) for attribute in (_MAJOR, _MINOR))
+        return f"{properties.value.decode(errors='replace')} {major}.{minor}"
+
+    def allocate(self, size_bytes: int) -> int:
+        """Returns the address of memory on the GPU."""
+        address = _pointer()
+        self._call("cudaMalloc", ctypes.byref(address), _size(max(size_bytes, 1)))
+        return address.value or 0
+
+    def free(self, address: int) -> None:
+        """Frees memory on the GPU."""
+        self._call("cudaFree", _pointer(address))
+
+    def allocate_pinned(self, size_bytes: int) -> tuple[int, Array]:
+        """Returns the address of memory on the host that the GPU copies without a detour, and a byte array over it."""
+        address = _pointer()
+        self._call("cudaHostAlloc", ctypes.byref(address), _size(max(size_bytes, 1)), _uint(0))
+        memory = (ctypes.c_ubyte * max(size_bytes, 1)).from_address(address.value or 0)
+        return address.value or 0, np.ctypeslib.as_array(memory)
+
+    def free_pinned(self, address: int) -> None:
+        """Frees memory of `allocate_pinned`."""
+        self._call("cudaFreeHost", _pointer(address))
+
+    def stream(self) -> int:
+        """Makes a stream."""
+        stream = _pointer()
+        self._call("cudaStreamCreateWithFlags", ctypes.byref(stream), _uint(_NON_BLOCKING))
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        """Destroys a stream."""
+        self._call("cudaStreamDestroy", _pointer(stream))
+
+    def copy(self, to: int, source: int, size_bytes: int, direction: int, stream: int) -> None:
+        """Queues a copy; `direction` is `TO_DEVICE` or `TO_HOST`."""
+        self._call(
+            "cudaMemcpyAsync", _pointer(to), _pointer(source), _size(size_bytes), _int(direction), _pointer(stream)
+        )
+
+    def synchronize(self, stream: int) -> None:
+        """Waits until a stream is empty."""
+        self._call("cudaStreamSynchronize", _pointer(stream))
+
+    def begin_capture(self, stream: int) -> None:
+        """Lets a stream record what is queued, instead of executing it."""
+        self._call("cudaStreamBeginCapture", _pointer(stream), _int(_THREAD_LOCAL))
+
+    def end_capture(self, stream: int) -> int:
+        """Ends a recording; returns a graph to be launched."""
+        graph, executable = _pointer(), _pointer()
+        self._call("cudaStreamEndCapture", _pointer(stream), ctypes.byref(graph))
+        try:
+            self._call("cudaGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        finally:
+            self._call("cudaGraphDestroy", graph)
+        return executable.value or 0
+
+    def launch(self, graph: int, stream: int) -> None:
+        """Queues what a graph recorded."""
+        self._call("cudaGraphLaunch", _pointer(graph), _pointer(stream))
+
+    def destroy_graph(self, graph: int) -> None:
+        """Destroys a graph."""
+        self._call("cudaGraphExecDestroy", _pointer(graph))
+
+    def _attribute(self, attribute: int, device: int) -> int:
+        value = _int(0)
+        self._call("cudaDeviceGetAttribute", ctypes.byref(value), _int(attribute), _int(device))
+        return value.value
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            reason = self._library.cudaGetErrorString(status).decode()
+            raise CudaError(f"{name}: {reason} (CUDA error {status})")
+
+
+def _load() -> ctypes.CDLL:
+    for candidate in _candidates():
+        with suppress(OSError):
+            return ctypes.CDLL(candidate)
+    raise BackendUnavailable(
+        f"none of {', '.join(_SONAMES)} can be loaded; run: pip install nvidia-cuda-runtime-cu12 "
+        "(or the one of CUDA 13)"
+    )
+
+
+def _candidates() -> Iterator[str]:
+    yield from _SONAMES
+    wheels = find_spec("nvidia")
+    for root in wheels.submodule_search_locations or () if wheels else ():
+        yield from map(str, sorted(Path(root).glob("*/lib/libcudart.so.*"), reverse=True))

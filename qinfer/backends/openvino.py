@@ -1,0 +1,231 @@
+"""The `openvino` backend: `model.xml` (or an ONNX file) on the CPU, one infer request per model instance.
+
+Settings, by Triton's names: parameters `PERFORMANCE_HINT`, `NUM_STREAMS`, `INFERENCE_NUM_THREADS`,
+`COMPILATION_NUM_THREADS`, `HINT_BF16`, `SKIP_OV_DYNAMIC_BATCHSIZE`, `ENABLE_BATCH_PADDING`, `RESHAPE_IO_LAYERS`,
+`TARGET_DEVICE`; their older names `CPU_THREADS_NUM`, `CPU_THROUGHPUT_STREAMS`, `ENFORCE_BF16` and
+`SKIP_DYNAMIC_BATCHSIZE` too.
+https://github.com/triton-inference-server/openvino_backend#parameters
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from openvino.preprocess import PrePostProcessor
+
+from qinfer.backends.base import Array, Batch, Context, respond_rows
+from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
+from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
+from qinfer.repository.spec import Device, ModelSpec, TensorSpec
+
+_DATATYPES = {
+    "boolean": "BOOL",
+    "u8": "UINT8",
+    "u16": "UINT16",
+    "u32": "UINT32",
+    "u64": "UINT64",
+    "i8": "INT8",
+    "i16": "INT16",
+    "i32": "INT32",
+    "i64": "INT64",
+    "f16": "FP16",
+    "bf16": "BF16",
+    "f32": "FP32",
+    "f64": "FP64",
+}
+_HINTS = {"latency": "LATENCY", "throughput": "THROUGHPUT", "cumulative_throughput": "CUMULATIVE_THROUGHPUT"}
+_REFUSED = ("CPU_EXTENSION_PATH", "CPU_BIND_THREAD")
+
+
+class OpenvinoBackend:
+    """See the module docstring."""
+
+    short_on_loop = True
+
+    def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
+        """Reads and compiles the model, and compares it with its configuration.
+
+        Raises:
+            ModelLoadFailed: The file can't be loaded, a parameter is wrong, or model and configuration disagree.
+        """
+        if device.kind != "cpu":
+            raise ModelLoadFailed(
+                f"model '{spec.name}' is for GPU {device.number}, where backend 'openvino' can't run; "
+                "set the instance group's kind to KIND_CPU"
+            )
+        path = model_file(spec, version_dir, "model.xml", "model.onnx")
+        target = spec.parameters.get("TARGET_DEVICE", "CPU")
+        core = ov.Core()
+        if target.partition(".")[0] not in {d.partition(".")[0] for d in core.available_devices}:
+            raise ModelLoadFailed(
+                f"parameter 'TARGET_DEVICE' of model '{spec.name}' is '{target}'; OpenVINO finds "
+                f"{', '.join(core.available_devices)} on this machine"
+            )
+        options = properties(spec)
+        try:
+            model = core.read_model(path)
+            _reshape(spec, model)
+            ports = (
+                _compared(spec, "input", spec.inputs, model.inputs),
+                _compared(spec, "output", spec.outputs, model.outputs),
+            )
+            compiled = core.compile_model(_widened(spec, model, *ports), target, options)
+            self._request = compiled.create_infer_request()
+        except ModelLoadFailed:
+            raise
+        except Exception as error:  # OpenVINO raises RuntimeError for everything; it is mapped here, once
+            raise ModelLoadFailed(f"OpenVINO can't load model '{spec.name}': {_reason(error, path)}") from error
+        self._inputs = dict(zip((i.name for i in spec.inputs), ports[0], strict=True))
+        self._outputs = dict(zip((o.name for o in spec.outputs), ports[1], strict=True))
+        self._datatypes = {output.name: output.datatype for output in spec.outputs}
+        self._padded = spec.max_batch_size if flag(spec, "ENABLE_BATCH_PADDING") else 0
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        """Runs the model.
+
+        Raises:
+            InferenceFailed: OpenVINO refused the batch.
+            InvalidRequest: An input is missing.
+        """
+        request, size = self._request, batch.size
+        missing = max(self._padded - size, 0)
+        tensors = []  # they borrow the arrays' memory, and must live until the run is over
+        for name, position in self._inputs.items():
+            array = batch.inputs.get(name)
+            if array is None:
+                raise InvalidRequest(f"input '{name}' is missing, which the model can't do without")
+            if missing:
+                array = np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
+            tensors.append((position, _borrowed(array)))
+        try:
+            for position, tensor in tensors:
+                request.set_input_tensor(position, tensor)
+            request.infer()
+        except Exception as error:  # as in `load`
+            raise InferenceFailed(f"OpenVINO error: {_reason(error, Path())}") from error
+        outputs = {name: np.array(request.get_output_tensor(p).data) for name, p in self._outputs.items()}
+        if missing:
+            outputs = {name: array[:size] for name, array in outputs.items()}
+        respond_rows(batch, ctx, outputs, self._datatypes)
+
+    def unload(self) -> None:
+        """Frees the model."""
+        del self._request
+
+
+def properties(spec: ModelSpec) -> dict[str, str]:
+    """Translates a model's parameters to OpenVINO's properties.
+
+    Raises:
+        ModelLoadFailed: A parameter is wrong or not supported.
+    """
+    for name in _REFUSED:
+        if name in spec.parameters:
+            raise ModelLoadFailed(f"parameter '{name}' of model '{spec.name}' is not supported; remove it")
+    threads = count(spec, "INFERENCE_NUM_THREADS") or count(spec, "CPU_THREADS_NUM") or cores_each(spec)
+    found = {"INFERENCE_NUM_THREADS": str(threads), "NUM_STREAMS": _streams(spec)}
+    if hint := choice(spec, "PERFORMANCE_HINT", _HINTS, ""):
+        found["PERFORMANCE_HINT"] = hint
+    if compilation := count(spec, "COMPILATION_NUM_THREADS"):
+        found["COMPILATION_NUM_THREADS"] = str(compilation)
+    # Left alone, OpenVINO rounds to BF16 on CPUs that can: answers would depend on the machine.
+    rough = flag(spec, "HINT_BF16") or flag(spec, "ENFORCE_BF16")
+    found["INFERENCE_PRECISION_HINT"] = "bf16" if rough else "f32"
+    return found
+
+
+def _streams(spec: ModelSpec) -> str:
+    """One stream, since each instance has one request at a time, unless the configuration says so."""
+    name = "NUM_STREAMS" if "NUM_STREAMS" in spec.parameters else "CPU_THROUGHPUT_STREAMS"
+    text = spec.parameters.get(name, "1").upper()
+    if text in ("AUTO", "NUMA"):
+        return text
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise ModelLoadFailed(
+            f"parameter '{name}' of model '{spec.name}' is '{text}'; it must be a number above 0, auto or numa"
+        )
+    return text
+
+
+def _reshape(spec: ModelSpec, model: Any) -> None:
+    """Makes the batch dimension variable; with `RESHAPE_IO_LAYERS` the others become those of the configuration."""
+    if flag(spec, "RESHAPE_IO_LAYERS"):
+        lead = [-1] if spec.max_batch_size else []
+        model.reshape({i.name: ov.PartialShape([*lead, *(i.reshape or i.dims)]) for i in spec.inputs})
+        return
+    skip = flag(spec, "SKIP_OV_DYNAMIC_BATCHSIZE") or flag(spec, "SKIP_DYNAMIC_BATCHSIZE")
+    if not spec.max_batch_size or skip:
+        return
+    fixed = {port: dims for port in model.inputs if (dims := _dims(port)) and dims[0] != -1}
+    if fixed:
+        model.reshape({port: ov.PartialShape([-1, *dims[1:]]) for port, dims in fixed.items()})
+
+
+def _compared(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], ports: Sequence[Any]) -> list[int]:
+    """Checks that the configuration's tensors exist in the model, of the same datatype and with compatible dimensions.
+
+    Returns:
+        The position in the model of each.
+    """
+    names = {name: position for position, port in enumerate(ports) for name in port.get_names()}
+    positions = []
+    for tensor in configured:
+        if tensor.name not in names:
+            raise ModelLoadFailed(
+                f"unexpected inference {kind} '{tensor.name}' for model '{spec.name}', "
+                f"allowed {kind}s are: {', '.join(sorted(names))}"
+            )
+        positions.append(names[tensor.name])
+        port = ports[names[tensor.name]]
+        where = f"model '{spec.name}', {kind} '{tensor.name}': the model has"
+        datatype = _DATATYPES.get(port.element_type.get_type_name(), port.element_type.get_type_name())
+        if datatype != tensor.datatype:
+            raise ModelLoadFailed(f"{where} {datatype}, its configuration {tensor.datatype}")
+        found = _dims(port)
+        expected = [
+            *([-1] if spec.max_batch_size else []),
+            *(tensor.dims if tensor.reshape is None else tensor.reshape),
+        ]
+        if found is not None and not (
+            len(found) == len(expected) and all(f == e or -1 in (f, e) for f, e in zip(found, expected, strict=True))
+        ):
+            raise ModelLoadFailed(f"{where} shape {found}, its configuration {expected}")
+    if kind == "input" and len(positions) < len(ports):
+        raise ModelLoadFailed(f"model '{spec.name}' has {len(ports)} inputs, its configuration {len(positions)}")
+    return positions
+
+
+def _dims(port: Any) -> list[int] | None:
+    """Returns a port's dimensions, -1 where one is variable; `None` if even their number is unknown."""
+    shape = port.partial_shape
+    if shape.rank.is_dynamic:
+        return None
+    return [dim.get_length() if dim.is_static else -1 for dim in shape]
+
+
+def _widened(spec: ModelSpec, model: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
+    """Lets the model take and give float32 where it has BF16, which is what numpy can hold."""
+    process, used = PrePostProcessor(model), False
+    for tensors, positions, ports in ((spec.inputs, inputs, process.input), (spec.outputs, outputs, process.output)):
+        for tensor, position in zip(tensors, positions, strict=True):
+            if tensor.datatype == "BF16":
+                ports(position).tensor().set_element_type(ov.Type.f32)
+                used = True
+    return process.build() if used else model
+
+
+def _borrowed(array: Array) -> Any:
+    """Wraps an array without a copy, where OpenVINO can: it is contiguous and may be written to."""
+    flags = array.flags
+    if not (flags.c_contiguous and flags.writeable):
+        array = np.array(array, order="C")
+    return ov.Tensor(array, shared_memory=True)
+
+
+def _reason(error: BaseException, path: Path) -> str:
+    """OpenVINO's messages begin with the places in its source; the last line says what is the matter."""
+    lines = [line.strip() for line in cleaned(error, path).splitlines() if line.strip()]
+    told = [line for line in lines if not line.startswith(("Exception from", "Check '", "FrontEnd API"))]
+    return " ".join(told or lines)

@@ -1,0 +1,81 @@
+"""What the adapters of runtimes read from a model's configuration in the same way: numbers, switches, file, cores."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.repository.spec import ModelSpec
+
+T = TypeVar("T")
+
+_FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def count(spec: ModelSpec, parameter: str, default: int = 0) -> int:
+    """Reads a whole number of 0 or more from the parameters.
+
+    Raises:
+        ModelLoadFailed: The parameter is no such number.
+    """
+    text = spec.parameters.get(parameter)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdecimal()):
+        raise ModelLoadFailed(f"parameter '{parameter}' of model '{spec.name}' is '{text}'; it must be a number >= 0")
+    return int(text)
+
+
+def flag(spec: ModelSpec, parameter: str, *, default: bool = False) -> bool:
+    """Reads a switch from the parameters: true, 1, yes, false, 0 or no.
+
+    Raises:
+        ModelLoadFailed: The parameter is none of them.
+    """
+    return choice(spec, parameter, _FLAGS, default)
+
+
+def choice(spec: ModelSpec, parameter: str, values: Mapping[str, T], default: T) -> T:
+    """Reads one of several words, whose case does not matter, from the parameters.
+
+    Args:
+        spec: The model's configuration.
+        parameter: The parameter's name.
+        values: Lower-case word → what it means.
+        default: The meaning of a parameter that is not there.
+
+    Raises:
+        ModelLoadFailed: The parameter is none of the words.
+    """
+    text = spec.parameters.get(parameter)
+    if text is None:
+        return default
+    if text.lower() not in values:
+        raise ModelLoadFailed(
+            f"parameter '{parameter}' of model '{spec.name}' is '{text}'; it must be one of {', '.join(values)}"
+        )
+    return values[text.lower()]
+
+
+def cores_each(spec: ModelSpec) -> int:
+    """Returns this process's cores divided among the model's instances, which all compute at once; at least 1."""
+    return max(len(os.sched_getaffinity(0)) // max(spec.instance_count, 1), 1)
+
+
+def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
+    """Returns the model file of a version: the configured one, or, if that is a default, the first that is there.
+
+    Raises:
+        ModelLoadFailed: There is none.
+    """
+    names = (spec.filename,) if spec.filename not in ("", *defaults) else (spec.filename or defaults[0], *defaults)
+    for name in names:
+        if (path := version_dir / name).exists():
+            return path
+    raise ModelLoadFailed(f"model '{spec.name}' has no file '{names[0]}' in version {version_dir.name}")
+
+
+def cleaned(error: BaseException, path: Path) -> str:
+    """Returns a runtime's own words without the machine's paths, which clients must not read."""
+    return str(error).replace(str(path), path.name).replace(str(path.parent), "").strip()

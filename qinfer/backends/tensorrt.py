@@ -1,0 +1,269 @@
+"""The `tensorrt` backend: `model.plan`, or `model.onnx`, of which it builds an engine once and keeps it.
+
+Each instance has a CUDA stream of its own, pinned memory on the host, and buffers for the largest shapes. With
+`optimization { cuda { graphs: true } }` the execution of each shape, copies included, is recorded as a CUDA graph after
+its second occurrence and replayed from then on. The options of a build are in `tensorrt_plan`.
+
+Written against the documented API of TensorRT 10 and 11.
+https://docs.nvidia.com/deeplearning/tensorrt/latest/api/python_api/
+"""
+
+import fcntl
+import logging
+import mmap
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import tensorrt as trt
+
+from qinfer.backends import engine_cache
+from qinfer.backends.base import Array, Batch, Context, respond_rows
+from qinfer.backends.cuda import Cuda
+from qinfer.backends.parameters import cleaned, model_file
+from qinfer.backends.tensorrt_buffers import Buffers, Port, Shape
+from qinfer.backends.tensorrt_plan import build_of, cache_key
+from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
+from qinfer.repository.onnx_metadata import read_onnx
+from qinfer.repository.spec import Device, ModelSpec
+
+logger = logging.getLogger(__name__)
+
+_DATATYPES = {
+    "FLOAT": "FP32",
+    "HALF": "FP16",
+    "BF16": "BF16",
+    "INT8": "INT8",
+    "INT32": "INT32",
+    "INT64": "INT64",
+    "BOOL": "BOOL",
+    "UINT8": "UINT8",
+}
+_MAX_GRAPHS = 64  # of each instance: a graph keeps an execution context, and shapes may be many
+
+
+class TensorrtBackend:
+    """See the module docstring."""
+
+    short_on_loop = False
+
+    def load(self, spec: ModelSpec, version_dir: Path, device: Device) -> None:
+        """Opens the engine, after building it if there is none for this GPU, and allocates its buffers.
+
+        Raises:
+            ModelLoadFailed: The engine does not fit this GPU or TensorRT, can't be built, or differs from the
+                configuration.
+            BackendUnavailable: CUDA's runtime is not installed.
+        """
+        self._cuda = Cuda()
+        found = self._cuda.device_count()
+        if device.kind != "gpu" or device.number >= found:
+            where = f"GPU {device.number}" if device.kind == "gpu" else "the CPU"
+            raise ModelLoadFailed(
+                f"model '{spec.name}' is for {where}, and TensorRT runs on GPUs only, of which this machine "
+                f"has {found}; "
+                "set the instance group's kind to KIND_GPU and its gpus to those that are there"
+            )
+        self._device, self._name = device.number, spec.name
+        self._cuda.use(device.number)
+        path = model_file(spec, version_dir, "model.plan", "model.onnx")
+        if path.suffix == ".onnx":
+            path = _engine_of(self._cuda, spec, path, device.number)
+        try:
+            self._open(spec, path)
+        except QinferError:
+            raise
+        except Exception as error:  # pybind11 raises what it likes; it is mapped here, once
+            raise ModelLoadFailed(f"TensorRT can't load model '{spec.name}': {cleaned(error, path)}") from error
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        """Copies the batch to the GPU, runs it, and copies the results back, all on this instance's stream.
+
+        Raises:
+            InferenceFailed: TensorRT or CUDA refused.
+            InvalidRequest: An input is missing.
+        """
+        missing = [name for name in self._shapes_max if name not in batch.inputs]
+        if missing:
+            raise InvalidRequest(f"input '{missing[0]}' is missing, which the model can't do without")
+        try:
+            self._cuda.use(self._device)  # a thread has its own present device
+            outputs = self._run(batch.inputs)
+        except QinferError:
+            raise
+        except Exception as error:  # as in `load`
+            raise InferenceFailed(f"TensorRT error: {error}") from error
+        respond_rows(batch, ctx, outputs, self._datatypes)
+
+    def unload(self) -> None:
+        """Frees everything on the GPU."""
+        self._cuda.use(self._device)
+        for graph in self._graphs.values():
+            self._cuda.destroy_graph(graph)
+        self._graphs.clear()
+        self._contexts.clear()
+        del self._context, self._engine
+        self._buffers.free()
+        self._cuda.destroy_stream(self._stream)
+
+    def _open(self, spec: ModelSpec, path: Path) -> None:
+        log = trt.Logger(trt.Logger.WARNING)
+        trt.init_libnvinfer_plugins(log, "")
+        self._runtime = trt.Runtime(log)
+        engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        if engine is None:
+            raise ModelLoadFailed(
+                f"TensorRT {trt.__version__} can't read '{path.name}' of model '{spec.name}': a plan fits only the GPU "
+                "and the version that it was built with; build it anew, or put the model.onnx in its place"
+            )
+        self._engine = engine
+        self._graphs: dict[tuple[Shape, ...], int] = {}
+        self._contexts: dict[tuple[Shape, ...], trt.IExecutionContext] = {}
+        self._use_graphs = spec.cuda_graphs
+        ports = self._ports(spec)
+        self._datatypes = {output.name: output.datatype for output in spec.outputs}
+        self._stream = self._cuda.stream()
+        self._buffers = Buffers(self._cuda, ports, engine.device_memory_size_v2)
+        self._context = self._new_context()
+
+    def _ports(self, spec: ModelSpec) -> list[Port]:
+        """Compares the engine with the configuration, and finds the largest shape of each tensor."""
+        engine = self._engine
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+        self._shapes_max = {name: tuple(engine.get_tensor_profile_shape(name, 0)[2]) for name in inputs}
+        self._shapes_min = {name: tuple(engine.get_tensor_profile_shape(name, 0)[0]) for name in inputs}
+        for kind, configured, found in (
+            ("input", spec.inputs, inputs),
+            ("output", spec.outputs, [name for name in names if name not in inputs]),
+        ):
+            wanted = {tensor.name: tensor.datatype for tensor in configured}
+            for name in sorted(set(wanted) ^ set(found)):
+                if kind == "output" and name in found:
+                    continue  # an output that nobody can ask for
+                raise ModelLoadFailed(
+                    f"unexpected inference {kind} '{name}' for model '{spec.name}': the engine has {', '.join(found)}"
+                )
+            for name, datatype in wanted.items():
+                has = _DATATYPES.get(engine.get_tensor_dtype(name).name, engine.get_tensor_dtype(name).name)
+                if has != datatype:
+                    raise ModelLoadFailed(
+                        f"model '{spec.name}', {kind} '{name}': the engine has {has}, its configuration {datatype}"
+                    )
+        return _largest(engine, names, self._shapes_max, spec.name)
+
+    def _new_context(self) -> trt.IExecutionContext:
+        """Makes an execution context in the instance's scratch memory, which serves one execution at a time."""
+        context = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        context.set_device_memory(self._buffers.scratch, self._buffers.scratch_bytes)
+        if context.active_optimization_profile != 0:
+            context.set_optimization_profile_async(0, self._stream)
+            self._cuda.synchronize(self._stream)
+        for name, address in self._buffers.addresses.items():
+            context.set_tensor_address(name, address)
+        return context
+
+    def _run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        shapes = tuple(tuple(inputs[name].shape) for name in self._shapes_max)
+        for name in self._shapes_max:
+            self._fits(name, inputs[name].shape)
+            self._buffers.fill(name, inputs[name])
+        graph = self._graphs.get(shapes)
+        context = self._contexts.get(shapes, self._context)
+        if graph is not None:
+            self._cuda.launch(graph, self._stream)
+        else:
+            for name in self._shapes_max:
+                context.set_input_shape(name, tuple(inputs[name].shape))
+            self._queue(context, inputs)
+        self._cuda.synchronize(self._stream)
+        outputs = {name: self._buffers.read(name, tuple(context.get_tensor_shape(name))) for name in self._datatypes}
+        if self._use_graphs and graph is None:
+            self._record(shapes, inputs)
+        return outputs
+
+    def _queue(self, context: trt.IExecutionContext, inputs: Mapping[str, Array]) -> None:
+        """Queues the copies and the execution on the stream."""
+        for name in self._shapes_max:
+            self._buffers.to_device(name, tuple(inputs[name].shape), self._stream)
+        if not context.execute_async_v3(self._stream):
+            raise InferenceFailed("TensorRT could not start the execution; its own messages are in the worker's log")
+        for name in self._datatypes:
+            self._buffers.to_host(name, tuple(context.get_tensor_shape(name)), self._stream)
+
+    def _record(self, shapes: tuple[Shape, ...], inputs: Mapping[str, Array]) -> None:
+        """Records an execution of these shapes, in a context of its own that has run once before, as TensorRT asks."""
+        if shapes not in self._contexts:
+            if len(self._contexts) < _MAX_GRAPHS:
+                self._contexts[shapes] = self._new_context()
+            return
+        if shapes in self._graphs:
+            return
+        try:
+            self._cuda.begin_capture(self._stream)
+            try:
+                self._queue(self._contexts[shapes], inputs)
+            finally:
+                graph = self._cuda.end_capture(self._stream)
+        except Exception as error:  # noqa: BLE001  pybind11 and CUDA; it is an optimisation only
+            self._use_graphs = False
+            logger.warning("no CUDA graphs for this model", extra={"model": self._name, "reason": str(error)})
+        else:
+            self._graphs[shapes] = graph
+
+    def _fits(self, name: str, shape: Shape) -> None:
+        low, high = self._shapes_min[name], self._shapes_max[name]
+        if len(shape) != len(high) or any(not a <= n <= b for a, n, b in zip(low, shape, high, strict=True)):
+            raise InferenceFailed(
+                f"input '{name}' has shape {list(shape)}; the engine takes {list(low)} to {list(high)}"
+            )
+
+
+def _largest(engine: trt.ICudaEngine, names: list[str], inputs: Mapping[str, Shape], model: str) -> list[Port]:
+    """Lets TensorRT derive the outputs' shapes of the largest inputs."""
+    context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    for name, shape in inputs.items():
+        context.set_input_shape(name, shape)
+    ports = []
+    for name in names:
+        if engine.is_shape_inference_io(name):
+            raise ModelLoadFailed(f"model '{model}': '{name}' is a shape tensor, which is not supported")
+        shape = inputs.get(name) or tuple(context.get_tensor_shape(name))
+        datatype = _DATATYPES.get(engine.get_tensor_dtype(name).name)
+        if datatype is None or any(dim < 0 for dim in shape):
+            what = "a shape that depends on the data" if datatype else f"type {engine.get_tensor_dtype(name).name}"
+            raise ModelLoadFailed(f"model '{model}': '{name}' has {what}, which is not supported")
+        ports.append(Port(name, datatype, shape, name in inputs))
+    return ports
+
+
+def _engine_of(cuda: Cuda, spec: ModelSpec, onnx: Path, device: int) -> Path:
+    """Returns the engine of an ONNX file, from the cache or built now; one process builds, others wait for it.
+
+    Raises:
+        ModelLoadFailed: An option is wrong, or TensorRT can't build it.
+    """
+    with onnx.open("rb") as file:
+        declared = read_onnx(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), onnx.name)
+    build = build_of(spec, declared)
+    directory = engine_cache.root() / "tensorrt"
+    directory.mkdir(parents=True, exist_ok=True)
+    plan = directory / f"{cache_key(build, onnx.parent, cuda.describe(device), trt.__version__)}.plan"
+    build.onnx, build.plan, build.device = str(onnx), str(plan), device
+    with plan.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if plan.exists():
+            return plan
+        logger.info("building an engine", extra={"model": spec.name, "engine": plan.name})
+        command = [sys.executable, "-m", "qinfer.backends.tensorrt_build"]
+        done = subprocess.run(command, input=msgspec.json.encode(build), stderr=subprocess.PIPE, check=False)  # noqa: S603
+    if done.returncode or not plan.exists():
+        lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        logger.error("engine build failed", extra={"model": spec.name, "output": "\n".join(lines[-50:])})
+        raise ModelLoadFailed(
+            f"the engine of model '{spec.name}' can't be built: "
+            f"{lines[-1] if lines else f'the build ended with exit code {done.returncode}'}"
+        )
+    return plan

@@ -1,0 +1,160 @@
+"""What is decided about an engine before TensorRT is asked: its options, the shapes it is optimised for, its cache key.
+
+The options are the parameters of an accelerator `tensorrt`
+(`optimization.execution_accelerators.gpu_execution_accelerator`), with the names of the onnxruntime backend, so that a
+model can go from one backend to the other: `precision_mode` (FP32, FP16, BF16, INT8), `max_workspace_size_bytes`,
+`trt_builder_optimization_level`, `trt_profile_min_shapes`, `trt_profile_opt_shapes`, `trt_profile_max_shapes`.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.repository.file_tensors import FileTensors
+from qinfer.repository.spec import ModelSpec, TensorSpec
+
+Shape = tuple[int, ...]
+Profile = tuple[Shape, Shape, Shape]
+"""The smallest, the usual and the largest shape of an input."""
+
+PRECISIONS = ("FP32", "FP16", "BF16", "INT8")
+_LIMITS = ("trt_profile_min_shapes", "trt_profile_opt_shapes", "trt_profile_max_shapes")
+_NUMBERS = ("max_workspace_size_bytes", "trt_builder_optimization_level")
+_READ_BYTES = 1 << 20
+
+
+class Build(msgspec.Struct, kw_only=True):
+    """What `tensorrt_build` is told; everything but the two paths is part of the cache key.
+
+    Attributes:
+        onnx: The model file.
+        plan: Where the engine goes.
+        device: The GPU's number.
+        profiles: Input → its three shapes.
+        precision: One of `PRECISIONS`.
+        workspace_bytes: Memory that an execution may take on the GPU; 0 = as much as there is.
+        level: How hard to optimise, 0 … 5; -1 = TensorRT's default.
+    """
+
+    onnx: str = ""
+    plan: str = ""
+    device: int = 0
+    profiles: dict[str, Profile]
+    precision: str = "FP32"
+    workspace_bytes: int = 0
+    level: int = -1
+
+
+def build_of(spec: ModelSpec, declared: FileTensors) -> Build:
+    """Reads the options of a model.
+
+    Args:
+        spec: The model's configuration.
+        declared: What the ONNX file says of its inputs.
+
+    Raises:
+        ModelLoadFailed: An option is wrong, or a variable dimension has no limits.
+    """
+    options = next((a.parameters for a in spec.gpu_accelerators if a.name == "tensorrt"), {})
+    known = ("precision_mode", *_NUMBERS, *_LIMITS)
+    for key, text in options.items():
+        if key not in known:
+            raise ModelLoadFailed(
+                f"model '{spec.name}': parameter '{key}' of accelerator 'tensorrt' is not known here; "
+                f"use {', '.join(known)}"
+            )
+        if key in _NUMBERS and not (text.isascii() and text.isdecimal()):
+            raise ModelLoadFailed(f"model '{spec.name}': parameter '{key}' is '{text}'; it must be a number >= 0")
+    precision = options.get("precision_mode", "FP32").upper()
+    if precision not in PRECISIONS:
+        raise ModelLoadFailed(
+            f"model '{spec.name}': precision_mode is '{precision}'; it must be one of {', '.join(PRECISIONS)}"
+        )
+    return Build(
+        profiles=profiles(spec, declared, options),
+        precision=precision,
+        workspace_bytes=int(options.get("max_workspace_size_bytes", 0)),
+        level=int(options.get("trt_builder_optimization_level", -1)),
+    )
+
+
+def profiles(spec: ModelSpec, declared: FileTensors, options: Mapping[str, str]) -> dict[str, Profile]:
+    """Returns the three shapes of each input.
+
+    The batch dimension goes from 1 to `max_batch_size`, and is best at the largest preferred size. Other dimensions are
+    the configuration's; where it has -1 and the file does not tell either, the options must.
+
+    Raises:
+        ModelLoadFailed: A variable dimension has no limits.
+    """
+    given = [parse_shapes(spec.name, key, options.get(key, "")) for key in _LIMITS]
+    files = {tensor.name: tensor.dims for tensor in declared.inputs}
+    found: dict[str, Profile] = {}
+    for tensor in spec.inputs:
+        if all(tensor.name in shapes for shapes in given):
+            smallest, usual, largest = (shapes[tensor.name] for shapes in given)
+            found[tensor.name] = (smallest, usual, largest)
+            continue
+        dims = _merged(spec, tensor, files.get(tensor.name))
+        if -1 in dims:
+            raise ModelLoadFailed(
+                f"model '{spec.name}': input '{tensor.name}' has variable dimensions {list(dims)}, for which TensorRT "
+                f"needs limits; set {', '.join(_LIMITS)} of accelerator 'tensorrt', such as "
+                f"'{tensor.name}:{'x'.join('1' if d < 0 else str(d) for d in (*_lead(spec, 1), *dims))}'"
+            )
+        best = spec.batching.preferred_sizes[-1] if spec.batching else spec.max_batch_size
+        found[tensor.name] = tuple((*_lead(spec, n), *dims) for n in (1, best, spec.max_batch_size))  # type: ignore[assignment]  # three of them
+    return found
+
+
+def parse_shapes(model: str, key: str, text: str) -> dict[str, Shape]:
+    """Reads `name:1x3x224x224,other:1x8`, the notation of onnxruntime and trtexec.
+
+    Raises:
+        ModelLoadFailed: It is not of that form.
+    """
+    shapes: dict[str, Shape] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, dims = part.rpartition(":")
+        numbers = dims.split("x")
+        if not name or not all(n.isascii() and n.isdecimal() for n in numbers):
+            raise ModelLoadFailed(f"model '{model}': '{part}' in {key} must be of the form input:1x3x224x224")
+        shapes[name] = tuple(map(int, numbers))
+    return shapes
+
+
+def cache_key(build: Build, files: Path, gpu: str, tensorrt: str) -> str:
+    """Returns the name under which an engine is kept: it fits this model, GPU, TensorRT and these options only.
+
+    Args:
+        build: The options.
+        files: The version's directory; all its files count, since weights may lie beside the model.
+        gpu: Name and compute capability.
+        tensorrt: The version of TensorRT.
+    """
+    digest = hashlib.sha256()
+    for text in (gpu, tensorrt, build.precision, str(build.workspace_bytes), str(build.level)):
+        digest.update(text.encode() + b"\0")
+    digest.update(msgspec.json.encode(build.profiles, order="sorted"))
+    for path in sorted(p for p in files.rglob("*") if p.is_file()):
+        digest.update(b"\0" + str(path.relative_to(files)).encode() + b"\0")
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _lead(spec: ModelSpec, rows: int) -> Shape:
+    return (rows,) if spec.max_batch_size else ()
+
+
+def _merged(spec: ModelSpec, tensor: TensorSpec, file: Shape | None) -> Shape:
+    """Returns a tensor's dimensions without the batch's: the configuration's, the file's where that has -1."""
+    dims = tensor.dims if tensor.reshape is None else tensor.reshape
+    rest = (file or ())[1 if spec.max_batch_size else 0 :]
+    if len(rest) != len(dims):
+        return dims
+    return tuple(f if d < 0 else d for d, f in zip(dims, rest, strict=True))
