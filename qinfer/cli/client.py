@@ -1,9 +1,12 @@
 """The command line's client of a gateway: qinfer's own, which answers a person at once instead of trying again."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 import httpx
+import msgspec
 
 from qinfer.client import Client, InferResult
 from qinfer.client.steps import Send, call
@@ -19,18 +22,37 @@ class GatewayClient(Client):
     Args:
         url: The gateway's URL.
         verify: Check its certificate; off only for a gateway that we started ourselves, on this machine.
+        timeout_s: How long a call may take.
 
     Raises:
         InvalidRequest: The URL is none.
     """
 
-    def __init__(self, url: str, *, verify: bool = True) -> None:
+    def __init__(self, url: str, *, verify: bool = True, timeout_s: float = TIMEOUT_S) -> None:
         transport = httpx.HTTPTransport(verify=verify, trust_env=False)
-        super().__init__(url, api_key=api_key(), timeout_s=TIMEOUT_S, max_retries=0, transport=transport)
+        super().__init__(url, api_key=api_key(), timeout_s=timeout_s, max_retries=0, transport=transport)
 
     def metrics(self) -> str:
         """Returns the Prometheus text."""
         return self._run(call(self._policy, Send("GET", "/metrics", {}))).text
+
+    def model_index(self, *, ready: bool = False) -> list[dict[str, str]]:
+        """Returns the index of models: name, and version, state and reason where it was ever loaded."""
+        entries: list[dict[str, str]] = msgspec.json.decode(self._post("/v2/repository/index", {"ready": ready}))
+        return entries
+
+    def load_model(self, model: str, parameters: Mapping[str, str]) -> None:
+        """Loads a model; `parameters` are `config` and `file:<version>/<name>` (base64)."""
+        self._post(f"/v2/repository/models/{quote(model, safe='')}/load", {"parameters": dict(parameters)})
+
+    def unload_model(self, model: str) -> None:
+        """Unloads a model."""
+        self._post(f"/v2/repository/models/{quote(model, safe='')}/unload", {})
+
+    def _post(self, path: str, body: dict[str, Any]) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        reply = self._run(call(self._policy, Send("POST", path, headers, msgspec.json.encode(body))))
+        return reply.content
 
 
 def api_key() -> str | None:

@@ -16,7 +16,7 @@ from qinfer.delivery.dead_letters import DeadLetter, DeadLetters, place_after
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import CorruptEntry, InvalidRequest, RequestError
 from qinfer.messages import InferRequest, Scalar
-from qinfer.settings import RedisSettings
+from qinfer.settings import RedisSettings, load_settings
 from qinfer.tensors import Tensor, to_numpy
 
 T = TypeVar("T")
@@ -106,7 +106,8 @@ def run_list(settings: RedisSettings, model: str, after: str, count: int) -> lis
         InvalidRequest: `after` is no id.
         BrokerUnavailable: Redis can't be reached.
     """
-    return [_row(letter) for letter in _run(settings, lambda letters: letters.list(model, after=after, count=count))]
+    page = _run(settings, lambda letters: letters.list(model, after=after, count=count), needs_payloads=False)
+    return [_row(letter) for letter in page]
 
 
 def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Path | None) -> Letter:
@@ -160,9 +161,13 @@ def run_purge(settings: RedisSettings, model: str, ids: Sequence[str] | None) ->
     return _run(settings, lambda letters: letters.purge(model, ids))
 
 
-def _run(settings: RedisSettings, operation: Callable[[DeadLetters], Awaitable[T]]) -> T:
+def _run(
+    settings: RedisSettings, operation: Callable[[DeadLetters], Awaitable[T]], *, needs_payloads: bool = True
+) -> T:
+    limits = load_settings().limits if needs_payloads else None  # it says where the payload store is
+
     async def run() -> T:
-        delivery = await RedisDelivery.connect(settings)
+        delivery = await RedisDelivery.connect(settings, limits)
         try:
             return await operation(delivery.dead_letters)
         finally:

@@ -4,8 +4,10 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from qinfer.errors import SettingsError
 
@@ -18,43 +20,71 @@ a model repository looks like this:
           model.onnx"""
 
 
-def check_repository(path: Path) -> None:
-    """Checks that there is a repository.
+def repository_places(path: str) -> list[str]:
+    """Returns the repositories of a setting: directories made absolute, for children may run elsewhere, and URLs."""
+    places = [place.strip() for place in path.split(",") if place.strip()]
+    return [place if "://" in place else str(Path(place).resolve()) for place in places]
+
+
+def check_repository(place: str) -> None:
+    """Checks that there is a repository; one that is named by a URL is left to be found out.
 
     Raises:
         SettingsError: There is none; the message shows what one looks like.
     """
-    if not path.is_dir():
+    path = Path(place)
+    if "://" not in place and not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"
         raise SettingsError(f"the model repository {path} {what}; give --model-repository DIR; {LAYOUT}")
 
 
-def claim_port(host: str, port: int, try_again: Callable[[], bool]) -> int:
-    """Makes sure that the gateway can have a port.
+class Address(NamedTuple):
+    """Where the gateway is to listen.
 
-    Args:
+    Attributes:
         host: The address to bind.
         port: The port; 0 for any.
-        try_again: Asked while the port is in use, and may wait first.
+        option: The option that chooses another.
+    """
+
+    host: str
+    port: int
+    option: str = "--http-port"
+
+
+def claim_ports(addresses: Sequence[Address], try_again: Callable[[], bool]) -> list[int]:
+    """Makes sure that the gateway can have its ports.
+
+    Args:
+        addresses: What it needs.
+        try_again: Asked while a port is in use, and may wait first.
 
     Returns:
-        The port; that of 0 is chosen here, because its number is told to people.
+        The port of each; that of 0 is chosen here, because its number is told to people.
 
     Raises:
-        SettingsError: The port is in use, or can't be bound.
+        SettingsError: A port is in use, or can't be bound.
     """
+    with ExitStack() as held:  # until all are chosen, so that none is chosen twice
+        chosen: dict[Address, int] = {}
+        for address in sorted(addresses, key=lambda one: not one.port):  # any port must not be one that is asked for
+            chosen[address] = int(held.enter_context(_bound(address, try_again)).getsockname()[1])
+        return [chosen[address] for address in addresses]
+
+
+def _bound(address: Address, try_again: Callable[[], bool]) -> socket.socket:
+    host, port, option = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         try:
-            with socket.create_server((host, port), family=family) as server:
-                return int(server.getsockname()[1])
+            return socket.create_server((host, port), family=family)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 if try_again():
                     continue
                 raise SettingsError(
                     f"port {port} of {host} is in use; stop the program that has it, or give another: "
-                    f"--http-port {port + 1 if port < 65535 else 0} (0 picks a free one)"
+                    f"{option} {port + 1 if port < 65535 else 0} (0 picks a free one)"
                 ) from None
             raise SettingsError(f"port {port} of {host} can't be bound: {error.strerror or error}") from None
 

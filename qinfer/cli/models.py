@@ -5,33 +5,52 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.console import JsonOption, print_json
+from qinfer.cli.console import DEFAULT_URL, CommandFailed, JsonOption, UrlOption, print_json
 from qinfer.cli.status import DataDirOption, RedisOption, models_table
 
 if TYPE_CHECKING:
     from qinfer.control.sync import SyncedModel
 
-app = typer.Typer(help="The models: write the desired state from a repository, list it.", no_args_is_help=True)
+app = typer.Typer(
+    help="The models: write the desired state from a repository, list it; load and unload.", no_args_is_help=True
+)
 
 SYNC_EXAMPLE = "Example: qinfer models sync --model-repository ./models"
 LIST_EXAMPLE = "Example: qinfer models list --json"
+INDEX_EXAMPLE = "Example: qinfer models index --ready"
+LOAD_EXAMPLE = (
+    "Example: qinfer models load digits   or   "
+    "qinfer models load digits --config config.json --file 1/model.onnx=new.onnx"
+)
+UNLOAD_EXAMPLE = "Example: qinfer models unload digits"
+
+RepositoryOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model-repository",
+        "-m",
+        help="Directory or URL of the models; more than once for several. Default: QINFER_REPOSITORY__PATH, or models.",
+    ),
+]
+ModelArgument = Annotated[str, typer.Argument(help="The model's name.")]
 
 
 @app.command("sync", epilog=SYNC_EXAMPLE)
 def sync_models(
     *,
-    model_repository: Annotated[
-        Path,
-        typer.Option("--model-repository", "-m", envvar="QINFER_REPOSITORY__PATH", help="Directory of the models."),
-    ] = Path("models"),
+    model_repository: RepositoryOption = None,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
     """Read a repository and tell everyone: new and changed models are loaded, models that are gone unloaded."""
     from qinfer.cli.overview import redis_settings, run_sync
+    from qinfer.settings import load_settings
 
-    synced = run_sync(redis_settings(redis, data_dir), model_repository)
+    repository = load_settings().repository
+    if model_repository:
+        repository = repository.model_copy(update={"path": ",".join(model_repository)})
+    synced = run_sync(redis_settings(redis, data_dir), repository)
     if as_json:
         import msgspec
 
@@ -58,6 +77,83 @@ def list_models(
         print_json(msgspec.to_builtins(overview.models))
     else:
         Console().print(models_table(overview))
+
+
+@app.command("index", epilog=INDEX_EXAMPLE)
+def show_index(
+    *,
+    ready: Annotated[bool, typer.Option("--ready", help="Only versions that are ready.")] = False,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every model of the repositories with the state of its versions, as a gateway tells it."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from qinfer.cli.client import GatewayClient
+
+    with GatewayClient(url) as client:
+        entries = client.model_index(ready=ready)
+    if as_json:
+        print_json(entries)
+        return
+    table = Table("model", "version", "state", "reason", title="Index", title_justify="left")
+    for entry in entries:
+        state = entry.get("state", "")
+        style = {"READY": "green", "UNAVAILABLE": "red"}.get(state, "yellow")
+        reason = entry.get("reason", "") if state else "never loaded"
+        table.add_row(entry["name"], entry.get("version") or "-", Text(state or "-", style=style), Text(reason))
+    Console().print(table)
+
+
+@app.command("load", epilog=LOAD_EXAMPLE)
+def load_model(
+    model: ModelArgument,
+    *,
+    config: Annotated[
+        str, typer.Option(help="Configuration in JSON in place of the model's config.pbtxt: a file, or the text.")
+    ] = "",
+    files: Annotated[
+        list[str] | None,
+        typer.Option("--file", help="VERSION/NAME=FILE: in place of all files of the repository; with --config."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for it.")] = 600.0,
+    url: UrlOption = DEFAULT_URL,
+) -> None:
+    """Load a model, or load it anew if it has changed; wait until it is ready. For control mode explicit."""
+    import base64
+
+    from qinfer.cli.client import GatewayClient
+
+    parameters: dict[str, str] = {}
+    if config:
+        parameters["config"] = config if config.lstrip().startswith("{") else _read(config).decode()
+    for entry in files or []:
+        name, _, path = entry.partition("=")
+        if not path:
+            raise CommandFailed(f"--file {entry}: write VERSION/NAME=FILE, such as 1/model.onnx=new.onnx")
+        parameters[f"file:{name}"] = base64.b64encode(_read(path)).decode()
+    with GatewayClient(url, timeout_s=timeout) as client:
+        client.load_model(model, parameters)
+    print(f"{model} is loaded")
+
+
+@app.command("unload", epilog=UNLOAD_EXAMPLE)
+def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL) -> None:
+    """Unload a model: no request is accepted from now on, what waits is answered. For control mode explicit."""
+    from qinfer.cli.client import GatewayClient
+
+    with GatewayClient(url) as client:
+        client.unload_model(model)
+    print(f"{model} is unloaded")
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CommandFailed(f"{path} can't be read: {error.strerror}") from None
 
 
 def _print_synced(synced: "list[SyncedModel]") -> None:

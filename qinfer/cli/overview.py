@@ -13,14 +13,14 @@ from qinfer.control.base import ControlStore, State, StoredModel, WorkerRecord
 from qinfer.control.lanes import lanes_of
 from qinfer.control.readiness import ModelStatus, assess
 from qinfer.control.redis_store import RedisControlStore
-from qinfer.control.sync import SyncedModel, sync
+from qinfer.control.sync import SyncedModel, start, sync
 from qinfer.delivery.base import Delivery, Lane
 from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import QinferError, SettingsError
 from qinfer.repository.config import from_json, to_spec
-from qinfer.repository.local import LocalRepository
-from qinfer.settings import LimitSettings, RedisSettings, load_settings
+from qinfer.repository.open import open_repositories
+from qinfer.settings import LimitSettings, RedisSettings, RepositorySettings, load_settings
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,13 +104,24 @@ def run_overview(settings: RedisSettings, *, max_up_s: float = math.inf) -> Over
     return asyncio.run(_overview(settings, max_up_s))
 
 
-def run_sync(settings: RedisSettings, repository: Path) -> list[SyncedModel]:
-    """Writes the desired state of a repository.
+def run_sync(settings: RedisSettings, repository: RepositorySettings) -> list[SyncedModel]:
+    """Writes what the repositories hold as the desired state, whatever the control mode.
 
     Raises:
         BrokerUnavailable: Redis can't be reached.
+        SettingsError: A repository can't be read.
     """
-    return asyncio.run(_sync(settings, repository))
+    return asyncio.run(_sync(settings, repository, start_only=False))
+
+
+def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[SyncedModel]:
+    """Writes the desired state that a start calls for in the present control mode.
+
+    Raises:
+        BrokerUnavailable: Redis can't be reached.
+        SettingsError: A repository can't be read, or has no model of a name to load.
+    """
+    return asyncio.run(_sync(settings, repository, start_only=True))
 
 
 async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float = math.inf) -> Overview:
@@ -175,11 +186,14 @@ async def _overview(settings: RedisSettings, max_up_s: float) -> Overview:
         await delivery.close()
 
 
-async def _sync(settings: RedisSettings, repository: Path) -> list[SyncedModel]:
+async def _sync(settings: RedisSettings, repository: RepositorySettings, *, start_only: bool) -> list[SyncedModel]:
+    source = open_repositories(repository)
     delivery = await RedisDelivery.connect(settings)
     store = RedisControlStore(admin_client(settings))
     try:
-        return await sync(LocalRepository(repository), store, delivery)
+        if start_only:
+            return await start(source, store, delivery, repository, again=True)
+        return await sync(source, store, delivery)
     finally:
         await store.close()
         await delivery.close()

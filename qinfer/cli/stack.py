@@ -7,18 +7,29 @@ Order matters at the end: the gateway first, so that what is in flight is still 
 """
 
 import contextlib
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from qinfer.cli import runfile
 from qinfer.cli.client import GatewayClient
-from qinfer.cli.machine import check_repository, child_environment, claim_port, local_url, share_cpus, usable_cpus
-from qinfer.cli.overview import Overview, run_overview, run_sync, with_url
+from qinfer.cli.machine import (
+    Address,
+    check_repository,
+    child_environment,
+    claim_ports,
+    local_url,
+    repository_places,
+    share_cpus,
+    usable_cpus,
+)
+from qinfer.cli.overview import Overview, run_overview, run_start, with_url
 from qinfer.cli.restart import RestartPolicy
 from qinfer.cli.summary import print_summary
 from qinfer.cli.supervisor import Program, Supervisor
@@ -42,12 +53,22 @@ PORT_PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackOptions:
-    """The options of `qinfer up`; `redis_url` is empty for a private Redis, `http_port` 0 for any free port."""
+    """The options of `qinfer up`: `redis_url` is empty for a private Redis, a port 0 for any free one.
 
-    model_repository: Path
+    Empty `model_repositories` and `load_models` are those of the settings.
+    """
+
+    model_repositories: tuple[str, ...]
+    control_mode: str
+    load_models: tuple[str, ...]
+    poll_s: float
+    strict_readiness: bool
     data_dir: Path
     host: str
     http_port: int
+    grpc_port: int
+    metrics_port: int
+    allow_client_shm: bool
     redis_url: str
     workers: int
     log_format: str
@@ -63,8 +84,9 @@ def run_stack(options: StackOptions) -> None:
         SettingsError: Something can't work as it is set: no repository, port in use, data directory in use.
         GaveUp: The gateway or Redis failed again and again.
     """
-    settings = load_settings()
-    check_repository(options.model_repository)
+    settings = with_options(load_settings(), options)
+    for place in settings.repository.path.split(","):
+        check_repository(place)
     check_exposure(settings.auth, options.host)
     console = Console(stderr=True, soft_wrap=True)
     with Supervisor(lambda line: console.print(Text(f"qinfer: {line}", style="yellow"))) as supervisor:
@@ -80,6 +102,29 @@ def run_stack(options: StackOptions) -> None:
         finally:
             supervisor.stop([redis])
             runfile.remove(options.data_dir)
+
+
+def with_options(settings: Settings, options: StackOptions) -> Settings:
+    """Returns the settings as the options of `up` have them, where they are about repositories and ports."""
+    given = settings.repository
+    overlay = given.overlay
+    if not overlay and not options.redis_url and options.control_mode == "explicit":
+        overlay = str((options.data_dir / "overlay").resolve())
+    changes = {
+        "path": ",".join(repository_places(",".join(options.model_repositories) or given.path)),
+        "overlay": overlay,
+        "control_mode": options.control_mode,
+        "load_models": options.load_models or given.load_models,
+        "poll_s": options.poll_s,
+        "strict_readiness": options.strict_readiness,
+    }
+    return settings.model_copy(
+        update={
+            "repository": given.model_copy(update=changes),
+            "grpc": settings.grpc.model_copy(update={"port": options.grpc_port}),
+            "metrics": settings.metrics.model_copy(update={"port": options.metrics_port}),
+        }
+    )
 
 
 class PrivateRedis:
@@ -104,6 +149,14 @@ class PrivateRedis:
         self._redis.stop()
 
     kill = terminate
+
+
+class Ports(NamedTuple):
+    """Where the gateway listens; 0 = it does not."""
+
+    http: int
+    grpc: int
+    metrics: int
 
 
 class Stack:
@@ -135,12 +188,12 @@ class Stack:
             after_a_kill: The last `up` here did not end properly: its gateway may still hold the port for a moment.
         """
         options, supervisor = self._options, self._supervisor
-        port = claim_port(options.host, options.http_port, self._patience(PORT_PATIENCE_S if after_a_kill else 0.0))
-        run_sync(self._redis, options.model_repository)
-        url = local_url(options.host, port, tls=bool(self._settings.http.tls_certfile))
+        ports = self._claim_ports(self._patience(PORT_PATIENCE_S if after_a_kill else 0.0))
+        run_start(self._redis, self._settings.repository)
+        url = local_url(options.host, ports.http, tls=bool(self._settings.http.tls_certfile))
         if not options.redis_url:
             runfile.write(options.data_dir, runfile.RunFile(os.getpid(), url, self._redis_url))
-        env = child_environment(os.environ, self._child_settings(port))
+        env = child_environment(os.environ, self._child_settings(ports))
         gateway = Program("gateway", "qinfer_api", env)
         workers = [
             Program(f"worker {number}", "qinfer_workers.inference", env, cpus)
@@ -150,14 +203,14 @@ class Stack:
             supervisor.add(gateway, GATEWAY_POLICY, stop_s=self._settings.http.drain_s + KILL_MARGIN_S)
             for worker in workers:
                 supervisor.add(worker, WORKER_POLICY, stop_s=self._settings.worker.drain_s + KILL_MARGIN_S)
-            self._announce(url)
+            self._announce(url, ports)
             supervisor.run()
             self._console.print("qinfer: stopping; what was accepted is answered first")
         finally:
             supervisor.stop([gateway])
             supervisor.stop(workers)
 
-    def _announce(self, url: str) -> None:
+    def _announce(self, url: str, ports: Ports) -> None:
         """Waits until the models are loaded or failed, and prints what there is."""
         with GatewayClient(url, verify=False) as client:
             overview = self._wait_until_settled(client)
@@ -174,6 +227,10 @@ class Stack:
                 workers=self._options.workers,
                 overview=overview,
                 example=example,
+                grpc=self._at(self._settings.grpc.host, ports.grpc).partition("//")[2],
+                metrics=f"{address}/metrics"
+                if (address := self._at(self._settings.metrics.host, ports.metrics))
+                else "",
             )
 
     def _wait_until_settled(self, client: GatewayClient) -> Overview:
@@ -207,14 +264,36 @@ class Stack:
 
         return wait_a_little if limit_s else lambda: False
 
-    def _child_settings(self, port: int) -> dict[str, str]:
-        options = self._options
+    def _at(self, host: str, port: int) -> str:
+        return local_url(host or self._options.host, port) if port else ""
+
+    def _claim_ports(self, patience: Callable[[], bool]) -> Ports:
+        options, grpc, metrics = self._options, self._settings.grpc, self._settings.metrics
+        addresses = [Address(options.host, options.http_port, "--http-port")]
+        if grpc.enabled:
+            addresses.append(Address(grpc.host or options.host, grpc.port, "--grpc-port"))
+        if metrics.enabled:
+            addresses.append(Address(metrics.host or options.host, metrics.port, "--metrics-port"))
+        claimed = zip(addresses, claim_ports(addresses, patience), strict=True)
+        ports = {address.option: port for address, port in claimed}
+        return Ports(ports["--http-port"], ports.get("--grpc-port", 0), ports.get("--metrics-port", 0))
+
+    def _child_settings(self, ports: Ports) -> dict[str, str]:
+        options, repository = self._options, self._settings.repository
         return {
             "QINFER_REDIS__URL": self._redis_url,
             "QINFER_REDIS__DURABILITY": options.durability,
             "QINFER_HTTP__HOST": options.host,
-            "QINFER_HTTP__PORT": str(port),
-            "QINFER_REPOSITORY__PATH": str(options.model_repository.resolve()),
+            "QINFER_HTTP__PORT": str(ports.http),
+            "QINFER_GRPC__PORT": str(ports.grpc),
+            "QINFER_METRICS__PORT": str(ports.metrics),
+            "QINFER_ALLOW_CLIENT_SHM": str(options.allow_client_shm).lower(),
+            "QINFER_REPOSITORY__PATH": repository.path,
+            "QINFER_REPOSITORY__OVERLAY": repository.overlay,
+            "QINFER_REPOSITORY__CONTROL_MODE": repository.control_mode,
+            "QINFER_REPOSITORY__LOAD_MODELS": json.dumps(repository.load_models),
+            "QINFER_REPOSITORY__POLL_S": str(repository.poll_s),
+            "QINFER_REPOSITORY__STRICT_READINESS": str(repository.strict_readiness).lower(),
             "QINFER_LOG__FORMAT": options.log_format,
             "QINFER_LOG__LEVEL": options.log_level,
         }

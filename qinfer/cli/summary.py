@@ -20,7 +20,15 @@ INLINE_ELEMENTS = 16
 
 
 def print_summary(
-    console: Console, *, url: str, data: str, workers: int, overview: Overview, example: ModelMetadata | None
+    console: Console,
+    *,
+    url: str,
+    data: str,
+    workers: int,
+    overview: Overview,
+    example: ModelMetadata | None,
+    grpc: str = "",
+    metrics: str = "",
 ) -> None:
     """Prints the summary.
 
@@ -31,13 +39,17 @@ def print_summary(
         workers: How many were started.
         overview: The models and their state.
         example: A READY model to show a request for.
+        grpc: Where gRPC is served; empty = nowhere.
+        metrics: The URL of the metrics' own port; empty = there is none.
     """
     ready = sum(model.state is State.READY for model in overview.models)
     lines = [
         Text.assemble(("qinfer", "bold"), f" {__version__} is ready"),
         Text(),
         _fact("URL", (url, "bold cyan"), ("   /docs and /metrics too", "dim")),
-        _fact("Models", f"{ready} of {len(overview.models)} ready"),
+        *([_fact("gRPC", (grpc, "cyan"))] if grpc else []),
+        *([_fact("Metrics", (metrics, "cyan"))] if metrics else []),
+        _fact("Models", f"{ready} of {len(overview.models)} ready" if overview.models else "none is to be loaded"),
         *(_fact("", *_model(model)) for model in overview.models),
         _fact("Workers", str(workers)),
         _fact("Data", data),

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from qinfer.cli.models import RepositoryOption
+
 EXAMPLE = "Example: qinfer up --model-repository ./models --workers 2"
 
 
@@ -25,6 +27,14 @@ class LogLevel(StrEnum):
     error = "ERROR"
 
 
+class ControlMode(StrEnum):
+    """Which models are loaded."""
+
+    none = "none"
+    poll = "poll"
+    explicit = "explicit"
+
+
 class Durability(StrEnum):
     """What an accepted request survives."""
 
@@ -40,37 +50,79 @@ DurabilityOption = Annotated[
         "and is slower.",
     ),
 ]
+ModelControlModeOption = Annotated[
+    ControlMode,
+    typer.Option(
+        envvar="QINFER_REPOSITORY__CONTROL_MODE",
+        help="none: all models, as they are now. poll: all, and changes are followed. explicit: those of "
+        "--load-model, and what is loaded on request.",
+    ),
+]
+LoadModelOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A model to load at the start in mode explicit; more than once for several, * is all."),
+]
+RepositoryPollSecsOption = Annotated[
+    float, typer.Option(envvar="QINFER_REPOSITORY__POLL_S", min=0.1, help="Seconds between two looks in mode poll.")
+]
+StrictReadinessOption = Annotated[
+    bool, typer.Option(envvar="QINFER_REPOSITORY__STRICT_READINESS", help="Ready only when every model is.")
+]
+DataDirOption = Annotated[Path, typer.Option(help="Where the private Redis keeps the queue; one `up` at a time.")]
+HostOption = Annotated[
+    str, typer.Option(envvar="QINFER_HTTP__HOST", help="Address to bind; 0.0.0.0 serves other machines.")
+]
+HttpPortOption = Annotated[
+    int, typer.Option(envvar="QINFER_HTTP__PORT", min=0, max=65535, help="Port; 0 picks a free one.")
+]
+GrpcPortOption = Annotated[
+    int, typer.Option(envvar="QINFER_GRPC__PORT", min=0, max=65535, help="Port of gRPC; 0 picks a free one.")
+]
+MetricsPortOption = Annotated[
+    int, typer.Option(envvar="QINFER_METRICS__PORT", min=0, max=65535, help="Port of metrics; 0 picks a free one.")
+]
+AllowClientShmOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-client-shm",
+        envvar="QINFER_ALLOW_CLIENT_SHM",
+        help="Clients on this host may pass tensors by system shared memory.",
+    ),
+]
+RedisOption = Annotated[
+    str,
+    typer.Option(
+        envvar="QINFER_REDIS__URL",
+        help="Use this Redis instead of a private one. A URL with a password belongs in the variable.",
+    ),
+]
+WorkersOption = Annotated[int, typer.Option("--workers", "-w", min=1, max=256, help="Worker processes.")]
+LogFormatOption = Annotated[LogFormat, typer.Option(envvar="QINFER_LOG__FORMAT", help="Log format.")]
+LogLevelOption = Annotated[
+    LogLevel, typer.Option(envvar="QINFER_LOG__LEVEL", case_sensitive=False, help="Least severe level logged.")
+]
+ReadyTimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds to wait for the models to load.")]
 
 
 def up(
     *,
-    model_repository: Annotated[
-        Path,
-        typer.Option("--model-repository", "-m", envvar="QINFER_REPOSITORY__PATH", help="Directory of the models."),
-    ] = Path("models"),
-    data_dir: Annotated[Path, typer.Option(help="Where the private Redis keeps the queue; one `up` at a time.")] = Path(
-        ".qinfer"
-    ),
-    host: Annotated[
-        str, typer.Option(envvar="QINFER_HTTP__HOST", help="Address to bind; 0.0.0.0 serves other machines.")
-    ] = "127.0.0.1",
-    http_port: Annotated[
-        int, typer.Option(envvar="QINFER_HTTP__PORT", min=0, max=65535, help="Port; 0 picks a free one.")
-    ] = 8000,
-    redis: Annotated[
-        str,
-        typer.Option(
-            envvar="QINFER_REDIS__URL",
-            help="Use this Redis instead of a private one. A URL with a password belongs in the variable.",
-        ),
-    ] = "",
+    model_repository: RepositoryOption = None,
+    model_control_mode: ModelControlModeOption = ControlMode.none,
+    load_model: LoadModelOption = None,
+    repository_poll_secs: RepositoryPollSecsOption = 15.0,
+    strict_readiness: StrictReadinessOption = True,
+    data_dir: DataDirOption = Path(".qinfer"),
+    host: HostOption = "127.0.0.1",
+    http_port: HttpPortOption = 8000,
+    grpc_port: GrpcPortOption = 8001,
+    metrics_port: MetricsPortOption = 8002,
+    allow_client_shm: AllowClientShmOption = False,
+    redis: RedisOption = "",
     durability: DurabilityOption = Durability.everysec,
-    workers: Annotated[int, typer.Option("--workers", "-w", min=1, max=256, help="Worker processes.")] = 1,
-    log_format: Annotated[LogFormat, typer.Option(envvar="QINFER_LOG__FORMAT", help="Log format.")] = LogFormat.text,
-    log_level: Annotated[
-        LogLevel, typer.Option(envvar="QINFER_LOG__LEVEL", case_sensitive=False, help="Least severe level logged.")
-    ] = LogLevel.warning,
-    ready_timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the models to load.")] = 120.0,
+    workers: WorkersOption = 1,
+    log_format: LogFormatOption = LogFormat.text,
+    log_level: LogLevelOption = LogLevel.warning,
+    ready_timeout: ReadyTimeoutOption = 120.0,
 ) -> None:
     """Run everything on this machine: a private Redis, the gateway, workers; all supervised.
 
@@ -81,10 +133,17 @@ def up(
 
     run_stack(
         StackOptions(
-            model_repository=model_repository,
+            model_repositories=tuple(model_repository or ()),
+            control_mode=model_control_mode.value,
+            load_models=tuple(load_model or ()),
+            poll_s=repository_poll_secs,
+            strict_readiness=strict_readiness,
             data_dir=data_dir,
             host=host,
             http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            allow_client_shm=allow_client_shm,
             redis_url=redis,
             workers=workers,
             log_format=log_format.value,

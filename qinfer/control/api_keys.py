@@ -67,19 +67,20 @@ def hash_key(key: str) -> str:
     return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
 
 
-def check_exposure(settings: AuthSettings, host: str) -> None:
+def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HTTP__HOST") -> None:
     """Refuses to let everyone call from other machines, unless somebody said so.
 
     Args:
         settings: How callers are told apart.
         host: The address that the gateway binds.
+        variable: The environment variable that it comes from.
 
     Raises:
         SettingsError: It is no loopback address, and the mode is not set.
     """
     if settings.mode == "" and not _is_loopback(host):
         raise SettingsError(
-            f"QINFER_HTTP__HOST={host} serves other machines, and who may call is not set; set QINFER_AUTH__MODE=keys "
+            f"{variable}={host} serves other machines, and who may call is not set; set QINFER_AUTH__MODE=keys "
             "(with QINFER_AUTH__KEYS_FILE), or QINFER_AUTH__MODE=none to let everyone"
         )
 

@@ -63,11 +63,20 @@ class State(StrEnum):
 
 
 class VersionState(msgspec.Struct, frozen=True):
-    """The state of one model version in one worker, at a generation, with the reason when it is not READY."""
+    """The state of one model version in one worker.
+
+    Attributes:
+        state: The state.
+        generation: The generation that is loaded, or that could not be.
+        reason: Why it is not READY at the newest generation.
+        tried: The newest generation whose load has ended, well or not; above `generation` where a reload failed and the
+            earlier generation serves on.
+    """
 
     state: State
     generation: int
     reason: str = ""
+    tried: int = 0
 
 
 class Speed(msgspec.Struct, frozen=True):
@@ -95,6 +104,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         clock_offset_s: Broker time minus its wall clock.
         frame_versions: Frame versions it can read.
         speeds: Model → version → requests a second that it can execute; left out where nothing was measured.
+        places: Globs of the models that it loads.
     """
 
     id: str
@@ -106,6 +116,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     clock_offset_s: float = 0.0
     frame_versions: tuple[int, ...] = (1,)
     speeds: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
+    places: tuple[str, ...] = ("*",)
 
 
 class ControlStore(Protocol):
@@ -183,7 +194,10 @@ class ControlStore(Protocol):
         ...
 
     async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
-        """Adds to the statistics of a model version; they only grow."""
+        """Adds to the statistics of a model version; they only grow.
+
+        Of the fields in `observability.stats.LATEST` the greatest value stays, instead of the sum.
+        """
         ...
 
     async def stats(self, model: str, version: int) -> dict[str, int]:

@@ -72,6 +72,7 @@ class Catalog:
         self._limits = limits
         self._view = _View()
         self._refreshed = False
+        self._refreshing = asyncio.Lock()
         self._specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
 
     async def refresh(self) -> None:
@@ -80,24 +81,25 @@ class Catalog:
         Raises:
             BrokerUnavailable: The store can't be reached; the view stays as it was.
         """
-        desired = await self._store.desired()
-        read = [await self._store.model(name) for name in sorted(desired)]
-        stored = {model.model: model for model in read if model is not None}
-        workers = tuple(await self._store.workers())
-        statuses = assess(desired, stored, workers)
-        capacities = await self._capacities(statuses, workers)
-        served, accepting = self._serve(statuses, stored)
-        _log_changes(self._view.statuses, statuses)
-        self._view = _View(
-            served=served,
-            accepting=accepting,
-            capacities=capacities,
-            known=tuple(sorted(desired)),
-            statuses=statuses,
-            stored=stored,
-            workers=workers,
-        )
-        self._refreshed = True
+        async with self._refreshing:  # of two the later one must not be overtaken
+            desired = await self._store.desired()
+            read = [await self._store.model(name) for name in sorted(desired)]
+            stored = {model.model: model for model in read if model is not None}
+            workers = tuple(await self._store.workers())
+            statuses = assess(desired, stored, workers)
+            capacities = await self._capacities(statuses, workers)
+            served, accepting = self._serve(statuses, stored)
+            _log_changes(self._view.statuses, statuses)
+            self._view = _View(
+                served=served,
+                accepting=accepting,
+                capacities=capacities,
+                known=tuple(sorted(desired)),
+                statuses=statuses,
+                stored=stored,
+                workers=workers,
+            )
+            self._refreshed = True
 
     async def run(self) -> None:
         """Keeps the view current until cancelled: refreshes when woken, and every few seconds."""
@@ -208,6 +210,7 @@ class Catalog:
         for model, status in statuses.items():
             spec = self._spec(stored.get(model))
             if spec is None:
+                served.update(self._still_served(status))
                 continue
             specs[model] = (stored[model], spec)
             newest = stored[model].generation
@@ -225,6 +228,15 @@ class Catalog:
         self._specs = specs
         return served, accepting
 
+    def _still_served(self, status: ModelStatus) -> dict[tuple[str, int], Served]:
+        """Returns what is served on of a model whose new configuration is not complete yet."""
+        kept: dict[tuple[str, int], Served] = {}
+        for version in () if status.error else status.ready_versions:
+            last = self._view.served.get((status.model, version))
+            if last is not None and last.generation == status.versions[version].generation:
+                kept[status.model, version] = kept[status.model, 0] = last
+        return kept
+
     async def _capacities(
         self, statuses: Mapping[str, ModelStatus], workers: tuple[WorkerRecord, ...]
     ) -> dict[tuple[str, int], Capacity]:
@@ -241,25 +253,26 @@ class Catalog:
         return capacities
 
     def _spec(self, stored: StoredModel | None) -> ModelSpec | None:
-        if stored is None or stored.error:
+        if stored is None or stored.error or stored.pending:
             return None
         known = self._specs.get(stored.model)
         if known is not None and known[0] == stored:
             return known[1]
         try:
-            return to_spec(from_json(stored.config), self._limits)
+            return to_spec(from_json(stored.config), self._limits, stored.labels)
         except QinferError as error:  # written by a newer qinfer: one model must not take the others down
             logger.error("stored configuration unusable", extra={"model": stored.model, "error": error.message})
             return None
 
     def _refusal(self, model: str, version: int) -> ModelNotFound | ModelNotReady:
         who = f"Request for unknown model: '{model}'"
-        status = self._view.statuses.get(model)
-        if status is None:
+        status, stored = self._view.statuses.get(model), self._view.stored.get(model)
+        if status is None and stored is None:
             return ModelNotFound(f"{who} version {version} is not found" if version else f"{who} is not found")
         if not version:
             return ModelNotFound(f"{who} has no available versions")
-        if version not in status.versions:
+        known = status.versions if status is not None else stored.versions if stored is not None else ()
+        if version not in known:
             return ModelNotFound(f"{who} version {version} is not found")
         return ModelNotReady(f"{who} version {version} is not at ready state")
 

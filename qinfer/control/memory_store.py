@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 from qinfer.clock import Clock, SystemClock
 from qinfer.control.base import Desired, Speed, StoredModel, WorkerRecord
+from qinfer.observability import stats
 
 
 class MemoryControlStore:
@@ -116,9 +117,7 @@ class MemoryControlStore:
 
     async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
         """Adds to the statistics of a model version; they only grow."""
-        stats = self._stats.setdefault((model, version), {})
-        for name, delta in deltas.items():
-            stats[name] = stats.get(name, 0) + delta
+        stats.add(self._stats.setdefault((model, version), {}), deltas)
 
     async def stats(self, model: str, version: int) -> dict[str, int]:
         """Returns the statistics of a model version."""

@@ -1,14 +1,16 @@
 """What state each model version is in: a pure function of desired state, stored configurations and live workers.
 
 READY = desired, and loaded by a live worker (DESIGN.md §5), at the desired generation or, while that one is loading or
-when it fails to load, at an earlier one: a reload makes no gap. A model with `min_workers` 0 is READY without a live
-worker too, and while its first one loads: its requests wait in the queue.
+when it fails to load, at an earlier one: a reload makes no gap. So a version that the new generation leaves out is
+shown as long as a worker serves it: workers retire it when they have loaded what replaces it. A model with
+`min_workers` 0 is READY without a live worker too, and while its first one loads: its requests wait in the queue.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.control.outcome import PENDING_REASON
 
 _RANK = (State.READY, State.LOADING, State.UNLOADING, State.UNAVAILABLE)
 _NO_WORKER = "no live worker has loaded it"
@@ -61,11 +63,13 @@ def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecor
         return ModelStatus(model=wish.model, generation=wish.generation, error="its configuration is not stored")
     # The configuration is written first: for a moment it may be newer than the wish, and is what workers will load.
     generation = max(wish.generation, stored.generation)
-    waits = stored.min_workers == 0 and not stored.error
+    waits = stored.min_workers == 0 and not stored.error and not stored.pending
     versions: dict[int, VersionState] = {}
     failed: list[int] = []
-    for version in stored.versions:
+    for version in (*stored.versions, *_left_out(stored, workers)):
         best = _best(wish.model, version, generation, workers)
+        if stored.pending and (best is None or best.state is not State.READY):
+            best = VersionState(State.LOADING, generation, PENDING_REASON)
         if best is not None and best.state is State.UNAVAILABLE:
             failed.append(version)
         if waits and (best is None or best.state in (State.LOADING, State.UNLOADING)):
@@ -74,6 +78,17 @@ def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecor
     return ModelStatus(
         model=wish.model, generation=generation, versions=versions, failed=tuple(failed), error=stored.error
     )
+
+
+def _left_out(stored: StoredModel, workers: list[WorkerRecord]) -> list[int]:
+    """Returns the versions that are served and not among those of the present configuration."""
+    served = {
+        version
+        for worker in workers
+        for version, state in worker.models.get(stored.model, {}).items()
+        if state.state is State.READY and state.generation < stored.generation
+    }
+    return sorted(served.difference(stored.versions))
 
 
 def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]) -> VersionState | None:

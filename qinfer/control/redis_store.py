@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError
@@ -17,6 +18,7 @@ from redis.exceptions import RedisClusterException, RedisError
 from qinfer.control.base import Desired, Speed, StoredModel, WorkerRecord
 from qinfer.delivery import keys
 from qinfer.errors import BrokerUnavailable
+from qinfer.observability.stats import LATEST
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,12 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 return 1
 """
 
+_SET_LATEST = """
+local current = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or '0')
+if current < tonumber(ARGV[2]) then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
+return 1
+"""
+
 
 class RedisControlStore:
     """A `ControlStore` in Redis, or a cluster of it.
@@ -49,7 +57,7 @@ class RedisControlStore:
 
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
         self._client = client
-        self._last_wake = "0-0"
+        self._last_wakes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
     async def desired(self) -> dict[str, Desired]:
         """Returns the desired state of every model."""
@@ -159,15 +167,19 @@ class RedisControlStore:
     async def wait(self, timeout_s: float) -> None:
         """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds.
 
-        The first call returns at once if there ever was a wake: what came before it is not known to have been seen.
+        A task's first call returns at once if there ever was a wake: what came before it is not known to have been
+        seen. What has been seen is kept by task: several wait at once, and each must see every wake.
         """
+        task = asyncio.current_task()
+        assert task is not None
+        last = self._last_wakes.get(task, "0-0")
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
             block_ms = max(int(min(left_s, _MAX_BLOCK_S) * 1000), 1)
             with _translated():
-                streams = await self._client.xread({keys.control(): self._last_wake}, block=block_ms)
+                streams = await self._client.xread({keys.control(): last}, block=block_ms)
             if streams:
-                self._last_wake = _last_id(streams)
+                self._last_wakes[task] = _last_id(streams)
                 return
 
     async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
@@ -175,9 +187,12 @@ class RedisControlStore:
         if not deltas:
             return
         key = keys.stats(model, version)
+        sums = {name: delta for name, delta in deltas.items() if name not in LATEST}
         with _translated():
+            for name in deltas.keys() & LATEST:  # these can be written twice: what comes after may fail
+                await self._client.eval(_SET_LATEST, 1, key, name, deltas[name])
             async with self._client.pipeline(transaction=False) as pipe:
-                for name, delta in deltas.items():
+                for name, delta in sums.items():
                     pipe.hincrby(key, name, delta)
                 await pipe.execute()
 

@@ -1,28 +1,30 @@
 """`qinfer models sync`: makes the desired state what the repository holds. Idempotent; several may run at once.
 
-Order matters: lanes first, so that an admitted request always has a queue; then the configuration, then the wish for
-it, so that whoever sees a wish finds its configuration. A run that is cut off is completed by the next.
+A model that can't be read any more, or whose configuration has become wrong, stays as it was while a worker serves it:
+half-written files must not take a model down. A model that is gone is unloaded.
+
+`start` is what a gateway and `qinfer up` do first: a sync, or in mode `explicit` the loads that the settings name.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from qinfer.control.base import ControlStore, Desired, StoredModel
-from qinfer.control.lanes import lanes_of
+from qinfer.control.base import ControlStore, Desired, State, WorkerRecord
+from qinfer.control.writing import write_model
 from qinfer.delivery.base import Delivery
-from qinfer.errors import QinferError
-from qinfer.repository.config import to_json, to_spec
-from qinfer.repository.local import RepositoryModel
-from qinfer.settings import LimitSettings
+from qinfer.errors import ModelNotFound, SettingsError
+from qinfer.repository.base import Repository, RepositoryModel
+from qinfer.settings import RepositorySettings
 
-_ANY_LIMITS = LimitSettings()  # nothing that depends on them is read here
+ALL = "*"
+"""In `repository.load_models`: every model of the repositories."""
 
 
-class Repository(Protocol):
-    """Where models come from; `LocalRepository` is one."""
+class Source(Protocol):
+    """Where models come from: what of `qinfer.repository.base.Repository` a sync needs."""
 
     def scan(self) -> Sequence[RepositoryModel]:
         """Reads every model; blocking."""
@@ -49,7 +51,7 @@ class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-async def sync(repository: Repository, store: ControlStore, delivery: Delivery) -> list[SyncedModel]:
+async def sync(repository: Source, store: ControlStore, delivery: Delivery) -> list[SyncedModel]:
     """Writes what the repository holds as the desired state, and wakes everyone if anything changed.
 
     Raises:
@@ -58,58 +60,93 @@ async def sync(repository: Repository, store: ControlStore, delivery: Delivery) 
     """
     found = await asyncio.to_thread(repository.scan)
     desired = await store.desired()
-    synced = [await _sync_model(model, desired.get(model.name), store, delivery) for model in found]
+    workers = await store.workers()
+    synced = [await _sync_model(model, desired.get(model.name), workers, store, delivery) for model in found]
     for name in sorted(desired.keys() - {model.name for model in found}):
-        await store.forget(name)
-        synced.append(SyncedModel(model=name, generation=desired[name].generation, changed=True, removed=True))
+        if desired[name].load:
+            await store.set_desired(msgspec.structs.replace(desired[name], load=False))
+            synced.append(SyncedModel(model=name, generation=desired[name].generation, changed=True, removed=True))
     if any(model.changed for model in synced):
         await store.wake()
     return synced
 
 
+async def start(
+    repository: Repository,
+    store: ControlStore,
+    delivery: Delivery,
+    settings: RepositorySettings,
+    *,
+    again: bool = False,
+) -> list[SyncedModel]:
+    """Writes the desired state that a start calls for in the present control mode.
+
+    Args:
+        repository: Where models come from.
+        store: The control store.
+        delivery: Where lanes are made.
+        settings: The control mode and, in mode `explicit`, the models to load.
+        again: In mode `explicit`, also load models that were loaded or unloaded before: `qinfer up` is the one that
+            decides on its machine. A gateway that joins others leaves alone what they were told.
+
+    Raises:
+        SettingsError: The repository can't be read, or has no model of a name to load.
+        BrokerUnavailable: The store or the queue can't be reached.
+    """
+    if settings.control_mode != "explicit":
+        return await sync(repository, store, delivery)
+    desired, workers = await store.desired(), await store.workers()
+    synced: list[SyncedModel] = []
+    for name in await asyncio.to_thread(_names_to_load, repository, settings.load_models):
+        if again or name not in desired:
+            model = await asyncio.to_thread(_read, repository, name)
+            synced.append(await _sync_model(model, desired.get(name), workers, store, delivery))
+    if any(model.changed for model in synced):
+        await store.wake()
+    return synced
+
+
+def _names_to_load(repository: Repository, named: tuple[str, ...]) -> list[str]:
+    if ALL not in named:
+        return list(dict.fromkeys(named))
+    if len(named) > 1:
+        raise SettingsError(
+            f"QINFER_REPOSITORY__LOAD_MODELS (--load-model) has '{ALL}' among other names: give it alone, or the names"
+        )
+    return repository.names()
+
+
+def _read(repository: Repository, name: str) -> RepositoryModel:
+    try:
+        return repository.read(name)
+    except ModelNotFound:
+        raise SettingsError(
+            f"QINFER_REPOSITORY__LOAD_MODELS (--load-model) names '{name}', which no model repository has"
+        ) from None
+
+
 async def _sync_model(
-    model: RepositoryModel, wish: Desired | None, store: ControlStore, delivery: Delivery
+    model: RepositoryModel,
+    wish: Desired | None,
+    workers: Iterable[WorkerRecord],
+    store: ControlStore,
+    delivery: Delivery,
 ) -> SyncedModel:
-    spec = None if model.config is None else to_spec(model.config, _ANY_LIMITS)
-    if spec is not None:
-        for version in model.versions:
-            await delivery.ensure(lanes_of(spec, version))
-    stored, changed = await _store(model, wish, store, int(delivery.clock.now_s() * 1000))
-    if wish is None or wish.generation < stored.generation or not wish.load:
-        await store.set_desired(Desired(model.name, stored.generation))
-        changed = True
+    if model.error and wish is not None and wish.load and _is_served(model.name, workers):
+        kept = await store.model(model.name)
+        if kept is not None and not kept.error:
+            return SyncedModel(
+                model=model.name,
+                generation=kept.generation,
+                versions=kept.versions,
+                error=f"{model.error}; what was loaded before serves on",
+            )
+    anew = wish is not None and not wish.load  # a worker may have the generation from before it was unloaded
+    stored, changed = await write_model(model, wish, store, delivery, anew=anew)
     return SyncedModel(
         model=model.name, generation=stored.generation, versions=stored.versions, changed=changed, error=stored.error
     )
 
 
-async def _store(
-    model: RepositoryModel, wish: Desired | None, store: ControlStore, now_ms: int
-) -> tuple[StoredModel, bool]:
-    """Stores the configuration under a new generation if it differs from what is stored; returns it and whether it did.
-
-    A generation is at least the milliseconds since the epoch: a model that went and came back must not get a generation
-    that a worker still has loaded from before. Of two syncs at once the slower finds its generation taken, and looks
-    again.
-    """
-    for _ in range(10):
-        current = await store.model(model.name)
-        previous = max(current.generation if current else 0, wish.generation if wish else 0)
-        new = _stored(model, max(previous + 1, now_ms))
-        if current is not None and msgspec.structs.replace(current, generation=new.generation) == new:
-            return current, False
-        if await store.put_model(new):
-            return new, True
-    raise QinferError(f"model '{model.name}' is being changed by others all the time; run the sync again")
-
-
-def _stored(model: RepositoryModel, generation: int) -> StoredModel:
-    return StoredModel(
-        model=model.name,
-        generation=generation,
-        config="" if model.config is None else to_json(model.config),
-        versions=model.versions,
-        content_hash=model.content_hash,
-        error=model.error,
-        min_workers=1 if model.config is None else to_spec(model.config, _ANY_LIMITS).min_workers,
-    )
+def _is_served(model: str, workers: Iterable[WorkerRecord]) -> bool:
+    return any(state.state is State.READY for worker in workers for state in worker.models.get(model, {}).values())

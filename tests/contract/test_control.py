@@ -14,8 +14,8 @@ from qinfer.delivery import keys
 from qinfer.delivery.base import Lane
 from qinfer.delivery.clients import admin_client
 from qinfer.errors import BrokerUnavailable
+from qinfer.repository.base import RepositoryModel
 from qinfer.repository.config import normalise, parse
-from qinfer.repository.local import RepositoryModel
 from qinfer.settings import RedisSettings
 from tests.contract.conftest import MemoryQueue, RedisQueue
 from tests.servers import free_port
@@ -179,6 +179,14 @@ async def test_statistics_add_up(stores: Pair) -> None:
     assert await stores.one.stats("m", 2) == {}
 
 
+async def test_of_the_last_inference_the_latest_stays(stores: Pair) -> None:
+    """It is no sum, and a worker whose news comes late does not turn it back."""
+    for store, at_ms in ((stores.one, 1_700_000_000_500), (stores.other, 1_700_000_000_700), (stores.one, 5)):
+        await store.add_stats("m", 1, {"last_inference_ms": at_ms, "success_count": 1})
+
+    assert await stores.other.stats("m", 1) == {"last_inference_ms": 1_700_000_000_700, "success_count": 3}
+
+
 class Repository:
     def __init__(self, *models: RepositoryModel) -> None:
         self._models = models
@@ -238,3 +246,17 @@ async def test_a_record_that_cannot_be_read_hides_no_other(redis_queue: RedisQue
     assert await store.model("m") is None
     assert await store.workers() == [WORKER]
     await store.close()
+
+
+async def test_each_who_waits_sees_every_wake(stores: Pair) -> None:
+    """Several tasks of one process share a store: what one has seen, another has not."""
+
+    async def see(times: int) -> int:
+        for _ in range(times):
+            await stores.one.wait(5.0)
+        return times
+
+    await stores.one.wake()
+    async with asyncio.timeout(4.0):
+        assert await asyncio.create_task(see(1)) == 1
+        assert await asyncio.create_task(see(1)) == 1

@@ -46,7 +46,8 @@ class Up:
         Up.started += 1
         self.log = data_dir.parent / f"up{Up.started}.log"
         command = [sys.executable, "-m", "qinfer.cli.main", "up", "--model-repository", str(repository)]
-        command += ["--data-dir", str(data_dir), "--http-port", str(port), *options]
+        command += ["--data-dir", str(data_dir), "--http-port", str(port)]
+        command += ["--grpc-port", "0", "--metrics-port", "0", *options]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=clean_environment() | env)
 

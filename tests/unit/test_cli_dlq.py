@@ -15,7 +15,7 @@ from qinfer.codec.frame import encode_request, encode_request_apart
 from qinfer.delivery.base import Delivery, Lane, Payload
 from qinfer.delivery.memory import MemoryDelivery
 from qinfer.messages import InferRequest
-from qinfer.settings import RedisSettings, variable_names
+from qinfer.settings import LimitSettings, RedisSettings, variable_names
 from qinfer.tensors import Tensor, pack_bytes
 
 LANE = Lane("digits", 3)
@@ -44,7 +44,7 @@ def delivery(monkeypatch: pytest.MonkeyPatch) -> MemoryDelivery:
 
     class Connector:
         @staticmethod
-        async def connect(settings: RedisSettings) -> Delivery:
+        async def connect(settings: RedisSettings, limits: LimitSettings | None) -> Delivery:
             return shared
 
     monkeypatch.setenv("COLUMNS", "250")

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.cli.machine import check_repository, child_environment, claim_port, local_url, share_cpus
+from qinfer.cli.machine import Address, check_repository, child_environment, claim_ports, local_url, share_cpus
 from qinfer.errors import SettingsError
 
 
 def test_missing_repository_shows_what_one_looks_like(tmp_path: Path) -> None:
     """A newcomer learns the layout from the error."""
     with pytest.raises(SettingsError, match=r"(?s)nowhere does not exist.*--model-repository DIR.*config\.pbtxt"):
-        check_repository(tmp_path / "nowhere")
+        check_repository(str(tmp_path / "nowhere"))
 
 
 def test_repository_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -20,12 +20,14 @@ def test_repository_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").touch()
 
     with pytest.raises(SettingsError, match="is not a directory"):
-        check_repository(tmp_path / "model.onnx")
+        check_repository(str(tmp_path / "model.onnx"))
 
 
 def test_port_zero_becomes_a_real_port() -> None:
     """The number is told to people before the gateway binds it."""
-    assert claim_port("127.0.0.1", 0, lambda: False) > 0
+    ports = claim_ports([Address("127.0.0.1", 0), Address("127.0.0.1", 0, "--grpc-port")], lambda: False)
+
+    assert len(set(ports) - {0}) == 2
 
 
 def test_port_in_use_names_it_and_another() -> None:
@@ -33,8 +35,8 @@ def test_port_in_use_names_it_and_another() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
 
-        with pytest.raises(SettingsError, match=rf"port {port} .* is in use.*--http-port"):
-            claim_port("127.0.0.1", port, lambda: False)
+        with pytest.raises(SettingsError, match=rf"port {port} .* is in use.*--grpc-port"):
+            claim_ports([Address("127.0.0.1", port, "--grpc-port")], lambda: False)
 
 
 def test_port_that_becomes_free_is_taken() -> None:
@@ -46,13 +48,13 @@ def test_port_that_becomes_free_is_taken() -> None:
         taken.close()
         return True
 
-    assert claim_port("127.0.0.1", port, released) == port
+    assert claim_ports([Address("127.0.0.1", port)], released) == [port]
 
 
 def test_address_of_another_machine_is_refused() -> None:
     """192.0.2.0/24 is nobody's (RFC 5737)."""
     with pytest.raises(SettingsError, match=r"of 192\.0\.2\.1 can't be bound"):
-        claim_port("192.0.2.1", 0, lambda: False)
+        claim_ports([Address("192.0.2.1", 0)], lambda: False)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 
 from qinfer.client import InferResult
 from qinfer.codec.kserve_client import decode_response, encode_request
-from qinfer.codec.kserve_json import OutputPlan, decode_infer, encode_infer
+from qinfer.codec.kserve_json import decode_infer, encode_infer
+from qinfer.codec.outputs import OutputPlan
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.messages import Response
 from qinfer.tensors import DATATYPES, Tensor, from_numpy, to_numpy

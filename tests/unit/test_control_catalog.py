@@ -15,8 +15,8 @@ from qinfer.control.sync import SyncedModel, sync
 from qinfer.delivery.base import Lane
 from qinfer.delivery.memory import MemoryDelivery
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
-from qinfer.repository.local import LocalRepository
-from qinfer.settings import LimitSettings
+from qinfer.repository.open import open_repositories
+from qinfer.settings import LimitSettings, RepositorySettings
 
 CONFIG = """
 backend: "onnxruntime"
@@ -43,7 +43,7 @@ class Stack:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.repository = LocalRepository(path, autocomplete=False)
+        self.repository = open_repositories(RepositorySettings(path=str(path), autocomplete=False))
         self.store = MemoryControlStore()
         self.delivery = MemoryDelivery(Ticking())
         self.catalog = Catalog(self.store, LimitSettings())

@@ -15,15 +15,17 @@ from pathlib import Path
 
 import uvloop
 
-from qinfer.backends import registry
+from qinfer.backends import engine_cache, registry
 from qinfer.control.redis_store import RedisControlStore
+from qinfer.control.shared_settings import follow_log_settings
 from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.observability import logs
-from qinfer.repository.local import LocalRepository
+from qinfer.repository.open import open_repositories
 from qinfer.settings import Settings, load_settings
-from qinfer_workers.inference.models import Loader
+from qinfer_workers.inference.devices import gpus_here
+from qinfer_workers.inference.loader import Loader
 from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.worker import Worker
 
@@ -42,12 +44,16 @@ async def serve(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    delivery = await RedisDelivery.connect(settings.redis)
+    delivery = await RedisDelivery.connect(settings.redis, settings.limits)
     store = RedisControlStore(admin_client(settings.redis))
-    repository = LocalRepository(Path(settings.repository.path), settings.repository.autocomplete)
+    files = open_repositories(settings.repository)
+    if settings.repository.cache_dir:
+        engine_cache.use(Path(settings.repository.cache_dir) / "engines")
+    gpus = gpus_here(settings.worker.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    loader = Loader(repository.version_dir, registry.factory, delivery.clock)
+    loader = Loader(files.version_dir, registry.factory, delivery.clock, gpus, registry.completer)
     worker = Worker(settings, delivery, store, loader, worker_id, ProcessRenewals(settings, worker_id))
+    following = loop.create_task(follow_log_settings(store, logs.Switches.of(settings.log)))
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD, 20, 50)
@@ -55,6 +61,7 @@ async def serve(settings: Settings) -> None:
     try:
         await worker.run(stop)
     finally:
+        following.cancel()
         await store.close()
         await delivery.close()
     logger.info("worker stopped", extra={"worker": worker_id})

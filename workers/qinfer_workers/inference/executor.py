@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from enum import Enum
 from typing import TypeVar, cast
 
 from qinfer.backends.base import Backend
@@ -17,6 +18,8 @@ from qinfer.batching.execution import Execution
 SHORT_S = 0.0005
 """An execution that is expected to take no longer runs on the event loop: two changes of thread, and the fight for the
 GIL that comes with them, would cost more than they gain (decision 0006)."""
+
+_LEAVE_S = 10.0
 
 _Done = Callable[[Execution], None]
 T = TypeVar("T")
@@ -48,6 +51,15 @@ async def in_thread(name: str, call: Callable[[], T]) -> T:
     return await future
 
 
+class _End(Enum):
+    """Ends the thread of the instance that takes it."""
+
+    ALL = "all"
+    """All of them end: nothing comes any more."""
+    ONE = "one"
+    """The others go on."""
+
+
 class ThreadExecutor:
     """Runs executions on loaded backends; the `Executor` of `qinfer.batching.batcher`.
 
@@ -58,15 +70,31 @@ class ThreadExecutor:
     """
 
     def __init__(self, instances: Sequence[Backend], loop: asyncio.AbstractEventLoop, name: str) -> None:
-        self.count = len(instances)
+        self.count = 0
         self._loop = loop
-        self._first = instances[0]
-        self._on_loop = all(instance.short_on_loop for instance in instances)
+        self._name = name
+        self._instances: list[Backend] = []
+        self._started = 0
         self._running = 0
-        self._queue: queue.SimpleQueue[tuple[Execution, _Done] | None] = queue.SimpleQueue()
-        for number, instance in enumerate(instances):
+        self._queue: queue.SimpleQueue[tuple[Execution, _Done] | _End] = queue.SimpleQueue()
+        self.grow(instances)
+
+    def grow(self, instances: Sequence[Backend]) -> None:
+        """Takes more instances."""
+        self._instances += instances
+        self._note_instances()
+        self.count += len(instances)
+        for instance in instances:
+            name = f"{self._name}-{self._started}"
+            self._started += 1
             # Daemons: a call that never returns must not keep a drained worker from exiting.
-            threading.Thread(target=self._serve, args=(instance,), name=f"{name}-{number}", daemon=True).start()
+            threading.Thread(target=self._serve, args=(instance,), name=name, daemon=True).start()
+
+    def shrink(self, surplus: int) -> None:
+        """Unloads so many instances, those that are idle first; at least one must be left."""
+        self.count -= surplus
+        for _ in range(surplus):
+            self._queue.put(_End.ONE)
 
     def run_now(self, execution: Execution, expected_s: float) -> bool:
         """Executes here and now if that is short and no instance is busy; tells whether it did."""
@@ -87,24 +115,36 @@ class ThreadExecutor:
     def recall(self) -> list[Execution]:
         """Takes back the executions that no instance has taken."""
         recalled: list[Execution] = []
-        while True:
-            try:
+        ends: list[_End] = []
+        with suppress(queue.Empty):
+            while True:
                 job = self._queue.get_nowait()
-            except queue.Empty:
-                return recalled
-            if job is None:
-                self._queue.put(None)
-                return recalled
-            self._running -= 1
-            recalled.append(job[0])
+                if isinstance(job, _End):
+                    ends.append(job)
+                else:
+                    self._running -= 1
+                    recalled.append(job[0])
+        for end in ends:
+            self._queue.put(end)
+        return recalled
 
     def retire(self) -> None:
         """Unloads every instance once it has executed what is queued."""
         for _ in range(self.count):
-            self._queue.put(None)
+            self._queue.put(_End.ALL)
+
+    def _note_instances(self) -> None:
+        self._first = self._instances[0]
+        self._on_loop = all(instance.short_on_loop for instance in self._instances)
+
+    def _leave(self, instance: Backend, left: threading.Event) -> None:
+        """Forgets an instance, so that nothing runs on it any more."""
+        self._instances.remove(instance)
+        self._note_instances()
+        left.set()
 
     def _serve(self, instance: Backend) -> None:
-        while (job := self._queue.get()) is not None:
+        while not isinstance(job := self._queue.get(), _End):
             execution, done = job
             execution.run(instance)
             try:
@@ -112,4 +152,9 @@ class ThreadExecutor:
             except RuntimeError:
                 return  # the loop is closed: the process is ending, and the leases pass to another worker
             del job, execution, done  # an idle instance must not keep its last batch's tensors alive
+        if job is _End.ONE:
+            left = threading.Event()
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._leave, instance, left)
+                left.wait(_LEAVE_S)
         instance.unload()

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from qinfer.batching.batcher import Batcher
@@ -11,6 +10,7 @@ from qinfer.clock import ServerClock
 from qinfer.codec.frame import FRAME_VERSION
 from qinfer.control.base import ControlStore, Speed, State, VersionState, WorkerRecord
 from qinfer.errors import BrokerUnavailable
+from qinfer.observability import stats
 from qinfer.settings import WorkerSettings
 from qinfer_workers.inference.trouble import Trouble
 
@@ -33,6 +33,9 @@ class Heartbeat:
         clock: The broker's time.
         states: Tells the models' states.
         batchers: Tells what runs.
+
+    Attributes:
+        device: What the worker runs on, for the record.
     """
 
     def __init__(
@@ -51,10 +54,11 @@ class Heartbeat:
         self._started_at = clock.now_s()
         self._states = states
         self._batchers = batchers
+        self.device = "cpu"
         self._changed = asyncio.Event()
         self._last_beat_s = self._started_at
         self._last_completed = 0
-        self._unsent: dict[_Key, Counter[str]] = {}
+        self._unsent: dict[_Key, dict[str, int]] = {}
         self._loading_since_s: dict[_Key, float] = {}
         self._load_s: dict[_Key, float] = {}
         self._speeds: dict[_Key, Speed] = {}
@@ -94,6 +98,8 @@ class Heartbeat:
             id=self._worker_id,
             started_at=self._started_at,
             models=states,
+            device=self.device,
+            places=self._settings.models,
             executing=sum(batcher.executing for batcher in batchers),
             throughput_rps=round(rps, 1),
             clock_offset_s=now_s - time.time(),
@@ -110,7 +116,7 @@ class Heartbeat:
         """Takes a batcher's statistics since the last time, and its speed, to be written at the next beat."""
         key, deltas, rps = _key(batcher), batcher.tally.drain(), batcher.speed_rps()
         if deltas:
-            self._unsent.setdefault(key, Counter()).update(deltas)
+            stats.add(self._unsent.setdefault(key, {}), deltas)
         if rps:
             self._speeds[key] = Speed(round(rps, 3), round(self._load_s.get(key, 0.0), 3))
 
@@ -121,7 +127,7 @@ class Heartbeat:
             try:
                 await self._store.add_stats(*key, deltas)
             except BaseException:
-                self._unsent.setdefault(key, Counter()).update(deltas)
+                stats.add(self._unsent.setdefault(key, {}), deltas)
                 raise
 
     def _time_loads(self, states: dict[str, dict[int, VersionState]], now_s: float) -> None:

@@ -1,44 +1,32 @@
 """Which models this worker serves: desired state in, loaded instances out (DESIGN.md §5).
 
 Everything is re-read at start, when woken and every 10 s. A new generation is loaded and warmed up beside the old one,
-which serves until then, and goes on serving if the new one fails; the reason is in the heartbeat.
+which serves until then, and goes on serving if the new one fails; the reason is in the heartbeat. Each model has a task
+of its own while something about it changes: a long load holds up no other model.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from qinfer.backends.base import Backend, BackendFactory
-from qinfer.backends.reshape import reshaped
-from qinfer.batching.latency import LatencyModel
-from qinfer.clock import ServerClock
 from qinfer.control.base import ControlStore, State, StoredModel, VersionState
+from qinfer.control.completion import put_completion
+from qinfer.control.outcome import PENDING_REASON
 from qinfer.control.placement import is_placed
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
 from qinfer.repository import config
-from qinfer.repository.spec import ModelSpec
-from qinfer.settings import LimitSettings
+from qinfer.settings import LimitSettings, WorkerSettings
 from qinfer_workers.inference.executor import in_thread
-from qinfer_workers.inference.warmup import warm_up
+from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
 
 logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
+_RETRY_S = 1.0
 
 Key = tuple[str, int]
 """A model version: (model, version)."""
-
-
-class Loaded(NamedTuple):
-    """What a load yields, ready to be served."""
-
-    spec: ModelSpec
-    version: int
-    generation: int
-    instances: Sequence[Backend]
-    latency: LatencyModel
 
 
 class Host(Protocol):
@@ -48,47 +36,13 @@ class Host(Protocol):
         """Serves a model version, in place of its earlier generation if there is one."""
         ...
 
-    async def retire(self, model: str, version: int) -> None:
-        """Drains a model version and unloads it."""
+    def resize(self, loaded: Loaded, surplus: int) -> None:
+        """Goes on with the instances of a version that is served, more or fewer of them, under a new generation."""
         ...
 
-
-class Loader:
-    """Loads model versions; blocking, for a thread.
-
-    Args:
-        version_dir: Tells where the files of a (model, version) are.
-        factory: Backend name → factory.
-        clock: The broker's time.
-    """
-
-    def __init__(
-        self, version_dir: Callable[[str, int], Path], factory: Callable[[str], BackendFactory], clock: ServerClock
-    ) -> None:
-        self._version_dir = version_dir
-        self._factory = factory
-        self._clock = clock
-
-    def load(self, spec: ModelSpec, version: int, generation: int) -> Loaded:
-        """Loads and warms up every instance.
-
-        Raises:
-            QinferError: One of them failed; none stays loaded.
-        """
-        make = self._factory(spec.backend)
-        latency = LatencyModel()
-        instances: list[Backend] = []
-        try:
-            for device in (group.device for group in spec.instances for _ in range(group.count)):
-                instance = reshaped(make(), spec)
-                instance.load(spec, self._version_dir(spec.name, version), device)
-                instances.append(instance)
-                warm_up(instance, spec, latency, self._clock.now_s())
-        except BaseException:
-            for instance in instances:
-                instance.unload()
-            raise
-        return Loaded(spec, version, generation, instances, latency)
+    async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
+        """Answers what waits for a model version and unloads it; tells whether it did, and was not wanted again."""
+        ...
 
 
 class Models:
@@ -96,22 +50,31 @@ class Models:
 
     Args:
         store: Holds the desired state.
-        globs: The models that this worker places.
+        settings: The models that this worker places, and how many load at once.
         limits: Default and maximum timeouts.
         loader: Loads.
         host: Serves.
     """
 
     def __init__(
-        self, store: ControlStore, globs: Sequence[str], limits: LimitSettings, loader: Loader, host: Host
+        self,
+        store: ControlStore,
+        settings: WorkerSettings,
+        limits: LimitSettings,
+        loader: Loader,
+        host: Host,
     ) -> None:
         self._store = store
-        self._globs = globs
+        self._globs: Sequence[str] = settings.models
         self._limits = limits
         self._loader = loader
         self._host = host
-        self._tried: dict[Key, int] = {}
-        """The generation last tried, whether it could be loaded or not: a failed one is not tried twice."""
+        self._slots = asyncio.Semaphore(settings.load_threads)
+        self._wanted: dict[str, StoredModel] = {}
+        self._settled: dict[str, StoredModel] = {}
+        """What was last made so, as far as it could be: what failed is not tried twice."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._loaded: dict[Key, Loaded] = {}
         self._states: dict[Key, VersionState] = {}
 
     def states(self) -> dict[str, dict[int, VersionState]]:
@@ -123,67 +86,149 @@ class Models:
 
     async def run(self, changed: Callable[[], None]) -> None:
         """Follows the desired state until cancelled; calls `changed` whenever a state changed."""
-        while True:
-            try:
-                await self.follow(changed)
-                await self._store.wait(REREAD_S)
-            except BrokerUnavailable as error:
-                logger.warning("desired state unknown", extra={"reason": error.message})
-                await asyncio.sleep(1.0)
+        self._changed = changed
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                try:
+                    await self._read()
+                    self._start(tasks)
+                    await self._store.wait(REREAD_S)
+                except BrokerUnavailable as error:
+                    logger.warning("desired state unknown", extra={"reason": error.message})
+                    await asyncio.sleep(_RETRY_S)
 
-    async def follow(self, changed: Callable[[], None]) -> None:
-        """Reads the desired state once, and loads and unloads what differs."""
-        desired = await self._store.desired()
-        stored: dict[str, StoredModel] = {}
-        for name, wish in desired.items():
+    async def _read(self) -> None:
+        wanted: dict[str, StoredModel] = {}
+        for name, wish in (await self._store.desired()).items():
             if wish.load and is_placed(name, self._globs):
                 model = await self._store.model(name)
                 if model is not None:
-                    stored[name] = model
-        wanted = {(name, version) for name, model in stored.items() for version in model.versions}
-        for key in set(self._states) - wanted:
-            await self._unload(key, changed)
-        async with asyncio.TaskGroup() as loads:
-            for name, model in stored.items():
-                for version in model.versions:
-                    if self._tried.get((name, version)) != model.generation:
-                        loads.create_task(self._load((name, version), model, changed))
+                    wanted[name] = model
+        self._wanted = wanted
 
-    async def _load(self, key: Key, model: StoredModel, changed: Callable[[], None]) -> None:
+    def _start(self, tasks: asyncio.TaskGroup) -> None:
+        """Starts a task for each model that differs from what is wanted and has none."""
+        known = {*self._wanted, *self._settled, *(name for name, _ in self._states)}
+        for name in known - self._tasks.keys():
+            if not self._is_settled(name):
+                self._tasks[name] = tasks.create_task(self._reconcile(name))
+
+    def _is_settled(self, name: str) -> bool:
+        wanted = self._wanted.get(name)
+        if wanted is None:
+            return not any(model == name for model, _ in self._states)
+        return wanted == self._settled.get(name)
+
+    async def _reconcile(self, name: str) -> None:
+        try:
+            while not self._is_settled(name):
+                wanted = self._wanted.get(name)
+                await self._make_so(name, wanted)
+                self._settled.pop(name, None)
+                if wanted is not None:
+                    self._settled[name] = wanted
+        except BrokerUnavailable as error:  # the next look starts it again
+            logger.warning("model not settled", extra={"model": name, "reason": error.message})
+        finally:
+            del self._tasks[name]
+
+    async def _make_so(self, name: str, wanted: StoredModel | None) -> None:
+        """Loads first, then unloads what is left over, and only if all was loaded: there is no gap."""
+        if wanted is not None and wanted.pending:
+            await self._complete_config(wanted)
+            return
+        versions = () if wanted is None else wanted.versions
+        async with asyncio.TaskGroup() as loads:
+            if wanted is not None:
+                results = [loads.create_task(self._load((name, version), wanted)) for version in versions]
+            else:
+                results = []
+        if wanted is not None and (wanted.error or not all(result.result() for result in results)):
+            return
+        async with asyncio.TaskGroup() as unloads:
+            for key in [key for key in self._states if key[0] == name and key[1] not in versions]:
+                unloads.create_task(self._unload(key))
+
+    async def _load(self, key: Key, model: StoredModel) -> bool:
+        """Loads a version; tells whether it is served now."""
         name, version = key
-        generation = model.generation
-        before = self._states.get(key)
-        self._tried[key] = generation
-        if before is None or before.state is not State.READY:
-            self._states[key] = VersionState(State.LOADING, generation)
-            changed()
+        self._show_loading(key, model.generation)
         try:
             if model.error:
                 raise ModelLoadFailed(model.error)
-            spec = config.to_spec(config.from_json(model.config), self._limits)
-            loaded = await in_thread(f"load-{name}", lambda: self._loader.load(spec, version, generation))
+            spec = config.to_spec(config.from_json(model.config), self._limits, model.labels)
+            serving = self._loaded.get(key)
+            async with self._slots:
+                change = await in_thread(f"load-{name}", lambda: self._loader.load(spec, version, model, serving))
         except Exception as error:  # the boundary to backends; whatever it is, it fails this load only
-            logger.exception("load failed", extra={"model": name, "version": version, "generation": generation})
-            reason = error.message if isinstance(error, QinferError) else f"{type(error).__name__}: {error}"
-            keeps = before is not None and before.state is State.READY
-            self._states[key] = VersionState(
-                State.READY if keeps else State.UNAVAILABLE,
-                before.generation if keeps and before is not None else generation,
-                reason,
-            )
-        else:
-            self._host.serve(loaded)
-            self._states[key] = VersionState(State.READY, generation)
-            logger.info("model ready", extra={"model": name, "version": version, "generation": generation})
-        changed()
+            logger.exception("load failed", extra={"model": name, "version": version, "generation": model.generation})
+            self._fail(key, model.generation, error)
+            return False
+        if name not in self._wanted and change.kind is not Kind.SAME:  # unloaded meanwhile
+            await in_thread(f"unload-{name}", lambda: self._loader.discard(change))
+            if serving is None:
+                del self._states[key]
+                self._changed()
+            return True
+        self._serve(key, change)
+        self._states[key] = VersionState(State.READY, model.generation, tried=model.generation)
+        extra = {"model": name, "version": version, "generation": model.generation, "change": change.kind.value}
+        logger.info("model ready", extra=extra)
+        self._changed()
+        return True
 
-    async def _unload(self, key: Key, changed: Callable[[], None]) -> None:
-        state = self._states[key]
-        self._tried.pop(key, None)
-        if state.state is State.READY:
-            self._states[key] = VersionState(State.UNLOADING, state.generation)
-            changed()
-            await self._host.retire(*key)
-            logger.info("model unloaded", extra={"model": key[0], "version": key[1]})
+    def _serve(self, key: Key, change: Change) -> None:
+        if change.kind is Kind.NEW:
+            self._host.serve(change.loaded)
+        else:
+            self._host.resize(change.loaded, change.surplus)
+        self._loaded[key] = change.loaded
+
+    def _show_loading(self, key: Key, generation: int, reason: str = "") -> None:
+        before = self._states.get(key)
+        if before is None or before.state is not State.READY:
+            self._states[key] = VersionState(State.LOADING, generation, reason)
+            self._changed()
+
+    def _fail(self, key: Key, generation: int, error: Exception) -> None:
+        """Notes that a load has failed; what is served at an earlier generation serves on."""
+        reason = error.message if isinstance(error, QinferError) else f"{type(error).__name__}: {error}"
+        before = self._states[key]
+        if before.state is State.READY:
+            self._states[key] = VersionState(State.READY, before.generation, reason, generation)
+        else:
+            self._states[key] = VersionState(State.UNAVAILABLE, generation, reason, generation)
+        self._changed()
+
+    async def _unload(self, key: Key) -> None:
+        name, version = key
+        before = self._states[key]
+        if before.state is State.READY:
+            self._states[key] = VersionState(State.UNLOADING, before.generation, tried=before.tried)
+            self._changed()
+            if not await self._host.retire(name, version, lambda: self._is_wanted(key)):
+                self._states[key] = before
+                self._changed()
+                return
+            self._loaded.pop(key, None)
+            logger.info("model unloaded", extra={"model": name, "version": version})
         del self._states[key]
-        changed()
+        self._changed()
+
+    def _is_wanted(self, key: Key) -> bool:
+        model = self._wanted.get(key[0])
+        return model is not None and key[1] in model.versions
+
+    async def _complete_config(self, model: StoredModel) -> None:
+        """Completes a configuration; the model comes again, under the next generation, when that is stored."""
+        for version in model.versions:
+            self._show_loading((model.model, version), model.generation, PENDING_REASON)
+        try:
+            async with self._slots:
+                completion = await in_thread(f"complete-{model.model}", lambda: self._loader.complete(model))
+        except Exception as error:  # the boundary to backends
+            logger.exception("configuration not completed", extra={"model": model.model})
+            for version in model.versions:
+                self._fail((model.model, version), model.generation, error)
+            return
+        await put_completion(model, completion, self._store)

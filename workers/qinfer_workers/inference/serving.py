@@ -1,10 +1,15 @@
 """A model version that a worker serves: its batcher, the lanes that it reads, and what reads them."""
 
 import asyncio
+from collections.abc import Callable
 
 from qinfer.batching.batcher import Batcher
 from qinfer.control.lanes import MAX_LANES, lanes_of
 from qinfer.delivery.base import DELAYED, Delivery, Lane
+from qinfer.errors import QinferError
+
+_LOOK_S = 0.05
+_GRACE_S = 0.2  # gateways learn at the same time as the worker that a model is to be unloaded
 
 
 class Serving:
@@ -55,6 +60,22 @@ class Serving:
         left = tuple(lane for lane, depth in zip(others, depths, strict=True) if depth)
         self.lanes = own + left
         self._is_settled = not left
+
+    async def drain(self, delivery: Delivery, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
+        """Serves on until the lanes are empty, for the limit at most; returns false once it is wanted again."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + limit_s
+        was_empty = False
+        while not is_wanted():
+            try:
+                is_empty = not any(await delivery.depth(self.lanes))
+            except QinferError:  # what waits can't be seen now
+                is_empty = False
+            if (is_empty and was_empty) or loop.time() >= until_s:
+                return True
+            was_empty = is_empty
+            await asyncio.sleep(_GRACE_S if is_empty else _LOOK_S)
+        return False
 
     def _own(self) -> tuple[Lane, ...]:
         return lanes_of(self.batcher.model.spec, self.batcher.model.version)

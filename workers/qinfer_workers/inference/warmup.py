@@ -9,6 +9,7 @@ A run ends where it calls another model, which may not be loaded yet; that fails
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -16,12 +17,15 @@ from qinfer.backends.base import Array, Backend, Batch
 from qinfer.batching.latency import LatencyModel
 from qinfer.errors import ModelLoadFailed, ModelNotReady, QinferError
 from qinfer.messages import InferRequest, Response, Scalar
-from qinfer.repository.spec import ModelSpec
-from qinfer.tensors import DATATYPES, Tensor
+from qinfer.repository.spec import ModelSpec, WarmupInput
+from qinfer.tensors import DATATYPES, Tensor, to_numpy
 
 logger = logging.getLogger(__name__)
 
-_Inputs = Mapping[str, tuple[str, tuple[int, ...], bool]]
+DIRECTORY = "warmup"
+"""Where a model has the files of its samples, beside its version directories."""
+
+_Inputs = Mapping[str, WarmupInput]
 
 
 class _Unheard:
@@ -58,7 +62,7 @@ class _Unheard:
         raise ModelNotReady(f"model '{request.model}' can't be called during warm-up")
 
 
-def warm_up(backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: float) -> None:
+def warm_up(backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: float, model_dir: Path = Path()) -> None:
     """Runs a loaded instance until its lazy initialisation is behind it.
 
     Args:
@@ -66,12 +70,13 @@ def warm_up(backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: flo
         spec: The model's configuration.
         latency: Learns from the last run.
         now_s: The present, in the broker's time.
+        model_dir: The model's directory, for samples that are read from files.
 
     Raises:
-        ModelLoadFailed: A sample of the configuration failed.
+        ModelLoadFailed: A sample of the configuration failed, or its file does not fit.
     """
     for sample in spec.warmup:
-        batch = _batch(spec, sample.inputs, sample.batch_size)
+        batch = _batch(spec, sample.inputs, sample.batch_size, model_dir)
         ctx = _Unheard()
         try:
             for _ in range(sample.count):
@@ -80,7 +85,7 @@ def warm_up(backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: flo
             if ctx.called:
                 continue
             raise ModelLoadFailed(f"warm-up sample '{sample.name}' of model '{spec.name}' failed: {error}") from error
-    zeros = {i.name: (i.datatype, tuple(max(d, 1) for d in i.dims), False) for i in spec.inputs if not i.optional}
+    zeros = {i.name: WarmupInput(i.datatype, tuple(max(d, 1) for d in i.dims)) for i in spec.inputs if not i.optional}
     batch = _batch(spec, zeros, min(spec.max_batch_size, 1))
     ctx = _Unheard()
     try:
@@ -95,13 +100,26 @@ def warm_up(backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: flo
         latency.observe(1, time.perf_counter() - begin_s, now_s)
 
 
-def _batch(spec: ModelSpec, inputs: _Inputs, rows: int) -> Batch:
+def _batch(spec: ModelSpec, inputs: _Inputs, rows: int, model_dir: Path = Path()) -> Batch:
     """Makes a batch of one request; `rows` is 0 for a model without a batch dimension."""
     arrays = {
-        name: _array(datatype, (rows, *dims) if rows else dims, random=random)
-        for name, (datatype, dims, random) in inputs.items()
+        name: _read(name, data, rows, model_dir)
+        if data.file
+        else _array(data.datatype, (rows, *data.dims) if rows else data.dims, random=data.random)
+        for name, data in inputs.items()
     }
     return Batch(requests=[InferRequest(model=spec.name, inputs=())], rows=[max(rows, 1)], inputs=arrays)
+
+
+def _read(name: str, data: WarmupInput, rows: int, model_dir: Path) -> Array:
+    """Reads a file that holds one row as it travels in a binary request, and repeats it for each row."""
+    try:
+        content = (model_dir / DIRECTORY / data.file).read_bytes()
+        row = to_numpy(Tensor(name, data.datatype, data.dims, content))
+    except (OSError, QinferError) as error:
+        reason = error.message if isinstance(error, QinferError) else error.strerror
+        raise ModelLoadFailed(f"warm-up file '{data.file}' can't be used for input '{name}': {reason}") from None
+    return np.repeat(row[np.newaxis], rows, axis=0) if rows else row
 
 
 def _array(datatype: str, shape: tuple[int, ...], *, random: bool) -> Array:

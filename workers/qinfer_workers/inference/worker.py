@@ -7,8 +7,9 @@ One fetch loop for each model version; everything but the model code and lease r
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Pending
@@ -18,11 +19,13 @@ from qinfer.delivery.base import Delivery, Lane, Lease
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.settings import Settings
 from qinfer_workers.inference.caller import Caller
+from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import Heartbeat
 from qinfer_workers.inference.intake import Intake
 from qinfer_workers.inference.leases import LeaseKeeper, Renewals
-from qinfer_workers.inference.models import Key, Loaded, Loader, Models
+from qinfer_workers.inference.loader import Loaded, Loader
+from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.renewals import ThreadRenewals
 from qinfer_workers.inference.serving import Serving
@@ -59,6 +62,7 @@ class Worker:
         self._delivery = delivery
         self._store = store
         self._id = worker_id
+        self._inline_max_bytes = settings.limits.inline_max_bytes
         self._serving: dict[Key, Serving] = {}
         self._exclusive = asyncio.Lock()
         self._catalog = Catalog(store, settings.limits)
@@ -71,10 +75,11 @@ class Worker:
             self._lanes,
             self._lost,
         )
-        self._models = Models(store, settings.worker.models, settings.limits, loader, self)
+        self._models = Models(store, settings.worker, settings.limits, loader, self)
         self._heartbeat = Heartbeat(
             store, worker_id, settings.worker, delivery.clock, self._models.states, self._batchers
         )
+        self._heartbeat.device = named(loader.gpus)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains: ends what runs, releases what does not, retires the heartbeat."""
@@ -82,7 +87,9 @@ class Worker:
             self._tasks = tasks
             self._publisher = Publisher(self._delivery, self._keeper, tasks)
             self._intake = Intake(self._delivery, self._publisher, self._settings.max_deliveries)
-            self._caller = Caller(self._delivery, self._catalog, self._id, tasks, self._called)
+            self._caller = Caller(
+                self._delivery, self._catalog, self._id, tasks, self._called, self._inline_max_bytes
+            )
             renewals = tasks.create_task(self._keeper.run())
             models = tasks.create_task(self._models.run(self._heartbeat.changed))
             heartbeat = tasks.create_task(self._heartbeat.run())
@@ -115,8 +122,25 @@ class Worker:
         serving = self._serving[key] = Serving(batcher)
         serving.fetcher = self._tasks.create_task(self._fetch_loop(serving))
 
-    async def retire(self, model: str, version: int) -> None:
-        """Drains a model version and unloads it."""
+    def resize(self, loaded: Loaded, surplus: int) -> None:
+        """Goes on with the instances of a version that is served, more or fewer of them, under a new generation."""
+        batcher = self._serving[loaded.spec.name, loaded.version].batcher
+        executor = batcher.model.executor
+        assert isinstance(executor, ThreadExecutor)
+        executor.grow(loaded.instances)
+        executor.shrink(surplus)
+        batcher.model = replace(batcher.model, spec=loaded.spec, generation=loaded.generation)
+        batcher.admit(())  # more instances may start what waits
+
+    async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
+        """Answers what waits for a model version and unloads it; tells whether it did, and was not wanted again."""
+        serving = self._serving[model, version]
+        if not await serving.drain(self._delivery, self._settings.drain_s, is_wanted):
+            return False
+        await self._end_serving(model, version)
+        return True
+
+    async def _end_serving(self, model: str, version: int) -> None:
         async with self._exclusive:
             serving = self._serving[model, version]
             await self._pause(serving)
@@ -289,7 +313,7 @@ class Worker:
                     await self._empty_hands()
                 self._hands_empty = False
                 for model, version in list(self._serving):
-                    await self.retire(model, version)
+                    await self._end_serving(model, version)
                 await self._publisher.settle()
                 await _end(heartbeat)  # or it could beat once more after the last beat
                 await self._heartbeat.beat()

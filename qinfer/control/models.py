@@ -1,0 +1,260 @@
+"""The use cases of the model repository extension: what is there, load, unload (reference §1.14, §6; DESIGN.md §5).
+
+They write desired state, wake everyone, and watch what the workers report: no worker is asked directly, and whoever
+joins later finds the same wish.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from qinfer.control.base import ControlStore, Desired, State, StoredModel, WorkerRecord
+from qinfer.control.index import IndexEntry, index_of
+from qinfer.control.outcome import Progress, outcome
+from qinfer.control.writing import has_same_content, write_model
+from qinfer.delivery.base import Delivery
+from qinfer.errors import ControlDisabled, InvalidRequest, ModelLoadFailed, ModelNotFound, ModelNotReady, QinferError
+from qinfer.repository.base import Repository, RepositoryModel, is_model_name
+from qinfer.settings import RepositorySettings
+
+__all__ = ["IndexEntry", "ModelControl", "ModelSource"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 2.0
+"""Longest time between two looks at what the workers report; they wake whoever waits when something changes."""
+
+
+class ModelSource(Repository, Protocol):
+    """Repositories with an overlay for files that come with a request; `qinfer.repository.open.Repositories` is one."""
+
+    def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
+        """Writes the files of a load request; returns their location. Blocking."""
+        ...
+
+    def drop_files(self, location: str) -> None:
+        """Removes them. Blocking."""
+        ...
+
+
+class ModelControl:
+    """See the module docstring.
+
+    Args:
+        source: The repositories; `None` where this process has none.
+        store: The control store.
+        delivery: Where lanes are made.
+        settings: The control mode, and how long a load may take.
+        refresh: Makes this process see at once what has changed; awaited before a load or unload returns.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource | None,
+        store: ControlStore,
+        delivery: Delivery,
+        settings: RepositorySettings,
+        refresh: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._source = source
+        self._store = store
+        self._delivery = delivery
+        self._settings = settings
+        self._refresh = refresh
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def index(self, *, ready: bool = False) -> list[IndexEntry]:
+        """Returns every model of the repositories and of the desired state, by name and version.
+
+        Args:
+            ready: Only versions that are READY.
+
+        Raises:
+            BrokerUnavailable: The store can't be reached.
+        """
+        desired = await self._store.desired()
+        stored = {name: model for name in desired if (model := await self._store.model(name)) is not None}
+        names = set() if ready else await asyncio.to_thread(self._names)
+        return index_of(names, desired, stored, await self._store.workers(), ready=ready)
+
+    async def load(self, model: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
+        """Loads a model, or loads it anew if anything about it has changed; returns once it is READY.
+
+        A reload that fails leaves the model as it was.
+
+        Args:
+            model: Its name.
+            config: A configuration in JSON in place of its `config.pbtxt`.
+            files: `<version>/<file>` → content, in place of all files of the repositories; only with `config`.
+
+        Raises:
+            ControlDisabled: The control mode is not explicit.
+            InvalidRequest: The name can't be a model's, or `files` came without `config`.
+            ModelLoadFailed: There is no such model, its configuration is wrong, or all workers failed to load it.
+            ModelNotReady: No worker has loaded it within `repository.load_timeout_s`.
+            UnsupportedFeature: Files came along, and there is no overlay to keep them.
+            BrokerUnavailable: The store can't be reached.
+        """
+        self._check(model)
+        if files and not config:
+            raise InvalidRequest(f"failed to load '{model}', parameter 'config' is required where files are given")
+        async with self._locks.setdefault(model, asyncio.Lock()):
+            await self._load(model, config or "", files or {})
+        await self._refresh()
+
+    async def unload(self, model: str, *, unload_dependents: bool = False) -> None:
+        """Unloads a model: no request is admitted from now on, what waits is still answered.
+
+        A model that is not loaded, or unknown, stays so.
+
+        Args:
+            model: Its name.
+            unload_dependents: Also what depends on it; no model does.
+
+        Raises:
+            ControlDisabled: The control mode is not explicit.
+            InvalidRequest: The name can't be a model's.
+            BrokerUnavailable: The store can't be reached.
+        """
+        del unload_dependents
+        self._check(model)
+        wish = (await self._store.desired()).get(model)
+        if wish is None or not wish.load:
+            return
+        await self._store.set_desired(msgspec.structs.replace(wish, load=False))
+        await self._store.wake()
+        logger.info("model unload asked for", extra={"model": model})
+        await self._refresh()
+
+    def _check(self, model: str) -> None:
+        if self._settings.control_mode != "explicit":
+            raise ControlDisabled("explicit model load / unload is not allowed if polling is enabled")
+        if not model:
+            raise InvalidRequest("Model name cannot be empty")
+        if "/" in model or "\\" in model or model in (".", ".."):
+            raise InvalidRequest("model name must not contain path traversal characters")
+
+    def _names(self) -> set[str]:
+        try:
+            return set() if self._source is None else set(self._source.names())
+        except QinferError as error:  # what is loaded is known all the same
+            logger.warning("model repository can't be read", extra={"reason": error.message})
+            return set()
+
+    async def _load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+        source = self._source
+        if source is None or not is_model_name(model):
+            raise _not_polled(model, "" if source else "this gateway has no model repository")
+        before = await self._store.model(model)
+        location = await asyncio.to_thread(source.put_files, model, files) if files else ""
+        is_kept = False
+        try:
+            found = await self._read(source, model, config, location)
+            wish = (await self._store.desired()).get(model)
+            written, changed = await write_model(
+                found, wish, self._store, self._delivery, anew=await self._is_due(wish, before)
+            )
+            is_kept = True
+            if changed:
+                await self._store.wake()
+                logger.info("model load asked for", extra={"model": model, "generation": written.generation})
+            try:
+                await self._until_ready(written)
+            except _Superseded:
+                raise
+            except ModelLoadFailed:
+                is_kept = not await self._revert(written, wish, before)
+                raise
+        finally:
+            if location and not is_kept:
+                await asyncio.to_thread(source.drop_files, location)
+        if before is not None and before.location not in ("", written.location):
+            await asyncio.to_thread(source.drop_files, before.location)
+
+    async def _read(self, source: ModelSource, model: str, config: str, location: str) -> RepositoryModel:
+        try:
+            found = await asyncio.to_thread(source.read, model, config, location)
+        except ModelNotFound:
+            raise _not_polled(model) from None
+        except QinferError as error:
+            raise _not_polled(model, error.message) from None
+        if "version must be available" in found.error:
+            raise ModelLoadFailed(f"failed to load '{model}', no version is available")
+        if found.error:
+            raise _not_polled(model, found.error)
+        return found
+
+    async def _is_due(self, wish: Desired | None, before: StoredModel | None) -> bool:
+        """Tells whether to load though nothing has changed: it is not loaded, or its last load failed."""
+        if wish is None or not wish.load or before is None:
+            return True
+        return outcome(before, await self._store.workers()).progress is Progress.FAILED
+
+    async def _until_ready(self, target: StoredModel) -> None:
+        model, reason = target.model, ""
+        try:
+            async with asyncio.timeout(self._settings.load_timeout_s):
+                while True:
+                    target = await self._present(target)
+                    progress, reason = outcome(target, await self._store.workers())
+                    if progress is Progress.READY:
+                        return
+                    if progress is Progress.FAILED:
+                        raise ModelLoadFailed(f"failed to load '{model}', {reason}")
+                    await self._store.wait(_LOOK_S)
+        except TimeoutError:
+            raise ModelNotReady(
+                f"failed to load '{model}' within {self._settings.load_timeout_s:g} s, {reason}; it stays asked for"
+            ) from None
+
+    async def _present(self, target: StoredModel) -> StoredModel:
+        """Returns what is stored now, if it is what is being loaded: completed by a worker meanwhile, perhaps."""
+        current = await self._store.model(target.model)
+        wish = (await self._store.desired()).get(target.model)
+        if current is None or wish is None or not wish.load:
+            raise _Superseded(f"failed to load '{target.model}', it was unloaded meanwhile")
+        if current.generation == target.generation or has_same_content(current, target):
+            return current
+        is_completed = target.pending and (current.content_hash, current.location, current.pending) == (
+            target.content_hash,
+            target.location,
+            "",
+        )
+        if not is_completed:
+            raise _Superseded(f"failed to load '{target.model}', another load of it came in between")
+        return current
+
+    async def _revert(self, failed: StoredModel, wish: Desired | None, before: StoredModel | None) -> bool:
+        """Stores what was loaded before under a new generation, for workers that join later; tells whether it did."""
+        if before is None or before.error or wish is None or not wish.load:
+            return False
+        current = await self._store.model(failed.model)
+        if current is None or current.location != failed.location or current.content_hash != failed.content_hash:
+            return False
+        if not _serves(before, await self._store.workers()):
+            return False
+        restored = msgspec.structs.replace(before, generation=current.generation + 1)
+        if not await self._store.put_model(restored):
+            return False
+        await self._store.set_desired(Desired(restored.model, restored.generation))
+        await self._store.wake()
+        logger.warning("load reverted", extra={"model": restored.model, "generation": restored.generation})
+        return True
+
+
+class _Superseded(ModelLoadFailed):
+    """Somebody else has changed what was asked for."""
+
+
+def _not_polled(model: str, reason: str = "") -> ModelLoadFailed:
+    text = f"failed to load '{model}', failed to poll from model repository"
+    return ModelLoadFailed(f"{text}: {reason}" if reason else text)
+
+
+def _serves(stored: StoredModel, workers: list[WorkerRecord]) -> bool:
+    """Tells whether a worker has an earlier generation of a model READY."""
+    return any(s.state is State.READY for w in workers for s in w.models.get(stored.model, {}).values())

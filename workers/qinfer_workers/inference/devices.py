@@ -1,0 +1,49 @@
+"""Which devices a worker has, and on which of them a model's instances run."""
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.repository.spec import Device, ModelSpec
+
+_GPU = re.compile(r"nvidia\d+")
+
+
+def gpus_here(allowed: tuple[int, ...] | None, visible: str | None, dev: Path = Path("/dev")) -> tuple[int, ...]:
+    """Returns the GPUs that this worker may use, by index, ascending.
+
+    Args:
+        allowed: The setting `worker.gpus`; it counts where it is set.
+        visible: The variable CUDA_VISIBLE_DEVICES: with it CUDA sees only the devices listed, numbered from 0.
+        dev: Where the system has its devices.
+    """
+    if allowed is not None:
+        return tuple(sorted(set(allowed)))
+    if visible is not None:
+        listed = [part.strip() for part in visible.split(",")]
+        return tuple(range(next((n for n, part in enumerate(listed) if part in ("", "-1")), len(listed))))
+    if not dev.is_dir():
+        return ()
+    return tuple(range(sum(_GPU.fullmatch(entry.name) is not None for entry in dev.iterdir())))
+
+
+def named(gpus: Collection[int]) -> str:
+    """Returns what the heartbeat says a worker runs on: `cpu`, or `cpu, gpu 0, gpu 1`."""
+    return ", ".join(["cpu", *(f"gpu {number}" for number in gpus)])
+
+
+def devices_of(spec: ModelSpec, gpus: Collection[int]) -> tuple[Device, ...]:
+    """Returns the device of each instance that runs here: those of GPUs that this worker has not are left out.
+
+    Raises:
+        ModelLoadFailed: None is left.
+    """
+    groups = [group for group in spec.instances if group.device.kind == "cpu" or group.device.number in gpus]
+    devices = tuple(group.device for group in groups for _ in range(group.count))
+    if not devices:
+        numbers = sorted({group.device.number for group in spec.instances})
+        needs = f"GPU {' or '.join(map(str, numbers))}" if numbers else "an instance group that is not passive"
+        has = ", ".join(f"GPU {number}" for number in sorted(gpus)) or "no GPU"
+        raise ModelLoadFailed(f"model '{spec.name}' needs {needs}; this worker has {has}")
+    return devices
