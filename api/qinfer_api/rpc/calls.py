@@ -1,0 +1,165 @@
+"""What all calls share: who asks, whether they may now, and how an error becomes a status.
+
+Handlers get the encoded request and return the encoded reply: protobuf's work is then ours to place, and a request that
+is no protobuf is the client's mistake (INVALID_ARGUMENT) instead of an exception in the server.
+"""
+
+import logging
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from qinfer.codec.protobuf_wire import malformed
+from qinfer.control.api_keys import Scope
+from qinfer.errors import Forbidden, QinferError, Unauthorized
+from qinfer.messages import Failure, Scalar
+from qinfer_api.auth import ANONYMOUS, Context, presented_key
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.restrictions import Restrictions
+from qinfer_api.status import grpc_status
+
+logger = logging.getLogger(__name__)
+
+Metadata = Iterable[tuple[str, str | bytes]]
+Call = grpc.aio.ServicerContext[bytes, bytes]
+Handler = Callable[[bytes, Call], Awaitable[bytes]]
+
+SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
+
+INFERENCE = "inference"
+"""The group of the infer calls, of those that restrictions name."""
+
+_MEANINGS = frozenset(("authorization", "x-api-key", "traceparent"))
+
+
+class Guard:
+    """Decides who may call.
+
+    Args:
+        dispatcher: Knows the keys, and whether the gateway is shutting down.
+        restrictions: Which groups of calls need a secret in their metadata.
+        forward: Metadata whose whole names match go along with infer requests; `None` = none does.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, restrictions: Restrictions, forward: re.Pattern[str] | None) -> None:
+        self._dispatcher = dispatcher
+        self._restrictions = restrictions
+        self._forward = forward
+
+    async def enter(self, call: Call, group: str, scope: Scope | None, *, even_draining: bool = False) -> Context:
+        """Lets a call in; one that may not ends here.
+
+        Args:
+            call: The call.
+            group: The group of calls that it belongs to.
+            scope: What its key must allow; `None` = it needs none.
+            even_draining: It is let in while the gateway shuts down, too.
+
+        Returns:
+            Who asks.
+        """
+        if self._dispatcher.draining and not even_draining:
+            await call.abort(grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
+        metadata = call.invocation_metadata() or ()
+        try:
+            if self._restrictions.covers(group):
+                self._restrictions.check(group, lambda name: _first(metadata, name))
+            context = context_of(metadata)
+            return context if scope is None else self._dispatcher.authorize(context, scope)
+        except (Unauthorized, Forbidden) as error:
+            await refuse(call, self._dispatcher.refuse("", 0, error) if group == INFERENCE else error)
+        except QinferError as error:
+            await refuse(call, error)
+
+    def forwarded(self, call: Call) -> dict[str, Scalar] | None:
+        """Returns the metadata that goes along with an infer request; `None` = none does."""
+        if self._forward is None:
+            return None
+        matches = self._forward.fullmatch
+        return {
+            name: value for name, value in call.invocation_metadata() or () if isinstance(value, str) and matches(name)
+        }
+
+    def unary(
+        self,
+        request: Any,
+        use_case: Callable[[Any], Awaitable[Any]],
+        group: str,
+        scope: Scope | None = Scope.INFER,
+        is_change: Callable[[Any], bool] | None = None,
+    ) -> Handler:
+        """Makes the handler of a call that is a question and an answer.
+
+        Args:
+            request: The class of the request message.
+            use_case: From the request to the reply message; may raise a `QinferError`.
+            group: The group of calls that it belongs to.
+            scope: What its key must allow; `None` = it needs none.
+            is_change: Tells of a request whether its key must allow `admin`; `None` = no request's must.
+        """
+
+        async def handle(blob: bytes, call: Call) -> bytes:
+            await self.enter(call, group, scope)
+            try:
+                message = parse(request, blob)
+                if is_change is not None and is_change(message):
+                    self._dispatcher.authorize(context_of(call.invocation_metadata() or ()), Scope.ADMIN)
+                reply = await use_case(message)
+                return bytes(reply.SerializeToString())
+            except QinferError as error:
+                await refuse(call, error)
+            except Exception as error:  # the boundary of a call: clients see no stack text
+                logger.exception("call failed", extra={"call": request.__name__})
+                await refuse(call, error)
+
+        return handle
+
+
+def parse(message: Any, blob: bytes) -> Any:
+    """Parses a message.
+
+    Raises:
+        InvalidRequest: It is none of that class.
+    """
+    try:
+        return message.FromString(blob)
+    except DecodeError:
+        raise malformed() from None
+
+
+def context_of(metadata: Metadata) -> Context:
+    """Returns who asks, as the metadata tells it; `Dispatcher.authorize` checks it."""
+    found: dict[str, str] = {}
+    for name, value in metadata:
+        if name in _MEANINGS and isinstance(value, str):
+            found.setdefault(name, value)
+    if not found:
+        return ANONYMOUS
+    key = presented_key(found.get("authorization"), found.get("x-api-key"))
+    return Context(trace=found.get("traceparent", ""), key=key)
+
+
+async def refuse(call: Call, error: Exception) -> NoReturn:
+    """Ends a call with the status of an error."""
+    await fail(call, Failure.of(error))
+
+
+async def fail(call: Call, failure: Failure) -> NoReturn:
+    """Ends a call with the status of a failure."""
+    remaining_s = call.time_remaining()
+    code = grpc_status(failure.code)
+    if failure.code == "deadline_exceeded" and remaining_s is not None and remaining_s <= 0:
+        code = "DEADLINE_EXCEEDED"  # it was the client's own deadline
+    await call.abort(grpc.StatusCode[code], failure.message)
+    raise AssertionError("abort raises")
+
+
+def _first(metadata: Metadata, name: str) -> str | None:
+    for key, value in metadata:
+        if key == name:
+            return value if isinstance(value, str) else None
+    return None

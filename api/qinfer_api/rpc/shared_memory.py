@@ -1,0 +1,50 @@
+"""The calls of the shared memory extensions: system memory where it is on, CUDA's never (reference §1.15, §2.1)."""
+
+from typing import Any
+
+from tritonclient.grpc import service_pb2 as pb
+
+from qinfer.codec.outputs import no_shared_memory
+from qinfer.errors import UnsupportedFeature
+from qinfer_api.rpc.calls import Guard, Handler
+from qinfer_api.shared_memory import SharedMemory
+
+_GROUP = "shared-memory"
+
+
+def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Handler]:
+    """Returns the handlers: name → handler."""
+
+    async def status(request: Any) -> Any:
+        regions = {
+            region.name: pb.SystemSharedMemoryStatusResponse.RegionStatus(
+                name=region.name, key=region.key, offset=region.offset, byte_size=region.byte_size
+            )
+            for region in memory.status(request.name)
+        }
+        return pb.SystemSharedMemoryStatusResponse(regions=regions)
+
+    async def register(request: Any) -> Any:
+        memory.register(request.name, request.key, request.offset, request.byte_size)
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    async def unregister(request: Any) -> Any:
+        if request.name:
+            memory.unregister(request.name)
+        else:
+            memory.unregister_all()
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    async def cuda(_: Any) -> Any:
+        if not memory.allowed:
+            raise no_shared_memory()
+        raise UnsupportedFeature("CUDA shared memory is not supported; use system shared memory, or send the tensors")
+
+    return {
+        "SystemSharedMemoryStatus": guard.unary(pb.SystemSharedMemoryStatusRequest, status, _GROUP),
+        "SystemSharedMemoryRegister": guard.unary(pb.SystemSharedMemoryRegisterRequest, register, _GROUP),
+        "SystemSharedMemoryUnregister": guard.unary(pb.SystemSharedMemoryUnregisterRequest, unregister, _GROUP),
+        "CudaSharedMemoryStatus": guard.unary(pb.CudaSharedMemoryStatusRequest, cuda, _GROUP),
+        "CudaSharedMemoryRegister": guard.unary(pb.CudaSharedMemoryRegisterRequest, cuda, _GROUP),
+        "CudaSharedMemoryUnregister": guard.unary(pb.CudaSharedMemoryUnregisterRequest, cuda, _GROUP),
+    }
