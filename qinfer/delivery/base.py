@@ -264,6 +264,16 @@ class Delivery(Protocol):
         """
         ...
 
+    async def sweep(self) -> int:
+        """Deletes what processes that died left in an object store, once it has expired; a bounded number at a time.
+
+        Several may do so at once.
+
+        Returns:
+            How many objects were deleted.
+        """
+        ...
+
     async def close(self) -> None:
         """Closes the connections; what was submitted and is unconfirmed fails with `BrokerUnavailable`."""
         ...

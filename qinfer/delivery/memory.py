@@ -145,6 +145,10 @@ class MemoryDelivery:
         """See `Delivery.oldest`."""
         return [(item.entry, item.frame) for item in self._lanes.oldest(lane, age_s, count, after)]
 
+    async def sweep(self) -> int:
+        """See `Delivery.sweep`: everything is in memory, and ends by itself."""
+        return 0
+
     async def close(self) -> None:
         """See `Delivery.close`: there is nothing to close, and others may share the object."""
 

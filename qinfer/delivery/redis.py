@@ -33,7 +33,7 @@ from qinfer.delivery.requests import Requests
 from qinfer.delivery.router import Router
 from qinfer.delivery.values import Values, packable
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
-from qinfer.settings import RedisSettings
+from qinfer.settings import LimitSettings, RedisSettings
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
@@ -55,26 +55,37 @@ class RedisDelivery:
         self._values = Values(router, is_cluster=settings.cluster)
         self.requests: Requests = RedisRequests(router, self._values, self._durability)
         self._submits = RedisSubmits(router, self._values)
-        self._entries = RedisEntries(router)
-        self.dead_letters: DeadLetters = RedisDeadLetters(router)
+        self._entries = RedisEntries(router, self._values)
+        self.dead_letters: DeadLetters = RedisDeadLetters(router, self._values)
         self._readers: dict[tuple[str, int, int], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
         self._renewer: Any = None
 
     @classmethod
-    async def connect(cls, settings: RedisSettings, *, clock: Clock | None = None) -> "RedisDelivery":
-        """Connects, and takes the server's time.
+    async def connect(
+        cls, settings: RedisSettings, limits: LimitSettings | None = None, *, clock: Clock | None = None
+    ) -> "RedisDelivery":
+        """Connects, takes the server's time, and tries the payload store if there is one.
+
+        Args:
+            settings: Where Redis is.
+            limits: Where large payloads are; `None` = in Redis, and what is in a store can't be read.
+            clock: This machine's.
 
         Raises:
             BrokerUnavailable: Redis can't be reached in `connect_timeout_s`.
             SettingsError: It refuses the credentials, is older than 6.2, is (no) cluster against the settings, may
-                evict what is queued, or can't be as durable as the settings ask.
+                evict what is queued, or can't be as durable as the settings ask; or the payload store does not work.
         """
         delivery = cls(settings, await Router.connect(settings), clock or SystemClock())
         try:
             sent_s = delivery._monotonic_s()
             delivery._observe(sent_s, await delivery._router.call(0, b"TIME"))
             await delivery._durability.check()
+            if limits is not None and limits.payload_url:
+                from qinfer.delivery.object_store import ObjectStore
+
+                delivery._values.objects = await ObjectStore.open(limits, settings, delivery.clock.now_s)
         except BaseException:
             await delivery.close()
             raise
@@ -212,6 +223,10 @@ class RedisDelivery:
         leases = leases_of([lane], "", [(1, entry_id, fields, 0) for entry_id, fields in found])
         return [(lease.entry, lease.frame) for lease in leases]
 
+    async def sweep(self) -> int:
+        """See `Delivery.sweep`."""
+        return await self._values.sweep()
+
     async def close(self) -> None:
         """See `Delivery.close`."""
         if self._clock_timer is not None:
@@ -219,6 +234,7 @@ class RedisDelivery:
         await self._submits.close()
         for reader in self._readers.values():
             await reader.settle()
+        await self._values.close()
         await self._router.close()
         if self._renewer is not None:
             self._renewer.close()

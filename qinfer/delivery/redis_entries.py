@@ -11,12 +11,16 @@ from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.delivery.connection import Argument, Refused, pack
 from qinfer.delivery.dead_letters import MAX_AGE_S, MAX_BYTES, head_of
 from qinfer.delivery.router import Router
+from qinfer.delivery.values import Reference, Values
 from qinfer.errors import BrokerUnavailable
 
 logger = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
+
+LETTER_OBJECT_S = 2 * MAX_AGE_S
+"""The tensors of a dead letter stay so long in an object store: it may go only when another one comes."""
 
 _MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
 
@@ -26,10 +30,12 @@ class RedisEntries:
 
     Args:
         router: The way to Redis.
+        values: The payloads.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, values: Values) -> None:
         self._router = router
+        self._values = values
 
     async def release(self, leases: Sequence[Lease]) -> None:
         """See `Delivery.release`."""
@@ -64,7 +70,8 @@ class RedisEntries:
             group.sort(key=lambda entry: not entry.payload_id)
             for part in _parts(group):
                 names = [keys.lane(lane), *_payloads(part)]
-                counts = await self._script(lane, scripts.WITHDRAW, names, (keys.RELEASED, keys.SUSPECTS), part)
+                counts, gone = await self._script(lane, scripts.WITHDRAW, names, (keys.RELEASED, keys.SUSPECTS), part)
+                self._values.forget(gone)
                 removed.update(entry for entry, count in zip(part, counts, strict=True) if count)
 
         await _all([run(lane, group) for lane, group in grouped(entries, _lane_of)])
@@ -81,17 +88,30 @@ class RedisEntries:
         entry, lane = lease.entry, lease.entry.lane
         names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
         about = (f"{lane.version}:{lane.name}", request_id, code, reason)
-        arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES)
+        copy = await self._kept(entry) if entry.payload_id else None
+        kept = (copy.name,) if copy is not None else ()
+        arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES, *kept)
+        buried = None
         try:
-            return await self._script(lane, scripts.BURY, names, arguments, ()) is not None
+            buried = await self._script(lane, scripts.BURY, names, arguments, ())
         except Refused as error:
             if error.kind != "NOGROUP":
-                raise
-            return False  # the lane was deleted
+                raise  # else the lane was deleted
+        if buried is None:
+            self._values.forget(name.encode() for name in kept)
+            return False
+        self._values.forget(buried[1])
+        return True
 
     async def finish(self, entries: Sequence[Entry]) -> None:
         """See `Delivery.finish`."""
         await _all([self._run(lane, scripts.FINISH, (), group) for lane, group in grouped(entries, _lane_of)])
+
+    async def _kept(self, entry: Entry) -> Reference | None:
+        """Copies an entry's payload to be kept as long as a dead letter is, where it is an object."""
+        lane = entry.lane
+        key = keys.payload(lane.model, lane.partition, entry.payload_id)
+        return await self._values.copy(keys.lane_slot(lane), key, LETTER_OBJECT_S)
 
     async def _delay(self, lane: Lane, consumer: str, leases: Sequence[Lease], name: str) -> None:
         """Moves entries of one lane; those whose frame tells their request first: they may have a record."""
@@ -118,7 +138,9 @@ class RedisEntries:
         try:
             for part in _parts(entries):
                 names = [keys.lane(lane), *(_payloads(part) if script is scripts.FINISH else ())]
-                await self._script(lane, script, names, arguments, part)
+                gone = await self._script(lane, script, names, arguments, part)
+                if script is scripts.FINISH:
+                    self._values.forget(gone)
         except Refused as error:
             if error.kind != "NOGROUP":
                 raise

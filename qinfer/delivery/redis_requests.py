@@ -3,8 +3,9 @@
 accept   accept.lua: record, payload, deadline, entry        settle   settle.lua, for each request
 record, watch   record.lua       due   due.lua               notices, confirm   notices.lua, confirm.lua
 
-A payload or result too large for the common connection is *staged* first: stored over a connection of its own under a
-name that nobody knows. The script then renames it, or removes it. Where the script never came, it expires.
+A payload or result too large for the common connection is *staged* first: stored over a connection of its own, or in
+the object store, under a name that nobody knows. The script then renames it, or removes it. Where the script never
+came, it expires.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from qinfer.delivery.requests import (
     hint,
 )
 from qinfer.delivery.router import Router
-from qinfer.delivery.values import LARGE_BYTES, Values, packable
+from qinfer.delivery.values import Values, packable
 from qinfer.errors import BrokerUnavailable, QueueFull
 from qinfer.tensors import Bytes
 
@@ -62,7 +63,8 @@ class RedisRequests:
         """See `Requests.accept`."""
         address, lane = acceptance.address, acceptance.lane
         name = keys.payload(address.model, address.partition, address.id)
-        place, payload, staged = await self._staged(name, acceptance.payload)
+        kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
+        place, payload, staged = await self._staged(name, acceptance.payload, kept_s)
         names = [
             keys.lane(lane),
             keys.lane(Lane(lane.model, lane.version, lane.name + DELAYED, lane.partition)),
@@ -77,7 +79,8 @@ class RedisRequests:
         async def write(call: Callable[..., Awaitable[Any]]) -> Any:
             return await scripts.run(call, scripts.ACCEPT, names, *arguments)
 
-        what, request_id, body_hash = await self._durability.write(address.model, address.partition, write)
+        what, request_id, body_hash, gone = await self._durability.write(address.model, address.partition, write)
+        self._values.forget(gone)
         if what == b"full":
             raise QueueFull(FULL)
         if what == b"gone":
@@ -86,7 +89,7 @@ class RedisRequests:
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """See `Requests.settle`."""
-        blobs = await asyncio.gather(*(self._staged(_result_name(s), s.outcome.blob) for s in settlements))
+        blobs = await asyncio.gather(*map(self._staged_result, settlements))
         ended = await asyncio.gather(*map(self._settle, settlements, blobs), return_exceptions=True)
         waiters: dict[str, list[Address]] = {}
         for settlement, waiting in zip(settlements, ended, strict=True):
@@ -144,12 +147,26 @@ class RedisRequests:
     def _call(self, key: bytes) -> Callable[..., Awaitable[Any]]:
         return partial(self._router.call, keys.slot(key))
 
-    async def _staged(self, name: str, value: Bytes) -> tuple[bytes, Bytes, str]:
-        """Returns where a script finds a value, the value if it is passed to it, and the name it was staged under."""
-        if len(value) <= LARGE_BYTES:
+    async def _staged_result(self, settlement: Settlement) -> tuple[bytes, Bytes, str]:
+        address, blob = settlement.address, settlement.outcome.blob
+        name, kept_s = keys.result(address.model, address.partition, address.id), 0.0
+        if self._values.is_object(len(blob)):
+            key = _record_key(address)
+            kept_s = int(await self._call(key)(b"HGET", key, b"result_ttl_ms") or 0) / 1000
+        return await self._staged(name, blob, kept_s)
+
+    async def _staged(self, name: str, value: Bytes, kept_s: float) -> tuple[bytes, Bytes, str]:
+        """Returns where a script finds a value, the value if it is passed to it, and the name it was staged under.
+
+        Args:
+            name: The name that the script gives it.
+            value: The bytes.
+            kept_s: How long it is kept then.
+        """
+        if not self._values.is_apart(len(value)):
             return (b"given" if value else b"none"), value, keys.staged(name, "")
         staged = keys.staged(name, secrets.token_hex(8))
-        await self._values.set(keys.slot(name), staged, value, _STAGED_TTL_S)
+        await self._values.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s)
         return b"staged", b"", staged
 
     async def _settle(self, settlement: Settlement, staged: tuple[bytes, Bytes, str]) -> str | None:
@@ -168,9 +185,10 @@ class RedisRequests:
         where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")
         fields = (b"state", outcome.state, b"code", outcome.code, b"message", outcome.message)
         arguments = (keys.prefix(model, partition), keys.GROUP, address.id, *where, place, packable(blob))
-        what, waiters = await scripts.run(
+        what, waiters, gone = await scripts.run(
             self._call(names[0]), scripts.SETTLE, names, *arguments, outcome.attempt, *fields
         )
+        self._values.forget(gone)
         if what == b"gone":
             raise BrokerUnavailable(_NOT_IN_TIME)
         return waiters.decode() if what == b"first" else None
@@ -195,11 +213,6 @@ class RedisRequests:
 
 def _record_key(address: Address) -> bytes:
     return keys.request(address.model, address.partition, address.id).encode()
-
-
-def _result_name(settlement: Settlement) -> str:
-    address = settlement.address
-    return keys.result(address.model, address.partition, address.id)
 
 
 def _accept_arguments(acceptance: Acceptance, place: bytes, payload: Bytes) -> tuple[Argument, ...]:

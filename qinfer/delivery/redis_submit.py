@@ -1,7 +1,7 @@
 """How requests with a limit or a payload come into their lanes on Redis: by a script; others need a plain XADD only.
 
-A payload of up to 1 MiB travels with the script. A larger one is sent before, over a connection of its own, so that no
-small request waits behind it.
+A payload of up to 1 MiB travels with the script. A larger one is sent before, over a connection of its own or to the
+object store, so that no small request waits behind it.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import DELAYED, FULL, Entry, Lane, Payload
 from qinfer.delivery.connection import Argument, Refused, pack
 from qinfer.delivery.router import Router
-from qinfer.delivery.values import LARGE_BYTES, Values, packable
+from qinfer.delivery.values import Values, packable
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.tensors import Bytes
 
@@ -39,7 +39,7 @@ class RedisSubmits:
         """See `Delivery.submit`."""
         if payload is None:
             self._add(lane, frame, done, limit, ())
-        elif len(payload.data) <= LARGE_BYTES:
+        elif not self._values.is_apart(len(payload.data)):
             about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
             self._add(lane, frame, done, limit, about)
         else:
@@ -89,7 +89,7 @@ class RedisSubmits:
         self._router.send(slot, pack((b"EVALSHA", scripts.SUBMIT.sha, *words)), answered)
 
     async def _add_large(self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int) -> None:
-        """Stores the payload over a connection of its own before the entry; removes it where the lane is full."""
+        """Stores the payload before the entry, where it holds nothing up; removes it where the lane is full."""
         slot, key = keys.lane_slot(lane), keys.payload(lane.model, lane.partition, payload.request_id)
         future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
         try:
@@ -103,5 +103,5 @@ class RedisSubmits:
             raise
         if isinstance(answer, QueueFull):
             with suppress(BrokerUnavailable):  # its time to live ends it
-                await self._router.call(slot, b"UNLINK", key)
+                await self._values.remove(slot, key)
         done(answer)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from qinfer.delivery import keys, redis_submit
+from qinfer.delivery import keys, values
 from qinfer.delivery.base import DELAYED, FULL, Delivery, Entry, Lane, Lease, Payload
 from qinfer.errors import QinferError, QueueFull
 from qinfer.testing import eventually
@@ -362,7 +362,7 @@ async def test_close_answers_submits_whose_payload_is_on_its_way(
 ) -> None:
     """As it answers all others: nothing is known of them."""
     delivery = await redis_queue.connect()
-    monkeypatch.setattr(redis_submit, "LARGE_BYTES", 1)
+    monkeypatch.setattr(values, "LARGE_BYTES", 1)
     answers: list[Entry | QinferError] = []
     delivery.submit(HIGH, b"x", answers.append, payload=Payload("r1", b"tensors", 60.0))
     await asyncio.sleep(0)

@@ -3,14 +3,16 @@
 -- ARGV: group, consumer of what was released, of suspects, id, frame, payload's place (none | given | staged), payload,
 --   limit (0 = none, -1 = nothing new), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
 --   body hash, the record's further fields and values.
--- Returns {what, id, body hash}: what is new | known | full | gone (the staged payload).
+-- Returns {what, id, body hash, names of objects that nothing refers to now}: what is new | known | full | gone (the staged
+--   payload).
 local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
 local group, released, suspects, id, frame, place, body = unpack(ARGV, 1, 7)
 local limit, timeout, result_ttl, tombstone_ttl, margin, key_ttl, body_hash = unpack(ARGV, 8, 14)
 
 local function refuse(what, known_id, known_hash)
-  redis.call('UNLINK', staged)
-  return {what, known_id or id, known_hash or ''}
+  local objects = {}
+  drop(staged, objects)
+  return {what, known_id or id, known_hash or '', objects}
 end
 
 if key_ttl ~= '0' then
@@ -52,4 +54,4 @@ redis.call('HSET', record, 'state', 'queued', 'entry', entry, 'body_hash', body_
 redis.call('PEXPIRE', record, lifetime)
 redis.call('ZADD', due, created + timeout, id)
 if key_ttl ~= '0' then redis.call('SET', key, id .. '\n' .. body_hash, 'PX', key_ttl) end
-return {'new', id, body_hash}
+return {'new', id, body_hash, {}}

@@ -1,7 +1,8 @@
 -- Moves an entry that `consumer` still owns to the dead letters, with its payload, and keeps these within bounds.
 -- KEYS: the lane, the dead letters, the payload (none without).
 -- ARGV: group, consumer, entry id, version and name of the lane, request id, error code, reason, how long dead letters are
--- kept in ms, how many bytes they may take. Returns the dead letter's id, or nil.
+-- kept in ms, how many bytes they may take, the name of a copy of the object that the payload refers to (none without).
+-- Returns {the dead letter's id, names of objects that nothing refers to now}, or nil.
 local lane, letters, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, consumer, id, age, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[8]), tonumber(ARGV[9])
 
@@ -14,10 +15,18 @@ if not entry then
 end
 
 local frame = entry[2][2]
-local tensors = payload and redis.call('GET', payload) or ''
+local is_object = payload and redis.call('TYPE', payload).ok == 'hash'
+local tensors = payload and not is_object and redis.call('GET', payload) or ''
+local fields, size, gone = {}, #frame + #tensors, {}
+if is_object then
+  local known = redis.call('HMGET', payload, 'v', 'name', 'size')
+  fields = {'v', known[1], 'object', ARGV[10] or known[2], 'object_size', known[3]}
+  size = size + tonumber(known[3])
+  if ARGV[10] then gone[1] = known[2] end
+end
 redis.call('XACK', lane, group, '0-0') -- changes nothing, but is a write: after one, full memory stops no script
 local letter = redis.call('XADD', letters, '*', 'lane', ARGV[4], 'request_id', ARGV[5], 'code', ARGV[6], 'reason', ARGV[7],
-  'deliveries', pending[4], 'size', #frame + #tensors, 'frame', frame, 'payload', tensors)
+  'deliveries', pending[4], 'size', size, 'frame', frame, 'payload', tensors, unpack(fields))
 redis.call('XACK', lane, group, id)
 redis.call('XDEL', lane, id)
 if payload then redis.call('UNLINK', payload) end
@@ -34,4 +43,4 @@ repeat
     redis.call('XTRIM', letters, 'MAXLEN', count)
   end
 until excess <= 0 or count == 1
-return letter
+return {letter, gone}

@@ -1,6 +1,7 @@
 -- Reads a value, or says how large it is where that is more than `most` bytes: it is then read over another connection.
--- KEYS: the string. ARGV: most. Returns the value, its size, or nil.
-local size = redis.call('STRLEN', KEYS[1])
+-- KEYS: the value. ARGV: most. Returns the bytes, their number, {version, name, size} of an object in a store, or nil.
+if redis.call('TYPE', KEYS[1]).ok == 'hash' then return redis.call('HMGET', KEYS[1], 'v', 'name', 'size') end
 
+local size = redis.call('STRLEN', KEYS[1])
 if size > tonumber(ARGV[1]) then return size end
 return redis.call('GET', KEYS[1])

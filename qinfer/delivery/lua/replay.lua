@@ -1,9 +1,10 @@
 -- Puts a dead letter back at the end of its lane, as never delivered; an asynchronous request is `queued` again.
 -- KEYS: the dead letters, the lane, the payload, the request's record, its result, the deadlines.
 -- ARGV: the dead letter's id, the request's id, the payload's time to live in ms, the lane's name, ms that a record is
--- kept beyond its other times. Returns the entry's id, or nil where the dead letter is gone.
+-- kept beyond its other times, and where the payload is an object: version of the reference, name of its new copy, size.
+-- Returns {the entry's id, names of objects that nothing refers to now}, or nil where the dead letter is gone.
 local letters, lane, payload, record, result, due = unpack(KEYS)
-local id, request, ttl, name, margin = unpack(ARGV)
+local id, request, ttl, name, margin, version, copy, size = unpack(ARGV)
 
 local letter = redis.call('XRANGE', letters, id, id)[1]
 if not letter then return false end
@@ -13,20 +14,27 @@ for f = 1, #letter[2], 2 do body[letter[2][f]] = letter[2][f + 1] end
 local times = redis.call('HMGET', record, 'timeout_ms', 'result_ttl_ms', 'tombstone_ttl_ms')
 if times[1] then ttl = times[1] + times[2] + times[3] + margin end
 local fields = {'f', body.frame}
-if body.payload ~= '' then
+if body.object then
+  if redis.call('EXISTS', payload) == 1 then redis.call('UNLINK', payload) end
+  redis.call('HSET', payload, 'v', version, 'name', copy, 'size', size)
+  redis.call('PEXPIRE', payload, ttl)
+elseif body.payload ~= '' then
   redis.call('SET', payload, body.payload, 'PX', ttl)
+end
+if body.object or body.payload ~= '' then
   fields[#fields + 1] = 'p'
   fields[#fields + 1] = request
 end
 local entry = redis.call('XADD', lane, '*', unpack(fields))
 redis.call('XDEL', letters, id)
+local gone = {body.object}
 
 if times[1] then
   local deadline = now_ms() + times[1]
   redis.call('HSET', record, 'state', 'queued', 'lane', name, 'entry', entry, 'deadline_at', deadline)
   redis.call('HDEL', record, 'code', 'message', 'attempts', 'finished_at', 'expires_at', 'webhook_state')
   redis.call('PEXPIRE', record, ttl)
-  redis.call('UNLINK', result)
+  drop(result, gone)
   redis.call('ZADD', due, deadline, request)
 end
-return entry
+return {entry, gone}

@@ -2,7 +2,8 @@
 -- KEYS: record, result, result as it was staged, due, outbox, payload.
 -- ARGV: what the partition's keys begin with, group, id, the entry's lane and id ('' = those of the record), result's place
 --   (none | given | staged), result, attempt (0 = it was not executed), the record's state and further fields and values.
--- Returns {what, who waits, by line}: what is first | late | gone (the staged result: nothing was done).
+-- Returns {what, who waits, by line, names of objects that nothing refers to now}: what is first | late | gone (the staged
+--   result: nothing was done).
 local DAY_MS = 86400000
 local record, result, staged, due, outbox, payload = unpack(KEYS)
 local prefix, group, id, given_lane, given_entry, place, blob, attempt = unpack(ARGV, 1, 8)
@@ -10,7 +11,7 @@ local prefix, group, id, given_lane, given_entry, place, blob, attempt = unpack(
 local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters')
 local is_first = known[1] == 'queued'
 local lane, entry = is_first and prefix .. known[2] .. ':' .. known[3], known[4]
-if is_first and place == 'staged' and redis.call('EXISTS', staged) == 0 then return {'gone', ''} end
+if is_first and place == 'staged' and redis.call('EXISTS', staged) == 0 then return {'gone', '', {}} end
 if is_first and attempt == '0' then
   local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- an error where there is no group yet
   if pending[1] then attempt = pending[1][4] end
@@ -23,11 +24,12 @@ local function remove(from, entry_id)
 end
 if given_entry ~= '' then remove(given_lane, given_entry) end
 if is_first then remove(lane, entry) end -- it may have been moved since its worker took it
-redis.call('UNLINK', payload)
+local objects = {}
+drop(payload, objects)
 redis.call('ZREM', due, id)
 if not is_first then
-  redis.call('UNLINK', staged)
-  return {'late', ''}
+  drop(staged, objects)
+  return {'late', '', objects}
 end
 
 local times = redis.call('HMGET', record, 'result_ttl_ms', 'tombstone_ttl_ms')
@@ -48,4 +50,4 @@ if known[5] and known[5] ~= '' then
   local kept = times[1] + times[2] + DAY_MS
   if redis.call('PTTL', outbox) < kept then redis.call('PEXPIRE', outbox, kept) end
 end
-return {'first', known[6] or ''}
+return {'first', known[6] or '', objects}

@@ -1,0 +1,121 @@
+"""URLs of object stores that requests name: which may be read or written (the setting `stores.allow`). Pure.
+
+A URL has one spelling here, `scheme://bucket/key` or `file:///directory/file`, and is allowed when one of the prefixes
+is it, or a folder that it is in: `s3://data/in` allows `s3://data/in/x.parquet`, and neither `s3://data/inside` nor
+`s3://data-2`. A pattern such as `*.parquet` stands for names within its folder, and may be in a key only.
+
+What is decided is decided by the text. Links in a `file://` directory lead wherever they lead: allow no directory that
+others than the operator can make links in.
+"""
+
+import re
+from collections.abc import Sequence
+
+from qinfer.errors import Forbidden, InvalidRequest, QinferError, SettingsError
+
+_ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file", "abfs": "az"}
+_WITH_ACCOUNT = {"abfs", "abfss"}  # abfss://container@account.dfs.core.windows.net/key
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_AUTHORITY = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?")
+_HIDDEN = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE)  # `.`, `/`, `\`, `%` and zero, to those who decode
+_UNSAFE = re.compile(r"[\x00-\x20\x7f\\?#]")
+_LONGEST = 2048
+_SHOWN = 120
+
+
+def check_url(url: str, allow: Sequence[str]) -> str:
+    """Checks a URL that a request names.
+
+    Args:
+        url: What the request says.
+        allow: The prefixes that are allowed; empty = nothing is.
+
+    Returns:
+        The URL in its one spelling: this is to be opened, not what the request said.
+
+    Raises:
+        InvalidRequest: It is no URL of an object store, or it could mean more than it says: `..`, several schemes
+            chained with `::`, credentials, a query, encoded separators.
+        Forbidden: No prefix allows it.
+    """
+    place = _parsed(url)
+    if any(_holds(_parsed(prefix), place) for prefix in allow):
+        return _spelled(place)
+    raise Forbidden(
+        f"'{_shown(url)}' is in none of the stores that this server may use; "
+        "its operator allows them with QINFER_STORES__ALLOW"
+    )
+
+
+def normalised(url: str) -> str:
+    """Returns a URL in its one spelling; a setting's, such as a prefix.
+
+    Raises:
+        SettingsError: It is none, or could mean more than it says.
+    """
+    try:
+        return _spelled(_parsed(url))
+    except QinferError as error:
+        raise SettingsError(error.message) from None
+
+
+_Place = tuple[str, str, tuple[str, ...]]  # scheme, bucket or host, the path's segments
+
+
+def _parsed(url: str) -> _Place:
+    if len(url) > _LONGEST:
+        raise InvalidRequest(f"a store's URL of {len(url)} characters is too long; at most {_LONGEST} are possible")
+    scheme, separator, rest = url.partition("://")
+    scheme = scheme.lower()
+    if "::" in url:
+        raise InvalidRequest("a store's URL with '::' chains several stores; name one")
+    if not separator or not _SCHEME.fullmatch(scheme):
+        raise InvalidRequest(
+            f"'{_shown(url)}' is no URL of a store; expected such as s3://bucket/key or file:///data/x"
+        )
+    authority, _, path = rest.partition("/")
+    if "@" in authority and not (scheme in _WITH_ACCOUNT and ":" not in authority):
+        raise InvalidRequest("a store's URL may not hold credentials; they come from the store's own variables")
+    if _UNSAFE.search(rest) or _HIDDEN.search(rest):
+        raise InvalidRequest(
+            "a store's URL may hold no spaces, control characters, '\\', '?', '#', and no encoded '.', '/' or '%'"
+        )
+    if "@" in authority:
+        _check_account(authority)
+    else:
+        scheme = _ALIASES.get(scheme, scheme)
+        _check_authority(scheme, authority, url)
+    segments = tuple(path.removesuffix("/").split("/")) if path.removesuffix("/") else ()
+    if any(segment in ("", ".", "..") for segment in segments):
+        raise InvalidRequest("a store's URL may not hold '..', '.' or empty parts; write out where it leads")
+    return scheme, authority.removesuffix("localhost") if scheme == "file" else authority, segments
+
+
+def _check_account(authority: str) -> None:
+    container, _, host = authority.partition("@")
+    if not (_AUTHORITY.fullmatch(container) and _AUTHORITY.fullmatch(host)):
+        raise InvalidRequest("a store's URL with an account is abfss://container@account.dfs.core.windows.net/key")
+
+
+def _check_authority(scheme: str, authority: str, url: str) -> None:
+    if scheme == "file":
+        if authority not in ("", "localhost"):
+            raise InvalidRequest(f"'{_shown(url)}' is not an absolute path; expected file:///directory/file")
+    elif not _AUTHORITY.fullmatch(authority):
+        raise InvalidRequest(f"'{_shown(url)}' names no bucket; expected such as s3://bucket/key")
+
+
+def _holds(prefix: _Place, place: _Place) -> bool:
+    """Tells whether a place is the prefix, or within it."""
+    return prefix[:2] == place[:2] and place[2][: len(prefix[2])] == prefix[2]
+
+
+def _spelled(place: _Place) -> str:
+    scheme, authority, segments = place
+    return f"{scheme}://{authority}{'/' if segments or scheme == 'file' else ''}{'/'.join(segments)}"
+
+
+def _shown(url: str) -> str:
+    """Returns what a message shows of a URL."""
+    text = "".join(character if character.isprintable() else "?" for character in url)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
