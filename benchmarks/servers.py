@@ -134,7 +134,7 @@ def _qinfer(launch: Launch) -> list[Command]:
                 *(str(Path(sys.executable).with_name("qinfer")), "up"),
                 *("--model-repository", str(launch.repository)),
                 *("--data-dir", str(launch.directory / "data")),
-                *("--http-port", str(launch.port)),
+                *("--http-port", str(launch.port), "--grpc-port", "0", "--metrics-port", "0"),
                 *("--workers", "1"),
             ),
         )

@@ -2,10 +2,11 @@
 
     QinferError(code, retryable)
     ├─ RequestError    InvalidRequest · MalformedJson · UnsupportedDatatype · UnsupportedFeature · PayloadTooLarge
-    │                  ModelNotFound · RequestNotFound · JobNotFound · Conflict
+    │                  ModelNotFound · RequestNotFound · JobNotFound · Conflict · AlreadyExists · RegionNotFound
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
-    ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden
-    ├─ ModelError      ModelNotReady · ModelLoadFailed · BackendUnavailable · InferenceFailed · OutputMismatch
+    ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused
+    ├─ ModelError      ModelNotReady · ModelLoadFailed · ControlDisabled · BackendUnavailable · InferenceFailed
+    │                  OutputMismatch
     ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry
     ├─ ResultError     ResultNotFound · ResultExpired
     └─ SettingsError · Unreachable
@@ -30,6 +31,8 @@ class ErrorCode(StrEnum):
     REQUEST_NOT_FOUND = "request_not_found"
     JOB_NOT_FOUND = "job_not_found"
     CONFLICT = "conflict"
+    ALREADY_EXISTS = "already_exists"
+    REGION_NOT_FOUND = "region_not_found"
     QUEUE_FULL = "queue_full"
     QUOTA_EXCEEDED = "quota_exceeded"
     DEADLINE_INFEASIBLE = "deadline_infeasible"
@@ -37,8 +40,11 @@ class ErrorCode(StrEnum):
     CANCELLED = "cancelled"
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"
+    RESTRICTED = "restricted"
+    VALUE_REFUSED = "value_refused"
     MODEL_NOT_READY = "model_not_ready"
     MODEL_LOAD_FAILED = "model_load_failed"
+    CONTROL_DISABLED = "control_disabled"
     BACKEND_UNAVAILABLE = "backend_unavailable"
     INFERENCE_FAILED = "inference_failed"
     OUTPUT_MISMATCH = "output_mismatch"
@@ -122,6 +128,18 @@ class Conflict(RequestError):
     code = ErrorCode.CONFLICT
 
 
+class AlreadyExists(RequestError):
+    """What the caller wants to make is there already, under the same name."""
+
+    code = ErrorCode.ALREADY_EXISTS
+
+
+class RegionNotFound(RequestError):
+    """No shared memory region of that name is registered."""
+
+    code = ErrorCode.REGION_NOT_FOUND
+
+
 class Overloaded(QinferError):
     """The server refuses work it could not finish in time; try again after `retry_after_s` seconds."""
 
@@ -173,6 +191,18 @@ class Forbidden(QinferError):
     code = ErrorCode.FORBIDDEN
 
 
+class Restricted(QinferError):
+    """The operator restricted this group of calls; the request lacks the header that opens it."""
+
+    code = ErrorCode.RESTRICTED
+
+
+class ValueRefused(QinferError):
+    """A setting that clients change does not take this value, and Triton calls that unavailable (reference §1.17)."""
+
+    code = ErrorCode.VALUE_REFUSED
+
+
 class ModelError(QinferError):
     """Something about the model, not about the request."""
 
@@ -190,6 +220,12 @@ class ModelLoadFailed(ModelError):
     """The model's configuration or file can't be loaded."""
 
     code = ErrorCode.MODEL_LOAD_FAILED
+
+
+class ControlDisabled(ModelError):
+    """Models are not loaded and unloaded on request in the present control mode."""
+
+    code = ErrorCode.CONTROL_DISABLED
 
 
 class BackendUnavailable(ModelError):

@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
 from qinfer.errors import SettingsError
+from qinfer.stores import normalised
 
 PREFIX = "QINFER_"
 
@@ -162,6 +163,24 @@ class WebhookSettings(_Section):
     max_attempts: int = Field(12, gt=0, description="Deliveries of one webhook before it is given up.")
 
 
+class StoreSettings(_Section):
+    """Object stores that requests may name."""
+
+    allow: tuple[str, ...] = Field(
+        (),
+        description="URL prefixes of what requests may read and write, such as s3://bucket/folder or file:///data; "
+        "empty = none. `payload_url` and the repository are the operator's, and need not be here.",
+    )
+
+    @field_validator("allow")
+    @classmethod
+    def _one_spelling(cls, allow: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(map(normalised, allow))
+        except SettingsError as error:
+            raise ValueError(error.message) from None
+
+
 class AuthSettings(_Section):
     """Who may call."""
 
@@ -251,6 +270,7 @@ class Settings(BaseSettings):
     limits: LimitSettings = Field(default_factory=LimitSettings)
     requests: RequestSettings = Field(default_factory=RequestSettings)
     webhooks: WebhookSettings = Field(default_factory=WebhookSettings)
+    stores: StoreSettings = Field(default_factory=StoreSettings)
     auth: AuthSettings = Field(default_factory=AuthSettings)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
     repository: RepositorySettings = Field(default_factory=RepositorySettings)

@@ -67,6 +67,7 @@ class Server:
             str(Path(sys.executable).with_name("qinfer")),
             *("up", "--model-repository", str(options.directory / "models")),
             *("--data-dir", str(options.directory / "data"), "--http-port", str(port)),
+            *("--grpc-port", "0", "--metrics-port", "0"),
         ]
 
     def start(self) -> None:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, SecretStr
 from qinfer.cli.main import app
 from qinfer.observability import stats
 from qinfer.observability.metrics import GatewayTally, Snapshot, WorkerLoad
+from qinfer.repository import config_fields, config_spec
 from qinfer.settings import Settings
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
@@ -36,13 +37,22 @@ wrongly.
 METRICS_HEAD = """
 # Metrics
 
-`GET /metrics` on any gateway, in Prometheus' text format.
+`GET /metrics` on any gateway, in Prometheus' text format: on the port of `QINFER_METRICS__PORT`, 8002, where no key is asked
+for, and on that of HTTP.
 
 Metrics marked *shared* come from Redis and are about all workers and queues: every gateway shows the same numbers, so
 combine gateways with `max`. The others are about the gateway that is asked: combine them with `sum`.
 
 Scale workers by `qinfer_backlog_requests`: what waits and what is in flight. The mean batch size is
 `rate(qinfer_batch_size_rows_sum[1m]) / rate(qinfer_batch_size_rows_count[1m])`.
+"""
+MODEL_CONFIG_HEAD = """
+# Model configuration
+
+`config.pbtxt` is Triton's: the text of a `ModelConfig` message. Every field of the message is in one of these tables.
+What is missing is completed from the model file ([model repositories](../how-to/model-repositories.md)).
+
+A message that is named stands for all of its fields.
 """
 
 
@@ -94,6 +104,25 @@ def metrics_page() -> str:
     return NOTICE + "\n".join(lines) + "\n"
 
 
+def model_config_page() -> str:
+    """Returns the text of `model-config.md`."""
+    lines = [NOTICE + MODEL_CONFIG_HEAD]
+    for title, table in (
+        ("## Honoured\n", config_fields.SUPPORTED),
+        ("## Accepted without effect\n\nThey change how fast a model runs at most.\n", config_fields.HINTS),
+        ("## Refused\n\nA model that sets one is not loaded; the error names the field.\n", config_fields.REFUSED),
+    ):
+        lines += [title, "| field | |", "|---|---|", *(f"| `{path}` | {_cell(why)} |" for path, why in table.items())]
+        lines.append("")
+    lines += ["## qinfer's own parameters\n", "They go into the map `parameters`.\n"]
+    lines += ["| parameter | value | meaning |", "|---|---|---|"]
+    lines += [
+        f"| `{key}` | {config_spec.value_of(key)} | {config_spec.PARAMETERS[key]} |"
+        for key in config_spec.KNOWN_PARAMETERS
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Writes the pages."""
     for name, text in pages().items():
@@ -103,7 +132,12 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """Returns file name and text of every generated page."""
-    return {"settings.md": settings_page(), "cli.md": cli_page(), "metrics.md": metrics_page()}
+    return {
+        "settings.md": settings_page(),
+        "cli.md": cli_page(),
+        "metrics.md": metrics_page(),
+        "model-config.md": model_config_page(),
+    }
 
 
 def _is_section(annotation: Any) -> bool:

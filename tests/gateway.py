@@ -4,6 +4,9 @@ Models, all `x` → `y`, at most 8 rows: `echo` (FP32[4], versions 1 and 2), `te
 (`a`, `b`, given back as outputs), `fails` (every request), `stuck` (never answered), `loading` (no live worker).
 Never answered either: `small` (50 may wait), `bounded` (3 may wait, by its queue policy), `levels` (1 … 3, of which the
 default 2 refuses what has waited for 50 ms, and 3 is delayed), `asleep` (no live worker, and READY: `min_workers` 0).
+Without a batch dimension: `one` (BYTES[1]), `vary` (INT32[2, -1]), `wide` (FP32[-1, -1]). The output of `echo` has the
+labels zero, one and two. A request's parameters whose names begin with `told_` come back with its response, and one
+named `responses` says how many responses it gets.
 """
 
 import asyncio
@@ -25,8 +28,9 @@ from qinfer.delivery.requests import Address, Outcome, RequestState, Settlement
 from qinfer.errors import BrokerUnavailable
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer.repository.config import normalise, parse, to_json, to_spec
-from qinfer.settings import AuthSettings, HttpSettings, LimitSettings, Settings
+from qinfer.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, Settings
 from qinfer_api.app import Gateway, bind
+from qinfer_api.rpc.port import open_port
 
 _ONE = 'input {{ name: "x" data_type: {0} dims: [{1}] }} output {{ name: "y" data_type: {0} dims: [{1}] }}'
 _FP32 = _ONE.format("TYPE_FP32", 4)
@@ -58,10 +62,15 @@ MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "small": (_FP32 + _parameter("qinfer.lane_capacity", 50), (1,)),
     "bounded": (_FP32 + " dynamic_batching { default_queue_policy { max_queue_size: 3 } }", (1,)),
     "levels": (_FP32 + _LEVELS, (1,)),
+    "one": (_ONE.format("TYPE_STRING", 1), (1,)),
+    "vary": (_ONE.format("TYPE_INT32", "2, -1"), (1,)),
+    "wide": (_ONE.format("TYPE_FP32", "-1, -1"), (1,)),
     "asleep": (_FP32 + _parameter("qinfer.min_workers", 0), (1,)),
     "hasty": (_FP32 + _parameter("qinfer.default_timeout_s", 30) + _parameter("qinfer.max_timeout_s", 40), (1,)),
 }
-ANSWERING = ("echo", "text", "half", "pair", "fails", "späte modelle")
+UNBATCHED = ("one", "vary", "wide")
+LABELS: dict[str, tuple[str, ...]] = {"y": ("zero", "one", "two")}
+ANSWERING = ("echo", "text", "half", "pair", "fails", "späte modelle", *UNBATCHED)
 
 
 @dataclass(kw_only=True)
@@ -72,6 +81,7 @@ class Running:
     delivery: Delivery
     store: MemoryControlStore
     requests: list[InferRequest]
+    serving: "asyncio.Task[None] | None" = None
 
     @property
     def url(self) -> str:
@@ -80,6 +90,12 @@ class Running:
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
+
+    @property
+    def grpc_target(self) -> str:
+        """Where gRPC is served, as channels want it."""
+        assert self.gateway.rpc is not None
+        return self.gateway.rpc.url.partition("://")[2]
 
     async def refresh(self) -> None:
         """Lets the catalog see the store as it is now."""
@@ -93,9 +109,12 @@ def settings_of(
     http: Mapping[str, Any] | None = None,
     limits: Mapping[str, Any] | None = None,
     auth: Mapping[str, Any] | None = None,
+    grpc: Mapping[str, Any] | None = None,
 ) -> Settings:
+    """Returns settings on free ports; gRPC is served if `grpc` is given."""
     return Settings(
         http=HttpSettings(port=0, **(http or {})),
+        grpc=GrpcSettings(port=0, **grpc) if grpc is not None else GrpcSettings(enabled=False),
         limits=LimitSettings(**(limits or {})),
         auth=AuthSettings(**(auth or {})),
     )
@@ -107,10 +126,11 @@ async def running_gateway(settings: Settings | None = None, delivery: Delivery |
     settings = settings or settings_of()
     delivery, store = delivery or MemoryDelivery(), MemoryControlStore()
     await _declare_models(store, delivery)
-    gateway = Gateway(settings, delivery, store, bind(settings.http))
+    rpc_port = open_port(settings) if settings.grpc.enabled else None
+    gateway = Gateway(settings, delivery, store, bind(settings.http), rpc_port=rpc_port)
     running = Running(gateway=gateway, delivery=delivery, store=store, requests=[])
     async with asyncio.TaskGroup() as group:
-        serving = group.create_task(gateway.serve())
+        serving = running.serving = group.create_task(gateway.serve())
         workers = [group.create_task(_work(running, lane)) for lane in _lanes(ANSWERING)]
         try:
             await gateway.started.wait()
@@ -124,9 +144,19 @@ async def running_gateway(settings: Settings | None = None, delivery: Delivery |
 
 async def _declare_models(store: MemoryControlStore, delivery: Delivery) -> None:
     for name, (tensors, versions) in MODELS.items():
-        config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: 8 {tensors}'), name)
+        rows = 0 if name in UNBATCHED else 8
+        config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: {rows} {tensors}'), name)
         spec = to_spec(config, LimitSettings())
-        await store.put_model(StoredModel(name, 1, to_json(config), versions, min_workers=spec.min_workers))
+        await store.put_model(
+            StoredModel(
+                name,
+                1,
+                to_json(config),
+                versions,
+                min_workers=spec.min_workers,
+                labels=LABELS if name == "echo" else {},
+            )
+        )
         await store.set_desired(Desired(name, 1))
         for version in versions:
             await delivery.ensure(lanes_of(spec, version))
@@ -154,7 +184,7 @@ async def _work(running: Running, lane: Lane) -> None:
         running.requests += requests
         for lease, request in zip(leases, requests, strict=True):
             if request.reply_to:
-                await running.delivery.publish(request.reply_to, encode_responses([_answer(request)]))
+                await running.delivery.publish(request.reply_to, encode_responses(_answers(request)))
             else:
                 await running.delivery.requests.settle([_settlement(lease, request)])
         await running.delivery.finish([lease.entry for lease in leases])
@@ -181,6 +211,15 @@ async def _read(running: Running, lease: Lease) -> InferRequest:
         return decode_request(lease.frame, await running.delivery.payload(lease.entry, apart.request.id))
 
 
+def _answers(request: InferRequest) -> list[Response]:
+    """Returns the answer so often as the request says; none is an empty response that is the last."""
+    answer = _answer(request)
+    count = int(request.parameters.get("responses", 1))
+    if not count:
+        return [msgspec.structs.replace(answer, outputs=())]
+    return [msgspec.structs.replace(answer, index=index, final=index == count - 1) for index in range(count)]
+
+
 def _answer(request: InferRequest) -> Response:
     if request.model == "fails":
         failure = Failure("inference_failed", "the model raised: boom")
@@ -190,4 +229,7 @@ def _answer(request: InferRequest) -> Response:
         for tensor in request.inputs
         if not request.outputs or tensor.name in request.outputs or request.model != "pair"
     )
-    return Response(request_id=request.id, model=request.model, version=request.version, outputs=outputs)
+    told = {name: value for name, value in request.parameters.items() if name.startswith("told_")}
+    return Response(
+        request_id=request.id, model=request.model, version=request.version, outputs=outputs, parameters=told
+    )

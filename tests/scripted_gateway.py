@@ -6,7 +6,8 @@ import httpx
 import numpy as np
 
 import qinfer
-from qinfer.codec.kserve_json import OutputPlan, encode_infer
+from qinfer.codec.kserve_json import encode_infer
+from qinfer.codec.outputs import OutputPlan
 from qinfer.messages import Response
 from qinfer.tensors import from_numpy
 from qinfer.testing import FakeClock

@@ -22,7 +22,7 @@ from qinfer.repository import config
 from qinfer.settings import LimitSettings, Settings, WorkerSettings
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
-from qinfer_workers.inference.models import Loader
+from qinfer_workers.inference.loader import Loader
 from qinfer_workers.inference.worker import Worker
 
 OWNER = "caller"
@@ -87,7 +87,7 @@ class Stage:
 
             return make
 
-        loader = Loader(lambda model, version: Path(model) / str(version), factory, self.delivery.clock)
+        loader = Loader(lambda model, version, *_: Path(model) / str(version), factory, self.delivery.clock)
         worker = Worker(settings, self.delivery, self.store, loader, worker_id)
         stop = asyncio.Event()
         self._stops[worker_id] = (stop, self._tasks.create_task(worker.run(stop)))

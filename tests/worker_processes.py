@@ -21,8 +21,8 @@ from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.delivery.requests import Acceptance, Address, RequestRecord
 from qinfer.messages import IdFactory, InferRequest, Response
-from qinfer.repository.local import LocalRepository
-from qinfer.settings import RedisSettings
+from qinfer.repository.open import open_repositories
+from qinfer.settings import LimitSettings, RedisSettings, RepositorySettings
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually
 from tests.servers import RedisServer, system_redis
@@ -37,7 +37,8 @@ _TIMEOUT_S = 50.0
 class Workshop:
     """A Redis with a synced repository, worker processes, and a caller."""
 
-    def __init__(self, url: str, directory: Path) -> None:
+    def __init__(self, url: str, directory: Path, limits: LimitSettings | None = None) -> None:
+        self._limits = limits
         self._env = {
             **os.environ,
             "QINFER_REDIS__URL": url,
@@ -46,14 +47,14 @@ class Workshop:
             "PYTHONPATH": install(directory / "plugin"),
         }
         self._settings = RedisSettings(url=SecretStr(url))
-        self._repository = LocalRepository(directory / "repository")
+        self._repository = open_repositories(RepositorySettings(path=str(directory / "repository")))
         self._ids = IdFactory()
         self._generations: dict[str, int] = {}
         self.responses: dict[str, list[Response]] = {}
         self.processes: list[Process] = []
 
     async def open(self) -> None:
-        self.delivery = await RedisDelivery.connect(self._settings)
+        self.delivery = await RedisDelivery.connect(self._settings, self._limits)
         self.store = RedisControlStore(admin_client(self._settings))
         for model in await sync(self._repository, self.store, self.delivery):
             assert not model.error, model.error
@@ -164,11 +165,11 @@ class Workshop:
 
 
 @asynccontextmanager
-async def workshop(directory: Path) -> AsyncIterator[Workshop]:
+async def workshop(directory: Path, limits: LimitSettings | None = None) -> AsyncIterator[Workshop]:
     """Opens a workshop for the models in `directory / "repository"`; kills its workers at the end."""
     (directory / "redis").mkdir()
     with RedisServer(system_redis(), directory / "redis") as server:
-        one = Workshop(server.url, directory)
+        one = Workshop(server.url, directory, limits)
         await one.open()
         try:
             async with asyncio.TaskGroup() as tasks:

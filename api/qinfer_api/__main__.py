@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 
@@ -24,10 +25,11 @@ def main() -> int:
     """Runs the program; returns its exit code."""
     argparse.ArgumentParser(
         prog="python -m qinfer_api",
-        description="The qinfer gateway: Triton's HTTP protocol in front of Redis Streams.",
+        description="The qinfer gateway: Triton's protocol, over HTTP and gRPC, in front of Redis Streams.",
         epilog="Configured by QINFER_… variables, such as QINFER_REDIS__URL and QINFER_HTTP__PORT; "
         "`qinfer.settings` documents all of them.",
     ).parse_args()
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core writes to stderr, past the log and not as JSON
     try:
         settings = load_settings()
         logs.configure(settings.log, "gateway")

@@ -8,6 +8,7 @@ long, or whose outputs are beside the reply stream.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -45,6 +46,7 @@ from qinfer_api.status import of_request
 logger = logging.getLogger(__name__)
 
 _TIMED_OUT = "Request timeout expired"
+_SHORTEST_S = 0.001  # a timeout of 0 means none
 
 
 class Dispatcher:
@@ -140,13 +142,14 @@ class Dispatcher:
             raise Overloaded("Server exiting")
         return self._catalog.resolve(model, version)
 
-    def submit(self, context: Context, request: InferRequest, sink: Sink) -> Pending:
+    def submit(self, context: Context, request: InferRequest, sink: Sink, within_s: float = math.inf) -> Pending:
         """Puts a request into the queue of its model version; its responses, or its failure, go to the sink.
 
         Args:
             context: Who asks; authorized here, if that was not done before.
             request: The decoded request; it is stamped in place.
             sink: Called on the event loop.
+            within_s: How long its caller will wait, if that is known; it only shortens the model's own timeout.
 
         Raises:
             QinferError: The request is refused: its caller may not ask or not so much, the model is unknown or not
@@ -162,6 +165,8 @@ class Dispatcher:
         if not request.generation or request.generation != served.generation:
             self.check(request, served)
         timeout_s = spec.default_timeout_s
+        if within_s < timeout_s:
+            timeout_s = max(within_s, _SHORTEST_S)
         lane, route = served.lane, None
         if not served.routes.are_plain:
             route = served.routes.of(request.priority)
@@ -224,11 +229,14 @@ class Dispatcher:
             self._tally.failed("", 0, first.code)  # clients may not make series of names they think up
             return first
         self._tally.failed(model, served.version, error.code)
+        if isinstance(error, Overloaded):
+            self._tally.ended(model, served.version, error.code)
         return error
 
     def cancel(self, pending: Pending) -> None:
         """Forgets a request whose caller went away, and takes it out of the queue if it is still there."""
         if self._sinks.remove(pending):
+            self._tally.ended(pending.model, pending.version, "cancelled", pending.started_s)
             self._abandon(pending)
 
     def receive(self, blob: bytes) -> None:
@@ -311,6 +319,7 @@ class Dispatcher:
 
     def _fail(self, pending: Pending, error: Exception) -> None:
         failure = Failure.of(error)
+        self._tally.ended(pending.model, pending.version, failure.code, pending.started_s)
         answer = Response(request_id=pending.request_id, model=pending.model, version=pending.version, failure=failure)
         self._deliver(pending, answer)
 

@@ -4,6 +4,7 @@
 - Synchronous requests whose gateway died wait in their lanes for nobody: where no worker lives to expire them, their
   entries are finished once their time is over.
 - The outbox's notices are taken, as many as can be delivered at once.
+- What processes that died left in the payload store is deleted, once it has expired.
 
 Two gateways that do the same do no harm: each step is idempotent, and their rounds drift apart.
 """
@@ -26,6 +27,12 @@ logger = logging.getLogger(__name__)
 
 ORPHAN_GRACE_S = 1.0
 """A synchronous request is over so long after its deadline: until then its gateway may still finish it."""
+
+SWEEP_OBJECTS_EVERY_S = 60.0
+"""The pause between two looks for expired objects in the payload store."""
+
+SWEEP_AGAIN_S = 1.0
+"""That pause after a look that found some."""
 
 _PARTITION = 0  # all that there is, until models are spread
 _BATCH = 200  # requests settled in one write
@@ -72,6 +79,7 @@ class Janitor:
         """Sweeps until cancelled."""
         orphans_in_s = 0.0
         async with self._webhooks, asyncio.TaskGroup() as group:
+            group.create_task(self._sweep(), name="sweep the payload store")
             while True:
                 pause_s = self._sweep_every_s * random.uniform(0.75, 1.25)  # noqa: S311 - rounds drift apart
                 await asyncio.sleep(pause_s)
@@ -127,6 +135,21 @@ class Janitor:
             )
         return taken
 
+    async def _sweep(self) -> None:
+        """Has expired objects deleted, again and again; sooner again where there may be more."""
+        is_working = True
+        while True:
+            found = 0
+            try:
+                found = await self._delivery.sweep()
+                is_working = True
+            except DeliveryError as error:
+                if is_working:
+                    logger.warning("expired objects can't be deleted now", extra={"error": error.message})
+                is_working = False
+            pause_s = SWEEP_AGAIN_S if found else SWEEP_OBJECTS_EVERY_S
+            await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311 - rounds drift apart
+
     async def _expire(self, model: str) -> int:
         requests, count = self._delivery.requests, 0
         while True:
@@ -142,6 +165,8 @@ class Janitor:
             ended = [address for address, is_first in zip(late, firsts, strict=True) if is_first]
             for record in await asyncio.gather(*map(requests.record, ended)):
                 self._tally.failed(model, record.version if record is not None else 0, error.code)
+                if record is not None:
+                    self._tally.ended(model, record.version, error.code)
             count += len(ended)
 
     async def _finish_orphans(self, lane: Lane) -> int:
@@ -157,6 +182,7 @@ class Janitor:
                 await self._delivery.finish(over)
                 for _ in over:
                     self._tally.failed(lane.model, lane.version, DeadlineExceeded.code)
+                    self._tally.ended(lane.model, lane.version, DeadlineExceeded.code)
             count += len(over)
             if len(over) < _ORPHANS:
                 break

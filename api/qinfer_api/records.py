@@ -12,7 +12,7 @@ from urllib.parse import quote
 from qinfer.delivery.requests import Address, RequestRecord, RequestState
 from qinfer.errors import InvalidRequest, RequestNotFound
 from qinfer.messages import parse_request_id
-from qinfer.repository.local import is_model_name
+from qinfer.repository.base import is_model_name
 
 _CHOSEN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 _MAX_ID_CHARACTERS = 512

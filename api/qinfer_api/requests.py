@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from qinfer.codec.frame import decode_responses, encode_responses
-from qinfer.codec.kserve_json import OutputPlan
+from qinfer.codec.outputs import OutputPlan
 from qinfer.control.catalog import Catalog, Served
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.requests import (
@@ -27,7 +27,16 @@ from qinfer.delivery.requests import (
     RequestState,
     Settlement,
 )
-from qinfer.errors import Cancelled, Conflict, InvalidRequest, Overloaded, QinferError, QueueFull, ResultExpired
+from qinfer.errors import (
+    Cancelled,
+    Conflict,
+    CorruptEntry,
+    InvalidRequest,
+    Overloaded,
+    QinferError,
+    QueueFull,
+    ResultExpired,
+)
 from qinfer.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.observability.metrics import GatewayTally
 from qinfer.repository.config_spec import DEFAULT_TIMEOUT, MAX_TIMEOUT
@@ -128,6 +137,8 @@ class AsyncRequests:
             self.tally.failed("", 0, error.code)  # clients may not make series of names they think up
         else:
             self.tally.failed(model, served.version, error.code)
+            if isinstance(error, Overloaded):
+                self.tally.ended(model, served.version, error.code)
         return error
 
     async def submit(self, context: Context, request: InferRequest, plan: OutputPlan, submission: Submission) -> Ticket:
@@ -193,7 +204,9 @@ class AsyncRequests:
                 raise _expired(record)
             failure = Failure(record.code, of_request(record.client_id) + record.message)
             return Response(request_id=record.address.id, failure=failure), plan
-        blob = await self.delivery.requests.result(record.address)
+        blob = None
+        with contextlib.suppress(CorruptEntry):  # it was deleted in the payload store, before its time
+            blob = await self.delivery.requests.result(record.address)
         if blob is None:
             raise _expired(record)
         (response,) = decode_responses(blob)
@@ -212,6 +225,7 @@ class AsyncRequests:
         (is_first,) = await self.delivery.requests.settle([Settlement(address=address, outcome=outcome)])
         if is_first:
             self.tally.failed(address.model, record.version, Cancelled.code)
+            self.tally.ended(address.model, record.version, Cancelled.code)
         return await self.record(context, address)
 
     def _timeout_s(self, served: Served, asked_s: float | None) -> float:

@@ -31,6 +31,8 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.REQUEST_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.JOB_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.CONFLICT: Status(409, "ALREADY_EXISTS"),
+    ErrorCode.ALREADY_EXISTS: Status(400, "ALREADY_EXISTS"),
+    ErrorCode.REGION_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.QUEUE_FULL: Status(503, "UNAVAILABLE"),
     ErrorCode.QUOTA_EXCEEDED: Status(503, "UNAVAILABLE"),
     ErrorCode.DEADLINE_INFEASIBLE: Status(503, "UNAVAILABLE"),
@@ -38,8 +40,11 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.CANCELLED: Status(400, "CANCELLED"),
     ErrorCode.UNAUTHORIZED: Status(401, "UNAUTHENTICATED"),
     ErrorCode.FORBIDDEN: Status(403, "PERMISSION_DENIED"),
+    ErrorCode.RESTRICTED: Status(403, "UNAVAILABLE"),
+    ErrorCode.VALUE_REFUSED: Status(503, "UNAVAILABLE"),
     ErrorCode.MODEL_NOT_READY: Status(503, "UNAVAILABLE"),
     ErrorCode.MODEL_LOAD_FAILED: Status(500, "INTERNAL"),
+    ErrorCode.CONTROL_DISABLED: Status(503, "UNAVAILABLE"),
     ErrorCode.BACKEND_UNAVAILABLE: Status(503, "UNAVAILABLE"),
     ErrorCode.INFERENCE_FAILED: Status(500, "INTERNAL"),
     ErrorCode.OUTPUT_MISMATCH: Status(500, "INTERNAL"),
@@ -84,6 +89,14 @@ def http_status(code: str, *, v1: bool = False) -> int:
     except ValueError:
         return 500
     return 429 if v1 and known in TOO_MANY else STATUSES[known].http
+
+
+def grpc_status(code: str) -> str:
+    """Returns the name of the gRPC code of an error code; INTERNAL for one this version does not know."""
+    try:
+        return STATUSES[ErrorCode(code)].grpc
+    except ValueError:
+        return "INTERNAL"
 
 
 def retry_after_s(code: str, error: BaseException | None = None) -> int:

@@ -161,8 +161,9 @@ class Batcher:
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
         """Answers items with an error, without executing them."""
-        failure = Failure.of(error)
+        failure, now_s = Failure.of(error), self._clock.now_s()
         self.tally.failed(failure.code, len(items))
+        self.tally.spent_failing(int(sum(max(now_s - item.enqueued_s, 0.0) for item in items) * 1e9))
         self._outlet.answer(items, [self._responder.failure(item, failure) for item in items])
 
     async def pause(self) -> None:

@@ -1,7 +1,7 @@
 """One batch on its way through a model instance: the items, what the backend answered, and where the time went.
 
 It is the `Context` that backends answer through. One thread at a time touches it: the event loop makes it, an
-instance's thread runs it, the event loop reads it.
+instance's thread runs it, the event loop reads it. Only `call` may come from several threads of the backend at once.
 """
 
 import logging

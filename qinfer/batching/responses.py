@@ -47,14 +47,14 @@ class Responder:
         items: list[Pending] = []
         responses: list[Response] = []
         earlier = self._earlier(execution) if execution.earlier else {}
-        rows_done = 0
+        rows_done = failed_ns = 0
         for position, (item, answer) in enumerate(zip(execution.items, execution.answers, strict=True)):
             if item.lost or answer is None:
                 continue
             items.append(item)
             before = earlier.get(id(item), ())
             responses.extend(before)
-            waited_ns = max(int((begin_s - item.enqueued_s) * 1e9), 0)
+            waited_ns = max(int((begin_s - item.enqueued_s) * 1e9) - execution.input_ns, 0)
             response = self._final(item, answer, len(before), Timing(waited_ns, *timing))
             if execution.parameters:
                 response = msgspec.structs.replace(response, parameters=execution.parameters.get(position, {}))
@@ -63,11 +63,14 @@ class Responder:
                 rows_done += item.rows
             else:
                 failures[response.failure.code] += 1
+                failed_ns += waited_ns + sum(timing[:3])
             responses.append(response)
         if queue_ns:
-            tally.executed(len(queue_ns), rows_done, queue_ns, *timing[:3])
+            tally.executed(rows_done, queue_ns, *timing[:3], begin_s)
         for reason, count in failures.items():
             tally.failed(reason, count)
+        if failed_ns:
+            tally.spent_failing(failed_ns)
         return items, responses
 
     def failure(self, item: Pending, failure: Failure) -> Response:

@@ -44,7 +44,7 @@ def read(text: bytes, max_depth: int) -> Request:
         MalformedJson: A value has the wrong type, or a required one is missing.
         UnsupportedDatatype: An input's datatype is unknown.
     """
-    document = _load(text, max_depth)
+    document = load(text, max_depth)
     if not isinstance(document, dict):
         raise _missing("inputs")
     request_id = document.get("id", "")
@@ -53,14 +53,19 @@ def read(text: bytes, max_depth: int) -> Request:
     if parameters is not UNSET and not isinstance(parameters, dict):
         raise MalformedJson("failed to get request params.: attempt to get members for non-object")
     return Request(
-        inputs=[_input(entry) for entry in _array(document, "inputs")],
+        inputs=[read_input(entry) for entry in _array(document, "inputs")],
         id=request_id,
         parameters=parameters,
         outputs=[_output(entry) for entry in _array(document, "outputs")] if "outputs" in document else [],
     )
 
 
-def _load(text: bytes, max_depth: int) -> Any:
+def load(text: bytes, max_depth: int) -> Any:
+    """Parses JSON as Triton does: NaN and Infinity are numbers, and a number too large for a double is a mistake.
+
+    Raises:
+        InvalidRequest: The text is no JSON, or too deep.
+    """
     try:
         try:
             return msgspec.json.decode(text)
@@ -88,12 +93,19 @@ def _finite(literal: str) -> float:
     return value
 
 
-def _input(entry: Any) -> AnyInput:
+def read_input(entry: Any) -> AnyInput:
+    """Reads one input of a request from parsed JSON.
+
+    Raises:
+        InvalidRequest: Fields contradict each other.
+        MalformedJson: A value has the wrong type, or a required one is missing.
+        UnsupportedDatatype: Its datatype is unknown.
+    """
     fields = entry if isinstance(entry, dict) else {}
     raw = fields.get("parameters")
     raw = raw if isinstance(raw, dict) else {}
-    parameters = InputParameters(raw.get("binary_data_size", UNSET), raw.get("shared_memory_region", UNSET))
-    _check_one_source("data" in fields, parameters)
+    size, region = raw.get("binary_data_size", UNSET), raw.get("shared_memory_region", UNSET)
+    _check_one_source("data" in fields, size, region)
     name = _string(fields, "name")
     datatype = _string(fields, "datatype")
     shape = _array(fields, "shape")
@@ -101,10 +113,8 @@ def _input(entry: Any) -> AnyInput:
         _check(_is_unsigned(dimension), "shape", _NOT_UNSIGNED)
         if dimension >= 2**63:
             raise InvalidRequest(f"a dimension of input '{name}' is {dimension}, larger than any tensor can be")
-    size = parameters.binary_data_size
     _check(size is UNSET or _is_unsigned(size), "binary_data_size", _NOT_UNSIGNED)
-    region = parameters.shared_memory_region
-    _check(region is UNSET or isinstance(region, str), "shared_memory_region", _NOT_STRING)
+    parameters = InputParameters(size, *_shared_memory(raw))
     cls = INPUTS.get(datatype)
     if cls is None:
         raise UnsupportedDatatype(f"invalid datatype for input {name}")
@@ -115,13 +125,22 @@ def _input(entry: Any) -> AnyInput:
     return cls(name, tuple(shape), parameters, data)
 
 
-def _check_one_source(has_data: bool, parameters: InputParameters) -> None:  # noqa: FBT001  # private
+def _shared_memory(raw: Mapping[str, Any]) -> tuple[Any, int, int]:
+    region = raw.get("shared_memory_region", UNSET)
+    _check(region is UNSET or isinstance(region, str), "shared_memory_region", _NOT_STRING)
+    offset, size = raw.get("shared_memory_offset", 0), raw.get("shared_memory_byte_size", 0)
+    _check(_is_unsigned(offset), "shared_memory_offset", _NOT_UNSIGNED)
+    _check(_is_unsigned(size), "shared_memory_byte_size", _NOT_UNSIGNED)
+    return region, offset, size
+
+
+def _check_one_source(has_data: bool, size: Any, region: Any) -> None:  # noqa: FBT001  # private
     sources = [
         name
         for name, found in (
             ("data", has_data),
-            ("binary_data_size", parameters.binary_data_size is not UNSET),
-            ("shared_memory_region", parameters.shared_memory_region is not UNSET),
+            ("binary_data_size", size is not UNSET),
+            ("shared_memory_region", region is not UNSET),
         )
         if found
     ]
@@ -142,12 +161,10 @@ def _output(entry: Any) -> Output:
     fields = entry if isinstance(entry, dict) else {}
     raw = fields.get("parameters")
     raw = raw if isinstance(raw, dict) else {}
-    parameters = OutputParameters(
-        raw.get("binary_data", UNSET), raw.get("classification", 0), raw.get("shared_memory_region", UNSET)
-    )
-    _check(parameters.binary_data is UNSET or isinstance(parameters.binary_data, bool), "binary_data", _NOT_BOOLEAN)
-    _check(_is_unsigned(parameters.classification), "classification", _NOT_UNSIGNED)
-    return Output(_string(fields, "name"), parameters)
+    binary, classes = raw.get("binary_data", UNSET), raw.get("classification", UNSET)
+    _check(binary is UNSET or isinstance(binary, bool), "binary_data", _NOT_BOOLEAN)
+    _check(classes is UNSET or _is_unsigned(classes), "classification", _NOT_UNSIGNED)
+    return Output(_string(fields, "name"), OutputParameters(binary, classes, *_shared_memory(raw)))
 
 
 def _flat(data: list[Any], datatype: str) -> list[Any]:

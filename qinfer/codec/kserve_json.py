@@ -10,7 +10,7 @@ rounded twice). NaN and Infinity travel as these words, both ways, as with Trito
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -22,31 +22,15 @@ from qinfer.codec import kserve_exact
 from qinfer.codec.json_depth import check_depth
 from qinfer.codec.kserve_parameters import apply_parameters
 from qinfer.codec.kserve_types import NAMES, UNPARSABLE, AnyInput, InputParameters, Output, parse
-from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch, UnsupportedFeature
-from qinfer.messages import InferRequest, Response
+from qinfer.codec.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepare, read_special
+from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch
+from qinfer.messages import InferRequest, Response, Scalar
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 
 _NO_PARAMETERS = InputParameters()
-_NO_SHARED_MEMORY = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 
 # Datatypes whose JSON elements `struct` packs; BYTES has its own layout, FP16 and BF16 travel as binary only.
 _STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in ("FP16", "BF16", "BYTES")}
-
-
-class OutputPlan(msgspec.Struct, frozen=True):
-    """Which outputs of a response travel as binary data.
-
-    Attributes:
-        binary: The default: the request's `binary_data_output`.
-        overrides: Output name → its own `binary_data`.
-    """
-
-    binary: bool = False
-    overrides: Mapping[str, bool] = {}
-
-    def is_binary(self, output: str) -> bool:
-        """Tells whether `output` travels as binary data."""
-        return self.overrides.get(output, self.binary)
 
 
 class InferReply(msgspec.Struct, frozen=True, gc=False):
@@ -57,9 +41,14 @@ class InferReply(msgspec.Struct, frozen=True, gc=False):
 
 
 def decode_infer(
-    body: Bytes, json_length: int | None, model: str, version: int, max_depth: int = 100
+    body: Bytes,
+    json_length: int | None,
+    model: str,
+    version: int,
+    max_depth: int = 100,
+    regions: Regions = NO_REGIONS,
 ) -> tuple[InferRequest, OutputPlan]:
-    """Decodes an infer request.
+    """Decodes an infer request; a raw binary one, of JSON length 0, is for `raw_request`.
 
     Args:
         body: The uncompressed body; binary inputs become views into it.
@@ -67,12 +56,13 @@ def decode_infer(
         model: The model's name, from the URL.
         version: The version from the URL; 0 if there is none.
         max_depth: Deepest JSON nesting allowed.
+        regions: The shared memory that inputs are copied from.
 
     Raises:
         InvalidRequest: A field is wrong, or the sizes do not add up.
         MalformedJson: A JSON value has the wrong type.
         UnsupportedDatatype: An input's datatype is unknown.
-        UnsupportedFeature: Shared memory, classification, or a raw binary request.
+        QinferError: A shared memory region is not registered or too small, or shared memory is off.
     """
     text, tail = _split(body, json_length)
     check_depth(text, max_depth)
@@ -88,16 +78,16 @@ def decode_infer(
     position = 0
     for entry in parsed.inputs:
         if entry.parameters is UNSET and entry.data is not UNSET:
-            data: Bytes = _pack(entry)
+            data: Bytes = pack(entry)
         else:
-            data, position = _from_elsewhere(entry, tail, position, model)
+            data, position = _from_elsewhere(entry, tail, position, model, regions)
         inputs.append(Tensor(entry.name, NAMES[type(entry)], entry.shape, data))
     if position != len(tail):
         raise InvalidRequest(f"unexpected additional input data for model '{model}'")
     outputs: tuple[str, ...] = ()
     plan = _BINARY_PLAN if binary else _JSON_PLAN
     if parsed.outputs:
-        outputs, plan = _plan(parsed.outputs, binary=binary)
+        outputs, plan = _plan(parsed.outputs, regions, binary=binary)
     request = InferRequest(model=model, inputs=tuple(inputs), version=version, client_id=parsed.id, outputs=outputs)
     if fields:
         for name, value in fields.items():
@@ -105,29 +95,38 @@ def decode_infer(
     return request, plan
 
 
-def encode_infer(response: Response, client_id: str, plan: OutputPlan) -> InferReply:
+def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: Regions = NO_REGIONS) -> InferReply:
     """Encodes a response that carries outputs.
 
     Args:
         response: The response; its failure, if any, is not looked at.
         client_id: The request's `id`, echoed unless empty.
-        plan: Which outputs travel as binary data.
+        plan: How the outputs travel; bound to the model (`outputs.bind`).
+        regions: The shared memory that outputs are written to.
 
     Raises:
-        InvalidRequest: An output can't travel as JSON: FP16, BF16, or BYTES that are not UTF-8.
+        InvalidRequest: An output can't travel as JSON: FP16, BF16, or BYTES that are not UTF-8; or it can't be ranked.
         OutputMismatch: An output's bytes do not fill its shape.
+        QinferError: An output can't be written to shared memory.
     """
     begin = b'{"id":%b,' % _encoder.encode(client_id) if client_id else b"{"
     parts = [begin, _reply_head(response.model, response.version)]
+    if response.parameters:
+        parts.insert(1, _told(response.parameters))
+    outputs, placed = response.outputs, _NOWHERE
+    if plan.special is not None:
+        outputs, placed = prepare(response, plan, regions)
     tail: list[Bytes] = []
     separator = b""
-    for tensor in response.outputs:
+    for tensor in outputs:
         head = _output_head(tensor.name, tensor.datatype, tensor.shape)
-        if plan.is_binary(tensor.name):
+        if placed and tensor.name in placed:
+            parts += (separator, head[:-1], b"}")
+        elif plan.is_binary(tensor.name):
             parts += (separator, head, b'"parameters":{"binary_data_size":%d}}' % len(tensor.data))
             tail.append(tensor.data)
         else:
-            parts += (separator, head, b'"data":', _elements(tensor), b"}")
+            parts += (separator, head, b'"data":', elements(tensor), b"}")
         separator = b","
     parts.append(b"]}")
     text = b"".join(parts)
@@ -136,6 +135,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan) -> InferR
     return InferReply(b"".join((text, *tail)), len(text))
 
 
+_NOWHERE: Collection[str] = ()
 _JSON_PLAN = OutputPlan()
 _BINARY_PLAN = OutputPlan(binary=True)
 
@@ -145,19 +145,15 @@ def _split(body: Bytes, json_length: int | None) -> tuple[bytes, Bytes]:
         return (body if isinstance(body, bytes) else bytes(body)), b""
     if not 0 <= json_length <= len(body):
         raise InvalidRequest(f"inference header size should be in range (0, {len(body)}), got: {json_length}")
-    if json_length == 0:
-        raise UnsupportedFeature(
-            "raw binary requests (Inference-Header-Content-Length: 0) are not supported; send the JSON header"
-        )
     return bytes(body[:json_length]), memoryview(body)[json_length:]
 
 
-def _from_elsewhere(entry: AnyInput, tail: Bytes, position: int, model: str) -> tuple[Bytes, int]:
+def _from_elsewhere(entry: AnyInput, tail: Bytes, position: int, model: str, regions: Regions) -> tuple[Bytes, int]:
     """Finds the data of an input that has parameters, or none; returns it, and where the next binary input begins."""
     parameters = _NO_PARAMETERS if entry.parameters is UNSET else entry.parameters
     size = parameters.binary_data_size
     if size is UNSET or entry.data is not UNSET or parameters.shared_memory_region is not UNSET:
-        return _without_binary(entry, parameters), position
+        return _without_binary(entry, parameters, regions), position
     end = position + size
     if end > len(tail):
         raise InvalidRequest(
@@ -167,7 +163,7 @@ def _from_elsewhere(entry: AnyInput, tail: Bytes, position: int, model: str) -> 
     return tail[position:end], end
 
 
-def _without_binary(entry: AnyInput, parameters: InputParameters) -> bytes:
+def _without_binary(entry: AnyInput, parameters: InputParameters, regions: Regions) -> Bytes:
     """Returns the data of an input that has parameters, but none of its own in the body's tail."""
     sources = {
         "data": entry.data,
@@ -177,13 +173,19 @@ def _without_binary(entry: AnyInput, parameters: InputParameters) -> bytes:
     found = [name for name, value in sources.items() if value is not UNSET]
     if len(found) != 1:
         raise kserve_exact.one_source_only(found)
-    if parameters.shared_memory_region is not UNSET:
-        raise UnsupportedFeature(_NO_SHARED_MEMORY)
-    return _pack(entry)
+    region = parameters.shared_memory_region
+    if region is UNSET:
+        return pack(entry)
+    return regions.view(region, parameters.shared_memory_offset, parameters.shared_memory_byte_size)
 
 
-def _pack(entry: AnyInput) -> bytes:
-    """Turns an input's JSON elements into tensor bytes."""
+def pack(entry: AnyInput) -> bytes:
+    """Turns an input's JSON elements into tensor bytes.
+
+    Raises:
+        InvalidRequest: Its datatype does not travel as JSON, or a value is out of its range.
+        MalformedJson: There are not as many elements as the shape says.
+    """
     count = _elements_of(entry.name, entry.shape)
     if not count:
         return b""
@@ -219,20 +221,22 @@ def _elements_of(name: str, shape: tuple[int, ...]) -> int:
     return count
 
 
-def _plan(wanted: list[Output], *, binary: bool) -> tuple[tuple[str, ...], OutputPlan]:
+def _plan(wanted: list[Output], regions: Regions, *, binary: bool) -> tuple[tuple[str, ...], OutputPlan]:
     overrides: dict[str, bool] = {}
+    special: dict[str, Special] | None = None
     for output in wanted:
-        if output.parameters is UNSET:
+        parameters = output.parameters
+        if parameters is UNSET:
             continue
-        if output.parameters.shared_memory_region is not UNSET:
-            raise UnsupportedFeature(_NO_SHARED_MEMORY)
-        if output.parameters.classification:
-            raise UnsupportedFeature(
-                f"the classification extension is not supported; leave it out for output '{output.name}'"
-            )
-        if output.parameters.binary_data is not UNSET:
-            overrides[output.name] = output.parameters.binary_data
-    return tuple([output.name for output in wanted]), OutputPlan(binary, overrides)
+        if parameters.binary_data is not UNSET:
+            overrides[output.name] = parameters.binary_data
+        if parameters.classification is not UNSET or parameters.shared_memory_region is not UNSET:
+            given = {name: value for name, value in msgspec.structs.asdict(parameters).items() if value is not UNSET}
+            found = read_special(given, regions)
+            if found is not None:
+                special = special or {}
+                special[output.name] = found
+    return tuple([output.name for output in wanted]), OutputPlan(binary, overrides, special)
 
 
 _encoder = msgspec.json.Encoder()
@@ -244,14 +248,24 @@ def _reply_head(model: str, version: int) -> bytes:
     return _encoder.encode({"model_name": model, "model_version": str(version), "outputs": []})[1:-2]
 
 
+def _told(parameters: Mapping[str, Scalar]) -> bytes:
+    """Returns the JSON member of a response's parameters."""
+    return b'"parameters":%b,' % _encoder.encode(parameters)
+
+
 @lru_cache(maxsize=1024)
 def _output_head(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
     """Returns the JSON of an output, up to its data."""
     return _encoder.encode({"name": name, "datatype": datatype, "shape": shape})[:-1] + b","
 
 
-def _elements(tensor: Tensor) -> bytes:
-    """Turns tensor bytes into a JSON array, flat and in row-major order."""
+def elements(tensor: Tensor) -> bytes:
+    """Turns tensor bytes into a JSON array, flat and in row-major order.
+
+    Raises:
+        InvalidRequest: Its elements can't travel as JSON.
+        OutputMismatch: Its bytes do not fill its shape.
+    """
     code = _STRUCT_CODES.get(tensor.datatype)
     if code is None:
         if tensor.datatype == "BYTES":
@@ -261,10 +275,10 @@ def _elements(tensor: Tensor) -> bytes:
         )
     if len(tensor.data) != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
-    elements = memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload]  # any struct code
-    text = _encoder.encode(elements)
+    values = memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload]  # any struct code
+    text = _encoder.encode(values)
     if text.find(b"n") >= 0:  # null, which msgspec writes for NaN and infinities, and Triton as words
-        text = json.dumps(elements, separators=(",", ":")).encode()
+        text = json.dumps(values, separators=(",", ":")).encode()
     return text
 
 

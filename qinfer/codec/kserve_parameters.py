@@ -40,7 +40,7 @@ def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> b
         elif key in ("sequence_start", "sequence_end"):
             sequence[key.removeprefix("sequence_")] = _boolean(key, value)
         else:
-            custom[key] = _custom(key, value)
+            custom[key] = custom_parameter(key, value)
     if custom:
         fields["parameters"] = custom
     if sequence.get("id"):  # 0 and "" mean: no sequence
@@ -48,7 +48,12 @@ def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> b
     return binary
 
 
-def _custom(key: str, value: Any) -> Any:
+def custom_parameter(key: str, value: Any) -> Any:
+    """Returns the value of a parameter that is handed to the backend.
+
+    Raises:
+        InvalidRequest: The key is reserved, or the value is no scalar.
+    """
     if key.startswith("triton_"):
         raise InvalidRequest(
             "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."

@@ -19,6 +19,8 @@ class InputParameters(msgspec.Struct, gc=False):
 
     binary_data_size: Natural | UnsetType = UNSET
     shared_memory_region: str | UnsetType = UNSET
+    shared_memory_offset: Natural = 0
+    shared_memory_byte_size: Natural = 0
 
 
 class Input(msgspec.Struct, tag_field="datatype", gc=False):
@@ -123,8 +125,10 @@ class OutputParameters(msgspec.Struct, gc=False):
     """The output parameters with a meaning (reference §1.6)."""
 
     binary_data: bool | UnsetType = UNSET
-    classification: Natural = 0
+    classification: Natural | UnsetType = UNSET
     shared_memory_region: str | UnsetType = UNSET
+    shared_memory_offset: Natural = 0
+    shared_memory_byte_size: Natural = 0
 
 
 class Output(msgspec.Struct, gc=False):

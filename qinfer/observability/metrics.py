@@ -5,6 +5,7 @@ workers and queues know comes from the shared store (`Snapshot`): every gateway 
 aggregate them over gateways with `max`, not `sum`; their help texts say "shared".
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -55,10 +56,12 @@ class GatewayTally:
 
     Attributes:
         in_flight: Called at each scrape for the number of requests without an answer; the gateway sets it.
+        refusals: What this gateway adds to the models' statistics.
     """
 
     def __init__(self) -> None:
         self.in_flight: Callable[[], int] = lambda: 0
+        self.refusals = stats.RefusalTally()
         self._answered: dict[tuple[str, int], _Durations] = {}
         self._failed: dict[tuple[str, int, str], int] = {}
 
@@ -77,6 +80,18 @@ class GatewayTally:
         """
         key = ("", 0, reason) if reason == _UNKNOWN_MODEL else (model, version, reason)
         self._failed[key] = self._failed.get(key, 0) + 1
+
+    def ended(self, model: str, version: int, reason: str, started_s: float | None = None) -> None:
+        """Counts a request that this gateway ended itself, so that no worker counts it, for the models' statistics.
+
+        Args:
+            model: A model that exists.
+            version: Its version.
+            reason: The `ErrorCode` value.
+            started_s: When it was received, in monotonic time; `None` = it never waited, or nobody knows how long.
+        """
+        seconds = 0.0 if started_s is None else time.monotonic() - started_s
+        self.refusals.refused(model, version, reason, seconds)
 
     def collect(self) -> Iterator[Metric]:
         """Yields this gateway's metrics."""

@@ -2,12 +2,15 @@
 
 They travel as integer deltas of named fields (`HINCRBY` on `stats:<version>`), so that the totals only grow, whichever
 worker dies and however many there are. A histogram is one field per bucket, `<histogram>:<upper bound>`, not
-cumulative; the bound is in the name, so that a changed list of buckets can't misread old counts.
+cumulative; the bound is in the name, so that a changed list of buckets can't misread old counts. One field is no sum
+but an instant, of which the latest stays (`LATEST`). What a process had not sent when it is killed is lost: at most
+about a second of counts.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import NamedTuple
 
 QUEUE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 EXECUTION_BUCKETS_S = QUEUE_BUCKETS_S
@@ -18,6 +21,14 @@ QUEUE, EXECUTION, BATCH = "queue", "execution", "batch"
 
 SUCCESS_COUNT = "success_count"
 """Requests answered with outputs."""
+SUCCESS_NS = "success_ns"
+"""Nanoseconds from enqueueing to the outputs, over all requests answered with outputs."""
+FAIL_NS = "fail_ns"
+"""Nanoseconds from enqueueing to the failure, over all requests that failed."""
+LAST_INFERENCE_MS = "last_inference_ms"
+"""When the last execution began: milliseconds since the epoch, in the broker's time."""
+LATEST = frozenset((LAST_INFERENCE_MS,))
+"""The fields of which the greatest value stays; all others are sums."""
 INFERENCE_COUNT = "inference_count"
 """Rows executed: Triton's inference count."""
 EXECUTION_COUNT = "execution_count"
@@ -31,7 +42,27 @@ RETRIES = "retries"
 DEAD_LETTERS = "dead_letters"
 """Entries that were given up and put with the dead letters."""
 FAILURES = "failures:"
-"""Requests that failed, by reason: `failures:<error code>`."""
+"""Requests that failed in a worker, by reason: `failures:<error code>`."""
+REFUSALS = "refusals:"
+"""Requests that a gateway ended, so that no worker counts them: refused by the queue, given up at their deadline,
+cancelled. By reason: `refusals:<error code>`."""
+BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
+    "batch_count:",
+    "batch_input_ns:",
+    "batch_infer_ns:",
+    "batch_output_ns:",
+)
+"""Executions by batch size, and nanoseconds of them: `batch_count:<rows>`, …"""
+
+
+class BatchTotals(NamedTuple):
+    """Executions of one batch size: how many, and for how long altogether; each is counted once."""
+
+    rows: int
+    executions: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
 
 
 class StatsTally:
@@ -42,34 +73,52 @@ class StatsTally:
         self._queue = [0] * (len(QUEUE_BUCKETS_S) + 1)
         self._execution = [0] * (len(EXECUTION_BUCKETS_S) + 1)
         self._batch = [0] * (len(BATCH_BUCKETS) + 1)
+        self._sizes: dict[int, list[int]] = {}
+        self._last_s = 0.0
 
     def executed(
-        self, requests: int, rows: int, queue_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int
+        self,
+        rows: int,
+        queue_ns: Sequence[int],
+        input_ns: int,
+        infer_ns: int,
+        output_ns: int,
+        begin_s: float = 0.0,
     ) -> None:
         """Counts one execution that answered its requests with outputs.
 
         Args:
-            requests: How many requests it answered.
             rows: Its batch size: rows of all requests.
-            queue_ns: How long each request waited, from enqueueing to the start of the execution.
-            input_ns: Start of the execution → inputs ready.
+            queue_ns: How long each answered request waited: from enqueueing to the execution, less `input_ns`.
+            input_ns: How long making the inputs took.
             infer_ns: Inputs ready → model done.
             output_ns: Model done → outputs ready.
+            begin_s: When it began, in the broker's time; 0 = not known.
         """
         deltas, batch_ns = self._deltas, input_ns + infer_ns + output_ns
+        requests, waited_ns = len(queue_ns), sum(queue_ns)
         deltas[SUCCESS_COUNT] += requests
         deltas[INFERENCE_COUNT] += rows
         deltas[EXECUTION_COUNT] += 1
         deltas[EXECUTION_NS] += batch_ns
-        deltas[QUEUE_NS] += sum(queue_ns)
+        deltas[SUCCESS_NS] += waited_ns + batch_ns * requests
+        deltas[QUEUE_NS] += waited_ns
         deltas[INPUT_NS] += input_ns * requests
         deltas[INFER_NS] += infer_ns * requests
         deltas[OUTPUT_NS] += output_ns * requests
         queue = self._queue
-        for waited_ns in queue_ns:
-            queue[bisect_left(QUEUE_BUCKETS_S, waited_ns / 1e9)] += 1
+        for item_ns in queue_ns:
+            queue[bisect_left(QUEUE_BUCKETS_S, item_ns / 1e9)] += 1
         self._execution[bisect_left(EXECUTION_BUCKETS_S, batch_ns / 1e9)] += 1
         self._batch[bisect_left(BATCH_BUCKETS, rows)] += 1
+        size = self._sizes.get(rows)
+        if size is None:
+            size = self._sizes[rows] = [0, 0, 0, 0]
+        size[0] += 1
+        size[1] += input_ns
+        size[2] += infer_ns
+        size[3] += output_ns
+        self._last_s = max(self._last_s, begin_s)
 
     def retried(self, count: int) -> None:
         """Counts requests that are executed again because their batch raised."""
@@ -83,6 +132,10 @@ class StatsTally:
         """Counts requests that failed in the worker, by `ErrorCode` value."""
         self._deltas[FAILURES + reason] += count
 
+    def spent_failing(self, ns: int) -> None:
+        """Adds nanoseconds from enqueueing to failing, of requests that `failed` counts."""
+        self._deltas[FAIL_NS] += ns
+
     def drain(self) -> dict[str, int]:
         """Returns what was added since the last drain, without zeros."""
         deltas = {name: value for name, value in self._deltas.items() if value}
@@ -95,7 +148,57 @@ class StatsTally:
             fields = zip(_bucket_fields(name, bounds), counts, strict=True)
             deltas.update((field, count) for field, count in fields if count)
             counts[:] = [0] * len(counts)
+        for rows, totals in self._sizes.items():
+            deltas.update((f"{name}{rows}", total) for name, total in zip(_BATCH_FIELDS, totals, strict=True) if total)
+        self._sizes.clear()
+        if self._last_s:
+            deltas[LAST_INFERENCE_MS] = int(self._last_s * 1000)
+            self._last_s = 0.0
         return deltas
+
+
+class RefusalTally:
+    """Adds up the requests that one gateway ended itself, of all models; used by its event loop only."""
+
+    def __init__(self) -> None:
+        self._deltas: dict[tuple[str, int], defaultdict[str, int]] = {}
+
+    def refused(self, model: str, version: int, reason: str, seconds: float) -> None:
+        """Counts a request that no worker counts.
+
+        Args:
+            model: A model that exists.
+            version: Its version.
+            reason: The `ErrorCode` value.
+            seconds: How long ago it was received.
+        """
+        deltas = self._deltas.setdefault((model, version), defaultdict(int))
+        deltas[REFUSALS + reason] += 1
+        deltas[FAIL_NS] += int(seconds * 1e9)
+
+    def drain(self) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns what was added since the last drain, by model and version."""
+        drained: dict[tuple[str, int], dict[str, int]] = {key: dict(deltas) for key, deltas in self._deltas.items()}
+        self._deltas.clear()
+        return drained
+
+
+def add(totals: MutableMapping[str, int], deltas: Mapping[str, int]) -> None:
+    """Adds deltas to totals: sums, and the latest of instants."""
+    for name, value in deltas.items():
+        so_far = totals.get(name, 0)
+        totals[name] = max(so_far, value) if name in LATEST else so_far + value
+
+
+def failure_count(stats: Mapping[str, int]) -> int:
+    """Returns how many requests failed, in workers and gateways, from statistics."""
+    return sum(count for field, count in stats.items() if field.startswith((FAILURES, REFUSALS)))
+
+
+def batches(stats: Mapping[str, int]) -> list[BatchTotals]:
+    """Returns the executions by batch size, ascending, from statistics."""
+    sizes = sorted(int(field[len(BATCH_COUNT) :]) for field in stats if field.startswith(BATCH_COUNT))
+    return [BatchTotals(rows, *(stats.get(f"{name}{rows}", 0) for name in _BATCH_FIELDS)) for rows in sizes]
 
 
 def buckets(stats: Mapping[str, int], histogram: str) -> list[tuple[float, int]]:
@@ -112,6 +215,9 @@ def buckets(stats: Mapping[str, int], histogram: str) -> list[tuple[float, int]]
         total += counts[bound]
         cumulative.append((bound, total))
     return cumulative
+
+
+_BATCH_FIELDS = (BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS)
 
 
 def _bucket_fields(histogram: str, bounds: Sequence[float]) -> list[str]:

@@ -72,7 +72,7 @@ class Cluster:
         env = dict(self._env)
         if role is Role.GATEWAY:
             port = _free_port()
-            env["QINFER_HTTP__PORT"] = str(port)
+            env |= {"QINFER_HTTP__PORT": str(port), "QINFER_GRPC__PORT": "0", "QINFER_METRICS__PORT": "0"}
             self.urls.append(f"http://127.0.0.1:{port}")
         member = Member(role, env, self._directory / f"{role}-{len(self.members)}.log")
         self.members.append(member)

@@ -11,7 +11,7 @@ import redis
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.memory import MemoryDelivery
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.settings import RedisSettings
+from qinfer.settings import LimitSettings, RedisSettings
 from tests import servers
 from tests.servers import RedisCluster, RedisServer, redis_6_2, system_redis
 
@@ -34,8 +34,11 @@ class MemoryQueue:
 class RedisQueue:
     """A queue on real servers, emptied first; `connect` gives what another process would have."""
 
-    def __init__(self, nodes: list[RedisServer], *, cluster: bool = False) -> None:
+    def __init__(self, nodes: list[RedisServer], *, cluster: bool = False, store: Path | None = None) -> None:
         self.nodes = nodes
+        self.limits = LimitSettings()
+        if store is not None:  # payloads and results of more than a byte are objects there
+            self.limits = LimitSettings(payload_url=store.as_uri(), payload_url_min_bytes=1)
         self.settings = RedisSettings.model_validate({"url": nodes[0].url, "cluster": cluster})
         self._open: list[RedisDelivery] = []
         self._admin: list[redis.Redis] = [server.client() for server in nodes]
@@ -43,7 +46,7 @@ class RedisQueue:
             client.flushall()
 
     async def connect(self, **changes: Any) -> RedisDelivery:
-        delivery = await RedisDelivery.connect(self.settings.model_copy(update=changes))
+        delivery = await RedisDelivery.connect(self.settings.model_copy(update=changes), self.limits)
         self._open.append(delivery)
         return delivery
 
@@ -104,13 +107,15 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClu
 REDIS = ["redis-6.2", "redis-system", "redis-cluster"]
 
 
-def _redis_queue(request: pytest.FixtureRequest, kind: str) -> RedisQueue:
+def _redis_queue(request: pytest.FixtureRequest, kind: str, store: Path | None = None) -> RedisQueue:
+    if kind == "redis-objects":
+        return RedisQueue([request.getfixturevalue("new_redis")], store=request.getfixturevalue("tmp_path"))
     if kind == "redis-cluster":
-        return RedisQueue(request.getfixturevalue("redis_cluster").nodes, cluster=True)
-    return RedisQueue([request.getfixturevalue("old_redis" if kind == "redis-6.2" else "new_redis")])
+        return RedisQueue(request.getfixturevalue("redis_cluster").nodes, cluster=True, store=store)
+    return RedisQueue([request.getfixturevalue("old_redis" if kind == "redis-6.2" else "new_redis")], store=store)
 
 
-@pytest.fixture(params=["memory", *REDIS])
+@pytest.fixture(params=["memory", *REDIS, "redis-objects"])
 async def queue(request: pytest.FixtureRequest) -> AsyncIterator[MemoryQueue | RedisQueue]:
     """Each adapter, on each kind of server."""
     queue = MemoryQueue() if request.param == "memory" else _redis_queue(request, request.param)
@@ -123,6 +128,15 @@ async def queue(request: pytest.FixtureRequest) -> AsyncIterator[MemoryQueue | R
 async def redis_queue(request: pytest.FixtureRequest) -> AsyncIterator[RedisQueue]:
     """Each kind of server, for what only a server can do."""
     queue = _redis_queue(request, request.param)
+    yield queue
+    await queue.close()
+    assert not queue.leaked()
+
+
+@pytest.fixture(params=REDIS)
+async def object_queue(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[RedisQueue]:
+    """Each kind of server, with a directory for large payloads and results: those of more than a byte."""
+    queue = _redis_queue(request, request.param, tmp_path)
     yield queue
     await queue.close()
     assert not queue.leaked()

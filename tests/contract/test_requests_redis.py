@@ -179,7 +179,7 @@ async def test_a_large_result_that_went_away_in_between_is_sent_again(
     assert await settle(delivery, ended(blob=bytes(LARGE))) == [True]
 
 
-async def _lost(*_: object) -> None:
+async def _lost(*_: object, **__: object) -> None:
     """Stores nothing."""
 
 

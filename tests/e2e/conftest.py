@@ -22,15 +22,21 @@ STOP_WITHIN_S = 40.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A running `qinfer up`: the port of its gateway and its process id."""
+    """A running `qinfer up`: the ports of its gateway and its process id."""
 
     port: int
     pid: int
+    grpc_port: int
 
     @property
     def address(self) -> str:
         """The gateway's address as Triton's clients want it."""
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        """The address of its gRPC side."""
+        return f"127.0.0.1:{self.grpc_port}"
 
 
 def free_port() -> int:
@@ -69,17 +75,18 @@ def stack(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @contextmanager
-def running(repository: Path, directory: Path, **settings: str) -> Iterator[Stack]:
+def running(repository: Path | str, directory: Path, **settings: str) -> Iterator[Stack]:
     """Runs `qinfer up` with data and log in `directory`; it must end well when it is asked to."""
-    port = free_port()
+    port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "qinfer.cli.main", "up", "--model-repository", str(repository)]
     command += ["--data-dir", str(directory / "data"), "--http-port", str(port)]
+    command += ["--grpc-port", str(grpc_port), "--metrics-port", "0"]
     log = directory / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=clean_environment() | settings)
     try:
         wait_until_up(process, f"127.0.0.1:{port}", log)
-        yield Stack(port=port, pid=process.pid)
+        yield Stack(port=port, pid=process.pid, grpc_port=grpc_port)
     finally:
         process.send_signal(signal.SIGTERM)
         try:

@@ -42,6 +42,8 @@ def test_models_are_served_over_a_cluster(tmp_path: Path) -> None:
         "QINFER_REDIS__CLUSTER": "true",
         "QINFER_REPOSITORY__PATH": str(tmp_path / "models"),
         "QINFER_HTTP__PORT": str(port),
+        "QINFER_GRPC__PORT": "0",
+        "QINFER_METRICS__PORT": "0",
     }
     try:
         with (

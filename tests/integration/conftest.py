@@ -19,8 +19,8 @@ from tests.stage import Stage, stage
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Puts the HTTP tests on the loop the gateway runs on: its transports buffer and pause in their own way."""
-    if item.path.name.startswith("test_http_"):
+    """Puts the gateway's tests on the loop that it runs on: its transports buffer and pause in their own way."""
+    if item.path.name.startswith(("test_http_", "test_grpc_")):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
 

@@ -33,22 +33,26 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
 
 
 def environment(tmp_path: Path, **variables: str) -> dict[str, str]:
-    return {"PATH": "/usr/bin:/bin", "QINFER_REPOSITORY__PATH": str(tmp_path / "none"), **variables}
+    free = {"QINFER_GRPC__PORT": "0", "QINFER_METRICS__PORT": "0"}
+    return {"PATH": "/usr/bin:/bin", "QINFER_REPOSITORY__PATH": str(tmp_path / "none"), **free, **variables}
 
 
 def test_it_serves_and_drains(tmp_path: Path, redis_url: str) -> None:
-    """One log line tells the real port; SIGTERM ends it with 0."""
+    """One log line tells the real ports; SIGTERM ends it with 0."""
     variables = environment(tmp_path, QINFER_REDIS__URL=redis_url, QINFER_HTTP__PORT="0")
     with subprocess.Popen(COMMAND, env=variables, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = json.loads(process.stderr.readline())
         with urllib.request.urlopen(line["url"] + "/v2", timeout=10) as reply:
             name = json.load(reply)["name"]
+        with urllib.request.urlopen(line["metrics"], timeout=10) as reply:
+            metrics = reply.read().decode()
         process.send_signal(signal.SIGTERM)
         rest = process.stderr.read()
         code = process.wait(20)
 
     assert (line["event"], name, code) == ("gateway serving", "triton", 0), rest
+    assert "qinfer_store_up 1.0" in metrics
 
 
 def test_it_ends_when_redis_is_away(tmp_path: Path) -> None:
@@ -80,6 +84,19 @@ def test_a_taken_port_is_named(tmp_path: Path, redis_url: str) -> None:
 
     assert ended.returncode == 2
     assert f"QINFER_HTTP__PORT={port}" in ended.stderr
+
+
+def test_a_taken_grpc_port_is_named(tmp_path: Path, redis_url: str) -> None:
+    """Exit code 2, what to change, and not a word more."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        free = {"QINFER_HTTP__PORT": "0", "QINFER_GRPC__PORT": port}
+        variables = environment(tmp_path, QINFER_REDIS__URL=redis_url) | free
+        ended = subprocess.run(COMMAND, env=variables, capture_output=True, text=True, timeout=30, check=False)
+
+    assert ended.returncode == 2
+    assert f"QINFER_GRPC__PORT={port}" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
 
 
 def test_help_needs_no_redis() -> None:

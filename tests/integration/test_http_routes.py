@@ -82,7 +82,13 @@ async def test_config_is_the_stored_json(client: httpx.AsyncClient, running: Run
     [
         ("/v2/models/echo/ready", 200, None),
         ("/v2/models/echo/versions/2/ready", 200, None),
-        ("/v2/models/loading/versions/1/ready", 400, "Model version not ready"),
+        ("/v2/models/loading/ready", 400, "Model version not ready"),
+        (
+            "/v2/models/loading/versions/1/ready",
+            503,
+            "Request for unknown model: 'loading' version 1 is not at ready state",
+        ),
+        ("/v2/models/loading/versions/2/ready", 404, "Request for unknown model: 'loading' version 2 is not found"),
         ("/v2/models/nope/ready", 404, "Request for unknown model: 'nope' is not found"),
         ("/v2/models/nope", 404, "Request for unknown model: 'nope' is not found"),
         ("/v2/models/nope/config", 404, "Request for unknown model: 'nope' is not found"),

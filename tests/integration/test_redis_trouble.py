@@ -49,7 +49,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         mine = {name: value for name, value in os.environ.items() if not name.startswith("QINFER_")} | SETTINGS
         mine |= {"QINFER_REDIS__URL": redis_url, "QINFER_REPOSITORY__PATH": str(repository)}
-        mine |= {"QINFER_HTTP__PORT": str(port)} | settings
+        mine |= {"QINFER_HTTP__PORT": str(port), "QINFER_GRPC__PORT": "0", "QINFER_METRICS__PORT": "0"} | settings
         self.processes: list[subprocess.Popen[bytes]] = []
         for program in ("qinfer_api", "qinfer_workers.inference"):
             self.processes.append(subprocess.Popen([sys.executable, "-m", program], env=mine))

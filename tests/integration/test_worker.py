@@ -9,7 +9,7 @@ import pytest
 from qinfer.codec.frame import FRAME_VERSION, encode_request_apart
 from qinfer.delivery.base import Lane, Lease, Payload
 from qinfer.delivery.connection import Refused
-from qinfer.errors import QinferError, QueueFull
+from qinfer.errors import CorruptEntry, QinferError, QueueFull
 from qinfer.testing import eventually
 from qinfer_workers.inference.leases import LeaseKeeper
 from tests.stage import Stage, value
@@ -220,6 +220,27 @@ async def test_a_damaged_payload_is_a_dead_letter_and_its_caller_is_told(scene: 
     assert failure.code == "corrupt_entry"
     (letter,) = await scene.delivery.dead_letters.list("stub")
     assert (letter.request_id, letter.code) == (request.id, "corrupt_entry")
+    await scene.queued(0)
+
+
+async def test_a_payload_that_was_deleted_in_its_store_is_a_dead_letter_and_its_caller_is_told(
+    scene: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known and can't be had: to wait for the deadline would help nobody."""
+    await scene.model()
+    await scene.worker()
+
+    async def deleted(*_: object) -> None:
+        raise CorruptEntry("the tensors are not in the payload store any more")
+
+    monkeypatch.setattr(scene.delivery, "payload", deleted)
+
+    failure = (await scene.submit_apart(1.0)).failure
+
+    assert failure is not None
+    assert (failure.code, failure.message) == ("corrupt_entry", "the tensors are not in the payload store any more")
+    (letter,) = await scene.delivery.dead_letters.list("stub")
+    assert letter.code == "corrupt_entry"
     await scene.queued(0)
 
 

@@ -20,8 +20,8 @@ from qinfer.delivery.base import Lane, reply_address
 from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.messages import IdFactory, InferRequest, Response
-from qinfer.repository.local import LocalRepository
-from qinfer.settings import RedisSettings
+from qinfer.repository.open import open_repositories
+from qinfer.settings import RedisSettings, RepositorySettings
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
 from tests.models import add_sub
@@ -44,7 +44,8 @@ class Setting:
         settings = RedisSettings(url=SecretStr(self._url))
         self.delivery = await RedisDelivery.connect(settings)
         self.store = RedisControlStore(admin_client(settings))
-        (self.model,) = await sync(LocalRepository(self._repository), self.store, self.delivery)
+        repository = open_repositories(RepositorySettings(path=str(self._repository)))
+        (self.model,) = await sync(repository, self.store, self.delivery)
 
     async def worker(self, **environment: str) -> Process:
         """Starts a worker process; waits until its model is ready."""

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from qinfer.codec.json_depth import check_depth
-from qinfer.codec.kserve_json import OutputPlan, decode_infer, encode_infer
+from qinfer.codec.kserve_json import decode_infer, encode_infer
+from qinfer.codec.outputs import OutputPlan
 from qinfer.errors import InvalidRequest, RequestError
 from qinfer.messages import Response
 from qinfer.tensors import DATATYPES, Tensor, from_numpy, to_numpy

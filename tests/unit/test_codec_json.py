@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tritonclient.http import InferenceServerClient, InferInput, InferRequestedOutput
 
-from qinfer.codec.kserve_json import OutputPlan, decode_infer, encode_infer
+from qinfer.codec.kserve_json import decode_infer, encode_infer
+from qinfer.codec.outputs import OutputPlan
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.messages import InferRequest, Response, Sequence
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy

@@ -117,7 +117,6 @@ BAD: list[tuple[bytes, int | None, type[Exception], str]] = [
     (_body(_input(parameters={})), None, InvalidRequest, ONE_OF + ".*But no field is set"),
     (b"{}", -1, InvalidRequest, r"inference header size should be in range \(0, 2\), got: -1"),
     (b"{}", 3, InvalidRequest, r"inference header size should be in range \(0, 2\), got: 3"),
-    (b"raw!", 0, UnsupportedFeature, "raw binary"),
     # parameters
     (_with_parameters(triton_x=1), None, InvalidRequest, "parameter keys starting with 'triton_' are reserved"),
     (_with_parameters(x=None), None, InvalidRequest, "parameter 'x' has invalid type"),
@@ -137,7 +136,37 @@ BAD: list[tuple[bytes, int | None, type[Exception], str]] = [
         NO_SHM,
     ),
     (_with_output(shared_memory_region="r"), None, UnsupportedFeature, NO_SHM),
-    (_with_output(classification=3), None, UnsupportedFeature, "classification"),
+    (
+        _with_output(shared_memory_region="r", classification=3),
+        None,
+        InvalidRequest,
+        "Output can't set both 'shared_memory_region' and 'classification'",
+    ),
+    (
+        _with_output(shared_memory_region="r", binary_data=True),
+        None,
+        InvalidRequest,
+        "Output can't set both 'shared_memory_region' and 'binary_data'",
+    ),
+    (_with_output(classification=-1), None, MalformedJson, "Unable to parse 'classification': " + UNSIGNED),
+    (
+        _with_output(shared_memory_region="r", shared_memory_offset=-1),
+        None,
+        MalformedJson,
+        "Unable to parse 'shared_memory_offset': " + UNSIGNED,
+    ),
+    (
+        _body(_input(parameters={"shared_memory_region": "r", "shared_memory_byte_size": "8"})),
+        None,
+        MalformedJson,
+        "Unable to parse 'shared_memory_byte_size': " + UNSIGNED,
+    ),
+    (
+        _body(_input(parameters={"shared_memory_region": 8})),
+        None,
+        MalformedJson,
+        "Unable to parse 'shared_memory_region': attempt to access JSON non-string as string",
+    ),
     (
         _with_output(binary_data=1),
         None,

@@ -218,3 +218,13 @@ async def test_unknown_models_make_no_series() -> None:
     assert isinstance(told, ModelNotFound)
     assert 'reason="model_not_found"' in setup.metrics()
     assert "thought up" not in setup.metrics()
+
+
+@pytest.mark.parametrize(("within_s", "timeout_s"), [(2.5, 2.5), (1000.0, 60.0), (0.0, 0.001)])
+async def test_a_caller_can_shorten_the_timeout(within_s: float, timeout_s: float) -> None:
+    """To what it will wait, and never to none at all; it can't lengthen it."""
+    setup, request = Setup(), InferRequest(model="m", inputs=REQUEST.inputs)
+
+    setup.dispatcher.submit(ANONYMOUS, request, setup.sink, within_s)
+
+    assert request.timeout_s == timeout_s

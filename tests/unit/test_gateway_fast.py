@@ -1,19 +1,21 @@
 """What the fast path reads of a request, and what it leaves to the route."""
 
+import asyncio
+from typing import Any, cast
+
 import pytest
 
-from qinfer.errors import InvalidRequest
-from qinfer_api.http.fast import (
-    MAX_FAST_BYTES,
-    Reply,
-    Target,
-    Writer,
-    parse_json_length,
-    parse_target,
-    parse_version,
-    read_head,
-)
+from qinfer.control.api_keys import Scope
+from qinfer.errors import InvalidRequest, ModelNotFound, QinferError
+from qinfer.settings import Settings
+from qinfer_api.auth import Context
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.forwarding import compile_forward
+from qinfer_api.http.fast import MAX_FAST_BYTES, Call, parse_target, read_head
+from qinfer_api.http.infer import InferCodec, Target, parse_json_length, parse_version
 from qinfer_api.http.known_heads import KnownHeads
+from qinfer_api.http.replies import Reply, Writer
+from qinfer_api.shared_memory import SharedMemory
 
 URL = b"/v2/models/m/infer"
 LENGTH = (b"Content-Length", b"10")
@@ -87,6 +89,17 @@ def test_the_head_of_a_plain_request() -> None:
 
     assert head is not None
     assert (head.target, head.json_length, head.context.trace) == (Target("m", 0), "7", "00-1-2-01")
+
+
+def test_headers_are_forwarded_only_when_asked_for() -> None:
+    """Without a pattern nothing is looked at; with one, whole names count, and are kept as they were sent."""
+    headers = [LENGTH, (b"X-Tenant", b"a"), (b"X-Tenant-Id", b"b")]
+    plain, told = read_head(URL, headers), read_head(URL, headers, forward=compile_forward("V", "x-tenant"))
+
+    assert plain is not None
+    assert told is not None
+    assert plain.forwarded == {}
+    assert told.forwarded == {"X-Tenant": "a"}
 
 
 @pytest.mark.parametrize(
@@ -192,3 +205,53 @@ def test_a_reply_tells_when_to_try_again_and_what_to_present() -> None:
     assert b"\r\nretry-after: 7\r\n" in Reply(503, b"{}", retry_after_s=7).head()
     assert Reply(401, b"{}").head().endswith(b"\r\nwww-authenticate: Bearer\r\n")
     assert b"retry-after" not in Reply(503, b"{}").head()
+
+
+class _Connection:
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    def answered(self) -> None:
+        self.told.set()
+
+
+class _Dispatcher:
+    """Counts what is submitted."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+
+    def authorize(self, context: Context, scope: Scope) -> Context:
+        return context
+
+    def resolve(self, model: str, version: int) -> Any:
+        raise ModelNotFound("gone")
+
+    def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
+        return error
+
+    def submit(self, *_: Any) -> None:
+        self.submitted += 1
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_client_may_leave_while_its_inputs_are_read(leaves: bool) -> None:  # noqa: FBT001
+    """Shared memory is read in a thread: what it gives is submitted only for those who still wait."""
+    dispatcher, memory = _Dispatcher(), SharedMemory(allowed=True)
+    codec = InferCodec(cast(Dispatcher, dispatcher), memory, Settings())
+    connection = _Connection()
+    call = Call(connection, read_head(URL, [LENGTH]))
+    call.parts = [b'{"shared_memory_region": 1}']
+
+    call.start(cast(Dispatcher, dispatcher), codec)
+    if leaves:
+        call.cancel(cast(Dispatcher, dispatcher))
+    else:
+        await connection.told.wait()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    await asyncio.sleep(0)
+
+    assert call.reply is not None
+    assert call.reply.status == (400 if leaves else 404)
+    assert connection.told.is_set() is not leaves
+    assert dispatcher.submitted == 0

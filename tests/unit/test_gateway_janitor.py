@@ -268,6 +268,37 @@ async def test_it_survives_a_queue_that_is_away(caplog: pytest.LogCaptureFixture
     assert [record.message for record in caplog.records] == ["requests can't be swept now", "requests are swept again"]
 
 
+async def test_expired_objects_are_swept_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Soon again while there are some, seldom else; a store that is away ends nothing, and is told once."""
+    bench = await Bench().start()
+    outcomes: list[int | Exception] = [1000, 7, BrokerUnavailable("away"), BrokerUnavailable("away"), 0]
+    swept: list[int | Exception] = []
+    pauses: list[float] = []
+
+    async def sweep() -> int:
+        swept.append(outcomes[len(swept) % len(outcomes)])
+        if isinstance(swept[-1], Exception):
+            raise swept[-1]
+        return swept[-1]
+
+    async def slept(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == len(outcomes):
+            raise asyncio.CancelledError
+
+    bench.delivery.sweep = sweep  # type: ignore[method-assign]
+    monkeypatch.setattr(asyncio, "sleep", slept)
+
+    with caplog.at_level(logging.INFO, "qinfer_api.janitor"), pytest.raises(asyncio.CancelledError):
+        await bench.janitor._sweep()
+
+    assert swept == outcomes
+    assert [pause_s < 2 for pause_s in pauses] == [True, True, False, False, False]
+    assert [record.message for record in caplog.records] == ["expired objects can't be deleted now"]
+
+
 async def test_a_notice_whose_outbox_is_away_comes_again() -> None:
     """The task that delivers it does not end the janitor."""
     bench = await Bench().start()

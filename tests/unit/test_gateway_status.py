@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.errors import BrokerUnavailable, ErrorCode, Overloaded, QinferError, QueueFull, QuotaExceeded
-from qinfer_api.status import STATUSES, http_status, retry_after_s
+from qinfer_api.status import STATUSES, grpc_status, http_status, retry_after_s
 
 GRPC_CODES = {
     "ALREADY_EXISTS",
@@ -39,6 +39,16 @@ def test_the_numbers_are_tritons(code: str, status: int) -> None:
 def test_an_unknown_code_is_an_internal_error() -> None:
     """A newer worker may send a code that this gateway does not know."""
     assert http_status("from_the_future") == 500
+    assert grpc_status("from_the_future") == "INTERNAL"
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("invalid_request", "INVALID_ARGUMENT"), ("queue_full", "UNAVAILABLE"), ("internal", "INTERNAL")],
+)
+def test_grpc_has_its_own_names(code: str, status: str) -> None:
+    """Triton's, too."""
+    assert grpc_status(code) == status
 
 
 @pytest.mark.parametrize(

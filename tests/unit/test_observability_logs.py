@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from qinfer.observability.logs import configure
+from qinfer.observability import logs
+from qinfer.observability.logs import Switches, configure
 from qinfer.settings import LogSettings
 
 logger = logging.getLogger("qinfer.test")
@@ -20,6 +21,8 @@ def logging_as_before() -> Iterator[None]:
     handlers, level = root.handlers[:], root.level
     yield
     root.handlers[:], root.level = handlers, level
+    for name in ("qinfer", "qinfer_api", "qinfer_workers"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
     logging.captureWarnings(False)
 
 
@@ -120,3 +123,70 @@ def test_text_is_for_people() -> None:
     logger.info("model ready", extra={"model": "m"})
 
     assert stream.getvalue().endswith(" INFO    worker: model ready model=m\n")
+
+
+@pytest.mark.parametrize(
+    ("switches", "logged"),
+    [
+        (Switches(), ["INFO", "WARNING", "ERROR", "CRITICAL"]),
+        (Switches(info=False), ["WARNING", "ERROR", "CRITICAL"]),
+        (Switches(warning=False), ["INFO", "ERROR", "CRITICAL"]),
+        (Switches(error=False), ["INFO", "WARNING"]),
+        (Switches(verbose_level=1), ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]),
+    ],
+)
+@pytest.mark.parametrize("level", ["DEBUG", "ERROR"])
+def test_levels_are_switched_each_by_itself(level: str, switches: Switches, logged: list[str]) -> None:
+    """While the process runs, whatever level it was started with."""
+    stream = io.StringIO()
+    configure(LogSettings.model_validate({"level": level}), "gateway", stream)
+
+    logs.apply(switches)
+    for number in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
+        logger.log(number, "event")
+
+    assert [line["level"] for line in lines(stream)] == logged
+
+
+def test_other_libraries_do_not_become_verbose(stream: io.StringIO) -> None:
+    """What they tell for debugging may hold what is secret."""
+    logs.apply(Switches(verbose_level=1))
+
+    logging.getLogger("botocore.auth").debug("CanonicalRequest: …")
+
+    assert lines(stream) == []
+
+
+def test_text_lines_may_have_the_date() -> None:
+    """Triton's log format ISO8601, and back."""
+    stream = io.StringIO()
+    configure(LogSettings(format="text"), "gateway", stream)
+
+    for iso8601 in (True, False):
+        logs.apply(Switches(iso8601=iso8601))
+        logger.info("event")
+    first, second = stream.getvalue().splitlines()
+
+    assert first.partition(" ")[0].endswith("Z")
+    assert "T" in first.partition(" ")[0]
+    assert second[2] == ":"
+
+
+def test_logging_that_is_somebody_elses_stays_as_it_is() -> None:
+    """A notebook that uses the library has its own."""
+    before = logging.getLogger("qinfer").level
+
+    logs.apply(Switches(verbose_level=1))
+
+    assert logging.getLogger("qinfer").level == before
+
+
+def test_what_a_process_starts_with() -> None:
+    """The switches of each level."""
+    started = {level: Switches.of(LogSettings.model_validate({"level": level})) for level in ("DEBUG", "INFO", "ERROR")}
+
+    assert started == {
+        "DEBUG": Switches(verbose_level=1),
+        "INFO": Switches(),
+        "ERROR": Switches(info=False, warning=False),
+    }

@@ -30,7 +30,7 @@ def busy() -> tuple[GatewayTally, Snapshot]:
         tally.answered("m", 1, seconds)
     tally.failed("m", 1, ErrorCode.QUEUE_FULL)
     worker = StatsTally()
-    worker.executed(3, 6, [1_000_000, 2_000_000, 70 * 10**9], 1_000_000, 8_000_000, 1_000_000)
+    worker.executed(6, [1_000_000, 2_000_000, 70 * 10**9], 1_000_000, 8_000_000, 1_000_000)
     worker.failed("inference_failed", 2)
     worker.buried()
     return tally, Snapshot(

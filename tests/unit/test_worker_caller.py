@@ -4,13 +4,14 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from qinfer.clock import ServerClock
-from qinfer.codec.frame import decode_request, encode_responses
+from qinfer.codec.frame import decode_request, encode_request, encode_responses
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Entry, Lane, Payload
@@ -29,7 +30,7 @@ from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import LimitSettings
 from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import FakeClock, MemoryControlStore, MemoryDelivery, eventually
-from qinfer_workers.inference.caller import FRESH_S, RECHECK_S, Caller
+from qinfer_workers.inference.caller import FRESH_S, PAYLOAD_MARGIN_S, RECHECK_S, Caller
 
 LANE = Lane("back", 1)
 CONFIG = """
@@ -261,6 +262,45 @@ async def test_one_attempt_is_followed() -> None:
         first, second = await one.call(), await one.call()
 
         assert [(r.attempt, len(r.outputs)) for r in (first, second)] == [(1, 1), (1, 1)]
+
+
+async def test_large_inputs_travel_beside_the_stream() -> None:
+    """As a gateway's do."""
+    async with scene() as one:
+        one.caller._inline_max_bytes = 7  # there are 8
+        submit, apart = one.delivery.submit, []
+
+        def spied(lane: Lane, frame: Bytes, done: Any, *, payload: Payload | None = None, limit: int = 0) -> None:
+            assert len(frame) < 1000
+            assert payload is not None
+            apart.append((payload.request_id, decode_request(frame, payload.data).inputs, payload.ttl_s))
+            submit(lane, encode_request(decode_request(frame, payload.data)), done)
+
+        one.delivery.submit = spied  # type: ignore[method-assign]
+        response = await one.call(timeout_s=30.0)
+
+        ((request_id, inputs, ttl_s),) = apart
+        assert (request_id, inputs[0].data) == (response.request_id, asked().inputs[0].data)
+        assert ttl_s == pytest.approx(30.0 + PAYLOAD_MARGIN_S)
+
+
+async def test_large_outputs_are_read_again_while_they_can_not_be_read() -> None:
+    """Until the deadline: the answer was computed."""
+    async with scene() as one:
+        reads = 0
+
+        async def take_result(lane: Lane, request_id: str) -> bytes | None:
+            nonlocal reads
+            reads += 1
+            if reads == 1:
+                raise BrokerUnavailable("the payload store can't be reached")
+            return encode_responses(echo(one.requests[-1]))
+
+        one.delivery.take_result = take_result  # type: ignore[method-assign]
+        one.answer = lambda request: [Response(request_id=request.id, stored=True)]
+
+        assert (await one.call()).outputs
+        assert reads == 2
 
 
 @pytest.mark.parametrize("there", [(LANE,), ()])

@@ -22,8 +22,14 @@ from uvicorn.server import ServerState
 
 from qinfer.settings import HttpSettings
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import MAX_FAST_BYTES, Call, Head, Writer, error_reply, read_head
+from qinfer_api.forwarding import compile_forward
+from qinfer_api.http.fast import MAX_FAST_BYTES, Call, Head, read_head
+from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.known_heads import KnownHeads
+from qinfer_api.http.replies import Writer, error_reply
+
+SENT_HEADERS = "sent_headers"
+"""Where in a request's ASGI state its headers are as they were sent, if headers are forwarded."""
 
 MAX_PIPELINED = 64
 """Calls of one connection in flight before its reading pauses."""
@@ -40,17 +46,22 @@ class FastPath:
 
     Args:
         dispatcher: Takes the requests.
-        http: Whether the fast path is on, and the timeouts.
-        max_json_depth: The deepest JSON nesting accepted.
+        http: Whether the fast path is on, the timeouts, and which headers are forwarded.
+        codec: Reads requests and makes replies.
+
+    Raises:
+        SettingsError: The pattern of the forwarded headers is no regular expression.
     """
 
-    def __init__(self, dispatcher: Dispatcher, http: HttpSettings, max_json_depth: int) -> None:
+    def __init__(self, dispatcher: Dispatcher, http: HttpSettings, codec: InferCodec) -> None:
         self.dispatcher = dispatcher
-        self.enabled = http.fast_path
+        self.codec = codec
+        # The route checks the header that a restricted API needs.
+        self.enabled = http.fast_path and not any("inference" in entry.partition(":")[0] for entry in http.restricted)
+        self.forward = compile_forward("QINFER_HTTP__HEADER_FORWARD_PATTERN", http.header_forward_pattern)
         self.max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes)
         self.keep_alive_s = http.keep_alive_s
         self.read_timeout_s = http.request_read_timeout_s
-        self.max_json_depth = max_json_depth
         self.writer = Writer()
         self.heads = KnownHeads()
 
@@ -98,7 +109,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
             head, body = known
             call = self._take(head)
             call.parts.append(body)
-            call.start(self._fast.dispatcher, self._fast.max_json_depth)
+            call.start(self._fast.dispatcher, self._fast.codec)
             return
         self._parse(data)
         if len(self._completed) == 1 and not (self._receiving or self._closing):
@@ -172,7 +183,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._completed.append(call)
         if call is not None:
             self._call = None
-            call.start(self._fast.dispatcher, self._fast.max_json_depth)
+            call.start(self._fast.dispatcher, self._fast.codec)
         elif not self._ignoring:
             super().on_message_complete()
 
@@ -180,13 +191,15 @@ class QinferHttpProtocol(HttpToolsProtocol):
         fast = self._fast
         if not fast.enabled or self._cycle_runs() or self.parser.get_method() != b"POST":
             return None
-        head = read_head(self.url, self.headers, fast.max_bytes)
+        head = read_head(self.url, self.headers, fast.max_bytes, fast.forward)
         return head if head is not None and self.parser.get_http_version() == "1.1" else None
 
     def _replay_head(self) -> None:
         url, headers = self.url, self.headers
         super().on_message_begin()
         self.url = url
+        if self._fast.forward is not None:
+            self.scope["state"][SENT_HEADERS] = headers  # uvicorn gives their names in lower case
         for name, value in headers:
             super().on_header(name, value)
         super().on_headers_complete()

@@ -6,11 +6,16 @@ from starlette.exceptions import HTTPException
 import qinfer
 from qinfer.errors import QinferError
 from qinfer_api.rest.events import event_routes
+from qinfer_api.rest.generate import generate_routes
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.models import model_routes
+from qinfer_api.rest.repository import repository_routes
 from qinfer_api.rest.requests import request_routes
 from qinfer_api.rest.server import server_routes
-from qinfer_api.rest.services import Services, on_defect, on_qinfer_error, on_unknown_route
+from qinfer_api.rest.services import Services, on_defect, on_qinfer_error, on_unknown_route, restricted
+from qinfer_api.rest.settings import settings_routes
+from qinfer_api.rest.shared_memory import shared_memory_routes
+from qinfer_api.rest.statistics import statistics_routes
 
 _ABOUT = """
 A durable, queue-backed inference server that speaks NVIDIA Triton's protocol (KServe v2): every request is an entry of
@@ -36,12 +41,10 @@ def build_app(services: Services) -> FastAPI:
             Exception: on_defect,
         },
     )
-    for routes in (
-        infer_routes,
-        request_routes,
-        model_routes,
-        server_routes,
-        event_routes,
-    ):  # matched in this order: the busiest first
+    inference = restricted(services, "inference")
+    for routes in (infer_routes, generate_routes, request_routes, event_routes):  # matched in order: the busiest first
+        app.include_router(routes(services), dependencies=inference)
+    for routes in (statistics_routes, model_routes, server_routes, repository_routes, settings_routes):
         app.include_router(routes(services))
+    app.include_router(shared_memory_routes(services), dependencies=restricted(services, "shared-memory"))
     return app

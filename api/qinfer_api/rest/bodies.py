@@ -11,12 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive
 
-from qinfer.codec.kserve_json import OutputPlan
+from qinfer.codec.outputs import OutputPlan
 from qinfer.errors import QinferError
 from qinfer.messages import Response
 from qinfer.tensors import Bytes
 from qinfer_api.http.compression import Encoding, decompress, request_encoding, too_large
-from qinfer_api.http.fast import MAX_FAST_BYTES, Reply, reply_of
+from qinfer_api.http.fast import MAX_FAST_BYTES
+from qinfer_api.http.infer import InferCodec
+from qinfer_api.http.replies import Reply
 from qinfer_api.rest.services import send
 
 T = TypeVar("T")
@@ -41,11 +43,11 @@ async def read_body(request: Request, max_bytes: int) -> Bytes:
     return body if encoding is None else await asyncio.to_thread(decompress, body, encoding, max_bytes)
 
 
-async def encoded_reply(response: Response, client_id: str, plan: OutputPlan) -> Reply:
-    """Encodes a response as the client asked for it; see `reply_of`."""
+async def encoded_reply(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> Reply:
+    """Encodes a response as the client asked for it; see `InferCodec.encode`."""
     if sum(output.nbytes for output in response.outputs) > MAX_FAST_BYTES:
-        return await asyncio.to_thread(reply_of, response, client_id, plan)
-    return reply_of(response, client_id, plan)
+        return await asyncio.to_thread(codec.encode, response, client_id, plan)
+    return codec.encode(response, client_id, plan)
 
 
 async def send_encoded(reply: Reply, encoding: Encoding | None) -> HttpResponse:

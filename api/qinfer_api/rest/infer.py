@@ -1,6 +1,6 @@
 """`POST …/infer` through FastAPI: large, compressed, chunked or otherwise special requests.
 
-The body never meets pydantic: it is read with a limit, decompressed, and handed to the functions of `http/fast.py`.
+The body never meets pydantic: it is read with a limit, decompressed, and handed to the functions of `http/infer.py`.
 Whatever takes long (decompression, a large body or reply) runs in a thread, off the event loop.
 """
 
@@ -12,39 +12,37 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive
 
-from qinfer.codec.kserve_json import OutputPlan
+from qinfer.codec.outputs import OutputPlan
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Served
-from qinfer.errors import QinferError
-from qinfer.messages import InferRequest, Response
+from qinfer.errors import ErrorCode, QinferError
+from qinfer.messages import Failure, InferRequest, Response
 from qinfer.tensors import Bytes
-from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.compression import response_encoding
-from qinfer_api.http.fast import (
-    JSON_LENGTH_HEADER,
-    MAX_FAST_BYTES,
-    Target,
-    decode,
-    parse_version,
-)
+from qinfer_api.http.fast import MAX_FAST_BYTES
+from qinfer_api.http.infer import DECOUPLED, JSON_LENGTH_HEADER, Target, parse_version, with_headers
 from qinfer_api.rest.bodies import encoded_reply, read_body, send_encoded
 from qinfer_api.rest.preferences import read_preferences
 from qinfer_api.rest.request_schema import ACCEPTED, PREFER
 from qinfer_api.rest.requests import submit
 from qinfer_api.rest.schema import INFER_BODY, INFER_RESPONSES
-from qinfer_api.rest.services import Services, context_of
+from qinfer_api.rest.services import Services, context_of, headers_forwarded
 
 
 class FutureSink:
-    """The sink of a coroutine that waits for one response."""
+    """The sink of a coroutine that waits for the one response that there may be."""
 
     def __init__(self) -> None:
         self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
     def deliver(self, response: Response) -> None:
         """Completes the future, unless its waiter has left."""
-        if not self.response.done():
-            self.response.set_result(response)
+        if self.response.done():
+            return
+        if not response.final:
+            failure = Failure(ErrorCode.UNSUPPORTED_FEATURE, DECOUPLED)
+            response = Response(request_id=response.request_id, failure=failure)
+        self.response.set_result(response)
 
 
 def infer_routes(services: Services) -> APIRouter:
@@ -81,12 +79,12 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
         context = dispatcher.authorize(context_of(request), Scope.INFER)
         served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
         body = await read_body(request, services.settings.http.max_input_bytes)
-        json_length = headers.get(JSON_LENGTH_HEADER)
-        max_depth = services.settings.limits.max_json_depth
-        if len(body) > MAX_FAST_BYTES:
-            decoded, plan = await asyncio.to_thread(_decode, dispatcher, served, target, body, json_length, max_depth)
+        decoding = (services, served, target, body, headers.get(JSON_LENGTH_HEADER))
+        if len(body) > MAX_FAST_BYTES or services.codec.shares_memory:
+            decoded, plan = await asyncio.to_thread(_decode, *decoding)
         else:
-            decoded, plan = decode(target, body, json_length, max_depth)
+            decoded, plan = _decode(*decoding)
+        with_headers(decoded, headers_forwarded(services, request))
         pending = dispatcher.submit(context, decoded, sink)
     except ClientDisconnect:
         return HttpResponse()  # nobody reads it
@@ -98,7 +96,7 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
         dispatcher.cancel(pending)  # does nothing once it is answered
     if response is None:
         return HttpResponse()
-    reply = await encoded_reply(response, decoded.client_id, plan)
+    reply = await encoded_reply(services.codec, response, decoded.client_id, plan)
     return await send_encoded(reply, response_encoding(headers.get("accept-encoding")))
 
 
@@ -118,9 +116,9 @@ async def _answer(sink: FutureSink, receive: Receive) -> Response | None:
 
 
 def _decode(
-    dispatcher: Dispatcher, served: Served, target: Target, body: Bytes, json_length: str | None, max_depth: int
+    services: Services, served: Served, target: Target, body: Bytes, json_length: str | None
 ) -> tuple[InferRequest, OutputPlan]:
-    """Decodes and checks a large body, for which both take long."""
-    decoded, plan = decode(target, body, json_length, max_depth)
-    dispatcher.check(decoded, served)
+    """Decodes and checks a body; both take long for a large one."""
+    decoded, plan = services.codec.decode(target, body, json_length, served)
+    services.dispatcher.check(decoded, served)
     return decoded, plan

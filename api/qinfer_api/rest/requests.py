@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.codec.kserve_json import OutputPlan
+from qinfer.codec.outputs import OutputPlan
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Served
 from qinfer.delivery.requests import Address, RequestRecord
@@ -22,13 +22,15 @@ from qinfer.messages import InferRequest
 from qinfer.tensors import Bytes
 from qinfer_api.auth import Context
 from qinfer_api.http.compression import response_encoding
-from qinfer_api.http.fast import JSON_LENGTH_HEADER, MAX_FAST_BYTES, Reply, Target, decode, parse_version
+from qinfer_api.http.fast import MAX_FAST_BYTES
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, Target, parse_version, with_headers
+from qinfer_api.http.replies import Reply
 from qinfer_api.records import address_of, path_of, shown_record
 from qinfer_api.requests import Submission
 from qinfer_api.rest.bodies import encoded_reply, read_body, send_encoded, unless_left
 from qinfer_api.rest.preferences import Preferences, read_preferences
 from qinfer_api.rest.request_schema import CANCEL, RECORD, RESULT, SUBMIT
-from qinfer_api.rest.services import Services, context_of, send
+from qinfer_api.rest.services import Services, context_of, headers_forwarded, send
 
 AGAIN_S = 1
 """When to ask again for a result that is not there yet."""
@@ -90,11 +92,12 @@ async def submit(services: Services, target: Target, request: Request, preferenc
         served = requests.resolve(target.model, target.version)  # before a large body is read for nothing
         body = await read_body(request, services.settings.http.max_input_bytes)
         decoding = (services, served, target, body, headers.get(JSON_LENGTH_HEADER))
-        if len(body) > MAX_FAST_BYTES:
+        if len(body) > MAX_FAST_BYTES or services.codec.shares_memory:
             decoded, plan, body_hash = await asyncio.to_thread(_decode, *decoding)
         else:
             decoded, plan, body_hash = _decode(*decoding)
         submission = msgspec.structs.replace(submission, body_hash=body_hash)
+        with_headers(decoded, headers_forwarded(services, request))
         ticket = await requests.submit(context, decoded, plan, submission)
     except ClientDisconnect:
         return HttpResponse()  # nobody reads it
@@ -164,7 +167,7 @@ def _shown(services: Services, record: RequestRecord, status: int, again_s: int 
 async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
     """Answers as the synchronous call would have been; trying again would change nothing."""
     outcome, plan = await services.requests.result(record)
-    reply = await encoded_reply(outcome, record.client_id, plan)
+    reply = await encoded_reply(services.codec, outcome, record.client_id, plan)
     reply = msgspec.structs.replace(reply, retry_after_s=0)
     response = await send_encoded(reply, response_encoding(request.headers.get("accept-encoding")))
     response.headers["qinfer-request-state"] = record.state.value
@@ -175,7 +178,7 @@ def _decode(
     services: Services, served: Served, target: Target, body: Bytes, json_length: str | None
 ) -> tuple[InferRequest, OutputPlan, str]:
     """Decodes and checks a body, and identifies what it asks: the same body is the same, however it was compressed."""
-    decoded, plan = decode(target, body, json_length, services.settings.limits.max_json_depth)
+    decoded, plan = services.codec.decode(target, body, json_length, served)
     services.dispatcher.check(decoded, served)
     content = hashlib.sha256(msgspec.json.encode([target.model, target.version, json_length]))
     content.update(body)

@@ -14,6 +14,11 @@ _REPLY: dict[str, Any] = {
     "outputs": [{"name": "label", "shape": [1], "datatype": "INT64", "data": [7]}],
 }
 _JSON_LENGTH = "Inference-Header-Content-Length"
+_IN_SHARED_MEMORY: dict[str, Any] = {
+    "shared_memory_region": {"type": "string", "description": "A registered region that has the data."},
+    "shared_memory_offset": {"type": "integer", "minimum": 0},
+    "shared_memory_byte_size": {"type": "integer", "minimum": 0},
+}
 _TENSOR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["name", "shape", "datatype"],
@@ -23,7 +28,10 @@ _TENSOR_SCHEMA: dict[str, Any] = {
         "datatype": {"type": "string", "examples": ["FP32", "INT64", "BYTES"]},
         "parameters": {
             "type": "object",
-            "properties": {"binary_data_size": {"type": "integer", "description": "Bytes after the JSON part."}},
+            "properties": {
+                "binary_data_size": {"type": "integer", "description": "Bytes after the JSON part."},
+                **_IN_SHARED_MEMORY,
+            },
         },
         "data": {"type": "array", "items": {}, "description": "Elements in row-major order, nested or flat."},
     },
@@ -46,7 +54,18 @@ _REQUEST_SCHEMA: dict[str, Any] = {
                 "required": ["name"],
                 "properties": {
                     "name": {"type": "string"},
-                    "parameters": {"type": "object", "properties": {"binary_data": {"type": "boolean"}}},
+                    "parameters": {
+                        "type": "object",
+                        "properties": {
+                            "binary_data": {"type": "boolean"},
+                            "classification": {
+                                "type": "integer",
+                                "minimum": 0,
+                                "description": "So many best classes, as BYTES `value:index[:label]`.",
+                            },
+                            **_IN_SHARED_MEMORY,
+                        },
+                    },
                 },
             },
         },
@@ -62,7 +81,8 @@ INFER_BODY: dict[str, Any] = {
             "in": "header",
             "required": False,
             "schema": {"type": "integer", "minimum": 0},
-            "description": "Length of the JSON part when raw tensor bytes follow it.",
+            "description": "Length of the JSON part when raw tensor bytes follow it; 0: the body is the data of the "
+            "model's one input.",
         }
     ],
     "requestBody": {
@@ -99,6 +119,7 @@ class InferBody(BaseModel):
     id: str = Field("", description="The request's id; left out if it had none.")
     model_name: str
     model_version: str
+    parameters: dict[str, Scalar] = Field(default_factory=dict, description="What the model says besides its outputs.")
     outputs: list[OutputTensor]
 
 

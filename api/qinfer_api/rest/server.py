@@ -4,45 +4,42 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response as HttpResponse
 
-import qinfer
 from qinfer.control.api_keys import Scope
 from qinfer.observability.metrics import CONTENT_TYPE
-from qinfer_api.http.fast import Reply, error_reply
+from qinfer_api import about
+from qinfer_api.http.replies import Reply, error_reply
 from qinfer_api.rest.schema import ServerMetadata, errors
-from qinfer_api.rest.services import Services, needs, send
-
-EXTENSIONS = ["model_configuration", "binary_tensor_data", "parameters"]
-"""Extensions of the protocol that are there; perf_analyzer, for one, asks for what is listed."""
+from qinfer_api.rest.services import Services, needs, restricted, send
 
 
 def server_routes(services: Services) -> APIRouter:
     """Returns the routes about the server."""
-    router = APIRouter(tags=["server"])
+    router = APIRouter(tags=["server"], default_response_class=HttpResponse)
+    health = restricted(services, "health")
 
     @router.get(
         "/v2",
         responses={200: {"model": ServerMetadata}, **errors(401, 403)},
-        response_class=HttpResponse,
-        dependencies=[needs(services, Scope.INFER)],
+        dependencies=[*restricted(services, "metadata"), needs(services, Scope.INFER)],
     )
     async def server_metadata() -> HttpResponse:
         """Tells the server's name, version and protocol extensions."""
-        about = {"name": services.settings.server_id, "version": qinfer.__version__, "extensions": EXTENSIONS}
-        return send(Reply(200, msgspec.json.encode(about)))
+        return send(Reply(200, msgspec.json.encode(about.server_metadata(services.settings))))
 
-    @router.get("/v2/health/live", responses=errors(503), response_class=HttpResponse)
+    @router.get("/v2/health/live", responses=errors(403, 503), dependencies=health)
     async def live() -> HttpResponse:
         """Answers 200 while the gateway runs; 503 while it shuts down."""
         return _exiting() if services.dispatcher.draining else HttpResponse()
 
-    @router.get("/v2/health/ready", responses=errors(400, 503), response_class=HttpResponse)
+    @router.get("/v2/health/ready", responses=errors(400, 403, 503), dependencies=health)
     async def ready() -> HttpResponse:
         """Answers 200 when every model is ready, 400 when one is not; 503 while the gateway shuts down."""
         if services.dispatcher.draining:
             return _exiting()
-        return HttpResponse(status_code=200 if services.catalog.is_server_ready() else 400)
+        is_ready = about.is_server_ready(services.settings, services.catalog, draining=False)
+        return HttpResponse(status_code=200 if is_ready else 400)
 
-    @router.get("/metrics", response_class=HttpResponse, responses={200: {"content": {"text/plain": {}}}})
+    @router.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> HttpResponse:
         """Gives the metrics in Prometheus text format."""
         return HttpResponse(await services.metrics(), media_type=CONTENT_TYPE)

@@ -1,5 +1,6 @@
 """What the routes need, made once by the composition root, and how they turn errors into replies."""
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,20 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Catalog
+from qinfer.control.models import ModelControl
 from qinfer.errors import QinferError
 from qinfer.settings import Settings
 from qinfer_api.auth import Context, presented_key
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import Reply, error_reply, failure_reply
+from qinfer_api.forwarding import forwarded
+from qinfer_api.http.infer import InferCodec
+from qinfer_api.http.protocol import SENT_HEADERS
+from qinfer_api.http.replies import Reply, error_reply, failure_reply
 from qinfer_api.requests import AsyncRequests
+from qinfer_api.restrictions import Restrictions
+from qinfer_api.server_settings import LogSettings, TraceSettings
+from qinfer_api.shared_memory import SharedMemory
+from qinfer_api.statistics import Statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +36,14 @@ class Services:
         dispatcher: Takes infer requests.
         requests: Takes asynchronous ones.
         catalog: Knows the models.
+        codec: Reads infer requests and makes replies.
+        shared_memory: What clients on this host share with this process.
+        forward: The names of the headers that become parameters of infer requests; `None` = none do.
+        models: Loads and unloads them.
+        statistics: Tells what they did.
+        log_settings: What is logged.
+        trace_settings: What is traced.
+        restrictions: Which routes need a header.
         metrics: Returns the text of `/metrics`.
     """
 
@@ -34,6 +51,14 @@ class Services:
     dispatcher: Dispatcher
     requests: AsyncRequests
     catalog: Catalog
+    codec: InferCodec
+    shared_memory: SharedMemory
+    forward: re.Pattern[str] | None
+    models: ModelControl
+    statistics: Statistics
+    log_settings: LogSettings
+    trace_settings: TraceSettings
+    restrictions: Restrictions
     metrics: Callable[[], Awaitable[bytes]]
 
 
@@ -44,6 +69,13 @@ def context_of(request: Request) -> Context:
     return Context(trace=headers.get("traceparent", ""), key=key)
 
 
+def headers_forwarded(services: Services, request: Request) -> dict[str, str]:
+    """Returns the headers of a request that become its parameters."""
+    if services.forward is None:
+        return {}
+    return forwarded(services.forward, getattr(request.state, SENT_HEADERS, request.headers.raw))
+
+
 def needs(services: Services, scope: Scope) -> Any:
     """Returns the dependency of routes that only callers with a scope may use."""
 
@@ -51,6 +83,17 @@ def needs(services: Services, scope: Scope) -> Any:
         services.dispatcher.authorize(context_of(request), scope)
 
     return Depends(check)
+
+
+def restricted(services: Services, group: str) -> list[Any]:
+    """Returns the dependencies of routes of a group that the operator may restrict; none where it is not restricted."""
+    if not services.restrictions.covers(group):
+        return []
+
+    async def check(request: Request) -> None:
+        services.restrictions.check(group, request.headers.get)
+
+    return [Depends(check)]
 
 
 def send(reply: Reply) -> HttpResponse:

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from qinfer.codec.frame import decode_responses, encode_request
+from qinfer.codec.frame import decode_responses, encode_request, encode_request_apart
 from qinfer.control.catalog import Catalog, Served
-from qinfer.delivery.base import Delivery, Entry, Lane, reply_address
+from qinfer.delivery.base import Delivery, Entry, Lane, Payload, reply_address
 from qinfer.errors import (
     BrokerUnavailable,
     Cancelled,
@@ -46,6 +46,13 @@ FRESH_S = 2.0
 RECHECK_S = 0.25
 """A refusal by a view that is older counts only when another look confirms it."""
 
+INLINE_MAX_BYTES = 256 * 1024
+"""Tensors of a call above this travel beside the stream."""
+
+PAYLOAD_MARGIN_S = 60.0
+"""They outlive the deadline by so much."""
+
+_READ_AGAIN_S = 0.2
 _GRACE_S = 1.0  # in which the event loop tells of a deadline; a thread that outlives the loop waits no longer
 _ENDING = "the worker ends"
 _EXPIRED = "Request timeout expired"
@@ -76,6 +83,7 @@ class Caller:
         worker_id: Names the reply address, `reply:worker-<id>`.
         tasks: Owns the tasks.
         called: Told each model version (as a lane of it) that is about to be called, on the event loop.
+        inline_max_bytes: Larger tensors travel beside the stream.
     """
 
     def __init__(
@@ -85,12 +93,14 @@ class Caller:
         worker_id: str,
         tasks: asyncio.TaskGroup,
         called: Callable[[Lane], None] = lambda _: None,
+        inline_max_bytes: int = INLINE_MAX_BYTES,
     ) -> None:
         self._delivery = delivery
         self._catalog = catalog
         self._owner = f"worker-{worker_id}"
         self._tasks = tasks
         self._called = called
+        self._inline_max_bytes = inline_max_bytes
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._new_id = IdFactory().request_id
@@ -114,8 +124,8 @@ class Caller:
             deadline_s = min(deadline_s, self._now_s() + request.timeout_s)
         served = self._served(request.model, request.version, deadline_s)
         stamped = self._stamped(request, served, deadline_s)
-        frame = encode_request(stamped)
-        response = self._run(partial(self._ask, stamped.id, served.lane, frame), deadline_s)
+        frame, payload = self._laid_out(stamped)
+        response = self._run(partial(self._ask, stamped.id, served.lane, frame, payload), deadline_s)
         if response.failure is not None:
             raised = _RAISED.get(response.failure.code)
             if raised is not None:
@@ -177,6 +187,14 @@ class Caller:
         validate(stamped, served.spec)
         return stamped
 
+    def _laid_out(self, request: InferRequest) -> tuple[bytes, Payload | None]:
+        """Encodes a stamped request; large tensors are stored beside the stream."""
+        if sum(len(tensor.data) for tensor in request.inputs) <= self._inline_max_bytes:
+            return encode_request(request), None
+        request.payload = True
+        frame, data = encode_request_apart(request)
+        return frame, Payload(request.id, data, request.timeout_s + PAYLOAD_MARGIN_S)
+
     def _run(self, work: Callable[[], Coroutine[Any, Any, T]], deadline_s: float) -> T:
         """Runs a coroutine on the event loop until the deadline; blocks this thread."""
         outcome: Future[T] = Future()
@@ -237,14 +255,14 @@ class Caller:
                 return
             self._refreshed_at = self._now_s()
 
-    async def _ask(self, request_id: str, lane: Lane, frame: bytes) -> Response:
+    async def _ask(self, request_id: str, lane: Lane, frame: bytes, payload: Payload | None) -> Response:
         """Submits a request and waits for its final response; one that nobody waits for leaves the queue."""
         call = self._waiting[request_id] = _Call(self._loop.create_future())
         self._targets[lane.model, lane.version] += 1
         self._called(lane)
         try:
             await self._listen()
-            self._delivery.submit(lane, frame, partial(self._submitted, call))
+            self._delivery.submit(lane, frame, partial(self._submitted, call), payload=payload)
             response = await call.answer
             return await self._stored(lane, response) if response.stored else response
         finally:
@@ -254,8 +272,14 @@ class Caller:
                 self._abandon(call)
 
     async def _stored(self, lane: Lane, response: Response) -> Response:
-        """Reads an answer whose outputs are too large for a reply stream."""
-        blob = await self._delivery.take_result(lane, response.request_id)
+        """Reads an answer whose outputs are too large for a reply stream; tries again while they can't be read."""
+        while True:
+            try:
+                blob = await self._delivery.take_result(lane, response.request_id)
+                break
+            except BrokerUnavailable as error:
+                logger.info("outputs are read again", extra={"reason": error.message})
+                await asyncio.sleep(_READ_AGAIN_S)
         if blob is None:
             raise InferenceFailed(f"model '{lane.model}' answered, and its outputs are gone; try again")
         (whole,) = decode_responses(blob)

@@ -13,6 +13,7 @@ from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferE
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer.repository.validate import validate
 from qinfer_workers.inference.publisher import Publisher
+from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Intake:
         self._delivery = delivery
         self._publisher = publisher
         self._most = max(max_deliveries, LEAST_DELIVERIES)
+        self._trouble = Trouble(logger, "payloads not read, trying again", "payloads are read again")
 
     def items(self, batcher: Batcher, leases: Iterable[Lease]) -> Taken:
         """Decodes leases; those that can't be executed are buried, answered or released, and left out."""
@@ -65,7 +67,7 @@ class Intake:
 
         What is gone was cancelled or has expired: there is nobody to answer.
         """
-        payloads = await asyncio.gather(*(self._payload(item) for item in apart))
+        payloads = await asyncio.gather(*(self._payload(batcher, item) for item in apart))
         # From here on nothing is awaited: the model may be another one after each time.
         return [
             item
@@ -133,14 +135,21 @@ class Intake:
         logger.warning("frame of a newer qinfer released", extra={"entry_id": lease.entry.entry_id})
         self._publisher.release_later(lease, PAUSE_S)
 
-    async def _payload(self, item: Pending) -> bytes | None:
-        """Reads an item's tensors; one that can't be read now is released, one whose tensors are gone is finished."""
+    async def _payload(self, batcher: Batcher, item: Pending) -> bytes | None:
+        """Reads an item's tensors; one that can't be read now is released, one whose tensors are gone is finished.
+
+        One whose tensors should be there and are not is given up: somebody deleted them from the payload store.
+        """
         try:
             payload = await self._delivery.payload(item.lease.entry, item.request.id)
+        except CorruptEntry as error:
+            self._bury(batcher, item, error)
+            return None
         except QinferError as error:
-            logger.warning("payload not read", extra={"request_id": item.request.id, "reason": error.message})
+            self._trouble.happened(error.message)
             self._publisher.release_later(item.lease, PAUSE_S, item)
             return None
+        self._trouble.over()
         if payload is None:
             self._publisher.discard(item)
         return payload

@@ -184,12 +184,15 @@ class Publisher:
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
         answers = [answer for answer in answers if not answer[0].lost]
-        self._keeper.drop(items)  # before they end: a renewal just after would find their leases lost
+        is_quick = all(_nbytes(response) <= CHUNK_BYTES for _, response in answers)
+        if is_quick:  # what takes longer keeps its leases, though a renewal just after may find them lost
+            self._keeper.drop(items)
         try:
             await self._settle_all(answers)
         except (BrokerUnavailable, QueueFull):
             self._keeper.hold(item for item in items if not item.lost)
             raise
+        self._keeper.drop(items)
 
     async def _settle_all(self, answers: Sequence[_Answer]) -> None:
         try:
@@ -250,6 +253,10 @@ class Publisher:
             pause_s = min(pause_s * 2, _LAST_RETRY_S)
         if after is not None:
             after(items)
+
+
+def _nbytes(response: Response) -> int:
+    return sum(tensor.nbytes for tensor in response.outputs)
 
 
 def _failed(response: Response, error: QinferError) -> Response:

@@ -1,0 +1,112 @@
+"""What the server says about itself and its models: pure functions that REST and gRPC share (reference §1.3 … §1.5)."""
+
+import msgspec
+
+import qinfer
+from qinfer.control.catalog import Catalog
+from qinfer.repository.spec import ModelSpec, TensorSpec
+from qinfer.settings import Settings
+
+EXTENSIONS = (
+    "classification",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "logging",
+)
+"""Extensions of the protocol that are there, in Triton's order: perf_analyzer, for one, asks for what is listed.
+
+Not there: `sequence`, `cuda_shared_memory`; and `trace`, whose settings are kept while no traces are written yet.
+"""
+
+_SHARED_MEMORY = "system_shared_memory"
+
+
+class ServerMetadata(msgspec.Struct, frozen=True):
+    """The server's name, its version, and the extensions of the protocol that it has."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(msgspec.Struct, frozen=True):
+    """An input or output of a model; -1 in the shape is variable, the batch dimension included."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(msgspec.Struct, frozen=True):
+    """What a model is called, takes and gives; `versions` are those that can be asked."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+def server_metadata(settings: Settings) -> ServerMetadata:
+    """Returns what the server says about itself; shared memory is listed where clients may use it."""
+    extensions = [name for name in EXTENSIONS if name != _SHARED_MEMORY or settings.allow_client_shm]
+    return ServerMetadata(settings.server_id, qinfer.__version__, extensions)
+
+
+def model_metadata(catalog: Catalog, model: str, version: int) -> ModelMetadata:
+    """Returns what is known of a model.
+
+    Args:
+        catalog: Knows the models.
+        model: Its name.
+        version: The version; 0 describes the highest ready one and lists all that are ready.
+
+    Raises:
+        ModelNotFound: As `Catalog.resolve`.
+        ModelNotReady: As `Catalog.resolve`.
+    """
+    served = catalog.resolve(model, version)
+    spec = served.spec
+    return ModelMetadata(
+        name=spec.name,
+        versions=[str(v) for v in ((version,) if version else catalog.ready_versions(model))],
+        platform=spec.platform or spec.backend,
+        inputs=[_tensor(tensor, spec) for tensor in spec.inputs],
+        outputs=[_tensor(tensor, spec) for tensor in spec.outputs],
+    )
+
+
+def is_server_ready(settings: Settings, catalog: Catalog, *, draining: bool) -> bool:
+    """Tells whether the server is ready; whether every model must be, `repository.strict_readiness` says."""
+    if draining:
+        return False
+    return catalog.is_server_ready() or not settings.repository.strict_readiness
+
+
+def is_model_ready(catalog: Catalog, model: str, version: int) -> bool:
+    """Tells whether a model, or one version of it, can be asked; version 0 is any.
+
+    Returns:
+        False for a model whose versions are all known and can be loaded, while no live worker has one of them.
+
+    Raises:
+        ModelNotFound: No such model or version, or the model has no version that could be loaded.
+        ModelNotReady: The version is there, and not ready.
+    """
+    if not version:
+        status = catalog.status(model)
+        if status.loadable_versions and not status.ready_versions:
+            return False
+    catalog.resolve(model, version)
+    return True
+
+
+def _tensor(tensor: TensorSpec, spec: ModelSpec) -> TensorMetadata:
+    shape = [-1, *tensor.dims] if spec.max_batch_size > 0 else list(tensor.dims)
+    return TensorMetadata(tensor.name, tensor.datatype, shape)

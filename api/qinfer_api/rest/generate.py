@@ -1,0 +1,210 @@
+"""`POST …/generate` and `…/generate_stream`: free-form JSON in, flat JSON or server-sent events out (reference §1.18).
+
+    generate          exactly one response, or an error
+    generate_stream   `data: {…}` for each response; the first one decides the status, later failures come in the stream
+
+Neither takes or gives a compressed body. Load metrics (ORCA, `endpoint-load-metrics`) are not told.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response as HttpResponse
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from qinfer.control.api_keys import Scope as Right
+from qinfer.control.catalog import Served
+from qinfer.errors import InvalidRequest, QinferError
+from qinfer.messages import InferRequest, Response
+from qinfer.tensors import Bytes
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.generate import encode_generate, read_generate
+from qinfer_api.http.compression import request_encoding
+from qinfer_api.http.fast import MAX_FAST_BYTES
+from qinfer_api.http.infer import Target, parse_version, with_headers
+from qinfer_api.http.replies import Reply, error_reply, failure_reply, refusal
+from qinfer_api.rest.bodies import read_body, unless_left
+from qinfer_api.rest.extension_schema import GENERATE, GENERATE_STREAM
+from qinfer_api.rest.services import Services, context_of, headers_forwarded, send
+from qinfer_api.sinks import Pending
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+_NOT_ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
+    "of responses"
+)
+
+
+class StreamSink:
+    """The sink of a coroutine that reads the responses of a request, however many there are."""
+
+    def __init__(self) -> None:
+        self._responses: asyncio.Queue[Response] = asyncio.Queue()
+
+    def deliver(self, response: Response) -> None:
+        """Adds a response."""
+        self._responses.put_nowait(response)
+
+    async def responses(self) -> AsyncIterator[Response]:
+        """Yields the responses to the last; an empty one, which only says that no other comes, is left out."""
+        while True:
+            response = await self._responses.get()
+            if response.outputs or response.parameters or response.failure is not None:
+                yield response
+            if response.final:
+                return
+
+
+class _Events(StreamingResponse):
+    """An event stream that cancels its request when it ends, however it ends."""
+
+    def __init__(self, events: AsyncIterator[bytes], status: int, dispatcher: Dispatcher, pending: Pending) -> None:
+        super().__init__(events, status)
+        self.raw_headers = [(b"content-type", EVENT_STREAM.encode()), (b"cache-control", b"no-store")]
+        self._dispatcher = dispatcher
+        self._pending = pending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._dispatcher.cancel(self._pending)
+
+
+def generate_routes(services: Services) -> APIRouter:
+    """Returns the routes of the generate extension."""
+    router = APIRouter(tags=["inference"])
+
+    @router.post("/v2/models/{model}/generate", name="generate", **GENERATE)
+    async def generate(model: str, request: Request) -> HttpResponse:
+        """Runs the highest ready version of a model on free-form JSON."""
+        return await _generate(services, Target(model, 0), request)
+
+    @router.post("/v2/models/{model}/versions/{version}/generate", name="generate_version", **GENERATE)
+    async def generate_version(model: str, version: str, request: Request) -> HttpResponse:
+        """Runs one version of a model on free-form JSON."""
+        return await _generate(services, Target(model, parse_version(version)), request)
+
+    @router.post("/v2/models/{model}/generate_stream", name="generate_stream", **GENERATE_STREAM)
+    async def generate_stream(model: str, request: Request) -> HttpResponse:
+        """Runs the highest ready version of a model on free-form JSON, and streams its responses."""
+        return await _generate_stream(services, Target(model, 0), request)
+
+    @router.post(
+        "/v2/models/{model}/versions/{version}/generate_stream", name="generate_stream_version", **GENERATE_STREAM
+    )
+    async def generate_stream_version(model: str, version: str, request: Request) -> HttpResponse:
+        """Runs one version of a model on free-form JSON, and streams its responses."""
+        return await _generate_stream(services, Target(model, parse_version(version)), request)
+
+    return router
+
+
+async def _submit(services: Services, target: Target, request: Request, sink: StreamSink) -> tuple[Pending, str]:
+    """Reads, checks and submits a request; returns it and its client's id of it."""
+    dispatcher = services.dispatcher
+    try:
+        context = dispatcher.authorize(context_of(request), Right.INFER)
+        served = dispatcher.resolve(target.model, target.version)
+        if not _is_identity(request):
+            raise InvalidRequest("Unsupported content-encoding, only 'identity' is supported.")
+        body = await read_body(request, services.settings.http.max_input_bytes)
+        if len(body) > MAX_FAST_BYTES:
+            decoded = await asyncio.to_thread(_decode, services, served, target, body)
+        else:
+            decoded = _decode(services, served, target, body)
+        with_headers(decoded, headers_forwarded(services, request))
+        return dispatcher.submit(context, decoded, sink), decoded.client_id
+    except QinferError as error:
+        raise dispatcher.refuse(target.model, target.version, error) from None
+
+
+def _decode(services: Services, served: Served, target: Target, body: Bytes) -> InferRequest:
+    """Decodes and checks a body; both take long for a large one."""
+    limits = services.settings.limits
+    decoded = read_generate(bytes(body), target.model, target.version, served.spec, limits.max_json_depth)
+    services.dispatcher.check(decoded, served)
+    return decoded
+
+
+async def _generate(services: Services, target: Target, request: Request) -> HttpResponse:
+    sink = StreamSink()
+    try:
+        pending, client_id = await _submit(services, target, request, sink)
+    except ClientDisconnect:
+        return HttpResponse()  # nobody reads it
+    try:
+        responses = await unless_left(request.receive, _all(sink))
+    finally:
+        services.dispatcher.cancel(pending)  # does nothing once it is answered
+    if responses is None:
+        return HttpResponse()
+    if len(responses) != 1:
+        return send(error_reply(400, _NOT_ONE))
+    return send(await _encoded(responses[0], client_id))
+
+
+async def _generate_stream(services: Services, target: Target, request: Request) -> HttpResponse:
+    sink = StreamSink()
+    try:
+        pending, client_id = await _submit(services, target, request, sink)
+    except ClientDisconnect:
+        return HttpResponse()  # nobody reads it
+    responses = sink.responses()
+    try:
+        replies = await unless_left(request.receive, _first(responses, client_id))
+    except BaseException:
+        services.dispatcher.cancel(pending)
+        raise
+    if replies is None:
+        services.dispatcher.cancel(pending)
+        return HttpResponse()
+    status = replies[0].status if replies else 200
+    return _Events(_events(replies, responses, client_id), status, services.dispatcher, pending)
+
+
+async def _all(sink: StreamSink) -> list[Response]:
+    """Reads the responses until there are more than one, or all of them."""
+    responses = []
+    async for response in sink.responses():
+        responses.append(response)
+        if len(responses) > 1:
+            break
+    return responses
+
+
+async def _first(responses: AsyncIterator[Response], client_id: str) -> list[Reply]:
+    """Returns the reply of the first response; nothing when there is none."""
+    async for response in responses:
+        return [await _encoded(response, client_id)]
+    return []
+
+
+async def _events(first: list[Reply], responses: AsyncIterator[Response], client_id: str) -> AsyncIterator[bytes]:
+    for reply in first:
+        yield b"data: %b\n\n" % reply.body
+    async for response in responses:
+        yield b"data: %b\n\n" % (await _encoded(response, client_id)).body
+
+
+async def _encoded(response: Response, client_id: str) -> Reply:
+    """Encodes a response; a failure becomes its error reply."""
+    if response.failure is not None:
+        return refusal(response.failure)
+    try:
+        if sum(output.nbytes for output in response.outputs) > MAX_FAST_BYTES:
+            return Reply(200, await asyncio.to_thread(encode_generate, response, client_id))
+        return Reply(200, encode_generate(response, client_id))
+    except QinferError as error:
+        return failure_reply(error)
+
+
+def _is_identity(request: Request) -> bool:
+    try:
+        return request_encoding(request.headers.get("content-encoding")) is None
+    except QinferError:
+        return False

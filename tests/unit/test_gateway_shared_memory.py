@@ -1,0 +1,202 @@
+"""The registry of shared memory regions, on real shared memory objects."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from qinfer.errors import AlreadyExists, InvalidRequest, PayloadTooLarge, RegionNotFound, UnsupportedFeature
+from qinfer_api.shared_memory import DIRECTORY, Region, SharedMemory
+
+
+@pytest.fixture
+def key() -> Iterator[str]:
+    """Names an object of 64 bytes, which count from 0."""
+    name = f"qinfer-test-{uuid4().hex}"
+    path = Path(DIRECTORY) / name
+    path.write_bytes(bytes(range(64)))
+    yield f"/{name}"
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    registry = SharedMemory(allowed=True)
+    yield registry
+    registry.close()
+
+
+def test_a_region_is_read_and_written(memory: SharedMemory, key: str) -> None:
+    """At its offset in the object."""
+    memory.register("r", key, 16, 32)
+
+    memory.write("r", 8, b"\xff\xfe")
+
+    assert bytes(memory.view("r", 0, 4)) == bytes([16, 17, 18, 19])
+    assert bytes(memory.view("r", 7, 4)) == bytes([23, 0xFF, 0xFE, 26])
+    assert (Path(DIRECTORY) / key[1:]).read_bytes()[24:26] == b"\xff\xfe"
+
+
+def test_what_was_read_does_not_change(memory: SharedMemory, key: str) -> None:
+    """A request is what it was when it was read."""
+    memory.register("r", key, 0, 8)
+    seen = memory.view("r", 0, 8)
+
+    memory.write("r", 0, bytes(8))
+
+    assert bytes(seen) == bytes(range(8))
+
+
+def test_the_status_tells_what_is_registered(memory: SharedMemory, key: str) -> None:
+    """All regions, or the one that is asked for."""
+    memory.register("a", key, 0, 8)
+    memory.register("b", key, 8, 8)
+
+    assert memory.status() == [Region("a", key, 0, 8), Region("b", key, 8, 8)]
+    assert memory.status("b") == [Region("b", key, 8, 8)]
+    with pytest.raises(RegionNotFound, match="Unable to find system shared memory region: 'c'"):
+        memory.status("c")
+
+
+def test_regions_are_forgotten(memory: SharedMemory, key: str) -> None:
+    """One, one that there is not, and all; their names are free again."""
+    memory.register("a", key, 0, 8)
+    memory.register("b", key, 8, 8)
+    memory.unregister("a")
+    memory.unregister("nothing")
+
+    assert [region.name for region in memory.status()] == ["b"]
+    memory.unregister_all()
+    assert memory.status() == []
+    memory.register("a", key, 0, 8)
+
+
+def test_forgotten_regions_hold_no_descriptor(memory: SharedMemory, key: str) -> None:
+    """Neither do refused ones."""
+    before = len(os.listdir("/proc/self/fd"))
+    memory.register("a", key, 0, 8)
+    memory.view("a", 0, 8)
+    memory.unregister("a")
+    with pytest.raises(InvalidRequest):
+        memory.register("a", key, 0, 65)
+
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_name_is_taken_once(memory: SharedMemory, key: str) -> None:
+    """Triton's text."""
+    memory.register("r", key, 0, 8)
+
+    with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
+        memory.register("r", key, 8, 8)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 65), (60, 5), (64, 1), (2**64 - 1, 2**64 - 1), (0, 0)])
+def test_a_region_lies_within_its_object(memory: SharedMemory, key: str, offset: int, size: int) -> None:
+    """Also where the sum is beyond what a machine word holds."""
+    with pytest.raises(InvalidRequest, match="failed to register shared memory region 'r': invalid args"):
+        memory.register("r", key, offset, size)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["", "/", "/nothing-of-that-name", "../../etc/passwd", "/../etc/passwd", "a/b", ".", "..", "//x", "\0", "x" * 300],
+)
+def test_only_shared_memory_objects_are_opened(memory: SharedMemory, bad: str) -> None:
+    """A key is a name, and no path."""
+    with pytest.raises(InvalidRequest, match="Unable to open shared memory region"):
+        memory.register("r", bad, 0, 1)
+
+
+def test_links_and_directories_are_not_opened(memory: SharedMemory, tmp_path: Path) -> None:
+    """A link in the directory could lead anywhere."""
+    target, name = tmp_path / "secret", f"qinfer-test-{uuid4().hex}"
+    target.write_bytes(bytes(8))
+    link, folder, pipe = (Path(DIRECTORY) / f"{name}-{kind}" for kind in ("link", "folder", "pipe"))
+    link.symlink_to(target)
+    folder.mkdir()
+    os.mkfifo(pipe)
+    try:
+        for path in (link, folder, pipe):
+            with pytest.raises(InvalidRequest, match="Unable to open shared memory region"):
+                memory.register("r", path.name, 0, 8)
+    finally:
+        link.unlink()
+        folder.rmdir()
+        pipe.unlink()
+
+
+def test_the_keys_of_python_models_are_reserved(memory: SharedMemory) -> None:
+    """Triton's text."""
+    with pytest.raises(
+        InvalidRequest, match="cannot register shared memory region 'r' with key '/triton_python_backend"
+    ):
+        memory.register("r", "/triton_python_backend_shm_region_1", 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "text"),
+    [
+        (8, 0, "Invalid offset for shared memory region: 'r'"),
+        (2**64, 1, "Invalid offset for shared memory region: 'r'"),
+        (4, 5, r"Invalid offset \+ byte size for shared memory region: 'r'"),
+        (1, 2**64 - 1, r"Invalid offset \+ byte size for shared memory region: 'r'"),
+    ],
+)
+def test_a_part_lies_within_its_region(memory: SharedMemory, key: str, offset: int, size: int, text: str) -> None:
+    """The object may go on; the region does not."""
+    memory.register("r", key, 0, 8)
+
+    with pytest.raises(InvalidRequest, match=text):
+        memory.view("r", offset, size)
+    with pytest.raises(InvalidRequest, match=text):
+        memory.check("r", offset, size)
+
+
+def test_writing_stays_within_the_region(memory: SharedMemory, key: str) -> None:
+    """Nothing of it is written."""
+    memory.register("r", key, 0, 8)
+
+    with pytest.raises(InvalidRequest, match="Invalid offset"):
+        memory.write("r", 4, bytes(5))
+    assert (Path(DIRECTORY) / key[1:]).read_bytes() == bytes(range(64))
+
+
+def test_an_object_that_was_made_shorter_harms_nobody(memory: SharedMemory, key: str) -> None:
+    """Where it is mapped, the process that reads it is killed; and writing may not make it longer again."""
+    memory.register("r", key, 0, 64)
+    os.truncate(Path(DIRECTORY) / key[1:], 10)
+
+    with pytest.raises(InvalidRequest, match="shorter than when it was registered"):
+        memory.view("r", 0, 64)
+    with pytest.raises(InvalidRequest, match="shorter than when it was registered"):
+        memory.write("r", 0, bytes(64))
+    assert (Path(DIRECTORY) / key[1:]).stat().st_size == 10
+
+
+def test_a_request_may_not_read_more_than_a_body_may_have(memory: SharedMemory, key: str) -> None:
+    """All its inputs together."""
+    memory.register("r", key, 0, 64)
+    limited = memory.limited(48)
+    limited.view("r", 0, 40)
+
+    with pytest.raises(PayloadTooLarge, match="exceed the maximum allowed input size"):
+        limited.view("r", 0, 9)
+
+
+def test_nothing_works_where_it_is_off(key: str) -> None:
+    """Triton's text, for everything."""
+    memory = SharedMemory(allowed=False)
+    for call in (
+        lambda: memory.register("r", key, 0, 8),
+        lambda: memory.unregister("r"),
+        memory.unregister_all,
+        memory.status,
+        lambda: memory.view("r", 0, 8),
+        lambda: memory.check("r", 0, 8),
+        lambda: memory.write("r", 0, b""),
+    ):
+        with pytest.raises(UnsupportedFeature, match=r"Client shared memory is disabled\. Start the server with"):
+            call()
