@@ -4,10 +4,10 @@ PYTHON := .venv/bin/python
 STAMP := .venv/.setup-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint e2e chaos bench docs
+.PHONY: help setup demo test lint e2e chaos bench docs test-gpu bench-gpu
 
 help: ## Show this list
-	@grep -hE '^[a-z0-9]+:.*## ' Makefile | sed -E 's/^([a-z0-9]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 10
 
 $(STAMP): pyproject.toml scripts/setup
 	@scripts/setup
@@ -32,6 +32,12 @@ chaos: $(STAMP) ## Kill processes under load for ten minutes (CHAOS_SECONDS, CHA
 
 bench: $(STAMP) ## Measure against peers; writes benchmarks/RESULTS.md (takes a while; ARGS="--quick")
 	@$(PYTHON) benchmarks/run $(ARGS)
+
+test-gpu: $(STAMP) ## Models on a GPU against the CPU's answers (skipped where there is none)
+	@$(PYTHON) -m pytest tests/gpu -v -rs
+
+bench-gpu: $(STAMP) ## Throughput on a GPU as a share of the raw backend; writes benchmarks/GPU.md
+	@$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 docs: $(STAMP) ## Generate the reference pages, then check links and snippets
 	@$(PYTHON) -m scripts.generate_reference && $(PYTHON) -m pytest tests/unit/test_docs.py -q

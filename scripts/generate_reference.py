@@ -37,8 +37,7 @@ wrongly.
 METRICS_HEAD = """
 # Metrics
 
-`GET /metrics` on any gateway, in Prometheus' text format: on the port of `QINFER_METRICS__PORT`, 8002, where no key is asked
-for, and on that of HTTP.
+`GET /metrics` on any gateway, in Prometheus' text format: on the port of `QINFER_METRICS__PORT` and on that of HTTP.
 
 Metrics marked *shared* come from Redis and are about all workers and queues: every gateway shows the same numbers, so
 combine gateways with `max`. The others are about the gateway that is asked: combine them with `sum`.

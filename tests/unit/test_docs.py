@@ -20,7 +20,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 SETTING = re.compile(r"\bQINFER_[A-Z_]+[A-Z]")
 INLINE = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"(?:^|\s)qinfer ([a-z]+)(?: ([a-z]+))?", re.MULTILINE)
-TARGET = re.compile(r"^make ([a-z0-9]+)", re.MULTILINE)
+TARGET = re.compile(r"^make ([a-z0-9-]+)", re.MULTILINE)
 MODULE = re.compile(r"python -m ([\w.]+)")
 FILE = re.compile(r"`((?:qinfer|api|workers|tests|scripts|examples|docs|benchmarks)/[\w./-]*)`")
 
