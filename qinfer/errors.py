@@ -5,8 +5,8 @@
     │                  ModelNotFound · RequestNotFound · JobNotFound · Conflict · AlreadyExists · RegionNotFound
     ├─ Overloaded(retry_after_s)   QueueFull · QuotaExceeded · DeadlineInfeasible
     ├─ DeadlineExceeded · Cancelled · Unauthorized · Forbidden · Restricted · ValueRefused
-    ├─ ModelError      ModelNotReady · ModelLoadFailed · ControlDisabled · BackendUnavailable · InferenceFailed
-    │                  OutputMismatch
+    ├─ ModelError      ModelNotReady · ModelLoadFailed (ModelFilesUnreachable) · ControlDisabled
+    │                  BackendUnavailable · InferenceFailed · OutputMismatch
     ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry
     ├─ ResultError     ResultNotFound · ResultExpired
     └─ SettingsError · Unreachable
@@ -220,6 +220,12 @@ class ModelLoadFailed(ModelError):
     """The model's configuration or file can't be loaded."""
 
     code = ErrorCode.MODEL_LOAD_FAILED
+
+
+class ModelFilesUnreachable(ModelLoadFailed):
+    """The place where the model's files are can't be reached now."""
+
+    retryable = True
 
 
 class ControlDisabled(ModelError):

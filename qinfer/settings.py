@@ -4,8 +4,9 @@
 """
 
 import difflib
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
@@ -293,13 +294,27 @@ def load_settings() -> Settings:
     try:
         return Settings()
     except UnreadableValue as error:
-        raise SettingsError(f"{error}; sections and lists are written as JSON") from None
+        raise SettingsError(_not_json(os.environ) or f"{error}; sections and lists are written as JSON") from None
     except ValidationError as error:
         problems = [
             f"{PREFIX}{'__'.join(str(p).upper() for p in e['loc'])}: {e['msg']}, got {e['input']!r}"
             for e in error.errors()
         ]
         raise SettingsError("; ".join(problems)) from None
+
+
+def _not_json(environment: Mapping[str, str]) -> str:
+    """Names the lists that are no JSON, since pydantic-settings tells the section only; without values: some are secret."""
+    wrong = []
+    for section, field in Settings.model_fields.items():
+        for name, inner in getattr(field.annotation, "model_fields", {}).items():
+            variable = f"{PREFIX}{section}__{name}".upper()
+            if variable in environment and "tuple" in str(inner.annotation):
+                try:
+                    json.loads(environment[variable])
+                except ValueError:
+                    wrong.append(f"""{variable}: a list is written as JSON, such as '["first", "second"]'""")
+    return "; ".join(wrong)
 
 
 def variable_names() -> list[str]:

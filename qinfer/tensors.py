@@ -153,15 +153,22 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
             raise InvalidRequest(f"expected {count} string elements for '{tensor.name}', got {len(elements)}")
         array = np.empty(count, dtype=object)
         array[:] = elements
-        return array.reshape(tensor.shape)
+        return _shaped(array, tensor)
     if tensor.nbytes != count * kind.itemsize:
         raise InvalidRequest(
             f"'{tensor.name}' has {tensor.nbytes} bytes, its shape {list(tensor.shape)} needs {count * kind.itemsize}"
         )
     if kind.numpy is None:
         wide = np.frombuffer(tensor.data, dtype="<u2").astype("<u4") << 16
-        return wide.view("<f4").reshape(tensor.shape)
-    return np.frombuffer(tensor.data, dtype=kind.numpy).reshape(tensor.shape)
+        return _shaped(wide.view("<f4"), tensor)
+    return _shaped(np.frombuffer(tensor.data, dtype=kind.numpy), tensor)
+
+
+def _shaped(array: npt.NDArray[Any], tensor: Tensor) -> npt.NDArray[Any]:
+    try:
+        return array.reshape(tensor.shape)
+    except ValueError:  # numpy's limits hold for dimensions beside one of 0, too
+        raise InvalidRequest(f"'{tensor.name}' has a shape larger than any array can be: {tensor.shape}") from None
 
 
 def from_numpy(name: str, array: npt.NDArray[Any], datatype: str | None = None) -> Tensor:

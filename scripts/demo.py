@@ -59,7 +59,7 @@ class Options:
 class Server:
     """`qinfer up` as a process of its own, its output in a file."""
 
-    def __init__(self, options: Options, port: int) -> None:
+    def __init__(self, options: Options, port: int, grpc_port: int, metrics_port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.port = port
         self.log = options.directory / "qinfer.log"
@@ -67,7 +67,7 @@ class Server:
             str(Path(sys.executable).with_name("qinfer")),
             *("up", "--model-repository", str(options.directory / "models")),
             *("--data-dir", str(options.directory / "data"), "--http-port", str(port)),
-            *("--grpc-port", "0", "--metrics-port", "0"),
+            *("--grpc-port", str(grpc_port), "--metrics-port", str(metrics_port)),
         ]
 
     def start(self) -> None:
@@ -133,14 +133,15 @@ def run(options: Options, console: Console) -> None:
     with console.status("training a classifier of handwritten digits"):
         data = digits.build(options.directory / "models")
     console.print(f"model    {shown(data.model_path)}")
-    port = free_port(options.port)
+    port, grpc_port, metrics_port = (free_port(options.port and options.port + offset) for offset in range(3))
     if port != options.port:
         console.print(f"port     {options.port} is taken; using {port}")
-    server = Server(options, port)
+    server = Server(options, port, grpc_port, metrics_port)
     with console.status("starting qinfer: Redis, gateway, worker"):
         server.start()
     try:
-        console.print(f"server   {server.url}  (log: {shown(server.log)})\n")
+        console.print(f"server   {server.url}  (log: {shown(server.log)})")
+        console.print(f"gRPC     127.0.0.1:{grpc_port}\n")
         measure(server, data, options, console)
         show_curl(server, data, options.directory, console)
     except BaseException:

@@ -3,7 +3,6 @@
 A test compares the files with what this would write, so that they can't rot.
 """
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,7 +166,7 @@ def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _help(command: Any) -> str:
-    return re.sub(r"\[/?[a-z ]+\]", "", command.help or "").strip()  # without rich's markup
+    return (command.help or "").strip()
 
 
 def _parameters(command: Any) -> list[str]:

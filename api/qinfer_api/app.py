@@ -6,8 +6,8 @@ nobody.
 """
 
 import asyncio
+import contextlib
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -44,6 +44,7 @@ from qinfer_api.rest.services import Services
 from qinfer_api.restrictions import Restrictions
 from qinfer_api.shared_memory import SharedMemory
 from qinfer_api.targets import Targets
+from qinfer_api.tls import read_certificate
 from qinfer_api.waits import Waits
 from qinfer_api.webhooks import Webhooks, read_secret
 
@@ -69,22 +70,29 @@ async def build(settings: Settings) -> "Gateway":
     load_auth(settings.auth, settings.http.host)  # what is wrong with it shows before anything is opened
     read_secret(settings.webhooks)
     Restrictions.for_http(settings.http.restricted)
-    rpc_port = None
-    if settings.grpc.enabled:
-        from qinfer_api.rpc.port import open_port
+    async with contextlib.AsyncExitStack() as opened:  # and closed again, should anything of it fail
+        rpc_port = None
+        if settings.grpc.enabled:
+            from qinfer_api.rpc.port import open_port
 
-        check_exposure(settings.auth, settings.grpc.host or settings.http.host, "QINFER_GRPC__HOST")
-        rpc_port = open_port(settings)
-    listener = bind(settings.http)
-    metrics_listener = open_metrics_port(settings)
-    delivery = await RedisDelivery.connect(settings.redis, settings.limits)
-    store = RedisControlStore(admin_client(settings.redis))
-    source = open_here(settings.repository)
-    if source is not None:
-        note_errors(await start(source, store, delivery, settings.repository))
-    gateway = Gateway(settings, delivery, store, listener, source, rpc_port)
-    if metrics_listener is not None:
-        gateway.serve_metrics(metrics_listener)
+            check_exposure(settings.auth, settings.grpc.host or settings.http.host, "QINFER_GRPC__HOST")
+            rpc_port = open_port(settings)
+            opened.push_async_callback(rpc_port.server.stop, None)
+        listener = opened.enter_context(bind(settings.http))
+        metrics_listener = open_metrics_port(settings)
+        if metrics_listener is not None:
+            opened.enter_context(metrics_listener)
+        delivery = await RedisDelivery.connect(settings.redis, settings.limits)
+        opened.push_async_callback(delivery.close)
+        store = RedisControlStore(admin_client(settings.redis))
+        opened.push_async_callback(store.close)
+        source = open_here(settings.repository)
+        if source is not None:
+            note_errors(await start(source, store, delivery, settings.repository))
+        gateway = Gateway(settings, delivery, store, listener, source, rpc_port)
+        if metrics_listener is not None:
+            gateway.serve_metrics(metrics_listener)
+        opened.pop_all()
     return gateway
 
 
@@ -92,11 +100,9 @@ def bind(http: HttpSettings) -> socket.socket:
     """Opens the listening socket.
 
     Raises:
-        SettingsError: The address is taken or not ours, or a TLS file can't be read.
+        SettingsError: The address is taken or not ours, or a TLS file can't be used.
     """
-    for name, path in (("CERTFILE", http.tls_certfile), ("KEYFILE", http.tls_keyfile)):
-        if path and not os.access(path, os.R_OK):
-            raise SettingsError(f"QINFER_HTTP__TLS_{name}={path}: there is no such file, or it can't be read")
+    read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # uvicorn reads them itself, when it is too late
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
     try:
         return socket.create_server((http.host, http.port), family=family, backlog=_BACKLOG)
@@ -223,6 +229,8 @@ class Gateway:
                 for task in tasks:
                     task.cancel()
         finally:
+            self._give_up()  # if a task has died, nobody was told yet
+            self._server.turn_away()
             self._listener.close()
             if self.metrics is not None:
                 self.metrics.close()
@@ -237,7 +245,9 @@ class Gateway:
             await self._server.serve(sockets=[self._listener])
             return
         await self.rpc.start()
-        await asyncio.gather(self._server.serve(sockets=[self._listener]), self._serve_rpc(self.rpc))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._serve_rpc(self.rpc))
+            await self._server.serve(sockets=[self._listener])
 
     async def _serve_rpc(self, rpc: "RpcServer") -> None:
         await self._stopping.wait()
@@ -250,11 +260,11 @@ class Gateway:
             self._stopping.set()
             self.requests.waits.end()
             self._server.should_exit = True
-            if self.started.is_set():
-                self._server.turn_away()
+            self._server.turn_away()
             asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
 
     def _give_up(self) -> None:
+        self.models.end()
         self.dispatcher.fail_all(Overloaded("Server exiting"))
 
     def _serving(self) -> None:
@@ -279,6 +289,8 @@ class _Server(QuietServer):
 
     def turn_away(self) -> None:
         """Takes no connection and no request from now on; uvicorn would only at its next tick, and refuse till then."""
+        if not self.started:
+            return
         for server in self.servers:
             server.close()
         for connection in tuple(self.server_state.connections):

@@ -45,6 +45,7 @@ class Reporting:
         self._delivery = delivery
         self._tally = tally
         self._unsent: dict[tuple[str, int], dict[str, int]] = {}
+        self._flushing = asyncio.Lock()  # of two at once, the later one would add what the other is about to
         self.statistics = Statistics(catalog, store)
         self.log_settings = LogSettings(store, settings.log)
         self.trace_settings = TraceSettings(store, catalog)
@@ -61,14 +62,15 @@ class Reporting:
 
     async def flush(self) -> None:
         """Adds what this gateway ended itself to the models' statistics; what can't be added now is added later."""
-        for key, deltas in self._tally.refusals.drain().items():
-            add(self._unsent.setdefault(key, {}), deltas)
-        for key in list(self._unsent):
-            try:
-                await self._store.add_stats(*key, self._unsent[key])
-            except BrokerUnavailable:  # others tell
-                return
-            del self._unsent[key]
+        async with self._flushing:
+            for key, deltas in self._tally.refusals.drain().items():
+                add(self._unsent.setdefault(key, {}), deltas)
+            for key in list(self._unsent):
+                try:
+                    await self._store.add_stats(*key, self._unsent[key])
+                except BrokerUnavailable:  # others tell
+                    return
+                del self._unsent[key]
 
     async def _flush_again_and_again(self) -> None:
         while True:

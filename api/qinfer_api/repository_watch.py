@@ -63,6 +63,8 @@ class RepositoryWatch:
             self.note(await sync(self._source, self._store, self._delivery))
         except QinferError as error:
             logger.warning("model repository not looked through", extra={"reason": error.message})
+        except Exception:  # the loop boundary: one odd file must not end the gateway
+            logger.exception("model repository not looked through")
 
     def note(self, models: Sequence[SyncedModel]) -> None:
         """Logs what a sync has changed, and each error once."""

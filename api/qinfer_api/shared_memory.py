@@ -14,11 +14,12 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import msgspec
 
 from qinfer.codec.outputs import no_shared_memory
-from qinfer.errors import AlreadyExists, InvalidRequest, PayloadTooLarge, RegionNotFound
+from qinfer.errors import AlreadyExists, InvalidRequest, PayloadTooLarge, RegionNotFound, UnsupportedFeature
 from qinfer.tensors import Bytes
 
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
@@ -58,6 +59,15 @@ class SharedMemory:
         self._regions: dict[str, tuple[Region, int]] = {}
         self._lock = threading.Lock()
 
+    def check_allowed(self) -> None:
+        """Makes sure that clients may use shared memory.
+
+        Raises:
+            UnsupportedFeature: They may not.
+        """
+        if not self.allowed:
+            raise no_shared_memory()
+
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Opens a region.
 
@@ -69,10 +79,12 @@ class SharedMemory:
 
         Raises:
             AlreadyExists: The name is taken.
-            InvalidRequest: There is no such object, or it ends before the region does.
+            InvalidRequest: It has no name, there is no such object, or it ends before the region does.
             UnsupportedFeature: Shared memory is off.
         """
-        self._check_allowed()
+        self.check_allowed()
+        if not name:
+            raise InvalidRequest("'region name' is necessary to register system shared memory region")
         if key.removeprefix("/").startswith(_RESERVED_PREFIX):
             raise InvalidRequest(
                 f"cannot register shared memory region '{name}' with key '{key}' as the key contains the reserved "
@@ -94,13 +106,13 @@ class SharedMemory:
 
     def unregister(self, name: str) -> None:
         """Closes a region; does nothing if there is none of that name."""
-        self._check_allowed()
+        self.check_allowed()
         with self._lock:
             self._close(name)
 
     def unregister_all(self) -> None:
         """Closes all regions."""
-        self._check_allowed()
+        self.check_allowed()
         self.close()
 
     def status(self, name: str = "") -> list[Region]:
@@ -110,7 +122,7 @@ class SharedMemory:
             RegionNotFound: There is none of that name.
             UnsupportedFeature: Shared memory is off.
         """
-        self._check_allowed()
+        self.check_allowed()
         with self._lock:
             if not name:
                 return [region for region, _ in self._regions.values()]
@@ -162,6 +174,28 @@ class SharedMemory:
             while done < len(view):
                 done += os.pwrite(descriptor, view[done:], position + done)
 
+    def register_cuda(self) -> NoReturn:
+        """Refuses: CUDA's shared memory is never taken.
+
+        Raises:
+            UnsupportedFeature: Always.
+        """
+        self.check_allowed()
+        raise UnsupportedFeature("CUDA shared memory is not supported; use system shared memory, or send the tensors")
+
+    def check_cuda(self, name: str = "") -> None:
+        """Looks for a region of CUDA's memory, of which there are none; does nothing without a name.
+
+        Clients that clear both kinds of memory at their start go on.
+
+        Raises:
+            RegionNotFound: There is none of that name.
+            UnsupportedFeature: Shared memory is off.
+        """
+        self.check_allowed()
+        if name:
+            raise RegionNotFound(f"Unable to find cuda shared memory region: '{name}'")
+
     def limited(self, max_bytes: int) -> "Limited":
         """Returns the regions for the reading of one request, which may copy so many bytes from them."""
         return Limited(self, max_bytes)
@@ -172,10 +206,6 @@ class SharedMemory:
             for name in list(self._regions):
                 self._close(name)
 
-    def _check_allowed(self) -> None:
-        if not self.allowed:
-            raise no_shared_memory()
-
     def _close(self, name: str) -> None:
         _, descriptor = self._regions.pop(name, (None, -1))
         if descriptor >= 0:
@@ -184,7 +214,7 @@ class SharedMemory:
     @contextmanager
     def _part(self, name: str, offset: int, byte_size: int) -> Iterator[tuple[int, int]]:
         """Yields a descriptor of a region's object, which stays open if the region is unregistered, and a position."""
-        self._check_allowed()
+        self.check_allowed()
         with self._lock:
             region, descriptor = self._regions.get(name, (None, -1))
             if region is None:

@@ -104,7 +104,7 @@ class OpenvinoBackend:
                 request.set_input_tensor(position, tensor)
             request.infer()
         except Exception as error:  # as in `load`
-            raise InferenceFailed(f"OpenVINO error: {_reason(error, Path())}") from error
+            raise InferenceFailed(f"OpenVINO error: {_reason(error)}") from error
         outputs = {name: np.array(request.get_output_tensor(p).data) for name, p in self._outputs.items()}
         if missing:
             outputs = {name: array[:size] for name, array in outputs.items()}
@@ -224,7 +224,7 @@ def _borrowed(array: Array) -> Any:
     return ov.Tensor(array, shared_memory=True)
 
 
-def _reason(error: BaseException, path: Path) -> str:
+def _reason(error: BaseException, path: Path | None = None) -> str:
     """OpenVINO's messages begin with the places in its source; the last line says what is the matter."""
     lines = [line.strip() for line in cleaned(error, path).splitlines() if line.strip()]
     told = [line for line in lines if not line.startswith(("Exception from", "Check '", "FrontEnd API"))]

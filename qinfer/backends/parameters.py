@@ -76,6 +76,9 @@ def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
     raise ModelLoadFailed(f"model '{spec.name}' has no file '{names[0]}' in version {version_dir.name}")
 
 
-def cleaned(error: BaseException, path: Path) -> str:
-    """Returns a runtime's own words without the machine's paths, which clients must not read."""
-    return str(error).replace(str(path), path.name).replace(str(path.parent), "").strip()
+def cleaned(error: BaseException, path: Path | None = None) -> str:
+    """Returns a runtime's own words without the path of the model file, which clients must not read."""
+    text = str(error)
+    if path is not None:
+        text = text.replace(str(path), path.name).replace(str(path.parent), "")
+    return text.strip()

@@ -40,6 +40,8 @@ from qinfer.tensors import Bytes, Tensor, from_numpy
 ENVIRONMENT = "EXECUTION_ENV_PATH"
 """Triton's parameter for a packed environment."""
 
+TRIES = 5
+"""So many processes in a row may die before they take a batch; then its requests are refused as retryable."""
 
 M = TypeVar("M", bound=Message)
 
@@ -90,24 +92,19 @@ class PythonBackend:
         """
         metas, buffers = self._inputs(batch)
         message = Execute(next(self._numbers), metas, list(batch.rows), [_asked(r) for r in batch.requests])
-        while (process := self._instance.process()) is not None:
-            try:
-                process.channel.send(message, buffers)
-                outcome, data = self._outcome(process, message.number, ctx)
-                break
-            except (OSError, UnreadError):  # it died while it had nothing to do: this batch is not to blame
-                self._instance.lost(process)
-            except EOFError:
-                how = process.death()
-                self._instance.lost(process)
-                raise InferenceFailed(f"the process of model '{self._model}' died ({how})") from None
-        else:
+        self._instance.is_busy = True
+        try:
+            executed = self._executed(message, buffers, ctx)
+        finally:
+            self._instance.is_busy = False
+        if executed is None:
             # Each item by itself: the batch is not at fault, so cutting it in halves would find nothing.
             error = ModelNotReady(f"model '{self._model}' can't be started again: {self._instance.reason}")
             for item in range(len(batch.requests)):
                 ctx.respond(item, error)
             return
         self._instance.well()
+        outcome, data = executed
         if isinstance(outcome, Failed):
             raise InferenceFailed(
                 f"Failed to process the request(s) for model '{self._model}', message: {outcome.message}"
@@ -131,6 +128,29 @@ class PythonBackend:
             metas.append(TensorMeta(name, datatype, array.shape))
             buffers.append(from_numpy(name, array).data if array.dtype.kind == "O" else raw(array))
         return metas, buffers
+
+    def _executed(
+        self, message: Execute, buffers: Sequence[Bytes], ctx: Context
+    ) -> tuple[Message, list[Buffer]] | None:
+        """Returns what the process says to a batch; `None` if there is no process that takes it.
+
+        Raises:
+            InferenceFailed: The process died of it.
+        """
+        for _ in range(TRIES):
+            process = self._instance.process()
+            if process is None:
+                return None
+            try:
+                process.channel.send(message, buffers)
+                return self._outcome(process, message.number, ctx)
+            except (OSError, UnreadError):  # it died while it had nothing to do: this batch is not to blame
+                self._instance.lost(process)
+            except EOFError:
+                how = process.death()
+                self._instance.lost(process)
+                raise InferenceFailed(f"the process of model '{self._model}' died ({how})") from None
+        return None
 
     def _outcome(self, process: HostProcess, number: int, ctx: Context) -> tuple[Message, list[Buffer]]:
         """Serves what the model asks for until the batch has ended.

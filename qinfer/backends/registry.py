@@ -53,8 +53,11 @@ def factory(name: str) -> BackendFactory:
             return cast("BackendFactory", entry_point.load())
         except ImportError as error:
             raise BackendUnavailable(f"backend '{name}' can't be imported: {error}") from error
-    known = sorted({*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
-    raise BackendUnavailable(f"no backend is called '{name}'; this worker has {', '.join(known)}")
+    known = sorted({*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names} - {"stub"})
+    raise BackendUnavailable(
+        f"no backend is called '{name}'; this worker has {', '.join(known)}: correct the configuration, "
+        "or install the package that brings it where workers run"
+    )
 
 
 def completer(name: str) -> CompleteConfig:
@@ -76,6 +79,6 @@ def _imported(name: str, built_in: _BuiltIn) -> object:
         raise BackendUnavailable(
             f"backend '{name}' needs a runtime that is not installed ({error}); "
             f"run: pip install 'qinfer[{built_in.extra}]'"
-        ) from error
+        ) from (None if isinstance(error, ModuleNotFoundError) else error)
     attribute: object = getattr(module, built_in.attribute)
     return attribute

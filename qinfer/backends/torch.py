@@ -109,7 +109,8 @@ class TorchBackend:
         except QinferError:
             raise
         except Exception as error:  # as in `load`
-            raise InferenceFailed(f"PyTorch execute failure: {error}") from error
+            logger.warning("execution failed", extra={"model": self._spec.name, "reason": str(error)})
+            raise InferenceFailed(f"PyTorch execute failure: {_reason(error)}") from error
         respond_rows(batch, ctx, outputs, self._datatypes)
 
     def unload(self) -> None:
@@ -154,9 +155,7 @@ class TorchBackend:
             try:
                 self._called(zeros)
             except Exception as error:
-                raise ModelLoadFailed(
-                    f"torch.compile of model '{spec.name}' failed: {_first_line(error, Path())}"
-                ) from error
+                raise ModelLoadFailed(f"torch.compile of model '{spec.name}' failed: {_first_line(error)}") from error
 
     def _run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         narrow = self._narrow
@@ -303,6 +302,14 @@ def _described(returned: Any) -> str:
     return f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
 
 
-def _first_line(error: BaseException, path: Path) -> str:
+def _reason(error: BaseException) -> str:
+    """Returns what a client may read: of an error of TorchScript, which shows the author's code, its last line."""
+    text = str(error).strip()
+    if "Traceback of TorchScript" in text:
+        return text.splitlines()[-1].removeprefix("builtins.")
+    return _first_line(error)
+
+
+def _first_line(error: BaseException, path: Path | None = None) -> str:
     """PyTorch's messages end in pages of stack; the first line says what is the matter."""
     return (cleaned(error, path).splitlines() or [type(error).__name__])[0]

@@ -17,7 +17,7 @@ TIMEOUT_S = 300.0
 
 
 class GatewayClient(Client):
-    """A client that repeats nothing, and takes an API key but no proxy from the environment.
+    """A client that repeats nothing; from the environment it takes an API key and authorities, but no proxy.
 
     Args:
         url: The gateway's URL.
@@ -29,7 +29,7 @@ class GatewayClient(Client):
     """
 
     def __init__(self, url: str, *, verify: bool = True, timeout_s: float = TIMEOUT_S) -> None:
-        transport = httpx.HTTPTransport(verify=verify, trust_env=False)
+        transport = httpx.HTTPTransport(verify=verify)  # reads SSL_CERT_FILE and SSL_CERT_DIR
         super().__init__(url, api_key=api_key(), timeout_s=timeout_s, max_retries=0, transport=transport)
 
     def metrics(self) -> str:

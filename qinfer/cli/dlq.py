@@ -22,7 +22,7 @@ ModelArgument = Annotated[str, typer.Argument(help="The model's name.")]
 IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids, as `dlq list` prints them.")]
 
 
-@app.command("list", epilog=LIST_EXAMPLE)
+@app.command("list", epilog=LIST_EXAMPLE, short_help="List a model's dead letters.")
 def list_letters(
     model: ModelArgument,
     *,

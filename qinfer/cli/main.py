@@ -18,17 +18,17 @@ app = typer.Typer(
     epilog="Start with: qinfer up --model-repository ./models",
     cls=ErrorsAsText,
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # boxes cut the names of options on a terminal of 80 columns
     pretty_exceptions_show_locals=False,  # locals may hold a password
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("up", epilog=up.EXAMPLE)(up.up)
+app.command("up", epilog=up.EXAMPLE, short_help="Run everything on this machine.")(up.up)
 app.command("infer", epilog=infer.EXAMPLE)(infer.infer)
-app.command("status", epilog=status.EXAMPLE)(status.status)
-app.add_typer(models.app, name="models")
+app.command("status", epilog=status.EXAMPLE, short_help="Show models, lanes and workers.")(status.status)
+app.add_typer(models.app, name="models", short_help="Synchronize, list, load and unload models.")
 app.add_typer(keys.app, name="keys")
-app.add_typer(dlq.app, name="dlq")
-app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
+app.add_typer(dlq.app, name="dlq", short_help="Requests that were given up (dead letters).")
+app.command("bench", epilog=bench.EXAMPLE, short_help="Load a model for a while, and measure it.")(bench.bench)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001  (typer's callback)

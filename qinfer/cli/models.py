@@ -1,5 +1,7 @@
 """`qinfer models`: the model repository and the desired state."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,6 +9,7 @@ import typer
 
 from qinfer.cli.console import DEFAULT_URL, CommandFailed, JsonOption, UrlOption, print_json
 from qinfer.cli.status import DataDirOption, RedisOption, models_table
+from qinfer.errors import QinferError
 
 if TYPE_CHECKING:
     from qinfer.control.sync import SyncedModel
@@ -35,7 +38,7 @@ RepositoryOption = Annotated[
 ModelArgument = Annotated[str, typer.Argument(help="The model's name.")]
 
 
-@app.command("sync", epilog=SYNC_EXAMPLE)
+@app.command("sync", epilog=SYNC_EXAMPLE, short_help="Read a repository and tell everyone.")
 def sync_models(
     *,
     model_repository: RepositoryOption = None,
@@ -79,7 +82,7 @@ def list_models(
         Console().print(models_table(overview))
 
 
-@app.command("index", epilog=INDEX_EXAMPLE)
+@app.command("index", epilog=INDEX_EXAMPLE, short_help="Show every model of the repositories.")
 def show_index(
     *,
     ready: Annotated[bool, typer.Option("--ready", help="Only versions that are ready.")] = False,
@@ -107,7 +110,7 @@ def show_index(
     Console().print(table)
 
 
-@app.command("load", epilog=LOAD_EXAMPLE)
+@app.command("load", epilog=LOAD_EXAMPLE, short_help="Load a model, or its changes.")
 def load_model(
     model: ModelArgument,
     *,
@@ -134,19 +137,33 @@ def load_model(
         if not path:
             raise CommandFailed(f"--file {entry}: write VERSION/NAME=FILE, such as 1/model.onnx=new.onnx")
         parameters[f"file:{name}"] = base64.b64encode(_read(path)).decode()
-    with GatewayClient(url, timeout_s=timeout) as client:
+    with GatewayClient(url, timeout_s=timeout) as client, _told_of_the_mode():
         client.load_model(model, parameters)
     print(f"{model} is loaded")
 
 
-@app.command("unload", epilog=UNLOAD_EXAMPLE)
+@app.command("unload", epilog=UNLOAD_EXAMPLE, short_help="Unload a model.")
 def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL) -> None:
     """Unload a model: no request is accepted from now on, what waits is answered. For control mode explicit."""
     from qinfer.cli.client import GatewayClient
 
-    with GatewayClient(url) as client:
+    with GatewayClient(url) as client, _told_of_the_mode():
         client.unload_model(model)
     print(f"{model} is unloaded")
+
+
+@contextlib.contextmanager
+def _told_of_the_mode() -> Iterator[None]:
+    """Adds the remedy to Triton's refusal of load requests, whose text has none (reference §1.14)."""
+    try:
+        yield
+    except QinferError as error:
+        if "not allowed if polling is enabled" not in error.message:
+            raise
+        remedy = (
+            "start the server with --model-control-mode explicit, or change the repository and `qinfer models sync`"
+        )
+        raise CommandFailed(f"{error.message}; {remedy}") from None
 
 
 def _read(path: str) -> bytes:

@@ -127,9 +127,9 @@ def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[S
 async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float = math.inf) -> Overview:
     """Reads an overview from open connections."""
     now_s = delivery.clock.now_s()
+    workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]  # not ahead of the rest
     desired = await store.desired()
     stored = {name: model for name in desired if (model := await store.model(name)) is not None}
-    workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]
     statuses = assess(desired, stored, workers).values()
     lanes = [
         lane

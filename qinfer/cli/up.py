@@ -126,11 +126,13 @@ def up(
 ) -> None:
     """Run everything on this machine: a private Redis, the gateway, workers; all supervised.
 
-    A crashed process is restarted. [bold]Ctrl-C[/bold] drains: what was accepted is answered first. A second Ctrl-C
+    A crashed process is restarted. Ctrl-C drains: what was accepted is answered first. A second Ctrl-C
     ends at once. What waits in the queue survives both, and kill -9.
     """
     from qinfer.cli.stack import StackOptions, run_stack
 
+    if load_model and model_control_mode is not ControlMode.explicit:
+        raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")
     run_stack(
         StackOptions(
             model_repositories=tuple(model_repository or ()),

@@ -116,12 +116,15 @@ def problem_of_connection(error: httpx.RequestError, url: str, timeout_s: float)
         return Problem(errors.InvalidRequest(f"the request to {url} can't be sent: {error}"))
     if _is_tls(error):
         return Problem(
-            errors.Unreachable(f"no secure connection to {url}: {error}; check the URL's scheme and the certificate")
+            errors.Unreachable(
+                f"no secure connection to {url}: {error}; check the URL's scheme and the certificate; "
+                "the variable SSL_CERT_FILE names the file of an authority of your own"
+            )
         )
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return Problem(
             errors.Unreachable(
-                f"no server answers at {url}; start one with `qinfer up --model-repository DIR`, or give another URL"
+                f"no server answers at {url}; start one with `qinfer up --model-repository DIR`, or give its URL"
             )
         )
     return Problem(errors.Unreachable(f"the connection to {url} failed: {str(error) or type(error).__name__}"))

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.codec.kserve_grpc_parameters import apply_request_parameters, plan_outputs, shared_memory_of
 from qinfer.codec.outputs import OutputPlan, Regions
-from qinfer.codec.protobuf_wire import cut_out, malformed
+from qinfer.codec.protobuf_wire import cut_out, malformed, values_of
 from qinfer.errors import InvalidRequest
 from qinfer.messages import InferRequest
 from qinfer.tensors import Bytes, Tensor, pack_bytes
@@ -29,8 +29,9 @@ _TYPED = {  # field of InferTensorContents → the datatypes that it may hold, t
     "fp32_contents": ("FP32",),
     "fp64_contents": ("FP64",),
 }
+_PACKED = ("BOOL", "FP32", "FP64")  # protobuf writes a list of these as tensors do
+_CHUNK = 64 * 1024  # elements that are converted at once: other threads get their turn in between
 _ELEMENTS = {
-    "BOOL": "|b1",
     "INT8": "|i1",
     "INT16": "<i2",
     "INT32": "<i4",
@@ -39,8 +40,6 @@ _ELEMENTS = {
     "UINT16": "<u2",
     "UINT32": "<u4",
     "UINT64": "<u8",
-    "FP32": "<f4",
-    "FP64": "<f8",
 }
 
 
@@ -129,7 +128,7 @@ def decode_infer(message: Message, regions: Regions) -> Decoded:
 _DEFAULT_PLAN = OutputPlan()
 
 
-def _typed(entry: Any, raw: list[Bytes], model: str) -> bytes:
+def _typed(entry: Any, raw: list[Bytes], model: str) -> Bytes:
     """Turns an input's typed contents into tensor bytes."""
     if not entry.HasField("contents"):
         raise _no_data(entry.name, model)
@@ -149,9 +148,14 @@ def _typed(entry: Any, raw: list[Bytes], model: str) -> bytes:
         raise InvalidRequest(f"{unexpected} of type '{held[0]}', expected datatype '{entry.datatype}'")
     if entry.datatype == "BYTES":
         return pack_bytes(values)
+    if entry.datatype in _PACKED:
+        return values_of(entry.contents.SerializeToString())
     # A number that the datatype can't hold keeps its low bytes, as with Triton.
-    wide = np.array(values, dtype=_ELEMENTS[held[0]])
-    return wide.astype(_ELEMENTS[entry.datatype], copy=False).tobytes()
+    wide, narrow = _ELEMENTS[held[0]], _ELEMENTS[entry.datatype]
+    starts = range(0, len(values), _CHUNK)
+    return b"".join(
+        [np.array(values[at : at + _CHUNK], dtype=wide).astype(narrow, copy=False).tobytes() for at in starts]
+    )
 
 
 def _no_data(name: str, model: str) -> InvalidRequest:

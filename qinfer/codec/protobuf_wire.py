@@ -10,6 +10,9 @@ from qinfer.tensors import Bytes
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 
+MAX_FIELDS = 65_536
+"""Top-level fields of a message that is cut up: walking over them costs more than their bytes say."""
+
 
 def cut_out(message: bytes, field: int) -> tuple[bytes, list[memoryview]]:
     """Takes all values of a `bytes` field out of a message.
@@ -22,14 +25,18 @@ def cut_out(message: bytes, field: int) -> tuple[bytes, list[memoryview]]:
         The message without the field, and the field's values in order.
 
     Raises:
-        InvalidRequest: The message is cut off, or holds what protobuf does not know.
+        InvalidRequest: The message is cut off, holds what protobuf does not know, or more than `MAX_FIELDS` fields.
     """
     view, end, position, kept = memoryview(message), len(message), 0, 0
     wanted = field << 3 | _LENGTH
     rest: list[Bytes] = []
     found: list[memoryview] = []
+    count = 0
     try:
         while position < end:
+            count += 1
+            if count > MAX_FIELDS:
+                raise InvalidRequest(f"the request has more than {MAX_FIELDS} inputs, outputs and parameters")
             start = position
             tag, position = _varint(message, position)
             kind = tag & 7
@@ -48,8 +55,20 @@ def cut_out(message: bytes, field: int) -> tuple[bytes, list[memoryview]]:
         raise malformed() from None
     if position != end:
         raise malformed()
+    if not found:
+        return message, found
     rest.append(view[kept:])
     return b"".join(rest), found
+
+
+def values_of(message: bytes) -> memoryview:
+    """Returns the value of the only field of a message, a field with a length.
+
+    The packed form of numbers of fixed size, and of booleans, is their bytes in little-endian order.
+    """
+    _, position = _varint(message, 0)
+    size, position = _varint(message, position)
+    return memoryview(message)[position : position + size]
 
 
 def prefix(field: int, size: int) -> bytes:

@@ -134,7 +134,8 @@ def add_key(path: Path, tenant: str, scopes: tuple[Scope, ...], key_id: str = ""
         try:
             entry = msgspec.convert(fields, ApiKey)
         except msgspec.ValidationError as error:
-            raise SettingsError(f"no key was made: {error}") from None
+            rule = "1 to 64 letters, digits and ._~-"
+            raise SettingsError(f"no key was made: tenant and id are {rule} each, got '{tenant}' ({error})") from None
         _check(path, (*keys, entry))
         _replace(path, msgspec.json.format(msgspec.json.encode(_File((*keys, entry))), indent=2) + b"\n")
     return entry, key

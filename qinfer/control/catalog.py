@@ -82,10 +82,10 @@ class Catalog:
             BrokerUnavailable: The store can't be reached; the view stays as it was.
         """
         async with self._refreshing:  # of two the later one must not be overtaken
+            workers = tuple(await self._store.workers())  # first: they must not be ahead of the configurations
             desired = await self._store.desired()
             read = [await self._store.model(name) for name in sorted(desired)]
             stored = {model.model: model for model in read if model is not None}
-            workers = tuple(await self._store.workers())
             statuses = assess(desired, stored, workers)
             capacities = await self._capacities(statuses, workers)
             served, accepting = self._serve(statuses, stored)
@@ -190,7 +190,7 @@ class Catalog:
             ModelNotReady: As `resolve`.
         """
         self.resolve(model, version)
-        return self._view.stored[model].config
+        return self._specs[model][0].config
 
     def is_server_ready(self) -> bool:
         """Tells whether the store was read and every model is READY: Triton's strict readiness (reference §1.3)."""
@@ -211,6 +211,8 @@ class Catalog:
             spec = self._spec(stored.get(model))
             if spec is None:
                 served.update(self._still_served(status))
+                if model in self._specs:
+                    specs[model] = self._specs[model]
                 continue
             specs[model] = (stored[model], spec)
             newest = stored[model].generation
@@ -229,9 +231,9 @@ class Catalog:
         return served, accepting
 
     def _still_served(self, status: ModelStatus) -> dict[tuple[str, int], Served]:
-        """Returns what is served on of a model whose new configuration is not complete yet."""
+        """Returns what is served on of a model whose new configuration is not complete yet, or can't be used."""
         kept: dict[tuple[str, int], Served] = {}
-        for version in () if status.error else status.ready_versions:
+        for version in status.ready_versions:
             last = self._view.served.get((status.model, version))
             if last is not None and last.generation == status.versions[version].generation:
                 kept[status.model, version] = kept[status.model, 0] = last

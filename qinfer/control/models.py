@@ -17,7 +17,16 @@ from qinfer.control.index import IndexEntry, index_of
 from qinfer.control.outcome import Progress, outcome
 from qinfer.control.writing import has_same_content, write_model
 from qinfer.delivery.base import Delivery
-from qinfer.errors import ControlDisabled, InvalidRequest, ModelLoadFailed, ModelNotFound, ModelNotReady, QinferError
+from qinfer.errors import (
+    BrokerUnavailable,
+    ControlDisabled,
+    InvalidRequest,
+    ModelLoadFailed,
+    ModelNotFound,
+    ModelNotReady,
+    Overloaded,
+    QinferError,
+)
 from qinfer.repository.base import Repository, RepositoryModel, is_model_name
 from qinfer.settings import RepositorySettings
 
@@ -66,6 +75,7 @@ class ModelControl:
         self._settings = settings
         self._refresh = refresh
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._loads: set[asyncio.Task[None]] = set()
 
     async def index(self, *, ready: bool = False) -> list[IndexEntry]:
         """Returns every model of the repositories and of the desired state, by name and version.
@@ -76,15 +86,16 @@ class ModelControl:
         Raises:
             BrokerUnavailable: The store can't be reached.
         """
+        workers = await self._store.workers()  # first: they must not be ahead of the configurations
         desired = await self._store.desired()
         stored = {name: model for name in desired if (model := await self._store.model(name)) is not None}
         names = set() if ready else await asyncio.to_thread(self._names)
-        return index_of(names, desired, stored, await self._store.workers(), ready=ready)
+        return index_of(names, desired, stored, workers, ready=ready)
 
     async def load(self, model: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         """Loads a model, or loads it anew if anything about it has changed; returns once it is READY.
 
-        A reload that fails leaves the model as it was.
+        A reload that fails leaves the model as it was. A caller who goes away ends no load: it is seen through.
 
         Args:
             model: Its name.
@@ -98,13 +109,20 @@ class ModelControl:
             ModelNotReady: No worker has loaded it within `repository.load_timeout_s`.
             UnsupportedFeature: Files came along, and there is no overlay to keep them.
             BrokerUnavailable: The store can't be reached.
+            Overloaded: This process ends.
         """
         self._check(model)
         if files and not config:
             raise InvalidRequest(f"failed to load '{model}', parameter 'config' is required where files are given")
-        async with self._locks.setdefault(model, asyncio.Lock()):
-            await self._load(model, config or "", files or {})
-        await self._refresh()
+        load = asyncio.create_task(self._load_alone(model, config or "", files or {}))
+        self._loads.add(load)
+        load.add_done_callback(self._over)
+        try:
+            await asyncio.shield(load)
+        except asyncio.CancelledError:
+            if not load.cancelled():
+                raise
+            raise Overloaded("Server exiting") from None
 
     async def unload(self, model: str, *, unload_dependents: bool = False) -> None:
         """Unloads a model: no request is admitted from now on, what waits is still answered.
@@ -130,6 +148,16 @@ class ModelControl:
         logger.info("model unload asked for", extra={"model": model})
         await self._refresh()
 
+    def end(self) -> None:
+        """Ends the loads under way, when this process ends: whoever asked for them is told; they stay asked for."""
+        for load in self._loads:
+            load.cancel()
+
+    def _over(self, load: "asyncio.Task[None]") -> None:
+        self._loads.discard(load)
+        if not load.cancelled() and (error := load.exception()) is not None:  # also where its caller went away
+            logger.warning("model load failed", extra={"reason": str(error)})
+
     def _check(self, model: str) -> None:
         if self._settings.control_mode != "explicit":
             raise ControlDisabled("explicit model load / unload is not allowed if polling is enabled")
@@ -145,35 +173,50 @@ class ModelControl:
             logger.warning("model repository can't be read", extra={"reason": error.message})
             return set()
 
+    async def _load_alone(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+        async with self._locks.setdefault(model, asyncio.Lock()):
+            await self._load(model, config, files)
+        await self._refresh()
+
     async def _load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
         source = self._source
         if source is None or not is_model_name(model):
             raise _not_polled(model, "" if source else "this gateway has no model repository")
         before = await self._store.model(model)
         location = await asyncio.to_thread(source.put_files, model, files) if files else ""
-        is_kept = False
         try:
             found = await self._read(source, model, config, location)
-            wish = (await self._store.desired()).get(model)
-            written, changed = await write_model(
-                found, wish, self._store, self._delivery, anew=await self._is_due(wish, before)
-            )
-            is_kept = True
-            if changed:
-                await self._store.wake()
-                logger.info("model load asked for", extra={"model": model, "generation": written.generation})
-            try:
-                await self._until_ready(written)
-            except _Superseded:
-                raise
-            except ModelLoadFailed:
-                is_kept = not await self._revert(written, wish, before)
-                raise
+            await self._bring_about(found, before)
         finally:
-            if location and not is_kept:
-                await asyncio.to_thread(source.drop_files, location)
-        if before is not None and before.location not in ("", written.location):
-            await asyncio.to_thread(source.drop_files, before.location)
+            await self._drop_unused(source, model, {location, before.location if before else ""} - {""})
+
+    async def _bring_about(self, found: RepositoryModel, before: StoredModel | None) -> None:
+        """Stores a model as it should be, and waits until it is loaded, or stores again what was before."""
+        wish = (await self._store.desired()).get(found.name)
+        anew = await self._is_due(wish, before)
+        written, changed = await write_model(found, wish, self._store, self._delivery, anew=anew)
+        if changed:
+            await self._store.wake()
+            logger.info("model load asked for", extra={"model": found.name, "generation": written.generation})
+        try:
+            await self._until_ready(written)
+        except _Superseded:
+            raise
+        except ModelLoadFailed:
+            await self._revert(written, wish, before)
+            raise
+
+    async def _drop_unused(self, source: ModelSource, model: str, locations: set[str]) -> None:
+        """Removes files of load requests, of this one and the last, that the stored configuration names no more."""
+        if not locations:
+            return
+        try:
+            stored = await self._store.model(model)
+        except BrokerUnavailable:  # it may name them
+            logger.warning("files of a load request may be left over", extra={"model": model})
+            return
+        for location in locations - {stored.location if stored else ""}:
+            await asyncio.to_thread(source.drop_files, location)
 
     async def _read(self, source: ModelSource, model: str, config: str, location: str) -> RepositoryModel:
         try:
@@ -228,22 +271,21 @@ class ModelControl:
             raise _Superseded(f"failed to load '{target.model}', another load of it came in between")
         return current
 
-    async def _revert(self, failed: StoredModel, wish: Desired | None, before: StoredModel | None) -> bool:
-        """Stores what was loaded before under a new generation, for workers that join later; tells whether it did."""
+    async def _revert(self, failed: StoredModel, wish: Desired | None, before: StoredModel | None) -> None:
+        """Stores what was loaded before under a new generation, for workers that join later."""
         if before is None or before.error or wish is None or not wish.load:
-            return False
+            return
         current = await self._store.model(failed.model)
         if current is None or current.location != failed.location or current.content_hash != failed.content_hash:
-            return False
+            return
         if not _serves(before, await self._store.workers()):
-            return False
+            return
         restored = msgspec.structs.replace(before, generation=current.generation + 1)
         if not await self._store.put_model(restored):
-            return False
+            return
         await self._store.set_desired(Desired(restored.model, restored.generation))
         await self._store.wake()
         logger.warning("load reverted", extra={"model": restored.model, "generation": restored.generation})
-        return True
 
 
 class _Superseded(ModelLoadFailed):

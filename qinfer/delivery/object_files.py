@@ -1,14 +1,17 @@
 """A folder of an object store, or of a directory, as fsspec gives it: write, read, copy, delete, list.
 
 Stores whose client is asynchronous (S3, Google, Azure) are driven on fsspec's own event loop; others, a directory, in
-threads. Either way nobody waits longer than a timeout, and what the client raises becomes one of qinfer's errors.
+threads. Either way nobody waits longer than a timeout, not the end of the process either, and what the client raises
+becomes one of qinfer's errors.
 """
 
 import asyncio
 import logging
 import os
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -69,7 +72,7 @@ class ObjectFiles:
         if self._is_local and not Path(self._folder).is_dir():
             raise SettingsError(f"{VARIABLE}={url}: there is no such directory; make it, or mount it")
         self._syncs = syncs and self._is_local
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-objects")
+        self._threads = _Threads()
 
     async def write(self, name: str, data: bytes, timeout_s: float) -> None:
         """Writes an object; one that was cut off may be there in part.
@@ -142,8 +145,8 @@ class ObjectFiles:
         return [path.rstrip("/").rpartition("/")[2] for path in found]
 
     def close(self) -> None:
-        """Lets go of the threads; one that hangs in a system call ends when that does."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Lets go of the threads; one that hangs in a system call ends when that does, or the process."""
+        self._threads.close()
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name}" if name else self._folder
@@ -161,7 +164,42 @@ class ObjectFiles:
         return await _mapped(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._files.loop)), timeout_s)
 
     async def _in_thread(self, work: Callable[[], Any], timeout_s: float) -> Any:
-        return await _mapped(asyncio.get_running_loop().run_in_executor(self._threads, work), timeout_s)
+        return await _mapped(asyncio.wrap_future(self._threads.submit(work)), timeout_s)
+
+
+class _Threads:
+    """Threads that do not keep the process from ending, as those of an executor would: it joins them."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._count = 0
+
+    def submit(self, work: Callable[[], Any]) -> "Future[Any]":
+        future: Future[Any] = Future()
+        self._work.put((work, future))
+        if self._count < _THREADS:
+            self._count += 1
+            threading.Thread(target=self._run, name=f"qinfer-objects-{self._count}", daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Ends the threads, once they have done what was submitted."""
+        for _ in range(self._count):
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (job := self._work.get()) is not None:
+            _fulfil(*job)
+            del job  # or it would hold a payload until the next one comes
+
+
+def _fulfil(work: Callable[[], Any], future: "Future[Any]") -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 - it is the waiting one's
+        future.set_exception(error)
 
 
 async def _mapped(work: "asyncio.Future[Any]", timeout_s: float) -> Any:

@@ -124,6 +124,11 @@ class ObjectStore:
         if self._to_delete and self._deleting is None:
             self._deleting = asyncio.create_task(self._delete(), name="delete objects")
 
+    async def settle(self) -> None:
+        """Waits until what is to be deleted is, or is left to the sweep."""
+        while self._deleting is not None:
+            await asyncio.wait([self._deleting])
+
     async def sweep(self) -> int:
         """Deletes what has expired long ago, a bounded number; returns how many objects that were.
 

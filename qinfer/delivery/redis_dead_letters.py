@@ -87,19 +87,21 @@ class RedisDeadLetters:
     async def purge(self, model: str, letter_ids: "Sequence[str] | None" = None) -> int:
         """See `DeadLetters.purge`."""
         key = _key(model)
-        if letter_ids is None:
-            objects = await self._objects(model)
-            count = int(await self._router.call(keys.slot(key), b"XTRIM", key, b"MAXLEN", 0))
-            self._values.forget(objects)
-            return count
-        ids = [letter_id for letter_id in letter_ids if id_of(letter_id) is not None]
-        chosen = [await self._one(model, letter_id, _BYTES) for letter_id in ids]
-        count = int(await self._router.call(keys.slot(key), b"XDEL", key, *ids)) if ids else 0
-        self._values.forget([found.payload.name.encode() for found in chosen if found and found.payload])
-        return count
+        ids = None if letter_ids is None else [each for each in letter_ids if id_of(each) is not None]
+        objects = await self._objects(model, ids) if self._values.objects is not None else []
+        if ids is None:
+            count = await self._router.call(keys.slot(key), b"XTRIM", key, b"MAXLEN", 0)
+        else:
+            count = await self._router.call(keys.slot(key), b"XDEL", key, *ids) if ids else 0
+        self._values.forget(objects)
+        await self._values.settle()
+        return int(count)
 
-    async def _objects(self, model: str) -> Sequence[bytes]:
-        """Returns the names of the objects that dead letters refer to now."""
+    async def _objects(self, model: str, ids: "Sequence[str] | None") -> Sequence[bytes]:
+        """Returns the names of the objects that some dead letters, or all, refer to now."""
+        if ids is not None:
+            chosen = [await self._one(model, letter_id, _BYTES) for letter_id in ids]
+            return [found.payload.name.encode() for found in chosen if found and found.payload]
         names = []
         start = "-"
         while page := await self._read(model, start, _PAGE, _BYTES):

@@ -12,7 +12,7 @@ from qinfer.delivery.connection import Argument, Refused, pack
 from qinfer.delivery.dead_letters import MAX_AGE_S, MAX_BYTES, head_of
 from qinfer.delivery.router import Router
 from qinfer.delivery.values import Reference, Values
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import BrokerUnavailable, CorruptEntry
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +108,21 @@ class RedisEntries:
         await _all([self._run(lane, scripts.FINISH, (), group) for lane, group in grouped(entries, _lane_of)])
 
     async def _kept(self, entry: Entry) -> Reference | None:
-        """Copies an entry's payload to be kept as long as a dead letter is, where it is an object."""
+        """Copies an entry's payload to be kept as long as a dead letter is, where it is an object.
+
+        While the store is away there is no copy, and the dead letter has the payload as long as the request would have.
+        """
         lane = entry.lane
         key = keys.payload(lane.model, lane.partition, entry.payload_id)
-        return await self._values.copy(keys.lane_slot(lane), key, LETTER_OBJECT_S)
+        reference = await self._values.reference(keys.lane_slot(lane), key)
+        if reference is None:
+            return None
+        try:
+            return await self._values.copy_object(reference, key, LETTER_OBJECT_S)
+        except (BrokerUnavailable, CorruptEntry) as error:
+            about = {"request_id": entry.payload_id, "reason": error.message}
+            logger.warning("the tensors of a dead letter are not kept beyond its request's time", extra=about)
+            return None
 
     async def _delay(self, lane: Lane, consumer: str, leases: Sequence[Lease], name: str) -> None:
         """Moves entries of one lane; those whose frame tells their request first: they may have a record."""
@@ -139,7 +150,7 @@ class RedisEntries:
             for part in _parts(entries):
                 names = [keys.lane(lane), *(_payloads(part) if script is scripts.FINISH else ())]
                 gone = await self._script(lane, script, names, arguments, part)
-                if script is scripts.FINISH:
+                if gone and script is scripts.FINISH:
                     self._values.forget(gone)
         except Refused as error:
             if error.kind != "NOGROUP":

@@ -143,21 +143,31 @@ class Values:
         if names and self.objects is not None:
             self.objects.delete(name.decode() for name in names)
 
-    async def copy(self, slot: int, key: str | bytes, kept_s: float) -> Reference | None:
-        """Copies the object that a value is, to be kept for `kept_s` seconds; `None` where it is bytes, or gone.
+    async def settle(self) -> None:
+        """Waits until the objects to be deleted are, or can't be now."""
+        if self.objects is not None:
+            await self.objects.settle()
+
+    async def reference(self, slot: int, key: str | bytes) -> Reference | None:
+        """Returns which object a value is; `None` where it is bytes, or gone.
 
         Raises:
-            BrokerUnavailable: It can't be copied now.
+            BrokerUnavailable: It can't be read now.
         """
         found = await self._run(slot, scripts.READ, key, 0)
-        return await self.copy_object(_reference(found), key, kept_s) if isinstance(found, list) else None
+        return _reference(found) if isinstance(found, list) else None
 
     async def copy_object(self, reference: Reference, key: str | bytes, kept_s: float) -> Reference | None:
-        """Copies an object for a value to refer to; `None` when it is gone. Raises as `copy`."""
+        """Copies an object for a value to refer to, to be kept for `kept_s` seconds; `None` when it is gone.
+
+        Raises:
+            CorruptEntry: The reference is none of ours.
+            BrokerUnavailable: It can't be copied now.
+        """
         return await self._store().copy(reference, _owner(key), kept_s)
 
     async def read_object(self, reference: Reference) -> bytes | None:
-        """Returns an object; `None` when it is gone. Raises as `copy`."""
+        """Returns an object; `None` when it is gone. Raises as `copy_object`, or where it is not what was stored."""
         return await self._store().read(reference)
 
     async def sweep(self) -> int:
@@ -220,6 +230,13 @@ def _owner(key: str | bytes) -> str:
 
 
 def _reference(fields: Sequence[bytes]) -> Reference:
-    """Reads the reply of read.lua."""
+    """Reads the reply of read.lua.
+
+    Raises:
+        CorruptEntry: A field is missing, or is no number where one should be.
+    """
     version, name, size = fields
-    return Reference(name.decode(), int(size), int(version))
+    try:
+        return Reference(name.decode(), int(size), int(version))
+    except (AttributeError, TypeError, ValueError):
+        raise CorruptEntry("a reference to the payload store is damaged") from None

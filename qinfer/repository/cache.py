@@ -35,7 +35,8 @@ COPIES = 2
 UNUSED_S = 7 * 86400.0
 """Copies of any model that nobody has used for so long are removed."""
 
-_MANIFEST = ".files.json"
+MANIFEST = ".files.json"
+"""A copy's own file, which is no part of the model."""
 _PARTIAL = ".partial-"
 _THREADS = 4
 _TELL_EVERY_S = 10.0
@@ -75,7 +76,7 @@ class FilesCache:
         try:
             home.mkdir(parents=True, exist_ok=True, mode=0o700)
             copy = alias.resolve() if content_hash else alias
-            if not content_hash or not (copy / _MANIFEST).exists() or not self._hold(model, version, copy):
+            if not content_hash or not (copy / MANIFEST).exists() or not self._hold(model, version, copy):
                 copy = self._made(files, home, directory, version)
                 if content_hash:
                     _link(alias, copy)
@@ -93,7 +94,7 @@ class FilesCache:
             with _locked(home / ".lock"):
                 for partial in home.glob(f"{_PARTIAL}*"):  # of a worker that was killed: the lock is ours
                     shutil.rmtree(partial, ignore_errors=True)
-                if not (copy / _MANIFEST).exists():
+                if not (copy / MANIFEST).exists():
                     shutil.rmtree(copy, ignore_errors=True)  # what is left of one that was being removed
                     if not _copy(files, directory, version, wanted, copy):
                         continue
@@ -110,7 +111,7 @@ class FilesCache:
         except FileNotFoundError:
             return False
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if not (copy / _MANIFEST).exists():  # removed while we waited for the lock
+        if not (copy / MANIFEST).exists():  # removed while we waited for the lock
             os.close(descriptor)
             return False
         with self._guard:
@@ -147,7 +148,7 @@ def _copy(files: Files, directory: str, version: int, wanted: dict[str, Stamp], 
         _fetch(files, directory, partial, missing)
         if _wanted(files.listing(directory), home.name, version) != wanted:
             return False
-        (partial / _MANIFEST).write_text(json.dumps(wanted))
+        (partial / MANIFEST).write_text(json.dumps(wanted))
         partial.rename(copy)
     except FileNotFoundError:
         return False
@@ -191,7 +192,7 @@ def _fetch(files: Files, directory: str, target: Path, wanted: dict[str, Stamp])
 def _known_files(home: Path) -> dict[tuple[str, int, str], Path]:
     """Returns (path, size, mark) → file, for all files that complete copies have."""
     known = {}
-    for manifest in home.glob(f"*/{_MANIFEST}"):
+    for manifest in home.glob(f"*/{MANIFEST}"):
         try:
             for path, (size, mark) in json.loads(manifest.read_text()).items():
                 if mark:
@@ -231,7 +232,7 @@ def _remove(copy: Path) -> None:
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (copy / _MANIFEST).unlink(missing_ok=True)
+        (copy / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(copy, ignore_errors=True)
     except OSError:
         return

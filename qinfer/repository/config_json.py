@@ -31,6 +31,7 @@ def from_json(text: str) -> ModelConfig:
         fields = json.loads(text)
         if not isinstance(fields, dict):
             raise ModelLoadFailed(f"model configuration is not valid JSON: expected an object, got {text[:50]}")
+        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair makes protobuf fail with SystemError
         return json_format.ParseDict(fields, ModelConfig())
     except (json_format.ParseError, ValueError, TypeError, RecursionError) as error:  # ParseDict lets some escape
         raise ModelLoadFailed(f"model configuration is not valid JSON: {error}") from None

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from qinfer.errors import InvalidRequest, ModelLoadFailed, ModelNotFound, SettingsError, UnsupportedFeature
+from qinfer.errors import (
+    InvalidRequest,
+    ModelFilesUnreachable,
+    ModelLoadFailed,
+    ModelNotFound,
+    SettingsError,
+    UnsupportedFeature,
+)
 from qinfer.messages import IdFactory
 from qinfer.repository.base import RepositoryModel, is_model_name
 from qinfer.repository.cache import FilesCache
@@ -27,6 +34,7 @@ logger = logging.getLogger(__name__)
 _LOCATION = re.compile(r"([^/]+)/[0-9A-HJKMNP-TV-Z]{26}")
 _NAME = re.compile(r"[\w.-]+")
 _LOCAL = ("file", "local")
+_NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024  # what file systems and object stores take
 _THREADS = 8
 _SETTLED_NS = 2_000_000_000
 _NOT_UNIQUE = "it is not unique across all model repositories; remove all but one"
@@ -146,12 +154,15 @@ class Repositories:
             Their location, for `read` and `version_dir`.
 
         Raises:
-            InvalidRequest: The model's or a file's name is none, or would lead elsewhere.
+            InvalidRequest: The model's or a file's name is none, is too long, or would lead elsewhere.
             UnsupportedFeature: No overlay is set.
             ModelLoadFailed: The overlay can't be written.
         """
         if not is_model_name(model):
             raise InvalidRequest("model name must not contain path traversal characters")
+        if not _is_short(model):
+            length = len(model.encode())
+            raise InvalidRequest(f"model name is {length} bytes long; at most {_NAME_MAX_BYTES} can be kept")
         for path in files:
             _check_path(path)
         if self._overlay is None:
@@ -286,13 +297,20 @@ def _check_path(path: str) -> None:
     version, _, file = path.partition("/")
     parts = file.split("/")
     is_version = version.isascii() and version.isdecimal() and version[0] != "0"
-    if not is_version or {"", ".", ".."} & set(parts) or not path.isprintable() or "\\" in path:
+    is_short = len(path.encode()) <= _PATH_MAX_BYTES and all(_is_short(part) for part in (version, *parts))
+    if not is_version or not is_short or {"", ".", ".."} & set(parts) or not path.isprintable() or "\\" in path:
         raise InvalidRequest(
-            f"'file:{path[:100]}' is not the name of a file of a model; expected file:<version>/<file>, without '..'"
+            f"Invalid file path: 'file:{path[:100]}' is not the name of a file of a model; expected "
+            f"file:<version>/<file>, without '..', and no part longer than {_NAME_MAX_BYTES} bytes"
         )
 
 
-def _unreadable(model: str, error: SettingsError) -> ModelLoadFailed:
+def _is_short(name: str) -> bool:
+    """Tells whether a file system takes a name."""
+    return len(name.encode()) <= _NAME_MAX_BYTES
+
+
+def _unreadable(model: str, error: SettingsError) -> ModelFilesUnreachable:
     """Tells the operators what is the matter, and clients only that something is."""
     logger.error("model repository can't be used", extra={"model": model, "reason": error.message})
-    return ModelLoadFailed(f"the files of model '{model}' can't be reached now; the server's log says why")
+    return ModelFilesUnreachable(f"the files of model '{model}' can't be reached now; the server's log says why")

@@ -40,6 +40,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "azure": {"connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S},
 }
 _S3_SERVER = re.compile(r"s3://(?:(?P<scheme>https?)://(?P<host>[\w.:-]+)|(?P<server>[\w.-]+:\d+))/(?P<path>.+)")
+_SECRET = re.compile(r"(?:https?://)?[^/@]*:[^/@]*@")  # user:password@host; user@host holds none
 _MARKS = ("ETag", "etag", "generation", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
 _WHOLE_BYTES = 4 * 2**20  # a smaller file is read at once
 _REASON_CHARACTERS = 300
@@ -58,10 +59,15 @@ def place_of(url: str) -> Place:
     """Reads the URL of a repository.
 
     Raises:
-        SettingsError: Triton's spelling for Azure lacks a part.
+        SettingsError: It holds a password, or Triton's spelling for Azure lacks a part.
     """
     protocol, _, rest = url.partition("://")
     shown = f"{protocol}://{rest.rpartition('@')[2].partition('?')[0]}"
+    if protocol in _EXTRAS and _SECRET.match(rest):
+        raise SettingsError(
+            f"model repository '{shown}' may have no password in its URL; it comes from the store's own variables, "
+            "such as AWS_SECRET_ACCESS_KEY"
+        )
     options: dict[str, Any] = {**_UNCACHED, **_OPTIONS.get(_EXTRAS.get(protocol, ""), {})}
     server = _S3_SERVER.fullmatch(url)
     if server is not None:

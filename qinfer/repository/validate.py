@@ -14,6 +14,7 @@ from qinfer.repository.spec import ModelSpec, TensorSpec
 from qinfer.tensors import DATATYPES, Tensor
 
 _LENGTH = struct.Struct("<I")
+_MAX_ELEMENTS = 2**56  # of a shape, were its dimensions of 0 of 1: no array can have more
 _BATCH_NOTE = (
     " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
     "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
@@ -167,6 +168,11 @@ def _check_shape(tensor: Tensor, dims: Sequence[int], expected: TensorSpec, spec
     if len(dims) == len(expected.dims) and all(
         want in (-1, got) for got, want in zip(dims, expected.dims, strict=True)
     ):
+        if 0 in tensor.shape and prod(size or 1 for size in tensor.shape) > _MAX_ELEMENTS:
+            raise InvalidRequest(
+                f"input '{tensor.name}' for model '{spec.name}' has a shape larger than any tensor can be: "
+                f"{_dims(tensor.shape)}"
+            )
         return
     full = (-1, *expected.dims) if spec.max_batch_size else expected.dims
     note = _BATCH_NOTE if spec.max_batch_size else ""

@@ -247,6 +247,49 @@ async def test_a_dead_letter_keeps_its_object_as_long_as_itself(object_queue: Re
     assert object_queue.on_owner("EXISTS", PAYLOAD) == 0
 
 
+@pytest.mark.parametrize("trouble", ["away", "none", "damaged"])
+async def test_an_entry_is_buried_whatever_is_the_matter_with_the_store(
+    object_queue: RedisQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """Or it would come again and again: its dead letter has the object as long as the request would have had it."""
+    delivery = await ready(object_queue)
+    await offered(delivery)
+    before = objects(tmp_path)
+    if trouble == "none":
+        object_queue.limits = object_queue.limits.model_copy(update={"payload_url": ""})
+    if trouble == "damaged":
+        object_queue.on_owner("HSET", PAYLOAD, "name", "../../etc/passwd")
+    other = await object_queue.connect()
+    [lease] = await fetch(other)
+
+    async def away(*_: object) -> None:
+        raise BrokerUnavailable("the payload store can't be reached; try again")
+
+    with monkeypatch.context() as patch:
+        if trouble == "away":
+            patch.setattr(ObjectStore, "copy", away)
+        assert await other.bury(lease, "r1", "inference_failed", "why")
+
+    assert objects(tmp_path) == before
+    (letter,) = await delivery.dead_letters.list(MODEL)
+    if trouble != "damaged":
+        shown = await delivery.dead_letters.show(MODEL, letter.id)
+        assert shown is not None
+        assert shown.payload == TENSORS
+    assert await delivery.dead_letters.purge(MODEL) == 1
+
+
+@pytest.mark.parametrize("fields", [("v", "1"), ("v", "1", "name", "n", "size", "many"), ("x", "y")])
+async def test_a_damaged_reference_is_corrupt(object_queue: RedisQueue, fields: tuple[str, ...]) -> None:
+    """It ends no process."""
+    delivery = await ready(object_queue)
+    object_queue.on_owner("HSET", PAYLOAD, *fields)
+    object_queue.on_owner("PEXPIRE", PAYLOAD, 60000)
+
+    with pytest.raises(CorruptEntry, match="damaged"):
+        await delivery.payload(Entry(HIGH, "1-0"), "r1")
+
+
 async def test_what_is_not_buried_leaves_no_copy(object_queue: RedisQueue, tmp_path: Path) -> None:
     """The entry is another's meanwhile."""
     delivery = await ready(object_queue)
@@ -308,7 +351,7 @@ async def test_purged_dead_letters_leave_no_object(object_queue: RedisQueue, tmp
 
     assert await delivery.dead_letters.purge(MODEL, [letter_id] if by_id else None) == 1
 
-    await gone(tmp_path)
+    assert objects(tmp_path) == []  # at once: the process that purges ends after it
 
 
 async def test_a_dead_letter_whose_object_was_deleted_is_shown_and_not_replayed(

@@ -64,6 +64,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for datatype in models.ELEMENT_TYPES:
         models.identity(path, datatype)
     models.add_sub(path)
+    models.add_sub(path, "counted")  # of which nobody asks but the test of statistics
     models.greet(path)
     return path
 

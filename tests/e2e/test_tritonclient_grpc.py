@@ -1,4 +1,4 @@
-"""Triton's own gRPC clients, unchanged, against the whole server."""
+"""Triton's own gRPC clients, unchanged, against the whole server: what only gRPC has, such as streams."""
 
 import asyncio
 import queue
@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
-from tritonclient.utils import InferenceServerException
 
 from tests.e2e.conftest import Stack
-from tests.e2e.test_tritonclient_http import SAMPLES, Array, plain
+from tests.e2e.test_tritonclient_http import Array
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +32,6 @@ def addends(value: float = 0.5, rows: int = 1) -> tuple[Array, Array, list[trito
 def client(stack: Stack) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(stack.grpc_address) as one:
         yield one
-
-
-@pytest.mark.parametrize("datatype", SAMPLES)
-def test_every_datatype_passes(client: triton.InferenceServerClient, datatype: str) -> None:
-    """An identity model gives back what it was sent."""
-    result = client.infer(f"identity_{datatype.lower()}", [tensor("x", SAMPLES[datatype], datatype)])
-
-    assert plain(result.as_numpy("y")) == plain(SAMPLES[datatype])
 
 
 @pytest.mark.parametrize("algorithm", [None, "gzip", "deflate"])
@@ -89,28 +80,6 @@ def test_a_stream_keeps_the_order(client: triton.InferenceServerClient) -> None:
     assert errors == [100]
     assert "'nothing' is not found" in got[100][1].message()
     assert [float(r.as_numpy("sum")[0, 0]) for r, error in got if error is None] == [n for n in range(200) if n != 100]
-
-
-def test_what_the_server_says_about_itself(client: triton.InferenceServerClient) -> None:
-    """Health, metadata and configuration, as stock clients ask for them."""
-    assert client.is_server_live()
-    assert client.is_server_ready()
-    assert client.is_model_ready("add_sub", "1")
-    assert client.get_server_metadata().name == "triton"
-    assert client.get_model_metadata("add_sub").inputs[0].name == "a"
-    assert client.get_model_config("add_sub").config.max_batch_size == 8
-    assert {m.name for m in client.get_model_repository_index().models} >= {"add_sub", "greet"}
-
-
-def test_errors_have_their_codes(client: triton.InferenceServerClient) -> None:
-    """And Triton's texts."""
-    with pytest.raises(InferenceServerException, match="unexpected inference output 'z' for model 'add_sub'") as error:
-        client.infer("add_sub", addends()[2], outputs=[triton.InferRequestedOutput("z")])
-    assert error.value.status() == "StatusCode.INVALID_ARGUMENT"
-
-    with pytest.raises(InferenceServerException, match="'nothing' is not found") as error:
-        client.infer("nothing", addends()[2])
-    assert error.value.status() == "StatusCode.NOT_FOUND"
 
 
 async def test_the_asyncio_client(stack: Stack) -> None:

@@ -1,4 +1,4 @@
-"""Triton's own HTTP client, unchanged, against the whole server."""
+"""Triton's own HTTP clients, unchanged, against the whole server: what only HTTP has, such as tensors as JSON."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -60,58 +60,6 @@ def plain(array: Array) -> list[Any]:
 def client(stack: Stack) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(stack.address, concurrency=4) as client:
         yield client
-
-
-def test_health(client: triton.InferenceServerClient) -> None:
-    """The server is live and ready, and so is its model."""
-    assert client.is_server_live()
-    assert client.is_server_ready()
-    assert client.is_model_ready("add_sub")
-    assert client.is_model_ready("add_sub", "1")
-
-
-def test_unknown_models_are_not_ready(client: triton.InferenceServerClient) -> None:
-    """A model, or a version, that does not exist is not ready."""
-    assert not client.is_model_ready("nothing")
-    assert not client.is_model_ready("add_sub", "9")
-
-
-def test_server_metadata(client: triton.InferenceServerClient) -> None:
-    """The server calls itself what Triton's examples expect, and offers the binary extension."""
-    metadata = client.get_server_metadata()
-
-    assert metadata["name"] == "triton"
-    assert "binary_tensor_data" in metadata["extensions"]
-
-
-def test_model_metadata(client: triton.InferenceServerClient) -> None:
-    """Shapes in the metadata begin with the batch dimension."""
-    metadata = client.get_model_metadata("add_sub")
-
-    assert metadata["versions"] == ["1"]
-    assert metadata["inputs"][0] == {"name": "a", "datatype": "FP32", "shape": [-1, 4]}
-    assert [output["name"] for output in metadata["outputs"]] == ["sum", "difference"]
-
-
-def test_model_config(client: triton.InferenceServerClient) -> None:
-    """The configuration is the normalised one."""
-    config = client.get_model_config("add_sub")
-
-    assert config["max_batch_size"] == MAX_BATCH_SIZE
-    assert config["dynamic_batching"]["preferred_batch_size"] == [MAX_BATCH_SIZE]
-
-
-@pytest.mark.parametrize("datatype", SAMPLES)
-def test_binary_tensors_come_back(client: triton.InferenceServerClient, datatype: str) -> None:
-    """Every datatype survives the way there and back as raw bytes."""
-    sample = SAMPLES[datatype]
-
-    reply = client.infer(f"identity_{datatype.lower()}", [tensor("x", sample, datatype)])
-
-    output = reply.get_output("y")
-    assert output["datatype"] == datatype
-    assert output["shape"] == list(sample.shape)
-    assert plain(reply.as_numpy("y")) == plain(sample)
 
 
 @pytest.mark.parametrize("datatype", sorted(SAMPLES.keys() - ONLY_BINARY))
@@ -176,13 +124,6 @@ def test_compression(client: triton.InferenceServerClient, sent: str | None, wan
     assert plain(reply.as_numpy("sum")) == plain(a + b)
 
 
-def test_the_request_id_comes_back(client: triton.InferenceServerClient) -> None:
-    """A client's own id is in the answer."""
-    *_, inputs = addends()
-
-    assert client.infer("add_sub", inputs, request_id="mine").get_response()["id"] == "mine"
-
-
 def test_a_version_can_be_named(client: triton.InferenceServerClient) -> None:
     """The answer says which version answered."""
     *_, inputs = addends()
@@ -206,57 +147,6 @@ def test_a_batch_in_one_request(client: triton.InferenceServerClient) -> None:
     a, b, inputs = addends(rows=MAX_BATCH_SIZE)
 
     assert plain(client.infer("add_sub", inputs).as_numpy("sum")) == plain(a + b)
-
-
-def too_many_rows() -> tuple[str, str, list[triton.InferInput]]:
-    return "add_sub", "", addends(rows=MAX_BATCH_SIZE + 1)[2]
-
-
-def unknown_model() -> tuple[str, str, list[triton.InferInput]]:
-    return "nothing", "", addends()[2]
-
-
-def unknown_version() -> tuple[str, str, list[triton.InferInput]]:
-    return "add_sub", "9", addends()[2]
-
-
-def wrong_datatype() -> tuple[str, str, list[triton.InferInput]]:
-    return "add_sub", "", [tensor(name, np.zeros((1, 4), np.int32), "INT32") for name in "ab"]
-
-
-def wrong_shape() -> tuple[str, str, list[triton.InferInput]]:
-    return "add_sub", "", [tensor(name, np.zeros((1, 5), np.float32), "FP32") for name in "ab"]
-
-
-def missing_input() -> tuple[str, str, list[triton.InferInput]]:
-    return "add_sub", "", addends()[2][:1]
-
-
-@pytest.mark.parametrize(
-    ("bad", "status", "text"),
-    [
-        (too_many_rows, "400", "inference request batch-size must be <= 8 for 'add_sub'"),
-        (unknown_model, "404", "Request for unknown model: 'nothing' is not found"),
-        (unknown_version, "404", "Request for unknown model: 'add_sub' version 9 is not found"),
-        (wrong_datatype, "400", "inference input 'a' data-type is 'INT32', but model 'add_sub' expects 'FP32'"),
-        (wrong_shape, "400", "unexpected shape for input 'a' for model 'add_sub'. Expected [-1,4], got [1,5]"),
-        (missing_input, "400", "expected 2 inputs but got 1 inputs for model 'add_sub'"),
-    ],
-)
-def test_errors(
-    client: triton.InferenceServerClient,
-    bad: Callable[[], tuple[str, str, list[triton.InferInput]]],
-    status: str,
-    text: str,
-) -> None:
-    """The client raises with Triton's own status and text."""
-    model, version, inputs = bad()
-
-    with pytest.raises(InferenceServerException) as raised:
-        client.infer(model, inputs, model_version=version)
-
-    assert raised.value.status() == status
-    assert text in raised.value.message()
 
 
 def test_the_server_answers_after_errors(client: triton.InferenceServerClient) -> None:
@@ -292,23 +182,3 @@ async def test_aio_json(stack: Stack) -> None:
 
     assert reply.get_response()["id"] == "aio"
     assert plain(reply.as_numpy("sum")) == plain(a + b)
-
-
-@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-async def test_aio_compression(stack: Stack, algorithm: str) -> None:
-    """The asyncio client, compressed both ways."""
-    a, b, inputs = addends()
-    async with triton_aio.InferenceServerClient(stack.address) as client:
-        reply = await client.infer(
-            "add_sub", inputs, request_compression_algorithm=algorithm, response_compression_algorithm=algorithm
-        )
-
-    assert plain(reply.as_numpy("sum")) == plain(a + b)
-
-
-async def test_aio_errors(stack: Stack) -> None:
-    """The asyncio client raises with Triton's own text."""
-    *_, inputs = addends()
-    async with triton_aio.InferenceServerClient(stack.address) as client:
-        with pytest.raises(InferenceServerException, match="Request for unknown model: 'nothing' is not found"):
-            await client.infer("nothing", inputs)

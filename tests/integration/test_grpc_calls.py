@@ -11,6 +11,7 @@ from tritonclient.grpc.aio import InferenceServerClient, InferInput, InferReques
 from tritonclient.utils import shared_memory
 
 import qinfer
+from qinfer.control.base import Desired
 from qinfer.observability import stats
 from tests.rpc import ROW, Rpc, infer_request, rpc
 
@@ -77,6 +78,15 @@ async def test_readiness(server: Rpc, client: Any) -> None:
 
     code, text = await _refused(server.stub.ModelReady(pb.ModelReadyRequest(name="nothing")))
     assert (code, "'nothing' is not found" in text) == ("NOT_FOUND", True)
+
+
+async def test_a_model_that_was_unloaded_is_not_ready(server: Rpc, client: Any) -> None:
+    """As Triton's example for model control asks: no error, as long as the server knows the model."""
+    await server.running.store.set_desired(Desired("pair", 1, load=False))
+    await server.running.refresh()
+
+    assert not await client.is_model_ready("pair")
+    assert not await client.is_model_ready("pair", "1")
 
 
 async def test_statistics(server: Rpc, client: Any) -> None:
@@ -162,6 +172,8 @@ async def test_log_settings(server: Rpc, client: Any) -> None:
     assert (after.settings["log_info"].bool_param, after.settings["log_verbose_level"].uint32_param) == (False, 1)
     assert after.settings["log_format"].string_param == "ISO8601"
     assert back.settings["log_info"].bool_param
+    newer = pb.LogSettingsRequest(settings={"log_newer": pb.LogSettingsRequest.SettingValue(string_param="x")})
+    assert "log_newer" not in (await server.stub.LogSettings(newer)).settings  # as over HTTP
     with pytest.raises(Exception, match="log file location can not be updated"):
         await client.update_log_settings({"log_file": "x"})
     wrong = pb.LogSettingsRequest(settings={"log_info": pb.LogSettingsRequest.SettingValue(uint32_param=1)})
@@ -208,6 +220,16 @@ async def test_shared_memory_is_off(server: Rpc) -> None:
     ):
         code, text = await _refused(call)
         assert (code, text.startswith("Client shared memory is disabled.")) == ("UNIMPLEMENTED", True)
+
+
+async def test_cuda_memory_can_be_cleared(server_with_memory: Rpc) -> None:
+    """As perf_analyzer does with both kinds at its start; there is never any."""
+    async with InferenceServerClient(server_with_memory.running.grpc_target) as client:
+        await client.unregister_cuda_shared_memory()
+        await client.unregister_cuda_shared_memory("r")
+        assert not (await client.get_cuda_shared_memory_status()).regions
+        with pytest.raises(Exception, match="CUDA shared memory is not supported"):
+            await client.register_cuda_shared_memory("r", b"", 0, 8)
 
 
 async def test_tensors_in_shared_memory(server_with_memory: Rpc) -> None:

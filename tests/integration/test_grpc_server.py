@@ -1,5 +1,6 @@
 """The gRPC server of a real gateway: health, keys, TLS, its port, and how it ends."""
 
+import asyncio
 import datetime
 import ipaddress
 import socket
@@ -86,6 +87,26 @@ async def test_in_flight_calls_end_and_new_ones_are_refused() -> None:
     assert not_live.value.details() == SHUTTING_DOWN
     assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert value_of(reply) == 1.0
+
+
+async def test_a_load_under_way_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway that drains waits for every call, not only for infer calls."""
+    started, loaded = asyncio.Event(), asyncio.Event()
+
+    async def load(*_: Any) -> None:
+        started.set()
+        await loaded.wait()
+
+    async with rpc() as server:
+        monkeypatch.setattr(server.running.gateway.models, "load", load)
+        monkeypatch.setattr("qinfer_api.rpc.server._LAST_REPLIES_S", 0.0)
+        call = asyncio.ensure_future(server.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="m")))
+        await started.wait()
+        server.running.gateway.stop()
+        for _ in range(3):
+            await _health(server).Check(health_pb2.HealthCheckRequest())
+        loaded.set()
+        await call
 
 
 async def test_what_is_not_answered_in_time_is_refused() -> None:

@@ -239,6 +239,51 @@ async def test_too_many_requests_are_not_read(server: Rpc, monkeypatch: pytest.M
     assert [reply.infer_response.id async for reply in call] == ["0", "1", "2", "3", "4"]
 
 
+async def test_a_client_that_does_not_read_is_not_read(server: Rpc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers may not fill the memory; it gets all of them when it reads on."""
+    monkeypatch.setattr(stream, "MAX_UNWRITTEN_BYTES", 3_000_000)
+    request = pb.ModelInferRequest(model_name="text", raw_input_contents=[pack_bytes([bytes(1_000_000)])])
+    request.inputs.add(name="x", datatype="BYTES", shape=[1, 1])
+    call = server.stub.ModelStreamInfer()
+    writing = asyncio.create_task(_write(call, [request] * 40))
+    streams = server.running.gateway.rpc._stream._streams  # type: ignore[union-attr]
+
+    async def is_full() -> bool:
+        return any(one._unwritten_bytes > 3_000_000 for one in streams)
+
+    await eventually(is_full, description="answers wait for the client")
+    await asyncio.sleep(0.1)  # nothing tells that nothing happens
+    executed = len(server.running.requests)
+    replies = [await call.read() for _ in range(40)]
+    await writing
+    await call.done_writing()
+
+    assert executed < 40
+    assert all(len(reply.infer_response.raw_output_contents[0]) == 1_000_004 for reply in replies)
+    assert await call.read() is grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+async def test_a_defect_is_an_error_of_its_request(server: Rpc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither ends the stream nor tells the client what went wrong inside."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("/secret/path")
+
+    call = server.stub.ModelStreamInfer()
+    with monkeypatch.context() as patch:
+        patch.setattr(stream, "encode_streamed", broken)
+        await call.write(infer_request(id="first"))
+        first = await call.read()
+    await call.write(infer_request(id="second"))
+    second = await call.read()
+
+    assert (first.infer_response.id, first.error_message) == (
+        "first",
+        "internal error; the server's log has the request id",
+    )
+    assert (second.infer_response.id, second.error_message) == ("second", "")
+
+
 async def test_a_client_that_does_not_read_keeps_nobody() -> None:
     """Its answers wait for it no longer than the drain time."""
     async with rpc(http={"drain_s": 0.1}) as server:
@@ -257,6 +302,25 @@ async def test_a_client_that_does_not_read_keeps_nobody() -> None:
 
 async def _executed(server: Rpc, count: int) -> bool:
     return len(server.running.requests) >= count
+
+
+async def test_a_stream_that_had_its_end_ends_well(server: Rpc) -> None:
+    """Its client sends no more: the gateway that goes has nothing to refuse."""
+    call = server.stub.ModelStreamInfer()
+    await call.write(infer_request("stuck", id="last"))
+    await call.done_writing()
+    (request,) = await _fetched(server, 1)
+    streams = server.running.gateway.rpc._stream._streams  # type: ignore[union-attr]
+
+    async def is_read() -> bool:
+        return all(one._is_read for one in streams)
+
+    await eventually(is_read, description="the client's end is seen")
+    server.running.gateway.stop()
+    await _respond(server, request)
+
+    assert [reply.infer_response.id async for reply in call] == ["last"]
+    assert await call.code() is grpc.StatusCode.OK
 
 
 async def test_a_stream_ends_with_the_gateway(server: Rpc) -> None:

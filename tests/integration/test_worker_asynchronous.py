@@ -12,6 +12,7 @@ from qinfer.errors import BrokerUnavailable, PayloadTooLarge
 from qinfer.messages import Response
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
+from qinfer_workers.inference.readings import MOST
 from tests.stage import Stage, value
 
 LARGE = 50 * 2**20 // 4
@@ -238,6 +239,59 @@ async def test_a_slow_payload_keeps_no_other_request_waiting(scene: Stage, monke
     assert not slow.done()
     payloads.go.set()
     assert value(await slow) == 1.0
+
+
+async def test_payloads_that_do_not_come_keep_no_other_request_waiting(
+    scene: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many they are; no more than a few are read at a time, and with the store back all are answered."""
+    monkeypatch.setattr("qinfer_workers.inference.readings.STALLED_S", 0.1)
+    monkeypatch.setattr("qinfer_workers.inference.intake.PAUSE_S", 0.1)
+    payloads = SlowPayloads(scene, monkeypatch)
+    await scene.model()
+    await scene.worker()
+    slow = [scene.submit_apart(float(i)) for i in range(60)]
+    await eventually(lambda: payloads.reading >= MOST)
+
+    assert value(await scene.submit(100.0)) == 100.0
+    assert payloads.reading < MOST + 8  # a batch
+    payloads.go.set()
+
+    assert [value(answer) for answer in await asyncio.gather(*slow)] == [float(i) for i in range(60)]
+
+
+async def test_what_is_read_counts_as_room_that_is_taken(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a worker would take what another could run at once."""
+    monkeypatch.setattr("qinfer_workers.inference.readings.SLOW_S", 60.0)
+    payloads = SlowPayloads(scene, monkeypatch)
+    await scene.model()
+    calls = [scene.submit_apart(float(i)) for i in range(12)]
+    await scene.queued(12)
+    await scene.worker("w1")
+    await eventually(lambda: payloads.reading == 8)
+    await scene.worker("w2")
+    await eventually(lambda: payloads.reading == 12)
+
+    payloads.go.set()
+
+    assert [value(answer) for answer in await asyncio.gather(*calls)] == [float(i) for i in range(12)]
+
+
+async def test_what_is_being_read_is_given_back_at_the_end(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, however long it would take, and what was read already too; it counts no delivery."""
+    payloads = SlowPayloads(scene, monkeypatch, quick=1)
+    await scene.model()
+    calls = [scene.submit_apart(float(i)) for i in range(3)]
+    await scene.queued(3)
+    await scene.worker("w1")
+    await eventually(lambda: payloads.reading == 3)
+
+    await scene.stop("w1")
+    payloads.go.set()
+    await scene.worker("w2")
+
+    answers = await asyncio.gather(*calls)
+    assert [(value(answer), answer.attempt) for answer in answers] == [(0.0, 1), (1.0, 1), (2.0, 1)]
 
 
 async def test_a_model_that_is_replaced_while_a_payload_is_read(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

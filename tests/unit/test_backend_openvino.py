@@ -172,3 +172,10 @@ def test_gpus_are_refused(version_dir: Path) -> None:
     """OpenVINO can't run on NVIDIA's."""
     with pytest.raises(ModelLoadFailed, match=r"where backend 'openvino' can't run; .* KIND_CPU"):
         OpenvinoBackend().load(spec("openvino", PORTS, RESULTS), version_dir, GPU)
+
+
+def test_what_openvino_says_is_told_whole(version_dir: Path) -> None:
+    """Numbers and names keep their dots."""
+    backend = loaded(version_dir, spec("openvino", PORTS, RESULTS))
+    with pytest.raises(InferenceFailed, match=r"the tensor \(shape=\(3\.5\)\)"):
+        run(backend, {"a": np.ones((3, 5), np.float32), "b": np.ones((3, 5), np.float32)}, rows=(3,))

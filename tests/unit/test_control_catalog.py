@@ -5,9 +5,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from qinfer.control.base import ControlStore, Desired, Speed, State, VersionState, WorkerRecord
+from qinfer.control.base import ControlStore, Desired, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.capacity import Capacity
 from qinfer.control.catalog import Catalog
 from qinfer.control.memory_store import MemoryControlStore
@@ -181,6 +182,54 @@ async def test_a_fresh_gateway_stamps_the_generation_of_the_spec_it_has(stack: S
 
     served = fresh.resolve("m", 1)
     assert (served.spec.inputs[0].name, served.generation) == ("z", newest)
+
+
+async def test_what_is_served_stays_when_its_new_configuration_can_not_be_used(stack: Stack) -> None:
+    """A runtime completes a configuration after it is stored: when that fails, workers serve the old one on."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+    good = await stack.store.model("m")
+    assert good is not None
+
+    await stack.store.put_model(
+        msgspec.structs.replace(good, generation=good.generation + 1, config="", error="no such module")
+    )
+    await stack.catalog.refresh()
+
+    assert stack.catalog.resolve("m", 1).generation == good.generation
+    assert stack.catalog.config_json("m", 1) == good.config
+    assert stack.catalog.lanes("m", 1) == (Lane("m", 1),)
+
+
+class Hasty(MemoryControlStore):
+    """A store in which a model is reloaded at the moment at which its configurations have been read."""
+
+    reload: StoredModel | None = None
+
+    async def model(self, name: str) -> StoredModel | None:
+        read = await super().model(name)
+        if self.reload is not None:
+            await self.put_model(self.reload)
+            states = {1: VersionState(State.READY, self.reload.generation)}
+            await self.heartbeat(WorkerRecord(id="w", started_at=0.0, models={name: states}), TTL_S)
+        return read
+
+
+async def test_a_reload_while_the_store_is_read_makes_no_gap(stack: Stack) -> None:
+    """Workers must not be seen ahead of the configuration that they have."""
+    stack.store = store = Hasty()
+    stack.catalog = Catalog(store, LimitSettings())
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+    good = await store.model("m")
+    assert good is not None
+
+    store.reload = msgspec.structs.replace(good, generation=good.generation + 1)
+    await stack.catalog.refresh()
+
+    assert stack.catalog.resolve("m", 1).version == 1
 
 
 async def test_before_the_first_refresh_nothing_is_ready(stack: Stack) -> None:

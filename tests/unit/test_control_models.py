@@ -18,6 +18,7 @@ from qinfer.errors import (
     ModelLoadFailed,
     ModelNotFound,
     ModelNotReady,
+    Overloaded,
     QinferError,
 )
 from qinfer.repository.base import RepositoryModel
@@ -268,6 +269,47 @@ async def test_files_of_a_request_are_kept_until_others_replace_them(scene: Scen
     assert scene.source.overlay == {}
 
 
+async def test_files_of_a_load_that_another_overtook_are_removed() -> None:
+    """Nobody would load them any more."""
+    scene, settings = Scene(), RepositorySettings(control_mode="explicit")
+    scene.source.put(found())
+    await scene.report("w1", {})
+    other = ModelControl(scene.source, scene.store, MemoryDelivery(), settings, scene.catalog.refresh)
+    first = load(scene, "m", "2", {"1/model.stub": b"1"})
+    await eventually(lambda: "m" in scene.store._desired)
+    second = asyncio.create_task(other.load("m", "4", {"1/model.stub": b"2"}))
+    await refused(first)
+    worker = asyncio.create_task(scene.work("w1"))
+    await second
+    worker.cancel()
+
+    assert list(scene.source.overlay) == [(await scene.stored()).location]
+
+
+async def test_a_load_whose_caller_went_away_is_seen_through() -> None:
+    """Above all one that fails: what was loaded before is stored again all the same."""
+    scene = Scene()
+    scene.source.put(found())
+    await scene.report("w1", {})
+    loading = load(scene)
+    await eventually(lambda: "m" in scene.store._desired)
+    first = (await scene.stored()).generation
+    await scene.report("w1", {"m": {1: VersionState(State.READY, first, tried=first)}})
+    await loading
+    calling = load(scene, "m", "4", {"1/model.stub": b"1"})
+    await eventually(lambda: scene.store._desired["m"].generation > first)
+
+    calling.cancel()
+    await asyncio.wait([calling])
+    failed = VersionState(State.READY, first, "no such operator", scene.store._desired["m"].generation)
+    await scene.report("w1", {"m": {1: failed}})
+
+    await eventually(lambda: not scene.control._loads)
+    assert calling.cancelled()
+    assert '"max_batch_size":8' in (await scene.stored()).config
+    assert scene.source.overlay == {}
+
+
 async def test_a_load_without_workers_waits_for_one() -> None:
     """And is given up in the end, with the reason; the model stays asked for."""
     scene = Scene(load_timeout_s=0.05)
@@ -306,6 +348,20 @@ async def test_of_two_loads_the_later_one_counts() -> None:
     worker = asyncio.create_task(scene.work("w1"))
     await second
     worker.cancel()
+
+
+async def test_a_gateway_that_ends_tells_who_waits_for_a_load() -> None:
+    """The model stays asked for, and workers load it."""
+    scene = Scene()
+    scene.source.put(found())
+    first = load(scene)
+    await eventually(lambda: "m" in scene.store._desired)
+
+    scene.control.end()
+
+    caught = await refused(first)
+    assert (type(caught), caught.message) == (Overloaded, "Server exiting")
+    assert (await scene.store.desired())["m"].load
 
 
 async def test_an_unload_ends_a_load_under_way() -> None:

@@ -145,6 +145,25 @@ async def test_a_model_that_is_gone_is_reported_once() -> None:
     assert list(await scene.store.desired()) == ["a"]
 
 
+async def test_a_look_that_goes_wrong_ends_no_gateway(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it is: the next look may be better."""
+    scene = Scene("a")
+
+    def scan() -> list[RepositoryModel]:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.source, "scan", scan)
+        watch = RepositoryWatch(scene.source, scene.store, scene.delivery, 0.005)
+        await watch.look()
+    await watch.look()
+
+    assert caplog.messages == ["model repository not looked through"]
+    assert await scene.loaded() == ["a"]
+
+
 async def test_the_watch_follows_changes(caplog: pytest.LogCaptureFixture) -> None:
     """Each is logged, an error once; a repository that is away for a while changes nothing."""
     scene = Scene("a")

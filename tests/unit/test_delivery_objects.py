@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,35 @@ async def test_nobody_waits_longer_than_the_timeout_for_a_store_that_hangs(
 
     fifo.write_bytes(b"let it end")
     await store.close()
+
+
+async def test_a_store_that_hangs_keeps_no_process_from_ending(tmp_path: Path) -> None:
+    """Nor does the thread that waits in the system call for ever."""
+    os.mkfifo(tmp_path / "fifo")
+
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _HANGING, str(tmp_path))
+
+    assert await asyncio.wait_for(process.wait(), 30.0) == 0
+
+
+_HANGING = """
+import asyncio, sys
+from pathlib import Path
+from qinfer.delivery.object_store import ObjectStore
+from qinfer.errors import BrokerUnavailable
+from qinfer.settings import LimitSettings, RedisSettings
+
+async def main(directory):
+    limits = LimitSettings(payload_url=directory.as_uri(), payload_url_min_bytes=1)
+    store = await ObjectStore.open(limits, RedisSettings(command_timeout_s=0.2), lambda: 1e9)
+    store._files._files.cat_file = lambda _: (directory / "fifo").read_bytes()
+    try:
+        await store.read(await store.write("m", b"x", 60.0))
+    except BrokerUnavailable:
+        await store.close()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
 
 
 # --- the start ---

@@ -37,7 +37,8 @@ def named(path: Path) -> str:
 
 
 def setting_names() -> set[str]:
-    names = {"QINFER_TEST_PROCESSES", API_KEY_VARIABLE}  # read by scripts/test, and by the command line
+    names = {f"QINFER_TEST_{name}" for name in ("PROCESSES", "EXAMPLES", "SEED")}  # read by scripts/test, and by tests
+    names.add(API_KEY_VARIABLE)  # by the command line
     for name, field in Settings.model_fields.items():
         fields = getattr(field.annotation, "model_fields", None)
         names |= {f"QINFER_{name}__{inner}".upper() for inner in fields} if fields else {f"QINFER_{name}".upper()}
@@ -87,7 +88,7 @@ def test_commands_exist(page: Path) -> None:
 
 def test_make_targets_exist(page: Path) -> None:
     """Each `make` target named is in the Makefile."""
-    targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
     assert set(TARGET.findall(shell_code(page))) - targets == set()
 

@@ -151,7 +151,11 @@ def test_files_of_a_load_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["model.onnx", "1", "1/", "0/model.onnx", "1/../x", "1//x", "../1/x", "/1/x", "", "1/./x", "1/a\\b", "1/\0"]
+    "path",
+    [
+        *("model.onnx", "1", "1/", "0/model.onnx", "1/../x", "1//x", "../1/x", "/1/x", "", "1/./x", "1/a\\b", "1/\0"),
+        *("1/" + "A" * 256, "1" * 256 + "/x", "1/" + "ä" * 128, "1/" + "x/" * 600 + "x"),
+    ],
 )
 def test_the_files_names_stay_inside_the_overlay(tmp_path: Path, path: str) -> None:
     """Anything but `<version>/<file>` is refused by name, before a file is written."""
@@ -167,6 +171,12 @@ def test_the_models_name_stays_inside_the_overlay(tmp_path: Path, name: str) -> 
     """With Triton's text."""
     with pytest.raises(InvalidRequest, match="model name must not contain path traversal characters"):
         opened(tmp_path, overlay=str(tmp_path)).put_files(name, {"1/x": b""})
+
+
+def test_a_models_name_that_no_file_system_takes_is_refused(tmp_path: Path) -> None:
+    """It is the request's mistake, not the overlay's."""
+    with pytest.raises(InvalidRequest, match="model name is 256 bytes long; at most 255"):
+        opened(tmp_path, overlay=str(tmp_path)).put_files("m" * 256, {"1/x": b""})
 
 
 def test_without_an_overlay_files_are_refused(tmp_path: Path) -> None:

@@ -62,6 +62,15 @@ def test_an_unknown_kind_of_url() -> None:
         open_repositories(RepositorySettings(path="foo://x"))
 
 
+@pytest.mark.parametrize("url", ["s3://me:geheim@host:9000/bucket", "s3://https://me:geheim@host/b"])
+def test_a_password_in_the_url_is_refused(url: str) -> None:
+    """And not repeated."""
+    with pytest.raises(SettingsError, match="no password in its URL") as caught:
+        place_of(url)
+
+    assert "geheim" not in caught.value.message
+
+
 @pytest.mark.parametrize(
     ("url", "remedy"),
     [

@@ -133,3 +133,10 @@ def test_unknown_datatypes_are_named() -> None:
     """The error lists what there is."""
     with pytest.raises(UnsupportedDatatype, match=r"'FP8'.*FP32"):
         datatype("FP8")
+
+
+@pytest.mark.parametrize("kind", ["FP32", "BF16", "BYTES"])
+def test_shapes_beyond_any_array_are_refused(kind: str) -> None:
+    """numpy's limits hold for an array of nothing too."""
+    with pytest.raises(InvalidRequest, match="larger than any array can be"):
+        to_numpy(Tensor("x", kind, (0, 2**62, 2**62), b""))

@@ -241,3 +241,13 @@ def test_batch_sizes_differ_when_the_first_is_empty() -> None:
     """A first input without rows does not let the others choose."""
     with pytest.raises(InvalidRequest, match="input 'b' batch size does not match other inputs for 'm'"):
         validate(InferRequest(model="m", inputs=(a(0, 4), b(3, 1, 2))), BATCHED)
+
+
+def test_nothing_of_a_shape_larger_than_any_array_is_refused() -> None:
+    """Beside a dimension of 0 any size would fit the bytes, and no backend could make an array of it."""
+    spec = replace(BATCHED, max_batch_size=0, inputs=(TensorSpec(name="a", datatype="FP32", dims=(-1, -1)),))
+
+    with pytest.raises(InvalidRequest, match="larger than any tensor can be"):
+        validate(_request(Tensor("a", "FP32", (0, 2**62), b"")), spec)
+
+    assert validate(_request(Tensor("a", "FP32", (0, 2**40), b"")), spec) == 1

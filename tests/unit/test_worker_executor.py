@@ -1,9 +1,12 @@
 """Instance threads: what runs on the event loop, and what does not."""
 
 import asyncio
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from qinfer.backends.base import Backend, Batch, Context
 from qinfer.backends.stub import StubBackend
@@ -12,8 +15,9 @@ from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.errors import InferenceFailed
 from qinfer.messages import InferRequest
 from qinfer.repository.spec import Device
-from qinfer.testing import stub_spec
+from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.executor import SHORT_S, ThreadExecutor
+from tests import models
 
 
 class Quick(StubBackend):
@@ -78,3 +82,49 @@ def test_a_model_that_exits_fails_its_batch_only() -> None:
 
     assert isinstance(run.error, InferenceFailed)
     assert run.error.message == "enough"
+
+
+LOADING = """
+import asyncio, atexit, sys, threading
+from pathlib import Path
+import onnxruntime
+from qinfer_workers.inference.__main__ import _leave
+from qinfer_workers.inference.executor import in_thread
+
+file, began = Path(sys.argv[1]).read_bytes(), threading.Event()
+
+def load():
+    while True:
+        onnxruntime.InferenceSession(file)
+        began.set()
+
+async def main():
+    loading = asyncio.create_task(in_thread("load", load))
+    await asyncio.to_thread(began.wait)
+    loading.cancel()
+
+atexit.register(_leave, [7])
+asyncio.run(main())
+"""
+
+
+def test_a_worker_ends_with_its_own_status_while_a_runtime_loads(tmp_path: Path) -> None:
+    """An interpreter that ends kills threads, and C++ code in them would abort the process."""
+    models.add_sub(tmp_path)
+    file = tmp_path / "add_sub" / "1" / "model.onnx"
+
+    ended = subprocess.run([sys.executable, "-c", LOADING, str(file)], capture_output=True, timeout=50, check=False)
+
+    assert (ended.returncode, ended.stderr) == (7, b"")
+
+
+async def test_an_instance_that_can_not_be_unloaded_takes_nothing_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are unloaded; the process goes on."""
+
+    class Sticky(StubBackend):
+        def unload(self) -> None:
+            raise OSError("busy")
+
+    executor(Sticky()).retire()
+
+    await eventually(lambda: "model instance not unloaded" in caplog.messages)

@@ -10,7 +10,9 @@ from qinfer.backends.stub import StubBackend
 from qinfer.clock import ServerClock
 from qinfer.control.base import StoredModel
 from qinfer.errors import ModelLoadFailed
+from qinfer.repository.cache import FilesCache
 from qinfer.repository.config import from_json, normalise, parse, to_json, to_spec
+from qinfer.repository.local import LocalFiles
 from qinfer.repository.spec import Device, InstanceSpec, ModelSpec
 from qinfer.settings import LimitSettings
 from qinfer.testing import FakeClock, stub_spec
@@ -101,6 +103,23 @@ def test_the_configuration_counts(scene: Scene) -> None:
     ]
 
 
+def test_another_copy_of_the_same_remote_files_is_no_change(scene: Scene, tmp_path: Path) -> None:
+    """A remote model whose `config.pbtxt` was written anew has a copy of its own."""
+    cache, files = FilesCache(tmp_path / "cache"), LocalFiles(scene.path)
+    copies: list[Path] = []
+
+    def version_dir(model: str, version: int, location: str, content_hash: str) -> Path:
+        copies.append(cache.version_dir(files, "s3://bucket", model, version))
+        return copies[-1]
+
+    scene.loader = Loader(version_dir, lambda _: scene._make, _clock())
+    scene.load()
+    scene.write("config.pbtxt", "# with more instances")
+
+    assert scene.load(count=2).kind is Kind.RESIZED
+    assert copies[0] != copies[1]
+
+
 def test_instances_of_several_devices_are_not_taken_away_singly(scene: Scene) -> None:
     """Any idle one would end: the model is loaded anew instead. More of them are just added."""
     scene.loader.gpus = (0, 1)
@@ -167,3 +186,18 @@ def test_instances_run_where_there_is_a_device_for_them() -> None:
     assert devices_of(spec, ()) == (Device(),)
     with pytest.raises(ModelLoadFailed, match=r"^model 'm' needs GPU 0 or 1; this worker has GPU 2$"):
         devices_of(_on(spec, groups[:2]), (2,))
+
+
+def test_what_can_not_be_unloaded_does_not_stop_the_rest(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """A backend's mistake ends no worker."""
+    change = scene.load(count=3)
+    scene.made[0].unload = raise_busy  # type: ignore[method-assign]  # a backend with a mistake
+
+    scene.loader.discard(change)
+
+    assert caplog.messages == ["model instance not unloaded"]
+    assert [made.loaded for made in scene.made] == [True, False, False]
+
+
+def raise_busy() -> None:
+    raise OSError("busy")

@@ -11,11 +11,12 @@ import pytest
 from qinfer.control.base import Desired, State, StoredModel, VersionState
 from qinfer.control.completion import Completion
 from qinfer.control.memory_store import MemoryControlStore
-from qinfer.errors import ModelLoadFailed
+from qinfer.errors import ModelFilesUnreachable, ModelLoadFailed
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.repository.spec import Device, ModelSpec
 from qinfer.settings import LimitSettings, WorkerSettings
 from qinfer.testing import eventually
+from qinfer_workers.inference import models as following_models
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
 from qinfer_workers.inference.models import Models
 
@@ -42,6 +43,8 @@ class Slow:
             assert self.gates[spec.name].wait(20)
         if stored.content_hash == "bad":
             raise ModelLoadFailed("bad file")
+        if stored.content_hash == "away" and len(self.began) < 3:
+            raise ModelFilesUnreachable("can't be reached now")
         loaded = Loaded(spec=spec, version=version, generation=stored.generation, identity="", devices=(Device(),))
         return Change(kind=Kind.NEW, loaded=loaded)
 
@@ -183,6 +186,28 @@ async def test_what_failed_is_not_tried_twice() -> None:
 
     assert failed == VersionState(State.UNAVAILABLE, 1, "bad file", 1)
     assert tries == 1
+
+
+async def test_a_failure_that_explains_itself_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """No stack where the message says it all."""
+    async with following(Scene()) as scene:
+        await scene.want("m", digest="bad")
+        await scene.until("m", State.UNAVAILABLE)
+
+    (record,) = [record for record in caplog.records if record.message == "load failed"]
+    assert record.exc_info is None
+    assert record.__dict__["error"] == "bad file"
+
+
+async def test_what_could_not_be_reached_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that starts while the storage is away must not stay without its models."""
+    monkeypatch.setattr(following_models, "RELOAD_S", 0.0)
+    monkeypatch.setattr(following_models, "REREAD_S", 0.01)
+    async with following(Scene()) as scene:
+        await scene.want("m", digest="away")
+        await scene.until("m", State.READY)
+
+    assert scene.loader.began == ["m"] * 3
 
 
 async def test_a_pending_configuration_is_completed_and_then_loaded() -> None:

@@ -10,7 +10,9 @@ from qinfer.codec.frame import decode_responses
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.delivery.connection import Refused
 from qinfer.delivery.requests import Settlement
-from qinfer.messages import InferRequest, Response
+from qinfer.errors import InferenceFailed
+from qinfer.messages import Failure, InferRequest, Response
+from qinfer.observability.stats import StatsTally
 from qinfer.tensors import Bytes
 from qinfer.testing import MemoryDelivery, eventually
 from qinfer_workers.inference.leases import LeaseKeeper, place_of
@@ -23,6 +25,33 @@ class Refusing(MemoryDelivery):
 
     async def release(self, leases: Sequence[Lease]) -> None:
         raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
+
+
+class Releasing(MemoryDelivery):
+    """A queue that notes what is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released: list[Lease] = []
+
+    async def release(self, leases: Sequence[Lease]) -> None:
+        self.released += leases
+
+
+class Burying(MemoryDelivery):
+    """A queue that takes its time to bury the first entry, and refuses the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+        self.burying = 0
+
+    async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
+        self.burying += 1
+        await self.go.wait()
+        if request_id == "r2":
+            raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
+        return True
 
 
 class Noting(MemoryDelivery):
@@ -50,6 +79,44 @@ def pending(number: int = 0, reply_to: str = "reply:g") -> Pending:
     request = InferRequest(model="stub", inputs=(), id=f"r{number}", reply_to=reply_to)
     lease = Lease(Entry(Lane("stub", 1), f"1000-{number}"), "w", b"")
     return Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
+
+
+async def test_what_can_not_be_read_is_held_until_it_is_released() -> None:
+    """However long the pause is, beside the lease; nobody else takes what comes back in a moment."""
+    delivery = Releasing()
+    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 1.0), delivery.clock, 10.0, list, lambda _: None)
+    first, second = pending(1), pending(2)
+
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(delivery, keeper, tasks)
+        publisher.release_later(first, 60.0)
+        publisher.release_later(second, 0.0)
+        await eventually(lambda: delivery.released == [second.lease])
+        await eventually(lambda: keeper.held() == [first])
+        await publisher.settle()
+
+    assert delivery.released == [second.lease, first.lease]
+    assert keeper.held() == []
+
+
+async def test_a_lease_is_held_while_its_entry_is_buried() -> None:
+    """Its tensors may take longer than a lease to be copied; after that it is renewed no longer, buried or refused."""
+    delivery = Burying()
+    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 1.0), delivery.clock, 10.0, list, lambda _: None)
+    items = [pending(1), pending(2)]
+    error = InferenceFailed("it was given up")
+
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(delivery, keeper, tasks)
+        for item in items:
+            response = Response(request_id=item.request.id, failure=Failure.of(error))
+            publisher.bury(item.lease, error, StatsTally(), (item, response))
+        await eventually(lambda: delivery.burying == 2)
+        assert keeper.held() == items
+        delivery.go.set()
+        await publisher.settle()
+
+    assert keeper.held() == []
 
 
 @pytest.mark.parametrize("reply_to", ["reply:g", ""])

@@ -9,6 +9,7 @@ from qinfer_api.rest.events import event_routes
 from qinfer_api.rest.generate import generate_routes
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.models import model_routes
+from qinfer_api.rest.openapi import document_of
 from qinfer_api.rest.repository import repository_routes
 from qinfer_api.rest.requests import request_routes
 from qinfer_api.rest.server import server_routes
@@ -47,4 +48,5 @@ def build_app(services: Services) -> FastAPI:
     for routes in (statistics_routes, model_routes, server_routes, repository_routes, settings_routes):
         app.include_router(routes(services))
     app.include_router(shared_memory_routes(services), dependencies=restricted(services, "shared-memory"))
+    app.openapi = document_of(app)  # type: ignore[method-assign]  # as FastAPI documents it
     return app

@@ -1,5 +1,7 @@
 """Routes about the server itself: metadata, health, metrics."""
 
+from typing import Any
+
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response as HttpResponse
@@ -31,7 +33,9 @@ def server_routes(services: Services) -> APIRouter:
         """Answers 200 while the gateway runs; 503 while it shuts down."""
         return _exiting() if services.dispatcher.draining else HttpResponse()
 
-    @router.get("/v2/health/ready", responses=errors(400, 403, 503), dependencies=health)
+    not_ready: dict[int | str, dict[str, Any]] = {400: {"description": "A model is not ready; no body."}}
+
+    @router.get("/v2/health/ready", responses={**not_ready, **errors(403, 503)}, dependencies=health)
     async def ready() -> HttpResponse:
         """Answers 200 when every model is ready, 400 when one is not; 503 while the gateway shuts down."""
         if services.dispatcher.draining:

@@ -15,14 +15,12 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.codec.json_depth import check_depth
 from qinfer.codec.kserve_exact import load
-from qinfer.codec.outputs import no_shared_memory
 from qinfer.control.api_keys import Scope
-from qinfer.errors import InvalidRequest, MalformedJson, RegionNotFound, UnsupportedFeature
+from qinfer.errors import InvalidRequest, MalformedJson
 from qinfer_api.http.replies import Reply
 from qinfer_api.rest.bodies import read_body
 from qinfer_api.rest.extension_schema import CUDA_REGISTER, REGION_ACTION, REGION_REGISTER, REGION_STATUS
 from qinfer_api.rest.services import Services, needs, send
-from qinfer_api.shared_memory import SharedMemory
 
 _SYSTEM, _CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
 _MAX_BODY_BYTES = 64 * 1024
@@ -52,8 +50,8 @@ def _add_system(router: APIRouter, services: Services) -> None:
     @router.post(f"{_SYSTEM}/register", name="register_nothing", include_in_schema=False)
     async def register_nothing() -> HttpResponse:
         """Refuses: a region has a name."""
-        _check_allowed(memory)
-        raise InvalidRequest("'region name' is necessary to register system shared memory region")
+        memory.register("", "", 0, 0)
+        return send(Reply(200, b""))
 
     @router.post(f"{_SYSTEM}/region/{{region}}/register", name="register_system_region", **REGION_REGISTER)
     async def register_system_region(region: str, request: Request) -> HttpResponse:
@@ -80,51 +78,41 @@ def _add_cuda(router: APIRouter, services: Services) -> None:
     @router.get(f"{_CUDA}/status", name="cuda_regions", **REGION_STATUS)
     async def cuda_regions() -> HttpResponse:
         """Tells that there are none."""
-        _check_allowed(memory)
+        memory.check_cuda()
         return send(Reply(200, b"[]"))
 
     @router.post(f"{_CUDA}/unregister", name="unregister_cuda_regions", **REGION_ACTION)
     async def unregister_cuda_regions() -> HttpResponse:
         """Does nothing: there are none."""
-        _check_allowed(memory)
+        memory.check_cuda()
         return send(Reply(200, b""))
 
     @router.post(f"{_CUDA}/region/{{region}}/unregister", name="unregister_cuda_region", **REGION_ACTION)
     async def unregister_cuda_region(region: str) -> HttpResponse:
         """Does nothing: there is none."""
-        _check_allowed(memory)
+        memory.check_cuda()
         return send(Reply(200, b""))
 
     @router.get(f"{_CUDA}/region/{{region}}/status", name="cuda_region", **REGION_STATUS)
     async def cuda_region(region: str) -> HttpResponse:
         """Tells that there is none of that name."""
-        _check_allowed(memory)
-        raise RegionNotFound(f"Unable to find cuda shared memory region: '{region}'")
+        memory.check_cuda(region)
+        return send(Reply(200, b"[]"))
 
     @router.post(f"{_CUDA}/register", name="register_cuda_nothing", include_in_schema=False)
     async def register_cuda_nothing() -> HttpResponse:
         """Refuses, as with a name."""
-        raise _no_cuda(memory)
+        memory.register_cuda()
 
     @router.post(f"{_CUDA}/region/{{region}}/register", name="register_cuda_region", **CUDA_REGISTER)
     async def register_cuda_region(region: str) -> HttpResponse:
         """Refuses: CUDA shared memory is not supported."""
-        raise _no_cuda(memory)
-
-
-def _check_allowed(memory: SharedMemory) -> None:
-    if not memory.allowed:
-        raise no_shared_memory()
-
-
-def _no_cuda(memory: SharedMemory) -> UnsupportedFeature:
-    _check_allowed(memory)
-    return UnsupportedFeature("CUDA shared memory is not supported; use system shared memory, or send the tensors")
+        memory.register_cuda()
 
 
 async def _register(services: Services, region: str, request: Request) -> None:
     memory = services.shared_memory
-    _check_allowed(memory)
+    memory.check_allowed()
     body = await _read(services, request)
     if "key" not in body:
         raise InvalidRequest("Shared memory register request has no 'key' field")

@@ -4,6 +4,7 @@ Handlers get the encoded request and return the encoded reply: protobuf's work i
 is no protobuf is the client's mistake (INVALID_ARGUMENT) instead of an exception in the server.
 """
 
+import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
@@ -28,12 +29,42 @@ Metadata = Iterable[tuple[str, str | bytes]]
 Call = grpc.aio.ServicerContext[bytes, bytes]
 Handler = Callable[[bytes, Call], Awaitable[bytes]]
 
+LARGE_BYTES = 256 * 1024
+"""Larger messages take milliseconds to read and write, and are read and written off the event loop."""
+
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 INFERENCE = "inference"
 """The group of the infer calls, of those that restrictions name."""
 
 _MEANINGS = frozenset(("authorization", "x-api-key", "traceparent"))
+
+# A status's text is metadata, of which clients take 8 KiB by default; ASCII takes up to 3 bytes there, others 12.
+_MAX_ASCII, _MAX_OTHER = 2000, 500
+
+
+class InFlight:
+    """Counts the calls that are not at their end."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._ended = asyncio.Event()
+
+    def enter(self) -> None:
+        """Counts one more."""
+        self._count += 1
+
+    def leave(self) -> None:
+        """Counts one less."""
+        self._count -= 1
+        if not self._count:
+            self._ended.set()
+
+    async def ended(self) -> None:
+        """Returns when there is none."""
+        while self._count:
+            self._ended.clear()
+            await self._ended.wait()
 
 
 class Guard:
@@ -43,12 +74,16 @@ class Guard:
         dispatcher: Knows the keys, and whether the gateway is shutting down.
         restrictions: Which groups of calls need a secret in their metadata.
         forward: Metadata whose whole names match go along with infer requests; `None` = none does.
+
+    Attributes:
+        in_flight: The calls that were let in and have not ended.
     """
 
     def __init__(self, dispatcher: Dispatcher, restrictions: Restrictions, forward: re.Pattern[str] | None) -> None:
         self._dispatcher = dispatcher
         self._restrictions = restrictions
         self._forward = forward
+        self.in_flight = InFlight()
 
     async def enter(self, call: Call, group: str, scope: Scope | None, *, even_draining: bool = False) -> Context:
         """Lets a call in; one that may not ends here.
@@ -104,8 +139,9 @@ class Guard:
 
         async def handle(blob: bytes, call: Call) -> bytes:
             await self.enter(call, group, scope)
+            self.in_flight.enter()
             try:
-                message = parse(request, blob)
+                message = await read(request, blob)
                 if is_change is not None and is_change(message):
                     self._dispatcher.authorize(context_of(call.invocation_metadata() or ()), Scope.ADMIN)
                 reply = await use_case(message)
@@ -115,8 +151,19 @@ class Guard:
             except Exception as error:  # the boundary of a call: clients see no stack text
                 logger.exception("call failed", extra={"call": request.__name__})
                 await refuse(call, error)
+            finally:
+                self.in_flight.leave()
 
         return handle
+
+
+async def read(message: Any, blob: bytes) -> Any:
+    """Parses a message, off the event loop if it is large.
+
+    Raises:
+        InvalidRequest: It is none of that class.
+    """
+    return parse(message, blob) if len(blob) <= LARGE_BYTES else await asyncio.to_thread(parse, message, blob)
 
 
 def parse(message: Any, blob: bytes) -> Any:
@@ -154,8 +201,14 @@ async def fail(call: Call, failure: Failure) -> NoReturn:
     code = grpc_status(failure.code)
     if failure.code == "deadline_exceeded" and remaining_s is not None and remaining_s <= 0:
         code = "DEADLINE_EXCEEDED"  # it was the client's own deadline
-    await call.abort(grpc.StatusCode[code], failure.message)
+    await call.abort(grpc.StatusCode[code], shortened(failure.message))
     raise AssertionError("abort raises")
+
+
+def shortened(text: str) -> str:
+    """Returns a text that a status can carry: the middle of a longer one is left out."""
+    most = _MAX_ASCII if text.isascii() else _MAX_OTHER
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 
 def _first(metadata: Metadata, name: str) -> str | None:

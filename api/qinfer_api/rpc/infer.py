@@ -16,14 +16,10 @@ from qinfer.tensors import Bytes
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import InferCodec, parse_version
-from qinfer_api.rpc.calls import INFERENCE, Call, Guard, fail, refuse
+from qinfer_api.rpc.calls import INFERENCE, LARGE_BYTES, Call, Guard, fail, refuse
 from qinfer_api.sinks import Pending
-from qinfer_api.status import of_request
 
 logger = logging.getLogger(__name__)
-
-LARGE_BYTES = 256 * 1024
-"""Larger requests and answers take milliseconds to read and write, and are read and written off the event loop."""
 
 _DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 _NO_PLAN = OutputPlan()
@@ -50,30 +46,6 @@ class InferSink:
         raise NotImplementedError
 
 
-class InFlight:
-    """Counts the infer calls that are not at their end."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._ended = asyncio.Event()
-
-    def enter(self) -> None:
-        """Counts one more."""
-        self._count += 1
-
-    def leave(self) -> None:
-        """Counts one less."""
-        self._count -= 1
-        if not self._count:
-            self._ended.set()
-
-    async def ended(self) -> None:
-        """Returns when there is none."""
-        while self._count:
-            self._ended.clear()
-            await self._ended.wait()
-
-
 class Infer:
     """From a message into the queue, and from a response to a message.
 
@@ -84,12 +56,10 @@ class Infer:
 
     Attributes:
         dispatcher: As given.
-        in_flight: The calls.
     """
 
     def __init__(self, dispatcher: Dispatcher, codec: InferCodec, max_input_bytes: int) -> None:
         self.dispatcher = dispatcher
-        self.in_flight = InFlight()
         self._memory = codec.memory
         self._reads_memory = codec.reads_memory
         self._max_input_bytes = max_input_bytes
@@ -114,11 +84,12 @@ class Infer:
         Raises:
             QinferError: It is refused.
         """
-        message = parse_infer(blob)
+        is_large = len(blob) > LARGE_BYTES
+        message = await asyncio.to_thread(parse_infer, blob) if is_large else parse_infer(blob)
         sink.client_id = message.fields.id
         version = 0
         try:
-            if len(blob) <= LARGE_BYTES and not self._reads_memory(blob):
+            if not is_large and not self._reads_memory(blob):
                 decoded = self._decode(message, forwarded)
             else:
                 decoded = await asyncio.to_thread(self._decode_and_check, message, forwarded)
@@ -198,7 +169,7 @@ class ModelInfer:
     async def answer(self, blob: bytes, call: Call) -> bytes:
         """Answers a call; one that its client cancels, or whose deadline passes, is taken out of the queue."""
         context = await self._guard.enter(call, INFERENCE, Scope.INFER)
-        self._infer.in_flight.enter()
+        self._guard.in_flight.enter()
         pending: Pending | None = None
         try:
             sink = _Answer()
@@ -208,7 +179,7 @@ class ModelInfer:
             if response.failure is not None:
                 await fail(call, response.failure)
             if not response.final:
-                raise UnsupportedFeature(of_request(sink.client_id) + _DECOUPLED)
+                raise UnsupportedFeature(_DECOUPLED)
             return await join(await self._infer.encode(response, sink))
         except QinferError as error:
             await refuse(call, error)
@@ -218,6 +189,6 @@ class ModelInfer:
             logger.exception("request failed")
             await refuse(call, error)
         finally:
-            self._infer.in_flight.leave()
+            self._guard.in_flight.leave()
             if pending is not None:
                 self._infer.dispatcher.cancel(pending)  # does nothing once it is answered

@@ -5,6 +5,8 @@ from typing import Any
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
+from qinfer.control.catalog import Catalog
+from qinfer.errors import ModelNotFound, ModelNotReady
 from qinfer.repository.config import from_json
 from qinfer_api.about import is_model_ready, is_server_ready, model_metadata, server_metadata
 from qinfer_api.http.infer import parse_version
@@ -26,7 +28,7 @@ def model_calls(guard: Guard, services: Services) -> dict[str, Handler]:
         return pb.ServerReadyResponse(ready=is_ready)
 
     async def model_ready(request: Any) -> Any:
-        return pb.ModelReadyResponse(ready=is_model_ready(catalog, request.name, _version(request)))
+        return pb.ModelReadyResponse(ready=_is_ready(catalog, request.name, _version(request)))
 
     async def metadata(_: Any) -> Any:
         about = server_metadata(settings)
@@ -62,6 +64,22 @@ def model_calls(guard: Guard, services: Services) -> dict[str, Handler]:
         "ModelConfig": guard.unary(pb.ModelConfigRequest, config, _CONFIG),
         "ModelStatistics": guard.unary(pb.ModelStatisticsRequest, statistics, _STATISTICS),
     }
+
+
+def _is_ready(catalog: Catalog, model: str, version: int) -> bool:
+    """Returns whether a model that the server knows is ready; one that was unloaded is known.
+
+    Raises:
+        ModelNotFound: No such model or version.
+    """
+    try:
+        return is_model_ready(catalog, model, version)
+    except ModelNotReady:
+        return False
+    except ModelNotFound:
+        if version or model not in catalog.known():
+            raise
+        return False
 
 
 def _version(request: Any) -> int:

@@ -1,7 +1,6 @@
 """The port that gRPC is served on: opened before anything else, so that a wrong setting shows at the start."""
 
 import ssl
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
@@ -9,6 +8,7 @@ import grpc.aio
 
 from qinfer.errors import SettingsError
 from qinfer.settings import Settings
+from qinfer_api.tls import read_certificate, read_tls_file
 
 _MAX_METADATA_BYTES = 64 * 1024
 
@@ -65,39 +65,21 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
 
 
 def _credentials(certificate: str, key: str, authorities: str) -> grpc.ServerCredentials | None:
-    if not certificate and not key:
+    pair = read_certificate("GRPC", certificate, key)
+    if pair is None:
         if authorities:
             raise SettingsError(
                 "QINFER_GRPC__TLS_CLIENT_CA_FILE is set without a certificate of the server; set "
                 "QINFER_GRPC__TLS_CERTFILE and QINFER_GRPC__TLS_KEYFILE too"
             )
         return None
-    for variable, path in (("TLS_CERTFILE", certificate), ("TLS_KEYFILE", key)):
-        if not path:
-            raise SettingsError(f"QINFER_GRPC__{variable} is not set; TLS needs a certificate and its key")
-    chain = _read("TLS_CERTFILE", certificate)
-    private = _read("TLS_KEYFILE", key)
-    roots = _read("TLS_CLIENT_CA_FILE", authorities) if authorities else None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # gRPC would say of a wrong file only that the port can't be had
-    try:
-        context.load_cert_chain(certificate, key, password="")
-    except (OSError, ValueError):
-        raise SettingsError(
-            f"QINFER_GRPC__TLS_CERTFILE={certificate} QINFER_GRPC__TLS_KEYFILE={key}: not a PEM certificate and its "
-            "key without a password"
-        ) from None
+    chain, private = pair
+    roots = read_tls_file("QINFER_GRPC__TLS_CLIENT_CA_FILE", authorities) if authorities else None
     if roots is not None:
         try:
-            context.load_verify_locations(cadata=roots.decode())
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=roots.decode())
         except (OSError, ValueError):
             raise SettingsError(
                 f"QINFER_GRPC__TLS_CLIENT_CA_FILE={authorities}: these are no PEM certificates"
             ) from None
     return grpc.ssl_server_credentials([(private, chain)], roots, require_client_auth=roots is not None)
-
-
-def _read(variable: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError:
-        raise SettingsError(f"QINFER_GRPC__{variable}={path}: there is no such file, or it can't be read") from None

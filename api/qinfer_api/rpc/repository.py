@@ -1,5 +1,6 @@
 """The calls of the model repository extension (reference §1.14, §2.1)."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,7 @@ def repository_calls(guard: Guard, models: ModelControl) -> dict[str, Handler]:
 
     async def load(request: Any) -> Any:
         _check_repository(request)
-        config, files = _overrides(request.parameters)
+        config, files = await asyncio.to_thread(_overrides, request.parameters)  # the files are copied
         await models.load(request.model_name, config, files)
         return pb.RepositoryModelLoadResponse()
 

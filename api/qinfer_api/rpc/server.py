@@ -42,9 +42,8 @@ class RpcServer:
 
     def __init__(self, port: RpcPort, services: Services) -> None:
         self._server, self.url = port
-        guard = _guard(services)
+        self._guard = guard = _guard(services)
         infer = Infer(services.dispatcher, services.codec, services.settings.http.max_input_bytes)
-        self._infer = infer
         self._stream = ModelStreamInfer(guard, infer)
         calls = {
             **model_calls(guard, services),
@@ -76,7 +75,7 @@ class RpcServer:
         self._stream.drain()
         with contextlib.suppress(TimeoutError):  # a client that does not read its answers keeps nobody
             async with asyncio.timeout(within_s + _LAST_REPLIES_S):
-                await self._infer.in_flight.ended()
+                await self._guard.in_flight.ended()
         await self._server.stop(_LAST_REPLIES_S)
 
     async def close(self) -> None:

@@ -10,7 +10,14 @@ from qinfer_api.rpc.calls import Guard, Handler
 from qinfer_api.server_settings import LogSettings, TraceSettings
 
 _LEVELS = "trace_level"
-_LOG_KINDS = {"log_verbose_level": "uint32_param", "log_file": "string_param", "log_format": "string_param"}
+_LOG_KINDS = {
+    "log_file": "string_param",
+    "log_info": "bool_param",
+    "log_warning": "bool_param",
+    "log_error": "bool_param",
+    "log_verbose_level": "uint32_param",
+    "log_format": "string_param",
+}
 
 
 def settings_calls(guard: Guard, trace: TraceSettings, log: LogSettings) -> dict[str, Handler]:
@@ -26,7 +33,7 @@ def settings_calls(guard: Guard, trace: TraceSettings, log: LogSettings) -> dict
         )
 
     async def log_settings(request: Any) -> Any:
-        changes = {name: _log_value(name, value) for name, value in request.settings.items()}
+        changes = {name: _log_value(name, value) for name, value in request.settings.items() if name in _LOG_KINDS}
         shown = await (log.update(changes) if changes else log.read())
         return pb.LogSettingsResponse(settings=_logged(shown))
 
@@ -55,15 +62,11 @@ def _log_value(name: str, value: Any) -> object:
     kind = value.WhichOneof("parameter_choice")
     if kind is None:
         return None
-    expected = _LOG_KINDS.get(name, "bool_param")
-    if kind != expected:
-        raise InvalidRequest(f"invalid value type for '{name[:100]}' setting, expected {expected}.")
+    if kind != _LOG_KINDS[name]:
+        raise InvalidRequest(f"invalid value type for '{name}' setting, expected {_LOG_KINDS[name]}.")
     return getattr(value, kind)
 
 
 def _logged(shown: Mapping[str, bool | int | str]) -> dict[str, Any]:
     setting = pb.LogSettingsResponse.SettingValue
-    return {
-        name: setting(bool_param=value) if isinstance(value, bool) else setting(**{_LOG_KINDS[name]: value})
-        for name, value in shown.items()
-    }
+    return {name: setting(**{_LOG_KINDS[name]: value}) for name, value in shown.items()}

@@ -1,11 +1,9 @@
-"""The calls of the shared memory extensions: system memory where it is on, CUDA's never (reference §1.15, §2.1)."""
+"""The calls of the shared memory extensions: system memory where it is on; CUDA's is never taken (reference §1.15)."""
 
 from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from qinfer.codec.outputs import no_shared_memory
-from qinfer.errors import UnsupportedFeature
 from qinfer_api.rpc.calls import Guard, Handler
 from qinfer_api.shared_memory import SharedMemory
 
@@ -35,16 +33,22 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Handler
             memory.unregister_all()
         return pb.SystemSharedMemoryUnregisterResponse()
 
-    async def cuda(_: Any) -> Any:
-        if not memory.allowed:
-            raise no_shared_memory()
-        raise UnsupportedFeature("CUDA shared memory is not supported; use system shared memory, or send the tensors")
+    async def cuda_status(request: Any) -> Any:
+        memory.check_cuda(request.name)
+        return pb.CudaSharedMemoryStatusResponse()
+
+    async def cuda_register(_: Any) -> Any:
+        memory.register_cuda()
+
+    async def cuda_unregister(_: Any) -> Any:
+        memory.check_cuda()
+        return pb.CudaSharedMemoryUnregisterResponse()
 
     return {
         "SystemSharedMemoryStatus": guard.unary(pb.SystemSharedMemoryStatusRequest, status, _GROUP),
         "SystemSharedMemoryRegister": guard.unary(pb.SystemSharedMemoryRegisterRequest, register, _GROUP),
         "SystemSharedMemoryUnregister": guard.unary(pb.SystemSharedMemoryUnregisterRequest, unregister, _GROUP),
-        "CudaSharedMemoryStatus": guard.unary(pb.CudaSharedMemoryStatusRequest, cuda, _GROUP),
-        "CudaSharedMemoryRegister": guard.unary(pb.CudaSharedMemoryRegisterRequest, cuda, _GROUP),
-        "CudaSharedMemoryUnregister": guard.unary(pb.CudaSharedMemoryUnregisterRequest, cuda, _GROUP),
+        "CudaSharedMemoryStatus": guard.unary(pb.CudaSharedMemoryStatusRequest, cuda_status, _GROUP),
+        "CudaSharedMemoryRegister": guard.unary(pb.CudaSharedMemoryRegisterRequest, cuda_register, _GROUP),
+        "CudaSharedMemoryUnregister": guard.unary(pb.CudaSharedMemoryUnregisterRequest, cuda_unregister, _GROUP),
     }

@@ -2,7 +2,7 @@
 
 Requests are executed concurrently. A request that gets one response is answered in its turn, in the order in which the
 requests arrived; the responses of one that gets several are passed on as they come. A client that does not read its
-answers, or has too many requests in flight, is not read from any more: that is all the flow control there is.
+answers, or has too many requests in flight, is not read from any more. What is in flight is then still executed.
 """
 
 import asyncio
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 MAX_IN_FLIGHT = 1000
 """Requests of one stream that may be without their last response; more are not read."""
 
+MAX_UNWRITTEN_BYTES = 64 * 2**20
+"""Outputs of one stream that may wait to be written before no more requests are read."""
+
 _STRICT = ("triton_grpc_error", "true")  # metadata: the first error ends the stream with its status
 
 _EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs do not know of it
@@ -50,12 +53,12 @@ class ModelStreamInfer:
         context = await self._guard.enter(call, INFERENCE, Scope.INFER)
         stream = _Stream(self._infer, call, context, self._guard.forwarded(call))
         self._streams.add(stream)
-        self._infer.in_flight.enter()
+        self._guard.in_flight.enter()
         try:
             await stream.serve()
         finally:
             self._streams.discard(stream)
-            self._infer.in_flight.leave()
+            self._guard.in_flight.leave()
 
     def drain(self) -> None:
         """Ends every stream after the requests that it has in flight."""
@@ -93,6 +96,8 @@ class _Stream:
         self._open: set[_Slot] = set()
         self._ready: deque[tuple[_Slot, Response]] = deque()
         self._room = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._unwritten_bytes = 0
+        self._written = asyncio.Event()
         self._change = asyncio.Event()
         self._is_read = False
         self._is_draining = False
@@ -114,13 +119,14 @@ class _Stream:
                 await self._reader
 
     def drain(self) -> None:
-        """Reads no more requests."""
-        self._is_draining = True
-        if self._reader is not None:
+        """Reads no more requests; a stream whose client has sent all that it will simply ends."""
+        if self._reader is not None and not self._is_read:
+            self._is_draining = True
             self._reader.cancel()
 
     def deliver(self, slot: _Slot, response: Response) -> None:
         """Takes a response; it is written when it is its request's turn."""
+        self._unwritten_bytes += _nbytes(response)
         if slot.is_ordered and not response.final:
             slot.is_ordered = False
             self._order.remove(slot)
@@ -137,6 +143,9 @@ class _Stream:
         try:
             while True:
                 await self._room.acquire()
+                while self._unwritten_bytes > MAX_UNWRITTEN_BYTES:
+                    self._written.clear()
+                    await self._written.wait()
                 blob = await self._call.read()
                 if blob is _EOF:
                     return
@@ -173,6 +182,8 @@ class _Stream:
                 message = await self._message(slot, response)
                 if message is not None:
                     await self._call.write(message)
+                self._unwritten_bytes -= _nbytes(response)
+                self._written.set()
                 if response.final:
                     self._open.discard(slot)
                     self._room.release()
@@ -191,6 +202,13 @@ class _Stream:
                 return await join(encode_streamed(await self._infer.encode(response, slot), final=response.final))
             except QinferError as error:
                 failure = Failure.of(error)
+            except Exception as error:  # the boundary of a request, as in `_submit`
+                logger.exception("answer failed")
+                failure = Failure.of(error)
         if self._is_strict:
             await fail(self._call, failure)
         return encode_streamed_error(failure.message, slot.client_id)
+
+
+def _nbytes(response: Response) -> int:
+    return sum([tensor.nbytes for tensor in response.outputs])

@@ -11,12 +11,26 @@ import os
 import signal
 import socket
 import sys
+from types import FrameType
 
-from qinfer.backends.python_host import utils
+from qinfer.backends.python_host import modules, utils
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.host import Host
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+IGNORED = (signal.SIGTERM, signal.SIGINT)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    del number, frame
+
+
+def _heed() -> None:
+    """Undoes that in processes that the model forks: `multiprocessing` ends its own by SIGTERM."""
+    for signum in IGNORED:
+        if signal.getsignal(signum) is _ignore:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 def main(descriptor: int, parent: int) -> int:
@@ -25,15 +39,14 @@ def main(descriptor: int, parent: int) -> int:
     if os.getppid() != parent:  # it died before the call
         return 1
     faulthandler.enable()
-    for signum in (
-        signal.SIGTERM,
-        signal.SIGINT,
-    ):  # process managers send them to all: the worker, which drains, decides
-        signal.signal(signum, lambda *_: None)
+    for signum in IGNORED:  # process managers send them to all: the worker, which drains, decides
+        signal.signal(signum, _ignore)
+    os.register_at_fork(after_in_child=_heed)
     for name in [name for name in os.environ if name.startswith("QINFER_")]:
         del os.environ[name]  # the worker's settings, such as the password of Redis, are not the model's
     sys.modules["triton_python_backend_utils"] = utils
     sys.modules["c_python_backend_utils"] = utils
+    sys.path.extend(modules.__path__)
     sys.argv = [sys.executable]
     Host(Channel(socket.socket(fileno=descriptor))).serve()
     return 0

@@ -84,14 +84,20 @@ class _Segment:
         self.view: Buffer = np.empty(0, np.uint8)
 
     def create(self) -> int:
-        """Allocates it; returns its descriptor, which the caller closes."""
-        descriptor = os.memfd_create("qinfer", os.MFD_CLOEXEC)
+        """Allocates it; returns its descriptor, which the caller closes.
+
+        Raises:
+            MemoryError: The system gives no memory, or no descriptor.
+        """
+        descriptor = -1
         try:
+            descriptor = os.memfd_create("qinfer", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, self.capacity)
             self.view = np.frombuffer(mmap.mmap(descriptor, self.capacity), np.uint8)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        except OSError as error:
+            if descriptor != -1:
+                os.close(descriptor)
+            raise MemoryError(f"no {self.capacity} bytes of shared memory: {error.strerror}") from None
         return descriptor
 
 
@@ -105,21 +111,24 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._sending = threading.Lock()
+        self._owning = threading.Lock()
+        """Guards the three below, and is never held while the socket may block."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(_Head)
         self._free: list[_Segment] = []
         self._used: dict[int, _Segment] = {}
+        self._dropped: list[int] = []
         self._count = 0
         self._seen: dict[int, mmap.mmap] = {}
         self._leases: dict[int, weakref.ref[Buffer]] = {}
         self._freed: deque[int] = deque()
-        self._dropped: list[int] = []
 
     def send(self, message: Message, buffers: Sequence[Bytes] = ()) -> None:
         """Sends a message; the buffers may be changed afterwards.
 
         Raises:
             OSError: The other process is gone.
+            MemoryError: There is no memory for the buffers; nothing was sent.
         """
         sizes = tuple(map(len, buffers))
         with self._sending:
@@ -127,7 +136,7 @@ class Channel:
             if self._freed:
                 head.freed = self._take_freed()
             if sum(sizes) <= INLINE_BYTES:
-                head.dropped, self._dropped = tuple(self._dropped), []
+                head.dropped = self._take_dropped()
                 encoded = self._encoder.encode(head)
                 parts = [part for buffer in buffers for part in (buffer, _PADDING[: -len(buffer) % _INLINE_ALIGNMENT])]
                 self._socket.sendall(b"".join((_LENGTHS.pack(len(encoded), sum(map(len, parts))), encoded, *parts)))
@@ -142,12 +151,15 @@ class Channel:
 
         Raises:
             UnreadError: The other process is gone, and left unread what was sent to it.
-            EOFError: The other process is gone.
+            EOFError: The other process is gone, or what it sent is no message.
         """
         prefix, descriptor = self._receive_prefix()
         try:
             head_length, inline_length = _LENGTHS.unpack(prefix)
-            head = self._decoder.decode(self._receive_exactly(head_length))
+            try:
+                head = self._decoder.decode(self._receive_exactly(head_length))
+            except msgspec.MsgspecError:  # somebody else wrote to the socket
+                raise EOFError from None
             if descriptor is not None:
                 self._seen[head.segment] = mmap.mmap(descriptor, head.capacity)
         finally:
@@ -156,8 +168,7 @@ class Channel:
         for number in head.dropped:
             self._seen.pop(number, None)
         if head.freed:
-            with self._sending:
-                self._reuse(head.freed)
+            self._reuse(head.freed)
         if not head.segment:
             whole = np.frombuffer(self._receive_exactly(inline_length), np.uint8)
             return head.body, _split(whole, head.sizes, _INLINE_ALIGNMENT)
@@ -184,9 +195,10 @@ class Channel:
                 if len(buffer):
                     segment.view[position : position + len(buffer)] = np.frombuffer(buffer, np.uint8)
                 position += _aligned(len(buffer))
-            self._used[segment.number] = segment
+            with self._owning:
+                self._used[segment.number] = segment
             head.segment = segment.number
-            head.dropped, self._dropped = tuple(self._dropped), []
+            head.dropped = self._take_dropped()
             if descriptor is None:
                 encoded = self._encoder.encode(head)
                 self._socket.sendall(_LENGTHS.pack(len(encoded), 0) + encoded)
@@ -202,28 +214,42 @@ class Channel:
 
     def _segment(self, needed: int) -> tuple[_Segment, int | None]:
         """Returns a segment that is free and large enough, and its descriptor if it is a new one."""
-        for index, segment in enumerate(self._free):
-            if segment.capacity >= needed:
-                return self._free.pop(index), None
+        with self._owning:
+            for index, segment in enumerate(self._free):
+                if segment.capacity >= needed:
+                    return self._free.pop(index), None
         self._count += 1
         segment = _Segment(self._count, max(1 << (needed - 1).bit_length(), _SMALLEST_BYTES))
         return segment, segment.create()
 
     def _reuse(self, numbers: Sequence[int]) -> None:
         """Takes back segments that the receiver has done with; the largest are kept, but for the huge."""
-        self._free.extend(self._used.pop(number) for number in numbers)
-        self._free.sort(key=lambda segment: segment.capacity)
-        while (kept := sum(segment.capacity for segment in self._free)) > KEPT_BYTES or len(self._free) > KEPT_COUNT:
-            self._dropped.append(self._free.pop(-1 if kept > KEPT_BYTES else 0).number)
+        with self._owning:
+            self._free.extend(self._used.pop(number) for number in numbers)
+            self._free.sort(key=lambda segment: segment.capacity)
+            while (kept := sum(s.capacity for s in self._free)) > KEPT_BYTES or len(self._free) > KEPT_COUNT:
+                self._dropped.append(self._free.pop(-1 if kept > KEPT_BYTES else 0).number)
 
     def _lend(self, number: int, whole: Buffer) -> None:
-        """Notes the segment as freed once nothing refers to it: numpy's views refer to the array that they are of."""
+        """Notes the segment as freed once nothing refers to it: numpy's views refer to the array that they are of.
+
+        The sender hears of it with the next message, which may be long in coming: the memory of one that it will not
+        keep is given back at once.
+        """
+        memory = self._seen[number]
 
         def ended(_: "weakref.ref[Buffer]") -> None:
+            if len(memory) > KEPT_BYTES:
+                memory.madvise(mmap.MADV_REMOVE)
             del self._leases[number]
             self._freed.append(number)
 
         self._leases[number] = weakref.ref(whole, ended)
+
+    def _take_dropped(self) -> tuple[int, ...]:
+        with self._owning:
+            dropped, self._dropped = tuple(self._dropped), []
+        return dropped
 
     def _take_freed(self) -> tuple[int, ...]:
         return tuple(self._freed.popleft() for _ in range(len(self._freed)))

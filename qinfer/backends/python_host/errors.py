@@ -57,7 +57,7 @@ class TritonError:
             raise TypeError(f"the message of a TritonError is a str, got {type(message).__name__}")
         if not isinstance(code, int) or not 0 <= code < len(NAMES):
             raise TypeError(f"the code of a TritonError is one of TritonError.{', '.join(NAMES)}, got {code!r}")
-        self._message = message
+        self._message = message.encode(errors="replace").decode()  # half a surrogate pair has no UTF-8
         self._code = int(code)
 
     def message(self) -> str:

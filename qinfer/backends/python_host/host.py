@@ -8,6 +8,7 @@ import sys
 import traceback
 import types
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,13 @@ from qinfer.backends.python_host.messages import (
     TensorMeta,
 )
 from qinfer.backends.python_host.tensor import Array, Tensor
+from qinfer.backends.python_host.text import message_of
 from qinfer.errors import QinferError
 from qinfer.tensors import DATATYPES, Bytes, to_numpy
 from qinfer.tensors import Tensor as WireTensor
+
+CALLS_AT_ONCE = 64
+"""So many calls to other models run at once; further ones wait for these."""
 
 _HERE = Path(__file__).parent
 
@@ -56,6 +61,7 @@ class Host:
         self._model: Any = None
         self._directory = ""
         self._datatypes: Mapping[str, str] = {}
+        """Output → its wire datatype, in the order of the configuration."""
         self._batch = 0
         self._is_executing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,7 +124,7 @@ class Host:
         try:
             answer = work(message)
         except BaseException as error:  # noqa: BLE001  the boundary to the model's code, which may even call `sys.exit`
-            missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+            missing = str(error.name or "") if isinstance(error, ModuleNotFoundError) else ""
             self._channel.send(Failed(self._told(error, "model failed to load"), missing))
             return
         self._channel.send(answer)
@@ -165,14 +171,17 @@ class Host:
         self._batch = message.number
         self._is_executing = True
         try:
-            requests = _requests(message, buffers)
+            requests = _requests(message, buffers, tuple(self._datatypes))
             answers, sent = self._answers(requests, self._returned(requests))
         except BaseException as error:  # noqa: BLE001  as in `_guarded`
             self._is_executing = False
             self._channel.send(Failed(self._told(error, "execute failed")))
             return
         self._is_executing = False
-        self._channel.send(Executed(answers), sent)
+        try:
+            self._channel.send(Executed(answers), sent)
+        except MemoryError as error:
+            self._channel.send(Failed(self._told(error, "no memory for the outputs")))
 
     def _returned(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
         """Executes; checks what is returned as Triton does."""
@@ -180,6 +189,7 @@ class Host:
         if inspect.iscoroutine(returned):
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
+                self._loop.set_default_executor(ThreadPoolExecutor(CALLS_AT_ONCE, "call"))
             returned = self._loop.run_until_complete(returned)
         if returned is None:
             return [None] * len(requests)
@@ -238,7 +248,9 @@ class Host:
     def _told(self, error: BaseException, event: str) -> str:
         """Logs the traceback; returns what a client may see: the type and text, without the path of the model."""
         services.emit("ERROR", f"{event}\n{''.join(traceback.format_exception(error.with_traceback(_models(error))))}")
-        text = str(error).replace(f"{self._directory}/", "") if self._directory else str(error)
+        text = message_of(error)
+        if self._directory:
+            text = text.replace(f"{self._directory}/", "")
         return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -250,8 +262,11 @@ def _models(error: BaseException) -> types.TracebackType | None:
     return frame
 
 
-def _requests(message: Execute, buffers: Sequence[Buffer]) -> list[InferenceRequest]:
-    """Cuts a batch into its requests; their tensors are views of the batch's."""
+def _requests(message: Execute, buffers: Sequence[Buffer], outputs: Sequence[str]) -> list[InferenceRequest]:
+    """Cuts a batch into its requests; their tensors are views of the batch's.
+
+    A request that names no outputs asks for all of them, and as in Triton the model sees their names.
+    """
     arrays = [_array(meta, data) for meta, data in zip(message.inputs, buffers, strict=True)]
     alone = len(message.requests) == 1
     requests = []
@@ -265,7 +280,7 @@ def _requests(message: Execute, buffers: Sequence[Buffer]) -> list[InferenceRequ
         request = InferenceRequest(
             request_id=asked.client_id,
             inputs=inputs,
-            requested_output_names=asked.outputs,
+            requested_output_names=asked.outputs or outputs,
             timeout=asked.timeout_us,
             trace=InferenceTrace(asked.trace) if asked.trace else None,
             parameters=dict(asked.parameters),

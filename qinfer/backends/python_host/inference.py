@@ -7,6 +7,7 @@ from typing import Protocol
 
 from qinfer.backends.python_host.errors import TritonError, TritonModelException
 from qinfer.backends.python_host.tensor import Tensor
+from qinfer.backends.python_host.text import checked_parameters, text
 from qinfer.messages import Scalar
 
 FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -77,6 +78,7 @@ class InferenceResponse:
 
     Raises:
         TritonModelException: A parameter is of another type.
+        TypeError: An output is no `Tensor`, or the error no `TritonError`.
     """
 
     __slots__ = ("_error", "_outputs", "_parameters")
@@ -202,17 +204,19 @@ class InferenceRequest:
         del preferred_memory
         if not isinstance(correlation_id, int | str):
             raise TritonModelException("Correlation ID must be integer or string")
-        self._request_id = request_id
+        self._request_id = text(request_id, "request_id")
         self._correlation_id = correlation_id
         self._inputs = list(inputs)
         for tensor in self._inputs:
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"inputs are pb_utils.Tensor objects, got {type(tensor).__name__}")
-        self._outputs = list(requested_output_names)
-        self.model_name = model_name.decode() if isinstance(model_name, bytes) else str(model_name)
+        self._outputs = [text(name, "an output's name") for name in requested_output_names]
+        self.model_name = text(model_name, "model_name")
         self.model_version = int(model_version)
         self._flags = int(flags)
         self._timeout_us = int(timeout)
+        if not 0 <= self._timeout_us < 2**64:
+            raise TypeError(f"timeout is a number of microseconds, 0 or more, got {timeout}")
         self._trace = trace
         self._parameters = checked_parameters(parameters)
         self._place: tuple[int, int] | None = None
@@ -301,21 +305,3 @@ class InferenceRequest:
     def async_exec(self, decoupled: bool = False) -> "asyncio.Future[InferenceResponse]":  # noqa: FBT001, FBT002
         """Does the same in a thread, for an `async` `execute`: several calls run at once."""
         return asyncio.get_running_loop().run_in_executor(None, self.exec, decoupled)
-
-
-def checked_parameters(parameters: dict[str, Scalar] | None) -> dict[str, Scalar]:
-    """Returns a copy of custom parameters.
-
-    Raises:
-        TritonModelException: A key is no string, or a value no bool, int, float or string.
-    """
-    if not parameters:
-        return {}
-    for key, value in parameters.items():
-        if not isinstance(key, str):
-            raise TritonModelException(f"Expect parameters keys to have type str, found type '{type(key)}'")
-        if not isinstance(value, bool | int | float | str):
-            raise TritonModelException(
-                f"Expect parameters values to have type bool/int/float/str, found type '{type(value)}'"
-            )
-    return dict(parameters)

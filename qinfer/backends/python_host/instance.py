@@ -36,10 +36,12 @@ class Instance:
 
     Attributes:
         reason: Why there is no process.
+        is_busy: A batch is being executed.
     """
 
     def __init__(self, model: str, load: Callable[[HostProcess], None]) -> None:
         self.reason = ""
+        self.is_busy = False
         self._model = model
         self._load = load
         self._changed = threading.Condition()
@@ -85,18 +87,23 @@ class Instance:
             self.reason = "its process died"
             threading.Thread(target=self._revive, name=f"revive-{self._model}", daemon=True).start()
 
-    def stop(self) -> None:
-        """Finalises the model and ends its process; of several calls each returns when that is done."""
+    def stop(self, finalize_s: float | None = None) -> None:
+        """Finalises the model and ends its process; of several calls each returns when that is done.
+
+        Args:
+            finalize_s: How long that may take; by default `FINALIZE_S`.
+        """
         with self._stopping:
             with self._changed:
                 self._is_stopped = True
+                self.reason = "it was unloaded"
                 process, self._process = self._process, None
                 starting = self._starting
                 self._changed.notify_all()
             if starting is not None:
                 starting.kill()
             if process is not None:
-                process.stop()
+                process.stop(finalize_s)
         with _live_lock:
             _live.discard(self)
 
@@ -177,7 +184,8 @@ def _stop_all() -> None:
     """Has every model finalised before this process ends; the kernel would end their processes without a word."""
     with _live_lock:
         instances = list(_live)
-    threads = [threading.Thread(target=instance.stop, daemon=True) for instance in instances]
+    # One that executes has had the time of the worker's drain, and won't hear of `finalize`.
+    threads = [threading.Thread(target=i.stop, args=(0.0 if i.is_busy else None,), daemon=True) for i in instances]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,6 +1,5 @@
 """A host process as the worker sees it: started, spoken to, listened to, ended."""
 
-import json
 import logging
 import os
 import queue
@@ -14,9 +13,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
+import msgspec
+
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.messages import Finalize
-from qinfer.backends.python_host.services import MARK
+from qinfer.backends.python_host.services import LINE_BYTES, MARK
 from qinfer.errors import BackendUnavailable
 
 logger = logging.getLogger("qinfer.backends.python")
@@ -28,7 +29,6 @@ TERMINATE_S = 2.0
 """How long a terminated process may take to end; then it is killed."""
 
 _DEATH_S = 5.0
-_LINE_BYTES = 16 * 1024
 _TAIL_LINES = 20
 
 
@@ -128,17 +128,22 @@ class HostProcess:
         """Waits for its end; tells how it ended, such as `signal 11: SIGSEGV`."""
         if not self._has_ended.wait(_DEATH_S):
             self.sweep()
-            return "it closed its connection and lived on"
+            return "it broke its connection and lived on"
         code = self._process.returncode
         return f"exit code {code}" if code >= 0 else f"signal {-code}: {_signal_name(-code)}"
 
-    def stop(self) -> None:
-        """Has the model finalised and ends the process, by force if need be."""
+    def stop(self, finalize_s: float | None = None) -> None:
+        """Has the model finalised and ends the process, by force if need be.
+
+        Args:
+            finalize_s: How long that may take before force is used; by default `FINALIZE_S`.
+        """
+        finalize_s = FINALIZE_S if finalize_s is None else finalize_s
         self._is_expected_to_end = True
         with suppress(OSError):  # it is gone
             self.channel.send(Finalize())
-        if not self._has_ended.wait(FINALIZE_S):
-            extra = {"model": self._model, "pid": self.pid, "after_s": FINALIZE_S}
+        if not self._has_ended.wait(finalize_s):
+            extra = {"model": self._model, "pid": self.pid, "after_s": finalize_s}
             logger.warning("the model's process does not end", extra=extra)
             self._signal(signal.SIGTERM)
             self._has_ended.wait(TERMINATE_S)
@@ -184,7 +189,7 @@ class HostProcess:
         output = self._process.stdout
         if output is not None:
             with output:
-                while line := output.readline(_LINE_BYTES):
+                while line := output.readline(LINE_BYTES):
                     self._heard(line)
 
     def _heard(self, line: bytes) -> None:
@@ -193,11 +198,17 @@ class HostProcess:
             self._tail.append(text)
             logger.info("model output", extra={"model": self._model, "text": text})
         if mark:
-            try:
-                level, message = json.loads(record)
-            except ValueError:  # a line cut short
-                level, message = "INFO", record
-            logger.log(logging.getLevelNamesMapping().get(level, logging.INFO), message, extra={"model": self._model})
+            level, message = logged(record)
+            logger.log(level, message, extra={"model": self._model})
+
+
+def logged(record: str) -> tuple[int, str]:
+    """Reads what follows the mark of a log record: level and text; what is no record is a text, too."""
+    try:
+        level, message = msgspec.json.decode(record, type=tuple[str, str])
+    except msgspec.MsgspecError:  # the model printed the mark itself
+        return logging.INFO, record
+    return logging.getLevelNamesMapping().get(level, logging.INFO), message
 
 
 def _signal_name(number: int) -> str:

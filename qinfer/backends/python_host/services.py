@@ -6,17 +6,33 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, NoReturn
 
 from qinfer.backends.python_host.errors import TritonModelException
+from qinfer.backends.python_host.text import text
 
 MARK = "\x1eqinfer:"
 """Begins a line of the host's stderr that is a log record as JSON; other lines are what the model printed."""
 
+LINE_BYTES = 16 * 1024
+"""The worker reads longer lines in pieces."""
+
+_writing = threading.Lock()
+
 
 def emit(level: str, message: str) -> None:
-    """Hands a log record to the worker."""
-    os.write(2, f"{MARK}{json.dumps([level, message])}\n".encode())  # one call: lines of threads don't mix
+    """Hands a log record to the worker; of a long one its beginning and its end."""
+    line, kept = _line(level, message), len(message)
+    while len(line) > LINE_BYTES:
+        kept //= 2
+        line = _line(level, f"{message[: kept // 2]} … {message[-(kept // 2) :]}")
+    with _writing, suppress(OSError):  # the model's code may have closed its output
+        os.write(2, line)
+
+
+def _line(level: str, message: str) -> bytes:
+    return f"{MARK}{json.dumps([level, text(message, 'a message')])}\n".encode()
 
 
 class Level(enum.IntEnum):

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qinfer.backends.python_host.errors import TritonModelException
+from qinfer.backends.python_host.text import text
 from qinfer.tensors import DATATYPES, from_numpy
 from qinfer.tensors import Tensor as WireTensor
 
@@ -34,6 +35,7 @@ class Tensor:
 
     Raises:
         TritonModelException: The dtype is `np.str_` or `np.void`.
+        TypeError: The name is no string, or the array not one of numpy.
     """
 
     __slots__ = ("_array", "_datatype", "_name")
@@ -45,7 +47,7 @@ class Tensor:
             raise TritonModelException(
                 "Tensor dtype used for numpy_array is not support by Python backend. Please use np.object_ instead."
             )
-        self._name = name
+        self._name = text(name, "the name of a tensor")
         self._array = numpy_array
         self._datatype = _datatype
 

@@ -4,6 +4,7 @@ The only place of this program that reads the environment and builds adapters. S
 """
 
 import asyncio
+import atexit
 import gc
 import logging
 import os
@@ -25,6 +26,7 @@ from qinfer.observability import logs
 from qinfer.repository.open import open_repositories
 from qinfer.settings import Settings, load_settings
 from qinfer_workers.inference.devices import gpus_here
+from qinfer_workers.inference.executor import are_threads_left
 from qinfer_workers.inference.loader import Loader
 from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.worker import Worker
@@ -85,5 +87,17 @@ def main() -> int:
     return 0
 
 
+def _leave(status: list[int]) -> None:
+    """Ends the process here if threads are left in a runtime: the interpreter would end them, at which C++ aborts."""
+    if are_threads_left():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status[0])
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = [1]
+    atexit.register(_leave, ended)  # before all others, and so called after them
+    ended[0] = main()
+    sys.exit(ended[0])

@@ -5,21 +5,26 @@ several times that. The runtimes release the GIL while they compute, so that the
 """
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 from typing import TypeVar, cast
+from weakref import WeakSet
 
 from qinfer.backends.base import Backend
 from qinfer.batching.execution import Execution
+
+logger = logging.getLogger(__name__)
 
 SHORT_S = 0.0005
 """An execution that is expected to take no longer runs on the event loop: two changes of thread, and the fight for the
 GIL that comes with them, would cost more than they gain (decision 0006)."""
 
 _LEAVE_S = 10.0
+_threads: "WeakSet[threading.Thread]" = WeakSet()
 
 _Done = Callable[[Execution], None]
 T = TypeVar("T")
@@ -47,8 +52,18 @@ async def in_thread(name: str, call: Callable[[], T]) -> T:
         with suppress(RuntimeError):  # the loop is closed: nobody awaits
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    _start(threading.Thread(target=run, name=name, daemon=True))
     return await future
+
+
+def are_threads_left() -> bool:
+    """Tells whether threads are left that load or execute, and that the interpreter would end wherever they are."""
+    return any(thread.is_alive() for thread in _threads)
+
+
+def _start(thread: threading.Thread) -> None:
+    _threads.add(thread)
+    thread.start()
 
 
 class _End(Enum):
@@ -88,7 +103,7 @@ class ThreadExecutor:
             name = f"{self._name}-{self._started}"
             self._started += 1
             # Daemons: a call that never returns must not keep a drained worker from exiting.
-            threading.Thread(target=self._serve, args=(instance,), name=name, daemon=True).start()
+            _start(threading.Thread(target=self._serve, args=(instance,), name=name, daemon=True))
 
     def shrink(self, surplus: int) -> None:
         """Unloads so many instances, those that are idle first; at least one must be left."""
@@ -157,4 +172,7 @@ class ThreadExecutor:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._leave, instance, left)
                 left.wait(_LEAVE_S)
-        instance.unload()
+        try:
+            instance.unload()
+        except Exception:  # the boundary to backends
+            logger.exception("model instance not unloaded", extra={"instance": threading.current_thread().name})

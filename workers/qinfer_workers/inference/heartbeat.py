@@ -71,13 +71,15 @@ class Heartbeat:
     async def run(self) -> None:
         """Beats until cancelled."""
         trouble = Trouble(logger, "no heartbeat", "heartbeats again")
+        is_news = False  # until its readers were woken
         while True:
-            woken = self._changed.is_set()
+            is_news = is_news or self._changed.is_set()
             self._changed.clear()
             try:
                 await self.beat()
-                if woken:
+                if is_news:
                     await self._store.wake()
+                    is_news = False
                 trouble.over()
             except BrokerUnavailable as error:
                 trouble.happened(error.message)

@@ -65,9 +65,18 @@ class Intake:
     async def complete(self, batcher: Batcher, apart: Sequence[Pending]) -> list[Pending]:
         """Reads the tensors of items that came without; those that are not to be executed are left out.
 
-        What is gone was cancelled or has expired: there is nobody to answer.
+        What is gone was cancelled or has expired: there is nobody to answer. Cancelled, it gives all back.
         """
-        payloads = await asyncio.gather(*(self._payload(batcher, item) for item in apart))
+        reads = [asyncio.ensure_future(self._payload(batcher, item)) for item in apart]
+        try:
+            payloads = await asyncio.gather(*reads)
+        except asyncio.CancelledError:
+            await asyncio.wait(reads)
+            left = [
+                item for item, read in zip(apart, reads, strict=True) if read.cancelled() or read.result() is not None
+            ]
+            self._publisher.give_back(left)
+            raise
         # From here on nothing is awaited: the model may be another one after each time.
         return [
             item
@@ -75,12 +84,17 @@ class Intake:
             if payload is not None and not item.lost and self._complete(batcher, item, payload)
         ]
 
-    def is_readable(self, lease: Lease) -> bool:
+    def put_off(self, apart: Iterable[Pending]) -> None:
+        """Leaves items whose tensors can't be read now to another worker, or to this one after a while."""
+        for item in apart:
+            self._publisher.release_later(item, PAUSE_S)
+
+    def is_readable(self, batcher: Batcher, lease: Lease) -> bool:
         """Tells whether an entry is none of a newer qinfer's; such a one is released, for another worker."""
         try:
             decode_request(lease.frame)
         except NewerFrame:
-            self._release_newer(lease)
+            self._release_newer(batcher, lease)
             return False
         except (PayloadApart, CorruptEntry):
             pass
@@ -102,7 +116,7 @@ class Intake:
         except PayloadApart as apart:
             return self._pending(batcher, lease, apart.request)
         except NewerFrame:
-            self._release_newer(lease)
+            self._release_newer(batcher, lease)
             return None
         except CorruptEntry as error:
             logger.error("corrupt entry", extra={"entry_id": lease.entry.entry_id, "reason": error.message})
@@ -131,9 +145,10 @@ class Intake:
             item.rows = inputs[0].shape[0]
         batcher.classify(item)
 
-    def _release_newer(self, lease: Lease) -> None:
+    def _release_newer(self, batcher: Batcher, lease: Lease) -> None:
         logger.warning("frame of a newer qinfer released", extra={"entry_id": lease.entry.entry_id})
-        self._publisher.release_later(lease, PAUSE_S)
+        unknown = InferRequest(model=batcher.model.spec.name, inputs=())
+        self._publisher.release_later(self._pending(batcher, lease, unknown), PAUSE_S)
 
     async def _payload(self, batcher: Batcher, item: Pending) -> bytes | None:
         """Reads an item's tensors; one that can't be read now is released, one whose tensors are gone is finished.
@@ -147,7 +162,7 @@ class Intake:
             return None
         except QinferError as error:
             self._trouble.happened(error.message)
-            self._publisher.release_later(item.lease, PAUSE_S, item)
+            self.put_off([item])
             return None
         self._trouble.over()
         if payload is None:

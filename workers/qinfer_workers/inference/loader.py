@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,17 +16,21 @@ from qinfer.clock import ServerClock
 from qinfer.control.base import StoredModel
 from qinfer.control.completion import Completion
 from qinfer.errors import ModelLoadFailed, QinferError
+from qinfer.repository.cache import MANIFEST
 from qinfer.repository.spec import Device, ModelSpec
 from qinfer_workers.inference.completing import CompleteConfig, complete
 from qinfer_workers.inference.devices import devices_of
 from qinfer_workers.inference.warmup import warm_up
+
+logger = logging.getLogger(__name__)
 
 VersionDir = Callable[[str, int, str, str], Path]
 """`ModelFiles.version_dir`: model, version, location, content hash → directory; blocking."""
 
 _OF_ALL_VERSIONS = ("instance_group", "version_policy")
 """Parts of a configuration whose change leaves what is loaded of a version as it is."""
-_CONFIGS = ("config.pbtxt", "configs")
+_NOT_READ = ("config.pbtxt", "configs", MANIFEST)
+"""Names beside the versions whose content no backend reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,8 +149,7 @@ class Loader:
 
     def discard(self, change: Change) -> None:
         """Unloads what a load has made, and nobody wants any more."""
-        for instance in change.loaded.instances:
-            instance.unload()
+        _unload(change.loaded.instances)
 
     def _instances(
         self, spec: ModelSpec, directory: Path, devices: Sequence[Device], latency: LatencyModel
@@ -159,12 +163,19 @@ class Loader:
                 instances.append(instance)
                 warm_up(instance, spec, latency, self._clock.now_s(), directory.parent)
         except BaseException as error:
-            for instance in instances:
-                instance.unload()
+            _unload(instances)
             if isinstance(error, QinferError) or not isinstance(error, Exception):
                 raise
             raise ModelLoadFailed(_without_path(f"{type(error).__name__}: {error}", directory)) from error
         return instances
+
+
+def _unload(instances: Sequence[Backend]) -> None:
+    for instance in instances:
+        try:
+            instance.unload()
+        except Exception:  # the boundary to backends: the others are unloaded all the same
+            logger.exception("model instance not unloaded")
 
 
 def _without_path(text: str, directory: Path) -> str:
@@ -188,7 +199,7 @@ def _identity(stored: StoredModel, directory: Path) -> str:
 def _files(directory: Path) -> Iterator[Path]:
     """Yields the files of a version, and those beside the versions that they all may read."""
     beside = directory.parent.iterdir() if directory.is_dir() else ()
-    shared = [path for path in beside if not path.name.isdecimal() and path.name not in _CONFIGS]
+    shared = [path for path in beside if not path.name.isdecimal() and path.name not in _NOT_READ]
     for root in sorted([directory, *shared]):
         if root.is_file():
             yield root

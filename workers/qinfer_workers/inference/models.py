@@ -23,6 +23,8 @@ from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
 logger = logging.getLogger(__name__)
 
 REREAD_S = 10.0
+RELOAD_S = 30.0
+"""Between two tries of a load whose files can't be reached now; at a look."""
 _RETRY_S = 1.0
 
 Key = tuple[str, int]
@@ -72,7 +74,9 @@ class Models:
         self._slots = asyncio.Semaphore(settings.load_threads)
         self._wanted: dict[str, StoredModel] = {}
         self._settled: dict[str, StoredModel] = {}
-        """What was last made so, as far as it could be: what failed is not tried twice."""
+        """What was last made so, as far as it could be: what failed is not tried twice, unless time may help."""
+        self._again_at: dict[str, float] = {}
+        """When to try a load again, in the event loop's time."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loaded: dict[Key, Loaded] = {}
         self._states: dict[Key, VersionState] = {}
@@ -117,12 +121,14 @@ class Models:
         wanted = self._wanted.get(name)
         if wanted is None:
             return not any(model == name for model, _ in self._states)
-        return wanted == self._settled.get(name)
+        is_due = name in self._again_at and asyncio.get_running_loop().time() >= self._again_at[name]
+        return wanted == self._settled.get(name) and not is_due
 
     async def _reconcile(self, name: str) -> None:
         try:
             while not self._is_settled(name):
                 wanted = self._wanted.get(name)
+                self._again_at.pop(name, None)
                 await self._make_so(name, wanted)
                 self._settled.pop(name, None)
                 if wanted is not None:
@@ -161,7 +167,11 @@ class Models:
             async with self._slots:
                 change = await in_thread(f"load-{name}", lambda: self._loader.load(spec, version, model, serving))
         except Exception as error:  # the boundary to backends; whatever it is, it fails this load only
-            logger.exception("load failed", extra={"model": name, "version": version, "generation": model.generation})
+            extra = {"model": name, "version": version, "generation": model.generation}
+            if isinstance(error, QinferError) and error.__cause__ is None:
+                logger.error("load failed", extra={**extra, "error": error.message})  # the text says it all
+            else:
+                logger.exception("load failed", extra=extra)
             self._fail(key, model.generation, error)
             return False
         if name not in self._wanted and change.kind is not Kind.SAME:  # unloaded meanwhile
@@ -193,6 +203,8 @@ class Models:
     def _fail(self, key: Key, generation: int, error: Exception) -> None:
         """Notes that a load has failed; what is served at an earlier generation serves on."""
         reason = error.message if isinstance(error, QinferError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, QinferError) and error.retryable:
+            self._again_at[key[0]] = asyncio.get_running_loop().time() + RELOAD_S
         before = self._states[key]
         if before.state is State.READY:
             self._states[key] = VersionState(State.READY, before.generation, reason, generation)

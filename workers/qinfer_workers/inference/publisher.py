@@ -61,7 +61,7 @@ class Publisher:
         self._open: set[asyncio.Task[None]] = set()
         self._published: list[Pending] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._later: dict[Lease, asyncio.TimerHandle] = {}
+        self._later: dict[Pending, asyncio.TimerHandle] = {}
         self._trouble = Trouble(logger, "broker unavailable, trying again", "the broker takes answers again")
         self._closed = False
 
@@ -91,14 +91,16 @@ class Publisher:
     def bury(self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None) -> None:
         """Makes a dead letter of an entry, and then answers it, if there is somebody to answer."""
         request_id = answer[1].request_id if answer else ""
+        items = [answer[0]] if answer else []
+        self._keeper.hold(items)
         tries = 0
-        if answer is not None:
-            self._keeper.drop([answer[0]])  # whether it is still owned, `bury` looks
 
         async def work() -> None:
             nonlocal tries
             tries += 1
-            if await self._delivery.bury(lease, request_id, error.code.value, error.message):
+            is_buried = await self._delivery.bury(lease, request_id, error.code.value, error.message)
+            self._keeper.drop(items)  # not before: its tensors may take longer than a lease to be copied
+            if is_buried:
                 tally.buried()
             elif tries == 1:
                 return  # it is gone, or another's
@@ -111,24 +113,22 @@ class Publisher:
                 # The entry, whose deliveries the queue would count, is gone.
                 await self._delivery.requests.settle([settlement_of(item, response, attempt=lease.deliveries - 1)])
 
-        self._spawn(work)
+        self._spawn(work, held=items)
 
     def discard(self, item: Pending) -> None:
         """Finishes an entry that nobody waits for."""
         self._keeper.drop([item])
         self._spawn(lambda: self._delivery.finish([item.lease.entry]))
 
-    def release_later(self, lease: Lease, delay_s: float, item: Pending | None = None) -> None:
-        """Releases an entry that this worker can't read; not at once, or it would be the next to fetch it."""
-        if item is not None:
-            self._keeper.drop([item])
-        timer = asyncio.get_running_loop().call_later(delay_s, self._release, lease)
-        self._later[lease] = timer
+    def release_later(self, item: Pending, delay_s: float) -> None:
+        """Releases what this worker can't read; not at once, or it would be the next to fetch it."""
+        self._keeper.hold([item])
+        self._later[item] = asyncio.get_running_loop().call_later(delay_s, self._release, item)
 
     async def settle(self) -> None:
         """Waits until everything handed over is done; what is to be released later is released now."""
-        for lease in list(self._later):
-            self._release(lease)
+        for item in list(self._later):
+            self._release(item)
         await self.flush()
 
     async def flush(self) -> None:
@@ -145,9 +145,9 @@ class Publisher:
         for task in self._open:
             task.cancel()
 
-    def _release(self, lease: Lease) -> None:
-        self._later.pop(lease).cancel()
-        self._spawn(lambda: self._delivery.release([lease]))
+    def _release(self, item: Pending) -> None:
+        self._later.pop(item).cancel()
+        self.give_back([item])
 
     def _answer_apart(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
         """Settles the asynchronous requests among some items, and publishes the other responses."""
@@ -223,18 +223,28 @@ class Publisher:
     async def _finish(self, items: Sequence[Pending]) -> None:
         await self._delivery.finish([item.lease.entry for item in items if not item.lost])
 
-    def _spawn(self, work: _Work, items: Sequence[Pending] = (), after: _After | None = None) -> None:
+    def _spawn(
+        self,
+        work: _Work,
+        items: Sequence[Pending] = (),
+        after: _After | None = None,
+        *,
+        held: Sequence[Pending] = (),
+    ) -> None:
+        """Begins work; see `_insist`."""
         if self._closed:
             return
-        task = self._tasks.create_task(self._insist(work, items, after))
+        task = self._tasks.create_task(self._insist(work, items, after, held or items))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-    async def _insist(self, work: _Work, items: Sequence[Pending], after: _After | None) -> None:
+    async def _insist(
+        self, work: _Work, items: Sequence[Pending], after: _After | None, held: Sequence[Pending]
+    ) -> None:
         """Does the work, again and again while Redis is away; what comes twice, its readers drop.
 
-        Ends in vain when every lease is lost: to finish such items again does no harm. What is refused for another
-        reason is left to the end of its leases.
+        Ends in vain when the leases of all `items` are lost: to finish such items again does no harm. What is refused
+        for another reason is left to the end of the leases of `held`.
         """
         pause_s = _FIRST_RETRY_S
         while not items or not all(item.lost for item in items):
@@ -246,8 +256,8 @@ class Publisher:
             except (BrokerUnavailable, QueueFull) as error:
                 self._trouble.happened(error.message)
             except QinferError:
-                logger.exception("refused by the broker", extra={"items": len(items)})
-                self._keeper.drop(items)
+                logger.exception("refused by the broker", extra={"items": len(held)})
+                self._keeper.drop(held)
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, _LAST_RETRY_S)

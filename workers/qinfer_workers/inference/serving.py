@@ -7,6 +7,7 @@ from qinfer.batching.batcher import Batcher
 from qinfer.control.lanes import MAX_LANES, lanes_of
 from qinfer.delivery.base import DELAYED, Delivery, Lane
 from qinfer.errors import QinferError
+from qinfer_workers.inference.readings import Readings
 
 _LOOK_S = 0.05
 _GRACE_S = 0.2  # gateways learn at the same time as the worker that a model is to be unloaded
@@ -22,6 +23,7 @@ class Serving:
         batcher: The same.
         lanes: What to read, in order; those of an earlier configuration last, until they are empty.
         quiet: Set while no fetch is under way: what a cancelled fetch had taken would be lost until its lease ends.
+        readings: What was fetched and is not in the batcher yet, for its tensors are still beside the stream.
     """
 
     fetcher: "asyncio.Task[None]"
@@ -32,12 +34,14 @@ class Serving:
         self.lanes = self._own()
         self.quiet = asyncio.Event()
         self.quiet.set()
+        self.readings = Readings()
         self._is_settled = False
 
     @property
     def is_still(self) -> bool:
         """Whether it is paused, and nothing is under way."""
-        return self.batcher.paused and not self.batcher.executing and self.quiet.is_set()
+        batcher = self.batcher
+        return batcher.paused and not batcher.executing and self.quiet.is_set() and not self.readings
 
     def reread(self) -> None:
         """Takes note of another configuration of the model; the lanes of the last are read on for now."""

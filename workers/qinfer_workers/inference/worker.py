@@ -87,9 +87,7 @@ class Worker:
             self._tasks = tasks
             self._publisher = Publisher(self._delivery, self._keeper, tasks)
             self._intake = Intake(self._delivery, self._publisher, self._settings.max_deliveries)
-            self._caller = Caller(
-                self._delivery, self._catalog, self._id, tasks, self._called, self._inline_max_bytes
-            )
+            self._caller = Caller(self._delivery, self._catalog, self._id, tasks, self._called, self._inline_max_bytes)
             renewals = tasks.create_task(self._keeper.run())
             models = tasks.create_task(self._models.run(self._heartbeat.changed))
             heartbeat = tasks.create_task(self._heartbeat.run())
@@ -101,7 +99,9 @@ class Worker:
             finally:
                 self._publisher.close()  # first: that its calls end makes no answer of what did not end in time
                 calls = self._caller.close()
-            await _end(heartbeat, *calls, *(serving.fetcher for serving in self._serving.values()))
+            serving = self._serving.values()
+            readings = [task for one in serving for task in one.readings.tasks()]
+            await _end(heartbeat, *calls, *readings, *(one.fetcher for one in serving))
             await self._caller.discard()
             await _end(renewals)
 
@@ -165,14 +165,14 @@ class Worker:
                 await self._keeper.watch()
             await batcher.fetchable()
             count, wait_s = batcher.room()
+            if serving.readings and not (count := await serving.readings.room(count)):
+                continue
             quiet.clear()
             try:
                 leases = await self._delivery.fetch(serving.lanes, self._id, count, min(wait_s, longest_s))
                 trouble.over()
                 if leases:
-                    apart = self._take_in(batcher, leases)
-                    if apart:
-                        self._admit(batcher, await self._intake.complete(batcher, apart))
+                    self._take_in(serving, leases)
                     await asyncio.sleep(0)  # answers that are ready leave in one write with the next fetch
             except QinferError as error:  # the broker's state, or its refusal: either may pass
                 trouble.happened(error.message)
@@ -180,14 +180,23 @@ class Worker:
             finally:
                 quiet.set()
 
-    def _take_in(self, batcher: Batcher, leases: Sequence[Lease]) -> list[Pending]:
-        """Makes items of leases, and holds and admits them; returns those whose tensors are still beside the stream."""
+    def _take_in(self, serving: Serving, leases: Sequence[Lease]) -> None:
+        """Makes items of leases, holds and admits them; what has its tensors beside the stream once they have come."""
+        batcher = serving.batcher
         whole, apart = self._intake.items(batcher, leases)
         self._keeper.hold(whole)
         self._admit(batcher, whole)
         if apart:
             self._keeper.hold(apart)
-        return apart
+            if batcher.paused:
+                self._publisher.give_back(apart)
+            elif serving.readings.is_full:
+                self._intake.put_off(apart)
+            else:
+                serving.readings.add(self._tasks.create_task(self._read(batcher, apart)), len(apart))
+
+    async def _read(self, batcher: Batcher, apart: Sequence[Pending]) -> None:
+        self._admit(batcher, await self._intake.complete(batcher, apart))
 
     def _admit(self, batcher: Batcher, items: Sequence[Pending]) -> None:
         if items and batcher.paused:
@@ -230,7 +239,7 @@ class Worker:
             leases = await self._reclaim(serving)
             if not leases:
                 break
-            if self._intake.is_readable(leases[0]):
+            if self._intake.is_readable(serving.batcher, leases[0]):
                 logger.warning("suspects found", extra={"model": leases[0].entry.lane.model})
                 await self._delivery.release(leases)
                 return True
@@ -277,7 +286,7 @@ class Worker:
         async with self._exclusive:
             try:
                 await self._empty_hands()
-                await self._publisher.flush()
+                await self._publisher.settle()
                 yield
             finally:
                 self._hands_empty = False
@@ -301,7 +310,8 @@ class Worker:
 
     async def _pause(self, serving: Serving) -> None:
         await serving.batcher.pause()
-        await serving.quiet.wait()
+        await serving.quiet.wait()  # by then each reading has begun, and gives back what it has when it is stopped
+        await serving.readings.stop()
         await serving.batcher.idle()
 
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
