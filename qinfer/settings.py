@@ -304,7 +304,7 @@ def load_settings() -> Settings:
 
 
 def _not_json(environment: Mapping[str, str]) -> str:
-    """Names the lists that are no JSON, since pydantic-settings tells the section only; without values: some are secret."""
+    """Names the lists that are no JSON: pydantic-settings tells the section only. Values stay out, some are secret."""
     wrong = []
     for section, field in Settings.model_fields.items():
         for name, inner in getattr(field.annotation, "model_fields", {}).items():

@@ -11,7 +11,7 @@ import typer
 from pydantic import BaseModel, SecretStr
 
 from qinfer.cli.main import app
-from qinfer.observability import stats
+from qinfer.observability import stats, triton_metrics
 from qinfer.observability.metrics import GatewayTally, Snapshot, WorkerLoad
 from qinfer.repository import config_fields, config_spec
 from qinfer.settings import Settings
@@ -44,6 +44,25 @@ combine gateways with `max`. The others are about the gateway that is asked: com
 Scale workers by `qinfer_backlog_requests`: what waits and what is in flight. The mean batch size is
 `rate(qinfer_batch_size_rows_sum[1m]) / rate(qinfer_batch_size_rows_count[1m])`.
 """
+TRITON_METRICS_HEAD = """
+## Triton's names
+
+The same numbers once more, under the names that Triton's users have dashboards for. All are *shared*, and those of a
+version are there from 0 on, as long as it is to be loaded. They count what the whole installation did since the
+version was first loaded: a reload or a restart does not set them back. Durations are those of requests that succeeded.
+
+`nv_inference_pending_request_count` is what is in the queue less what executed at the workers' last heartbeats, up to a
+second ago; `nv_model_load_duration_secs` is that of the worker in which the last load took longest.
+
+There are no summaries and no `nv_inference_first_response_histogram_ms`, which Triton has only on request: the
+histograms above tell more. Nor are there metrics of the GPU, the CPU, pinned memory or a cache.
+"""
+TRITON_REASONS_HEAD = """
+The reasons of `nv_inference_request_failure`, by the code of the error, which is the reason of qinfer's own metrics.
+For codes that a model may give its own errors it matters whether a worker counted the failure or a gateway.
+
+| reason | codes |
+|---|---|"""
 MODEL_CONFIG_HEAD = """
 # Model configuration
 
@@ -93,12 +112,18 @@ def metrics_page() -> str:
         depth={(*key, "p1"): 0},
         ready={key: True},
         workers={"worker": WorkerLoad(device="cpu", executing=0)},
+        load_s={key: 0.0},
     )
     lines = [METRICS_HEAD, "| metric | type | labels | meaning |", "|---|---|---|---|"]
     for family in (*tally.collect(), *snapshot.collect()):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = ", ".join(label for label in family.samples[0].labels if label != "le")
         lines.append(f"| `{name}` | {family.type} | {labels} | {_cell(family.documentation)} |")
+    lines += [TRITON_METRICS_HEAD, "| metric | type | labels | meaning |", "|---|---|---|---|"]
+    for triton in snapshot.of_triton():
+        labels = ", ".join(label for label, _ in triton.samples[0].labels)
+        lines.append(f"| `{triton.name}` | {triton.kind} | {labels} | {_cell(triton.text)} |")
+    lines += [TRITON_REASONS_HEAD, *_reasons()]
     return NOTICE + "\n".join(lines) + "\n"
 
 
@@ -136,6 +161,20 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics_page(),
         "model-config.md": model_config_page(),
     }
+
+
+def _reasons() -> list[str]:
+    """Returns a row for each of Triton's reasons, with the codes that lead to it."""
+    rows = []
+    for reason in triton_metrics.Reason:
+        codes = [
+            f"`{code}`" + ("" if of.worker is of.gateway else f" ({'worker' if of.worker is reason else 'gateway'})")
+            for code, of in triton_metrics.REASONS.items()
+            if reason in of
+        ]
+        rest = ["all others"] if reason is triton_metrics.Reason.OTHER else []
+        rows.append(f"| {reason} | {', '.join([*codes, *rest])} |")
+    return rows
 
 
 def _is_section(annotation: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,8 @@ def save_torchscript(module: Any, path: Path, example: tuple[Any, ...] | None = 
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        if example is None:
-            scripted = torch.jit.script(module)
-        else:
-            scripted = torch.jit.trace(module, example)  # type: ignore[no-untyped-call]  # PyTorch annotates it not
+        make = torch.jit.script if example is None else partial(torch.jit.trace, example_inputs=example)
+        scripted = make(module)
         torch.jit.save(scripted, str(path))
 
 

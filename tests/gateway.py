@@ -125,7 +125,7 @@ async def running_gateway(settings: Settings | None = None, delivery: Delivery |
     """Runs a gateway and its echo worker until the block ends, then drains it."""
     settings = settings or settings_of()
     delivery, store = delivery or MemoryDelivery(), MemoryControlStore()
-    await _declare_models(store, delivery)
+    await declare_models(store, delivery)
     rpc_port = open_port(settings) if settings.grpc.enabled else None
     gateway = Gateway(settings, delivery, store, bind(settings.http), rpc_port=rpc_port)
     running = Running(gateway=gateway, delivery=delivery, store=store, requests=[])
@@ -142,7 +142,8 @@ async def running_gateway(settings: Settings | None = None, delivery: Delivery |
                 worker.cancel()
 
 
-async def _declare_models(store: MemoryControlStore, delivery: Delivery) -> None:
+async def declare_models(store: MemoryControlStore, delivery: Delivery) -> None:
+    """Writes the models and their lanes, and the heartbeat of a worker that has most of them."""
     for name, (tensors, versions) in MODELS.items():
         rows = 0 if name in UNBATCHED else 8
         config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: {rows} {tensors}'), name)

@@ -1,6 +1,7 @@
 """`python -m qinfer_api`: runs one gateway, configured by `QINFER_…` variables, until SIGTERM or SIGINT.
 
-Exit codes: 0 after a drain, 1 when Redis is away at the start or a part of the gateway died, 2 for a wrong setting.
+Exit codes: 0 after a drain, 1 when Redis is away at the start or a part of the gateway died, 2 for a wrong setting, 130
+for SIGINT before it serves.
 """
 
 import argparse
@@ -42,6 +43,8 @@ def main() -> int:
     except BrokerUnavailable as error:
         logger.error("gateway can't start", extra={"error": error.message})
         return 1
+    except KeyboardInterrupt:  # while it starts: later, SIGINT drains
+        return 130
     except BaseExceptionGroup:
         logger.exception("gateway died")
         return 1

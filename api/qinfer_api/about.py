@@ -14,17 +14,17 @@ EXTENSIONS = (
     "schedule_policy",
     "model_configuration",
     "system_shared_memory",
+    "cuda_shared_memory",
     "binary_tensor_data",
     "parameters",
     "statistics",
+    "trace",
     "logging",
 )
-"""Extensions of the protocol that are there, in Triton's order: perf_analyzer, for one, asks for what is listed.
+"""Triton's list in its order, without `sequence`: perf_analyzer, for one, asks for what is listed.
 
-Not there: `sequence`, `cuda_shared_memory`; and `trace`, whose settings are kept while no traces are written yet.
+As with Triton, an extension is listed whose use may be off: shared memory then answers 501.
 """
-
-_SHARED_MEMORY = "system_shared_memory"
 
 
 class ServerMetadata(msgspec.Struct, frozen=True):
@@ -54,9 +54,8 @@ class ModelMetadata(msgspec.Struct, frozen=True):
 
 
 def server_metadata(settings: Settings) -> ServerMetadata:
-    """Returns what the server says about itself; shared memory is listed where clients may use it."""
-    extensions = [name for name in EXTENSIONS if name != _SHARED_MEMORY or settings.allow_client_shm]
-    return ServerMetadata(settings.server_id, qinfer.__version__, extensions)
+    """Returns what the server says about itself."""
+    return ServerMetadata(settings.server_id, qinfer.__version__, list(EXTENSIONS))
 
 
 def model_metadata(catalog: Catalog, model: str, version: int) -> ModelMetadata:

@@ -70,18 +70,19 @@ async def build(settings: Settings) -> "Gateway":
     load_auth(settings.auth, settings.http.host)  # what is wrong with it shows before anything is opened
     read_secret(settings.webhooks)
     Restrictions.for_http(settings.http.restricted)
+    if settings.grpc.enabled:
+        Restrictions.for_grpc(settings.grpc.restricted)
+        check_exposure(settings.auth, settings.grpc.host or settings.http.host, "QINFER_GRPC__HOST")
     async with contextlib.AsyncExitStack() as opened:  # and closed again, should anything of it fail
-        rpc_port = None
-        if settings.grpc.enabled:
-            from qinfer_api.rpc.port import open_port
-
-            check_exposure(settings.auth, settings.grpc.host or settings.http.host, "QINFER_GRPC__HOST")
-            rpc_port = open_port(settings)
-            opened.push_async_callback(rpc_port.server.stop, None)
         listener = opened.enter_context(bind(settings.http))
         metrics_listener = open_metrics_port(settings)
         if metrics_listener is not None:
             opened.enter_context(metrics_listener)
+        rpc_port = None
+        if settings.grpc.enabled:
+            from qinfer_api.rpc.port import open_port
+
+            rpc_port = open_port(settings)  # a server that was never started gives its port back when it is collected
         delivery = await RedisDelivery.connect(settings.redis, settings.limits)
         opened.push_async_callback(delivery.close)
         store = RedisControlStore(admin_client(settings.redis))

@@ -1,9 +1,10 @@
 """What `/metrics` shows of the shared store: one pass over the models, and what is still known when Redis is away."""
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
 
-from qinfer.control.base import ControlStore
+from qinfer.control.base import ControlStore, WorkerRecord
 from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Delivery
 from qinfer.errors import BrokerUnavailable
@@ -29,13 +30,15 @@ async def read_stats(store: ControlStore, versions: Sequence[tuple[str, int]]) -
 async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Delivery) -> Snapshot:
     """Reads the statistics and depths of all model versions; without the store, tells what the catalog still knows."""
     ready = catalog.readiness()
-    workers = {w.id: WorkerLoad(device=w.device, executing=w.executing) for w in catalog.workers()}
+    records = catalog.workers()
+    workers = {w.id: WorkerLoad(device=w.device, executing=w.executing) for w in records}
+    load_s = _load_times(records, ready)
     lanes = [catalog.lanes(model, version) for model, version in ready]
     try:
         depths = await asyncio.gather(*(delivery.depth(group) for group in lanes))
         stats = await read_stats(store, list(ready))
     except BrokerUnavailable:
-        return Snapshot(store_up=False, ready=ready, workers=workers)
+        return Snapshot(store_up=False, ready=ready, workers=workers, load_s=load_s)
     return Snapshot(
         stats=stats,
         depth={
@@ -45,4 +48,28 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Deliver
         },
         ready=ready,
         workers=workers,
+        executing=_executing(records),
+        load_s=load_s,
     )
+
+
+def _executing(records: Iterable[WorkerRecord]) -> Counter[tuple[str, int]]:
+    """Adds up what all workers execute."""
+    executing: Counter[tuple[str, int]] = Counter()
+    for record in records:
+        for model, versions in record.busy.items():
+            for version, count in versions.items():
+                executing[model, version] += count
+    return executing
+
+
+def _load_times(records: Iterable[WorkerRecord], shown: Container[tuple[str, int]]) -> dict[tuple[str, int], float]:
+    """Returns the longest of the workers' last loads, of the versions to be shown."""
+    times: dict[tuple[str, int], float] = {}
+    for record in records:
+        for model, versions in record.load_s.items():
+            for version, seconds in versions.items():
+                key = model, version
+                if key in shown:
+                    times[key] = max(times.get(key, 0.0), seconds)
+    return times

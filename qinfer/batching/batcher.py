@@ -87,7 +87,7 @@ class Batcher:
         self._responder = Responder(model.spec, model.version)
         self._done = partial(self._ended, self._responder)
         self._latency = latency or LatencyModel()
-        self._expected_ends: dict[Execution, float] = {}
+        self.expected_ends: dict[Execution, float] = {}
         self._pump()
 
     def replace(self, model: LoadedModel, latency: LatencyModel | None = None) -> list[Pending]:
@@ -184,7 +184,7 @@ class Batcher:
         self._pump()
 
     def _slots(self) -> Slots:
-        idle = self.model.executor.count - len(self._expected_ends)
+        idle = self.model.executor.count - len(self.expected_ends)
         return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.prefetch else 0)
 
     def _pump(self) -> None:
@@ -220,7 +220,7 @@ class Batcher:
         open_at_s = again_at_s = NEVER_S
         slots = self._slots()
         if not (self.paused or slots.idle) and self._latency.known:
-            expected_s = min(self._expected_ends.values())
+            expected_s = min(self.expected_ends.values())
             overdue_at_s = expected_s + max(OVERDUE_S, self._latency.estimate_s(1))
             if now_s >= overdue_at_s:
                 # Nobody knows how long the instances stay busy: let idle workers have what waits behind them.
@@ -266,10 +266,10 @@ class Batcher:
         execution = Execution(items, batch, time.perf_counter_ns() - begin_ns, self.model.caller, apart=apart)
         begins_s = now_s
         if not self._slots().idle:
-            begins_s = min(self._expected_ends.values())
+            begins_s = min(self.expected_ends.values())
             self._ahead_until_s = min(item.deadline_s for item in items)
         expected_s = self._latency.estimate_s(sum(rows))
-        self._expected_ends[execution] = max(begins_s, now_s) + expected_s
+        self.expected_ends[execution] = max(begins_s, now_s) + expected_s
         self.executing += len(items)
         if not apart and self.model.executor.run_now(execution, expected_s):
             self._count(execution)
@@ -291,7 +291,7 @@ class Batcher:
         again = execution.unanswered if execution.error is not None else ()
         self.executing -= len(execution.items)
         self.completed += len(execution.items) - len(again)
-        is_current = self._expected_ends.pop(execution, None) is not None
+        is_current = self.expected_ends.pop(execution, None) is not None
         if is_current:
             self._ahead_until_s = NEVER_S  # what was placed ahead begins now
         if again:
@@ -320,7 +320,7 @@ class Batcher:
         """Takes back what waits for an instance."""
         self._ahead_until_s = NEVER_S
         for execution in reversed(self.model.executor.recall()):
-            self._expected_ends.pop(execution, None)
+            self.expected_ends.pop(execution, None)
             self.executing -= len(execution.items)
             items = [item for item in execution.items if not item.lost]
             if execution.apart and items:

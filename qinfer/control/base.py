@@ -105,6 +105,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         frame_versions: Frame versions it can read.
         speeds: Model → version → requests a second that it can execute; left out where nothing was measured.
         places: Globs of the models that it loads.
+        busy: Model → version → requests that its instances execute now; left out where there are none.
+        load_s: Model → version → seconds that its last load took.
     """
 
     id: str
@@ -117,6 +119,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     frame_versions: tuple[int, ...] = (1,)
     speeds: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
     places: tuple[str, ...] = ("*",)
+    busy: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)
+    load_s: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
 
 
 class ControlStore(Protocol):

@@ -2,7 +2,8 @@
 
 A gateway counts its own requests in plain integers (`GatewayTally`: one dict look-up and one bisect a request). What
 workers and queues know comes from the shared store (`Snapshot`): every gateway shows the same numbers of those, so
-aggregate them over gateways with `max`, not `sum`; their help texts say "shared".
+aggregate them over gateways with `max`, not `sum`; their help texts say "shared". Those that have Triton's names are in
+`observability.triton_metrics`.
 """
 
 import time
@@ -15,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from qinfer.errors import ErrorCode
-from qinfer.observability import stats
+from qinfer.observability import stats, triton_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -136,6 +137,8 @@ class Snapshot:
         depth: (model, version, lane) → entries, waiting and in flight.
         ready: (model, version) → whether it can be asked.
         workers: Worker id → its load.
+        executing: (model, version) → requests that instances execute, of all workers, at their last heartbeats.
+        load_s: (model, version) → seconds that its last load took, in the worker where it took longest.
     """
 
     store_up: bool = True
@@ -143,6 +146,8 @@ class Snapshot:
     depth: Mapping[tuple[str, int, str], int] = field(default_factory=dict)
     ready: Mapping[tuple[str, int], bool] = field(default_factory=dict)
     workers: Mapping[str, WorkerLoad] = field(default_factory=dict)
+    executing: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    load_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
 
     def collect(self) -> Iterator[Metric]:
         """Yields the shared metrics."""
@@ -166,6 +171,15 @@ class Snapshot:
             executing.add_metric((worker,), load.executing)
         yield from (backlog, ready, up, executing)
         yield from self._executions()
+
+    def of_triton(self) -> Iterator[triton_metrics.Family]:
+        """Yields the shared metrics that have Triton's names."""
+        waiting: dict[tuple[str, int], int] = {}
+        for (model, version, _), depth in self.depth.items():
+            waiting[model, version] = waiting.get((model, version), 0) + depth
+        # Depth is of now, and what executes of up to a heartbeat ago.
+        pending = {key: max(depth - self.executing.get(key, 0), 0) for key, depth in waiting.items()}
+        return triton_metrics.families(self.stats, pending, self.load_s)
 
     def _executions(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -211,7 +225,7 @@ def render(tally: GatewayTally, snapshot: Snapshot) -> bytes:
     """Returns the body of `GET /metrics`, in the Prometheus text format (`CONTENT_TYPE`)."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Both(tally, snapshot))
-    return generate_latest(registry)
+    return generate_latest(registry) + triton_metrics.render(snapshot.of_triton())
 
 
 class _Both(Collector):

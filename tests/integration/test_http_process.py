@@ -65,6 +65,22 @@ def test_it_ends_when_redis_is_away(tmp_path: Path) -> None:
     assert json.loads(ended.stderr.splitlines()[-1])["event"] == "gateway can't start"
 
 
+def test_it_can_be_interrupted_while_it_starts(tmp_path: Path) -> None:
+    """Exit code 130 and no traceback, though Redis does not answer."""
+    path = tmp_path / "mute.sock"
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(path))
+        mute.listen()
+        variables = environment(tmp_path, QINFER_REDIS__URL=f"unix://{path}", QINFER_HTTP__PORT="0")
+        with subprocess.Popen(COMMAND, env=variables, stderr=subprocess.PIPE, text=True) as process:
+            connection, _ = mute.accept()
+            process.send_signal(signal.SIGINT)
+            _, rest = process.communicate(timeout=30)
+            connection.close()
+
+    assert (process.returncode, rest) == (130, "")
+
+
 def test_a_wrong_setting_is_named(tmp_path: Path) -> None:
     """Exit code 2, and the variable."""
     variables = environment(tmp_path, QINFER_HTTP__PORT="many")
@@ -96,6 +112,20 @@ def test_a_taken_grpc_port_is_named(tmp_path: Path, redis_url: str) -> None:
 
     assert ended.returncode == 2
     assert f"QINFER_GRPC__PORT={port}" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("section", ["HTTP", "GRPC"])
+def test_a_wrong_certificate_is_named(tmp_path: Path, section: str) -> None:
+    """Exit code 2 before Redis is looked for, and not a word more."""
+    (tmp_path / "junk.pem").write_text("junk")
+    tls = {f"QINFER_{section}__TLS_{kind}": str(tmp_path / "junk.pem") for kind in ("CERTFILE", "KEYFILE")}
+    variables = environment(tmp_path, QINFER_HTTP__PORT="0", **tls)
+
+    ended = subprocess.run(COMMAND, env=variables, capture_output=True, text=True, timeout=30, check=False)
+
+    assert ended.returncode == 2
+    assert f"QINFER_{section}__TLS_KEYFILE" in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 

@@ -64,7 +64,8 @@ def documentation(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | N
     )
     source = "".join(f"void* {name}(void) {{ return 0; }}\n" for name in functions.split())
     for library in LIBRARIES:
-        command = [compiler, "-shared", "-fPIC", "-x", "c", "-", f"-Wl,-soname,{library}", "-o", str(directory / library)]
+        output = str(directory / library)
+        command = [compiler, "-shared", "-fPIC", "-x", "c", "-", f"-Wl,-soname,{library}", "-o", output]
         subprocess.run(command, input=source, text=True, check=True)
     done = subprocess.run(
         [sys.executable, "-c", READ],

@@ -137,6 +137,6 @@ def test_unknown_datatypes_are_named() -> None:
 
 @pytest.mark.parametrize("kind", ["FP32", "BF16", "BYTES"])
 def test_shapes_beyond_any_array_are_refused(kind: str) -> None:
-    """numpy's limits hold for an array of nothing too."""
+    """Numpy's limits hold for an array of nothing too."""
     with pytest.raises(InvalidRequest, match="larger than any array can be"):
         to_numpy(Tensor("x", kind, (0, 2**62, 2**62), b""))

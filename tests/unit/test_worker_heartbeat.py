@@ -1,13 +1,16 @@
 """The worker's record: how fast it finds its models to be, and what of that outlives it."""
 
+import asyncio
+
 import pytest
 
 from qinfer.batching.batcher import Batcher
 from qinfer.clock import ServerClock
-from qinfer.control.base import Speed, State, VersionState
+from qinfer.control.base import Speed, State, VersionState, WorkerRecord
 from qinfer.control.memory_store import MemoryControlStore
+from qinfer.errors import BrokerUnavailable
 from qinfer.settings import WorkerSettings
-from qinfer.testing import FakeClock
+from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference.heartbeat import SPEEDS_EVERY_S, Heartbeat
 from tests.batching import Bench, Scene
 
@@ -88,20 +91,65 @@ async def test_the_last_speed_is_stored_at_the_end() -> None:
 
 
 async def test_a_load_is_timed() -> None:
-    """From LOADING to READY; one that failed before counts for nothing."""
+    """In the record, and beside the speed, for when no worker lives."""
     setup = Setup(Scene(Bench(), known_s=0.01))
-    for state in (State.LOADING, State.UNAVAILABLE):
-        setup.states = {"stub": {1: VersionState(state, 1)}}
-        await setup.heartbeat.beat()
-        setup.time.advance(1.0)
-    setup.states = {"stub": {1: VersionState(State.LOADING, 1)}}
-    await setup.heartbeat.beat()
-    setup.time.advance(2.0)
-    await setup.heartbeat.beat()
-    setup.time.advance(5.5)
-    setup.states = {"stub": {1: VersionState(State.READY, 1)}}
-    await setup.heartbeat.beat()
+    setup.heartbeat.load_times = lambda: {"stub": {1: 7.5004}, "idle": {2: 0.25}}
     setup.time.advance(SPEEDS_EVERY_S)
+
     await setup.heartbeat.beat()
 
+    (record,) = await setup.store.workers()
+    assert record.load_s == {"stub": {1: 7.5004}, "idle": {2: 0.25}}
     assert setup.store.puts[-1] == Speed(100.0, 7.5)
+
+
+async def test_what_waits_for_an_instance_is_not_executing() -> None:
+    """One batch is placed ahead of the only instance: it is pending still."""
+    setup = Setup(scene := Scene(Bench(), known_s=0.01))
+    scene.batcher.admit(scene.items(2, 8))
+    executing = scene.batcher.executing
+    await setup.heartbeat.beat()
+    (first,) = await setup.store.workers()
+    began, _ = scene.batcher.expected_ends
+    began.begin_ns = 1
+    await setup.heartbeat.beat()
+    (then,) = await setup.store.workers()
+
+    assert executing == 2
+    assert (first.busy, then.busy) == ({}, {"stub": {1: 1}})
+
+
+class AwayStore(MemoryControlStore):
+    """Refuses the first heartbeats, and counts the wakes."""
+
+    failures, wakes = 2, 0
+
+    async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise BrokerUnavailable("Redis can't be reached")
+        await super().heartbeat(record, ttl_s)
+
+    async def wake(self) -> None:
+        self.wakes += 1
+        await super().wake()
+
+
+async def test_news_wake_their_readers_though_the_store_was_away() -> None:
+    """Once, at the first beat that succeeds; a beat without news wakes nobody."""
+    store, beats = AwayStore(), 0
+
+    def states() -> dict[str, dict[int, VersionState]]:
+        nonlocal beats
+        beats += 1
+        return {}
+
+    clock = ServerClock(FakeClock(), offset_s=0.0)
+    heartbeat = Heartbeat(store, "w", WorkerSettings(heartbeat_every_s=0.001), clock, states, list)
+    heartbeat.changed()
+    beating = asyncio.create_task(heartbeat.run())
+    await eventually(lambda: beats >= 6, description="some beats")
+    beating.cancel()
+    await asyncio.wait([beating])
+
+    assert store.wakes == 1

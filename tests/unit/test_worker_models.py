@@ -128,6 +128,28 @@ async def test_a_long_load_holds_up_no_other_model() -> None:
         assert scene.models.states()["slow"][1].state is State.LOADING
 
 
+async def test_loads_are_timed() -> None:
+    """A version that is loaded has a time; one that is not, or is loaded no more, has none."""
+    async with following(Scene()) as scene:
+        scene.loader.hold("slow")
+        await scene.want("slow")
+        await scene.want("quick")
+        await scene.want("broken", digest="bad")
+        await scene.until("slow", State.LOADING)
+        await scene.until("quick", State.READY)
+        await scene.until("broken", State.UNAVAILABLE)
+        during = scene.models.load_times()
+        scene.loader.gates["slow"].set()
+        await scene.until("slow", State.READY)
+        after = scene.models.load_times()
+        await scene.unwant("quick")
+        await scene.until("quick", None)
+
+        assert {name: list(versions) for name, versions in during.items()} == {"quick": [1]}
+        assert min(after["slow"][1], during["quick"][1]) > 0
+        assert list(scene.models.load_times()) == ["slow"]
+
+
 async def test_so_many_models_load_at_once() -> None:
     """`worker.load_threads`; the others wait for their turn."""
     async with following(Scene(threads=2)) as scene:

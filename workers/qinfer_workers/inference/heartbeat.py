@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from qinfer.batching.batcher import Batcher
 from qinfer.clock import ServerClock
 from qinfer.codec.frame import FRAME_VERSION
-from qinfer.control.base import ControlStore, Speed, State, VersionState, WorkerRecord
+from qinfer.control.base import ControlStore, Speed, VersionState, WorkerRecord
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability import stats
 from qinfer.settings import WorkerSettings
@@ -20,6 +20,7 @@ SPEEDS_EVERY_S = 10.0
 """Seconds between two writes of the speeds that outlive the worker; they are written at the end too."""
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
+_LoadTimes = Callable[[], dict[str, dict[int, float]]]
 _Key = tuple[str, int]
 
 
@@ -36,6 +37,7 @@ class Heartbeat:
 
     Attributes:
         device: What the worker runs on, for the record.
+        load_times: Tells how many seconds the models' last loads took, for the record.
     """
 
     def __init__(
@@ -55,12 +57,11 @@ class Heartbeat:
         self._states = states
         self._batchers = batchers
         self.device = "cpu"
+        self.load_times: _LoadTimes = dict
         self._changed = asyncio.Event()
         self._last_beat_s = self._started_at
         self._last_completed = 0
         self._unsent: dict[_Key, dict[str, int]] = {}
-        self._loading_since_s: dict[_Key, float] = {}
-        self._load_s: dict[_Key, float] = {}
         self._speeds: dict[_Key, Speed] = {}
         self._speeds_put_at_s = self._started_at
 
@@ -93,7 +94,6 @@ class Heartbeat:
         """Writes one record, and adds the statistics since the last."""
         batchers, states = list(self._batchers()), self._states()
         now_s, completed = self._clock.now_s(), sum(batcher.completed for batcher in batchers)
-        self._time_loads(states, now_s)
         rps = max(completed - self._last_completed, 0) / max(now_s - self._last_beat_s, 1e-3)
         self._last_beat_s, self._last_completed = now_s, completed
         record = WorkerRecord(
@@ -107,6 +107,8 @@ class Heartbeat:
             clock_offset_s=now_s - time.time(),
             frame_versions=(FRAME_VERSION,),
             speeds=_speeds(batchers),
+            busy=_busy(batchers),
+            load_s=self.load_times(),
         )
         await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
         for batcher in batchers:
@@ -120,7 +122,8 @@ class Heartbeat:
         if deltas:
             stats.add(self._unsent.setdefault(key, {}), deltas)
         if rps:
-            self._speeds[key] = Speed(round(rps, 3), round(self._load_s.get(key, 0.0), 3))
+            load_s = self.load_times().get(key[0], {}).get(key[1], 0.0)
+            self._speeds[key] = Speed(round(rps, 3), round(load_s, 3))
 
     async def flush(self) -> None:
         """Adds what was collected; what can't be added now is added later."""
@@ -131,18 +134,6 @@ class Heartbeat:
             except BaseException:
                 stats.add(self._unsent.setdefault(key, {}), deltas)
                 raise
-
-    def _time_loads(self, states: dict[str, dict[int, VersionState]], now_s: float) -> None:
-        """Takes the time from the beat at which a version is LOADING to the one at which it is READY."""
-        for model, versions in states.items():
-            for version, state in versions.items():
-                key = model, version
-                if state.state is State.LOADING:
-                    self._loading_since_s.setdefault(key, now_s)
-                    continue
-                since_s = self._loading_since_s.pop(key, None)
-                if state.state is State.READY and since_s is not None:
-                    self._load_s[key] = now_s - since_s
 
     async def _put_speeds(self, served: set[_Key], now_s: float) -> None:
         """Writes the speeds every few seconds, and at once those of versions that are served no more."""
@@ -167,3 +158,13 @@ def _speeds(batchers: Iterable[Batcher]) -> dict[str, dict[int, float]]:
         if rps:
             speeds.setdefault(batcher.model.spec.name, {})[batcher.model.version] = round(rps, 3)
     return speeds
+
+
+def _busy(batchers: Iterable[Batcher]) -> dict[str, dict[int, int]]:
+    """Counts what instances execute, without what waits for one to be free."""
+    busy: dict[str, dict[int, int]] = {}
+    for batcher in batchers:
+        queued = sum(len(execution.items) for execution in batcher.expected_ends if not execution.begin_ns)
+        if batcher.executing > queued:
+            busy.setdefault(batcher.model.spec.name, {})[batcher.model.version] = batcher.executing - queued
+    return busy

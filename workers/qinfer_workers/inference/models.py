@@ -7,6 +7,7 @@ of its own while something about it changes: a long load holds up no other model
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -79,6 +80,7 @@ class Models:
         """When to try a load again, in the event loop's time."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._loaded: dict[Key, Loaded] = {}
+        self._load_s: dict[Key, float] = {}
         self._states: dict[Key, VersionState] = {}
 
     def states(self) -> dict[str, dict[int, VersionState]]:
@@ -87,6 +89,13 @@ class Models:
         for (model, version), state in self._states.items():
             shown.setdefault(model, {})[version] = state
         return shown
+
+    def load_times(self) -> dict[str, dict[int, float]]:
+        """Returns model → version → seconds that its last load took, from the look that found it wanted."""
+        times: dict[str, dict[int, float]] = {}
+        for (model, version), seconds in self._load_s.items():
+            times.setdefault(model, {})[version] = seconds
+        return times
 
     async def run(self, changed: Callable[[], None]) -> None:
         """Follows the desired state until cancelled; calls `changed` whenever a state changed."""
@@ -158,6 +167,7 @@ class Models:
     async def _load(self, key: Key, model: StoredModel) -> bool:
         """Loads a version; tells whether it is served now."""
         name, version = key
+        began_s = time.monotonic()
         self._show_loading(key, model.generation)
         try:
             if model.error:
@@ -181,6 +191,8 @@ class Models:
                 self._changed()
             return True
         self._serve(key, change)
+        if change.kind is Kind.NEW:
+            self._load_s[key] = time.monotonic() - began_s
         self._states[key] = VersionState(State.READY, model.generation, tried=model.generation)
         extra = {"model": name, "version": version, "generation": model.generation, "change": change.kind.value}
         logger.info("model ready", extra=extra)
@@ -223,6 +235,7 @@ class Models:
                 self._changed()
                 return
             self._loaded.pop(key, None)
+            self._load_s.pop(key, None)
             logger.info("model unloaded", extra={"model": name, "version": version})
         del self._states[key]
         self._changed()

@@ -80,6 +80,7 @@ class Worker:
             store, worker_id, settings.worker, delivery.clock, self._models.states, self._batchers
         )
         self._heartbeat.device = named(loader.gpus)
+        self._heartbeat.load_times = self._models.load_times
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains: ends what runs, releases what does not, retires the heartbeat."""

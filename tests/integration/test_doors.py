@@ -1,14 +1,18 @@
-"""Who may use which route: every one that the OpenAPI document names, with keys and with restrictions."""
+"""Who may use what: every route that the OpenAPI document names and every call of gRPC, with keys and restrictions."""
 
 import re
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
+from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.control.api_keys import Scope, add_key
 from qinfer_api.restrictions import GROUPS
 from tests.gateway import running_gateway, settings_of
+from tests.rpc import Rpc, rpc
 
 PROBES = {
     "GET /v2/health/live",
@@ -86,3 +90,30 @@ async def test_every_route_is_in_a_group_that_can_be_restricted() -> None:
             still_closed, _ = await refused(client, 403)
 
     assert (len(closed), still_closed) == (count - 1, set())
+
+
+async def test_every_grpc_call_is_in_a_group_that_can_be_restricted() -> None:
+    """All of Triton's service; each answers with the name of the key that it expects."""
+    names = [method.name for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods]
+    async with rpc({"restricted": (f"{','.join(GROUPS)}:k=s",)}) as server:
+        told = {name: await _told(server, name) for name in names}
+
+    assert len(names) == 20
+    assert set(told.values()) == {
+        ("UNAVAILABLE", "This protocol is restricted, expecting header 'triton-grpc-protocol-k'")
+    }
+
+
+async def _told(server: Rpc, name: str) -> tuple[str, str]:
+    call: Any = getattr(server.stub, name)
+    request = getattr(
+        pb, pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name[name].input_type.name
+    )()
+    try:
+        if name == "ModelStreamInfer":
+            await call(iter([request])).read()
+        else:
+            await call(request)
+    except grpc.aio.AioRpcError as error:
+        return error.code().name, error.details() or ""
+    return "OK", ""

@@ -1,0 +1,197 @@
+"""Triton's metrics: its names, labels and texts (reference §4), made of the same numbers as qinfer's own.
+
+They come from the statistics that everyone adds to the shared store, so that they only grow, whichever process dies,
+and every gateway shows the same ones: combine gateways with `max`. Counters have no `_total` and integers no `.0`, as
+in Triton; a client library for Prometheus would write both, so the text is made here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import StrEnum
+from typing import NamedTuple
+
+from qinfer.errors import ErrorCode
+from qinfer.observability import stats
+
+SUCCESS = "nv_inference_request_success"
+FAILURE = "nv_inference_request_failure"
+COUNT = "nv_inference_count"
+EXEC_COUNT = "nv_inference_exec_count"
+REQUEST_DURATION = "nv_inference_request_duration_us"
+QUEUE_DURATION = "nv_inference_queue_duration_us"
+INPUT_DURATION = "nv_inference_compute_input_duration_us"
+INFER_DURATION = "nv_inference_compute_infer_duration_us"
+OUTPUT_DURATION = "nv_inference_compute_output_duration_us"
+PENDING = "nv_inference_pending_request_count"
+LOAD_DURATION = "nv_model_load_duration_secs"
+
+Key = tuple[str, int]
+"""A model version: (model, version)."""
+
+
+class Reason(StrEnum):
+    """Why a request failed, as Triton tells it apart."""
+
+    REJECTED = "REJECTED"
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"
+    OTHER = "OTHER"
+
+
+class _Reasons(NamedTuple):
+    """The reason of a code: where a worker counted it, and where a gateway did."""
+
+    worker: Reason
+    gateway: Reason
+
+
+_REJECTED = _Reasons(Reason.REJECTED, Reason.REJECTED)
+_CANCELED = _Reasons(Reason.CANCELED, Reason.CANCELED)
+_BACKEND = _Reasons(Reason.BACKEND, Reason.BACKEND)
+_OF_MODEL = _Reasons(Reason.BACKEND, Reason.OTHER)  # codes that a model may give its own errors
+_OTHER = _Reasons(Reason.OTHER, Reason.OTHER)
+
+REASONS: Mapping[str, _Reasons] = {
+    ErrorCode.QUEUE_FULL: _REJECTED,
+    ErrorCode.QUOTA_EXCEEDED: _REJECTED,
+    ErrorCode.DEADLINE_INFEASIBLE: _REJECTED,
+    ErrorCode.DEADLINE_EXCEEDED: _REJECTED,
+    ErrorCode.CANCELLED: _CANCELED,
+    ErrorCode.INFERENCE_FAILED: _BACKEND,
+    ErrorCode.OUTPUT_MISMATCH: _BACKEND,
+    ErrorCode.INVALID_REQUEST: _OF_MODEL,
+    ErrorCode.MODEL_NOT_FOUND: _OF_MODEL,
+    ErrorCode.MODEL_NOT_READY: _OF_MODEL,
+    ErrorCode.UNSUPPORTED_FEATURE: _OF_MODEL,
+    ErrorCode.CONFLICT: _OF_MODEL,
+}
+"""Code of an error → Triton's reason; the codes that are not here are OTHER."""
+
+
+class Sample(NamedTuple):
+    """One line: labels in the order of their names, and a value."""
+
+    labels: tuple[tuple[str, str], ...]
+    value: int | float
+
+
+class Family(NamedTuple):
+    """One metric; `kind` is `counter` or `gauge`."""
+
+    name: str
+    kind: str
+    text: str
+    samples: list[Sample]
+
+
+_COUNTERS: tuple[tuple[str, str, Callable[[Mapping[str, int]], int]], ...] = (
+    (
+        COUNT,
+        "Number of inferences performed (does not include cached requests)",
+        lambda fields: fields.get(stats.INFERENCE_COUNT, 0),
+    ),
+    (
+        EXEC_COUNT,
+        "Number of model executions performed (does not include cached requests)",
+        lambda fields: fields.get(stats.EXECUTION_COUNT, 0),
+    ),
+    (
+        REQUEST_DURATION,
+        "Cumulative inference request duration in microseconds (includes cached requests)",
+        lambda fields: fields.get(stats.SUCCESS_NS, 0) // 1000,
+    ),
+    (
+        QUEUE_DURATION,
+        "Cumulative inference queuing duration in microseconds (includes cached requests)",
+        lambda fields: fields.get(stats.QUEUE_NS, 0) // 1000,
+    ),
+    (
+        INPUT_DURATION,
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda fields: fields.get(stats.INPUT_NS, 0) // 1000,
+    ),
+    (
+        INFER_DURATION,
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda fields: fields.get(stats.INFER_NS, 0) // 1000,
+    ),
+    (
+        OUTPUT_DURATION,
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        lambda fields: fields.get(stats.OUTPUT_NS, 0) // 1000,
+    ),
+)
+
+
+def families(
+    statistics: Mapping[Key, Mapping[str, int]], pending: Mapping[Key, int], load_s: Mapping[Key, float]
+) -> Iterator[Family]:
+    """Yields Triton's metrics.
+
+    Args:
+        statistics: Model version → the fields of `observability.stats`. All counters of each are there, from 0 on.
+        pending: Model version → requests that wait.
+        load_s: Model version → seconds that its last load took.
+    """
+    yield Family(
+        SUCCESS,
+        "counter",
+        "Number of successful inference requests, all batch sizes",
+        [Sample(_labels(key), fields.get(stats.SUCCESS_COUNT, 0)) for key, fields in statistics.items()],
+    )
+    yield Family(
+        FAILURE,
+        "counter",
+        "Number of failed inference requests, all batch sizes",
+        [
+            Sample(_labels(key, reason), count)
+            for key, fields in statistics.items()
+            for reason, count in failures(fields).items()
+        ],
+    )
+    for name, text, value_of in _COUNTERS:
+        samples = [Sample(_labels(key), value_of(fields)) for key, fields in statistics.items()]
+        yield Family(name, "counter", text, samples)
+    yield Family(
+        PENDING,
+        "gauge",
+        "Instantaneous number of pending requests awaiting execution per-model.",
+        [Sample(_labels(key), count) for key, count in pending.items()],
+    )
+    yield Family(
+        LOAD_DURATION,
+        "gauge",
+        "Model load time in seconds",
+        [Sample(_labels(key), seconds) for key, seconds in load_s.items()],
+    )
+
+
+def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
+    """Returns how many requests failed for each of the four reasons, from statistics."""
+    counts = dict.fromkeys(Reason, 0)
+    for name, count in fields.items():
+        if name.startswith(stats.FAILURES):
+            counts[REASONS.get(name.removeprefix(stats.FAILURES), _OTHER).worker] += count
+        elif name.startswith(stats.REFUSALS):
+            counts[REASONS.get(name.removeprefix(stats.REFUSALS), _OTHER).gateway] += count
+    return counts
+
+
+def render(shown: Iterable[Family]) -> bytes:
+    """Returns metrics in the Prometheus text format, as Triton prints them."""
+    lines: list[str] = []
+    for family in shown:
+        lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
+        for labels, value in family.samples:
+            inside = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels)
+            lines.append(f"{family.name}{{{inside}}} {value if isinstance(value, int) else format(value, '.9g')}")
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _labels(key: Key, reason: str = "") -> tuple[tuple[str, str], ...]:
+    model, version = key
+    told = (("reason", reason),) if reason else ()
+    return (("model", model), *told, ("version", str(version)))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
