@@ -12,6 +12,7 @@ from pydantic import BaseModel, SecretStr
 
 from qinfer.cli.main import app
 from qinfer.observability import stats, triton_metrics
+from qinfer.observability.host import HostUse
 from qinfer.observability.metrics import GatewayTally, Snapshot, WorkerLoad
 from qinfer.repository import config_fields, config_spec
 from qinfer.settings import Settings
@@ -47,15 +48,16 @@ Scale workers by `qinfer_backlog_requests`: what waits and what is in flight. Th
 TRITON_METRICS_HEAD = """
 ## Triton's names
 
-The same numbers once more, under the names that Triton's users have dashboards for. All are *shared*, and those of a
-version are there from 0 on, as long as it is to be loaded. They count what the whole installation did since the
-version was first loaded: a reload or a restart does not set them back. Durations are those of requests that succeeded.
+The same numbers once more, under the names that Triton's users have dashboards for. Those of models are *shared*, and
+there from 0 on as long as a version is to be loaded. They count what the whole installation did since the version was
+first loaded: a reload or a restart does not set them back. Durations are those of requests that succeeded.
 
 `nv_inference_pending_request_count` is what is in the queue less what executed at the workers' last heartbeats, up to a
-second ago; `nv_model_load_duration_secs` is that of the worker in which the last load took longest.
+second ago; `nv_model_load_duration_secs` is that of the worker in which the last load took longest. CPU and
+memory are those of the machine of the gateway that is asked, on Linux; the CPU's is since the scrape before.
 
 There are no summaries and no `nv_inference_first_response_histogram_ms`, which Triton has only on request: the
-histograms above tell more. Nor are there metrics of the GPU, the CPU, pinned memory or a cache.
+histograms above tell more. Nor are there metrics of the GPU, of pinned memory or of a cache.
 """
 TRITON_REASONS_HEAD = """
 The reasons of `nv_inference_request_failure`, by the code of the error, which is the reason of qinfer's own metrics.
@@ -113,6 +115,7 @@ def metrics_page() -> str:
         ready={key: True},
         workers={"worker": WorkerLoad(device="cpu", executing=0)},
         load_s={key: 0.0},
+        host=HostUse(0.0, 0, 0),
     )
     lines = [METRICS_HEAD, "| metric | type | labels | meaning |", "|---|---|---|---|"]
     for family in (*tally.collect(), *snapshot.collect()):

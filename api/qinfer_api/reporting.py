@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from qinfer.control.base import ControlStore
 from qinfer.control.catalog import Catalog
 from qinfer.control.shared_settings import follow_log_settings
 from qinfer.delivery.base import Delivery
 from qinfer.errors import BrokerUnavailable
+from qinfer.observability.host import HostMeter
 from qinfer.observability.metrics import GatewayTally, render
 from qinfer.observability.stats import add
 from qinfer.settings import Settings
@@ -44,6 +46,7 @@ class Reporting:
         self._store = store
         self._delivery = delivery
         self._tally = tally
+        self._host = HostMeter()
         self._unsent: dict[tuple[str, int], dict[str, int]] = {}
         self._flushing = asyncio.Lock()  # of two at once, the later one would add what the other is about to
         self.statistics = Statistics(catalog, store)
@@ -52,7 +55,8 @@ class Reporting:
 
     async def metrics(self) -> bytes:
         """Returns the text of `/metrics`."""
-        return render(self._tally, await take_snapshot(self._catalog, self._store, self._delivery))
+        snapshot = await take_snapshot(self._catalog, self._store, self._delivery)
+        return render(self._tally, replace(snapshot, host=await asyncio.to_thread(self._host.read)))
 
     async def run(self) -> None:
         """Follows the log settings and adds to the statistics, until cancelled."""

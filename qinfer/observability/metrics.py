@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from qinfer.errors import ErrorCode
 from qinfer.observability import stats, triton_metrics
+from qinfer.observability.host import HostUse
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -139,6 +140,7 @@ class Snapshot:
         workers: Worker id → its load.
         executing: (model, version) → requests that instances execute, of all workers, at their last heartbeats.
         load_s: (model, version) → seconds that its last load took, in the worker where it took longest.
+        host: What the gateway's machine uses; `None` = not known.
     """
 
     store_up: bool = True
@@ -148,6 +150,7 @@ class Snapshot:
     workers: Mapping[str, WorkerLoad] = field(default_factory=dict)
     executing: Mapping[tuple[str, int], int] = field(default_factory=dict)
     load_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    host: HostUse | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Yields the shared metrics."""
@@ -173,13 +176,15 @@ class Snapshot:
         yield from self._executions()
 
     def of_triton(self) -> Iterator[triton_metrics.Family]:
-        """Yields the shared metrics that have Triton's names."""
+        """Yields the metrics that have Triton's names: shared ones, and those of the machine."""
         waiting: dict[tuple[str, int], int] = {}
         for (model, version, _), depth in self.depth.items():
             waiting[model, version] = waiting.get((model, version), 0) + depth
         # Depth is of now, and what executes of up to a heartbeat ago.
         pending = {key: max(depth - self.executing.get(key, 0), 0) for key, depth in waiting.items()}
-        return triton_metrics.families(self.stats, pending, self.load_s)
+        yield from triton_metrics.families(self.stats, pending, self.load_s)
+        if self.host is not None:
+            yield from triton_metrics.of_host(self.host)
 
     def _executions(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(

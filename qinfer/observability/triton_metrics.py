@@ -1,8 +1,9 @@
 """Triton's metrics: its names, labels and texts (reference §4), made of the same numbers as qinfer's own.
 
 They come from the statistics that everyone adds to the shared store, so that they only grow, whichever process dies,
-and every gateway shows the same ones: combine gateways with `max`. Counters have no `_total` and integers no `.0`, as
-in Triton; a client library for Prometheus would write both, so the text is made here.
+and every gateway shows the same ones: combine gateways with `max`. Only CPU and memory are those of its own machine.
+Counters have no `_total` and integers no `.0`, as in Triton; a client library for Prometheus would write both, so the
+text is made here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from qinfer.errors import ErrorCode
 from qinfer.observability import stats
+from qinfer.observability.host import HostUse
 
 SUCCESS = "nv_inference_request_success"
 FAILURE = "nv_inference_request_failure"
@@ -23,6 +25,9 @@ INFER_DURATION = "nv_inference_compute_infer_duration_us"
 OUTPUT_DURATION = "nv_inference_compute_output_duration_us"
 PENDING = "nv_inference_pending_request_count"
 LOAD_DURATION = "nv_model_load_duration_secs"
+CPU_UTILIZATION = "nv_cpu_utilization"
+CPU_MEMORY_TOTAL = "nv_cpu_memory_total_bytes"
+CPU_MEMORY_USED = "nv_cpu_memory_used_bytes"
 
 Key = tuple[str, int]
 """A model version: (model, version)."""
@@ -165,6 +170,16 @@ def families(
     )
 
 
+def of_host(use: HostUse) -> Iterator[Family]:
+    """Yields what Triton tells of its machine: here, of the one that this gateway runs on."""
+    for name, text, value in (
+        (CPU_UTILIZATION, "CPU utilization rate [0.0 - 1.0]", use.cpu),
+        (CPU_MEMORY_TOTAL, "CPU total memory (RAM), in bytes", use.memory_total_bytes),
+        (CPU_MEMORY_USED, "CPU used memory (RAM), in bytes", use.memory_used_bytes),
+    ):
+        yield Family(name, "gauge", text, [Sample((), value)])
+
+
 def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
     """Returns how many requests failed for each of the four reasons, from statistics."""
     counts = dict.fromkeys(Reason, 0)
@@ -183,7 +198,8 @@ def render(shown: Iterable[Family]) -> bytes:
         lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
         for labels, value in family.samples:
             inside = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels)
-            lines.append(f"{family.name}{{{inside}}} {value if isinstance(value, int) else format(value, '.9g')}")
+            told = f"{{{inside}}}" if inside else ""
+            lines.append(f"{family.name}{told} {value if isinstance(value, int) else format(value, '.9g')}")
     return "".join(f"{line}\n" for line in lines).encode()
 
 

@@ -93,10 +93,10 @@ async def test_what_succeeds_is_counted(scraped: Scraped) -> None:
         assert (await scraped.ask(rows=rows)).status_code == 200
 
     await scraped.shows("nv_inference_request_success", "3")
+    await scraped.shows("nv_inference_pending_request_count", "0")
 
     assert scraped.value("nv_inference_count") == 7
     assert scraped.value("nv_inference_exec_count") == 3
-    assert scraped.value("nv_inference_pending_request_count") == 0
     parts = ("queue", "compute_input", "compute_infer", "compute_output")
     total = sum(scraped.value(f"nv_inference_{part}_duration_us") for part in parts)
     assert 0 <= scraped.value("nv_inference_request_duration_us") - total < len(parts)
@@ -109,6 +109,7 @@ async def test_what_succeeds_is_counted(scraped: Scraped) -> None:
             line = f'nv_inference_request_failure{{model="{model}",reason="{reason}",version="1"}} 0'
             assert line in scraped.page.splitlines()
     assert 'nv_inference_request_success{model="raises",version="1"} 0' in scraped.page.splitlines()
+    assert re.search(r"^nv_cpu_memory_total_bytes \d+$", scraped.page, re.MULTILINE)
     assert len([*text_string_to_metric_families(scraped.page)]) == scraped.page.count("# TYPE ")
 
 

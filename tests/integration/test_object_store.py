@@ -145,8 +145,15 @@ async def accept(shop: Workshop, value: float = 1.0) -> Address:
 
 
 async def result(shop: Workshop, address: Address) -> Response:
-    blob = await shop.delivery.requests.result(address)
-    assert blob is not None
+    """Reads a result; asks again while this reader's own connection to the store has not recovered yet."""
+    blob: bytes | None = None
+    async with asyncio.timeout(10):
+        while blob is None:
+            try:
+                blob = await shop.delivery.requests.result(address)
+                assert blob is not None
+            except BrokerUnavailable:
+                await asyncio.sleep(0.1)
     (response,) = decode_responses(blob)
     return response
 

@@ -5,6 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.backends.python_host.errors import NAMES, to_qinfer
 from qinfer.errors import ErrorCode
+from qinfer.observability.host import HostUse
 from qinfer.observability.metrics import GatewayTally, Snapshot, render
 from qinfer.observability.stats import StatsTally, add
 from qinfer.observability.triton_metrics import Reason, failures
@@ -153,6 +154,15 @@ def test_without_the_store_no_counter_falls() -> None:
     """There are none: zeros would look like a restart."""
     assert lines(Snapshot(store_up=False, ready={("m", 1): True}, load_s={("m", 1): 2.0})) == [
         'nv_model_load_duration_secs{model="m",version="1"} 2'
+    ]
+
+
+def test_the_machine_has_no_labels() -> None:
+    """CPU and memory, where they are known."""
+    assert lines(Snapshot(host=HostUse(0.3125, 16_825_843_712, 0))) == [
+        "nv_cpu_utilization 0.3125",
+        "nv_cpu_memory_total_bytes 16825843712",
+        "nv_cpu_memory_used_bytes 0",
     ]
 
 

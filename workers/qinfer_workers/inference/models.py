@@ -91,7 +91,7 @@ class Models:
         return shown
 
     def load_times(self) -> dict[str, dict[int, float]]:
-        """Returns model → version → seconds that its last load took, from the look that found it wanted."""
+        """Returns model → version → seconds that its last load took, its wait for a turn included."""
         times: dict[str, dict[int, float]] = {}
         for (model, version), seconds in self._load_s.items():
             times.setdefault(model, {})[version] = seconds
