@@ -41,10 +41,15 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
 return 1
 """
 
-_SET_LATEST = """
-local current = tonumber(redis.call('HGET', KEYS[1], ARGV[1]) or '0')
-if current < tonumber(ARGV[2]) then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
-return 1
+_ADD_STATS = """
+local latest = tonumber(ARGV[1])
+for i = 2, #ARGV, 2 do
+  if i > 1 + 2 * latest then
+    redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1])
+  elseif tonumber(redis.call('HGET', KEYS[1], ARGV[i]) or '0') < tonumber(ARGV[i + 1]) then
+    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+  end
+end
 """
 
 
@@ -186,15 +191,11 @@ class RedisControlStore:
         """Adds to the statistics of a model version; they only grow."""
         if not deltas:
             return
-        key = keys.stats(model, version)
-        sums = {name: delta for name, delta in deltas.items() if name not in LATEST}
-        with _translated():
-            for name in deltas.keys() & LATEST:  # these can be written twice: what comes after may fail
-                await self._client.eval(_SET_LATEST, 1, key, name, deltas[name])
-            async with self._client.pipeline(transaction=False) as pipe:
-                for name, delta in sums.items():
-                    pipe.hincrby(key, name, delta)
-                await pipe.execute()
+        instants = [(name, deltas[name]) for name in LATEST if name in deltas]
+        sums = [(name, delta) for name, delta in deltas.items() if name not in LATEST]
+        pairs = [word for pair in (*instants, *sums) for word in pair]
+        with _translated():  # one command: there may be hundreds of fields, and the worker's event loop packs them
+            await self._client.eval(_ADD_STATS, 1, keys.stats(model, version), len(instants), *pairs)
 
     async def stats(self, model: str, version: int) -> dict[str, int]:
         """Returns the statistics of a model version."""
