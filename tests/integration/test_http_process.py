@@ -72,7 +72,9 @@ def test_it_can_be_interrupted_while_it_starts(tmp_path: Path) -> None:
         mute.bind(str(path))
         mute.listen()
         variables = environment(tmp_path, QINFER_REDIS__URL=f"unix://{path}", QINFER_HTTP__PORT="0")
+        inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where tests run in a shell's &
         with subprocess.Popen(COMMAND, env=variables, stderr=subprocess.PIPE, text=True) as process:
+            signal.signal(signal.SIGINT, inherited)
             connection, _ = mute.accept()
             process.send_signal(signal.SIGINT)
             _, rest = process.communicate(timeout=30)
