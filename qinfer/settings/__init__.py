@@ -1,0 +1,50 @@
+"""Settings: typed, validated at start, read from the environment by composition roots only.
+
+`QINFER_` prefix, sections nested by `__`: `QINFER_REDIS__URL=redis://queue:6379/0`, `QINFER_HTTP__PORT=8000`.
+"""
+
+from qinfer.settings.loading import (
+    API_KEY_VARIABLE,
+    PREFIX,
+    Settings,
+    load_settings,
+    unknown_variables,
+    variable_names,
+)
+from qinfer.settings.sections import (
+    AuthSettings,
+    BulkSettings,
+    GrpcSettings,
+    HttpSettings,
+    LimitSettings,
+    LogSettings,
+    MetricsSettings,
+    RedisSettings,
+    RepositorySettings,
+    RequestSettings,
+    StoreSettings,
+    WebhookSettings,
+    WorkerSettings,
+)
+
+__all__ = [
+    "API_KEY_VARIABLE",
+    "PREFIX",
+    "AuthSettings",
+    "BulkSettings",
+    "GrpcSettings",
+    "HttpSettings",
+    "LimitSettings",
+    "LogSettings",
+    "MetricsSettings",
+    "RedisSettings",
+    "RepositorySettings",
+    "RequestSettings",
+    "Settings",
+    "StoreSettings",
+    "WebhookSettings",
+    "WorkerSettings",
+    "load_settings",
+    "unknown_variables",
+    "variable_names",
+]
