@@ -1,7 +1,7 @@
 """What tests of backends share: a specification, a batch, a context that keeps the answers, and small Torch models."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,18 @@ CPU, GPU = Device(), Device("gpu", 0)
 
 
 class Answers:
-    """A context that keeps what it is told."""
+    """A context that keeps what it is told.
 
-    def __init__(self) -> None:
+    Args:
+        call: Answers calls to other models.
+        cancelled: The items that nobody waits for.
+    """
+
+    def __init__(self, call: Callable[[InferRequest], Response] | None = None, cancelled: Sequence[int] = ()) -> None:
         self.by_item: dict[int, tuple[Tensor, ...] | QinferError] = {}
+        self.parameters: dict[int, Mapping[str, Scalar]] = {}
+        self._call = call
+        self._cancelled = cancelled
 
     def respond(
         self,
@@ -33,17 +41,31 @@ class Answers:
     ) -> None:
         assert item not in self.by_item
         self.by_item[item] = outputs
+        if parameters:
+            self.parameters[item] = parameters
 
     def cancelled(self, item: int) -> bool:
-        return False
+        return item in self._cancelled
 
     def call(self, request: InferRequest) -> Response:
-        raise NotImplementedError
+        assert self._call is not None
+        return self._call(request)
+
+    def array(self, item: int = 0, output: int = 0) -> Array:
+        return to_numpy(self.outputs(item)[output])
 
     def arrays(self, item: int = 0) -> dict[str, Array]:
+        return {tensor.name: to_numpy(tensor) for tensor in self.outputs(item)}
+
+    def outputs(self, item: int = 0) -> tuple[Tensor, ...]:
         outputs = self.by_item[item]
-        assert isinstance(outputs, tuple)
-        return {tensor.name: to_numpy(tensor) for tensor in outputs}
+        assert isinstance(outputs, tuple), outputs
+        return outputs
+
+    def error(self, item: int = 0) -> QinferError:
+        error = self.by_item[item]
+        assert isinstance(error, QinferError)
+        return error
 
 
 def tensors(*ports: tuple[str, str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:

@@ -1,6 +1,6 @@
 """Models of the `python` backend for tests: written to disk, loaded in real processes, and asked without a queue."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -8,12 +8,11 @@ import numpy as np
 
 from qinfer.backends.base import Array, Batch
 from qinfer.backends.python import PythonBackend
-from qinfer.errors import QinferError
-from qinfer.messages import InferRequest, Response, Scalar
+from qinfer.messages import InferRequest
 from qinfer.repository import config
 from qinfer.repository.spec import Device, ModelSpec
 from qinfer.settings import LimitSettings
-from qinfer.tensors import Tensor, to_numpy
+from tests.backends import Answers
 
 HEADER = """
 import ctypes, json, os, sys, time
@@ -83,51 +82,6 @@ def loaded(repository: Path, code: str, name: str = "m", **options: object) -> I
         yield backend
     finally:
         backend.unload()
-
-
-class Answers:
-    """A context that keeps what it is told.
-
-    Args:
-        call: Answers calls to other models.
-        cancelled: The items that nobody waits for.
-    """
-
-    def __init__(self, call: Callable[[InferRequest], Response] | None = None, cancelled: Sequence[int] = ()) -> None:
-        self.by_item: dict[int, tuple[Tensor, ...] | QinferError] = {}
-        self.parameters: dict[int, Mapping[str, Scalar]] = {}
-        self._call = call
-        self._cancelled = cancelled
-
-    def respond(
-        self,
-        item: int,
-        outputs: tuple[Tensor, ...] | QinferError,
-        *,
-        final: bool = True,
-        parameters: Mapping[str, Scalar] | None = None,
-    ) -> None:
-        assert item not in self.by_item
-        self.by_item[item] = outputs
-        if parameters:
-            self.parameters[item] = parameters
-
-    def cancelled(self, item: int) -> bool:
-        return item in self._cancelled
-
-    def call(self, request: InferRequest) -> Response:
-        assert self._call is not None
-        return self._call(request)
-
-    def array(self, item: int = 0, output: int = 0) -> Array:
-        outputs = self.by_item[item]
-        assert isinstance(outputs, tuple), outputs
-        return to_numpy(outputs[output])
-
-    def error(self, item: int = 0) -> QinferError:
-        error = self.by_item[item]
-        assert isinstance(error, QinferError)
-        return error
 
 
 def batch_of(array: Array, rows: Sequence[int] | None = None, **request: object) -> Batch:

@@ -1,6 +1,6 @@
 """The onnxruntime backend against models made with the `onnx` package."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,40 +19,10 @@ from qinfer.errors import (
     InvalidRequest,
     ModelLoadFailed,
     OutputMismatch,
-    QinferError,
 )
-from qinfer.messages import InferRequest, Response, Scalar
+from qinfer.messages import InferRequest
 from qinfer.repository.spec import Device, ModelSpec, TensorSpec
-from qinfer.tensors import Tensor, to_numpy
-
-
-class Answers:
-    """A context that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.by_item: dict[int, tuple[Tensor, ...] | QinferError] = {}
-
-    def respond(
-        self,
-        item: int,
-        outputs: tuple[Tensor, ...] | QinferError,
-        *,
-        final: bool = True,
-        parameters: Mapping[str, Scalar] | None = None,
-    ) -> None:
-        assert item not in self.by_item
-        self.by_item[item] = outputs
-
-    def cancelled(self, item: int) -> bool:
-        return False
-
-    def call(self, request: InferRequest) -> Response:
-        raise NotImplementedError
-
-    def array(self, item: int, output: int = 0) -> Array:
-        outputs = self.by_item[item]
-        assert isinstance(outputs, tuple)
-        return to_numpy(outputs[output])
+from tests.backends import Answers
 
 
 def save(directory: Path, kind: int, shape: Sequence[int | str] = ("n", 2), op: str = "Identity") -> Path:

@@ -22,7 +22,8 @@ from qinfer.errors import (
     QinferError,
     UnsupportedFeature,
 )
-from tests.python_models import ECHO, Answers, batch_of, execute, floats, load, loaded, run, write_model
+from tests.backends import Answers
+from tests.python_models import ECHO, batch_of, execute, floats, load, loaded, run, write_model
 
 # Does what the first number of a batch says; several tests share its process.
 VERSATILE = execute(

@@ -10,7 +10,8 @@ from qinfer.backends.python import PythonBackend
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelNotFound, ModelNotReady, QueueFull
 from qinfer.messages import InferRequest, Response
 from qinfer.tensors import from_numpy, to_numpy
-from tests.python_models import Answers, batch_of, execute, floats, loaded
+from tests.backends import Answers
+from tests.python_models import batch_of, execute, floats, loaded
 
 CALL = """
 def call(request, **more):

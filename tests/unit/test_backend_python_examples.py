@@ -15,7 +15,7 @@ from qinfer.repository import config
 from qinfer.repository.spec import Device, ModelSpec
 from qinfer.settings import LimitSettings
 from qinfer.tensors import from_numpy, to_numpy
-from tests.python_models import Answers
+from tests.backends import Answers
 
 INPUTS = """
 input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "INPUT1" data_type: TYPE_FP32 dims: [ 4 ] } ]

@@ -18,7 +18,8 @@ from qinfer.backends.python_host import channel
 from qinfer.backends.python_host.messages import Loaded
 from qinfer.errors import InferenceFailed, ModelNotReady
 from qinfer.testing import wait_until
-from tests.python_models import ECHO, HEADER, Answers, execute, floats, load, loaded, run, write_model
+from tests.backends import Answers
+from tests.python_models import ECHO, HEADER, execute, floats, load, loaded, run, write_model
 
 OBEDIENT = (
     HEADER
