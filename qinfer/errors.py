@@ -9,6 +9,7 @@
     │                  BackendUnavailable · InferenceFailed · OutputMismatch
     ├─ DeliveryError   BrokerUnavailable · LeaseLost · CorruptEntry
     ├─ ResultError     ResultNotFound · ResultExpired
+    ├─ StoreError      StoreUnavailable · StoreDenied · StoreNotFound · StoreChanged
     └─ SettingsError · Unreachable
 
 Codes are neutral: HTTP and gRPC numbers live in `qinfer_api.status` only. A message says what happened, the value,
@@ -53,6 +54,11 @@ class ErrorCode(StrEnum):
     CORRUPT_ENTRY = "corrupt_entry"
     RESULT_NOT_FOUND = "result_not_found"
     RESULT_EXPIRED = "result_expired"
+    STORE_REFUSED = "store_refused"
+    STORE_UNAVAILABLE = "store_unavailable"
+    STORE_DENIED = "store_denied"
+    STORE_NOT_FOUND = "store_not_found"
+    STORE_CHANGED = "store_changed"
     SETTINGS = "settings"
     UNREACHABLE = "unreachable"
     INTERNAL = "internal"
@@ -288,6 +294,37 @@ class ResultExpired(ResultError):
     """There was a result; its time to live is over."""
 
     code = ErrorCode.RESULT_EXPIRED
+
+
+class StoreError(QinferError):
+    """An object store refuses what was asked; the message names the URL, never credentials or an endpoint."""
+
+    code = ErrorCode.STORE_REFUSED
+
+
+class StoreUnavailable(StoreError):
+    """The store can't be reached, is overloaded, or has no space now."""
+
+    code = ErrorCode.STORE_UNAVAILABLE
+    retryable = True
+
+
+class StoreDenied(StoreError):
+    """The store does not let this server in: there are no credentials, or they do not allow it."""
+
+    code = ErrorCode.STORE_DENIED
+
+
+class StoreNotFound(StoreError):
+    """There is no such bucket, or nothing of that name in it."""
+
+    code = ErrorCode.STORE_NOT_FOUND
+
+
+class StoreChanged(StoreError):
+    """What is at the URL is not what was there before."""
+
+    code = ErrorCode.STORE_CHANGED
 
 
 class SettingsError(QinferError):

@@ -53,6 +53,11 @@ STATUSES: dict[ErrorCode, Status] = {
     ErrorCode.CORRUPT_ENTRY: Status(500, "INTERNAL"),
     ErrorCode.RESULT_NOT_FOUND: Status(404, "NOT_FOUND"),
     ErrorCode.RESULT_EXPIRED: Status(410, "NOT_FOUND"),
+    ErrorCode.STORE_REFUSED: Status(400, "INVALID_ARGUMENT"),
+    ErrorCode.STORE_UNAVAILABLE: Status(503, "UNAVAILABLE"),
+    ErrorCode.STORE_DENIED: Status(403, "PERMISSION_DENIED"),
+    ErrorCode.STORE_NOT_FOUND: Status(400, "NOT_FOUND"),
+    ErrorCode.STORE_CHANGED: Status(409, "INVALID_ARGUMENT"),
     ErrorCode.SETTINGS: Status(500, "INTERNAL"),
     ErrorCode.UNREACHABLE: Status(503, "UNAVAILABLE"),
     ErrorCode.INTERNAL: Status(500, "INTERNAL"),
@@ -68,6 +73,7 @@ AGAIN = {
     ErrorCode.DEADLINE_INFEASIBLE,
     ErrorCode.BROKER_UNAVAILABLE,
     ErrorCode.MODEL_NOT_READY,
+    ErrorCode.STORE_UNAVAILABLE,
 }
 """What tells when to try again (`Retry-After`)."""
 

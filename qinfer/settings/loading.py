@@ -28,6 +28,8 @@ from qinfer.settings.sections import (
 
 PREFIX = "QINFER_"
 
+_DRIVERS = ("AWS_", "AZURE_", "BOTO_", "FSSPEC_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
+
 API_KEY_VARIABLE = "QINFER_API_KEY"
 """The key that the command line presents to gateways; no setting, for it must not reach the programs' own settings."""
 
@@ -75,6 +77,11 @@ def load_settings() -> Settings:
             for e in error.errors()
         ]
         raise SettingsError("; ".join(problems)) from None
+
+
+def driver_variables() -> frozenset[tuple[str, str]]:
+    """Returns the variables that drivers of object stores read by themselves; their values are secret."""
+    return frozenset(variable for variable in os.environ.items() if variable[0].startswith(_DRIVERS))
 
 
 def _not_json(environment: Mapping[str, str]) -> str:

@@ -1,0 +1,132 @@
+"""What the drivers of object stores raise → qinfer's `StoreError`s.
+
+Drivers put endpoints, account names and keys' ids into their texts, so nothing of those is kept: a message has the URL
+as it was asked for, the class of the driver's error, the store's own code for it, and what to do.
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn
+
+from qinfer.errors import QinferError, StoreChanged, StoreDenied, StoreError, StoreNotFound, StoreUnavailable
+
+_NO_CREDENTIALS = {
+    "ClientAuthenticationError",
+    "CredentialRetrievalError",
+    "CredentialUnavailableError",
+    "DefaultCredentialsError",
+    "InvalidConfigError",
+    "NoAuthTokenError",
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+    "UnauthorizedSSOTokenError",
+}
+_WRONG_NAMES = {"ParamValidationError"}  # botocore's
+_WRONG = (ValueError, TypeError, IsADirectoryError, NotADirectoryError)
+_DENIED_ERRNO = {errno.EACCES, errno.EPERM, errno.EROFS}
+_WRONG_ERRNO = {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+_FORBIDDEN = "Forbidden"  # gcsfs has no class for it
+_LATER = {408, 409, 412, 425, 429}
+_LONGEST = 200
+
+
+class Answer(NamedTuple):
+    """What a store answered.
+
+    Attributes:
+        status: The HTTP status; 0 = it did not answer.
+        code: The store's own name for it, such as `SlowDown`; empty when there is none.
+    """
+
+    status: int = 0
+    code: str = ""
+
+
+@contextmanager
+def mapped(url: str) -> Iterator[None]:
+    """Turns what a driver raises within into a `StoreError` about a URL; qinfer's own errors pass."""
+    try:
+        yield
+    except QinferError:
+        raise
+    except Exception as error:  # noqa: BLE001  the boundary to the drivers, each of which has errors of its own
+        fail(error, url)
+
+
+def fail(error: Exception, url: str) -> NoReturn:
+    """Raises the `StoreError` of a driver's error, without its text."""
+    raise store_error(error, url) from None
+
+
+def store_error(error: Exception, url: str) -> StoreError:
+    """Names the error of a driver's error.
+
+    Args:
+        error: What the driver raised.
+        url: What it is about; it has no credentials.
+    """
+    shown = url if len(url) <= _LONGEST else f"{url[:_LONGEST]}…"
+    answer = answer_of(error)
+    what = ", ".join(filter(None, [type(error).__name__, answer.code, str(answer.status or "")]))
+    if type(error).__name__ == "FileExpired":
+        return StoreChanged(f"'{shown}' was replaced while it was read")
+    if isinstance(error, FileNotFoundError) or answer.status == 404:
+        return StoreNotFound(f"'{shown}' does not exist; or its bucket does not")
+    if _is_denied(error, answer):
+        return StoreDenied(
+            f"'{shown}' is not open to this server ({what}); it needs credentials in the store's own variables that "
+            "allow reading and writing there"
+        )
+    if _is_wrong(error, answer):
+        return StoreError(f"the store refuses '{shown}' ({what}); is the URL right?")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreUnavailable(f"there is no space left for '{shown}'")
+    return StoreUnavailable(f"the store of '{shown}' can't be reached, or fails, now ({what}); try again")
+
+
+def answer_of(error: BaseException | None) -> Answer:
+    """Returns what the store answered, of an error of any driver or of what caused it."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):  # botocore's
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return Answer(int(status or 0), str(response.get("Error", {}).get("Code", "")))
+        for name in ("status_code", "code", "status"):  # azure's, gcsfs', aiohttp's
+            status = getattr(error, name, None)
+            if isinstance(status, int) or (isinstance(status, str) and status.isdecimal()):
+                code = getattr(error, "error_code", "") or ""
+                return Answer(int(status), str(getattr(code, "value", code)))
+        error = error.__cause__
+    return Answer()
+
+
+def not_empty(size_bytes: int, url: str) -> None:
+    """Raises a `ValueError` for an object of no bytes: stores and drivers treat such as markers of folders."""
+    if size_bytes == 0:
+        raise ValueError(f"an empty object can't be committed to '{url}'")
+
+
+def not_larger(size_bytes: int, url: str, limit_bytes: int) -> None:
+    """Raises a `StoreError` for an object that is larger than a limit."""
+    if size_bytes > limit_bytes:
+        raise StoreError(f"'{url}' has {size_bytes} bytes or more; at most {limit_bytes} can be read here")
+
+
+def _is_denied(error: Exception, answer: Answer) -> bool:
+    return (
+        isinstance(error, PermissionError)
+        or answer.status in (401, 403)
+        or type(error).__name__ in _NO_CREDENTIALS
+        or (isinstance(error, OSError) and (error.errno in _DENIED_ERRNO or str(error).startswith(_FORBIDDEN)))
+    )
+
+
+def _is_wrong(error: Exception, answer: Answer) -> bool:
+    if answer.status:
+        return 400 <= answer.status < 500 and answer.status not in _LATER
+    if type(error).__name__ in _WRONG_NAMES or isinstance(error, _WRONG):
+        return True
+    return isinstance(error, OSError) and error.errno in _WRONG_ERRNO

@@ -1,0 +1,242 @@
+"""Directories as an object store: `file:///data/out/part-00000.parquet`.
+
+A file is complete and on the disk before it gets its name, and gets it by `os.link`, which fails where the name is
+taken: at no moment is there a part of a file under a name. Spool files on the same file system are linked as they are;
+others are copied to a temporary name in the directory first. What a killed process left under such a name is removed,
+a day later, by the first commit of another process in that directory.
+"""
+
+import errno
+import io
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from qinfer.bulk.store import BROKEN, Outcome, Stat
+from qinfer.bulk.store_errors import mapped, not_empty, not_larger
+from qinfer.errors import StoreError
+
+LEFTOVER_S = 24 * 3600.0
+"""A temporary file this old is nobody's."""
+
+_TEMPORARY = re.compile(r"\.qinfer-[0-9a-f]{16}\.tmp")
+_CHUNK_BYTES = 8 * 2**20
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+def local_path(url: str) -> Path | None:
+    """Returns the path of a `file://` URL; `None` for any other."""
+    scheme, separator, path = url.partition("://")
+    return Path(path.removeprefix("localhost")) if separator and scheme in ("file", "local") else None
+
+
+class LocalStore:
+    """Files and directories of this machine, or of a network file system that has hard links."""
+
+    def __init__(self) -> None:
+        self._mode = 0o666 & ~_umask()
+        self._swept: set[Path] = set()
+        self._lock = threading.Lock()
+
+    def commit_if_absent(self, local: Path, url: str) -> Outcome:
+        """As the port says; `local` and what becomes of it may be one file with two names."""
+        not_empty(local.stat().st_size, url)
+        with mapped(url), local.open("rb") as source:
+            final = _path(url)
+            self._prepare(final.parent)
+            if final.exists():
+                return _exists(final)
+            with suppress(PermissionError):  # somebody else's: it is readable, and that will do
+                os.fchmod(source.fileno(), self._mode)  # spool files are private
+            os.fsync(source.fileno())
+            try:
+                return _link(local, final)
+            except OSError as error:
+                if error.errno != errno.EXDEV and error.errno not in _NO_LINKS:
+                    raise
+            return self._create(source, final)
+
+    def put_if_absent(self, data: bytes, url: str) -> Outcome:
+        """As the port says."""
+        not_empty(len(data), url)
+        with mapped(url):
+            final = _path(url)
+            self._prepare(final.parent)
+            return self._create(io.BytesIO(data), final)
+
+    def read(self, url: str, limit_bytes: int) -> bytes:
+        """As the port says."""
+        with mapped(url), _path(url).open("rb") as file:
+            data = file.read(limit_bytes + 1)
+        not_larger(len(data), url, limit_bytes)
+        return data
+
+    def stat(self, url: str) -> Stat | None:
+        """As the port says."""
+        with mapped(url):
+            path = _path(url)
+            try:
+                return _stat(url, path.stat()) if path.is_file() else None
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    def list(self, prefix: str) -> Iterator[Stat]:
+        """As the port says; names that begin with a dot are left out."""
+        base = prefix.rstrip("/")
+        found = []
+        with mapped(prefix):
+            root = _path(base)
+            for directory, folders, names in os.walk(root, onerror=_raise):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                inner = Path(directory).relative_to(root).as_posix()
+                for name in names:
+                    if not name.startswith("."):
+                        url = f"{base}/{name}" if inner == "." else f"{base}/{inner}/{name}"
+                        with suppress(FileNotFoundError):  # deleted meanwhile, or a link to nowhere
+                            found.append(_stat(url, os.stat(os.path.join(directory, name))))
+        return iter(sorted(found))
+
+    def set_aside(self, url: str, etag: str = "") -> None:
+        """As the port says."""
+        with mapped(url):
+            final = _path(url)
+            before = self.stat(url)
+            if before is None or (etag and before.etag != etag):
+                return
+            target = _reserved(final.parent / BROKEN, final.name)
+            try:
+                os.rename(final, target)
+            except FileNotFoundError:
+                target.unlink()
+                return
+            if etag and _stat(url, target.stat()).etag != etag:  # replaced in the last moment: that one is not broken
+                with suppress(FileExistsError):
+                    os.link(target, final)
+                target.unlink()
+            _sync_directory(target.parent)
+            _sync_directory(final.parent)
+
+    def delete(self, url: str) -> None:
+        """As the port says."""
+        with mapped(url), suppress(FileNotFoundError):
+            _path(url).unlink()
+
+    def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
+        """As the port says; a file that is replaced while it is open stays what it was."""
+        del sequential
+        with mapped(url):
+            return _path(url).open("rb")
+
+    def _create(self, source: BinaryIO, final: Path) -> Outcome:
+        """Copies to a temporary file, and gives it its name."""
+        temporary = final.parent / f".qinfer-{secrets.token_hex(8)}.tmp"
+        try:
+            with temporary.open("xb") as file:
+                shutil.copyfileobj(source, file, _CHUNK_BYTES)
+                file.flush()
+                os.fsync(file.fileno())
+            return _link(temporary, final)
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                raise StoreError(
+                    f"the file system of '{final.parent}' makes no hard links, which exact results need; "
+                    "use another directory"
+                ) from None
+            raise
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+    def _prepare(self, directory: Path) -> None:
+        """Makes a directory, and removes what was left in it, once in a process."""
+        with self._lock:
+            if directory in self._swept and directory.is_dir():
+                return
+            self._swept.add(directory)
+        _make(directory)
+        before = time.time() - LEFTOVER_S
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if _TEMPORARY.fullmatch(entry.name):
+                    with suppress(FileNotFoundError):
+                        if entry.stat().st_mtime < before:
+                            os.unlink(entry.path)
+
+
+def _path(url: str) -> Path:
+    path = local_path(url)
+    if path is None or not path.is_absolute():
+        raise StoreError(f"'{url}' is no absolute path; expected file:///directory/file")
+    return path
+
+
+def _stat(url: str, found: os.stat_result) -> Stat:
+    return Stat(url, found.st_size, f"{found.st_mtime_ns}-{found.st_size}")
+
+
+def _link(source: Path, final: Path) -> Outcome:
+    try:
+        os.link(source, final)
+    except FileExistsError:
+        return _exists(final)
+    _sync_directory(final.parent)
+    return Outcome.CREATED
+
+
+def _exists(final: Path) -> Outcome:
+    """Returns `EXISTS`, and means it: whoever made the file may have died before its name was on the disk."""
+    _sync_directory(final.parent)
+    return Outcome.EXISTS
+
+
+def _reserved(folder: Path, name: str) -> Path:
+    """Makes an empty file of a name that nobody else has."""
+    folder.mkdir(exist_ok=True)
+    number = 1
+    while True:
+        target = folder / f"{name}-{number}"
+        try:
+            target.open("xb").close()
+        except FileExistsError:
+            number += 1
+        else:
+            return target
+
+
+def _make(directory: Path) -> None:
+    """Makes a directory and those above it, so that they survive a loss of power."""
+    missing = [directory, *directory.parents]
+    for path in reversed([path for path in missing if not path.exists()]):
+        path.mkdir(exist_ok=True)
+        _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _raise(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def _umask() -> int:
+    """Returns the process's umask, without changing it where that can be."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
