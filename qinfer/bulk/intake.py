@@ -1,0 +1,114 @@
+"""What is looked at before a job is taken: its URLs, its inputs, the first file's columns, and the output folder."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import pyarrow as pa
+
+from qinfer.bulk.check import check
+from qinfer.bulk.job import JobSpec
+from qinfer.bulk.source import FileFormat, find_files, format_of, read_schema
+from qinfer.bulk.store import Stat, store_for
+from qinfer.errors import InvalidRequest
+from qinfer.repository.spec import ModelSpec
+from qinfer.stores import check_url
+
+_MOST_EMPTY = 20
+
+
+class Examined(NamedTuple):
+    """A job that can be taken.
+
+    Attributes:
+        spec: The job, its URLs in their one spelling: this is to be kept.
+        files: Its input files in order.
+        format: Their format.
+        schema: The columns of the first file that has any.
+    """
+
+    spec: JobSpec
+    files: tuple[Stat, ...]
+    format: FileFormat
+    schema: pa.Schema
+
+
+def examine(spec: JobSpec, model: ModelSpec, allow: Sequence[str]) -> Examined:
+    """Looks whether a job can be taken; it blocks for as long as the stores take to list the inputs.
+
+    Args:
+        spec: The job, as `decode_spec` returns it.
+        model: The model's configuration.
+        allow: The URL prefixes that jobs may read and write (`stores.allow`).
+
+    Raises:
+        InvalidRequest: An input is not there or not readable, its columns do not fit, or the output is not empty.
+        Forbidden: A URL is not allowed.
+        StoreError: A store can't be read.
+    """
+    spec = with_checked_urls(spec, allow)
+    check_output_empty(spec.output.url)
+    files = find_files(spec.inputs)
+    format_ = common_format(files, spec)
+    schema = first_schema(files, format_)
+    check(spec, model, schema)
+    return Examined(spec, tuple(files), format_, schema)
+
+
+def with_checked_urls(spec: JobSpec, allow: Sequence[str]) -> JobSpec:
+    """Returns a job with its URLs in their one spelling.
+
+    Raises:
+        InvalidRequest: One is no URL of a store, or could mean more than it says.
+        Forbidden: One is not allowed.
+    """
+    inputs = tuple(check_url(url, allow) for url in spec.inputs)
+    output = msgspec.structs.replace(spec.output, url=check_url(spec.output.url, allow))
+    return msgspec.structs.replace(spec, inputs=tuple(dict.fromkeys(inputs)), output=output)
+
+
+def check_output_empty(url: str) -> None:
+    """Checks that nothing is in a job's output folder.
+
+    Raises:
+        InvalidRequest: Something is, or a file has that name.
+        StoreError: The store can't be read.
+    """
+    store = store_for(url)
+    if store.stat(url) is not None:
+        raise InvalidRequest(f"output '{url}' is a file; name a folder")
+    found = next(iter(store.list(url)), None)
+    if found is not None:
+        name = found.url.removeprefix(url).lstrip("/")
+        raise InvalidRequest(f"output '{url}' is not empty, it has '{name}'; name a new folder, or empty this one")
+
+
+def common_format(files: Sequence[Stat], spec: JobSpec) -> FileFormat:
+    """Returns the format of a job's files.
+
+    Raises:
+        InvalidRequest: A file's extension does not tell it, or they have several.
+    """
+    first = format_of(files[0].url, spec.input_format)
+    for file in files:
+        if format_of(file.url, spec.input_format) != first:
+            raise InvalidRequest(
+                f"the inputs are of several formats, such as '{files[0].url}' and '{file.url}'; make a job of each"
+            )
+    return first
+
+
+def first_schema(files: Sequence[Stat], format_: FileFormat) -> pa.Schema:
+    """Returns the columns of the first file that has any.
+
+    Raises:
+        InvalidRequest: The files are empty, or damaged.
+        StoreError: A store can't be read.
+    """
+    for file in files[:_MOST_EMPTY]:
+        schema = read_schema(file, format_)
+        if schema.names:
+            return schema
+    raise InvalidRequest(
+        f"input '{files[0].url}' and those after it are empty; without a row their columns are unknown"
+    )

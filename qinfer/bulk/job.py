@@ -1,0 +1,319 @@
+"""What a bulk job is: its specification, as users write it in JSON, and the states that it goes through. Pure."""
+
+import math
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Literal, get_args
+
+import msgspec
+
+from qinfer.errors import InvalidRequest
+
+InputFormat = Literal["", "parquet", "arrow", "csv", "jsonl"]
+OutputFormat = Literal["parquet", "arrow"]
+Priority = Literal["high", "normal", "low"]
+
+PRIORITIES: Mapping[str, int] = {"high": 1, "normal": 2, "low": 3}
+"""Priority → its number, which is that of its bulk lane; 1 goes first."""
+
+COMPRESSIONS: Mapping[str, tuple[str, ...]] = {
+    "parquet": ("zstd", "snappy", "lz4", "gzip", "brotli", "none"),
+    "arrow": ("zstd", "lz4", "none"),
+}
+"""Output format → its compressions; the first is the default."""
+
+MAX_INPUTS = 1000
+MAX_COLUMNS = 10_000
+MAX_METADATA = 64
+MAX_METADATA_CHARACTERS = 1024
+MAX_DEADLINE_S = 365 * 86400.0
+MAX_PARALLEL = 10_000
+
+_SHOWN = 60
+
+
+class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The columns that one input tensor is made of.
+
+    Attributes:
+        columns: One column, or several scalar columns that become the elements of a row in this order.
+        shape: The shape of one row, without the batch dimension; empty = the tensor's.
+    """
+
+    columns: tuple[str, ...]
+    shape: tuple[int, ...] = ()
+
+
+class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the parts go, and what they are.
+
+    Attributes:
+        url: A folder's URL; nothing may be in it yet.
+        format: The format of the parts.
+        compression: One of `COMPRESSIONS`.
+        rows_per_part: At most so many rows are in one part; 0 = the server decides.
+        columns: Output tensor → the name of its column; default: the tensor's.
+    """
+
+    url: str
+    format: OutputFormat = "parquet"
+    compression: str = "zstd"
+    rows_per_part: int = 0
+    columns: dict[str, str] = {}
+
+
+class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A bulk job as users ask for it.
+
+    Attributes:
+        model: The model's name.
+        inputs: URLs of files, and patterns such as `s3://bucket/in/*.parquet`; rows keep their order.
+        output: Where the parts go.
+        version: The model's version; 0 = the newest at creation.
+        input_format: The format of the inputs; empty = by their extensions.
+        columns: Input tensor → its column, its scalar columns, or `Columns`; default: the column of the tensor's name.
+        key: A column that tells rows apart, copied to the output; empty = file, row group and row number are.
+        passthrough: Columns that are copied to the output; `*` = all.
+        exclude: Columns that `passthrough: ["*"]` leaves out.
+        priority: Shards of a higher priority go first.
+        error_threshold: When more rows than this fail, the job does: a number of rows, a fraction between 0 and 1, or
+            -1 = never.
+        max_parallel: At most so many shards run at a time; 0 = as many as there are workers.
+        deadline_s: Seconds after its creation at which the job expires; 0 = never.
+        metadata: The user's own words, kept with the job.
+        webhook: URL that is told when the job has ended.
+    """
+
+    model: str
+    inputs: tuple[str, ...]
+    output: Output
+    version: int = 0
+    input_format: InputFormat = ""
+    columns: dict[str, str | tuple[str, ...] | Columns] = {}
+    key: str = ""
+    passthrough: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    priority: Priority = "normal"
+    error_threshold: float = 0.0
+    max_parallel: int = 0
+    deadline_s: float = 0.0
+    metadata: dict[str, str] = {}
+    webhook: str = ""
+
+    def columns_of(self, tensor: str) -> Columns:
+        """Returns the columns of an input tensor: those that the job names, else the one of its name."""
+        given = self.columns.get(tensor, tensor)
+        if isinstance(given, str):
+            return Columns((given,))
+        return given if isinstance(given, Columns) else Columns(given)
+
+    def column_of(self, tensor: str) -> str:
+        """Returns the column that an output tensor is written to."""
+        return self.output.columns.get(tensor, tensor)
+
+    def max_errors(self, rows: int) -> int:
+        """Returns how many of a job's rows may fail before it does; -1 = all."""
+        if self.error_threshold < 0:
+            return -1
+        share = self.error_threshold < 1
+        return math.floor(self.error_threshold * rows) if share else int(self.error_threshold)
+
+
+class JobState(StrEnum):
+    """Where a job is."""
+
+    VALIDATING = "validating"
+    PLANNING = "planning"
+    RUNNING = "running"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+
+TERMINAL = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED})
+"""The states of a job that has ended; all but `completed` can be resumed."""
+
+_S = JobState
+_ENDS = {_S.FAILED, _S.CANCELLING, _S.CANCELLED, _S.EXPIRED}
+_NEXT: Mapping[JobState, set[JobState]] = {
+    _S.VALIDATING: {_S.PLANNING, *_ENDS},
+    _S.PLANNING: {_S.RUNNING, *_ENDS},
+    _S.RUNNING: {_S.FINALIZING, *_ENDS},
+    _S.FINALIZING: {_S.COMPLETED, _S.RUNNING, *_ENDS},  # running: a part was broken, and is made again
+    _S.COMPLETED: set(),
+    _S.FAILED: {_S.PLANNING, _S.RUNNING},
+    _S.CANCELLING: {_S.CANCELLED},
+    _S.CANCELLED: {_S.PLANNING, _S.RUNNING},
+    _S.EXPIRED: {_S.PLANNING, _S.RUNNING},
+}
+
+
+def may_become(state: JobState, following: JobState) -> bool:
+    """Tells whether a job may go from one state to another; an ended one goes back to work by `resume` only."""
+    return following in _NEXT[state]
+
+
+def decode_spec(body: bytes) -> JobSpec:
+    """Reads a job's specification as a user sent it.
+
+    Raises:
+        InvalidRequest: It is no JSON, lacks a field, or a field's value can't be; the message names the field.
+    """
+    try:
+        spec = _decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(_explained(str(error), body)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the job is no JSON: {error}") from None
+    check_spec(spec)
+    return spec
+
+
+def encode_spec(spec: JobSpec) -> bytes:
+    """Returns a specification as JSON."""
+    return msgspec.json.encode(spec)
+
+
+def check_spec(spec: JobSpec) -> None:
+    """Checks what can be checked without the model and the inputs.
+
+    Raises:
+        InvalidRequest: A field's value can't be, or two contradict each other.
+    """
+    if not spec.model:
+        raise InvalidRequest("field 'model' is empty; name a model")
+    if spec.version < 0:
+        raise InvalidRequest(f"field 'version' is {spec.version}; name a version, or 0 for the newest")
+    if not spec.inputs:
+        raise InvalidRequest(
+            "field 'inputs' is empty; name at least one file or pattern, such as s3://bucket/in/*.parquet"
+        )
+    if len(spec.inputs) > MAX_INPUTS:
+        raise InvalidRequest(f"field 'inputs' has {len(spec.inputs)} entries; at most {MAX_INPUTS}: use patterns")
+    _check_output(spec.output)
+    _check_columns(spec)
+    _check_limits(spec)
+
+
+def _check_output(output: Output) -> None:
+    if not output.url:
+        raise InvalidRequest("field 'output.url' is empty; name a folder, such as s3://bucket/out")
+    if "*" in output.url:
+        raise InvalidRequest("field 'output.url' may be no pattern; name one folder, such as s3://bucket/out")
+    known = COMPRESSIONS[output.format]
+    if output.compression not in known:
+        raise InvalidRequest(
+            f"field 'output.compression' is '{shown(output.compression)}'; {output.format} has {', '.join(known)}"
+        )
+    if not 0 <= output.rows_per_part < 2**31:
+        raise InvalidRequest(
+            f"field 'output.rows_per_part' is {output.rows_per_part}; 1 or more, or 0 to leave it to the server"
+        )
+    _check_names("output.columns", tuple(output.columns.values()), repeats=True)
+
+
+def _check_columns(spec: JobSpec) -> None:
+    for tensor in spec.columns:
+        _check_names(f"columns.{shown(tensor)}", spec.columns_of(tensor).columns, repeats=True)
+        shape = spec.columns_of(tensor).shape
+        if any(not 0 < size < 2**31 for size in shape):
+            raise InvalidRequest(
+                f"field 'columns.{shown(tensor)}.shape' is {list(shape)}; its dimensions are 1 or more"
+            )
+    _check_names("passthrough", spec.passthrough)
+    _check_names("exclude", spec.exclude)
+    if "*" in spec.passthrough and len(spec.passthrough) > 1:
+        raise InvalidRequest("field 'passthrough' has '*' and other columns; '*' is all of them")
+    if spec.exclude and spec.passthrough != ("*",):
+        raise InvalidRequest("field 'exclude' is for \"passthrough\": [\"*\"] only; name the columns in 'passthrough'")
+    if spec.key and spec.key in spec.exclude:
+        raise InvalidRequest(f"field 'exclude' names '{shown(spec.key)}', which is the job's key")
+
+
+def _check_names(field: str, names: tuple[str, ...], *, repeats: bool = False) -> None:
+    if not names and field.startswith("columns."):
+        raise InvalidRequest(f"field '{field}' is empty; name at least one column")
+    if len(names) > MAX_COLUMNS:
+        raise InvalidRequest(f"field '{field}' has {len(names)} entries; at most {MAX_COLUMNS}: use a list column")
+    if not all(names):
+        raise InvalidRequest(f"field '{field}' has an empty name; name a column")
+    if not repeats and len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"field '{field}' names '{shown(twice)}' twice")
+
+
+def _check_limits(spec: JobSpec) -> None:
+    threshold = spec.error_threshold
+    if not (math.isfinite(threshold) and (threshold == -1 or 0 <= threshold < 1 or threshold == int(threshold) > 0)):
+        raise InvalidRequest(
+            f"field 'error_threshold' is {threshold}; a whole number of rows, a fraction below 1, or -1 for no limit"
+        )
+    if not 0 <= spec.max_parallel <= MAX_PARALLEL:
+        raise InvalidRequest(f"field 'max_parallel' is {spec.max_parallel}; 1 to {MAX_PARALLEL}, or 0 for all workers")
+    if not 0 <= spec.deadline_s <= MAX_DEADLINE_S:
+        raise InvalidRequest(
+            f"field 'deadline_s' is {spec.deadline_s}; at most {MAX_DEADLINE_S:.0f} seconds, or 0 for none"
+        )
+    words = [*spec.metadata, *spec.metadata.values()]
+    if len(spec.metadata) > MAX_METADATA or any(len(word) > MAX_METADATA_CHARACTERS for word in words):
+        raise InvalidRequest(
+            f"field 'metadata' is too large; at most {MAX_METADATA} entries of {MAX_METADATA_CHARACTERS} characters"
+        )
+
+
+_ColumnsGiven = str | tuple[str, ...] | Columns
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "input_format": get_args(InputFormat),
+    "output.format": get_args(OutputFormat),
+    "priority": get_args(Priority),
+}
+_decoder = msgspec.json.Decoder(JobSpec)
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at .*)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`(?: - at .*)?")
+
+
+def _explained(text: str, body: bytes) -> str:
+    """Says in words what msgspec found."""
+    at = _PATH.search(text)
+    path = at["path"].replace("[...]", "") if at else ""
+    if path.startswith("columns"):
+        path = _column_path(path, body)
+    inside = f"{path}." if path else ""
+    if unknown := _UNKNOWN.fullmatch(text):
+        near = get_close_matches(unknown["name"], _fields(path), n=1)
+        remedy = f"did you mean '{inside}{near[0]}'?" if near else f"there are {', '.join(_fields(path))}"
+        return f"a job has no field '{inside}{shown(unknown['name'])}'; {remedy}"
+    if missing := _MISSING.fullmatch(text):
+        return f"field '{inside}{missing['name']}' is missing"
+    reason = _PATH.sub("", text).replace("`", "")
+    if path in _CHOICES:
+        reason += f"; expected {', '.join(choice or 'nothing' for choice in _CHOICES[path])}"
+    return f"field '{path}': {reason}" if path else f"the job is no JSON object: {reason}"
+
+
+def _column_path(path: str, body: bytes) -> str:
+    """Returns the path of a problem in `columns` with the tensor's name, which msgspec leaves out."""
+    given = msgspec.json.decode(body)["columns"]
+    for tensor, value in given.items() if isinstance(given, dict) else ():
+        try:
+            msgspec.convert(value, _ColumnsGiven, strict=True)
+        except msgspec.ValidationError:
+            return f"columns.{shown(tensor)}{path.removeprefix('columns')}"
+    return path
+
+
+def _fields(path: str) -> tuple[str, ...]:
+    kind = {"": JobSpec, "output": Output}.get(path, Columns)
+    return kind.__struct_fields__
+
+
+def shown(text: str) -> str:
+    """Returns what a message shows of a user's name: what can be printed, and not all of a long one."""
+    clean = "".join(character if character.isprintable() else "?" for character in text)
+    return clean if len(clean) <= _SHOWN else clean[:_SHOWN] + "…"

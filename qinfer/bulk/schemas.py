@@ -1,0 +1,51 @@
+"""The columns of a job's files: as text in its plan, and their types where those of several files differ. Pure."""
+
+import binascii
+
+import pyarrow as pa
+
+from qinfer.errors import CorruptEntry
+
+
+def encode_schema(schema: pa.Schema) -> str:
+    """Returns columns as text: Arrow's own form of a schema, in base64."""
+    return binascii.b2a_base64(schema.remove_metadata().serialize().to_pybytes(), newline=False).decode()
+
+
+def decode_schema(text: str) -> pa.Schema:
+    """Reads columns that are text.
+
+    Raises:
+        CorruptEntry: They can't be read.
+    """
+    try:
+        return pa.ipc.read_schema(pa.py_buffer(binascii.a2b_base64(text, strict_mode=True)))
+    except (ValueError, OSError) as error:
+        raise CorruptEntry(f"the columns of the job's inputs can't be read: {error}") from None
+
+
+def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Returns the type that holds the values of two: the wider number, the longer list; `None` = there is none."""
+    one, other = without_dictionary(one), without_dictionary(other)
+    if one == other:
+        return one
+    if _is_structure(one) or _is_structure(other):
+        return None
+    try:
+        schemas = [pa.schema([("column", kind)]) for kind in (one, other)]
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        return None
+
+
+def without_dictionary(kind: pa.DataType) -> pa.DataType:
+    """Returns the type of a dictionary's values, or the type itself: each file has its own dictionary."""
+    while pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return kind
+
+
+def _is_structure(kind: pa.DataType) -> bool:
+    while pa.types.is_nested(kind) and not pa.types.is_map(kind) and hasattr(kind, "value_type"):
+        kind = kind.value_type
+    return bool(pa.types.is_nested(kind))

@@ -1,0 +1,223 @@
+"""The inputs of a job: which files its URLs and patterns name, and what their footers say."""
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO, Literal, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from qinfer.bulk import text_rows
+from qinfer.bulk.arrow_footer import batch_rows
+from qinfer.bulk.job import InputFormat
+from qinfer.bulk.shards import MAX_FILES
+from qinfer.bulk.store import Stat, store_for
+from qinfer.errors import InvalidRequest
+
+FileFormat = Literal["parquet", "arrow", "csv", "jsonl"]
+
+_EXTENSIONS: dict[str, FileFormat] = {
+    "parquet": "parquet", "pq": "parquet", "parq": "parquet",
+    "arrow": "arrow", "feather": "arrow", "ipc": "arrow",
+    "csv": "csv",
+    "jsonl": "jsonl", "ndjson": "jsonl",
+}  # fmt: skip
+_THREADS = 16
+_SMALL_BATCH_BYTES = 256 * 1024
+_REASON_CHARACTERS = 200
+_HIDDEN = "(?![._])"  # as all who read a folder do: `_SUCCESS`, `.part-0.crc`
+
+
+class Footer(NamedTuple):
+    """What a file says of itself.
+
+    Attributes:
+        schema: Its columns; none where a CSV or JSON lines file is empty.
+        rows: Its rows.
+        groups: The rows of each row group (Parquet) or record batch (Arrow); `None` = the format has none.
+    """
+
+    schema: pa.Schema
+    rows: int
+    groups: tuple[int, ...] | None
+
+
+def find_files(inputs: Sequence[str]) -> list[Stat]:
+    """Lists the files of a job; it looks at several URLs at once.
+
+    `*` stands for any part of a name, `**` for any folders, `[0-9]` for one of some characters; names that begin with
+    `_` or `.` are matched only by patterns that begin so.
+
+    Args:
+        inputs: URLs of files and patterns, each in its one spelling.
+
+    Returns:
+        The files: inputs in their order, those of one pattern sorted. A file that several name is there once.
+
+    Raises:
+        InvalidRequest: A URL or pattern names no file, or there are more than `MAX_FILES`.
+        StoreError: A store can't be read.
+    """
+    patterns = {url: _folder(url) for url in inputs if _is_pattern(url)}
+    folders = sorted(set(patterns.values()))
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
+        listings = pool.map(_listing, folders)
+        literal = [url for url in inputs if "*" not in url]
+        stats = dict(zip(literal, pool.map(lambda url: store_for(url).stat(url), literal), strict=True))
+        below = dict(zip(folders, listings, strict=True))
+    found: dict[str, Stat] = {}
+    for url in inputs:
+        stat = stats.get(url)
+        for file in [stat] if stat is not None else _matches(url, below.get(patterns.get(url, ""), [])):
+            found.setdefault(file.url, file)
+    if len(found) > MAX_FILES:
+        raise InvalidRequest(f"the inputs are {len(found)} files; at most {MAX_FILES} are possible: make several jobs")
+    return list(found.values())
+
+
+def format_of(url: str, input_format: InputFormat) -> FileFormat:
+    """Returns the format of a file: the one that the job names, else that of its extension.
+
+    Raises:
+        InvalidRequest: Neither tells.
+    """
+    if input_format:
+        return input_format
+    extension = url.rpartition("/")[2].rpartition(".")[2].lower()
+    if extension not in _EXTENSIONS:
+        raise InvalidRequest(
+            f"the extension of '{url}' is that of no format; set 'input_format' to parquet, arrow, csv or jsonl"
+        )
+    return _EXTENSIONS[extension]
+
+
+def read_footer(file: Stat, format_: FileFormat) -> Footer:
+    """Reads what planning needs of a file; CSV and JSON lines are read to their end to count their rows.
+
+    Raises:
+        InvalidRequest: It is damaged, or not of this format.
+        StoreError: It can't be read.
+    """
+    return _read(file, format_, rows=True)
+
+
+def read_schema(file: Stat, format_: FileFormat) -> pa.Schema:
+    """Reads a file's columns; no column where a CSV or JSON lines file is empty.
+
+    Raises:
+        InvalidRequest: It is damaged, or not of this format.
+        StoreError: It can't be read.
+    """
+    return _read(file, format_, rows=False).schema
+
+
+def _read(file: Stat, format_: FileFormat, *, rows: bool) -> Footer:
+    if not file.size_bytes:
+        if format_ in ("csv", "jsonl"):
+            return Footer(pa.schema([]), 0, None)
+        raise InvalidRequest(f"'{file.url}' is empty, without even the footer of {format_} files; remove it")
+    try:
+        with store_for(file.url).open(file.url, sequential=_sequential(format_, rows=rows)) as content:
+            if format_ == "parquet":
+                return _parquet(content)
+            if format_ == "arrow":
+                return _arrow(content, file, rows=rows)
+            return _text(content, format_, rows=rows)
+    except (pa.ArrowException, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
+        raise InvalidRequest(f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason}") from None
+
+
+def _sequential(format_: FileFormat, *, rows: bool) -> bool:
+    return rows and format_ in ("csv", "jsonl")
+
+
+def _parquet(content: BinaryIO) -> Footer:
+    with pq.ParquetFile(content) as file:
+        groups = tuple(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
+        return Footer(file.schema_arrow, sum(groups), groups)
+
+
+def _arrow(content: BinaryIO, file: Stat, *, rows: bool) -> Footer:
+    reader = pa.ipc.open_file(content)
+    count = reader.num_record_batches
+    if not rows:
+        return Footer(reader.schema, 0, ())
+    if count and file.size_bytes // count < _SMALL_BATCH_BYTES:  # a request for each would take longer
+        with store_for(file.url).open(file.url, sequential=True) as whole:
+            groups = batch_rows(whole)
+    else:
+        groups = batch_rows(content)
+    return Footer(reader.schema, sum(groups), groups)
+
+
+def _text(content: BinaryIO, format_: Literal["csv", "jsonl"], *, rows: bool) -> Footer:
+    schema = text_rows.text_schema(content, format_)
+    if not rows:
+        return Footer(schema, 0, None)
+    content.seek(0)
+    return Footer(schema, text_rows.count_rows(content, format_), None)
+
+
+def _listing(folder: str) -> list[Stat]:
+    return list(store_for(folder).list(folder))
+
+
+def _matches(url: str, below: Sequence[Stat]) -> list[Stat]:
+    """Returns the files that a pattern means of those below its folder."""
+    if not _is_pattern(url):
+        if next(iter(store_for(url).list(url)), None) is not None:
+            raise InvalidRequest(f"input '{url}' is a folder; name its files, such as {url}/*.parquet")
+        raise InvalidRequest(f"input '{url}' does not exist")
+    folder = _folder(url)
+    pattern = _compiled(url[len(folder) :].lstrip("/"))
+    matches = [file for file in below if pattern.fullmatch(file.url[len(folder) :].lstrip("/"))]
+    if not matches:
+        raise InvalidRequest(
+            f"no file matches the input '{url}'; '*' stands for parts of a name and '**' for folders, and names that "
+            "begin with '_' or '.' are left out"
+        )
+    return matches
+
+
+def _is_pattern(url: str) -> bool:
+    return "*" in url or "[" in url
+
+
+def _folder(url: str) -> str:
+    """Returns the URL of the last folder before a pattern begins."""
+    scheme, separator, path = url.partition("://")
+    fixed = re.split(r"[*\[]", path, maxsplit=1)[0].rpartition("/")[0]
+    return f"{scheme}{separator}{fixed or '/'}"
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Returns the regular expression of a pattern below its folder."""
+    segments = pattern.split("/")
+    parts = []
+    for number, segment in enumerate(segments):
+        last = number == len(segments) - 1
+        if segment == "**":
+            parts.append(f"(?:{_HIDDEN}[^/]+/)*{_HIDDEN + '[^/]+' if last else ''}")
+        else:
+            hidden = "" if segment[0] in "._" else _HIDDEN
+            parts.append(hidden + _segment(segment) + ("" if last else "/"))
+    try:
+        return re.compile("".join(parts))
+    except re.error:
+        raise InvalidRequest(f"'{pattern}' of the inputs is no pattern; write such as [0-9], or * instead") from None
+
+
+def _segment(segment: str) -> str:
+    expression = ""
+    for token in re.findall(r"\*+|\[!?[^\]]+\]|.", segment):
+        if token.startswith("*"):
+            expression += "[^/]*"
+        elif len(token) > 1:
+            negated = token[1] == "!"
+            inside = re.escape(token[2 if negated else 1 : -1]).replace(r"\-", "-")
+            expression += f"[{'^/' if negated else ''}{inside}]"
+        else:
+            expression += re.escape(token)
+    return expression
