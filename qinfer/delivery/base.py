@@ -21,7 +21,8 @@ The promises, each a test in `tests/contract/`:
 12. `bury` moves an entry to the dead letters in one step, frame and payload, with why and how often it was tried.
 13. `oldest` shows what has been in a lane for so long, and changes nothing.
 
-Asynchronous requests, whose terminal step does more, are in `requests`; dead letters in `dead_letters`.
+Asynchronous requests, whose terminal step does more, are in `requests`; dead letters in `dead_letters`; the shards of
+bulk jobs, which are entries like all others but for their terminal step, in `jobs`.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from qinfer.tensors import Bytes
 
 if TYPE_CHECKING:  # they need `Lane` and `Entry`
     from qinfer.delivery.dead_letters import DeadLetters
+    from qinfer.delivery.jobs import Jobs
     from qinfer.delivery.requests import Requests
 
 
@@ -51,7 +53,7 @@ class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     Attributes:
         model: The model's name.
         version: Its version, > 0.
-        name: An opaque lane name: `p1` … `p8`, `bulk`, …
+        name: An opaque lane name: `p1` … `p8`, `p2.delayed`, `bulk1` … `bulk3`
         partition: The queue partition; the lanes of one partition share a cluster slot.
     """
 
@@ -123,6 +125,9 @@ class Delivery(Protocol):
     dead_letters: "DeadLetters"
     """What `bury` has put away."""
 
+    jobs: "Jobs"
+    """Bulk jobs, whose shards are entries of this queue."""
+
     def submit(
         self,
         lane: Lane,
@@ -155,7 +160,7 @@ class Delivery(Protocol):
         """Takes up to `count` entries: released ones first, then lanes in the order given.
 
         Waits up to `wait_s` seconds for the first when there is none, and then may return fewer than there are. Reads
-        of one model version share a connection: do not call it concurrently for the same lanes.
+        of one model version share a connection, those of its bulk lanes another one: call it for either one at a time.
         """
         ...
 

@@ -84,7 +84,7 @@ def due(model: str, partition: int = 0) -> str:
 
 
 def outbox(model: str, partition: int = 0) -> str:
-    """Returns the stream of webhooks and job progress to be delivered."""
+    """Returns the stream of webhooks to be delivered: of requests, and of jobs that have ended."""
     return f"{_partition(model, partition)}outbox"
 
 
@@ -138,9 +138,34 @@ def reply(reply_to: str) -> str:
     return f"qinfer:{reply_to}"
 
 
-def job(job_id: str) -> str:
+def job(model: str, partition: int, job_id: str) -> str:
     """Returns the hash of a bulk job."""
-    return f"qinfer:job:{job_id}"
+    return f"{_partition(model, partition)}job:{job_id}"
+
+
+def job_part(model: str, partition: int, job_id: str, part: str) -> str:
+    """Returns what belongs to a bulk job: its `todo`, `in_lane`, `outcomes` or `log`."""
+    return f"{_partition(model, partition)}job-{part}:{job_id}"
+
+
+def job_notices(model: str, partition: int) -> str:
+    """Returns the stream of the jobs of a partition that the janitor is to look at."""
+    return f"{_partition(model, partition)}job-notices"
+
+
+def jobs() -> str:
+    """Returns the sorted set of all bulk jobs by the time of their creation."""
+    return "qinfer:jobs"
+
+
+def job_places() -> str:
+    """Returns the hash that tells of each bulk job its partition and model."""
+    return "qinfer:jobs:places"
+
+
+def open_jobs() -> str:
+    """Returns the sorted set of the bulk jobs that may not have ended, by their deadlines."""
+    return "qinfer:jobs:open"
 
 
 def _partition(model: str, number: int) -> str:

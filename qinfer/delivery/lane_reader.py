@@ -24,7 +24,7 @@ RELEASED_EVERY_S = 0.1
 
 
 class LaneReader:
-    """The fetching half of `RedisDelivery`, one for each (model, version, partition).
+    """The fetching half of `RedisDelivery`, one for each (model, version, partition), and one for its bulk lanes.
 
     Args:
         router: The way to Redis.

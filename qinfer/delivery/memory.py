@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from qinfer.clock import Clock, ServerClock, SystemClock
 from qinfer.delivery.base import Entry, Lane, Lease, Payload, reply_address
 from qinfer.delivery.dead_letters import DeadLetters
+from qinfer.delivery.jobs import Jobs
 from qinfer.delivery.memory_dead_letters import MemoryDeadLetters
+from qinfer.delivery.memory_jobs import MemoryJobs
 from qinfer.delivery.memory_lanes import MemoryLanes
 from qinfer.delivery.memory_requests import MemoryRequests
 from qinfer.delivery.requests import Requests
@@ -30,7 +32,11 @@ class MemoryDelivery:
         self._lanes = MemoryLanes(self.clock, monotonic.monotonic_s)
         self._letters = MemoryDeadLetters(self._lanes, self.clock)
         self.dead_letters: DeadLetters = self._letters
-        self.requests: Requests = MemoryRequests(self._lanes, self.clock, self.publish)
+        requests = MemoryRequests(self._lanes, self.clock, self.publish)
+        jobs = MemoryJobs(self._lanes, self.clock, self._letters.bury, requests.tell_job)
+        requests.on_job_told = jobs.told
+        self.requests: Requests = requests
+        self.jobs: Jobs = jobs
         self._replies: dict[str, asyncio.Queue[bytes]] = {}
 
     def submit(

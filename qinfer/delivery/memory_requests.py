@@ -48,6 +48,7 @@ class _Pending(msgspec.Struct, eq=False):
     """One outbox entry."""
 
     address: Address
+    is_job: bool = False
     deliveries: int = 0
     taken_at: float = 0.0
 
@@ -72,6 +73,8 @@ class MemoryRequests:
         self._outbox: dict[str, _Pending] = {}
         self._last_notice = 0
         self._forgets_at = 0.0
+        self.on_job_told: Callable[[str, str], None] = lambda _, __: None
+        """Called with a job's id and `delivered` or `failed`, when the notice of its webhook is confirmed."""
         lanes.on_replay = self._replayed
 
     async def accept(self, acceptance: Acceptance) -> Accepted:
@@ -160,16 +163,29 @@ class MemoryRequests:
                 continue
             pending.deliveries += 1
             pending.taken_at = now_s
-            taken.append(Notice(id=notice_id, address=pending.address, deliveries=pending.deliveries))
+            deliveries = pending.deliveries
+            taken.append(Notice(id=notice_id, address=pending.address, deliveries=deliveries, is_job=pending.is_job))
         return taken
 
     async def confirm(self, model: str, partition: int, notice: Notice, *, delivered: bool) -> None:
         """See `Requests.confirm`."""
         await asyncio.sleep(0)
         self._outbox.pop(notice.id, None)
+        state = "delivered" if delivered else "failed"
+        if notice.is_job:
+            self.on_job_told(notice.address.id, state)
+            return
         stored = self._known(notice.address)
         if stored is not None:
-            stored.webhook_state = "delivered" if delivered else "failed"
+            stored.webhook_state = state
+
+    def tell_job(self, model: str, partition: int, job_id: str) -> None:
+        """Has the end of a bulk job told: its notice is handed out with those of requests."""
+        self._tell(Address(model, partition, job_id), is_job=True)
+
+    def _tell(self, address: Address, *, is_job: bool) -> None:
+        self._last_notice += 1
+        self._outbox[f"{int(self._clock.now_s() * 1000)}-{self._last_notice}"] = _Pending(address, is_job)
 
     def _replayed(self, request_id: str, item: Item) -> None:
         """Makes a request that had ended `queued` again, with its timeout from now on."""
@@ -217,8 +233,7 @@ class MemoryRequests:
             stored.waiters = []
             if stored.accepted.webhook:
                 stored.webhook_state = "pending"
-                self._last_notice += 1
-                self._outbox[f"{int(now_s * 1000)}-{self._last_notice}"] = _Pending(address)
+                self._tell(address, is_job=False)
             self._lanes.remove(stored.item.entry)
         if settlement.entry is not None:
             self._lanes.remove(settlement.entry)

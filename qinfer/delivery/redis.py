@@ -23,9 +23,11 @@ from qinfer.delivery.clients import blocking_client
 from qinfer.delivery.connection import Refused, Template, pack
 from qinfer.delivery.dead_letters import DeadLetters
 from qinfer.delivery.durability import Durability
+from qinfer.delivery.jobs import BULK_LANES, Jobs
 from qinfer.delivery.lane_reader import LaneReader, leases_of
 from qinfer.delivery.redis_dead_letters import RedisDeadLetters
 from qinfer.delivery.redis_entries import RedisEntries, grouped, owner_of
+from qinfer.delivery.redis_jobs import RedisJobs
 from qinfer.delivery.redis_requests import RedisRequests
 from qinfer.delivery.redis_submit import RedisSubmits
 from qinfer.delivery.replies import REPLY_TTL_MS, ReplyReader
@@ -57,7 +59,8 @@ class RedisDelivery:
         self._submits = RedisSubmits(router, self._values)
         self._entries = RedisEntries(router, self._values)
         self.dead_letters: DeadLetters = RedisDeadLetters(router, self._values)
-        self._readers: dict[tuple[str, int, int], LaneReader] = {}
+        self.jobs: Jobs = RedisJobs(router, self._durability, self.clock)
+        self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
         self._renewer: Any = None
 
@@ -121,7 +124,7 @@ class RedisDelivery:
         if count <= 0:
             return []
         first = lanes[0]
-        place = (first.model, first.version, first.partition)
+        place = (first.model, first.version, first.partition, first.name in BULK_LANES)
         reader = self._readers.get(place)
         if reader is None:
             slot = keys.lane_slot(first)

@@ -133,15 +133,22 @@ class RedisRequests:
         next_start, found = await scripts.run(self._call(name), scripts.NOTICES, [name], *arguments)
         self._looked_at[model, partition] = next_start
         return [
-            Notice(id=notice_id.decode(), address=Address(model, partition, request_id.decode()), deliveries=deliveries)
-            for notice_id, request_id, deliveries in found
+            Notice(
+                id=notice_id.decode(),
+                address=Address(model, partition, request_id.decode()),
+                deliveries=deliveries,
+                is_job=kind == b"j",
+            )
+            for notice_id, request_id, deliveries, kind in found
         ]
 
     async def confirm(self, model: str, partition: int, notice: Notice, *, delivered: bool) -> None:
         """See `Requests.confirm`."""
         name = keys.outbox(model, partition).encode()
         state = b"delivered" if delivered else b"failed"
-        names = [name, _record_key(notice.address)]
+        address = notice.address
+        job = keys.job(address.model, address.partition, address.id).encode()
+        names = [name, job if notice.is_job else _record_key(address)]
         await scripts.run(self._call(name), scripts.CONFIRM, names, keys.JANITORS, notice.id, state)
 
     def _call(self, key: bytes) -> Callable[..., Awaitable[Any]]:

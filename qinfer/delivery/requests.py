@@ -181,17 +181,19 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """An outbox entry: a request that ended and whose webhook is to be told.
+    """An outbox entry: a request, or a bulk job, that ended and whose webhook is to be told.
 
     Attributes:
         id: The outbox entry's own id, to confirm it; unique, so that receivers can drop repetitions.
-        address: The request.
+        address: The request, or the job.
         deliveries: How often the notice was handed out, this time included.
+        is_job: It is a job's.
     """
 
     id: str
     address: Address
     deliveries: int = 1
+    is_job: bool = False
 
 
 class Requests(Protocol):
@@ -256,7 +258,7 @@ class Requests(Protocol):
         ...
 
     async def confirm(self, model: str, partition: int, notice: Notice, *, delivered: bool) -> None:
-        """Removes a notice, and writes into the request's record whether its webhook was delivered or given up."""
+        """Removes a notice, and writes into the request's or job's record if its webhook was delivered or given up."""
         ...
 
 

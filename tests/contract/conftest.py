@@ -1,5 +1,6 @@
 """The queues that the delivery contract is tested on."""
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,9 @@ from qinfer.settings import LimitSettings, RedisSettings
 from tests import servers
 from tests.servers import RedisCluster, RedisServer, redis_6_2, system_redis
 
-PERMANENT = ("config", "dlq", "due")  # of a partition; lanes and statistics are told by their numbers
+PERMANENT = ("config", "dlq", "due", "job-notices")  # of a partition; lanes and statistics are told by their numbers
+WHOLE = {"qinfer:desired", "qinfer:control", "qinfer:workers", "qinfer:jobs", "qinfer:jobs:places", "qinfer:jobs:open"}
+ENDED = {"completed", "failed", "cancelled", "expired"}
 
 
 class MemoryQueue:
@@ -68,7 +71,15 @@ class RedisQueue:
             for key in servers.command(client, "KEYS", "*")
             if client.pttl(key) == -1
         ]
-        return [key for key in keys if not _may_stay(key)]
+        return [key for key in keys if not (_may_stay(key) or self._is_unfinished(key))]
+
+    def _is_unfinished(self, key: str) -> bool:
+        """Tells whether a key belongs to a bulk job that has not ended."""
+        found = re.fullmatch(r"(.*}:job)[^:]*(:.*)", key)
+        if found is None:
+            return False
+        state = self.on_owner("HGET", "".join(found.groups()), "state")
+        return state is not None and state.decode() not in ENDED
 
     async def close(self) -> None:
         for delivery in self._open:
@@ -78,7 +89,7 @@ class RedisQueue:
 
 
 def _may_stay(key: str) -> bool:
-    if key in {"qinfer:desired", "qinfer:control", "qinfer:workers"}:
+    if key in WHOLE:
         return True
     _, _, of_partition = key.partition("}:")
     name, _, _ = of_partition.partition(":")

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from qinfer.control.base import ControlStore, Desired, Speed, State, StoredModel, VersionState, WorkerRecord
@@ -88,17 +89,14 @@ async def test_the_first_writer_of_a_generation_wins(stores: Pair, generation: i
     assert await stores.one.model("m") == STORED
 
 
-async def test_a_forgotten_model_is_gone_and_may_come_back(stores: Pair) -> None:
-    """Wish and configuration go; an older generation may then be stored again."""
-    await stores.one.set_desired(Desired("m", 3))
+async def test_models_are_read_together(stores: Pair) -> None:
+    """Each by its name; those that nobody has stored are left out."""
+    second = msgspec.structs.replace(STORED, model="second", generation=1)
     await stores.one.put_model(STORED)
+    await stores.one.put_model(second)
 
-    await stores.one.forget("m")
-    await stores.one.forget("never known")
-
-    assert await stores.other.desired() == {}
-    assert await stores.other.model("m") is None
-    assert await stores.other.put_model(StoredModel(model="m", generation=1, config="", versions=()))
+    assert await stores.other.models(["second", "never known", "m"]) == {"second": second, "m": STORED}
+    assert await stores.other.models([]) == {}
 
 
 async def test_a_worker_is_live_while_it_beats(stores: Pair) -> None:
@@ -127,13 +125,13 @@ async def test_a_silent_worker_disappears(stores: Pair) -> None:
 
 async def test_a_speed_outlives_its_worker(stores: Pair) -> None:
     """The last one counts; each version has its own."""
-    assert await stores.one.speed("m", 1) is None
+    assert await stores.one.speeds([("m", 1)]) == {}
     await stores.one.put_speed("m", 1, Speed(2.5))
     await stores.one.put_speed("m", 2, Speed(7.0))
     await stores.other.put_speed("m", 1, Speed(3.5, 12.25))
 
-    assert await stores.one.speed("m", 1) == Speed(3.5, 12.25)
-    assert await stores.other.speed("m", 2) == Speed(7.0)
+    speeds = {("m", 1): Speed(3.5, 12.25), ("m", 2): Speed(7.0)}
+    assert await stores.one.speeds([("m", 2), ("m", 3), ("other", 1), ("m", 1)]) == speeds
 
 
 async def test_a_wake_before_the_wait_counts(stores: Pair) -> None:
@@ -236,6 +234,7 @@ async def test_a_record_that_cannot_be_read_hides_no_other(redis_queue: RedisQue
     store = RedisControlStore(admin_client(redis_queue.settings))
     await store.set_desired(Desired("m", 1))
     await store.put_model(STORED)
+    await store.put_model(msgspec.structs.replace(STORED, model="n"))
     await store.heartbeat(WORKER, LONG_S)
     await store.heartbeat(WorkerRecord(id="new", started_at=1.0, models={}), LONG_S)
     redis_queue.on_owner("HSET", keys.desired(), "new", b'{"wish": 1}')
@@ -244,7 +243,27 @@ async def test_a_record_that_cannot_be_read_hides_no_other(redis_queue: RedisQue
 
     assert await store.desired() == {"m": Desired("m", 1)}
     assert await store.model("m") is None
+    assert await store.models(["m", "n"]) == {"n": msgspec.structs.replace(STORED, model="n")}
     assert await store.workers() == [WORKER]
+    await store.close()
+
+
+async def test_many_models_are_one_round_trip(redis_queue: RedisQueue) -> None:
+    """Every gateway reads them every few seconds; in a cluster it is one to each node."""
+    store = RedisControlStore(admin_client(redis_queue.settings))
+    names = [f"m{number}" for number in range(100)]
+    for name in names:
+        await store.put_model(msgspec.structs.replace(STORED, model=name))
+
+    def reads() -> int:
+        """What the servers have read from sockets."""
+        return sum(info["total_reads_processed"] for info in redis_queue.on_every_node("INFO", "stats"))
+
+    before = reads()
+    assert (await store.models(names)).keys() == set(names)
+    assert len(await store.speeds([(name, 1) for name in names])) == 0
+
+    assert reads() - before < len(names) / 2
     await store.close()
 
 

@@ -31,16 +31,5 @@ redis.call('XACK', lane, group, id)
 redis.call('XDEL', lane, id)
 if payload then redis.call('UNLINK', payload) end
 
-redis.call('PEXPIRE', letters, age)
-redis.call('XTRIM', letters, 'MINID', string.format('%.0f', tonumber(string.match(letter, '^%d+')) - age))
-local count = redis.call('XLEN', letters)
-repeat
-  local excess = redis.call('MEMORY', 'USAGE', letters, 'SAMPLES', 0) - most
-  if excess > 0 and count > 1 then
-    -- So many as are that large on the average, but for the newest: to look at each of many would take seconds.
-    local average = (excess + most - #frame - #tensors) / (count - 1)
-    count = math.max(1, count - math.max(1, math.floor(excess / average)))
-    redis.call('XTRIM', letters, 'MAXLEN', count)
-  end
-until excess <= 0 or count == 1
+trim_letters(letters, letter, #frame + #tensors, age, most)
 return {letter, gone}

@@ -1,4 +1,4 @@
--- Removes a notice, and notes what became of it in the record of its request.
+-- Removes a notice, and notes what became of it in the record of its request or job.
 -- KEYS: outbox, record. ARGV: group, the notice's id, delivered | failed.
 local outbox, record = unpack(KEYS)
 

@@ -1,7 +1,7 @@
 -- Takes notices: those that were taken long enough ago and not confirmed, then new ones.
 -- KEYS: outbox. ARGV: group, consumer, count, ms until the first repetition, ms until the latest, where to begin among
 --   those taken before, ms after which a consumer is gone.
--- Returns {where to begin next time, {{id, request id, deliveries} per notice}}.
+-- Returns {where to begin next time, {{id, id of the request or job, deliveries, its kind (r | j)} per notice}}.
 local outbox = KEYS[1]
 local group, consumer, left, retry, latest = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local start, gone = ARGV[6], tonumber(ARGV[7])
@@ -15,7 +15,7 @@ if redis.pcall('XPENDING', outbox, group).err then -- there is no group yet
 end
 
 local function take(id, deliveries, entry)
-  taken[#taken + 1] = {id, entry[2][2], deliveries}
+  taken[#taken + 1] = {id, entry[2][2], deliveries, entry[2][1]}
   left = left - 1
 end
 

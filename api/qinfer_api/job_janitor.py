@@ -1,0 +1,145 @@
+"""The janitor's part in bulk jobs: keeps their lanes filled, and has them finished (DESIGN.md §6). No leader.
+
+    a notice ──▶ advance ──▶ lane filled
+                    ├─ nothing left to run ──▶ finalizing ──▶ Celery's `finalise`
+                    ├─ too many rows failed ──▶ failed; its shards are taken back ──▶ `finalise`
+                    └─ cancelling, nothing in hand ──▶ cancelled ──▶ `finalise`
+
+A notice is confirmed after the last step: where Celery's broker, or this gateway, is gone meanwhile, it comes again.
+Each step may be done twice.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from qinfer.control.catalog import Catalog
+from qinfer.delivery.job_records import TOP_UP_COUNT
+from qinfer.delivery.jobs import CANCELLING, ENDED, FINALIZING, RUNNING, JobNotice, JobRecord, Jobs, Standing
+from qinfer.errors import QinferError
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 5.0
+"""The pause between two looks at all running jobs."""
+
+RETRY_S = 2.0
+"""The pause before a notice that could not be acted on comes again; it doubles."""
+
+_NOTICES = 50  # of a model in a round
+_LATEST = 100  # jobs that are looked back at, at the start
+_TOGETHER = 16  # jobs looked at at once
+
+
+class JobJanitor:
+    """One per gateway that takes bulk jobs.
+
+    Args:
+        jobs: The jobs in the queue.
+        catalog: How many workers a model version has.
+        finalise: Sends Celery the task that finishes a job; it blocks, and may be called twice.
+        pause_s: The pause between rounds.
+        consumer: This process's name.
+    """
+
+    def __init__(
+        self, jobs: Jobs, catalog: Catalog, finalise: Callable[[str], None], pause_s: float, *, consumer: str
+    ) -> None:
+        self._jobs = jobs
+        self._catalog = catalog
+        self._finalise = finalise
+        self._pause_s = pause_s
+        self._consumer = consumer
+        self._together = asyncio.Semaphore(_TOGETHER)
+        self._places: dict[tuple[str, int], None] = {}  # where jobs were seen: an ended one may have a notice left
+        self._has_looked_back = False
+        self._is_working = True
+
+    async def run(self) -> None:
+        """Looks after jobs until cancelled."""
+        look_in_s = 0.0
+        while True:
+            pause_s = self._pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - rounds drift apart
+            await asyncio.sleep(pause_s)
+            look_in_s -= pause_s
+            try:
+                await self.attend()
+                if look_in_s <= 0:
+                    look_in_s = LOOK_EVERY_S
+                    await self.look()
+            except QinferError as error:
+                self._tell(error)
+            else:
+                self._tell(None)
+
+    async def attend(self) -> int:
+        """Acts on the notices that there are; returns how many it confirmed.
+
+        Raises:
+            QinferError: Some could not be acted on, and come again.
+        """
+        outcomes: list[BaseException | None] = []
+        for model, partition in await self._known():
+            notices = await self._jobs.notices(model, partition, self._consumer, _NOTICES, retry_s=RETRY_S)
+            outcomes += await asyncio.gather(*map(self._act_on, notices), return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+        return len(outcomes)
+
+    async def look(self) -> None:
+        """Fills the lanes of all running jobs, the highest priority first: there may be more workers now.
+
+        Raises:
+            QinferError: The queue can't be reached.
+        """
+        for record in await self._jobs.unfinished():
+            if record.state == RUNNING:
+                await self._fill(record)
+
+    async def _known(self) -> list[tuple[str, int]]:
+        """Returns the models and partitions that have jobs, had some since the start, or lately before."""
+        if not self._has_looked_back:
+            latest = (await self._jobs.list(count=_LATEST)).records
+            self._places |= dict.fromkeys((record.model, record.partition) for record in latest)
+            self._has_looked_back = True
+        self._places |= dict.fromkeys(await self._jobs.models())
+        return list(self._places)
+
+    async def _act_on(self, notice: JobNotice) -> None:
+        async with self._together:
+            record = await self._jobs.get(notice.job_id)
+            standing = None if record is None else await self._fill(record)
+            state = await self._next(record, standing) if record is not None and standing is not None else ""
+            if state == FINALIZING or state in ENDED - {"completed"}:  # of which it lists the parts that are there
+                await asyncio.to_thread(self._finalise, notice.job_id)
+            await self._jobs.confirm(notice)
+
+    async def _fill(self, record: JobRecord) -> Standing | None:
+        """Fills a job's lane; returns where the job stands, `None` where it is gone."""
+        workers = self._catalog.capacity(record.model, record.version).workers
+        while True:
+            standing = await self._jobs.advance(record.id, workers=workers)
+            if standing is None or standing.moved < TOP_UP_COUNT:
+                return standing
+
+    async def _next(self, record: JobRecord, standing: Standing) -> str:
+        """Gives a job its next state, where it has come to the end of the present one; returns the state."""
+        if standing.state == RUNNING and standing.has_failed:
+            error = f"more rows failed than its error_threshold allows ({record.max_errors})"
+            await self._jobs.stop(record.id, "failed", error=error, in_hand=True)
+            return "failed"
+        following = {RUNNING: FINALIZING, CANCELLING: "cancelled"}.get(standing.state)
+        if following and standing.is_settled and await self._jobs.move(record.id, {standing.state}, following):
+            logger.info("job moved", extra={"job_id": record.id, "state": following})
+            return following
+        return standing.state
+
+    def _tell(self, trouble: QinferError | None) -> None:
+        """Logs that jobs can't be looked after, or can again; once each time."""
+        if trouble is not None and self._is_working:
+            logger.warning("bulk jobs can't be looked after now", extra={"error": trouble.message})
+        if trouble is None and not self._is_working:
+            logger.info("bulk jobs are looked after again")
+        self._is_working = trouble is None

@@ -1,0 +1,171 @@
+"""The index of all bulk jobs on Redis: by creation, of those that may not have ended, and where each one's keys are.
+
+Its keys are in other slots than the jobs', so that it may name jobs whose record is gone, or that have ended. Readers
+drop the former once they are older than a creation can take; what has ended is closed by whoever sees it.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+from qinfer.clock import ServerClock
+from qinfer.delivery import keys
+from qinfer.delivery.job_fields import cursor_of, place_of
+from qinfer.delivery.job_records import JobRecord, Page
+from qinfer.delivery.router import Router
+
+_CREATION_S = 60.0
+_JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
+_LOOKS = 10  # of a listing: a page that few jobs fit ends before it is full
+_PAGE = 100
+_PLACES_KEPT = 10_000
+
+
+class Place(NamedTuple):
+    """Where the keys of a job are."""
+
+    model: str
+    partition: int
+    job_id: str
+
+    @property
+    def record(self) -> bytes:
+        """The key of its record."""
+        return keys.job(*self).encode()
+
+    def part(self, name: str) -> bytes:
+        """Returns the key of what belongs to it: `todo`, `in_lane`, `outcomes` or `log`."""
+        return keys.job_part(*self, name).encode()
+
+    def names(self) -> list[bytes]:
+        """Returns the keys that all scripts of jobs have first; see job.lua."""
+        parts = (self.part(name) for name in ("todo", "in_lane", "outcomes", "log"))
+        outbox, notices = keys.outbox(*self[:2]), keys.job_notices(*self[:2])
+        return [self.record, *parts, outbox.encode(), notices.encode()]
+
+
+class JobIndex:
+    """What `RedisJobs` looks jobs up in.
+
+    Args:
+        router: The way to Redis.
+        clock: The broker's time.
+    """
+
+    def __init__(self, router: Router, clock: ServerClock) -> None:
+        self._router = router
+        self._clock = clock
+        self._places: dict[str, Place] = {}  # they never change
+
+    async def add(self, place: Place, created_ms: int, deadline_at: float) -> bool:
+        """Adds a job, open; False when there is one of that id elsewhere."""
+        where = f"{place.partition} {place.model}".encode()
+        if not await self._call(b"HSETNX", _PLACES, place.job_id, where):
+            known = await self.find(place.job_id)
+            if known != place:
+                return False
+        await self._call(b"ZADD", _JOBS, b"NX", created_ms, place.job_id)
+        await self.open(place.job_id, deadline_at)
+        return True
+
+    async def find(self, job_id: str) -> Place | None:
+        """Returns where a job is; `None` when it is unknown."""
+        place = self._places.get(job_id)
+        if place is None:
+            found = await self._call(b"HGET", _PLACES, job_id)
+            if found is None:
+                return None
+            partition, _, model = found.decode().partition(" ")
+            place = Place(model, int(partition), job_id)
+            while len(self._places) >= _PLACES_KEPT:
+                del self._places[next(iter(self._places))]
+            self._places[job_id] = place
+        return place
+
+    async def open(self, job_id: str, deadline_at: float) -> None:
+        """Notes that a job has not ended, and its deadline; 0 = none."""
+        await self._call(b"ZADD", _OPEN, int(deadline_at * 1000) if deadline_at else b"+inf", job_id)
+
+    async def close(self, job_id: str) -> None:
+        """Notes that a job has ended."""
+        await self._call(b"ZREM", _OPEN, job_id)
+
+    async def open_ids(self, *, model: str | None = None, due_at: float | None = None) -> Sequence[str]:
+        """Returns the jobs that may not have ended: of one model, or with a deadline before an instant, or all."""
+        end = b"+inf" if due_at is None else int(due_at * 1000)
+        ids = [found.decode() for found in await self._call(b"ZRANGEBYSCORE", _OPEN, b"-inf", end)]
+        if model is None:
+            return ids
+        places = await asyncio.gather(*map(self.find, ids))
+        return [job_id for job_id, place in zip(ids, places, strict=True) if place is not None and place.model == model]
+
+    async def models(self) -> Sequence[tuple[str, int]]:
+        """Returns the models and partitions of the jobs that may not have ended."""
+        places = await asyncio.gather(*map(self.find, await self.open_ids()))
+        return list(dict.fromkeys(place[:2] for place in places if place is not None))
+
+    async def page(
+        self,
+        read: Callable[[str], Awaitable[JobRecord | None]],
+        fits: Callable[[JobRecord], bool],
+        after: str,
+        count: int,
+    ) -> Page:
+        """Returns up to `count` jobs that fit, the newest first.
+
+        Args:
+            read: Returns a job's record.
+            fits: Whether a job belongs to the listing.
+            after: Where to begin; empty = at the newest.
+            count: How many at most.
+
+        Raises:
+            InvalidRequest: `after` is no `Page.after`.
+        """
+        place = place_of(after) if after else None
+        found: list[JobRecord] = []
+        for _ in range(_LOOKS):
+            pairs, is_last = await self._behind(place)
+            records = await asyncio.gather(*(read(job_id) for _, job_id in pairs))
+            for place, record in zip(pairs, records, strict=True):
+                if record is None:
+                    await self.forget(place[1], place[0])
+                elif fits(record):
+                    found.append(record)
+                if len(found) == count:
+                    return Page(found, cursor_of(*place))
+            if is_last:
+                return Page(found, "")
+        return Page(found, cursor_of(*place) if place is not None else "")
+
+    async def forget(self, job_id: str, created_ms: int | None = None) -> None:
+        """Drops a job without a record, unless it may just be being created."""
+        if created_ms is None:
+            created_ms = int(float(await self._call(b"ZSCORE", _JOBS, job_id) or 0))
+        if created_ms / 1000 < self._clock.now_s() - _CREATION_S:
+            await self.remove(job_id)
+
+    async def remove(self, job_id: str) -> None:
+        """Drops a job."""
+        await self.close(job_id)
+        await self._call(b"ZREM", _JOBS, job_id)
+        await self._call(b"HDEL", _PLACES, job_id)
+        self._places.pop(job_id, None)
+
+    async def _behind(self, place: tuple[int, str] | None) -> tuple[list[tuple[int, str]], bool]:
+        """Returns jobs older than the one at `place`, the newest first, as (created, id); and whether these are all."""
+        start = b"+inf" if place is None else place[0]
+        skipped = 0
+        while True:
+            words = (b"ZREVRANGEBYSCORE", _JOBS, start, b"-inf", b"WITHSCORES", b"LIMIT", skipped, _PAGE)
+            found = await self._call(*words)
+            pairs = [
+                (int(float(score)), job_id.decode()) for job_id, score in zip(found[::2], found[1::2], strict=True)
+            ]
+            older = [pair for pair in pairs if place is None or pair < place]
+            if older or len(pairs) < _PAGE:
+                return older, len(pairs) < _PAGE
+            skipped += _PAGE
+
+    async def _call(self, command: bytes, key: bytes, *words: str | int | bytes) -> Any:
+        return await self._router.call(keys.slot(key), command, key, *words)

@@ -1,0 +1,80 @@
+-- What the scripts of bulk jobs share; all have these KEYS first: record, todo (sorted set: index → '<index>:<frame>'), in_lane
+-- (hash: index → entry), outcomes (hash: index → 'rows failed given_up error'), log, outbox, notices.
+local DAY_MS = 86400000
+local ENDED = {completed = true, failed = true, cancelled = true, expired = true}
+
+-- Notes that something about a job has changed, with the fields and values given.
+local function change(record, ...)
+  redis.call('HSET', record, 'updated_at', now_ms(), ...)
+  redis.call('HINCRBY', record, 'revision', 1)
+end
+
+-- Leaves a notice of a job, unless there is one that nobody has looked at yet.
+local function notify(id)
+  if redis.call('HSETNX', KEYS[1], 'noticed', '1') == 1 then redis.call('XADD', KEYS[7], '*', 'r', id) end
+end
+
+-- Adds a line to a job's log.
+local function note(text, most)
+  local record, log = KEYS[1], KEYS[5]
+  redis.call('RPUSH', log, string.format('%.0f %s', now_ms(), text))
+  redis.call('LTRIM', log, -most, -1)
+  local left = redis.call('PTTL', record)
+  if left > 0 then redis.call('PEXPIRE', log, left) end
+end
+
+-- Gives a job a state, with fields and values; an end begins its time to live and has its webhook told.
+local function become(id, state, ...)
+  local record, outbox = KEYS[1], KEYS[6]
+  local was, started, ended, kept, webhook =
+    unpack(redis.call('HMGET', record, 'state', 'started_at', 'ended_at', 'kept_ms', 'webhook'))
+  if state == 'running' and started == '0' then started = now_ms() end
+  if ENDED[state] and not ENDED[was] then ended = now_ms() end
+  for i = 1, 5 do -- first, for it takes no memory: after a write, full memory stops no script
+    if ENDED[state] then redis.call('PEXPIRE', KEYS[i], kept) else redis.call('PERSIST', KEYS[i]) end
+  end
+  change(record, 'state', state, 'started_at', started, 'ended_at', ENDED[state] and ended or 0, ...)
+  if ENDED[state] and not ENDED[was] and webhook ~= '' then
+    redis.call('HSET', record, 'webhook_state', 'pending')
+    redis.call('XADD', outbox, '*', 'j', id)
+    if redis.call('PTTL', outbox) < kept + DAY_MS then redis.call('PEXPIRE', outbox, kept + DAY_MS) end
+  end
+end
+
+-- Moves up to `most` shards from todo to the lane, of which it holds at most twice as many as may run; returns how many.
+local function refill(lane, most)
+  local record, todo, in_lane = KEYS[1], KEYS[2], KEYS[3]
+  local parallel = tonumber(redis.call('HGET', record, 'parallel') or 1)
+  local room = math.min(2 * parallel - redis.call('HLEN', in_lane), most)
+  if room < 1 then return 0 end
+  local found = redis.call('ZPOPMIN', todo, room)
+  for i = 1, #found, 2 do
+    local index = found[i + 1]
+    redis.call('HSET', in_lane, index, redis.call('XADD', lane, '*', 'f', string.sub(found[i], #index + 2)))
+  end
+  return #found / 2
+end
+
+-- Tells whether more rows of a job have failed than may.
+local function has_failed(record)
+  local failed, most = unpack(redis.call('HMGET', record, 'rows_failed', 'max_errors'))
+  return tonumber(most) >= 0 and tonumber(failed) > tonumber(most)
+end
+
+-- Adds an outcome to a job's counts, or with a sign of -1 takes it out again.
+local function count(record, outcome, sign)
+  local rows, failed, given_up = string.match(outcome, '^(%d+) (%d+) (%d)')
+  local function add(field, number) redis.call('HINCRBY', record, field, string.format('%d', sign * number)) end -- -0 is none
+  add('rows_done', rows - failed)
+  add('rows_failed', failed)
+  add(given_up == '1' and 'shards_failed' or 'shards_done', 1)
+end
+
+-- Puts a shard into todo, in the place of what was there of it.
+local function put(todo, index, frame)
+  local member = index .. ':' .. frame
+  redis.call('ZADD', todo, index, member)
+  for _, other in ipairs(redis.call('ZRANGEBYSCORE', todo, index, index)) do
+    if other ~= member then redis.call('ZREM', todo, other) end
+  end
+end

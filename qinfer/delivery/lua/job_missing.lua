@@ -1,0 +1,9 @@
+-- Names the shards that should be in the lane and are not.
+-- KEYS: in_lane (see job.lua), the lane. Returns their indices.
+local missing = {}
+
+local held = redis.call('HGETALL', KEYS[1])
+for i = 1, #held, 2 do
+  if not redis.call('XRANGE', KEYS[2], held[i + 1], held[i + 1])[1] then missing[#missing + 1] = held[i] end
+end
+return missing

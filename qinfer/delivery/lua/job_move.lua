@@ -1,0 +1,13 @@
+-- Changes the state of a bulk job, if it has one of those expected; from running to finalizing if nothing is left to run.
+-- KEYS: see job.lua. ARGV: id, the new state, how many are expected, these, fields and values. Returns 1 or 0.
+local id, state, expected = ARGV[1], ARGV[2], tonumber(ARGV[3])
+
+local was = redis.call('HGET', KEYS[1], 'state')
+if was == 'running' and state == 'finalizing' and redis.call('ZCARD', KEYS[2]) + redis.call('HLEN', KEYS[3]) > 0 then return 0 end
+for i = 4, 3 + expected do
+  if was == ARGV[i] then
+    become(id, state, unpack(ARGV, 4 + expected))
+    return 1
+  end
+end
+return 0

@@ -1,0 +1,5 @@
+-- Adds a line to a job's log. KEYS: see job.lua. ARGV: the line, how many are kept.
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+note(ARGV[1], ARGV[2])
+change(KEYS[1])
+return 1

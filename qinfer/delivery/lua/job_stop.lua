@@ -1,0 +1,13 @@
+-- Stops a job that has not ended: from now on none of its shards comes to the lane.
+-- KEYS: see job.lua. ARGV: id, its new state, why ('' = nothing to say), lines of the log that are kept.
+-- Returns 1, or 0 where it had ended otherwise or is unknown.
+local id, state, reason, lines = unpack(ARGV)
+
+local was = redis.call('HGET', KEYS[1], 'state')
+if not was or was ~= state and ENDED[was] then return 0 end
+redis.call('UNLINK', KEYS[2])
+if was ~= state then
+  become(id, state, 'error', reason)
+  note(state .. (reason ~= '' and ': ' .. reason or ''), lines)
+end
+return 1

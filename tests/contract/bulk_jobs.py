@@ -1,0 +1,69 @@
+"""What the suites about bulk jobs share: how one is made, run and looked at."""
+
+import msgspec
+
+from qinfer.delivery.base import Delivery, Lane, Lease
+from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
+
+LANES = bulk_lanes("digits", 1)
+
+
+def record(job_id: str = "j1", **changes: object) -> JobRecord:
+    plain = JobRecord(id=job_id, model="digits", version=1, spec=b'{"model":"digits"}', max_parallel=2)
+    return msgspec.structs.replace(plain, **changes)
+
+
+def shards(*indices: int, job_id: str = "j1") -> list[tuple[int, bytes]]:
+    return [(index, f"{job_id}:{index}".encode()) for index in indices]
+
+
+async def planned(delivery: Delivery, count: int, job_id: str = "j1", **changes: object) -> None:
+    """Makes a job of so many shards with ten rows each run; nothing is in its lane yet."""
+    assert await delivery.jobs.create(record(job_id, **{"state": "planning"} | changes))
+    assert await delivery.jobs.plan(job_id, shards(*range(count), job_id=job_id), 10 * count, complete=True)
+
+
+async def running(delivery: Delivery, count: int, job_id: str = "j1", **changes: object) -> None:
+    """As `planned`, with its lane filled, and its first notice gone."""
+    await planned(delivery, count, job_id, **changes)
+    await delivery.jobs.advance(job_id)
+    for notice in await delivery.jobs.notices("digits", 0, "setup", 100):
+        await delivery.jobs.confirm(notice)
+
+
+async def fetch(
+    delivery: Delivery, count: int = 1, consumer: str = "a", lanes: tuple[Lane, ...] = LANES
+) -> list[Lease]:
+    return await delivery.fetch(lanes, consumer, count, 0.0)
+
+
+def index_of(lease: Lease) -> int:
+    return int(lease.frame.partition(b":")[2])
+
+
+def fine(lease: Lease, failed_rows: int = 0) -> ShardOutcome:
+    return ShardOutcome(index_of(lease), 10, failed_rows)
+
+
+async def finish(delivery: Delivery, lease: Lease, job_id: str = "j1", failed_rows: int = 0) -> bool:
+    return await delivery.jobs.finish_shard(job_id, lease, fine(lease, failed_rows))
+
+
+async def noticed(delivery: Delivery) -> list[str]:
+    """Takes and confirms the notices; returns whose they are."""
+    found = await delivery.jobs.notices("digits", 0, "j", 100)
+    for notice in found:
+        await delivery.jobs.confirm(notice)
+    return [notice.job_id for notice in found]
+
+
+async def known(delivery: Delivery, job_id: str = "j1") -> JobRecord:
+    found = await delivery.jobs.get(job_id)
+    assert found is not None
+    return found
+
+
+async def counts(delivery: Delivery, job_id: str = "j1") -> tuple[int, int, int, int]:
+    """Returns rows and shards: done and failed of each."""
+    found = await known(delivery, job_id)
+    return found.rows_done, found.rows_failed, found.shards_done, found.shards_failed

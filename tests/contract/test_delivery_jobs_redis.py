@@ -1,0 +1,207 @@
+"""What bulk jobs on Redis promise beyond the contract: slots, lifetimes, full memory, what a dead process left."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from qinfer.delivery import keys, scripts
+from qinfer.delivery.durability import Durability
+from qinfer.delivery.jobs import ShardOutcome
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.errors import BrokerUnavailable, QueueFull
+from tests.contract.bulk_jobs import LANES, fetch, finish, known, planned, record, running, shards
+from tests.contract.conftest import RedisQueue
+
+PARTS = ("todo", "in_lane", "outcomes", "log")
+RECORD = keys.job("digits", 0, "j1")
+
+
+def lifetimes(queue: RedisQueue) -> dict[str, int]:
+    """Returns the time to live of what there is of a job, in ms; -1 = for ever."""
+    names = {"record": RECORD, **{part: keys.job_part("digits", 0, "j1", part) for part in PARTS}}
+    found = {name: queue.on_owner("PTTL", key) for name, key in names.items()}
+    return {name: left for name, left in found.items() if left != -2}
+
+
+async def test_all_of_a_job_but_the_index_is_in_its_models_slot(redis_queue: RedisQueue) -> None:
+    """With its lanes, dead letters and notices: the scripts would be refused in a cluster otherwise."""
+    delivery = await redis_queue.connect()
+    await running(delivery, 9)
+    [lease, other] = await fetch(delivery, 2)
+    await finish(delivery, lease)
+    await delivery.jobs.bury_shard("j1", other, ShardOutcome(1, 10, 10, "no"), "internal")
+    await delivery.jobs.stop("j1", "cancelled")
+
+    names = {key.decode() for on_node in redis_queue.on_every_node("KEYS", "*") for key in on_node}
+
+    index = {keys.jobs(), keys.open_jobs(), keys.job_places()}
+    assert names - index == {name for name in names if name.startswith("qinfer:{digits#0}:")}
+    assert keys.open_jobs() not in names
+
+
+async def test_a_job_is_known_for_its_time_after_the_end(redis_queue: RedisQueue) -> None:
+    """Before it, for ever; when it goes on, for ever again. What is gone leaves the listing."""
+    delivery = await redis_queue.connect()
+    await running(delivery, 9, kept_s=1000.0, created_at=1000.0)
+    leases = await fetch(delivery, 2)
+    await finish(delivery, leases[0])
+    await delivery.jobs.note("j1", "a line")
+    assert lifetimes(redis_queue) == dict.fromkeys(("record", *PARTS), -1)
+
+    await delivery.jobs.stop("j1", "cancelled")
+    await delivery.jobs.note("j1", "another line")
+    ending = lifetimes(redis_queue)
+    await delivery.jobs.requeue("j1", shards(*range(1, 9)))
+    going_on = lifetimes(redis_queue)
+    await delivery.jobs.stop("j1", "failed", in_hand=True)
+    redis_queue.on_owner("PEXPIRE", RECORD, 0)
+
+    assert set(ending) == {"record", "in_lane", "outcomes", "log"}
+    assert all(900_000 < left <= 1_000_000 for left in ending.values())
+    assert set(going_on.values()) == {-1}
+    assert await delivery.jobs.get("j1") is None
+    assert (await delivery.jobs.list()).records == []
+    assert redis_queue.on_owner("ZCARD", keys.jobs()) == 0
+    assert redis_queue.on_owner("HLEN", keys.job_places()) == 0
+
+
+async def test_the_index_is_repaired(redis_queue: RedisQueue) -> None:
+    """A creation that never came to its record leaves it in time; a job that has ended is closed."""
+    delivery = await redis_queue.connect()
+    await delivery.jobs.create(record())
+    for name, created_s in (("dead", 1000.0), ("being-made", delivery.clock.now_s())):
+        redis_queue.on_owner("HSET", keys.job_places(), name, "0 digits")
+        redis_queue.on_owner("ZADD", keys.jobs(), int(created_s * 1000), name)
+        redis_queue.on_owner("ZADD", keys.open_jobs(), "+inf", name)
+
+    assert [found.id for found in await delivery.jobs.unfinished()] == ["j1"]
+    assert set(redis_queue.on_owner("ZRANGE", keys.open_jobs(), 0, -1)) == {b"j1", b"being-made"}
+    assert await delivery.jobs.create(record("being-made"))
+
+    await delivery.jobs.stop("j1", "cancelled")
+    redis_queue.on_owner("ZADD", keys.open_jobs(), "+inf", "j1")  # its closing was lost
+    assert [found.id for found in await delivery.jobs.unfinished()] == ["being-made"]
+    assert redis_queue.on_owner("ZSCORE", keys.open_jobs(), "j1") is None
+
+
+async def test_a_creation_that_is_repeated_by_the_connection_is_one(
+    redis_queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node had changed: the script runs twice, and the job is its caller's."""
+    delivery = await redis_queue.connect()
+    write = Durability.write
+
+    async def twice(self: Durability, model: str, partition: int, operation: Callable[..., Awaitable[Any]]) -> Any:
+        await write(self, model, partition, operation)
+        return await write(self, model, partition, operation)
+
+    monkeypatch.setattr(Durability, "write", twice)
+
+    assert await delivery.jobs.create(record())
+    assert not await delivery.jobs.create(record())
+
+
+async def test_full_memory_refuses_jobs_and_lets_shards_end(redis_queue: RedisQueue) -> None:
+    """Nothing is half done: what frees memory goes on, what takes some is refused as a whole."""
+    delivery = await redis_queue.connect()
+    await running(delivery, 9, max_errors=0)
+    await delivery.jobs.create(record("j3", state="planning"))
+    first, second, third = await fetch(delivery, 3)
+    redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "1")
+    try:
+        with pytest.raises(QueueFull, match="memory is full"):
+            await delivery.jobs.create(record("j2"))
+        with pytest.raises(QueueFull, match="memory is full"):
+            await delivery.jobs.plan("j3", shards(0), 10, complete=True)
+        assert await finish(delivery, first)
+        await delivery.jobs.bury_shard("j1", second, ShardOutcome(1, 10, 10, "no"), "internal")
+        await delivery.jobs.drop_shard("j1", third, 2)
+        assert await delivery.jobs.stop("j1", "failed", error="too many", in_hand=True)
+    finally:
+        redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
+
+    found = await known(delivery)
+    assert (found.state, found.error, found.rows_done, found.rows_failed) == ("failed", "too many", 10, 10)
+    assert await delivery.depth(LANES) == [0, 0, 0]
+    assert (await known(delivery, "j3")).state == "planning"
+    assert await delivery.jobs.get("j2") is None
+
+
+async def test_a_stop_that_was_cut_off_is_taken_up(redis_queue: RedisQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process died between its steps: nothing comes to the lane any more, and the next one clears it."""
+    delivery, other = await redis_queue.connect(), await redis_queue.connect()
+    await running(delivery, 9)
+    run = scripts.run
+
+    async def cut_off(call: Callable[..., Any], script: scripts.Script, *arguments: Any, **options: Any) -> Any:
+        if script is scripts.JOB_WITHDRAW:
+            raise BrokerUnavailable("the connection is down; try again")
+        return await run(call, script, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scripts, "run", cut_off)
+        with pytest.raises(BrokerUnavailable):
+            await delivery.jobs.stop("j1", "cancelled")
+    assert await other.jobs.top_up("digits") == 0
+    assert await other.depth(LANES) == [0, 4, 0]
+
+    assert await other.jobs.stop("j1", "cancelled")
+
+    assert await other.depth(LANES) == [0, 0, 0]
+    assert (await known(other)).in_lane == 0
+
+
+async def test_a_stop_that_comes_late_takes_nothing_from_a_job_that_goes_on(
+    redis_queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was resumed between the stop's steps: its plan left out what is in the lane."""
+    delivery, other = await redis_queue.connect(), await redis_queue.connect()
+    await running(delivery, 3)
+    run = scripts.run
+
+    async def resumed(call: Callable[..., Any], script: scripts.Script, *arguments: Any, **options: Any) -> Any:
+        if script is scripts.JOB_WITHDRAW:
+            await other.jobs.move("j1", {"cancelled"}, "planning")
+            await other.jobs.plan("j1", shards(0, 1, 2), 30, complete=True)
+        return await run(call, script, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scripts, "run", resumed)
+        await delivery.jobs.stop("j1", "cancelled")
+
+    assert [lease.frame for lease in await fetch(other, 9)] == [b"j1:0", b"j1:1", b"j1:2"]
+    assert (await known(other)).shards == 3
+
+
+async def test_lanes_that_were_deleted_are_lost_shards(redis_queue: RedisQueue) -> None:
+    """Nothing hangs: they are named, requeued, and fetched from a lane that is made anew."""
+    delivery = await redis_queue.connect()
+    await running(delivery, 5)
+    [lease] = await fetch(delivery)
+    redis_queue.on_owner("DEL", keys.lane(LANES[1]))
+
+    assert await delivery.jobs.missing("j1") == [0, 1, 2, 3]
+    assert delivery.renew([lease]) == [lease]
+    assert not await delivery.jobs.bury_shard("j1", lease, ShardOutcome(0, 10, 10, "no"), "internal")
+    assert await delivery.jobs.requeue("j1", shards(0, 1, 2, 3))
+    await delivery.jobs.advance("j1")
+
+    assert [found.frame for found in await fetch(delivery, 9)] == [b"j1:0", b"j1:1", b"j1:2", b"j1:3"]
+
+
+@pytest.mark.parametrize("redis_queue", ["redis-system"], indirect=True)
+async def test_ten_thousand_shards_delay_no_job_of_higher_priority(redis_queue: RedisQueue) -> None:
+    """They wait in todo, not in the lane; to plan and to cancel them takes bounded steps."""
+    delivery: RedisDelivery = await redis_queue.connect()
+    await running(delivery, 10_000, "low", priority=3)
+    held = await fetch(delivery, 2)
+
+    await planned(delivery, 2, "high", priority=1)
+    await delivery.jobs.top_up("digits")
+
+    assert await delivery.depth(LANES) == [2, 0, 4]
+    assert [lease.frame for lease in await fetch(delivery, 3)] == [b"high:0", b"high:1", b"low:2"]
+    assert await delivery.jobs.stop("low", "cancelled", in_hand=True)
+    assert delivery.renew(held) == held
+    assert await delivery.depth(LANES) == [2, 0, 0]

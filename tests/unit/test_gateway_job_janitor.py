@@ -1,0 +1,256 @@
+"""The janitor's part in bulk jobs, a round at a time, on the memory adapters and a clock that tests move."""
+
+import asyncio
+import logging
+
+import pytest
+
+from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.control.catalog import Catalog
+from qinfer.control.memory_store import MemoryControlStore
+from qinfer.delivery.base import Lease
+from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
+from qinfer.delivery.memory import MemoryDelivery
+from qinfer.errors import BrokerUnavailable
+from qinfer.observability.metrics import BACKLOG
+from qinfer.repository.config import normalise, parse, to_json
+from qinfer.settings import LimitSettings
+from qinfer.testing import FakeClock, eventually
+from qinfer_api.job_janitor import JobJanitor
+from qinfer_api.scrape import take_snapshot
+
+CONFIG = """
+name: "m" backend: "stub" max_batch_size: 8
+input { name: "x" data_type: TYPE_FP32 dims: [4] } output { name: "y" data_type: TYPE_FP32 dims: [4] }
+"""
+LANES = bulk_lanes("m", 1)
+
+
+class Bench:
+    """A janitor and what it looks after; Celery's broker is away while `trouble` is set."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.delivery, self.store = MemoryDelivery(self.clock), MemoryControlStore()
+        self.jobs = self.delivery.jobs
+        self.catalog = Catalog(self.store, LimitSettings())
+        self.sent: list[str] = []
+        self.trouble = False
+        self.janitor = JobJanitor(self.jobs, self.catalog, self.finalise, 0.001, consumer="g1")
+
+    def finalise(self, job_id: str) -> None:
+        if self.trouble:
+            raise BrokerUnavailable("the task queue can't be reached; try again")
+        self.sent.append(job_id)
+
+    async def workers(self, count: int) -> None:
+        await self.store.put_model(StoredModel("m", 1, to_json(normalise(parse(CONFIG), "m")), (1,)))
+        await self.store.set_desired(Desired("m", 1))
+        ready = {"m": {1: VersionState(State.READY, 1)}}
+        for number in range(count):
+            await self.store.heartbeat(WorkerRecord(id=f"w{number}", started_at=0.0, models=ready), ttl_s=3600)
+        await self.catalog.refresh()
+
+    async def plan(self, count: int, job_id: str = "j1", **changes: object) -> None:
+        fields = {"id": job_id, "model": "m", "version": 1, "state": "planning", **changes}
+        assert await self.jobs.create(JobRecord(**fields))  # type: ignore[arg-type]  # of the fields' own types
+        shards = [(index, f"{job_id}:{index}".encode()) for index in range(count)]
+        assert await self.jobs.plan(job_id, shards, 10 * count, complete=True)
+
+    async def depth(self) -> int:
+        return sum(await self.delivery.depth(LANES))
+
+    async def fetch(self, count: int = 1) -> list[Lease]:
+        return await self.delivery.fetch(LANES, "w", count, 0.0)
+
+    async def finish(self, lease: Lease, failed_rows: int = 0) -> None:
+        job_id, _, index = lease.frame.decode().partition(":")
+        assert await self.jobs.finish_shard(job_id, lease, ShardOutcome(int(index), 10, failed_rows))
+
+    async def state(self, job_id: str = "j1") -> str:
+        record = await self.jobs.get(job_id)
+        return "" if record is None else record.state
+
+
+async def test_a_planned_job_gets_its_lane_filled() -> None:
+    """For as many workers as there are; once there are more, the next look fills it up."""
+    bench = Bench()
+    await bench.workers(1)
+    await bench.plan(9)
+
+    assert await bench.janitor.attend() == 1
+    assert await bench.depth() == 2
+    await bench.workers(3)
+    assert await bench.janitor.attend() == 0
+    await bench.janitor.look()
+
+    assert await bench.depth() == 6
+    assert await bench.state() == "running"
+
+
+async def test_a_wide_job_gets_its_lane_filled_in_one_round() -> None:
+    """In bounded steps, as many as it takes."""
+    bench = Bench()
+    await bench.plan(700, max_parallel=300)
+
+    await bench.janitor.attend()
+
+    assert await bench.depth() == 600
+
+
+async def test_a_settled_job_is_finished_by_celery() -> None:
+    """Once; the notice is gone then."""
+    bench = Bench()
+    await bench.plan(1)
+    await bench.janitor.attend()
+    [lease] = await bench.fetch()
+    await bench.finish(lease)
+
+    await bench.janitor.attend()
+    await bench.janitor.look()
+    bench.clock.advance(3600)
+    await bench.janitor.attend()
+
+    assert (await bench.state(), bench.sent) == ("finalizing", ["j1"])
+
+
+async def test_a_job_is_finished_though_celery_is_away_for_long(caplog: pytest.LogCaptureFixture) -> None:
+    """The notice stays, and comes again; other jobs go on meanwhile."""
+    bench = Bench()
+    bench.trouble = True
+    await bench.plan(0)
+    for _ in range(3):
+        with pytest.raises(BrokerUnavailable):
+            await bench.janitor.attend()
+        bench.clock.advance(100.0)
+    await bench.plan(1, "j2")
+    with pytest.raises(BrokerUnavailable):
+        await bench.janitor.attend()
+    assert await bench.depth() == 1
+
+    bench.trouble = False
+    bench.clock.advance(100.0)
+    with caplog.at_level(logging.INFO):
+        assert await bench.janitor.attend() == 1
+
+    assert (await bench.state(), bench.sent) == ("finalizing", ["j1"])
+
+
+async def test_the_parts_of_an_ended_job_are_listed_though_celery_is_away() -> None:
+    """By a gateway that was started only after the job's end, too."""
+    bench = Bench()
+    bench.trouble = True
+    await bench.plan(3)
+    await bench.jobs.stop("j1", "cancelling")
+    with pytest.raises(BrokerUnavailable):
+        await bench.janitor.attend()
+    assert (await bench.state(), await bench.jobs.models()) == ("cancelled", [])
+
+    bench.trouble = False
+    bench.clock.advance(100.0)
+    later = JobJanitor(bench.jobs, bench.catalog, bench.finalise, 0.001, consumer="g2")
+    assert await later.attend() == 1
+
+    assert bench.sent == ["j1"]
+
+
+async def test_too_many_failed_rows_end_a_job() -> None:
+    """At once: what waits and what is in hand is taken back, and the record says why."""
+    bench = Bench()
+    await bench.plan(9, max_errors=4, max_parallel=2)
+    await bench.janitor.attend()
+    first, second = await bench.fetch(2)
+    await bench.finish(first, failed_rows=5)
+
+    await bench.janitor.attend()
+
+    record = await bench.jobs.get("j1")
+    assert record is not None
+    assert (record.state, record.in_lane, record.rows_failed) == ("failed", 0, 5)
+    assert record.error == "more rows failed than its error_threshold allows (4)"
+    assert bench.delivery.renew([second]) == [second]
+    assert await bench.depth() == 0
+    assert bench.sent == ["j1"]  # to list the parts that are there
+
+
+async def test_a_cancelled_job_ends_when_nothing_is_in_hand() -> None:
+    """Not before: what its workers still finish counts."""
+    bench = Bench()
+    await bench.plan(9)
+    await bench.janitor.attend()
+    [lease] = await bench.fetch()
+    await bench.jobs.stop("j1", "cancelling")
+    await bench.janitor.attend()
+    assert await bench.state() == "cancelling"
+
+    await bench.finish(lease)
+    await bench.janitor.attend()
+
+    record = await bench.jobs.get("j1")
+    assert record is not None
+    assert (record.state, record.rows_done) == ("cancelled", 10)
+    assert bench.sent == ["j1"]  # to list the parts that are there
+
+
+async def test_a_notice_of_a_job_that_is_gone_is_confirmed() -> None:
+    """It was deleted before anybody looked."""
+    bench = Bench()
+    await bench.plan(3)
+    await bench.plan(3, "j2")
+    await bench.jobs.stop("j1", "cancelled")
+    await bench.jobs.delete("j1")
+
+    assert await bench.janitor.attend() == 2
+    assert await bench.depth() == 2
+
+
+async def test_several_janitors_do_no_harm() -> None:
+    """Each gateway has one."""
+    bench = Bench()
+    others = [JobJanitor(bench.jobs, bench.catalog, bench.finalise, 0.001, consumer=f"g{n}") for n in range(3)]
+    for number in range(20):
+        await bench.plan(number % 2, f"j{number}")
+
+    await asyncio.gather(*(janitor.attend() for janitor in others))
+    for lease in await bench.fetch(99):
+        await bench.finish(lease)
+    await asyncio.gather(*(janitor.attend() for janitor in others))
+
+    assert {await bench.state(f"j{number}") for number in range(20)} == {"finalizing"}
+    assert sorted(bench.sent) == sorted(f"j{number}" for number in range(20))
+
+
+async def test_the_metrics_show_shards_apart_from_requests() -> None:
+    """In the same metric by lane, to scale workers by; they are no requests that Triton would call pending."""
+    bench = Bench()
+    await bench.workers(1)
+    await bench.plan(9, priority=3)
+    await bench.janitor.attend()
+
+    snapshot = await take_snapshot(bench.catalog, bench.store, bench.delivery)
+
+    assert snapshot.depth == {("m", 1, "p1"): 0}
+    assert snapshot.shards == {("m", 1, "bulk1"): 0, ("m", 1, "bulk2"): 0, ("m", 1, "bulk3"): 2}
+    [backlog] = [family for family in snapshot.collect() if family.name == BACKLOG]
+    shown = {sample.labels["lane"]: sample.value for sample in backlog.samples}
+    assert shown == {"p1": 0, "bulk1": 0, "bulk2": 0, "bulk3": 2}
+
+
+async def test_rounds_go_on_while_celery_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged once that it is, and once that it is not any more."""
+    bench = Bench()
+    bench.trouble = True
+    await bench.plan(0)
+    with caplog.at_level(logging.INFO, "qinfer_api.job_janitor"):
+        running = asyncio.create_task(bench.janitor.run())
+        await eventually(lambda: "can't be looked after" in caplog.text)
+        bench.trouble = False
+        bench.clock.advance(100.0)
+        await eventually(lambda: "are looked after again" in caplog.text)
+        bench.clock.advance(100.0)
+        await eventually(lambda: bench.sent == ["j1"])
+        running.cancel()
+        await asyncio.wait([running])
+
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert set(said) == {"bulk jobs can't be looked after now"}
