@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 STAMP := .venv/.setup-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint e2e chaos bench docs test-gpu bench-gpu
+.PHONY: help setup demo test lint e2e chaos bench bench-bulk docs test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 10
@@ -32,6 +32,9 @@ chaos: $(STAMP) ## Kill processes under load for ten minutes (CHAOS_SECONDS, CHA
 
 bench: $(STAMP) ## Measure against peers; writes benchmarks/RESULTS.md (takes a while; ARGS="--quick")
 	@$(PYTHON) benchmarks/run $(ARGS)
+
+bench-bulk: $(STAMP) ## Score data sets beside a hand-written loop and Ray Data; writes benchmarks/BULK.md
+	@$(PYTHON) -m benchmarks.bulk.suite $(ARGS)
 
 test-gpu: $(STAMP) ## Models on a GPU against the CPU's answers (skipped where there is none)
 	@$(PYTHON) -m pytest tests/gpu -v -rs

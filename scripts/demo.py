@@ -31,6 +31,7 @@ from rich.table import Table
 
 from examples import digits
 from qinfer.observability import metrics
+from scripts import demo_bulk
 from scripts.load import Answer, ask_all
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,6 +69,7 @@ class Server:
             *("up", "--model-repository", str(options.directory / "models")),
             *("--data-dir", str(options.directory / "data"), "--http-port", str(port)),
             *("--grpc-port", str(grpc_port), "--metrics-port", str(metrics_port)),
+            *("--allow-store", options.directory.resolve().as_uri()),
         ]
 
     def start(self) -> None:
@@ -110,7 +112,7 @@ def main() -> int:
     console = Console(highlight=False)
     try:
         run(options, console)
-    except (DemoFailed, OSError) as error:
+    except (DemoFailed, demo_bulk.BulkDemoFailed, OSError) as error:
         console.print(f"[red]demo failed:[/] {error}", markup=True)
         return 1
     return 0
@@ -144,6 +146,7 @@ def run(options: Options, console: Console) -> None:
         console.print(f"gRPC     127.0.0.1:{grpc_port}\n")
         measure(server, data, options, console)
         show_curl(server, data, options.directory, console)
+        demo_bulk.score(server.url, data, options.directory, console)
     except BaseException:
         server.stop()
         raise

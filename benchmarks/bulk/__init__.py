@@ -1,0 +1,1 @@
+"""Bulk scoring, measured beside a hand-written loop and Ray Data."""
