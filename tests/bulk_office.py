@@ -1,0 +1,163 @@
+"""A bulk office on the memory adapters, with Parquet inputs in a directory and a job that is to be planned."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from qinfer.bulk.job import JobSpec, Output, encode_spec
+from qinfer.bulk.parts import PartWriter, part_metadata
+from qinfer.bulk.plan import Plan, Shard, decode_plan, decode_ticket
+from qinfer.bulk.store import ObjectStore, store_for
+from qinfer.control.base import ControlStore, State, StoredModel, VersionState, WorkerRecord
+from qinfer.delivery.base import Delivery, Lease
+from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
+from qinfer.repository.config import normalise, parse, to_json
+from qinfer.settings import BulkSettings, LimitSettings, Settings
+from qinfer.testing import FakeClock, MemoryControlStore, MemoryDelivery
+from qinfer_workers.bulk.finalise import Finaliser
+from qinfer_workers.bulk.office import Office
+from qinfer_workers.bulk.plan import Planner
+
+_CONFIG = """
+backend: "stub"
+max_batch_size: 8
+input { name: "x" data_type: TYPE_FP32 dims: [1] }
+output { name: "y" data_type: TYPE_FP32 dims: [1] }
+"""
+MODEL = StoredModel("stub", 1, to_json(normalise(parse(_CONFIG), "stub")), (1,), content_hash="hash-1")
+
+
+def write_inputs(directory: Path, rows: Sequence[int], *, group: int = 1000, column: str = "x") -> None:
+    """Writes a Parquet file for each number of rows, named `in-<number>.parquet`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for number, count in enumerate(rows):
+        table = pa.table({column: pa.array(range(count), pa.float32())})
+        pq.write_table(table, directory / f"in-{number}.parquet", row_group_size=group)
+
+
+def spec(directory: Path, **changes: Any) -> JobSpec:
+    """Returns a job that reads `<directory>/in` and writes `<directory>/out`, 10 rows a part."""
+    output = Output(f"file://{directory}/out", rows_per_part=10)
+    plain = JobSpec("stub", (f"file://{directory}/in/*.parquet",), output, version=1)
+    return msgspec.structs.replace(plain, **changes)
+
+
+def record_of(job: JobSpec, job_id: str = "job", state: str = "planning", **changes: Any) -> JobRecord:
+    """Returns the record of a job as the gateway stores it."""
+    return JobRecord(id=job_id, model=job.model, version=1, state=state, spec=encode_spec(job), **changes)
+
+
+class FaultyStore:
+    """An object store that does what a test says before or after an object of some name is made."""
+
+    def __init__(self, inner: ObjectStore) -> None:
+        self._inner = inner
+        self.before: dict[str, BaseException] = {}
+        self.puts: list[str] = []
+
+    def put_if_absent(self, data: bytes, url: str) -> Any:
+        name = url.rpartition("/")[2]
+        if name in self.before:
+            raise self.before.pop(name)
+        outcome = self._inner.put_if_absent(data, url)
+        self.puts.append(name)
+        return outcome
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Bench:
+    """The office, and what a worker would do."""
+
+    clock: FakeClock
+
+    def __init__(self, directory: Path, delivery: Delivery, store: ControlStore, **bulk: Any) -> None:
+        self.directory = directory
+        self.delivery = delivery
+        self.store = store
+        self.objects = FaultyStore(store_for(f"file://{directory}"))
+        self.settings = Settings(bulk=BulkSettings(**{"sweep_every_s": 0.2, "plan_threads": 2, **bulk}))
+        self.office = self.another_office()
+        self.jobs = delivery.jobs
+
+    def another_office(self) -> Office:
+        """Returns the office of another process."""
+        return Office(
+            settings=self.settings,
+            jobs=self.delivery.jobs,
+            store=self.store,
+            clock=self.delivery.clock,
+            store_for=lambda _: self.objects,
+        )
+
+    def planner(self) -> Planner:
+        return Planner(self.office, LimitSettings())
+
+    def finaliser(self) -> Finaliser:
+        return Finaliser(self.office)
+
+    async def record(self, job_id: str = "job") -> JobRecord:
+        record = await self.jobs.get(job_id)
+        assert record is not None
+        return record
+
+    async def texts(self, job_id: str = "job") -> list[str]:
+        return [line.text for line in await self.jobs.log(job_id)]
+
+    async def has_begun(self) -> bool:
+        return "planning began" in await self.texts()
+
+    def plan(self) -> Plan:
+        """Returns the plan in the output."""
+        return decode_plan((self.directory / "out" / "_plan.json").read_bytes())
+
+    async def fetch(self, count: int = 100, consumer: str = "w1") -> list[tuple[Lease, Shard]]:
+        """Takes shards as a worker does."""
+        lanes = bulk_lanes("stub", 1)
+        leases = await self.delivery.fetch(lanes, consumer, count, 0.0)
+        return [(lease, decode_ticket(lease.frame).shard) for lease in leases]
+
+    def commit(self, shard: Shard, job_id: str = "job", *, failed: int = 0, model_hash: str = "hash-1") -> Path:
+        """Writes the part of a shard as a worker does, its first `failed` rows with errors."""
+        path = self.directory / "out" / shard.part
+        codes = pa.array(["bad_row"] * failed + [None] * (shard.rows - failed), pa.string())
+        values = pa.array([float(row) for row in range(shard.rows)], pa.float32())
+        table = pa.table({"y": values, "error_code": codes, "error_message": codes})
+        output = Output(f"file://{self.directory}/out")
+        with PartWriter(path, table.schema, output, part_metadata(job_id, shard, model_hash)) as part:
+            for batch in table.to_batches():
+                part.write(batch)
+        return path
+
+    async def settle(self, *, failed: int = 0) -> None:
+        """Has all shards made, and the job's state as the last shard's notice makes it."""
+        standing = await self.jobs.advance("job")
+        while standing is not None and not standing.is_settled:
+            for lease, shard in await self.fetch():
+                self.commit(shard, failed=failed)
+                await self.finish(lease, shard, failed=failed)
+            standing = await self.jobs.advance("job")
+        await self.jobs.move("job", {"running"}, "finalizing")  # or a sweep has done so
+
+    async def finish(self, lease: Lease, shard: Shard, job_id: str = "job", failed: int = 0, error: str = "") -> None:
+        """Ends a shard as a worker does."""
+        outcome = ShardOutcome(shard.index, shard.rows, failed, error)
+        assert await self.jobs.finish_shard(job_id, lease, outcome)
+
+
+async def bench(directory: Path, **bulk: Any) -> Bench:
+    """Returns a bench with a model, and a live worker that has it."""
+    clock = FakeClock()
+    store, delivery = MemoryControlStore(clock), MemoryDelivery(clock)
+    await store.put_model(MODEL)
+    await delivery.ensure(bulk_lanes("stub", 1))
+    states = {"stub": {1: VersionState(State.READY, 1)}}
+    await store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=states), 1e9)
+    one = Bench(directory, delivery, store, **bulk)
+    one.clock = clock
+    return one

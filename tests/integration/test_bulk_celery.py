@@ -1,0 +1,269 @@
+"""The bulk worker as a process, on a real Redis: tasks, kills at every step, a broker that restarts, Flower."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+import pytest
+import redis
+from pydantic import SecretStr
+
+from qinfer.bulk.job import JobState
+from qinfer.bulk.manifest import decode_manifest, decode_success
+from qinfer.bulk.queue import QUEUE, BulkTasks
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.clients import admin_client
+from qinfer.delivery.jobs import bulk_lanes
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.errors import BrokerUnavailable
+from qinfer.settings import BulkSettings, RedisSettings, Settings
+from qinfer.testing import eventually
+from tests.bulk_office import MODEL, Bench, record_of, spec, write_inputs
+from tests.servers import RedisServer, free_port, make_certificate, system_redis
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+ROOT = Path(__file__).parents[2]
+WITHIN_S = 40.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    options = ("--appendonly", "yes", "--appendfsync", "always")
+    with RedisServer(system_redis(), tmp_path_factory.mktemp("redis"), *options) as one:
+        yield one
+
+
+class Plant(Bench):
+    """A bench on Redis, and bulk workers as processes."""
+
+    def __init__(self, directory: Path, delivery: RedisDelivery, store: RedisControlStore, url: str) -> None:
+        super().__init__(directory, delivery, store)
+        self.url = url
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.log = directory / "bulk.log"
+        redis = RedisSettings(url=SecretStr(url))
+        self.tasks = BulkTasks(Settings(redis=redis, bulk=BulkSettings(sweep_every_s=0.3)))
+
+    def start(self, *fault: str) -> "subprocess.Popen[bytes]":
+        """Starts a bulk worker, which dies at a step if one is given."""
+        module = ["tests.bulk_faults", *fault] if fault else ["qinfer_workers.bulk"]
+        env = {**os.environ, "QINFER_REDIS__URL": self.url, "QINFER_BULK__SWEEP_EVERY_S": "0.3"}
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-m", *module]
+            self.processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
+        return self.processes[-1]
+
+    def start_flower(self) -> int:
+        """Starts Flower; returns its port."""
+        port = free_port()
+        command = [sys.executable, "-m", "celery", f"--broker={self.url}", "flower", "--address=127.0.0.1"]
+        env = {**os.environ, "FLOWER_UNAUTHENTICATED_API": "true"}
+        with self.log.open("ab") as log:
+            self.processes.append(subprocess.Popen([*command, f"--port={port}"], env=env, stdout=log, stderr=log))
+        return port
+
+    async def ended(self, process: "subprocess.Popen[bytes]") -> int:
+        """Waits for the end of a process."""
+        return await asyncio.to_thread(process.wait, WITHIN_S)
+
+    async def becomes(self, state: JobState) -> None:
+        """Waits until the job has a state."""
+        until_s = time.monotonic() + WITHIN_S
+        record = await self.record()
+        while record.state != state:
+            assert time.monotonic() < until_s, f"{record}\n{self.log.read_text()}"
+            record = await self.jobs.wait_for_change("job", record.revision, 1.0) or record
+
+    async def send(self, name: str) -> None:
+        await asyncio.to_thread(getattr(self.tasks, name), "job")
+
+
+@asynccontextmanager
+async def opened(server: RedisServer, directory: Path) -> AsyncIterator[Plant]:
+    with server.client() as client:
+        client.flushall()
+    settings = RedisSettings(url=SecretStr(server.url))
+    delivery, store = await RedisDelivery.connect(settings), RedisControlStore(admin_client(settings))
+    await store.put_model(MODEL)
+    await delivery.ensure(bulk_lanes("stub", 1))
+    one = Plant(directory, delivery, store, server.url)
+    try:
+        yield one
+    finally:
+        for process in one.processes:
+            process.kill()
+            process.wait()
+        one.tasks.close()
+        await store.close()
+        await delivery.close()
+
+
+@pytest.fixture
+async def plant(server: RedisServer, tmp_path: Path) -> AsyncIterator[Plant]:
+    write_inputs(tmp_path / "in", [20, 5])
+    async with opened(server, tmp_path) as one:
+        await one.jobs.create(record_of(spec(tmp_path)))
+        yield one
+
+
+def check_output(directory: Path) -> None:
+    """Checks that the output is complete and says so itself."""
+    data = (directory / "out" / "_manifest.json").read_bytes()
+    decode_success((directory / "out" / "_SUCCESS").read_bytes(), data)
+    manifest = decode_manifest(data)
+    assert (manifest.rows, len(manifest.parts)) == (25, 3)
+
+
+async def test_a_job_is_planned_and_finished_whenever_the_process_dies(plant: Plant) -> None:
+    """Each process is killed at another step, and the next goes on; those that end a step were told by the sweep."""
+    for fault in (("before", "_plan.json"), ("after", "_plan.json")):
+        await plant.send("plan")
+        assert await plant.ended(plant.start(*fault)) == -signal.SIGKILL
+        assert (await plant.record()).state == JobState.PLANNING
+    plan = plant.directory / "out" / "_plan.json"
+    before = plan.read_bytes()
+    planner = plant.start()
+    await plant.becomes(JobState.RUNNING)
+    planner.kill()
+    assert plan.read_bytes() == before
+
+    await plant.settle()
+
+    for fault in (("before", "_manifest.json"), ("before", "_SUCCESS"), ("after", "_SUCCESS")):
+        await plant.send("finalise")
+        assert await plant.ended(plant.start(*fault)) == -signal.SIGKILL
+        assert (await plant.record()).state == JobState.FINALIZING
+    plant.start()
+    await plant.becomes(JobState.COMPLETED)
+    check_output(plant.directory)
+
+
+async def test_a_process_that_is_asked_to_stop_hands_its_task_back(plant: Plant, server: RedisServer) -> None:
+    """The reading of a pipe never ends, and is not waited for."""
+    pipe = plant.directory / "in" / "in-9.parquet"
+    os.mkfifo(pipe)
+    await plant.send("plan")
+    process = plant.start()
+    await eventually(plant.has_begun, WITHIN_S, f"a beginning; see {plant.log}")
+
+    process.send_signal(signal.SIGTERM)
+
+    assert await plant.ended(process) == 0, plant.log.read_text()
+    assert (await plant.texts())[-1] == "planning is tried again: the bulk worker was stopped"
+    with server.client() as client:
+        assert "qinfer.bulk.plan" in str(client.lrange(QUEUE, 0, -1))
+    pipe.unlink()
+    plant.start()
+    await plant.becomes(JobState.RUNNING)
+
+
+async def test_tasks_come_through_a_restart_of_redis(plant: Plant, server: RedisServer) -> None:
+    """The worker connects again, and so does the producer."""
+    plant.start()
+    await plant.send("plan")
+    await plant.becomes(JobState.RUNNING)
+    await plant.settle()
+
+    server.stop()
+    server.start()
+
+    await plant.send("finalise")
+    await plant.becomes(JobState.COMPLETED)
+    check_output(plant.directory)
+
+
+async def test_flower_shows_the_worker_and_its_tasks(plant: Plant) -> None:
+    """Where users of Celery look."""
+    port = plant.start_flower()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/api", timeout=10.0) as flower:
+
+        async def has(path: str, word: str) -> bool:
+            try:
+                return word in (await flower.get(path)).text
+            except httpx.TransportError:
+                return False
+
+        await eventually(lambda: has("/tasks", "{"), WITHIN_S, f"what Flower shows; see {plant.log}")
+        plant.start()
+        await plant.send("plan")
+
+        await eventually(lambda: has("/tasks", "qinfer.bulk.plan"), WITHIN_S, f"what Flower shows; see {plant.log}")
+        await eventually(
+            lambda: has("/workers?refresh=1", "qinfer-bulk-"), WITHIN_S, f"what Flower shows; see {plant.log}"
+        )
+    assert (await plant.record()).state in (JobState.PLANNING, JobState.RUNNING)
+
+
+def producer(url: str) -> BulkTasks:
+    redis = RedisSettings(url=SecretStr(url), connect_timeout_s=2.0)
+    return BulkTasks(Settings(redis=redis))
+
+
+def test_tasks_go_through_a_unix_socket(tmp_path: Path) -> None:
+    """As with the private Redis of `qinfer up`; the path and the database are those of the URL."""
+    socket = tmp_path / "a b.sock"
+    with RedisServer(system_redis(), tmp_path, "--unixsocket", str(socket)) as server:
+        tasks = producer(f"unix://{quote(str(socket))}?db=3")
+        tasks.plan("job")
+        tasks.close()
+
+        with redis.Redis(port=server.port, db=3) as client:
+            assert client.llen(QUEUE) == 1
+
+
+def test_tasks_are_sent_over_tls_and_to_nobody_unknown(tmp_path: Path) -> None:
+    """With the certificate authority; without, nothing is sent."""
+    key, certificate = make_certificate(tmp_path)
+    options = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no"]
+    with RedisServer(system_redis(), tmp_path, *options, tls=True) as server:
+        url = f"rediss://127.0.0.1:{server.port}"
+        tasks = producer(f"{url}/0?ssl_ca_certs={certificate}")
+        tasks.plan("job")
+        tasks.close()
+        with pytest.raises(BrokerUnavailable):
+            producer(f"{url}/1").plan("job")  # another database: kombu shares the connections of one in a process
+
+        with redis.Redis(port=server.port, ssl=True, ssl_ca_certs=str(certificate)) as client:
+            assert client.llen(QUEUE) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "text"),
+    [
+        ({"QINFER_REDIS__CLUSTER": "true"}, 2, "QINFER_BULK__BROKER_URL is not set"),
+        ({"QINFER_REDIS__CONNECT_TIMEOUT_S": "0.2"}, 1, "bulk worker can't run"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_told(settings: dict[str, str], code: int, text: str) -> None:
+    """By the exit code, to the supervisor; by a message that shows no secret, to people."""
+    env = {**os.environ, "QINFER_REDIS__URL": f"redis://:secret@127.0.0.1:{free_port()}", **settings}
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "qinfer_workers.bulk"], env=env, capture_output=True, text=True, check=False
+    )
+
+    assert ended.returncode == code
+    assert text in ended.stderr
+    assert "secret" not in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_it_ends_well(plant: Plant, number: signal.Signals) -> None:
+    """With nothing in hand."""
+    process = plant.start()
+    await plant.send("plan")
+    await plant.becomes(JobState.RUNNING)
+
+    process.send_signal(number)
+
+    assert await plant.ended(process) == 0, plant.log.read_text()
+    assert "bulk worker stopped" in plant.log.read_text()

@@ -1,0 +1,147 @@
+"""The Celery app of the bulk worker: its settings, and what becomes of a use case's end."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from celery.exceptions import Reject
+from pydantic import SecretStr
+
+from qinfer.bulk.queue import FINALISE, PLAN, QUEUE, SWEEP
+from qinfer.errors import InvalidRequest, QinferError, StoreUnavailable
+from qinfer.settings import BulkSettings, RedisSettings, Settings
+from qinfer_workers.bulk.app import longest_pause_s, make_app
+from qinfer_workers.bulk.bridge import Bridge, Stopped
+
+SETTINGS = Settings(
+    redis=RedisSettings(url=SecretStr("rediss://:secret@queue/1")),
+    bulk=BulkSettings(plan_timeout_s=7200, sweep_every_s=4),
+)
+
+
+class Inline:
+    """Runs a use case at once, and raises what it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run(work)
+        if self.error is not None:
+            raise self.error
+
+
+class Retried(Exception):
+    """What the stand-in for Celery's `retry` raises."""
+
+
+def app_with(runner: Inline, seen: list[str]) -> Any:
+    async def use_case(job_id: str) -> None:
+        seen.append(job_id)
+
+    return make_app(SETTINGS, runner, dict.fromkeys((PLAN, FINALISE, SWEEP), use_case))
+
+
+def retry_of(app: Any, name: str, retries: int, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Runs a task that has been tried before; returns how long it waits now."""
+    asked: dict[str, Any] = {}
+
+    def retry(**options: Any) -> Exception:
+        asked.update(options)
+        return Retried()
+
+    task = app.tasks[name]
+    monkeypatch.setattr(task, "retry", retry)
+    task.push_request(retries=retries)
+    with pytest.raises(Retried):
+        task.run("job")
+    task.pop_request()
+    return float(asked["countdown"])
+
+
+def test_the_settings_are_those_that_are_safe_on_redis() -> None:
+    """Each of them is a known trap."""
+    conf = app_with(Inline(), []).conf
+
+    assert (conf.task_serializer, conf.accept_content) == ("json", ["json"])
+    assert conf.task_acks_late
+    assert conf.task_reject_on_worker_lost
+    assert conf.worker_prefetch_multiplier == 1
+    assert conf.broker_transport_options["visibility_timeout"] > 7200
+    assert conf.broker_transport_options["socket_timeout"] > 0
+    assert conf.broker_transport_options["socket_keepalive"]
+    assert conf.task_ignore_result
+    assert conf.worker_send_task_events
+    assert conf.task_default_queue == QUEUE
+    assert conf.broker_use_ssl == {"ssl_cert_reqs": "required"}
+
+
+def test_beat_sweeps_and_its_tasks_do_not_pile_up() -> None:
+    """While no worker runs."""
+    (sweep,) = app_with(Inline(), []).conf.beat_schedule.values()
+
+    assert (sweep["task"], sweep["schedule"], sweep["options"]["expires"]) == (SWEEP, 4, 4)
+
+
+def test_a_task_hands_its_job_over() -> None:
+    """By id, which is all that travels."""
+    seen: list[str] = []
+    app = app_with(Inline(), seen)
+
+    app.tasks[PLAN].run("one")
+    app.tasks[FINALISE].run("two")
+
+    assert seen == ["one", "two"]
+
+
+def test_trouble_is_tried_again_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But never so late that a sweep takes the task for lost."""
+    app = app_with(Inline(StoreUnavailable("no space")), [])
+
+    pauses = [retry_of(app, PLAN, retries, monkeypatch) for retries in (0, 1, 2, 1000)]
+
+    assert pauses == [0.5, 1.0, 2.0, longest_pause_s(SETTINGS)]
+    assert longest_pause_s(SETTINGS) < 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [(PLAN, InvalidRequest("a defect")), (SWEEP, StoreUnavailable("it comes again anyway"))]
+)
+def test_what_can_not_be_cured_by_trying_is_shown_as_failed(name: str, error: QinferError) -> None:
+    """In Flower and the log."""
+    with pytest.raises(type(error)):
+        app_with(Inline(error), []).tasks[name].run("job")
+
+
+def test_a_task_that_is_broken_off_goes_back_to_the_queue() -> None:
+    """The process ends; another does it."""
+    with pytest.raises(Reject) as caught:
+        app_with(Inline(Stopped()), []).tasks[PLAN].run("job")
+
+    assert caught.value.requeue is True
+
+
+def test_the_bridge_runs_coroutines_of_threads_until_it_is_stopped() -> None:
+    """What runs then is broken off, and what closes the adapters still runs."""
+    bridge = Bridge()
+    begun, closed = asyncio.Event(), []
+
+    async def never() -> None:
+        begun.set()
+        bridge.stop()
+        await asyncio.Event().wait()
+
+    async def five() -> int:
+        return 5
+
+    async def close() -> None:
+        closed.append(begun.is_set())
+
+    assert bridge.run(five()) == 5
+    with pytest.raises(Stopped):
+        bridge.run(never())
+    with pytest.raises(Stopped):
+        bridge.run(five())
+    bridge.close(close())
+    assert closed == [True]

@@ -1,0 +1,1 @@
+should_stop: int | bool | None

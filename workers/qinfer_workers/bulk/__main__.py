@@ -1,0 +1,137 @@
+"""The bulk worker's composition root: `python -m qinfer_workers.bulk`.
+
+One Celery worker with beat embedded; configured by `QINFER_…` variables. Any number may run: tasks are idempotent.
+SIGTERM and SIGINT end it: what it had in hand goes back to the queue, for the next one.
+
+Exit codes: 0 after a stop, 1 when Redis is away at the start, 2 for a wrong setting, others when a part of it died.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
+
+from celery.beat import EmbeddedService
+from celery.worker import state
+
+from qinfer.bulk.queue import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
+from qinfer.bulk.store import store_for
+from qinfer.control.base import ControlStore
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.base import Delivery
+from qinfer.delivery.clients import admin_client
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.observability import logs
+from qinfer.settings import Settings, load_settings
+from qinfer_workers.bulk.app import UseCase, make_app
+from qinfer_workers.bulk.bridge import Bridge
+from qinfer_workers.bulk.finalise import Finaliser
+from qinfer_workers.bulk.office import Office
+from qinfer_workers.bulk.plan import Planner
+from qinfer_workers.bulk.sweep import Sweeper
+
+logger = logging.getLogger("qinfer_workers.bulk")
+
+TASKS_AT_ONCE = 8
+"""They wait for stores and Redis most of the time."""
+
+_LEVELS = {
+    "celery.beat": logging.WARNING,  # these have several lines for each task, and there is one every few seconds
+    "celery.worker.strategy": logging.WARNING,
+    "celery.app.trace": logging.WARNING,
+    "celery.worker.request": logging.WARNING,
+    "kombu.transport.virtual.base": logging.ERROR,  # it warns of what is handed back at the end, as it should be
+}
+
+
+async def _connect(settings: Settings) -> tuple[Delivery, ControlStore]:
+    delivery = await RedisDelivery.connect(settings.redis, settings.limits)
+    return delivery, RedisControlStore(admin_client(settings.redis))
+
+
+def serve(settings: Settings) -> int:
+    """Runs a worker until SIGTERM or SIGINT; returns the exit code.
+
+    Raises:
+        BrokerUnavailable: Redis can't be reached.
+        SettingsError: The broker of the tasks can't be used.
+    """
+    broker_of(settings)  # what is wrong with it shows before anything is opened
+    bridge = Bridge()
+    delivery, store = bridge.run(_connect(settings))
+    try:
+        office = Office(settings=settings, jobs=delivery.jobs, store=store, clock=delivery.clock, store_for=store_for)
+        tasks = BulkTasks(settings)
+        use_cases: dict[str, UseCase] = {
+            PLAN: Planner(office, settings.limits).run,
+            FINALISE: Finaliser(office).run,
+            SWEEP: Sweeper(office, tasks).run,
+        }
+        app = make_app(settings, bridge, use_cases)
+        app.set_default()  # the threads of the pool find their tasks in it
+        _stop_on_signals(bridge)
+        beat = EmbeddedService(app, thread=True, scheduler_cls="celery.beat:Scheduler")  # which needs no file
+        worker = app.WorkController(
+            hostname=f"qinfer-bulk-{os.getpid()}@{socket.gethostname()}",
+            pool_cls="threads",  # drivers of stores have threads of their own, which do not survive a fork
+            concurrency=TASKS_AT_ONCE,
+            queues=QUEUE,
+            without_mingle=True,
+            without_gossip=True,
+        )
+        beat.start()
+        threading.Thread(target=_end_with, args=(beat,), name="beat-watch", daemon=True).start()
+        logger.info("bulk worker started")
+        worker.start()
+        beat.service.stop(wait=False)
+        tasks.close()
+    finally:
+        bridge.close(store.close(), delivery.close())
+    logger.info("bulk worker stopped")
+    return worker.exitcode or os.EX_OK
+
+
+def main() -> int:
+    """Reads the settings, serves, and returns the exit status."""
+    try:
+        settings = load_settings()
+        logs.configure(settings.log, "bulk")
+        if settings.log.level != "DEBUG":
+            for name, level in _LEVELS.items():
+                logging.getLogger(name).setLevel(level)
+        return serve(settings)
+    except SettingsError as error:
+        sys.stderr.write(f"qinfer_workers.bulk: {error.message}\n")
+        return 2
+    except BrokerUnavailable as error:
+        logger.error("bulk worker can't run", extra={"reason": error.message})
+        return 1
+
+
+def _stop_on_signals(bridge: Bridge) -> None:
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        state.should_stop = os.EX_OK
+        bridge.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+def _end_with(beat: threading.Thread) -> None:
+    """Ends the worker when beat dies: without sweeps nobody would notice jobs that are stuck."""
+    beat.join()
+    if state.should_stop is None or state.should_stop is False:
+        logger.error("beat has died")
+        state.should_stop = os.EX_SOFTWARE
+
+
+if __name__ == "__main__":
+    ended = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended)  # threads that read a store for a task that was broken off are not waited for
