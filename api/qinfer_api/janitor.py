@@ -4,6 +4,7 @@
 - Synchronous requests whose gateway died wait in their lanes for nobody: where no worker lives to expire them, their
   entries are finished once their time is over.
 - The outbox's notices are taken, as many as can be delivered at once.
+- Bulk jobs have a janitor of their own, `job_janitor`.
 - What processes that died left in the payload store is deleted, once it has expired.
 
 Two gateways that do the same do no harm: each step is idempotent, and their rounds drift apart.

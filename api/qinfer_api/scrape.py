@@ -6,7 +6,8 @@ from collections.abc import Container, Iterable, Sequence
 
 from qinfer.control.base import ControlStore, WorkerRecord
 from qinfer.control.catalog import Catalog
-from qinfer.delivery.base import Delivery
+from qinfer.delivery.base import Delivery, Lane
+from qinfer.delivery.jobs import bulk_lanes
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.metrics import Snapshot, WorkerLoad
 
@@ -35,22 +36,30 @@ async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Deliver
     load_s = _load_times(records, ready)
     lanes = [catalog.lanes(model, version) for model, version in ready]
     try:
+        with_jobs = {model for model, _ in await delivery.jobs.models()}
+        bulk = [bulk_lanes(model, version) for model, version in ready if model in with_jobs]
         depths = await asyncio.gather(*(delivery.depth(group) for group in lanes))
+        shards = await asyncio.gather(*(delivery.depth(group) for group in bulk))
         stats = await read_stats(store, list(ready))
     except BrokerUnavailable:
         return Snapshot(store_up=False, ready=ready, workers=workers, load_s=load_s)
     return Snapshot(
         stats=stats,
-        depth={
-            (lane.model, lane.version, lane.name): depth
-            for group, counts in zip(lanes, depths, strict=True)
-            for lane, depth in zip(group, counts, strict=True)
-        },
+        depth=_by_lane(lanes, depths),
+        shards=_by_lane(bulk, shards),
         ready=ready,
         workers=workers,
         executing=_executing(records),
         load_s=load_s,
     )
+
+
+def _by_lane(lanes: Sequence[Sequence[Lane]], counts: Sequence[Sequence[int]]) -> dict[tuple[str, int, str], int]:
+    return {
+        (lane.model, lane.version, lane.name): count
+        for group, of_group in zip(lanes, counts, strict=True)
+        for lane, count in zip(group, of_group, strict=True)
+    }
 
 
 def _executing(records: Iterable[WorkerRecord]) -> Counter[tuple[str, int]]:

@@ -1,6 +1,7 @@
-"""Webhooks: tells other servers that a request has ended, signed as Standard Webhooks asks (standardwebhooks.com).
+"""Webhooks: tells other servers that a request or a bulk job has ended, signed as standardwebhooks.com asks.
 
     POST <the request's Webhook-Url>        {"type": "request.succeeded", "timestamp": …, "data": {the record}}
+    POST <the job's webhook>                {"type": "job.completed", "timestamp": …, "data": {the job}}
     webhook-id · webhook-timestamp · webhook-signature: v1,<base64 of HMAC-SHA256(secret, "id.timestamp.body")>
 
 A 2xx reply is a delivery; anything else, a redirect too, is tried again by the outbox, with the same `webhook-id`,
@@ -14,16 +15,21 @@ import binascii
 import hashlib
 import hmac
 import logging
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
+from typing import NamedTuple
 
 import httpx
 import msgspec
 
 import qinfer
 from qinfer.clock import ServerClock
+from qinfer.delivery.jobs import JobRecord, Jobs
 from qinfer.delivery.requests import Notice, RequestRecord, Requests
 from qinfer.errors import InvalidRequest, SettingsError
 from qinfer.settings import WebhookSettings
+from qinfer_api.job_records import shown_job
 from qinfer_api.records import instant, path_of, shown_record
 from qinfer_api.targets import Target, Targets
 
@@ -45,15 +51,24 @@ class Webhooks:
         requests: Where the outbox is.
         clock: The time that receivers compare with theirs.
         targets: Where webhooks may go.
+        jobs: Where bulk jobs are; `None` = their notices are given up.
 
     Raises:
         SettingsError: Webhooks are allowed and can't be signed.
     """
 
-    def __init__(self, settings: WebhookSettings, requests: Requests, clock: ServerClock, targets: Targets) -> None:
+    def __init__(
+        self,
+        settings: WebhookSettings,
+        requests: Requests,
+        clock: ServerClock,
+        targets: Targets,
+        jobs: Jobs | None = None,
+    ) -> None:
         self._settings = settings
         self._secret = read_secret(settings)
         self._requests = requests
+        self._jobs = jobs
         self._clock = clock
         self._targets = targets
         self._under_way = 0
@@ -101,14 +116,14 @@ class Webhooks:
             self._under_way -= 1
 
     async def _deliver(self, notice: Notice) -> None:
-        record = await self._requests.record(notice.address)
-        if record is None or not (record.webhook and record.state.is_terminal):
-            await self._confirm(notice, delivered=False)  # it is gone, or was put back into its lane
+        message = await self._message(notice)
+        if message is None:
+            await self._confirm(notice, delivered=False)  # it is gone, was put back into its lane, or goes on
             return
         try:
             async with asyncio.timeout(self._settings.timeout_s):
-                target = await self._targets.check(record.webhook)
-                status = await self._post(target, notice, record)
+                target = await self._targets.check(message.url)
+                status = await self._post(target, notice, message)
             problem = "" if 200 <= status < 300 else f"status {status}"
         except InvalidRequest as error:
             problem = error.message
@@ -127,10 +142,20 @@ class Webhooks:
         else:
             logger.info("webhook not delivered", extra=extra)
 
-    async def _post(self, target: Target, notice: Notice, record: RequestRecord) -> int:
+    async def _message(self, notice: Notice) -> "_Message | None":
+        """Returns what a notice says; `None` where there is nothing to tell any more."""
+        if notice.is_job:
+            job = await self._jobs.get(notice.address.id) if self._jobs is not None else None
+            told = job is not None and job.webhook and job.is_over
+            return _Message(job.webhook, partial(job_body_of, job)) if job is not None and told else None
+        record = await self._requests.record(notice.address)
+        told = record is not None and record.webhook and record.state.is_terminal
+        return _Message(record.webhook, partial(body_of, record)) if record is not None and told else None
+
+    async def _post(self, target: Target, notice: Notice, message: "_Message") -> int:
         """Sends a notice; returns the status of the reply."""
         assert self._http is not None  # the check of the target has failed otherwise
-        body = body_of(record, self._clock.now_s())
+        body = message.body_at(self._clock.now_s())
         notice_id, timestamp = webhook_id(notice), int(self._clock.now_s())
         headers = {
             "host": target.url.netloc.decode("ascii"),
@@ -146,6 +171,13 @@ class Webhooks:
     async def _confirm(self, notice: Notice, *, delivered: bool) -> None:
         address = notice.address
         await self._requests.confirm(address.model, address.partition, notice, delivered=delivered)
+
+
+class _Message(NamedTuple):
+    """Where a notice goes, and its body at an instant."""
+
+    url: str
+    body_at: Callable[[float], bytes]
 
 
 def read_secret(settings: WebhookSettings) -> bytes:
@@ -182,4 +214,11 @@ def body_of(record: RequestRecord, now_s: float) -> bytes:
     """Returns the body that tells a request's end."""
     data = shown_record(record, now_s) | {"result_url": f"{path_of(record.address)}/result"}
     about = {"type": f"request.{record.state.value}", "timestamp": instant(record.finished_at), "data": data}
+    return msgspec.json.encode(about)
+
+
+def job_body_of(record: JobRecord, now_s: float) -> bytes:
+    """Returns the body that tells a bulk job's end."""
+    data = shown_job(record, now_s)
+    about = {"type": f"job.{record.state}", "timestamp": instant(record.ended_at), "data": data}
     return msgspec.json.encode(about)

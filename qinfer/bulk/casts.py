@@ -18,6 +18,9 @@ _INTEGERS = {name for name in DATATYPES if name.startswith(("INT", "UINT"))}
 _FLOATS = {"FP16", "BF16", "FP32", "FP64"}
 
 
+_DTYPES = {name: np.dtype(kind.numpy or "<f4") for name, kind in DATATYPES.items() if name != "BYTES"}
+
+
 class Bounds(NamedTuple):
     """The least and the greatest value that fit; floats may be infinite or NaN beside."""
 
@@ -114,7 +117,7 @@ def target_dtype(datatype: str) -> np.dtype[Any]:
     """Returns the numpy dtype of a tensor's array; float32 for BF16, objects for BYTES."""
     if datatype == "BYTES":
         return np.dtype(object)
-    return np.dtype(DATATYPES[datatype].numpy or "<f4")
+    return _DTYPES[datatype]
 
 
 def to_array(values: pa.Array, datatype: str) -> Array:
@@ -126,7 +129,7 @@ def to_array(values: pa.Array, datatype: str) -> Array:
     """
     if datatype == "BYTES":
         return _objects(values)
-    return _numbers(values).astype(target_dtype(datatype), copy=False)
+    return _numbers(values).astype(_DTYPES[datatype], copy=False)
 
 
 def _as_list(view: pa.Array) -> pa.Array:

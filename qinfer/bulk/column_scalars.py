@@ -34,16 +34,19 @@ class ScalarColumns:
         self._shape = _filled(tensor, shape, columns)
         for column, kind in zip(columns, kinds, strict=True):
             check_type(tensor, column, casts.plain(kind), kind)
-        self._is_numeric = tensor.datatype != "BYTES"
+        plain = [casts.plain(kind) for kind in kinds]
+        self._columns = [
+            (column, fine == kind, casts.bounds(fine, tensor.datatype))
+            for column, kind, fine in zip(columns, kinds, plain, strict=True)
+        ]
 
     def check(self, record: pa.RecordBatch, errors: RowErrors) -> Indices | None:
         """Marks the rows of a batch that no tensor can be made of; returns `None`: all rows have one shape."""
-        for column in self.columns:
-            values = casts.as_plain(record.column(column))
+        for column, is_plain, allowed in self._columns:
+            values = _values(record, column, is_plain=is_plain)
             if values.null_count:
                 mask = values.is_null().to_numpy(zero_copy_only=False)
                 errors.mark(mask, ErrorCode.INVALID_REQUEST, f"column '{column}' is null")
-            allowed = casts.bounds(values.type, self._datatype) if self._is_numeric else None
             if allowed and (mask := casts.beyond(values, allowed)) is not None:
                 errors.mark(mask, ErrorCode.INVALID_REQUEST, beyond_text(column, self._datatype))
         return None
@@ -55,10 +58,14 @@ class ScalarColumns:
             values = casts.as_plain(record.column(self.columns[0]))
             return casts.to_array(values, self._datatype).reshape(rows, *self._shape)
         array = np.empty((rows, len(self.columns)), casts.target_dtype(self._datatype))
-        for index, column in enumerate(self.columns):
-            values = casts.as_plain(record.column(column))
-            array[:, index] = casts.to_array(values, self._datatype)
+        for index, (column, is_plain, _) in enumerate(self._columns):
+            array[:, index] = casts.to_array(_values(record, column, is_plain=is_plain), self._datatype)
         return array.reshape(rows, *self._shape)
+
+
+def _values(record: pa.RecordBatch, column: str, *, is_plain: bool) -> pa.Array:
+    values = record.column(column)
+    return values if is_plain else casts.as_plain(values)  # a dictionary may have a null that `null_count` passes over
 
 
 def check_type(tensor: TensorSpec, column: str, kind: pa.DataType, shown: pa.DataType) -> None:

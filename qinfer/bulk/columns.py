@@ -4,6 +4,7 @@ Rows that no tensor can be made of (nulls, lists of the wrong length, numbers th
 `RowErrors` and left out of the arrays. Where a dimension is variable, rows of one shape make one `Piece`.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -71,15 +72,20 @@ class InputColumns:
                 f"field 'columns' names input '{unknown[0]}', which model '{model.name}' lacks; "
                 f"it has {', '.join(sorted(known))}"
             )
+        counts = Counter(schema.names)
         self._tensors = [
-            _tensor(tensor, spec.columns_of(tensor.name), schema)
+            _tensor(tensor, spec.columns_of(tensor.name), schema, counts)
             for tensor in model.inputs
             if not _is_left_out(tensor, spec, schema)
         ]
         self.columns = tuple(dict.fromkeys(name for tensor in self._tensors for name in tensor.columns))
 
     def decode(self, record: pa.RecordBatch) -> Decoded:
-        """Makes the arrays of a batch, which has at least `columns`, in their types or others that fit too."""
+        """Makes the arrays of a batch.
+
+        Args:
+            record: At least `columns`, in the types of the schema; in place of a dictionary there may be its values.
+        """
         errors = RowErrors(record.num_rows)
         shapes: list[Indices] = []
         for tensor in self._tensors:
@@ -118,9 +124,10 @@ def _is_left_out(tensor: TensorSpec, spec: JobSpec, schema: pa.Schema) -> bool:
     return tensor.optional and tensor.name not in spec.columns and tensor.name not in schema.names
 
 
-def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema) -> ScalarColumns | ListColumn:
+def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema, counts: Counter[str]) -> ScalarColumns | ListColumn:
     for name in given.columns:
-        _check_present(tensor, name, schema)
+        if counts[name] != 1:
+            raise InvalidRequest(_absent(tensor, name, schema, counts[name]))
     shape = _shape(tensor, given)
     kinds = [schema.field(name).type for name in given.columns]
     if len(given.columns) == 1 and ListColumn.reads(kinds[0]):
@@ -128,16 +135,14 @@ def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema) -> ScalarColu
     return ScalarColumns(tensor, given.columns, kinds, shape)
 
 
-def _check_present(tensor: TensorSpec, name: str, schema: pa.Schema) -> None:
-    count = schema.names.count(name)
-    if count == 1:
-        return
+def _absent(tensor: TensorSpec, name: str, schema: pa.Schema, count: int) -> str:
     if count:
-        raise InvalidRequest(f"the inputs have {count} columns named '{name}'; rename all but one")
-    there = ", ".join(schema.names[:_SHOWN]) + (", …" if len(schema.names) > _SHOWN else "")
-    raise InvalidRequest(
+        return f"the inputs have {count} columns named '{name}'; rename all but one"
+    names = schema.names
+    there = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    return (
         f"input '{tensor.name}' is made of column '{name}', which the inputs lack; they have {there}. "
-        f'Name its column in \'columns\', such as {{"{tensor.name}": "{schema.names[0] if schema.names else "x"}"}}'
+        f'Name its column in \'columns\', such as {{"{tensor.name}": "{names[0] if names else "x"}"}}'
     )
 
 

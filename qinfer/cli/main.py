@@ -1,4 +1,4 @@
-"""The command line: `qinfer up | infer | status | models | keys | dlq | bench`.
+"""The command line: `qinfer up | infer | submit | jobs | status | models | keys | dlq | bench`.
 
 This module and the command modules hold options and help texts only, and import what a command needs when it runs:
 `qinfer --help` answers in the time that Python takes to start.
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import bench, dlq, infer, keys, models, status, up
+from qinfer.cli import bench, dlq, infer, jobs, keys, models, status, submit, up
 from qinfer.cli.console import ErrorsAsText
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 app.command("up", epilog=up.EXAMPLE, short_help="Run everything on this machine.")(up.up)
 app.command("infer", epilog=infer.EXAMPLE)(infer.infer)
+app.command("submit", epilog=submit.EXAMPLE, short_help="Have a model score files: a bulk job.")(submit.submit)
+app.add_typer(jobs.app, name="jobs", short_help="Bulk jobs: list, look, wait, cancel, resume.")
 app.command("status", epilog=status.EXAMPLE, short_help="Show models, lanes and workers.")(status.status)
 app.add_typer(models.app, name="models", short_help="Synchronize, list, load and unload models.")
 app.add_typer(keys.app, name="keys")

@@ -16,6 +16,7 @@ from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import SyncedModel, start, sync
 from qinfer.delivery.base import Delivery, Lane
 from qinfer.delivery.clients import admin_client
+from qinfer.delivery.jobs import bulk_lanes
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import QinferError, SettingsError
 from qinfer.repository.config import from_json, to_spec
@@ -129,13 +130,17 @@ async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float
     now_s = delivery.clock.now_s()
     workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]  # not ahead of the rest
     desired = await store.desired()
-    stored = {name: model for name in desired if (model := await store.model(name)) is not None}
+    stored = await store.models(desired)
     statuses = assess(desired, stored, workers).values()
+    with_jobs = {model for model, _ in await delivery.jobs.models()}
     lanes = [
         lane
         for status in statuses
         for version in sorted(status.versions)
-        for lane in _lanes(stored[status.model], version)
+        for lane in (
+            *_lanes(stored[status.model], version),
+            *(bulk_lanes(status.model, version) if status.model in with_jobs else ()),
+        )
     ]
     depths = await delivery.depth(lanes) if lanes else []
     return Overview(

@@ -2,8 +2,10 @@
 
     private Redis ◀── gateway (qinfer_api)             each a child of the supervisor, configured by QINFER_… variables
                   ◀── workers (qinfer_workers.inference)
+                  ◀── bulk worker (qinfer_workers.bulk)
 
 Order matters at the end: the gateway first, so that what is in flight is still answered, then the workers, then Redis.
+The bulk worker starts when the models are loaded, so as not to delay them, and ends with the workers.
 """
 
 import contextlib
@@ -18,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from qinfer.cli import runfile
+from qinfer.cli.bulk import allowed_stores, jobs_line, why_no_bulk_worker
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.machine import (
     Address,
@@ -71,6 +74,7 @@ class StackOptions:
     allow_client_shm: bool
     redis_url: str
     workers: int
+    allow_stores: tuple[str, ...]
     log_format: str
     log_level: str
     ready_timeout_s: float
@@ -123,6 +127,7 @@ def with_options(settings: Settings, options: StackOptions) -> Settings:
             "repository": given.model_copy(update=changes),
             "grpc": settings.grpc.model_copy(update={"port": options.grpc_port}),
             "metrics": settings.metrics.model_copy(update={"port": options.metrics_port}),
+            "stores": settings.stores.model_copy(update={"allow": allowed_stores(options.allow_stores, settings)}),
         }
     )
 
@@ -160,7 +165,7 @@ class Ports(NamedTuple):
 
 
 class Stack:
-    """The gateway and the workers of one `qinfer up`.
+    """The gateway, the workers and the bulk worker of one `qinfer up`.
 
     Args:
         options: What was asked for.
@@ -199,18 +204,22 @@ class Stack:
             Program(f"worker {number}", "qinfer_workers.inference", env, cpus)
             for number, cpus in enumerate(share_cpus(usable_cpus(), options.workers), start=1)
         ]
+        bulk = Program("bulk worker", "qinfer_workers.bulk", env)
         try:
             supervisor.add(gateway, GATEWAY_POLICY, stop_s=self._settings.http.drain_s + KILL_MARGIN_S)
             for worker in workers:
                 supervisor.add(worker, WORKER_POLICY, stop_s=self._settings.worker.drain_s + KILL_MARGIN_S)
-            self._announce(url, ports)
+            no_bulk = why_no_bulk_worker(self._settings, self._redis_url)
+            self._announce(url, ports, no_bulk)
+            if not (no_bulk or supervisor.stop_asked):
+                supervisor.add(bulk, WORKER_POLICY, stop_s=KILL_MARGIN_S)
             supervisor.run()
             self._console.print("qinfer: stopping; what was accepted is answered first")
         finally:
             supervisor.stop([gateway])
-            supervisor.stop(workers)
+            supervisor.stop([*workers, bulk])
 
-    def _announce(self, url: str, ports: Ports) -> None:
+    def _announce(self, url: str, ports: Ports, no_bulk: str) -> None:
         """Waits until the models are loaded or failed, and prints what there is."""
         with GatewayClient(url, verify=False) as client:
             overview = self._wait_until_settled(client)
@@ -227,6 +236,7 @@ class Stack:
                 workers=self._options.workers,
                 overview=overview,
                 example=example,
+                jobs=jobs_line(self._settings, no_bulk),
                 grpc=self._at(self._settings.grpc.host, ports.grpc).partition("//")[2],
                 metrics=f"{address}/metrics"
                 if (address := self._at(self._settings.metrics.host, ports.metrics))
@@ -288,6 +298,7 @@ class Stack:
             "QINFER_GRPC__PORT": str(ports.grpc),
             "QINFER_METRICS__PORT": str(ports.metrics),
             "QINFER_ALLOW_CLIENT_SHM": str(options.allow_client_shm).lower(),
+            "QINFER_STORES__ALLOW": json.dumps(self._settings.stores.allow),
             "QINFER_REPOSITORY__PATH": repository.path,
             "QINFER_REPOSITORY__OVERLAY": repository.overlay,
             "QINFER_REPOSITORY__CONTROL_MODE": repository.control_mode,

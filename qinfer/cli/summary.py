@@ -29,6 +29,7 @@ def print_summary(
     example: ModelMetadata | None,
     grpc: str = "",
     metrics: str = "",
+    jobs: str = "",
 ) -> None:
     """Prints the summary.
 
@@ -41,6 +42,7 @@ def print_summary(
         example: A READY model to show a request for.
         grpc: Where gRPC is served; empty = nowhere.
         metrics: The URL of the metrics' own port; empty = there is none.
+        jobs: Whether there are bulk jobs, in words; empty = not worth a line.
     """
     ready = sum(model.state is State.READY for model in overview.models)
     lines = [
@@ -52,6 +54,7 @@ def print_summary(
         _fact("Models", f"{ready} of {len(overview.models)} ready" if overview.models else "none is to be loaded"),
         *(_fact("", *_model(model)) for model in overview.models),
         _fact("Workers", str(workers)),
+        *([_fact("Jobs", jobs)] if jobs else []),
         _fact("Data", data),
         _fact("Stop", "Ctrl-C", ("   answers what was accepted first; twice: at once", "dim")),
     ]

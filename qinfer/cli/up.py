@@ -96,6 +96,12 @@ RedisOption = Annotated[
         help="Use this Redis instead of a private one. A URL with a password belongs in the variable.",
     ),
 ]
+AllowStoreOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What bulk jobs may read and write, such as ./data or s3://bucket/folder; more than once for several."
+    ),
+]
 WorkersOption = Annotated[int, typer.Option("--workers", "-w", min=1, max=256, help="Worker processes.")]
 LogFormatOption = Annotated[LogFormat, typer.Option(envvar="QINFER_LOG__FORMAT", help="Log format.")]
 LogLevelOption = Annotated[
@@ -120,11 +126,12 @@ def up(
     redis: RedisOption = "",
     durability: DurabilityOption = Durability.everysec,
     workers: WorkersOption = 1,
+    allow_store: AllowStoreOption = None,
     log_format: LogFormatOption = LogFormat.text,
     log_level: LogLevelOption = LogLevel.warning,
     ready_timeout: ReadyTimeoutOption = 120.0,
 ) -> None:
-    """Run everything on this machine: a private Redis, the gateway, workers; all supervised.
+    """Run everything on this machine: a private Redis, the gateway, workers, the bulk worker; all supervised.
 
     A crashed process is restarted. Ctrl-C drains: what was accepted is answered first. A second Ctrl-C
     ends at once. What waits in the queue survives both, and kill -9.
@@ -148,6 +155,7 @@ def up(
             allow_client_shm=allow_client_shm,
             redis_url=redis,
             workers=workers,
+            allow_stores=tuple(allow_store or ()),
             log_format=log_format.value,
             log_level=log_level.value,
             ready_timeout_s=ready_timeout,

@@ -8,6 +8,7 @@ from typing import Self, TypeVar
 import httpx
 
 from qinfer.client import flows
+from qinfer.client.async_jobs import AsyncJobCalls
 from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Inputs, Keys, Submission
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
@@ -20,7 +21,7 @@ from qinfer.messages import Scalar
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(AsyncJobCalls):
     """Asks a gateway, from an event loop; an `infer` that is cancelled cancels its request on the server.
 
     Args:

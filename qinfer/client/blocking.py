@@ -11,6 +11,7 @@ import httpx
 from qinfer.client import flows
 from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Inputs, Keys, Submission
+from qinfer.client.jobs import JobCalls
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
 from qinfer.client.steps import Flow, Outcome, Pause, Send
 from qinfer.client.threads import stream_in_threads
@@ -21,7 +22,7 @@ from qinfer.messages import Scalar
 T = TypeVar("T")
 
 
-class Client:
+class Client(JobCalls):
     """Asks a gateway.
 
     Each call is repeated when the server is overloaded (429, 503; after `Retry-After`, or else after a pause that

@@ -135,7 +135,8 @@ class Snapshot:
     Attributes:
         store_up: It could be read; otherwise the rest is what is still known.
         stats: (model, version) → statistics, the fields of `observability.stats`.
-        depth: (model, version, lane) → entries, waiting and in flight.
+        depth: (model, version, lane) → entries of an online lane, waiting and in flight.
+        shards: (model, version, lane) → entries of a bulk lane, of models that have bulk jobs.
         ready: (model, version) → whether it can be asked.
         workers: Worker id → its load.
         executing: (model, version) → requests that instances execute, of all workers, at their last heartbeats.
@@ -146,6 +147,7 @@ class Snapshot:
     store_up: bool = True
     stats: Mapping[tuple[str, int], Mapping[str, int]] = field(default_factory=dict)
     depth: Mapping[tuple[str, int, str], int] = field(default_factory=dict)
+    shards: Mapping[tuple[str, int, str], int] = field(default_factory=dict)
     ready: Mapping[tuple[str, int], bool] = field(default_factory=dict)
     workers: Mapping[str, WorkerLoad] = field(default_factory=dict)
     executing: Mapping[tuple[str, int], int] = field(default_factory=dict)
@@ -158,9 +160,11 @@ class Snapshot:
         store.add_metric((), float(self.store_up))
         yield store
         backlog = GaugeMetricFamily(
-            BACKLOG, "Requests in a lane, waiting and in flight (shared).", labels=(*_MODEL, "lane")
+            BACKLOG,
+            "Requests in a lane, or shards of bulk jobs in a bulk lane, waiting and in flight (shared).",
+            labels=(*_MODEL, "lane"),
         )
-        for (model, version, lane), depth in self.depth.items():
+        for (model, version, lane), depth in (*self.depth.items(), *self.shards.items()):
             backlog.add_metric((model, _version(version), lane), depth)
         ready = GaugeMetricFamily(MODEL_READY, "1 if a live worker can execute the version (shared).", labels=_MODEL)
         for key, is_ready in self.ready.items():

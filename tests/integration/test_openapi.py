@@ -6,13 +6,19 @@ printed; `QINFER_TEST_EXAMPLES` says how many random requests of each route ther
 
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import requests
 import schemathesis
+from pydantic import SecretStr
 from schemathesis import Case
 from schemathesis import checks as check
 from schemathesis.config import (
@@ -24,7 +30,7 @@ from schemathesis.config import (
     SchemathesisConfig,
 )
 
-from qinfer.settings import RepositorySettings
+from qinfer.settings import BulkSettings, RepositorySettings, StoreSettings
 from qinfer_api.rest.app import build_app
 from qinfer_api.rest.services import Services
 from qinfer_api.restrictions import Restrictions
@@ -32,6 +38,7 @@ from tests.gateway import ANSWERING
 from tests.threaded_gateway import Server, is_prescribed, settings
 
 EXAMPLES = int(os.environ.get("QINFER_TEST_EXAMPLES", "6"))
+FOLDER = Path(tempfile.gettempdir()) / f"qinfer-openapi-{os.getpid()}"
 SEED = int(os.environ.get("QINFER_TEST_SEED", random.getrandbits(32)))
 
 pytestmark = [  # of Hypothesis: the gateway's thread draws random numbers too, and these strategies are long to print
@@ -62,6 +69,18 @@ def opened() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def with_files() -> Iterator[str]:
+    """With a file that jobs may score, and no Celery: what fits the model gets no further than its queue."""
+    FOLDER.mkdir(exist_ok=True)
+    rows = {"x": pa.array([[1.0, 2.0, 3.0, 4.0]], pa.list_(pa.float32())), "0": [7], "name": ["a"]}
+    pq.write_table(pa.table(rows), FOLDER / "rows.parquet")
+    stores = StoreSettings(allow=(f"file://{FOLDER}",))
+    with Server(settings(stores=stores, bulk=BulkSettings(broker_url=SecretStr("redis://127.0.0.1:1/0")))) as url:
+        yield url
+    shutil.rmtree(FOLDER)
+
+
+@pytest.fixture(scope="module")
 def session() -> Iterator[requests.Session]:
     with requests.Session() as session:
         yield session
@@ -76,7 +95,17 @@ def schema_of(*, systematic: bool) -> schemathesis.BaseSchema:
     return schemathesis.openapi.from_dict(document(), config=config)
 
 
-schema, of_versions = schema_of(systematic=True), schema_of(systematic=False)
+schema, of_versions, of_jobs = (schema_of(systematic=systematic) for systematic in (True, False, False))
+
+
+@of_jobs.hook
+def map_body(context: Any, body: Any) -> Any:
+    """Names the model and the file that there are, mostly, in what has the form of a job."""
+    if isinstance(body, dict) and isinstance(body.get("output"), dict) and len(str(body)) % 5:
+        body["model"], body["inputs"] = "echo", [f"file://{FOLDER}/rows.parquet"]
+        body["output"]["url"] = f"file://{FOLDER}/out"
+        body.pop("version", None)
+    return body
 
 
 @of_versions.hook
@@ -107,7 +136,7 @@ def check_reply(case: "Case[Any]", url: str, session: requests.Session) -> None:
     case.validate_response(response, checks=CHECKS)
 
 
-@schema.exclude(path_regex="/versions/").parametrize()
+@schema.exclude(path_regex="/versions/").exclude(path="/v1/jobs", method="POST").parametrize()
 def test_as_it_is_by_default(case: "Case[Any]", closed: str, session: requests.Session) -> None:
     """Every route, with what a gateway answers that only has its defaults."""
     check_reply(case, closed, session)
@@ -117,6 +146,12 @@ def test_as_it_is_by_default(case: "Case[Any]", closed: str, session: requests.S
 def test_versions(case: "Case[Any]", closed: str, session: requests.Session) -> None:
     """The same with a version, which is all that the document tells apart."""
     check_reply(case, closed, session)
+
+
+@of_jobs.include(path="/v1/jobs", method="POST").parametrize()
+def test_jobs(case: "Case[Any]", with_files: str, session: requests.Session) -> None:
+    """Whatever is asked of a file that there is."""
+    check_reply(case, with_files, session)
 
 
 @schema.include(path_regex="^/v2/(repository|systemsharedmemory|cudasharedmemory)").parametrize()

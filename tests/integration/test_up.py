@@ -1,5 +1,6 @@
 """`qinfer up`, the real thing: crashes, kills, drains, and what the next start finds."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ from typing import Any
 
 import httpx
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import redis
 
@@ -342,3 +345,54 @@ def test_model_that_can_not_be_loaded_does_not_hold_up_the_others(up: Callable[.
 
     assert "1 of 2 ready" in one.log.read_text()
     assert infer(one.url) == ANSWER
+
+
+def bulk_pids(one: Up) -> list[int]:
+    """Returns the bulk workers of an `up` that run."""
+    pids = []
+    for child in one.children:
+        with contextlib.suppress(psutil.NoSuchProcess):  # which a zombie is, too
+            if "qinfer_workers.bulk" in child.cmdline():
+                pids.append(child.pid)
+    return pids
+
+
+def run_job(url: str, data: Path) -> dict[str, Any]:
+    """Scores a file of two rows; returns the job once it has ended."""
+    (data / "in").mkdir(parents=True)
+    pq.write_table(pa.table({"a": [[1.0, 2.0, 3.0, 4.0]] * 2, "b": [[4.0, 3.0, 2.0, 1.0]] * 2}), data / "in/x.parquet")
+    spec = {"model": "add_sub", "inputs": [f"file://{data}/in/*"], "output": {"url": f"file://{data}/out"}}
+    job = httpx.post(f"{url}/v1/jobs", json=spec, timeout=WITHIN_S).json()
+
+    def has_ended() -> bool:
+        job.update(httpx.get(f"{url}/v1/jobs/{job['id']}", timeout=WITHIN_S).json())
+        return job["state"] in ("completed", "failed")
+
+    wait_until(has_ended, WITHIN_S, lambda: f"the end of {job}")
+    return dict(job)
+
+
+def test_the_bulk_worker_is_supervised_too(up: Callable[..., Up], tmp_path: Path) -> None:
+    """It comes after the models, comes again when it is killed, has jobs completed, and ends with the rest."""
+    data = tmp_path / "data"
+    one = up("--allow-store", str(data)).wait_ready()
+    assert f"within file://{data}" in one.log.read_text()
+    wait_until(lambda: len(bulk_pids(one)) == 1, WITHIN_S, "a start")
+    (first,) = bulk_pids(one)
+
+    os.kill(first, signal.SIGKILL)
+
+    wait_until(lambda: bulk_pids(one) not in ([first], []), WITHIN_S, "a restart")
+    assert run_job(one.url, data)["state"] == "completed", one.log.read_text()
+    assert pq.read_table(data / "out/part-00000.parquet")["sum"].to_pylist() == [ANSWER["sum"]] * 2
+    children = one.children
+    assert one.stop() == 0
+    assert not any(child.is_running() for child in children)
+
+
+def test_a_bulk_worker_that_is_not_wanted_is_not_started(up: Callable[..., Up]) -> None:
+    """The summary says why there are no jobs."""
+    one = up("--allow-store", "s3://bucket", QINFER_BULK__ENABLED="false").wait_ready()
+
+    assert "off; QINFER_BULK__ENABLED is false" in one.log.read_text()
+    assert bulk_pids(one) == []

@@ -20,7 +20,9 @@ def test_the_least_specification_has_documented_defaults() -> None:
     """A model, inputs and an output are enough."""
     spec = decode_spec(with_fields())
     assert (spec.version, spec.input_format, spec.priority, spec.error_threshold) == (0, "", "normal", 0.0)
-    assert (spec.output.format, spec.output.compression, spec.output.rows_per_part) == ("parquet", "zstd", 0)
+    assert (spec.output.format, spec.output.compression, spec.output.rows_per_part) == ("parquet", "snappy", 0)
+    arrow = decode_spec(with_fields(output={"url": "s3://lake/out", "format": "arrow"}))
+    assert arrow.output.compression == "zstd"
     assert spec.columns_of("x") == Columns(("x",))
     assert spec.column_of("y") == "y"
 
@@ -59,7 +61,7 @@ def test_a_specification_survives_its_json() -> None:
         ({"output": {"url": "s3://a/*"}}, r"field 'output.url' may be no pattern"),
         ({"output": {"url": "s3://a", "formt": "x"}}, r"no field 'output.formt'; did you mean 'output.format'\?"),
         ({"output": {"url": "s3://a", "format": "csv"}}, r"'output.format': .*'csv'; expected parquet, arrow"),
-        ({"output": {"url": "s3://a", "compression": "lzma"}}, r"'output.compression' is 'lzma'; parquet has zstd"),
+        ({"output": {"url": "s3://a", "compression": "lzma"}}, r"'output.compression' is 'lzma'; parquet has snappy"),
         (
             {"output": {"url": "s3://a", "format": "arrow", "compression": "snappy"}},
             r"'output.compression' is 'snappy'; arrow has zstd, lz4, none",

@@ -9,6 +9,7 @@ from qinfer.cli.runfile import RunFile, read, remove, write
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.memory_store import MemoryControlStore
 from qinfer.delivery.base import Lane
+from qinfer.delivery.jobs import JobRecord
 from qinfer.delivery.memory import MemoryDelivery
 
 
@@ -57,6 +58,25 @@ async def test_state_reason_and_depth_are_shown(store: MemoryControlStore, deliv
     )
     assert [(row.model, row.version, row.depth) for row in overview.lanes] == [("digits", 1, 1), ("digits", 2, 0)]
     assert [(row.ready, round(row.up_s)) for row in overview.workers] == [(("digits:1",), 5)]
+
+
+async def test_bulk_lanes_are_shown_of_models_that_have_jobs(
+    store: MemoryControlStore, delivery: MemoryDelivery
+) -> None:
+    """Until the last has ended; a model without jobs has its online lanes only."""
+    await put(store, "digits", 1)
+    await put(store, "other", 1)
+    await delivery.jobs.create(JobRecord(id="j1", model="digits", version=1, state="planning", priority=1))
+    await delivery.jobs.plan("j1", [(0, b"a"), (1, b"b")], 2, complete=True)
+    await delivery.jobs.advance("j1")
+
+    shown = (await read_overview(store, delivery)).lanes
+    await delivery.jobs.stop("j1", "cancelled")
+    later = (await read_overview(store, delivery)).lanes
+
+    rows = [(row.model, row.name, row.depth) for row in shown if row.name.startswith("bulk")]
+    assert rows == [("digits", "bulk1", 2), ("digits", "bulk2", 0), ("digits", "bulk3", 0)]
+    assert not any(row.name.startswith("bulk") for row in later)
 
 
 async def test_version_nobody_reported_on_is_pending(store: MemoryControlStore, delivery: MemoryDelivery) -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from qinfer.delivery.base import Lane
+from qinfer.delivery.jobs import JobRecord
 from qinfer.delivery.memory import MemoryDelivery
 from qinfer.delivery.requests import Acceptance, Address, Notice, RequestState, Settlement
 from qinfer.errors import DeadlineExceeded, InvalidRequest, SettingsError
@@ -289,6 +290,33 @@ async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: Memory
 
     assert (await sent(delivery, await expired(delivery, receiver.url()), options))[0] == "failed"
     assert receiver.received == []
+
+
+async def test_the_end_of_a_job_is_told(delivery: MemoryDelivery, receiver: Receiver) -> None:
+    """With the job as its page shows it; what became of the webhook is in its record. One that goes on is not told."""
+    options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
+    spec = b'{"model":"digits","inputs":["file:///in/*.parquet"],"output":{"url":"file:///out"}}'
+    job = JobRecord(id="j1", model="digits", version=1, state="running", spec=spec, webhook=receiver.url())
+    await delivery.jobs.create(job)
+    webhooks = Webhooks(options, delivery.requests, delivery.clock, Targets(options), delivery.jobs)
+
+    async with webhooks:
+        for state in ("failed", "expired"):
+            await delivery.jobs.stop("j1", state, error="no more")
+            (notice,) = await delivery.requests.notices("digits", 0, "me", 10)
+            if state == "expired":
+                await delivery.jobs.move("j1", {"expired"}, "planning")
+            await webhooks.deliver(notice)
+            await delivery.jobs.move("j1", {"failed"}, "planning")
+
+    ((_, _, body),) = receiver.received
+    about = json.loads(body)
+    assert (about["type"], about["data"]["id"], about["data"]["state"]) == ("job.failed", "j1", "failed")
+    assert (about["data"]["error"], about["timestamp"]) == ("no more", about["data"]["ended_at"])
+    found = await delivery.jobs.get("j1")
+    assert found is not None
+    assert found.webhook_state == "failed"
+    assert await delivery.requests.notices("digits", 0, "me", 10, retry_s=0.0) == []
 
 
 async def test_a_notice_of_a_request_that_is_gone(delivery: MemoryDelivery) -> None:

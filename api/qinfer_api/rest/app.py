@@ -8,6 +8,7 @@ from qinfer.errors import QinferError
 from qinfer_api.rest.events import event_routes
 from qinfer_api.rest.generate import generate_routes
 from qinfer_api.rest.infer import infer_routes
+from qinfer_api.rest.jobs import job_routes
 from qinfer_api.rest.models import model_routes
 from qinfer_api.rest.openapi import document_of
 from qinfer_api.rest.repository import repository_routes
@@ -43,7 +44,7 @@ def build_app(services: Services) -> FastAPI:
         },
     )
     inference = restricted(services, "inference")
-    for routes in (infer_routes, generate_routes, request_routes, event_routes):  # matched in order: the busiest first
+    for routes in (infer_routes, generate_routes, request_routes, event_routes, job_routes):  # the busiest come first
         app.include_router(routes(services), dependencies=inference)
     for routes in (statistics_routes, model_routes, server_routes, repository_routes, settings_routes):
         app.include_router(routes(services))

@@ -20,6 +20,7 @@ from qinfer_api.forwarding import forwarded
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.protocol import SENT_HEADERS
 from qinfer_api.http.replies import Reply, error_reply, failure_reply
+from qinfer_api.jobs import BulkJobs
 from qinfer_api.requests import AsyncRequests
 from qinfer_api.restrictions import Restrictions
 from qinfer_api.server_settings import LogSettings, TraceSettings
@@ -35,6 +36,7 @@ class Services:
         settings: The gateway's settings.
         dispatcher: Takes infer requests.
         requests: Takes asynchronous ones.
+        jobs: Takes bulk jobs.
         catalog: Knows the models.
         codec: Reads infer requests and makes replies.
         shared_memory: What clients on this host share with this process.
@@ -50,6 +52,7 @@ class Services:
     settings: Settings
     dispatcher: Dispatcher
     requests: AsyncRequests
+    jobs: BulkJobs
     catalog: Catalog
     codec: InferCodec
     shared_memory: SharedMemory

@@ -1,0 +1,90 @@
+"""Large objects of S3 by Arrow's own client, which fetches several ranges at once and needs no interpreter for it.
+
+It is given what botocore finds: credentials of any kind, endpoint and region, from the variables and files that s3fs
+heeds too. Where options are given to fsspec alone (`FSSPEC_S3_…`), or Arrow's client can't open the object, the
+driver's own file is read (`store.open`).
+"""
+
+import logging
+import threading
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+import pyarrow as pa
+
+from qinfer.bulk.store import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 5
+_READ_TIMEOUT_S = 60
+_AWS = (".amazonaws.com", ".amazonaws.com.cn")
+
+
+class _Way(NamedTuple):
+    """How S3 is reached.
+
+    Attributes:
+        session: botocore's, which knows the credentials; they may change.
+        region: The region that is asked.
+        endpoint: The server's URL, where it is not that of AWS for the region.
+    """
+
+    session: Any
+    region: str
+    endpoint: str
+
+
+_lock = threading.Lock()
+_ways: "WeakKeyDictionary[ObjectStore, _Way | None]" = WeakKeyDictionary()
+
+
+def open_native(store: ObjectStore, url: str) -> pa.NativeFile | None:
+    """Opens an object of S3; `None` where it is to be read in another way.
+
+    Args:
+        store: Its store: what was found out is kept for as long as there is this one.
+        url: Its URL, `s3://bucket/key`.
+    """
+    try:
+        with _lock:
+            if store not in _ways:
+                _ways[store] = _find_way()
+            way = _ways[store]
+        return None if way is None else _files(way).open_input_file(url.partition("://")[2])
+    except Exception as error:  # noqa: BLE001  the boundary to two drivers; the store's own one says what is wrong
+        logger.debug("an object is not read by Arrow's client of S3", extra={"reason": type(error).__name__})
+        return None
+
+
+def _find_way() -> _Way | None:
+    import fsspec.config
+    from botocore.session import Session  # type: ignore[import-untyped]  # it has no types
+
+    if fsspec.config.conf.get("s3"):
+        return None
+    session = Session()
+    if session.get_credentials() is None:
+        return None  # s3fs then asks without any
+    meta = session.create_client("s3").meta
+    parts = urlsplit(meta.endpoint_url)
+    is_aws = (parts.hostname or "").endswith(_AWS)
+    return _Way(session, meta.region_name, "" if is_aws else meta.endpoint_url)
+
+
+def _files(way: _Way) -> Any:
+    from pyarrow.fs import S3FileSystem
+
+    credentials = way.session.get_credentials().get_frozen_credentials()  # renewed when they are about to expire
+    parts = urlsplit(way.endpoint)
+    return S3FileSystem(
+        access_key=credentials.access_key,
+        secret_key=credentials.secret_key,
+        session_token=credentials.token,
+        region=way.region,
+        scheme=parts.scheme or "https",
+        endpoint_override=parts.netloc or None,
+        connect_timeout=_CONNECT_TIMEOUT_S,
+        request_timeout=_READ_TIMEOUT_S,
+    )

@@ -1,0 +1,138 @@
+"""Reads the output of a bulk job by its manifest: the parts in order, several at a time."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import msgspec
+
+from qinfer.client.job_flows import JobStatus
+from qinfer.errors import QinferError, ResultNotFound, StoreError, UnsupportedFeature
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
+
+MANIFEST, PARTIAL = "_manifest.json", "_manifest.partial.json"
+"""The names of the list of parts, of a complete output and of one that is not."""
+
+_THREADS = 8
+_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "abfss": "azure"}
+
+
+class _Part(msgspec.Struct):
+    name: str
+    rows: int
+
+
+class _Manifest(msgspec.Struct):
+    """What this version needs to know of a manifest."""
+
+    output_format: str
+    rows: int
+    parts: list[_Part]
+
+
+def read_output(
+    status: JobStatus, columns: Sequence[str] | None, storage_options: Mapping[str, Any] | None, *, partial: bool
+) -> "pyarrow.Table":
+    """Reads a job's output; see `Job.to_arrow`.
+
+    Raises:
+        ResultNotFound: The job has not ended, or its output is not there, or there are other rows than it says.
+        UnsupportedFeature: A library is missing.
+        StoreError: The store can't be read.
+    """
+    if status.state != "completed" and not (partial and status.has_ended):
+        raise ResultNotFound(f"job '{status.id}' is {status.state}: {_remedy(status)}")
+    name = MANIFEST if status.state == "completed" else PARTIAL
+    files, folder = _opened(status.output_url, storage_options or {})
+    try:
+        manifest = msgspec.json.decode(files.cat_file(f"{folder}/{name}"), type=_Manifest)
+        table = _read(files, folder, manifest, columns)
+    except QinferError:
+        raise
+    except FileNotFoundError as error:
+        raise ResultNotFound(
+            f"the output of job '{status.id}' is not whole at {status.output_url}: {error} is not there"
+        ) from None
+    except Exception as error:  # each driver has errors of its own
+        what = f"{type(error).__name__}: {error}"
+        raise StoreError(f"the output at {status.output_url} can't be read: {what}") from error
+    if table.num_rows != manifest.rows:
+        raise ResultNotFound(
+            f"the output of job '{status.id}' has {table.num_rows} rows; its {name} says {manifest.rows}"
+        )
+    return table
+
+
+def as_pandas(table: "pyarrow.Table") -> "pandas.DataFrame":
+    """Returns a table as a data frame.
+
+    Raises:
+        UnsupportedFeature: There is no pandas.
+    """
+    try:
+        return table.to_pandas()
+    except ImportError:
+        raise UnsupportedFeature("a data frame needs pandas: pip install pandas; or take to_arrow()") from None
+
+
+def _remedy(status: JobStatus) -> str:
+    if not status.has_ended:
+        return "wait() for its end"
+    return "resume() it, or read what is there with partial=True"
+
+
+def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Returns a folder's file system, and its path there."""
+    scheme = url.partition("://")[0]
+    try:
+        files, path = fsspec.core.url_to_fs(url, **options)
+    except ImportError:
+        extra = _EXTRAS.get(scheme)
+        what = f"pip install 'qinfer[{extra}]'" if extra else f"install the fsspec driver for {scheme}://"
+        raise UnsupportedFeature(f"reading {scheme}:// needs a library: {what}") from None
+    except ValueError as error:
+        raise StoreError(f"the output at {url} can't be opened: {error}") from None
+    return files, path.rstrip("/")
+
+
+def _read(files: Any, folder: str, manifest: _Manifest, columns: Sequence[str] | None) -> "pyarrow.Table":
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise UnsupportedFeature("reading the output needs pyarrow: pip install 'qinfer[bulk]'") from None
+    if not manifest.parts:
+        return pa.table({})
+    paths = [f"{folder}/{part.name}" for part in manifest.parts]
+    read = _read_arrow if manifest.output_format == "arrow" else _read_parquet
+    with ThreadPoolExecutor(min(_THREADS, len(paths)), "qinfer-output") as threads:
+        tables = list(threads.map(lambda path: read(files, path, columns), paths))
+    return pa.concat_tables(tables).replace_schema_metadata(None).unify_dictionaries()
+
+
+def _read_parquet(files: Any, path: str, columns: Sequence[str] | None) -> "pyarrow.Table":
+    import pyarrow.parquet as pq
+
+    with files.open(path, "rb", cache_type="none") as file, pq.ParquetFile(file, pre_buffer=True) as part:
+        chosen = _chosen(part.schema_arrow.names, columns)
+        return part.read(columns=chosen).select(chosen)
+
+
+def _read_arrow(files: Any, path: str, columns: Sequence[str] | None) -> "pyarrow.Table":
+    import pyarrow.ipc
+
+    with files.open(path, "rb", cache_type="none") as file, pyarrow.ipc.open_file(file) as part:
+        return part.read_all().select(_chosen(part.schema.names, columns))
+
+
+def _chosen(names: list[str], columns: Sequence[str] | None) -> list[str]:
+    """Returns the columns that are asked for, in the order asked for."""
+    if columns is None:
+        return names
+    unknown = [name for name in columns if name not in names]
+    if unknown:
+        raise ResultNotFound(f"the output has no column '{unknown[0]}'; it has {', '.join(names)}")
+    return list(columns)
