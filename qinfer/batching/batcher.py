@@ -13,40 +13,27 @@ that a busy worker never hoards what an idle one could run (DESIGN.md §4).
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from qinfer.batching import policy
 from qinfer.batching.assemble import KeyFunction, assemble, key_function
-from qinfer.batching.execution import Caller, Execution, Pending
+from qinfer.batching.execution import Execution, Pending
 from qinfer.batching.halves import Halves
 from qinfer.batching.latency import LatencyModel
 from qinfer.batching.policy import NEVER_S, Rules, Slots
-from qinfer.batching.ports import Executor, Outlet
+from qinfer.batching.ports import LoadedModel, Outlet
 from qinfer.batching.responses import Responder
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import DELAYED
 from qinfer.errors import DeadlineExceeded, QinferError
 from qinfer.messages import Failure
 from qinfer.observability.stats import StatsTally
-from qinfer.repository.spec import ModelSpec
 
 FETCH_LEAD_S = 0.003
 """How long before an execution's expected end the next batch is fetched: a few round trips to the broker."""
 
 OVERDUE_S = 0.05
 """An execution later than expected by this, or by its expected duration if longer, gives back what waits behind it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model version at one generation, loaded into instances; its calls to other models go through `caller`."""
-
-    spec: ModelSpec
-    version: int
-    generation: int
-    executor: Executor
-    caller: Caller | None = None
 
 
 class Batcher:
@@ -173,6 +160,11 @@ class Batcher:
         self._give_back()
         self._pump()
         await self._idle.wait()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything executes or waits to; for any thread."""
+        return not self._idle.is_set()
 
     async def idle(self) -> None:
         """Waits until nothing executes or waits to."""

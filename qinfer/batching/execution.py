@@ -48,6 +48,10 @@ class Pending(Item, kw_only=True, eq=False):
     request: InferRequest
     lost: bool = False
 
+    def lose(self) -> None:
+        """Takes note that the lease is lost."""
+        self.lost = True
+
 
 class Caller(Protocol):
     """The way from one model to another."""

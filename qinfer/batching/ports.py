@@ -1,10 +1,12 @@
-"""What a batcher works with: instances that execute, and an outlet for what is done."""
+"""What a batcher works with: a loaded model, instances that execute, and an outlet for what is done."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from qinfer.batching.execution import Execution, Pending
+from qinfer.batching.execution import Caller, Execution, Pending
 from qinfer.messages import Response
+from qinfer.repository.spec import ModelSpec
 
 
 class Executor(Protocol):
@@ -33,6 +35,17 @@ class Executor(Protocol):
     def retire(self) -> None:
         """Unloads every instance once it has executed what is queued."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model version at one generation, loaded into instances; its calls to other models go through `caller`."""
+
+    spec: ModelSpec
+    version: int
+    generation: int
+    executor: Executor
+    caller: Caller | None = None
 
 
 class Outlet(Protocol):

@@ -85,7 +85,7 @@ class Responder:
 
     def _final(self, item: Pending, answer: Answer, index: int, timing: Timing) -> Response:
         if isinstance(answer, tuple):
-            problem = self._problem(answer, item)
+            problem = self.problem(answer, item.request.outputs, item.rows)
             if problem is None:
                 return Response(
                     request_id=item.request.id,
@@ -107,10 +107,19 @@ class Responder:
             timing=timing,
         )
 
-    def _problem(self, outputs: Sequence[Tensor], item: Pending) -> str | None:
-        """Compares outputs with the configuration; runs per request, so that the good case is a few comparisons."""
-        if len(outputs) != (len(item.request.outputs) or self._count) and outputs:
-            return f"the model returned {len(outputs)} outputs where {len(item.request.outputs) or self._count} are due"
+    def problem(self, outputs: Sequence[Tensor], wanted: Sequence[str], rows: int) -> str | None:
+        """Compares outputs with the configuration; runs per request, so that the good case is a few comparisons.
+
+        Args:
+            outputs: What the model returned.
+            wanted: The names that were asked for; empty = all.
+            rows: The rows that went in.
+
+        Returns:
+            What is wrong with them; `None` = nothing.
+        """
+        if len(outputs) != (len(wanted) or self._count) and outputs:
+            return f"the model returned {len(outputs)} outputs where {len(wanted) or self._count} are due"
         for tensor in outputs:
             expected = self._outputs.get(tensor.name)
             if expected is None:
@@ -118,8 +127,8 @@ class Responder:
             datatype, dims, fixed = expected
             shape = tensor.shape
             if self._batched:
-                if not shape or shape[0] != item.rows:
-                    return _text(tensor, f"its first dimension must be {item.rows}")
+                if not shape or shape[0] != rows:
+                    return _text(tensor, f"its first dimension must be {rows}")
                 shape = shape[1:]
             if tensor.datatype != datatype:
                 return _text(tensor, f"its configuration says {datatype}")

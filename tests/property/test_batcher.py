@@ -13,9 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from qinfer.batching.batcher import Batcher, LoadedModel
+from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Execution, Pending
 from qinfer.batching.policy import NEVER_S, Rules
+from qinfer.batching.ports import LoadedModel
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.messages import InferRequest

@@ -85,7 +85,7 @@ class Ground:
         return Task(job_id="job1", spec=spec, shard=shard, model=self.spec, **options)
 
     def run(self, shard: Shard, spec: JobSpec, *, is_again: bool = False, **options: Any) -> ShardRun:
-        files = ShardFiles(self.task(shard, spec, **options), lambda: None)
+        files = ShardFiles(self.task(shard, spec, **options))
         size = BatchSize(self.spec.max_batch_size, 1.0)
         device = Device(batcher=self.batcher, arbiter=self.arbiter, size=size, hurry=self.hurry)
         purpose = Purpose(model=self.loaded, clock=self.clock, request_id="job1-0")
@@ -176,8 +176,9 @@ async def test_too_many_failed_rows_end_the_shard(tmp_path: Path) -> None:
 
     outcome = await ground.run(shard, spec, max_errors=2).run()
 
-    assert (outcome.rows, outcome.failed_rows) == (1000, 1000)
-    assert "3 of the first" in outcome.error
+    assert (outcome.rows, outcome.failed_rows) == (3, 3)  # what is known of its rows
+    assert outcome.error.startswith("3 of its first 256 rows failed, such as row 1 of 'file:///")
+    assert "in.parquet': " in outcome.error
     assert "no such number" in outcome.error
     assert not list(ground.output.iterdir())
     assert not ground.left()

@@ -13,7 +13,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.messages import InferRequest
 from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference import leases
-from qinfer_workers.inference.leases import LeaseKeeper, place_of
+from qinfer_workers.inference.leases import Held, LeaseKeeper, place_of
 from qinfer_workers.inference.renewals import ThreadRenewals
 
 LANE, OTHER = Lane("stub", 1), Lane("other", 1)
@@ -45,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 
 @pytest.fixture
-def lost() -> list[Pending]:
+def lost() -> list[Held]:
     return []
 
 
@@ -55,7 +55,7 @@ def asked() -> Asked:
 
 
 @pytest.fixture
-def keeper(clock: FakeClock, lost: list[Pending], asked: Asked) -> Iterator[LeaseKeeper]:
+def keeper(clock: FakeClock, lost: list[Held], asked: Asked) -> Iterator[LeaseKeeper]:
     return LeaseKeeper(asked, ServerClock(clock, 0.0), LEASE_S, list, lost.append)  # type: ignore[return-value]
 
 
@@ -112,7 +112,7 @@ async def test_confirm_waits_for_a_renewal_that_began_later(
     await confirming
 
 
-def test_a_lost_lease_is_told_once(keeper: LeaseKeeper, clock: FakeClock, lost: list[Pending]) -> None:
+def test_a_lost_lease_is_told_once(keeper: LeaseKeeper, clock: FakeClock, lost: list[Held]) -> None:
     """What was dropped meanwhile, or fetched again since, is not lost."""
     gone, dropped, kept = item(1), item(2), item(3)
     keeper.hold([gone, dropped, kept])
@@ -141,7 +141,7 @@ def test_what_nobody_waits_for_any_more_is_not_renewed(keeper: LeaseKeeper, cloc
     assert keeper.wanted() == [(mine, now_s + 100.0 + LEASE_S)]
 
 
-async def test_the_thread_renews_lane_by_lane(lost: list[Pending]) -> None:
+async def test_the_thread_renews_lane_by_lane(lost: list[Held]) -> None:
     """A lane that fails is told, and tried again; what is lost in another is told at once."""
     calls: list[list[Lease]] = []
 

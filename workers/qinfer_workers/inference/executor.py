@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import Enum
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from qinfer.backends.base import Backend
@@ -28,6 +28,17 @@ _threads: "WeakSet[threading.Thread]" = WeakSet()
 
 _Done = Callable[[Execution], None]
 T = TypeVar("T")
+
+
+class Loan(Protocol):
+    """What uses an instance for a while, and is no execution of the batcher's."""
+
+    def run(self, instance: Backend) -> None:
+        """Uses the instance, in its thread; raises nothing."""
+        ...
+
+
+_Job = tuple[Execution | Loan, Callable[..., None]]
 
 
 async def in_thread(name: str, call: Callable[[], T]) -> T:
@@ -91,7 +102,7 @@ class ThreadExecutor:
         self._instances: list[Backend] = []
         self._started = 0
         self._running = 0
-        self._queue: queue.SimpleQueue[tuple[Execution, _Done] | _End] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job | _End] = queue.SimpleQueue()
         self.grow(instances)
 
     def grow(self, instances: Sequence[Backend]) -> None:
@@ -123,24 +134,29 @@ class ThreadExecutor:
         self._running += 1
         self._queue.put((execution, done))
 
-    def _ended(self, execution: Execution, done: _Done) -> None:
+    def lend(self, loan: Loan, done: Callable[[Loan], None]) -> None:
+        """Lends an instance as soon as one is free; `done` is called on the event loop when it is given back."""
+        self._running += 1
+        self._queue.put((loan, done))
+
+    def _ended(self, ended: Execution | Loan, done: Callable[..., None]) -> None:
         self._running -= 1
-        done(execution)
+        done(ended)
 
     def recall(self) -> list[Execution]:
-        """Takes back the executions that no instance has taken."""
+        """Takes back the executions that no instance has taken; loans stay."""
         recalled: list[Execution] = []
-        ends: list[_End] = []
+        others: list[_Job | _End] = []
         with suppress(queue.Empty):
             while True:
                 job = self._queue.get_nowait()
-                if isinstance(job, _End):
-                    ends.append(job)
-                else:
+                if isinstance(job, tuple) and isinstance(job[0], Execution):
                     self._running -= 1
                     recalled.append(job[0])
-        for end in ends:
-            self._queue.put(end)
+                else:
+                    others.append(job)
+        for other in others:
+            self._queue.put(other)
         return recalled
 
     def retire(self) -> None:

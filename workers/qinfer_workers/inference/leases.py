@@ -10,14 +10,31 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
-from qinfer.batching.execution import Pending
 from qinfer.clock import ServerClock
-from qinfer.delivery.base import Entry, Lane
+from qinfer.delivery.base import Entry, Lane, Lease
 
 logger = logging.getLogger(__name__)
 
 Place = tuple[Lane, str]
 """Where an entry is: its lane, and its id there."""
+
+
+class Held(Protocol):
+    """What a worker holds, a request or a shard; one is told from another by identity."""
+
+    @property
+    def lease(self) -> Lease:
+        """The lease on its entry."""
+        ...
+
+    @property
+    def deadline_s(self) -> float:
+        """When nobody waits for it any more, in the broker's time."""
+        ...
+
+    def lose(self) -> None:
+        """Takes note that the lease is lost."""
+        ...
 
 
 class Renewals(Protocol):
@@ -49,14 +66,14 @@ class LeaseKeeper:
         clock: ServerClock,
         lease_s: float,
         lanes: Callable[[], Iterable[Lane]],
-        on_lost: Callable[[Pending], None],
+        on_lost: Callable[[Held], None],
     ) -> None:
         self.lanes = lanes
         self._renewals = renewals
         self._clock = clock
         self._lease_s = lease_s
         self._on_lost = on_lost
-        self._held: dict[Pending, float] = {}
+        self._held: dict[Held, float] = {}
         self._lock = threading.Lock()
         self._renewed_at = time.monotonic()
         self._failing: dict[Lane, float] = {}
@@ -74,13 +91,13 @@ class LeaseKeeper:
             self._renewals.ask()
             await self._renewed.wait()
 
-    def hold(self, items: Iterable[Pending]) -> None:
+    def hold(self, items: Iterable[Held]) -> None:
         """Has these renewed from now on."""
         now_s = time.monotonic()
         with self._lock:
             self._held.update(dict.fromkeys(items, now_s))
 
-    def drop(self, items: Iterable[Pending]) -> None:
+    def drop(self, items: Iterable[Held]) -> None:
         """Has these renewed no longer."""
         with self._lock:
             for item in items:
@@ -91,12 +108,12 @@ class LeaseKeeper:
         place = entry.lane, entry.entry_id
         return any(place_of(item) == place for item in self.held())
 
-    def held(self) -> list[Pending]:
+    def held(self) -> list[Held]:
         """Returns what is held."""
         with self._lock:
             return list(self._held)
 
-    def wanted(self) -> list[tuple[Pending, float]]:
+    def wanted(self) -> list[tuple[Held, float]]:
         """Returns what is to be renewed, and on the monotonic clock until when.
 
         A lease time after its deadline nobody waits for an item, which must not be in flight for ever because a model
@@ -106,7 +123,7 @@ class LeaseKeeper:
         ends = ((item, self._clock.to_monotonic_s(item.deadline_s) + self._lease_s) for item in self.held())
         return [(item, end_s) for item, end_s in ends if end_s > now_s]
 
-    def is_sure(self, items: Iterable[Pending]) -> bool:
+    def is_sure(self, items: Iterable[Held]) -> bool:
         """Tells whether none of these leases can have ended unnoticed.
 
         What was held at the last renewal that succeeded has been renewed since, and what came later was fetched later.
@@ -117,7 +134,7 @@ class LeaseKeeper:
             not self._failing or all(self._sure_at(item) > since_s for item in items)
         )
 
-    async def confirm(self, items: Iterable[Pending]) -> None:
+    async def confirm(self, items: Iterable[Held]) -> None:
         """Waits until each of these, which are held, was renewed after now, or found lost."""
         asked_s = time.monotonic()
         items = list(items)
@@ -144,19 +161,19 @@ class LeaseKeeper:
             if place_of(item) not in lost or not self._is_older(item, began_s):
                 continue  # else it was finished meanwhile, or released and fetched again
             self.drop([item])
-            logger.debug("lease lost", extra={"request_id": item.request.id})
+            logger.debug("lease lost", extra={"entry_id": item.lease.entry.entry_id})
             self._on_lost(item)
             count += 1
         if count:  # mostly because callers went away, or gave up
             logger.info("leases lost", extra={"count": count})
 
-    def _sure_at(self, item: Pending) -> float:
+    def _sure_at(self, item: Held) -> float:
         return self._failing.get(item.lease.entry.lane, self._renewed_at)
 
-    def _is_older(self, item: Pending, began_s: float) -> bool:
+    def _is_older(self, item: Held, began_s: float) -> bool:
         return self._held.get(item, began_s + 1) <= began_s
 
 
-def place_of(item: Pending) -> Place:
+def place_of(item: Held) -> Place:
     """Returns where an item's entry is."""
     return item.lease.entry.lane, item.lease.entry.entry_id

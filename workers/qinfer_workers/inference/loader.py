@@ -42,6 +42,7 @@ class Loaded:
         version: The version.
         generation: The generation.
         identity: Equal for two generations whose files and configuration are the same, but for the instances.
+        content_hash: What the control store calls the model's files and configuration.
         devices: The device of each instance.
         instances: What a load has made, one for each device; empty when there was nothing to load.
         latency: What warm-up runs taught about its speed.
@@ -52,6 +53,7 @@ class Loaded:
     generation: int
     identity: str
     devices: tuple[Device, ...]
+    content_hash: str = ""
     instances: Sequence[Backend] = ()
     latency: LatencyModel | None = None
 
@@ -122,7 +124,14 @@ class Loader:
             identity = _identity(stored, directory)
         except OSError as error:  # they are being changed
             raise ModelLoadFailed(f"the model's files can't be read: {error.strerror}") from None
-        loaded = Loaded(spec=spec, version=version, generation=stored.generation, identity=identity, devices=devices)
+        loaded = Loaded(
+            spec=spec,
+            version=version,
+            generation=stored.generation,
+            identity=identity,
+            devices=devices,
+            content_hash=stored.content_hash,
+        )
         if serving is not None and serving.identity == loaded.identity:
             missing = list((Counter(devices) - Counter(serving.devices)).elements())
             surplus = list((Counter(serving.devices) - Counter(devices)).elements())

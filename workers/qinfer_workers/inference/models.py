@@ -111,13 +111,9 @@ class Models:
                     await asyncio.sleep(_RETRY_S)
 
     async def _read(self) -> None:
-        wanted: dict[str, StoredModel] = {}
-        for name, wish in (await self._store.desired()).items():
-            if wish.load and is_placed(name, self._globs):
-                model = await self._store.model(name)
-                if model is not None:
-                    wanted[name] = model
-        self._wanted = wanted
+        desired = await self._store.desired()
+        mine = [name for name, wish in desired.items() if wish.load and is_placed(name, self._globs)]
+        self._wanted = await self._store.models(mine)
 
     def _start(self, tasks: asyncio.TaskGroup) -> None:
         """Starts a task for each model that differs from what is wanted and has none."""

@@ -11,24 +11,27 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from qinfer.batching.batcher import Batcher, LoadedModel
+from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
+from qinfer.batching.ports import LoadedModel
 from qinfer.control.base import ControlStore
 from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Delivery, Lane, Lease
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.settings import Settings
+from qinfer_workers.inference.bulk.work import BulkWork
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import Heartbeat
 from qinfer_workers.inference.intake import Intake
-from qinfer_workers.inference.leases import LeaseKeeper, Renewals
+from qinfer_workers.inference.leases import Held, LeaseKeeper, Renewals
 from qinfer_workers.inference.loader import Loaded, Loader
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.renewals import ThreadRenewals
 from qinfer_workers.inference.serving import Serving
+from qinfer_workers.inference.tasks import end
 from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
@@ -75,6 +78,7 @@ class Worker:
             self._lanes,
             self._lost,
         )
+        self._bulk = BulkWork(settings, delivery, self._keeper, worker_id)
         self._models = Models(store, settings.worker, settings.limits, loader, self)
         self._heartbeat = Heartbeat(
             store, worker_id, settings.worker, delivery.clock, self._models.states, self._batchers
@@ -90,21 +94,23 @@ class Worker:
             self._intake = Intake(self._delivery, self._publisher, self._settings.max_deliveries)
             self._caller = Caller(self._delivery, self._catalog, self._id, tasks, self._called, self._inline_max_bytes)
             renewals = tasks.create_task(self._keeper.run())
+            bulk = self._bulk.start(tasks)
             models = tasks.create_task(self._models.run(self._heartbeat.changed))
             heartbeat = tasks.create_task(self._heartbeat.run())
             reclaimer = tasks.create_task(self._reclaim_loop())
             try:
                 await stop.wait()
-                await _end(models, reclaimer)
+                await end(models, reclaimer, bulk)
                 await self._drain(heartbeat)
             finally:
                 self._publisher.close()  # first: that its calls end makes no answer of what did not end in time
                 calls = self._caller.close()
+                self._bulk.hurry()
             serving = self._serving.values()
             readings = [task for one in serving for task in one.readings.tasks()]
-            await _end(heartbeat, *calls, *readings, *(one.fetcher for one in serving))
+            await end(heartbeat, *calls, *readings, *(one.fetcher for one in serving), *self._bulk.loops())
             await self._caller.discard()
-            await _end(renewals)
+            await end(renewals)
 
     def serve(self, loaded: Loaded) -> None:
         """Serves a model version, in place of its earlier generation if there is one."""
@@ -118,10 +124,12 @@ class Worker:
             batcher = serving.batcher
             batcher.admit([i for i in batcher.replace(model, loaded.latency) if self._intake.fits(batcher, i)])
             serving.reread()
+            self._bulk.serve(batcher, loaded)
             return
         batcher = Batcher(model, self._delivery.clock, self._publisher, loaded.latency)
         serving = self._serving[key] = Serving(batcher)
         serving.fetcher = self._tasks.create_task(self._fetch_loop(serving))
+        self._bulk.serve(batcher, loaded)
 
     def resize(self, loaded: Loaded, surplus: int) -> None:
         """Goes on with the instances of a version that is served, more or fewer of them, under a new generation."""
@@ -132,6 +140,7 @@ class Worker:
         executor.shrink(surplus)
         batcher.model = replace(batcher.model, spec=loaded.spec, generation=loaded.generation)
         batcher.admit(())  # more instances may start what waits
+        self._bulk.serve(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
         """Answers what waits for a model version and unloads it; tells whether it did, and was not wanted again."""
@@ -144,6 +153,7 @@ class Worker:
     async def _end_serving(self, model: str, version: int) -> None:
         async with self._exclusive:
             serving = self._serving[model, version]
+            await self._bulk.retire(serving.batcher)
             await self._pause(serving)
             serving.fetcher.cancel()
             del self._serving[model, version]
@@ -205,12 +215,12 @@ class Worker:
         else:
             batcher.admit(items)
 
-    def _lost(self, item: Pending) -> None:
+    def _lost(self, item: Held) -> None:
         serving = self._serving.get((item.lease.entry.lane.model, item.lease.entry.lane.version))
-        if serving is None:
-            item.lost = True
-        else:
+        if isinstance(item, Pending) and serving is not None:
             serving.batcher.lost(item)
+        else:
+            item.lose()
 
     async def _reclaim_loop(self) -> None:
         """Looks for entries of dead workers, twice in a lease time."""
@@ -286,11 +296,13 @@ class Worker:
         """Empties the worker's hands, and lets it go on afterwards."""
         async with self._exclusive:
             try:
+                await self._bulk.pause()
                 await self._empty_hands()
                 await self._publisher.settle()
                 yield
             finally:
                 self._hands_empty = False
+                self._bulk.resume()
                 for batcher in self._batchers():
                     batcher.resume()
 
@@ -321,24 +333,16 @@ class Worker:
         try:
             async with asyncio.timeout(self._settings.drain_s):
                 async with self._exclusive:
+                    await self._bulk.pause()
                     await self._empty_hands()
                 self._hands_empty = False
                 for model, version in list(self._serving):
                     await self._end_serving(model, version)
                 await self._publisher.settle()
-                await _end(heartbeat)  # or it could beat once more after the last beat
+                await end(heartbeat)  # or it could beat once more after the last beat
                 await self._heartbeat.beat()
                 await self._store.retire(self._id)
         except TimeoutError:
             logger.error("drain timed out", extra={"executing": sum(b.executing for b in self._batchers())})
         except BrokerUnavailable as error:
             logger.warning("drained without the broker", extra={"reason": error.message})
-
-
-async def _end(*tasks: "asyncio.Task[None]") -> None:
-    """Cancels tasks until they are done: redis-py swallows a cancellation that comes while it connects."""
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=_RETRY_S)

@@ -1,0 +1,83 @@
+"""Makes the run of a shard of what is known of it, its job and the model: the part of `work` that needs pyarrow."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from qinfer.batching.batcher import Batcher
+from qinfer.bulk.job import decode_spec
+from qinfer.bulk.plan import ShardTicket
+from qinfer.clock import ServerClock
+from qinfer.delivery.jobs import JobRecord
+from qinfer.errors import QinferError
+from qinfer_workers.inference.bulk.arbiter import DeviceArbiter
+from qinfer_workers.inference.bulk.batch_size import BatchSize
+from qinfer_workers.inference.bulk.desk import PutOff
+from qinfer_workers.inference.bulk.errand import STALLED_S
+from qinfer_workers.inference.bulk.hands import HeldShard
+from qinfer_workers.inference.bulk.scoring import Purpose
+from qinfer_workers.inference.bulk.shard_files import ShardFiles, Task, clear_spool
+from qinfer_workers.inference.bulk.shard_run import Device, ShardRun
+
+__all__ = ["Place", "begin", "clear_spool"]
+
+pa.set_cpu_count(1)  # pyarrow's own threads would take the cores from online requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where shards of a model version are run.
+
+    Attributes:
+        batcher: Its batcher.
+        arbiter: Gives turns on its devices.
+        size: How many rows a batch should have.
+        clock: The broker's time.
+        model_hash: What the model's files are.
+        spool: A folder for parts until they are committed.
+        read_bytes: About so many bytes of rows are held at once.
+        hurry: Set when nobody waits any longer for executions to end.
+    """
+
+    batcher: Batcher
+    arbiter: DeviceArbiter
+    size: BatchSize
+    clock: ServerClock
+    model_hash: str
+    spool: Path
+    read_bytes: int
+    hurry: asyncio.Event
+
+
+def begin(place: Place, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event) -> ShardRun:
+    """Makes the run of a shard; see `desk.Begin`.
+
+    Raises:
+        PutOff: This worker can't read the job: it is a newer qinfer's.
+    """
+    try:
+        spec = decode_spec(record.spec)
+    except QinferError as error:
+        raise PutOff(error.message) from error
+    model = place.batcher.model
+
+    def progress() -> None:
+        held.deadline_s = place.clock.now_s() + STALLED_S
+
+    task = Task(
+        job_id=record.id,
+        spec=spec,
+        shard=ticket.shard,
+        model=model.spec,
+        model_hash=place.model_hash,
+        max_errors=record.max_errors,
+        spool=place.spool,
+        read_bytes=place.read_bytes,
+    )
+    name = f"{record.id}-{ticket.shard.index}"
+    purpose = Purpose(model=model, clock=place.clock, request_id=name, tenant=record.tenant, progress=progress)
+    device = Device(batcher=place.batcher, arbiter=place.arbiter, size=place.size, hurry=place.hurry)
+    is_again = held.lease.suspect or held.lease.deliveries > 1
+    return ShardRun(ShardFiles(task), purpose, device, free, is_again=is_again)
