@@ -18,7 +18,7 @@ _WITH_ACCOUNT = {"abfs", "abfss"}  # abfss://container@account.dfs.core.windows.
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _AUTHORITY = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?")
 _HIDDEN = re.compile(r"%(2e|2f|5c|25|00)", re.IGNORECASE)  # `.`, `/`, `\`, `%` and zero, to those who decode
-_UNSAFE = re.compile(r"[\x00-\x20\x7f\\?#]")
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\?#]|^ | $")
 _LONGEST = 2048
 _SHOWN = 120
 
@@ -78,7 +78,8 @@ def _parsed(url: str) -> _Place:
         raise InvalidRequest("a store's URL may not hold credentials; they come from the store's own variables")
     if _UNSAFE.search(rest) or _HIDDEN.search(rest):
         raise InvalidRequest(
-            "a store's URL may hold no spaces, control characters, '\\', '?', '#', and no encoded '.', '/' or '%'"
+            f"'{_shown(re.split('[?#]', url)[0])}': a store's URL may hold no control characters, '\\', '?', '#', no "
+            "space at an end, and no encoded '.', '/' or '%'"
         )
     if "@" in authority:
         _check_account(authority)
@@ -87,7 +88,9 @@ def _parsed(url: str) -> _Place:
         _check_authority(scheme, authority, url)
     segments = tuple(path.removesuffix("/").split("/")) if path.removesuffix("/") else ()
     if any(segment in ("", ".", "..") for segment in segments):
-        raise InvalidRequest("a store's URL may not hold '..', '.' or empty parts; write out where it leads")
+        raise InvalidRequest(
+            f"'{_shown(url)}': a store's URL may not hold '..', '.' or empty parts; write out where it leads"
+        )
     return scheme, authority.removesuffix("localhost") if scheme == "file" else authority, segments
 
 

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qinfer.bulk.job import JobSpec, Output, encode_spec
-from qinfer.bulk.plan import Range, Shard, ShardTicket, encode_ticket
+from qinfer.bulk.plan import Plan, Range, Shard, ShardTicket, encode_plan_head, encode_ticket
+from qinfer.bulk.schemas import encode_schema
 from qinfer.bulk.store import store_for
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.jobs import JobRecord, ShardOutcome
@@ -52,7 +53,17 @@ def job_spec(urls: Sequence[str], folder: Path, **options: Any) -> JobSpec:
     return JobSpec(version=1, inputs=tuple(urls), output=Output(url=f"file://{folder}"), **options)
 
 
-async def submit_job(delivery: Delivery, spec: JobSpec, shards: Sequence[Shard], *, job_id: str = JOB) -> None:
+def plan_head(shards: Sequence[Shard], model_hash: str = "") -> bytes:
+    """Returns what a record says of the plan: all files have the columns of the first."""
+    schema = encode_schema(pq.read_schema(shards[0].ranges[0].url.removeprefix("file://")))
+    spec = JobSpec(model="stub", inputs=("file:///in",), output=Output(url="file:///out"))
+    plan = Plan(job_id=JOB, spec=spec, model_hash=model_hash, schema=schema, sources=(), shards=(), rows=0)
+    return encode_plan_head(plan)
+
+
+async def submit_job(
+    delivery: Delivery, spec: JobSpec, shards: Sequence[Shard], *, job_id: str = JOB, model_hash: str = ""
+) -> None:
     """Puts a planned job into the queue, as gateway and planner do."""
     rows = sum(shard.rows for shard in shards)
     record = JobRecord(
@@ -61,6 +72,7 @@ async def submit_job(delivery: Delivery, spec: JobSpec, shards: Sequence[Shard],
         version=1,
         state="planning",
         spec=encode_spec(spec),
+        head=plan_head(shards, model_hash),
         max_errors=spec.max_errors(rows),
         max_parallel=100,
     )

@@ -31,9 +31,9 @@ class ScalarColumns:
         self.name = tensor.name
         self.columns = tuple(columns)
         self._datatype = tensor.datatype
-        self._shape = _filled(tensor, shape, columns)
         for column, kind in zip(columns, kinds, strict=True):
             check_type(tensor, column, casts.plain(kind), kind)
+        self._shape = _filled(tensor, shape, columns)
         plain = [casts.plain(kind) for kind in kinds]
         self._columns = [
             (column, fine == kind, casts.bounds(fine, tensor.datatype))

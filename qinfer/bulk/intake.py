@@ -14,6 +14,11 @@ from qinfer.errors import InvalidRequest
 from qinfer.repository.spec import ModelSpec
 from qinfer.stores import check_url
 
+ENOUGH_FILES = 10_000
+"""So many files of a folder are looked at here; planning looks at all."""
+LISTING_S = 50.0
+"""Seconds that looking for the inputs may take."""
+
 _MOST_EMPTY = 20
 
 
@@ -22,7 +27,7 @@ class Examined(NamedTuple):
 
     Attributes:
         spec: The job, its URLs in their one spelling: this is to be kept.
-        files: Its input files in order.
+        files: Its input files in order, perhaps not all.
         format: Their format.
         schema: The columns of the first file that has any.
     """
@@ -48,10 +53,15 @@ def examine(spec: JobSpec, model: ModelSpec, allow: Sequence[str]) -> Examined:
     """
     spec = with_checked_urls(spec, allow)
     check_output_empty(spec.output.url)
-    files = find_files(spec.inputs)
+    files = find_files(spec.inputs, enough=ENOUGH_FILES, within_s=LISTING_S)
     format_ = common_format(files, spec)
-    schema = first_schema(files, format_)
-    check(spec, model, schema)
+    file, schema = first_schema(files, format_)
+    try:
+        check(spec, model, schema)
+    except InvalidRequest as error:
+        if len(files) == 1:
+            raise
+        raise InvalidRequest(f"{error.message} (columns of '{file.url}')") from None
     return Examined(spec, tuple(files), format_, schema)
 
 
@@ -77,7 +87,7 @@ def check_output_empty(url: str) -> None:
     store = store_for(url)
     if store.stat(url) is not None:
         raise InvalidRequest(f"output '{url}' is a file; name a folder")
-    found = next(iter(store.list(url)), None)
+    found = next(iter(store.scan(url)), None)
     if found is not None:
         name = found.url.removeprefix(url).lstrip("/")
         raise InvalidRequest(f"output '{url}' is not empty, it has '{name}'; name a new folder, or empty this one")
@@ -98,8 +108,8 @@ def common_format(files: Sequence[Stat], spec: JobSpec) -> FileFormat:
     return first
 
 
-def first_schema(files: Sequence[Stat], format_: FileFormat) -> pa.Schema:
-    """Returns the columns of the first file that has any.
+def first_schema(files: Sequence[Stat], format_: FileFormat) -> tuple[Stat, pa.Schema]:
+    """Returns the first file that has any columns, and these.
 
     Raises:
         InvalidRequest: The files are empty, or damaged.
@@ -108,7 +118,7 @@ def first_schema(files: Sequence[Stat], format_: FileFormat) -> pa.Schema:
     for file in files[:_MOST_EMPTY]:
         schema = read_schema(file, format_)
         if schema.names:
-            return schema
+            return file, schema
     raise InvalidRequest(
         f"input '{files[0].url}' and those after it are empty; without a row their columns are unknown"
     )

@@ -8,6 +8,7 @@ Encodings are chosen for the speed of writing: floats have no dictionary, since 
 row numbers are stored as differences.
 """
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -284,7 +285,7 @@ def validate_part(store: ObjectStore, url: str, shard: Shard, job_id: str, model
             raise PartBroken(f"'{url}' says {name} {here!r}, the plan {planned!r}: it is the part of something else")
     if rows != shard.rows or not 0 <= found.errors <= rows:
         raise PartBroken(f"'{url}' has {rows} rows, {found.errors} of them failed; the plan says {shard.rows} rows")
-    text = "\n".join(f"{field.name}: {field.type}" for field in schema)
+    text = sys.intern("\n".join(f"{field.name}: {field.type}" for field in schema))  # one for all parts of a job
     return PartInfo(url, rows, found.errors, stat.size_bytes, stat.etag, text)
 
 

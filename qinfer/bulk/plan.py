@@ -203,23 +203,24 @@ def decode_plan(data: bytes) -> Plan:
 
 
 class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs of a plan beside its shard.
+    """What a worker needs of a plan beside its shard; kept with the job's record.
 
     Attributes:
-        job_id: The job.
-        spec: Its specification, with the model's version resolved.
         model_hash: What the model's files were when the job was planned.
         schema: The inputs' columns, in the types that workers read them as (`schemas.decode_schema`).
     """
 
-    job_id: str
-    spec: JobSpec
     model_hash: str
     schema: str
 
 
+def encode_plan_head(plan: Plan) -> bytes:
+    """Returns the head of a plan as JSON."""
+    return msgspec.json.encode(PlanHead(model_hash=plan.model_hash, schema=plan.schema))
+
+
 def decode_plan_head(data: bytes) -> PlanHead:
-    """Reads what workers need of a plan; its shards are passed over.
+    """Reads the head of a plan.
 
     Raises:
         CorruptEntry: It is none.
@@ -227,7 +228,7 @@ def decode_plan_head(data: bytes) -> PlanHead:
     try:
         return _heads.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptEntry(f"the job's plan can't be read: {error}") from None
+        raise CorruptEntry(f"the head of the job's plan can't be read: {error}") from None
 
 
 _heads = msgspec.json.Decoder(PlanHead)

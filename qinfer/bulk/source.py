@@ -1,6 +1,8 @@
 """The inputs of a job: which files its URLs and patterns name, and what their footers say."""
 
+import math
 import re
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, Literal, NamedTuple
@@ -13,7 +15,7 @@ from qinfer.bulk.arrow_footer import batch_rows
 from qinfer.bulk.job import InputFormat
 from qinfer.bulk.shards import MAX_FILES
 from qinfer.bulk.store import Stat, store_for
-from qinfer.errors import InvalidRequest
+from qinfer.errors import InvalidRequest, StoreUnavailable
 
 FileFormat = Literal["parquet", "arrow", "csv", "jsonl"]
 
@@ -26,6 +28,7 @@ _EXTENSIONS: dict[str, FileFormat] = {
 _THREADS = 16
 _SMALL_BATCH_BYTES = 256 * 1024
 _REASON_CHARACTERS = 200
+_TOO_MANY = f"the inputs are more than {MAX_FILES} files, which is the most; make several jobs"
 _HIDDEN = "(?![._])"  # as all who read a folder do: `_SUCCESS`, `.part-0.crc`
 
 
@@ -43,7 +46,7 @@ class Footer(NamedTuple):
     groups: tuple[int, ...] | None
 
 
-def find_files(inputs: Sequence[str]) -> list[Stat]:
+def find_files(inputs: Sequence[str], *, enough: int = MAX_FILES + 1, within_s: float = math.inf) -> list[Stat]:
     """Lists the files of a job; it looks at several URLs at once.
 
     `*` stands for any part of a name, `**` for any folders, `[0-9]` for one of some characters; names that begin with
@@ -51,28 +54,34 @@ def find_files(inputs: Sequence[str]) -> list[Stat]:
 
     Args:
         inputs: URLs of files and patterns, each in its one spelling.
+        enough: No more of a folder is looked at when its patterns have so many files, and each at least one.
+        within_s: Seconds that looking at folders may take.
 
     Returns:
         The files: inputs in their order, those of one pattern sorted. A file that several name is there once.
 
     Raises:
         InvalidRequest: A URL or pattern names no file, or there are more than `MAX_FILES`.
-        StoreError: A store can't be read.
+        StoreError: A store can't be read, or not in time.
     """
-    patterns = {url: _folder(url) for url in inputs if _is_pattern(url)}
-    folders = sorted(set(patterns.values()))
+    until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
-        listings = pool.map(_listing, folders)
         literal = [url for url in inputs if "*" not in url]
         stats = dict(zip(literal, pool.map(lambda url: store_for(url).stat(url), literal), strict=True))
-        below = dict(zip(folders, listings, strict=True))
+        folders: dict[str, dict[str, re.Pattern[str]]] = {}
+        for url in inputs:
+            if _is_pattern(url) and stats.get(url) is None:
+                folder = _folder(url)
+                folders.setdefault(folder, {})[url] = _compiled(url[len(folder) :].lstrip("/"))
+        listings = pool.map(lambda folder: _listing(folder, folders[folder], enough, until_s), folders)
+        matches = {url: files for listing in listings for url, files in listing.items()}
     found: dict[str, Stat] = {}
     for url in inputs:
         stat = stats.get(url)
-        for file in [stat] if stat is not None else _matches(url, below.get(patterns.get(url, ""), [])):
+        for file in [stat] if stat is not None else matches.get(url) or _none(url):
             found.setdefault(file.url, file)
     if len(found) > MAX_FILES:
-        raise InvalidRequest(f"the inputs are {len(found)} files; at most {MAX_FILES} are possible: make several jobs")
+        raise InvalidRequest(_TOO_MANY)
     return list(found.values())
 
 
@@ -160,25 +169,37 @@ def _text(content: BinaryIO, format_: Literal["csv", "jsonl"], *, rows: bool) ->
     return Footer(schema, text_rows.count_rows(content, format_), None)
 
 
-def _listing(folder: str) -> list[Stat]:
-    return list(store_for(folder).list(folder))
+def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, until_s: float) -> dict[str, list[Stat]]:
+    """Returns the files below a folder that each of some patterns means; no other is kept in memory."""
+    found: dict[str, list[Stat]] = {url: [] for url in patterns}
+    kept = 0
+    for file in store_for(folder).scan(folder):
+        name = file.url[len(folder) :].lstrip("/")
+        for url, pattern in patterns.items():
+            if pattern.fullmatch(name):
+                found[url].append(file)
+                kept += 1
+        if kept > MAX_FILES * len(patterns):
+            raise InvalidRequest(_TOO_MANY)
+        if time.monotonic() > until_s:
+            raise StoreUnavailable(
+                f"looking at all that is below '{folder}' takes too long; name files or folders further down"
+            )
+        if kept >= enough and all(found.values()):
+            break
+    return {url: sorted(files) for url, files in found.items()}
 
 
-def _matches(url: str, below: Sequence[Stat]) -> list[Stat]:
-    """Returns the files that a pattern means of those below its folder."""
-    if not _is_pattern(url):
-        if next(iter(store_for(url).list(url)), None) is not None:
-            raise InvalidRequest(f"input '{url}' is a folder; name its files, such as {url}/*.parquet")
-        raise InvalidRequest(f"input '{url}' does not exist")
-    folder = _folder(url)
-    pattern = _compiled(url[len(folder) :].lstrip("/"))
-    matches = [file for file in below if pattern.fullmatch(file.url[len(folder) :].lstrip("/"))]
-    if not matches:
+def _none(url: str) -> list[Stat]:
+    """Says that a URL or pattern names no file."""
+    if _is_pattern(url):
         raise InvalidRequest(
             f"no file matches the input '{url}'; '*' stands for parts of a name and '**' for folders, and names that "
             "begin with '_' or '.' are left out"
         )
-    return matches
+    if next(iter(store_for(url).scan(url)), None) is not None:
+        raise InvalidRequest(f"input '{url}' is a folder; name its files, such as {url}/*.parquet")
+    raise InvalidRequest(f"input '{url}' does not exist")
 
 
 def _is_pattern(url: str) -> bool:
@@ -193,31 +214,39 @@ def _folder(url: str) -> str:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """Returns the regular expression of a pattern below its folder."""
-    segments = pattern.split("/")
-    parts = []
-    for number, segment in enumerate(segments):
-        last = number == len(segments) - 1
+    """Returns the regular expression of a pattern below its folder.
+
+    What follows a `*` or `**` is looked for once, the first place counts (`(?>…)`): no name takes long to compare.
+    """
+    *folders, last = pattern.split("/")
+    groups = [""]
+    for segment in folders:
         if segment == "**":
-            parts.append(f"(?:{_HIDDEN}[^/]+/)*{_HIDDEN + '[^/]+' if last else ''}")
+            groups.append(f"(?:{_HIDDEN}[^/]+/)*?")
         else:
-            hidden = "" if segment[0] in "._" else _HIDDEN
-            parts.append(hidden + _segment(segment) + ("" if last else "/"))
+            groups[-1] += f"{_name(segment)}/"
+    groups[-1] += f"(?:{_HIDDEN}[^/]+/)*{_HIDDEN}[^/]+" if last == "**" else f"{_name(last)}\\Z"
     try:
-        return re.compile("".join(parts))
+        return re.compile("".join(f"(?>{group})" for group in groups))
     except re.error:
         raise InvalidRequest(f"'{pattern}' of the inputs is no pattern; write such as [0-9], or * instead") from None
 
 
-def _segment(segment: str) -> str:
-    expression = ""
+def _name(segment: str) -> str:
+    """Returns the regular expression of one part of a pattern."""
+    hidden = "" if segment[0] in "._" else _HIDDEN
+    pieces = [""]
     for token in re.findall(r"\*+|\[!?[^\]]+\]|.", segment):
         if token.startswith("*"):
-            expression += "[^/]*"
+            pieces.append("")
         elif len(token) > 1:
             negated = token[1] == "!"
             inside = re.escape(token[2 if negated else 1 : -1]).replace(r"\-", "-")
-            expression += f"[{'^/' if negated else ''}{inside}]"
+            pieces[-1] += f"[{'^/' if negated else ''}{inside}]"
         else:
-            expression += re.escape(token)
-    return expression
+            pieces[-1] += re.escape(token)
+    first, *others = pieces
+    if not others:
+        return hidden + first
+    between = "".join(f"(?>[^/]*?{piece})" for piece in others[:-1])
+    return f"{hidden}{first}{between}[^/]*{others[-1]}"

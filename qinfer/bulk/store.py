@@ -85,6 +85,14 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def scan(self, prefix: str) -> Iterator[Stat]:
+        """Returns the same in the store's own order, and from S3 and directories as it is asked for: page by page.
+
+        Raises:
+            StoreNotFound: From reading: there is no such bucket.
+        """
+        ...
+
     def set_aside(self, url: str, etag: str = "") -> None:
         """Moves a broken object to `<folder>/_broken/<name>-<n>`, so that its name is free; one that is gone stays so.
 

@@ -83,6 +83,10 @@ class FsspecStore:
 
     def list(self, prefix: str) -> Iterator[Stat]:
         """As the port says."""
+        return iter(sorted(self.scan(prefix)))
+
+    def scan(self, prefix: str) -> Iterator[Stat]:
+        """As the port says; most drivers give everything at once."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             root = self._path(base)
@@ -92,13 +96,9 @@ class FsspecStore:
                 found = {}
             if not found:
                 self._check_bucket(root)
-        return iter(
-            sorted(
-                Stat(base + str(name)[len(root) :], _size(info), _etag(info))
-                for name, info in found.items()
-                if str(name).startswith(f"{root}/") and not str(name).endswith("/") and info.get("type") != "directory"
-            )
-        )
+        for name, info in found.items():
+            if str(name).startswith(f"{root}/") and not str(name).endswith("/") and info.get("type") != "directory":
+                yield Stat(base + str(name)[len(root) :], _size(info), _etag(info))
 
     def set_aside(self, url: str, etag: str = "") -> None:
         """As the port says."""

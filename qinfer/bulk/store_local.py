@@ -89,8 +89,11 @@ class LocalStore:
 
     def list(self, prefix: str) -> Iterator[Stat]:
         """As the port says; names that begin with a dot are left out."""
+        return iter(sorted(self.scan(prefix)))
+
+    def scan(self, prefix: str) -> Iterator[Stat]:
+        """As the port says."""
         base = prefix.rstrip("/")
-        found = []
         with mapped(prefix):
             root = _path(base)
             for directory, folders, names in os.walk(root, onerror=_raise):
@@ -100,8 +103,7 @@ class LocalStore:
                     if not name.startswith("."):
                         url = f"{base}/{name}" if inner == "." else f"{base}/{inner}/{name}"
                         with suppress(FileNotFoundError):  # deleted meanwhile, or a link to nowhere
-                            found.append(_stat(url, os.stat(os.path.join(directory, name))))
-        return iter(sorted(found))
+                            yield _stat(url, os.stat(os.path.join(directory, name)))
 
     def set_aside(self, url: str, etag: str = "") -> None:
         """As the port says."""

@@ -34,6 +34,7 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 
 _opened: dict[object, "ObjectStore"] = {}
+_opening: dict[object, threading.Lock] = {}
 _lock = threading.Lock()
 
 
@@ -56,7 +57,11 @@ def opened(url: str) -> "ObjectStore":
         raise InvalidRequest("a store's URL may not hold credentials; they come from the store's own variables")
     account = authority.partition("@")[2]
     key = (kind, account, driver_variables(), os.getpid())
+    if found := _opened.get(key):
+        return found
     with _lock:
+        opening = _opening.setdefault(key, threading.Lock())
+    with opening:  # and not `_lock`: a driver that looks for credentials for long must not delay the other stores
         if key not in _opened:
             _opened[key] = _ADAPTERS[kind](f"{scheme}://{authority}/" if kind != "file" else url)
         return _opened[key]

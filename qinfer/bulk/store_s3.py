@@ -9,12 +9,12 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from qinfer.bulk.store import Outcome
-from qinfer.bulk.store_errors import answer_of, store_error
+from qinfer.bulk.store import Outcome, Stat
+from qinfer.bulk.store_errors import answer_of, mapped, store_error
 from qinfer.bulk.store_fsspec import UPLOADS, FsspecStore
 from qinfer.errors import StoreChanged, StoreUnavailable
 
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _CONFLICTS = 6  # tries, while others write the same name
 _CONFLICT_S = 0.1  # before the second; doubled after each
 _MOST_CHUNKS = 10_000
+_PAGE = 1000  # objects of a listing in one answer
 
 
 class S3Store(FsspecStore):
@@ -32,6 +33,23 @@ class S3Store(FsspecStore):
         super().__init__(files)
         self._unconditional: set[str] = set()
         self._lock = threading.Lock()
+
+    def scan(self, prefix: str) -> Iterator[Stat]:
+        """As the port says."""
+        base = prefix.rstrip("/")
+        with mapped(prefix):
+            bucket, key, _ = self._files.split_path(self._path(base))
+            folder = f"{key}/" if key else ""
+            asked: dict[str, str | int] = {"Bucket": bucket, "Prefix": folder, "MaxKeys": _PAGE}
+            while True:
+                page = self._files.call_s3("list_objects_v2", self._files.req_kw, **asked)
+                for found in page.get("Contents", ()):
+                    name = found["Key"][len(folder) :]
+                    if name and not name.endswith("/"):
+                        yield Stat(f"{base}/{name}", found["Size"], found["ETag"].strip('"'))
+                if not page.get("NextContinuationToken"):
+                    return
+                asked["ContinuationToken"] = page["NextContinuationToken"]
 
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
         return {"chunksize": max(self.chunk_bytes, -(-size_bytes // _MOST_CHUNKS)), "max_concurrency": UPLOADS}

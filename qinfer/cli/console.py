@@ -1,6 +1,6 @@
 """What all commands share: how errors look, exit codes, JSON output.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or settings.
+Exit codes: 0 done, 1 failed, 2 refused: wrong usage, wrong settings, or not allowed.
 """
 
 import json
@@ -9,11 +9,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from qinfer.errors import QinferError, RequestError, SettingsError
+from qinfer.errors import Forbidden, QinferError, RequestError, Restricted, SettingsError, Unauthorized
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 UrlOption = Annotated[str, typer.Option("--url", help="The gateway.")]
+
+
+_REFUSALS = (SettingsError, RequestError, Unauthorized, Forbidden, Restricted)
 
 
 class CommandFailed(QinferError):
@@ -29,7 +32,7 @@ class ErrorsAsText(TyperGroup):
             return super().invoke(ctx)
         except QinferError as error:
             print_error(error.message)
-            raise typer.Exit(2 if isinstance(error, SettingsError | RequestError) else 1) from None
+            raise typer.Exit(2 if isinstance(error, _REFUSALS) else 1) from None
 
 
 def print_error(message: str) -> None:

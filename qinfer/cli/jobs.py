@@ -22,7 +22,8 @@ LOGS_EXAMPLE = "Example: qinfer jobs logs 01JX3M3TC8Z6Q5RYB7WS2K4D9F"
 
 INTERRUPTED = 130
 
-_WIDE = 110  # columns of a terminal that has place for URLs
+_WIDE = 110  # columns of a terminal that has place for speeds and URLs
+_MODEL_WIDTH = 16
 
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
 _COLOURS = {"completed": "green", "failed": "red", "expired": "red", "cancelled": "yellow", "cancelling": "yellow"}
@@ -216,17 +217,20 @@ def _print_list(found: "list[JobStatus]") -> None:
         print("there are no jobs")
         return
     console = Console()
-    numbers = [Column(name, justify="right", no_wrap=True) for name in ("rows", "done", "failed", "rows/s")]
+    is_wide = console.width >= _WIDE
+    numbers = ("rows", "done", "failed", *(("rows/s",) if is_wide else ()))
     table = Table(
         Column("id", no_wrap=True),
         Column("state", no_wrap=True),
-        Column("model", overflow="fold"),
-        *numbers,
+        Column("model", overflow="fold", min_width=_MODEL_WIDTH),
+        *(Column(name, justify="right", no_wrap=True) for name in numbers),
+        *([Column("output", overflow="fold")] if is_wide else []),
         box=SIMPLE,
+        pad_edge=False,
+        padding=0,
     )
-    if console.width >= _WIDE:
-        table.add_column("output", overflow="fold")
     for status in found:
+        speed = f"{status.rows_per_s:,.0f}" if status.rows_per_s else "-"
         table.add_row(
             Text(status.id),
             Text(status.state, style=_COLOURS.get(status.state, "")),
@@ -234,8 +238,7 @@ def _print_list(found: "list[JobStatus]") -> None:
             f"{status.rows:,}" if status.shards else "-",
             f"{100 * status.progress:.0f}%",
             f"{status.rows_failed:,}",
-            f"{status.rows_per_s:,.0f}" if status.rows_per_s else "-",
-            *([Text(status.output_url)] if console.width >= _WIDE else []),
+            *((speed, Text(status.output_url)) if is_wide else ()),
         )
     console.print(table)
 

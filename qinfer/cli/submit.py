@@ -53,7 +53,10 @@ ExcludeOption = Annotated[
     list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column not to copy.")
 ]
 CompressionOption = Annotated[
-    str, typer.Option("--compression", help="zstd, snappy, lz4, gzip, brotli or none; by default snappy, of Arrow zstd.")
+    str,
+    typer.Option(
+        "--compression", help="zstd, snappy, lz4, gzip, brotli or none; by default snappy, or zstd for arrow."
+    ),
 ]
 RowsPerPartOption = Annotated[
     int, typer.Option("--rows-per-part", min=0, help="At most so many rows in one file; 0: the server decides.")

@@ -11,7 +11,11 @@ from qinfer.client.job_flows import JobStatus, Told
 EVERY_S = 5.0
 """Seconds between two lines about a job whose state has not changed."""
 
+PATIENCE_S = 10.0
+"""A job that is planned for longer gets a hint: perhaps nobody plans it."""
+
 _BAR_WIDTH = 10
+_HINT = "waits for the bulk worker, or for its inputs to be read; see its log"
 
 
 @contextmanager
@@ -39,11 +43,15 @@ class Lines:
     def __init__(self, write: Callable[[str], object], now_s: Callable[[], float] = time.monotonic) -> None:
         self._write = write
         self._now_s = now_s
-        self._state, self._text, self._said_s = "", "", 0.0
+        self._state, self._text, self._said_s, self._since_s = "", "", 0.0, 0.0
 
     def __call__(self, status: JobStatus) -> None:
         """Is told where the job is."""
         text, now_s = progress_line(status), self._now_s()
+        if status.state != self._state:
+            self._since_s = now_s
+        if hint := planning_hint(status, now_s - self._since_s):
+            text = f"{text}; {hint}"
         if status.state == self._state and (text == self._text or now_s - self._said_s < EVERY_S):
             return
         self._state, self._text, self._said_s = status.state, text, now_s
@@ -85,6 +93,11 @@ def beside_bar(status: JobStatus) -> str:
     return ", ".join(parts)
 
 
+def planning_hint(status: JobStatus, seconds: float) -> str:
+    """Returns what a user may look at when a job has been in its state for so long; empty = nothing."""
+    return _HINT if status.state == "planning" and not status.shards and seconds >= PATIENCE_S else ""
+
+
 def duration(seconds: float) -> str:
     """Returns a duration as people write it: 0:01:30."""
     return str(timedelta(seconds=round(seconds)))
@@ -103,11 +116,11 @@ def _bar() -> Iterator[Told]:
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=None, state="", told="")
+        began_s = time.monotonic()
 
         def told(status: JobStatus) -> None:
+            beside = beside_bar(status) or planning_hint(status, time.monotonic() - began_s)
             settled = status.rows_done + status.rows_failed
-            progress.update(
-                task, total=status.rows or None, completed=settled, state=status.state, told=beside_bar(status)
-            )
+            progress.update(task, total=status.rows or None, completed=settled, state=status.state, told=beside)
 
         yield told

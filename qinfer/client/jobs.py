@@ -157,10 +157,11 @@ class JobCalls:
             options: See `JobOptions`.
 
         Raises:
-            InvalidRequest: The files do not fit the model, or an option is wrong; the text names column or URL.
+            InvalidRequest: The files do not fit the model, an option is wrong, or the output is not empty; the text
+                names column or URL.
             ModelNotFound: No such model or version.
             Forbidden: The server may not use that store.
-            Conflict: The output is not empty, or the id belongs to another job.
+            Conflict: The id belongs to another job.
             QinferError: As `infer`.
         """
         body = job_body(model, inputs, output, options)

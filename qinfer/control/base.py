@@ -3,7 +3,7 @@
 Everyone re-reads the desired state at start, on reconnect, when woken, and every 10 s; `wake` only shortens the wait.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Protocol
 
@@ -134,12 +134,12 @@ class ControlStore(Protocol):
         """Writes the desired state of one model; an older generation never replaces a newer one."""
         ...
 
-    async def forget(self, model: str) -> None:
-        """Removes a model's desired state and configuration; its lanes stay until they are empty."""
-        ...
-
     async def model(self, name: str) -> StoredModel | None:
         """Returns a model's stored configuration."""
+        ...
+
+    async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
+        """Returns the stored configurations of those models that have one, by name; all of them in one round trip."""
         ...
 
     async def put_model(self, stored: StoredModel) -> bool:
@@ -166,8 +166,8 @@ class ControlStore(Protocol):
         """Stores how fast a worker found a model version to be; the last writer wins. It outlives the worker."""
         ...
 
-    async def speed(self, model: str, version: int) -> Speed | None:
-        """Returns what `put_speed` stored last."""
+    async def speeds(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], Speed]:
+        """Returns what `put_speed` stored last of those versions (model, version) that have it; in one round trip."""
         ...
 
     async def put_completion(self, content_hash: str, completed: str) -> None:

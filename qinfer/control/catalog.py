@@ -84,8 +84,7 @@ class Catalog:
         async with self._refreshing:  # of two the later one must not be overtaken
             workers = tuple(await self._store.workers())  # first: they must not be ahead of the configurations
             desired = await self._store.desired()
-            read = [await self._store.model(name) for name in sorted(desired)]
-            stored = {model.model: model for model in read if model is not None}
+            stored = await self._store.models(sorted(desired))
             statuses = assess(desired, stored, workers)
             capacities = await self._capacities(statuses, workers)
             served, accepting = self._serve(statuses, stored)
@@ -243,15 +242,11 @@ class Catalog:
         self, statuses: Mapping[str, ModelStatus], workers: tuple[WorkerRecord, ...]
     ) -> dict[tuple[str, int], Capacity]:
         """Sums up what the live workers measured; what is stored is read only for versions that none of them has."""
-        capacities: dict[tuple[str, int], Capacity] = {}
-        for model, status in statuses.items():
-            for version in status.versions:
-                capacity = capacity_of(workers, model, version)
-                if not capacity.workers:
-                    speed = await self._store.speed(model, version)
-                    if speed is not None:
-                        capacity = Capacity(speed.rps, speed.load_s or self._limits.cold_start_s)
-                capacities[model, version] = capacity
+        versions = [(model, version) for model, status in statuses.items() for version in status.versions]
+        capacities = {key: capacity_of(workers, *key) for key in versions}
+        speeds = await self._store.speeds([key for key, capacity in capacities.items() if not capacity.workers])
+        for key, speed in speeds.items():
+            capacities[key] = Capacity(speed.rps, speed.load_s or self._limits.cold_start_s)
         return capacities
 
     def _spec(self, stored: StoredModel | None) -> ModelSpec | None:

@@ -1,7 +1,7 @@
 """The control store in this process's memory: for notebooks, tests, and everything in one process."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from weakref import WeakKeyDictionary
 
 from qinfer.clock import Clock, SystemClock
@@ -39,14 +39,13 @@ class MemoryControlStore:
         if current is None or current.generation <= desired.generation:
             self._desired[desired.model] = desired
 
-    async def forget(self, model: str) -> None:
-        """Removes a model's desired state and configuration."""
-        self._desired.pop(model, None)
-        self._models.pop(model, None)
-
     async def model(self, name: str) -> StoredModel | None:
         """Returns a model's stored configuration."""
         return self._models.get(name)
+
+    async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
+        """Returns the stored configurations of those models that have one, by name."""
+        return {name: self._models[name] for name in names if name in self._models}
 
     async def put_model(self, stored: StoredModel) -> bool:
         """Stores a model's configuration, unless one of the same or a newer generation is stored already."""
@@ -74,9 +73,9 @@ class MemoryControlStore:
         """Stores how fast a worker found a model version to be."""
         self._speeds[model, version] = speed
 
-    async def speed(self, model: str, version: int) -> Speed | None:
-        """Returns what `put_speed` stored last."""
-        return self._speeds.get((model, version))
+    async def speeds(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], Speed]:
+        """Returns what `put_speed` stored last of those versions that have it."""
+        return {key: self._speeds[key] for key in versions if key in self._speeds}
 
     async def put_completion(self, content_hash: str, completed: str) -> None:
         """Stores what a runtime completed; the first one stays."""

@@ -88,7 +88,7 @@ class ModelControl:
         """
         workers = await self._store.workers()  # first: they must not be ahead of the configurations
         desired = await self._store.desired()
-        stored = {name: model for name in desired if (model := await self._store.model(name)) is not None}
+        stored = await self._store.models(desired)
         names = set() if ready else await asyncio.to_thread(self._names)
         return index_of(names, desired, stored, workers, ready=ready)
 

@@ -7,7 +7,7 @@ generation in a script; all else has one writer.
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ from qinfer.observability.stats import LATEST
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
@@ -68,8 +69,7 @@ class RedisControlStore:
         """Returns the desired state of every model."""
         with _translated():
             values = await self._client.hgetall(keys.desired())
-        read = {_text(model): _decode(value, Desired, _text(model)) for model, value in values.items()}
-        return {model: wish for model, wish in read.items() if wish is not None}
+        return _decoded({_text(model): value for model, value in values.items()}, Desired)
 
     async def set_desired(self, desired: Desired) -> None:
         """Writes the desired state of one model; an older generation never replaces a newer one."""
@@ -78,17 +78,17 @@ class RedisControlStore:
                 _SET_DESIRED, 1, keys.desired(), desired.model, desired.generation, msgspec.json.encode(desired)
             )
 
-    async def forget(self, model: str) -> None:
-        """Removes a model's desired state and configuration; its lanes stay until they are empty."""
-        with _translated():
-            await self._client.hdel(keys.desired(), model)
-            await self._client.hdel(keys.config(model), "generation", "model")
-
     async def model(self, name: str) -> StoredModel | None:
         """Returns a model's stored configuration."""
         with _translated():
             value = await self._client.hget(keys.config(name), "model")
         return None if value is None else _decode(value, StoredModel, name)
+
+    async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
+        """Returns the stored configurations of those models that have one, by name."""
+        with _translated():
+            values = await self._fields([(keys.config(name), "model") for name in names])
+        return _decoded(dict(zip(names, values, strict=True)), StoredModel)
 
     async def put_model(self, stored: StoredModel) -> bool:
         """Stores a model's configuration, unless one of the same or a newer generation is stored already."""
@@ -118,29 +118,23 @@ class RedisControlStore:
         """Returns the records of all live workers, and takes the dead ones out of the index."""
         with _translated():
             ids = [_text(id_) for id_ in await self._client.zrange(keys.workers(), 0, -1)]
-            if not ids:
-                return []
-            async with self._client.pipeline(transaction=False) as pipe:
-                for worker_id in ids:
-                    pipe.hget(keys.worker(worker_id), "record")
-                values = await pipe.execute()
+            values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
             # A worker that beats in this very moment is indexed again by its next heartbeat.
             dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
             if dead:
                 await self._client.zrem(keys.workers(), *dead)
-        read = [_decode(value, WorkerRecord, id_) for id_, value in zip(ids, values, strict=True) if value is not None]
-        return [record for record in read if record is not None]
+        return list(_decoded(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
         """Stores how fast a worker found a model version to be."""
         with _translated():
             await self._client.hset(keys.config(model), _speed_field(version), msgspec.json.encode(speed))
 
-    async def speed(self, model: str, version: int) -> Speed | None:
-        """Returns what `put_speed` stored last."""
+    async def speeds(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], Speed]:
+        """Returns what `put_speed` stored last of those versions that have it."""
         with _translated():
-            value = await self._client.hget(keys.config(model), _speed_field(version))
-        return None if value is None else _decode(value, Speed, model)
+            values = await self._fields([(keys.config(model), _speed_field(version)) for model, version in versions])
+        return _decoded(dict(zip(versions, values, strict=True)), Speed)
 
     async def put_completion(self, content_hash: str, completed: str) -> None:
         """Stores what a runtime completed; the first one stays."""
@@ -207,6 +201,15 @@ class RedisControlStore:
         """Closes the connections."""
         await self._client.aclose()
 
+    async def _fields(self, wanted: list[tuple[str, str]]) -> list[bytes | None]:
+        """Reads one field of each of several hashes: (key, field). One round trip; in a cluster, one to each node."""
+        if not wanted:
+            return []
+        async with self._client.pipeline(transaction=False) as pipe:
+            for key, name in wanted:
+                pipe.hget(key, name)
+            return await pipe.execute()  # type: ignore[no-any-return]  # redis-py says no more of it
+
 
 @contextmanager
 def _translated() -> Iterator[None]:
@@ -228,6 +231,12 @@ def _decode(value: bytes, kind: type[T], whose: str) -> T | None:
     except msgspec.DecodeError as error:
         logger.error("stored record unusable", extra={"kind": kind.__name__, "whose": whose, "error": str(error)})
         return None
+
+
+def _decoded(values: Mapping[K, bytes | None], kind: type[T]) -> dict[K, T]:
+    """Decodes the records that are there and can be read."""
+    read = {whose: _decode(value, kind, str(whose)) for whose, value in values.items() if value is not None}
+    return {whose: record for whose, record in read.items() if record is not None}
 
 
 def _speed_field(version: int) -> str:

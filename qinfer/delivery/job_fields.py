@@ -9,10 +9,24 @@ from qinfer.delivery.connection import Argument
 from qinfer.delivery.job_records import MAX_LINE_CHARACTERS, JobRecord, LogLine, ShardOutcome
 from qinfer.errors import InvalidRequest
 
-_INSTANTS = frozenset({"created_at", "started_at", "ended_at", "deadline_at", "updated_at"})
+_INSTANTS = frozenset({"created_at", "started_at", "ended_at", "resumed_at", "deadline_at", "updated_at"})
 _TEXTS = frozenset({"model", "tenant", "state", "error", "webhook", "webhook_state"})
+_BYTES = frozenset({"spec", "head"})
 _KEPT = "kept_s"
-_SETTABLE = frozenset({"error", "version", "spec", "rows", "max_errors", "max_parallel", "deadline_at"})
+_SETTABLE = frozenset(
+    {
+        "error",
+        "version",
+        "spec",
+        "head",
+        "rows",
+        "max_errors",
+        "max_parallel",
+        "deadline_at",
+        "resumed_at",
+        "rows_before",
+    }
+)
 _STORED = tuple(name for name in JobRecord.__struct_fields__ if name not in {"id", "updated_at"})
 _PLACE = re.compile(r"([0-9]{1,15})-(.+)")
 
@@ -47,7 +61,7 @@ def record_of(job_id: str, pairs: Sequence[bytes]) -> JobRecord:
         elif name in _TEXTS:
             values[name] = raw.decode()
         else:
-            values[name] = raw if name == "spec" else int(raw)
+            values[name] = raw if name in _BYTES else int(raw)
     return msgspec.convert(values, JobRecord)
 
 
@@ -82,7 +96,7 @@ def place_of(after: str) -> tuple[int, str]:
     """
     found = _PLACE.fullmatch(after)
     if found is None:
-        raise InvalidRequest(f"'{after[:60]}' begins no page of jobs; give the 'after' of the page before")
+        raise InvalidRequest(f"'{after[:60]}' begins no page of jobs; give the 'next' of the page before")
     return int(found[1]), found[2]
 
 

@@ -18,6 +18,8 @@ _CREATION_S = 60.0
 _JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
 _LOOKS = 10  # of a listing: a page that few jobs fit ends before it is full
 _PAGE = 100
+_TOGETHER = 20  # records that are read at once
+_PAGE_BYTES = 8 * 2**20  # of specifications in a page: a job's may be megabytes
 _PLACES_KEPT = 10_000
 
 
@@ -124,16 +126,20 @@ class JobIndex:
         """
         place = place_of(after) if after else None
         found: list[JobRecord] = []
+        left_bytes = _PAGE_BYTES
         for _ in range(_LOOKS):
             pairs, is_last = await self._behind(place)
-            records = await asyncio.gather(*(read(job_id) for _, job_id in pairs))
-            for place, record in zip(pairs, records, strict=True):
-                if record is None:
-                    await self.forget(place[1], place[0])
-                elif fits(record):
-                    found.append(record)
-                if len(found) == count:
-                    return Page(found, cursor_of(*place))
+            for start in range(0, len(pairs), _TOGETHER):
+                some = pairs[start : start + _TOGETHER]
+                records = await asyncio.gather(*(read(job_id) for _, job_id in some))
+                for place, record in zip(some, records, strict=True):
+                    if record is None:
+                        await self.forget(place[1], place[0])
+                    elif fits(record):
+                        found.append(record)
+                        left_bytes -= len(record.spec)
+                    if len(found) == count or left_bytes < 0:
+                        return Page(found, cursor_of(*place))
             if is_last:
                 return Page(found, "")
         return Page(found, cursor_of(*place) if place is not None else "")

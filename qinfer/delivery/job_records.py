@@ -45,9 +45,12 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         created_at: When it was created; `create` fills it in.
         started_at: When it ran first.
         ended_at: When it ended.
+        resumed_at: When it was resumed last; 0 = never.
+        rows_before: How many rows were settled at that time.
         deadline_at: When it expires; 0 = never.
         updated_at: When anything about it changed last.
         spec: The JSON of its `JobSpec`.
+        head: What workers need of its plan, once it is planned; bytes that are opaque here.
         rows: How many rows it has, once it is planned.
         rows_done: How many of them have an output.
         rows_failed: How many of them have an error; together with `rows_done` those of all settled shards.
@@ -74,9 +77,12 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0
     started_at: float = 0.0
     ended_at: float = 0.0
+    resumed_at: float = 0.0
+    rows_before: int = 0
     deadline_at: float = 0.0
     updated_at: float = 0.0
     spec: bytes = b""
+    head: bytes = b""
     rows: int = 0
     rows_done: int = 0
     rows_failed: int = 0

@@ -116,7 +116,8 @@ class Jobs(Protocol):
             job_id: The job.
             expected: The states that it may have.
             state: Its new state; it may be the old one, to change nothing but fields.
-            fields: Fields of the record to be set with it: error, version, spec, rows, max_errors, max_parallel.
+            fields: Fields of the record to be set with it: error, version, spec, head, rows, max_errors, max_parallel,
+                deadline_at, resumed_at, rows_before.
         """
         ...
 

@@ -6,7 +6,7 @@ Counters have no `_total` and integers no `.0`, as in Triton; a client library f
 text is made here.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -88,41 +88,26 @@ class Family(NamedTuple):
     samples: list[Sample]
 
 
-_COUNTERS: tuple[tuple[str, str, Callable[[Mapping[str, int]], int]], ...] = (
-    (
-        COUNT,
-        "Number of inferences performed (does not include cached requests)",
-        lambda fields: fields.get(stats.INFERENCE_COUNT, 0),
-    ),
-    (
-        EXEC_COUNT,
-        "Number of model executions performed (does not include cached requests)",
-        lambda fields: fields.get(stats.EXECUTION_COUNT, 0),
-    ),
-    (
-        REQUEST_DURATION,
-        "Cumulative inference request duration in microseconds (includes cached requests)",
-        lambda fields: fields.get(stats.SUCCESS_NS, 0) // 1000,
-    ),
-    (
-        QUEUE_DURATION,
-        "Cumulative inference queuing duration in microseconds (includes cached requests)",
-        lambda fields: fields.get(stats.QUEUE_NS, 0) // 1000,
-    ),
-    (
-        INPUT_DURATION,
-        "Cumulative compute input duration in microseconds (does not include cached requests)",
-        lambda fields: fields.get(stats.INPUT_NS, 0) // 1000,
-    ),
-    (
-        INFER_DURATION,
-        "Cumulative compute inference duration in microseconds (does not include cached requests)",
-        lambda fields: fields.get(stats.INFER_NS, 0) // 1000,
-    ),
-    (
-        OUTPUT_DURATION,
-        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
-        lambda fields: fields.get(stats.OUTPUT_NS, 0) // 1000,
+class _Counter(NamedTuple):
+    """A counter that is one field of the statistics; `divisor` makes the field's unit the metric's."""
+
+    name: str
+    text: str
+    field: str
+    divisor: int = 1000  # ns → µs
+
+
+_CACHED, _NOT_CACHED = "(includes cached requests)", "(does not include cached requests)"
+
+_COUNTERS = (
+    _Counter(COUNT, f"Number of inferences performed {_NOT_CACHED}", stats.INFERENCE_COUNT, 1),
+    _Counter(EXEC_COUNT, f"Number of model executions performed {_NOT_CACHED}", stats.EXECUTION_COUNT, 1),
+    _Counter(REQUEST_DURATION, f"Cumulative inference request duration in microseconds {_CACHED}", stats.SUCCESS_NS),
+    _Counter(QUEUE_DURATION, f"Cumulative inference queuing duration in microseconds {_CACHED}", stats.QUEUE_NS),
+    _Counter(INPUT_DURATION, f"Cumulative compute input duration in microseconds {_NOT_CACHED}", stats.INPUT_NS),
+    _Counter(INFER_DURATION, f"Cumulative compute inference duration in microseconds {_NOT_CACHED}", stats.INFER_NS),
+    _Counter(
+        OUTPUT_DURATION, f"Cumulative inference compute output duration in microseconds {_NOT_CACHED}", stats.OUTPUT_NS
     ),
 )
 
@@ -153,8 +138,8 @@ def families(
             for reason, count in failures(fields).items()
         ],
     )
-    for name, text, value_of in _COUNTERS:
-        samples = [Sample(_labels(key), value_of(fields)) for key, fields in statistics.items()]
+    for name, text, field, divisor in _COUNTERS:
+        samples = [Sample(_labels(key), fields.get(field, 0) // divisor) for key, fields in statistics.items()]
         yield Family(name, "counter", text, samples)
     yield Family(
         PENDING,

@@ -32,7 +32,9 @@ class Job:
 
     async def submit(self, work: Workshop) -> None:
         """Puts the job into the queue."""
-        await submit_job(work.delivery, self.spec, self.shards)
+        model = await work.store.model(self.spec.model)
+        assert model is not None
+        await submit_job(work.delivery, self.spec, self.shards, model_hash=model.content_hash)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -19,7 +21,8 @@ from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
 from qinfer.batching.ports import LoadedModel
 from qinfer.bulk.job import JobSpec
-from qinfer.bulk.plan import Range, Shard
+from qinfer.bulk.plan import PlanHead, Range, Shard, decode_plan_head
+from qinfer.bulk.schemas import encode_schema
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.delivery.jobs import ShardOutcome
@@ -37,7 +40,7 @@ from qinfer_workers.inference.bulk.shard_files import SPOOL_PREFIX, ShardFiles, 
 from qinfer_workers.inference.bulk.shard_run import Device, ShardRun
 from qinfer_workers.inference.executor import ThreadExecutor
 from tests.batching import Bench
-from tests.shard_runs import job_spec, read_parts, scored_rows, shards_of, write_rows
+from tests.shard_runs import job_spec, plan_head, read_parts, scored_rows, shards_of, write_rows
 
 
 class Model(StubBackend):
@@ -81,7 +84,15 @@ class Ground:
         self.free, self.hurry = asyncio.Event(), asyncio.Event()
 
     def task(self, shard: Shard, spec: JobSpec, **options: Any) -> Task:
-        options = {"model_hash": "h", "max_errors": -1, "spool": self.folder, "read_bytes": 2**26, **options}
+        head = decode_plan_head(plan_head([shard], "h"))
+        options = {
+            "head": head,
+            "model_hash": "h",
+            "max_errors": -1,
+            "spool": self.folder,
+            "read_bytes": 2**26,
+            **options,
+        }
         return Task(job_id="job1", spec=spec, shard=shard, model=self.spec, **options)
 
     def run(self, shard: Shard, spec: JobSpec, *, is_again: bool = False, **options: Any) -> ShardRun:
@@ -399,3 +410,32 @@ def online(ground: Ground, name: str) -> Pending:
     )
     ground.batcher.classify(item)
     return item
+
+
+async def test_files_of_other_types_are_read_as_the_plan_says(tmp_path: Path) -> None:
+    """A shard may span files: one has whole numbers where another has fractions."""
+    (tmp_path / "out").mkdir()
+    urls = []
+    for name, values in (("a", [1, 2]), ("b", [0.5])):
+        pq.write_table(pa.table({"x": pa.array([[value] * 2 for value in values])}), tmp_path / f"{name}.parquet")
+        urls.append(f"file://{tmp_path}/{name}.parquet")
+    shard = msgspec.structs.replace(
+        shards_of(urls[0])[0], rows=3, ranges=tuple(one.ranges[0] for one in shards_of(*urls))
+    )
+    head = PlanHead(model_hash="h", schema=encode_schema(pa.schema([("x", pa.list_(pa.float64()))])))
+    ground = Ground(tmp_path, Model())
+
+    outcome = await ground.run(shard, job_spec(urls, ground.output), head=head).run()
+
+    assert outcome == ShardOutcome(0, 3, 0)
+    assert [value for _, value in scored_rows(ground.output)] == [1.0, 2.0, 0.5]
+
+
+async def test_another_model_than_the_plan_s_scores_nothing(tmp_path: Path) -> None:
+    """One output must not be of two models."""
+    ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 10)
+
+    outcome = await ground.run(shard, spec, model_hash="another").run()
+
+    assert "has changed since the job was planned" in outcome.error
+    assert not list(ground.output.iterdir())

@@ -1,9 +1,11 @@
 """The bulk worker's composition root: `python -m qinfer_workers.bulk`.
 
 One Celery worker with beat embedded; configured by `QINFER_…` variables. Any number may run: tasks are idempotent.
-SIGTERM and SIGINT end it: what it had in hand goes back to the queue, for the next one.
+SIGTERM and SIGINT end it: what it had in hand goes back to the queue, for the next one. It also ends where it can't do
+its work any more (`watch`), to be started again.
 
-Exit codes: 0 after a stop, 1 when Redis is away at the start, 2 for a wrong setting, others when a part of it died.
+Exit codes: 0 after a stop, 1 when Redis is away at the start, 2 for a wrong setting, others when a part of it died or
+hangs.
 """
 
 import logging
@@ -12,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from functools import partial
 from types import FrameType
 
 from celery.beat import EmbeddedService
@@ -33,12 +36,11 @@ from qinfer_workers.bulk.finalise import Finaliser
 from qinfer_workers.bulk.office import Office
 from qinfer_workers.bulk.plan import Planner
 from qinfer_workers.bulk.sweep import Sweeper
+from qinfer_workers.bulk.watch import TASKS_AT_ONCE, Watch
 
 logger = logging.getLogger("qinfer_workers.bulk")
 
-TASKS_AT_ONCE = 8
-"""They wait for stores and Redis most of the time."""
-
+_CONNECT_MARGIN_S = 60.0  # it gives up by itself; this is for what hangs
 _LEVELS = {
     "celery.beat": logging.WARNING,  # these have several lines for each task, and there is one every few seconds
     "celery.worker.strategy": logging.WARNING,
@@ -62,7 +64,7 @@ def serve(settings: Settings) -> int:
     """
     broker_of(settings)  # what is wrong with it shows before anything is opened
     bridge = Bridge()
-    delivery, store = bridge.run(_connect(settings))
+    delivery, store = bridge.run(_connect(settings), 2 * settings.redis.connect_timeout_s + _CONNECT_MARGIN_S)
     try:
         office = Office(settings=settings, jobs=delivery.jobs, store=store, clock=delivery.clock, store_for=store_for)
         tasks = BulkTasks(settings)
@@ -83,10 +85,13 @@ def serve(settings: Settings) -> int:
             without_mingle=True,
             without_gossip=True,
         )
+        watch = Watch(bridge, office, partial(_stop, bridge, os.EX_SOFTWARE))
         beat.start()
         threading.Thread(target=_end_with, args=(beat,), name="beat-watch", daemon=True).start()
+        watch.start()
         logger.info("bulk worker started")
         worker.start()
+        watch.end()
         beat.service.stop(wait=False)
         tasks.close()
     finally:
@@ -110,12 +115,20 @@ def main() -> int:
     except BrokerUnavailable as error:
         logger.error("bulk worker can't run", extra={"reason": error.message})
         return 1
+    except Exception:  # the boundary: threads that wait for a store would keep the process, and the supervisor waiting
+        logger.exception("bulk worker failed")
+        return os.EX_SOFTWARE
+
+
+def _stop(bridge: Bridge, code: int) -> None:
+    """Has the worker stop, with an exit code; for signals and threads."""
+    state.should_stop = code
+    bridge.stop()
 
 
 def _stop_on_signals(bridge: Bridge) -> None:
     def stop(_number: int, _frame: FrameType | None) -> None:
-        state.should_stop = os.EX_OK
-        bridge.stop()
+        _stop(bridge, os.EX_OK)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)

@@ -5,6 +5,7 @@ died comes again, from the broker after `visibility_timeout`, and long before fr
 """
 
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Protocol
 
 from celery import Celery, Task
@@ -18,6 +19,10 @@ from qinfer_workers.bulk.bridge import Stopped
 UseCase = Callable[[str], Coroutine[None, None, None]]
 """What a task does for a job; a `retryable` error says: later."""
 
+SWEEP_LIMIT_S = 120.0
+"""How long a sweep may take; the next goes on."""
+
+_TASK_MARGIN_S = 60.0  # a step ends itself after `plan_timeout_s`, and tells its job; this is for what hangs
 _VISIBILITY_MARGIN_S = 600.0
 _SOCKET_MARGIN_S = 2.0
 _FIRST_PAUSE_S = 0.5
@@ -26,8 +31,8 @@ _FIRST_PAUSE_S = 0.5
 class Runner(Protocol):
     """Runs coroutines for threads: `qinfer_workers.bulk.bridge.Bridge`."""
 
-    def run(self, work: Coroutine[None, None, None]) -> None:
-        """Runs one to its end; raises what it raises, or `Stopped`."""
+    def run(self, work: Coroutine[None, None, None], limit_s: float) -> None:
+        """Runs one to its end; raises what it raises, `Stopped`, or `TimedOut` after `limit_s` seconds."""
         ...
 
 
@@ -80,7 +85,8 @@ def make_app(settings: Settings, runner: Runner, use_cases: Mapping[str, UseCase
         },
     )
     for name in (PLAN, FINALISE, SWEEP):
-        _register(app, name, runner, use_cases[name], longest_pause_s(settings))
+        limit_s = SWEEP_LIMIT_S if name == SWEEP else settings.bulk.plan_timeout_s + _TASK_MARGIN_S
+        _register(app, name, partial(_run, runner, use_cases[name], limit_s), longest_pause_s(settings))
     app.finalize()
     return app
 
@@ -90,11 +96,15 @@ def longest_pause_s(settings: Settings) -> float:
     return 2 * settings.bulk.sweep_every_s
 
 
-def _register(app: Celery, name: str, runner: Runner, use_case: UseCase, longest_s: float) -> None:
+def _run(runner: Runner, use_case: UseCase, limit_s: float, job_id: str) -> None:
+    runner.run(use_case(job_id), limit_s)
+
+
+def _register(app: Celery, name: str, work: Callable[[str], None], longest_s: float) -> None:
     @app.task(name=name, bind=True, max_retries=None, shared=False)
     def run(task: Task, job_id: str) -> None:
         try:
-            runner.run(use_case(job_id))
+            work(job_id)
         except Stopped:
             raise Reject("the worker stops", requeue=True) from None
         except QinferError as error:

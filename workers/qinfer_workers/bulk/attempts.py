@@ -72,5 +72,11 @@ def verdict(step: Step, attempts: Attempts, now_s: float, timeout_s: float) -> s
     if attempts.deaths >= MAX_DEATHS:
         return f"{step.name} was broken off {attempts.deaths} times by the end of the bulk worker; its log says why"
     if attempts.since_at and now_s - attempts.since_at > timeout_s:
-        return f"{step.name} took more than {timeout_s:g} s" + (f": {attempts.reason}" if attempts.reason else "")
+        return too_long(step, timeout_s, attempts.reason)
     return ""
+
+
+def too_long(step: Step, timeout_s: float, reason: str) -> str:
+    """Says that a step took too long, and why or what to do."""
+    why = f": {reason}" if reason else "; is a store slow or stuck? resume the job when it is well"
+    return f"{step.name} took more than {timeout_s:g} s{why}"

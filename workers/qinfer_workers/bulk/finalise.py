@@ -11,13 +11,14 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
+from qinfer.bulk.failures import too_many, why_failed
 from qinfer.bulk.job import TERMINAL, JobState
 from qinfer.bulk.parts import PartInfo
 from qinfer.bulk.plan import Plan, Shard, ShardTicket, encode_ticket
-from qinfer.delivery.jobs import JobRecord, ShardOutcome
+from qinfer.delivery.jobs import JobRecord
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer_workers.bulk.attempts import FINISHING, PLANNING
-from qinfer_workers.bulk.documents import read_plan, spec_of, write_manifest, write_partial
+from qinfer_workers.bulk.documents import PLAN_GONE, read_plan, spec_of, write_manifest, write_partial
 from qinfer_workers.bulk.office import NotWanted, Office
 from qinfer_workers.bulk.part_check import part_of, set_aside
 from qinfer_workers.bulk.turn import fail, take_turn
@@ -63,9 +64,9 @@ class Finaliser:
         office, jobs = self._office, self._office.jobs
         plan = await office.in_thread(read_plan, office.store_for, record.id, spec_of(record).output.url)
         if plan is None:
-            raise InvalidRequest("the job's plan is gone from its output; make a new job")
+            raise InvalidRequest(PLAN_GONE)
         outcomes = await jobs.outcomes(record.id)
-        if why := _why_failed(plan, list(outcomes.values()), record.max_errors):
+        if why := why_failed(outcomes.values(), record.max_errors, len(plan.shards)):
             await fail(office, record, why)
             return
         found = await office.each_in_thread(partial(part_of, office.store_for, plan), plan.shards)
@@ -120,20 +121,3 @@ class Finaliser:
         parts = await office.each_in_thread(partial(part_of, office.store_for, plan), plan.shards)
         found = [(shard, part) for shard, part in zip(plan.shards, parts, strict=True) if isinstance(part, PartInfo)]
         await office.in_thread(write_partial, office.store_for, plan, found, office.clock.now_s())
-
-
-def _why_failed(plan: Plan, outcomes: Sequence[ShardOutcome], max_errors: int) -> str:
-    """Says why a job can't be complete, whatever its parts are; empty = it can."""
-    failed_rows = sum(outcome.failed_rows for outcome in outcomes)
-    if 0 <= max_errors < failed_rows:
-        return too_many(failed_rows, max_errors)
-    given_up = [outcome for outcome in outcomes if outcome.error]
-    if given_up:
-        first = min(given_up, key=lambda outcome: outcome.index)
-        return f"{len(given_up)} of {len(plan.shards)} shards were given up; the first, {first.index}: {first.error}"
-    return ""
-
-
-def too_many(failed_rows: int, max_errors: int) -> str:
-    """Says that more rows of a job have failed than may."""
-    return f"{failed_rows} rows failed; the job allows {max_errors} (error_threshold)"

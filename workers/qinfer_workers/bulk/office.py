@@ -2,22 +2,25 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from qinfer.bulk.store import ObjectStore
 from qinfer.clock import ServerClock
 from qinfer.control.base import ControlStore
 from qinfer.control.capacity import capacity_of
 from qinfer.delivery.jobs import JobRecord, Jobs
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import QinferError
 from qinfer.settings import Settings
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 _STALE_ROUNDS = 3
+_IDLE_ROUNDS = 10
+_IDLE_S = 600.0
 _AT_ONCE = 1000
 
 
@@ -52,19 +55,42 @@ class Office:
         self.store_for = store_for
         self.stale_s = _STALE_ROUNDS * self.settings.sweep_every_s
         self._in_hand: set[str] = set()
+        self._left_s: dict[Future[Any], float] = {}  # threads that nobody waits for any more, since when
         self._threads = ThreadPoolExecutor(self.settings.plan_threads, thread_name_prefix="bulk")
 
     async def in_thread(self, function: Callable[..., T], *args: object) -> T:
         """Runs what blocks in a thread; at most `bulk.plan_threads` at once."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        future = self._threads.submit(function, *args)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if future.running():
+                self._left_s[future] = time.monotonic()
+                future.add_done_callback(lambda done: self._left_s.pop(done, None))
+            raise
 
     async def each_in_thread(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
-        """Runs what blocks for each item, in threads; the results are in the order of the items."""
+        """Runs what blocks for each item, in threads; the results are in the order of the items.
+
+        The first error ends it: what has not begun by then is not begun.
+        """
         results: list[T] = []
         for begin in range(0, len(items), _AT_ONCE):
             some = items[begin : begin + _AT_ONCE]
-            results += await asyncio.gather(*(self.in_thread(function, item) for item in some))
+            tasks = [asyncio.create_task(self.in_thread(function, item)) for item in some]
+            try:
+                results += await asyncio.gather(*tasks)
+            except BaseException:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+                raise
         return results
+
+    def hanging(self, longer_than_s: float) -> int:
+        """Returns how many threads go on so long after whoever waited for them has given up; for any thread."""
+        before_s = time.monotonic() - longer_than_s
+        return sum(since_s < before_s for since_s in list(self._left_s.values()))
 
     async def workers_for(self, record: JobRecord) -> int:
         """Returns how many live workers have a job's model version, at least 1."""
@@ -77,6 +103,12 @@ class Office:
     def is_stale(self, record: JobRecord) -> bool:
         """Tells whether nobody works on a job, as far as its record tells."""
         return record.id not in self._in_hand and self.age_s(record) > self.stale_s
+
+    async def note_idle(self, record: JobRecord) -> None:
+        """Notes that no bulk worker ran for long, in the job's log: that time is not its step's (`attempts_of`)."""
+        age_s = self.age_s(record)
+        if age_s > max(_IDLE_S, _IDLE_ROUNDS * self.settings.sweep_every_s):
+            await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")
 
     @contextlib.asynccontextmanager
     async def hold(self, record: JobRecord) -> AsyncIterator[None]:
@@ -95,7 +127,7 @@ class Office:
             nonlocal lost
             while not lost:
                 await asyncio.sleep(self.settings.sweep_every_s / 2)
-                with contextlib.suppress(BrokerUnavailable):
+                with contextlib.suppress(QinferError):
                     lost = not await self.jobs.move(record.id, {record.state}, record.state)
             worker.cancel()
 

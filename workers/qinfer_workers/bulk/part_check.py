@@ -25,8 +25,13 @@ def part_of(store_for: StoreFor, plan: Plan, shard: Shard) -> PartInfo | str:
 def set_aside(store_for: StoreFor, plan: Plan, shard: Shard) -> None:
     """Makes the name of a broken part free, so that it can be made again; one that is gone stays so.
 
+    One that another has made again meanwhile stays where it is.
+
     Raises:
         StoreError: The store fails.
     """
     url = part_url(plan, shard)
-    store_for(url).set_aside(url)
+    store = store_for(url)
+    found = store.stat(url)
+    if found is not None and isinstance(part_of(store_for, plan, shard), str):
+        store.set_aside(url, found.etag)

@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 
 from qinfer.bulk.job import JobSpec, JobState
-from qinfer.bulk.plan import Plan, Shard, ShardTicket, encode_plan, encode_ticket
+from qinfer.bulk.plan import Plan, Shard, ShardTicket, encode_plan, encode_plan_head, encode_ticket
 from qinfer.bulk.planning import Unplanned, make_plan
 from qinfer.bulk.shards import Pace
 from qinfer.bulk.store import Outcome
@@ -22,7 +22,7 @@ from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from qinfer.repository.config import from_json, to_spec
 from qinfer.settings import LimitSettings
 from qinfer_workers.bulk.attempts import PLANNING
-from qinfer_workers.bulk.documents import PLAN_NAME, StoreFor, read_plan, spec_of, url_of
+from qinfer_workers.bulk.documents import MAX_BYTES, PLAN_NAME, StoreFor, read_plan, spec_of, url_of
 from qinfer_workers.bulk.office import NotWanted, Office
 from qinfer_workers.bulk.part_check import part_of, set_aside
 from qinfer_workers.bulk.speed import rows_per_s
@@ -66,14 +66,16 @@ class Planner:
         done = {} if is_new else await jobs.outcomes(record.id)
         again = await self._to_be_made_again(plan, done)
         most = spec.max_errors(plan.rows)
-        if not await jobs.move(record.id, {JobState.PLANNING}, JobState.PLANNING, max_errors=most):
+        head = encode_plan_head(plan)
+        if not await jobs.move(record.id, {JobState.PLANNING}, JobState.PLANNING, max_errors=most, head=head):
             raise NotWanted
         frames = [(shard.index, encode_ticket(ShardTicket(record.id, shard))) for shard in plan.shards]
         if not await jobs.plan(record.id, frames, plan.rows, complete=True):
             raise NotWanted
         if again:
-            await jobs.requeue(record.id, [frames[shard.index] for shard in again])
-        await jobs.note(record.id, _summary(plan, len(done), len(again)))
+            running = {JobState.RUNNING, JobState.FINALIZING}  # and not one that was cancelled meanwhile
+            await jobs.requeue(record.id, [frames[shard.index] for shard in again], expected=running)
+        await jobs.note(record.id, _summary(plan, sum(not outcome.error for outcome in done.values()), len(again)))
         await jobs.top_up(record.model, record.partition, workers=await office.workers_for(record))
         logger.info("job planned", extra={"job": record.id, "shards": len(plan.shards), "rows": plan.rows})
 
@@ -103,7 +105,12 @@ class Planner:
     def _make_and_write(self, job: Unplanned, pace: Pace, is_wanted: Callable[[], bool]) -> Plan:
         plan = make_plan(job, pace, threads=self._office.settings.plan_threads, is_wanted=is_wanted)
         url = url_of(job.spec.output.url, PLAN_NAME)
-        if self._office.store_for(url).put_if_absent(encode_plan(plan), url) is Outcome.CREATED:
+        data = encode_plan(plan)
+        if len(data) > MAX_BYTES:  # nobody could read it
+            raise InvalidRequest(
+                f"the job's plan has {len(data)} bytes, {MAX_BYTES} are allowed; make several jobs of it"
+            )
+        if self._office.store_for(url).put_if_absent(data, url) is Outcome.CREATED:
             return plan
         other = read_plan(self._office.store_for, job.job_id, job.spec.output.url)
         assert other is not None, "a plan that exists can't be read"
@@ -151,8 +158,8 @@ def _changed(store_for: StoreFor, file: tuple[str, str]) -> str:
     return "" if stat.etag == etag else f"input '{url}' has changed since the job was planned"
 
 
-def _summary(plan: Plan, settled: int, again: int) -> str:
+def _summary(plan: Plan, committed: int, again: int) -> str:
     text = f"planned: {len(plan.shards)} shards of {len(plan.sources)} files, {plan.rows} rows"
-    if settled:
-        text += f"; {settled} were settled before"
+    if committed:
+        text += f"; {committed} were done before"
     return f"{text}, {again} of their parts are gone or broken and are made again" if again else text

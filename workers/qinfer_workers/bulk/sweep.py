@@ -5,13 +5,15 @@ one for `Office.stale_s` is looked at: its task is sent again, its lane filled, 
 """
 
 import logging
+from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
+from qinfer.bulk.failures import why_failed
 from qinfer.bulk.job import JobState
 from qinfer.bulk.plan import ShardTicket, encode_ticket
 from qinfer.delivery.jobs import JobRecord
-from qinfer_workers.bulk.documents import read_plan, spec_of
-from qinfer_workers.bulk.finalise import too_many
+from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError
+from qinfer_workers.bulk.documents import PLAN_GONE, read_plan, spec_of
 from qinfer_workers.bulk.office import Office
 
 logger = logging.getLogger("qinfer_workers.bulk")
@@ -43,20 +45,48 @@ class Sweeper:
     def __init__(self, office: Office, tasks: Sender) -> None:
         self._office = office
         self._tasks = tasks
+        self._is_running = False
 
     async def run(self, _: str = "") -> None:
-        """Looks at all jobs that have not ended.
+        """Looks at all jobs that have not ended; does nothing while this process does so already.
+
+        Trouble with one job does not keep it from the others.
 
         Raises:
             BrokerUnavailable: The next sweep goes on.
         """
-        jobs, office = self._office.jobs, self._office
-        for record in await jobs.overdue():
-            if await jobs.stop(record.id, JobState.EXPIRED, error="its deadline has passed", in_hand=True):
-                await office.in_thread(self._tasks.finalise, record.id)
-        for record in await jobs.unfinished():
-            if office.is_stale(record):
-                await self._move_on(record)
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            await self._sweep()
+        finally:
+            self._is_running = False
+
+    async def _sweep(self) -> None:
+        for record in await self._office.jobs.overdue():
+            await self._attend(self._expire, record)
+        for record in await self._office.jobs.unfinished():
+            if self._office.is_stale(record):
+                await self._attend(self._move_on, record)
+
+    async def _attend(self, what: Callable[[JobRecord], Awaitable[None]], record: JobRecord) -> None:
+        try:
+            await what(record)
+        except BrokerUnavailable:
+            raise
+        except QinferError as error:
+            logger.warning("job can't be moved on now", extra={"job": record.id, "reason": error.message})
+        except Exception:  # the boundary: the other jobs are worth looking at all the same
+            logger.exception("a job can't be looked at", extra={"job": record.id})
+
+    async def _expire(self, record: JobRecord) -> None:
+        await self._end(record, JobState.EXPIRED, "its deadline has passed")
+
+    async def _end(self, record: JobRecord, state: JobState, why: str) -> None:
+        """Ends a job, and has what is there of it listed."""
+        if await self._office.jobs.stop(record.id, state, error=why, in_hand=True):
+            await self._office.in_thread(self._tasks.finalise, record.id)
 
     async def _move_on(self, record: JobRecord) -> None:
         match record.state:
@@ -69,11 +99,11 @@ class Sweeper:
             case JobState.RUNNING:
                 await self._keep_running(record)
             case JobState.CANCELLING:
-                if await self._office.jobs.stop(record.id, JobState.CANCELLED, in_hand=True):
-                    await self._office.in_thread(self._tasks.finalise, record.id)
+                await self._end(record, JobState.CANCELLED, "")
 
     async def _send_again(self, record: JobRecord) -> None:
         """Sends a task that was lost, or whose worker died; the mark on the record keeps others from doing the same."""
+        await self._office.note_idle(record)
         if not await self._office.jobs.move(record.id, {record.state}, record.state):
             return
         logger.warning("task sent again", extra={"job": record.id, "state": record.state})
@@ -83,18 +113,33 @@ class Sweeper:
     async def _keep_running(self, record: JobRecord) -> None:
         office, jobs = self._office, self._office.jobs
         if lost := set(await jobs.missing(record.id)):
-            plan = await office.in_thread(read_plan, office.store_for, record.id, spec_of(record).output.url)
-            if plan is not None:
-                shards = [shard for shard in plan.shards if shard.index in lost]
-                frames = [(shard.index, encode_ticket(ShardTicket(record.id, shard))) for shard in shards]
-                await jobs.requeue(record.id, frames, expected={JobState.RUNNING})
-                await jobs.note(record.id, f"{len(frames)} shards were lost by the queue and are run again")
+            try:
+                await self._run_again(record, lost)
+            except QinferError as error:
+                if error.retryable:
+                    raise
+                await self._end(record, JobState.FAILED, f"{len(lost)} shards were lost by the queue; {error.message}")
+                return
         standing = await jobs.advance(record.id, workers=await office.workers_for(record))
         if standing is None or standing.state != JobState.RUNNING:
             return
         if standing.has_failed:
-            why = too_many(record.rows_failed, record.max_errors)
-            if await jobs.stop(record.id, JobState.FAILED, error=why, in_hand=True):
-                await office.in_thread(self._tasks.finalise, record.id)
+            why = why_failed((await jobs.outcomes(record.id)).values(), record.max_errors, record.shards)
+            await self._end(record, JobState.FAILED, why)
         elif standing.is_settled and await jobs.move(record.id, {JobState.RUNNING}, JobState.FINALIZING):
             await office.in_thread(self._tasks.finalise, record.id)
+
+    async def _run_again(self, record: JobRecord, lost: Collection[int]) -> None:
+        """Has shards run that the queue has lost.
+
+        Raises:
+            QinferError: Their plan can't be read, now or at all.
+        """
+        office, jobs = self._office, self._office.jobs
+        plan = await office.in_thread(read_plan, office.store_for, record.id, spec_of(record).output.url)
+        if plan is None:
+            raise InvalidRequest(PLAN_GONE)
+        shards = [shard for shard in plan.shards if shard.index in lost]
+        frames = [(shard.index, encode_ticket(ShardTicket(record.id, shard))) for shard in shards]
+        if await jobs.requeue(record.id, frames, expected={JobState.RUNNING}):
+            await jobs.note(record.id, f"{len(frames)} shards were lost by the queue and are run again")

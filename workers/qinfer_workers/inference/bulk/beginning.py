@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from qinfer.batching.batcher import Batcher
 from qinfer.bulk.job import decode_spec
-from qinfer.bulk.plan import ShardTicket
+from qinfer.bulk.plan import ShardTicket, decode_plan_head
 from qinfer.clock import ServerClock
 from qinfer.delivery.jobs import JobRecord
 from qinfer.errors import QinferError
@@ -22,6 +22,9 @@ from qinfer_workers.inference.bulk.shard_files import ShardFiles, Task, clear_sp
 from qinfer_workers.inference.bulk.shard_run import Device, ShardRun
 
 __all__ = ["Place", "begin", "clear_spool"]
+
+MODEL_LOADS_WITHIN_S = 600.0
+"""A worker whose model is not the plan's may still have to load it, as long as the job has not run for so long."""
 
 pa.set_cpu_count(1)  # pyarrow's own threads would take the cores from online requests
 
@@ -55,13 +58,16 @@ def begin(place: Place, held: HeldShard, ticket: ShardTicket, record: JobRecord,
     """Makes the run of a shard; see `desk.Begin`.
 
     Raises:
-        PutOff: This worker can't read the job: it is a newer qinfer's.
+        PutOff: This worker can't read the job: it is a newer qinfer's. Or it has not the plan's files of the model, and
+            may have yet to load them.
     """
     try:
-        spec = decode_spec(record.spec)
+        spec, head = decode_spec(record.spec), decode_plan_head(record.head)
     except QinferError as error:
         raise PutOff(error.message) from error
     model = place.batcher.model
+    if head.model_hash != place.model_hash and place.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S:
+        raise PutOff("the model is not loaded here as the job was planned with it")
 
     def progress() -> None:
         held.deadline_s = place.clock.now_s() + STALLED_S
@@ -71,6 +77,7 @@ def begin(place: Place, held: HeldShard, ticket: ShardTicket, record: JobRecord,
         spec=spec,
         shard=ticket.shard,
         model=model.spec,
+        head=head,
         model_hash=place.model_hash,
         max_errors=record.max_errors,
         spool=place.spool,

@@ -14,18 +14,22 @@ from qinfer.bulk.columns import InputColumns
 from qinfer.bulk.job import JobSpec
 from qinfer.bulk.output_columns import OutputColumns
 from qinfer.bulk.parts import PartBroken, PartWriter, part_metadata, validate_part
-from qinfer.bulk.plan import Shard
-from qinfer.bulk.rows import ShardReader, SourceChanged
-from qinfer.bulk.source import format_of, read_schema
+from qinfer.bulk.plan import PlanHead, Shard
+from qinfer.bulk.rows import ShardReader
+from qinfer.bulk.schemas import decode_schema
 from qinfer.bulk.store import ObjectStore, Outcome, store_for
 from qinfer.delivery.jobs import ShardOutcome
-from qinfer.errors import StoreNotFound, StoreUnavailable
+from qinfer.errors import Conflict, StoreNotFound, StoreUnavailable
 from qinfer.repository.spec import ModelSpec
 from qinfer_workers.inference.bulk.chunks import DEPTH, Chunk, Chunks
 from qinfer_workers.inference.bulk.priority import lower
 
 SPOOL_PREFIX = "qinfer-part-"
 """What the names of parts begin with that are not committed yet."""
+
+MODEL_CHANGED = (
+    "model '{model}' has changed since the job was planned; load the former one and resume the job, or make a new job"
+)
 
 _FIRST_ROWS = 256
 _MOST_ROWS = 65_536
@@ -57,7 +61,8 @@ class Task:
         spec: What it asks for.
         shard: Which of its rows.
         model: The model's configuration.
-        model_hash: What the model's files are.
+        head: What the job's plan says of its inputs' columns, and of the model.
+        model_hash: What the model's files are here.
         max_errors: How many rows may fail before it is not worth going on; -1 = all.
         spool: A folder for the part until it is committed.
         read_bytes: About so many bytes of rows are held at once.
@@ -68,6 +73,7 @@ class Task:
     spec: JobSpec
     shard: Shard
     model: ModelSpec
+    head: PlanHead
     model_hash: str
     max_errors: int
     spool: Path
@@ -110,11 +116,13 @@ class ShardFiles:
         """Reads all rows into chunks, unless these are stopped.
 
         Raises:
-            QinferError: A file changed, is damaged, or a store fails.
+            QinferError: The model or a file changed, a file is damaged, or a store fails.
         """
         lower()
         task = self._task
-        schema = self._schema()
+        if task.model_hash != task.head.model_hash:
+            raise Conflict(MODEL_CHANGED.format(model=task.model.name))
+        schema = decode_schema(task.head.schema)
         inputs = InputColumns(task.spec, task.model, schema)
         urls = [part.url for part in task.shard.ranges]
         self._outputs = OutputColumns(task.spec, task.model, schema, urls)
@@ -185,18 +193,6 @@ class ShardFiles:
                     return outcome
                 store.set_aside(task.url, found.etag)
         raise StoreUnavailable(f"'{task.url}' can't be committed: there is another broken part each time; try again")
-
-    def _schema(self) -> pa.Schema:
-        """Reads the columns of the shard's first file.
-
-        Where they matter they are those of the job's first: the plan has compared them.
-        """
-        task = self._task
-        url = task.shard.ranges[0].url
-        stat = task.store_for(url).stat(url)
-        if stat is None:
-            raise SourceChanged(f"'{url}' is gone since the job was planned")
-        return read_schema(stat, format_of(url, task.spec.input_format))
 
 
 def clear_spool(folder: Path, older_than_at: float) -> None:

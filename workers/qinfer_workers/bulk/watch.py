@@ -1,0 +1,81 @@
+"""Notices when the process can't do its work any more, and ends it: whoever supervises it starts it again.
+
+Three things must not go unseen, for then jobs would wait for ever: an event loop that hangs, threads that a store never
+answers, and a Celery that takes no tasks though beat sends a sweep every few seconds. Tasks may be repeated, so that an
+end is no harm.
+"""
+
+import faulthandler
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from qinfer_workers.bulk.bridge import Bridge
+from qinfer_workers.bulk.office import Office
+
+logger = logging.getLogger("qinfer_workers.bulk")
+
+TASKS_AT_ONCE = 8
+"""They wait for stores and Redis most of the time."""
+
+LOOK_EVERY_S = 5.0
+ANSWER_S = 30.0
+"""So long the event loop may do nothing; it never blocks, and is merely late where the machine is busy."""
+HANGING_S = 600.0
+"""Beyond what drivers of stores wait for an answer, their repetitions included."""
+STOP_S = 10.0
+"""How long the process gets to stop in order."""
+
+_QUIET_SWEEPS = 30
+_QUIET_S = 300.0
+
+
+class Watch:
+    """Looks after a bulk worker, in a thread that goes on for as long as the process does.
+
+    Args:
+        bridge: Where its tasks run.
+        office: Its threads.
+        stop: Has it stop in order, with an exit code that is no success; for any thread.
+    """
+
+    def __init__(self, bridge: Bridge, office: Office, stop: Callable[[], None]) -> None:
+        self._bridge = bridge
+        self._office = office
+        self._stop = stop
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Begins."""
+        threading.Thread(target=self._run, name="bulk-watch", daemon=True).start()
+
+    def end(self) -> None:
+        """Looks no more: the process stops."""
+        self._ended.set()
+
+    def trouble(self) -> str:
+        """Says why the process can't go on; empty = it can."""
+        settings = self._office.settings
+        if not self._bridge.answers(ANSWER_S):
+            return "the event loop hangs"
+        if 2 * (hanging := self._office.hanging(HANGING_S)) >= settings.plan_threads:
+            return f"{hanging} threads wait for stores that never answer"
+        quiet_s = self._bridge.quiet_s()
+        is_idle = self._bridge.running < TASKS_AT_ONCE
+        if is_idle and quiet_s > max(_QUIET_S, _QUIET_SWEEPS * settings.sweep_every_s):
+            return f"no task has come for {quiet_s:.0f} s, and there should be a sweep every {settings.sweep_every_s:g}"
+        return ""
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            if why := self.trouble():
+                threading.Thread(target=self._tell, args=(why,), daemon=True).start()  # stderr may be what hangs
+                self._stop()
+                if not self._ended.wait(STOP_S):
+                    os._exit(os.EX_SOFTWARE)
+                return
+
+    def _tell(self, why: str) -> None:
+        logger.critical("bulk worker ends", extra={"reason": why})
+        faulthandler.dump_traceback()
