@@ -1,21 +1,32 @@
 """Runs the bulk worker, and kills it at one step of a job: `python -m tests.bulk_faults before|after NAME`.
 
-The step is the creation of a document such as `_SUCCESS`; the kill is one that nobody can catch.
+The step is the creation of a document such as `_SUCCESS`; the kill is one that nobody can catch. Instead, its
+event loop hangs at the first job with `hang loop`, and its store never answers who opens a file with `hang store`.
 """
 
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 from qinfer.bulk.store_local import LocalStore
-from qinfer_workers.bulk.__main__ import main
+from qinfer_workers.bulk import watch
+from qinfer_workers.bulk.__main__ import end, main
+from qinfer_workers.bulk.plan import Planner
 
 _put = LocalStore.put_if_absent
 
 
 def install(when: str, name: str) -> None:
-    """Has this process killed before or after it makes a document."""
+    """Has this process killed before or after it makes a document, or hang."""
+    if (when, name) == ("hang", "store"):
+        LocalStore.open = _never  # type: ignore[method-assign,assignment]  # that is the purpose
+        return
+    if when == "hang":
+        watch.LOOK_EVERY_S, watch.ANSWER_S, watch.STOP_S = 0.1, 1.0, 0.5
+        Planner.run = _hang  # type: ignore[method-assign]  # that is the purpose
+        return
 
     def put(self: LocalStore, data: bytes, url: str) -> Any:
         is_it = url.endswith(f"/{name}")
@@ -29,6 +40,15 @@ def install(when: str, name: str) -> None:
     LocalStore.put_if_absent = put  # type: ignore[method-assign]  # that is the purpose
 
 
+def _never(*_: object, **__: object) -> None:
+    sys.stderr.write("the store hangs\n")
+    time.sleep(3600)
+
+
+async def _hang(self: Planner, job_id: str) -> None:
+    time.sleep(3600)  # noqa: ASYNC251  a defect
+
+
 if __name__ == "__main__":
     install(*sys.argv[1:])
-    sys.exit(main())
+    end(main())

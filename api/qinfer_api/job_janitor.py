@@ -14,6 +14,7 @@ import logging
 import random
 from collections.abc import Callable
 
+from qinfer.bulk.failures import why_failed
 from qinfer.control.catalog import Catalog
 from qinfer.delivery.job_records import TOP_UP_COUNT
 from qinfer.delivery.jobs import CANCELLING, ENDED, FINALIZING, RUNNING, JobNotice, JobRecord, Jobs, Standing
@@ -30,6 +31,7 @@ RETRY_S = 2.0
 _NOTICES = 50  # of a model in a round
 _LATEST = 100  # jobs that are looked back at, at the start
 _TOGETHER = 16  # jobs looked at at once
+_SENDING = 2  # tasks sent at once: where Celery's broker hangs, the gateway's other threads are not all waiting for it
 
 
 class JobJanitor:
@@ -52,6 +54,7 @@ class JobJanitor:
         self._pause_s = pause_s
         self._consumer = consumer
         self._together = asyncio.Semaphore(_TOGETHER)
+        self._sending = asyncio.Semaphore(_SENDING)
         self._places: dict[tuple[str, int], None] = {}  # where jobs were seen: an ended one may have a notice left
         self._has_looked_back = False
         self._is_working = True
@@ -69,9 +72,11 @@ class JobJanitor:
                     look_in_s = LOOK_EVERY_S
                     await self.look()
             except QinferError as error:
-                self._tell(error)
+                self._tell(error.message)
+            except Exception as error:  # noqa: BLE001  the boundary: one job's record must not cost the gateway
+                self._tell(type(error).__name__, error)
             else:
-                self._tell(None)
+                self._tell("")
 
     async def attend(self) -> int:
         """Acts on the notices that there are; returns how many it confirmed.
@@ -113,7 +118,8 @@ class JobJanitor:
             standing = None if record is None else await self._fill(record)
             state = await self._next(record, standing) if record is not None and standing is not None else ""
             if state == FINALIZING or state in ENDED - {"completed"}:  # of which it lists the parts that are there
-                await asyncio.to_thread(self._finalise, notice.job_id)
+                async with self._sending:
+                    await asyncio.to_thread(self._finalise, notice.job_id)
             await self._jobs.confirm(notice)
 
     async def _fill(self, record: JobRecord) -> Standing | None:
@@ -127,7 +133,8 @@ class JobJanitor:
     async def _next(self, record: JobRecord, standing: Standing) -> str:
         """Gives a job its next state, where it has come to the end of the present one; returns the state."""
         if standing.state == RUNNING and standing.has_failed:
-            error = f"more rows failed than its error_threshold allows ({record.max_errors})"
+            outcomes = await self._jobs.outcomes(record.id)
+            error = why_failed(outcomes.values(), record.max_errors, record.shards)
             await self._jobs.stop(record.id, "failed", error=error, in_hand=True)
             return "failed"
         following = {RUNNING: FINALIZING, CANCELLING: "cancelled"}.get(standing.state)
@@ -136,10 +143,10 @@ class JobJanitor:
             return following
         return standing.state
 
-    def _tell(self, trouble: QinferError | None) -> None:
+    def _tell(self, trouble: str, defect: Exception | None = None) -> None:
         """Logs that jobs can't be looked after, or can again; once each time."""
-        if trouble is not None and self._is_working:
-            logger.warning("bulk jobs can't be looked after now", extra={"error": trouble.message})
-        if trouble is None and not self._is_working:
+        if trouble and self._is_working:
+            logger.warning("bulk jobs can't be looked after now", extra={"error": trouble}, exc_info=defect)
+        if not trouble and not self._is_working:
             logger.info("bulk jobs are looked after again")
-        self._is_working = trouble is None
+        self._is_working = not trouble

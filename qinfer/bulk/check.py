@@ -18,6 +18,7 @@ PLACE_COLUMNS = ("_file", "_row_group", "_row")
 
 _MOST_PROBLEMS = 5
 _MOST_NAMES = 8
+_MOST_COMPARED, _LONGEST_COMPARED = 1000, 200  # to guess what was meant
 
 
 def check(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
@@ -97,7 +98,7 @@ def _collisions(spec: JobSpec, outputs: Sequence[str], schema: pa.Schema) -> Ite
 
 
 def _instead(name: str, known: list[str]) -> str:
-    near = get_close_matches(name, known, n=3)
+    near = get_close_matches(name, known[:_MOST_COMPARED], n=3) if len(name) <= _LONGEST_COMPARED else ()
     if near:
         return f"did you mean {' or '.join(map(repr, map(shown, near)))}?"
     more = f", and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import StrEnum
@@ -248,7 +249,7 @@ def _check_names(field: str, names: tuple[str, ...], *, repeats: bool = False) -
     if not all(names):
         raise InvalidRequest(f"field '{field}' has an empty name; name a column")
     if not repeats and len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        (twice, _), *_ = Counter(names).most_common(1)
         raise InvalidRequest(f"field '{field}' names '{shown(twice)}' twice")
 
 

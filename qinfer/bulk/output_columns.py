@@ -21,10 +21,9 @@ from qinfer.bulk.row_errors import Array, Indices, RowErrors
 from qinfer.bulk.rows import RowBatch, Segment
 from qinfer.bulk.schemas import without_dictionary
 from qinfer.errors import ErrorCode, InvalidRequest, OutputMismatch
+from qinfer.repository.config_spec import BINARY_OUTPUTS
 from qinfer.repository.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, to_numpy
-
-BINARY_PARAMETER = "qinfer.binary_outputs"
 
 
 class Scored(NamedTuple):
@@ -59,7 +58,7 @@ class OutputColumns:
     def __init__(self, spec: JobSpec, model: ModelSpec, schema: pa.Schema, urls: Sequence[str] = ()) -> None:
         if found := next(problems(spec, model, schema), None):
             raise InvalidRequest(found)
-        binary = {name.strip() for name in model.parameters.get(BINARY_PARAMETER, "").split(",")}
+        binary = {name.strip() for name in model.parameters.get(BINARY_OUTPUTS, "").split(",")}
         self._outputs = [_Output(t, spec.column_of(t.name), is_binary=t.name in binary) for t in model.outputs]
         self.copied = copied_columns(spec, schema)
         self._urls = {url: number for number, url in enumerate(dict.fromkeys(urls))}
@@ -198,7 +197,7 @@ class _Output:
             own if rows is None else rows[own],
             ErrorCode.OUTPUT_MISMATCH,
             f"output '{self._tensor.name}' has bytes that are not UTF-8; name it in the model's parameter "
-            f"'{BINARY_PARAMETER}' to have them as they are",
+            f"'{BINARY_OUTPUTS}' to have them as they are",
         )
         return pa.array(texts, pa.string())
 

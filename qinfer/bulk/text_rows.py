@@ -11,10 +11,15 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
+from qinfer.bulk.json_nesting import Nesting
+
 TextFormat = Literal["csv", "jsonl"]
 
 BLOCK_BYTES = 4 * 2**20
 """A row may be as long as this."""
+
+MAX_COLUMNS = 10_000
+"""A CSV file may have so many."""
 
 _LINE_ENDS = bytes.maketrans(b"\r", b"\n")
 
@@ -62,6 +67,7 @@ def open_text(
     wanted = list(columns) if columns is not None else list(types.names) if types is not None else None
     try:
         if format_ == "csv":
+            _check_header(file)
             return pyarrow.csv.open_csv(
                 file,
                 read_options=pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES),
@@ -82,8 +88,21 @@ def open_text(
         raise
 
 
+def _check_header(file: BinaryIO) -> None:
+    """Looks at the first line of a CSV file, which is at its beginning before and after.
+
+    Raises:
+        pyarrow.ArrowInvalid: It names too many columns: each takes kilobytes to be read.
+    """
+    block = file.read(BLOCK_BYTES)
+    file.seek(0)
+    header = b"".join(block.split(b'"')[::2]).translate(_LINE_ENDS).lstrip(b"\n").partition(b"\n")[0]
+    if header.count(b",") >= MAX_COLUMNS:
+        raise pa.ArrowInvalid(f"its first line names more than {MAX_COLUMNS} columns")
+
+
 class _Objects:
-    """A file of JSON lines, in which no line begins with null: pyarrow crashes where nothing else is in a block.
+    """A file of JSON lines without what pyarrow crashes at: a block of nothing but null, and deep nesting.
 
     Args:
         file: The file.
@@ -94,14 +113,16 @@ class _Objects:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._last = b"\n"
+        self._nesting = Nesting()
 
     def read(self, size: int = -1) -> bytes:
         """Reads what is next.
 
         Raises:
-            ValueError: A line begins with null.
+            ValueError: A line begins with null, or is nested too deep.
         """
         data = self._file.read(size)
+        self._nesting.check(data)
         begins = data.translate(_LINE_ENDS, b" \t")
         if b"\nn" in begins or (self._last + begins[:1]) == b"\nn":
             raise ValueError("a line is null; each must be an object")

@@ -148,12 +148,10 @@ async def test_a_job_is_planned_and_finished_whenever_the_process_dies(plant: Pl
 
 
 async def test_a_process_that_is_asked_to_stop_hands_its_task_back(plant: Plant, server: RedisServer) -> None:
-    """The reading of a pipe never ends, and is not waited for."""
-    pipe = plant.directory / "in" / "in-9.parquet"
-    os.mkfifo(pipe)
+    """The thread that reads never comes back, and is not waited for."""
     await plant.send("plan")
-    process = plant.start()
-    await eventually(plant.has_begun, WITHIN_S, f"a beginning; see {plant.log}")
+    process = plant.start("hang", "store")
+    await eventually(lambda: "the store hangs" in plant.log.read_text(), WITHIN_S, f"a reader; see {plant.log}")
 
     process.send_signal(signal.SIGTERM)
 
@@ -161,7 +159,19 @@ async def test_a_process_that_is_asked_to_stop_hands_its_task_back(plant: Plant,
     assert (await plant.texts())[-1] == "planning is tried again: the bulk worker was stopped"
     with server.client() as client:
         assert "qinfer.bulk.plan" in str(client.lrange(QUEUE, 0, -1))
-    pipe.unlink()
+    plant.start()
+    await plant.becomes(JobState.RUNNING)
+
+
+async def test_a_process_that_hangs_ends_itself_and_the_next_goes_on(plant: Plant) -> None:
+    """With what its threads did in the log; a supervisor starts the next."""
+    await plant.send("plan")
+
+    assert await plant.ended(plant.start("hang", "loop")) == os.EX_SOFTWARE
+
+    log = plant.log.read_text()
+    assert "the event loop hangs" in log
+    assert "in _hang" in log
     plant.start()
     await plant.becomes(JobState.RUNNING)
 
@@ -181,10 +191,26 @@ async def test_tasks_come_through_a_restart_of_redis(plant: Plant, server: Redis
     check_output(plant.directory)
 
 
+async def test_a_lost_connection_does_not_hang_the_worker(plant: Plant, server: RedisServer) -> None:
+    """Any of them, at any moment: one for `PUBSUB` would be made again and read, without data and without a limit."""
+    plant.start()
+    await plant.send("plan")
+    await plant.becomes(JobState.RUNNING)
+    await plant.settle()
+    with server.client() as client:
+        for kind in ("pubsub", "normal", "pubsub"):
+            client.execute_command("CLIENT", "KILL", "TYPE", kind)
+            await asyncio.sleep(0.5)  # in which it would connect again, and hang
+
+    await plant.send("finalise")
+    await plant.becomes(JobState.COMPLETED)
+    check_output(plant.directory)
+
+
 async def test_flower_shows_the_worker_and_its_tasks(plant: Plant) -> None:
     """Where users of Celery look."""
     port = plant.start_flower()
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/api", timeout=10.0) as flower:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10.0) as flower:
 
         async def has(path: str, word: str) -> bool:
             try:
@@ -192,13 +218,13 @@ async def test_flower_shows_the_worker_and_its_tasks(plant: Plant) -> None:
             except httpx.TransportError:
                 return False
 
-        await eventually(lambda: has("/tasks", "{"), WITHIN_S, f"what Flower shows; see {plant.log}")
+        await eventually(lambda: has("/api/tasks", "{"), WITHIN_S, f"what Flower shows; see {plant.log}")
         plant.start()
         await plant.send("plan")
 
-        await eventually(lambda: has("/tasks", "qinfer.bulk.plan"), WITHIN_S, f"what Flower shows; see {plant.log}")
+        await eventually(lambda: has("/api/tasks", "qinfer.bulk.plan"), WITHIN_S, f"what Flower shows; see {plant.log}")
         await eventually(
-            lambda: has("/workers?refresh=1", "qinfer-bulk-"), WITHIN_S, f"what Flower shows; see {plant.log}"
+            lambda: has("/workers?json=1", "qinfer-bulk-"), WITHIN_S, f"what Flower shows; see {plant.log}"
         )
     assert (await plant.record()).state in (JobState.PLANNING, JobState.RUNNING)
 

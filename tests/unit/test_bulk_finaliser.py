@@ -9,6 +9,7 @@ from qinfer.bulk.job import JobState
 from qinfer.bulk.manifest import Manifest, decode_manifest, decode_success
 from qinfer.errors import StoreUnavailable
 from qinfer_workers.bulk.finalise import MAX_ROUNDS, Finaliser
+from qinfer_workers.bulk.part_check import set_aside
 from tests.bulk_office import Bench, bench, record_of, spec, write_inputs
 
 
@@ -201,7 +202,7 @@ async def test_more_failed_rows_than_allowed_fail_the_job(tmp_path: Path) -> Non
     record = await one.record()
     assert (record.state, record.error) == (
         JobState.FAILED,
-        "3 rows failed; the job allows 2 (error_threshold)",
+        "3 rows failed; the job allows 2 (error_threshold); the column error_message of the parts says why",
     )
 
 
@@ -256,3 +257,15 @@ async def test_a_job_without_rows_is_completed(tmp_path: Path) -> None:
 
     assert (await one.record()).state == JobState.COMPLETED
     assert manifest_of(tmp_path).rows == 0
+
+
+async def test_a_part_that_was_made_again_meanwhile_is_not_set_aside(tmp_path: Path) -> None:
+    """Two looked at the broken one; a worker was quicker than the second."""
+    one = await scored(tmp_path)
+    plan = one.plan()
+    one.commit(plan.shards[0])
+
+    set_aside(one.office.store_for, plan, plan.shards[0])
+
+    assert (tmp_path / "out" / "part-00000.parquet").exists()
+    assert "_broken" not in names(tmp_path)

@@ -55,6 +55,14 @@ def test_inputs_and_output_must_be_allowed(lake: str) -> None:
         examine(job(f"{lake}/../x/*", output=f"{lake}/out"), MODEL, [lake])
 
 
+def test_columns_that_do_not_fit_are_named_with_their_file(lake: str) -> None:
+    """Where a pattern means several files: which one was looked at."""
+    Path(f"{lake.removeprefix('file://')}/0.parquet").write_bytes(parquet(TABLE.select(["id"])))
+
+    with pytest.raises(InvalidRequest, match=f"no column 'x' of field .*\\(columns of '{lake}/0.parquet'\\)"):
+        examine(job(f"{lake}/*.parquet", output=f"{lake}/out"), MODEL, [lake])
+
+
 def test_an_output_with_anything_in_it_is_refused(lake: str) -> None:
     """Whatever it is, and however deep; an empty folder is fine."""
     folder = Path(lake.removeprefix("file://")) / "out"
@@ -117,6 +125,7 @@ def test_jobs_are_examined_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [file.url for file in examined.files] == [f"{bucket}/in/a.parquet", f"{bucket}/in/b.parquet"]
         assert examined.files[0] == store.stat(f"{bucket}/in/a.parquet")
         assert examined.files[0].etag
+        monkeypatch.setattr("qinfer.bulk.store_s3._PAGE", 2)
         deep = examine(job(f"{bucket}/in*/**/*.parquet", output=f"{bucket}/out"), MODEL, allow)
         assert [file.url.removeprefix(f"{bucket}/") for file in deep.files] == [
             "in/a.parquet",

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from qinfer.observability.stats import StatsTally
 from qinfer.testing import eventually
 from qinfer_workers.bulk import attempts
 from qinfer_workers.bulk.speed import rows_per_s
+from qinfer_workers.bulk.sweep import Sweeper
 from tests.bulk_office import MODEL, Bench, bench, record_of, spec, write_inputs
 
 
@@ -185,6 +187,53 @@ async def test_trouble_that_does_not_end_fails_the_job(tmp_path: Path) -> None:
     assert record.error == "planning took more than 60 s: the store has no space"
 
 
+@pytest.mark.parametrize("is_swept", [False, True])
+async def test_the_time_that_no_bulk_worker_ran_is_not_that_of_planning(tmp_path: Path, *, is_swept: bool) -> None:
+    """`qinfer up` was stopped over night; the task that was left, or the sweep, goes on in the morning."""
+    write_inputs(tmp_path / "in", [5])
+    one = await bench(tmp_path, plan_timeout_s=60)
+    await one.jobs.create(record_of(spec(tmp_path)))
+    one.objects.before["_plan.json"] = StoreUnavailable("the store has no space")
+    with pytest.raises(StoreUnavailable):
+        await one.planner().run("job")
+    one.clock.advance(36_000)
+    if is_swept:
+        await Sweeper(one.office, Unsent()).run()
+
+    await one.planner().run("job")
+
+    assert (await one.record()).state == JobState.RUNNING
+    assert "no bulk worker ran for 36000 s" in await one.texts()
+
+
+class Unsent:
+    """Sends no tasks: the test runs them."""
+
+    def plan(self, job_id: str) -> None:
+        """As `Sender` has it."""
+
+    def finalise(self, job_id: str) -> None:
+        """As `Sender` has it."""
+
+
+async def test_planning_that_hangs_fails_the_job_in_time(tmp_path: Path) -> None:
+    """A store that never answers; what was spent before counts."""
+    write_inputs(tmp_path / "in", [5])
+    one = await bench(tmp_path, plan_timeout_s=60)
+    await one.jobs.create(record_of(spec(tmp_path)))
+    await one.jobs.note("job", attempts.PLANNING.began)
+    one.clock.advance(59.95)
+    one.office.in_thread = lambda *_: asyncio.Event().wait()  # type: ignore[method-assign,assignment]
+
+    await one.planner().run("job")
+
+    record = await one.record()
+    assert (record.state, record.error) == (
+        JobState.FAILED,
+        "planning took more than 60 s; is a store slow or stuck? resume the job when it is well",
+    )
+
+
 async def test_a_defect_fails_the_job_and_does_not_come_again_and_again(tmp_path: Path) -> None:
     """Users see that something is wrong; the text of the exception stays in the server's log."""
     write_inputs(tmp_path / "in", [5])
@@ -259,6 +308,29 @@ async def test_a_job_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     record = await one.record()
     assert (record.state, record.shards, record.shards_failed) == (JobState.RUNNING, 3, 0)
     assert [shard.index for _, shard in await one.fetch()] == [0, 1]
+
+
+async def test_a_resumed_job_that_is_cancelled_again_is_not_woken_by_a_broken_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cancelled between the two steps that put its shards into the queue."""
+    one = await planned(tmp_path)
+    ((lease, shard), *_) = await one.fetch()
+    await one.finish(lease, shard)  # and there is no part
+    await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
+    assert await one.jobs.move("job", {JobState.CANCELLED}, JobState.PLANNING)
+    plan = one.jobs.plan
+
+    async def plan_and_cancel(*arguments: Any, **options: Any) -> bool:
+        is_planned = await plan(*arguments, **options)
+        await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
+        return is_planned
+
+    monkeypatch.setattr(one.jobs, "plan", plan_and_cancel)
+
+    await one.planner().run("job")
+
+    assert (await one.record()).state == JobState.CANCELLED
 
 
 async def test_a_job_does_not_go_on_with_an_input_that_has_changed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from qinfer.bulk.source import FileFormat, Footer, find_files, format_of, read_footer, read_schema
 from qinfer.bulk.store import store_for
-from qinfer.errors import InvalidRequest
+from qinfer.errors import InvalidRequest, StoreUnavailable
 
 TABLE = pa.table({"id": [1, 2, 3, 4, 5], "x": [0.5, None, 1.5, 2.5, 3.5], "v": [[1.0], None, [2.0, 3.0], [], [4.0]]})
 NESTED = pa.table(
@@ -56,6 +56,8 @@ def lake(tmp_path: Path) -> Path:
         (["2025/**/*.parquet"], ["2025/01/x.parquet", "2025/02/x.parquet"]),
         (["2026/**/*.parquet"], ["2026/x.parquet"]),
         (["2025/**"], ["2025/01/x.parquet", "2025/02/x.parquet"]),
+        (["**/[0-9]*/**/x*t"], ["2025/01/x.parquet", "2025/02/x.parquet", "2026/x.parquet"]),
+        (["*a*r*t"], ["10.parquet", "2.parquet", "a.parquet", "b.parquet"]),
         (["b.parquet", "a.parquet"], ["b.parquet", "a.parquet"]),
         (["c.csv", "[ab]*", "*.parquet"], ["c.csv", "a.parquet", "b.parquet", "10.parquet", "2.parquet"]),
     ],
@@ -63,6 +65,32 @@ def lake(tmp_path: Path) -> Path:
 def test_patterns_name_files_in_a_fixed_order(lake: Path, patterns: list[str], found: list[str]) -> None:
     """Inputs in their order, names sorted within one, each file once; what readers of a folder skip is left out."""
     assert names(lake, *patterns) == found
+
+
+@pytest.mark.parametrize("pattern", ["*a" * 200 + "b", "**/" * 60 + "x/b"])
+def test_no_pattern_takes_long_to_compare(tmp_path: Path, pattern: str) -> None:
+    """One that tries every place of every star would outlive the test."""
+    folder = tmp_path / "/".join("a" * 30)
+    folder.mkdir(parents=True)
+    (folder / "c").touch()
+    (tmp_path / ("a" * 250)).touch()
+
+    with pytest.raises(InvalidRequest, match="no file matches"):
+        names(tmp_path, pattern)
+
+
+def test_a_folder_is_looked_at_until_there_is_enough(lake: Path) -> None:
+    """Whatever more is in it; but each pattern has to have a file."""
+    parquet, plans = f"{url_of(lake)}/*.parquet", f"{url_of(lake)}/_plan*"
+
+    assert len(find_files([parquet], enough=1)) == 1
+    assert find_files([parquet, plans], enough=1)[-1].url == f"{url_of(lake)}/_plan.json"
+
+
+def test_a_listing_that_takes_too_long_is_given_up(lake: Path) -> None:
+    """It says what to do."""
+    with pytest.raises(StoreUnavailable, match=f"below '{url_of(lake)}' takes too long; name files or folders"):
+        find_files([f"{url_of(lake)}/*.parquet"], within_s=-1.0)
 
 
 def test_a_name_with_brackets_is_found_as_it_is(tmp_path: Path) -> None:
@@ -203,7 +231,7 @@ def test_empty_text_files_have_neither(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
-    """Empty, cut off, of another format, garbage, or what pyarrow would crash at (a block of nothing but null)."""
+    """Empty, cut off, of another format, garbage, or what pyarrow ends the process at."""
     pq.write_table(TABLE, tmp_path / "good.parquet")
     pa.feather.write_feather(TABLE, str(tmp_path / "good.arrow"))
     parquet, arrow = (tmp_path / "good.parquet").read_bytes(), (tmp_path / "good.arrow").read_bytes()
@@ -221,8 +249,10 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         ("csv", gzip.compress(b"a,b\n1,2\n"), r"can't be read as csv"),
         ("jsonl", b'{"a": 1}\n{"a": ', r"can't be read as jsonl"),
         ("jsonl", b"[1, 2]\n", r"can't be read as jsonl"),
+        ("csv", b'"\n"' + b",a" * 10_000 + b"\n1", r"can't be read as csv.* names more than 10000 columns"),
         ("jsonl", b"null\n", r"can't be read as jsonl.* a line is null"),
         ("jsonl", b" \r\n\tnull", r"can't be read as jsonl.* a line is null"),
+        ("jsonl", b'{"a": ' + b"[" * 200_000, r"can't be read as jsonl.* a line is nested deeper than 100 levels"),
         ("jsonl", b'{"a": 1}\n' * 600_000 + b"null\n", r"can't be read as jsonl.* a line is null"),
     ]
     for number, (format_, content, said) in enumerate(cases):

@@ -1,22 +1,30 @@
 """Jobs that nobody moves on: what the sweep does about them, and what it leaves alone."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qinfer.bulk.job import JobState
+from qinfer.errors import StoreUnavailable
+from qinfer.testing import eventually
 from qinfer_workers.bulk.sweep import CREATION_S, Sweeper
 from tests.bulk_office import Bench, bench, record_of, spec, write_inputs
 
 
 class Sent:
-    """Notes which tasks were sent."""
+    """Notes which tasks were sent; the first is kept by `trouble`."""
 
     def __init__(self) -> None:
         self.tasks: list[tuple[str, str]] = []
+        self.trouble: Exception | None = None
 
     def plan(self, job_id: str) -> None:
+        if self.trouble is not None:
+            error, self.trouble = self.trouble, None
+            raise error
         self.tasks.append(("plan", job_id))
 
     def finalise(self, job_id: str) -> None:
@@ -121,7 +129,7 @@ async def test_a_job_with_too_many_failed_rows_fails(scene: Make) -> None:
     record = await one.bench.record()
     assert (record.state, record.error) == (
         JobState.FAILED,
-        "4 rows failed; the job allows 0 (error_threshold)",
+        "4 rows failed; the job allows 0 (error_threshold); the column error_message of the parts says why",
     )
 
 
@@ -136,6 +144,58 @@ async def test_shards_that_the_queue_lost_are_run_again(scene: Make) -> None:
 
     assert [shard.index for _, shard in await one.bench.fetch()] == [0, 1]
     assert "2 shards were lost by the queue and are run again" in await one.bench.texts()
+
+
+async def test_a_job_whose_lost_shards_can_not_be_found_fails(scene: Make) -> None:
+    """Its plan is gone too: it would run for ever."""
+    one = await scene()
+    await one.bench.planner().run("job")
+    await one.bench.delivery.finish([lease.entry for lease, _ in await one.bench.fetch()])
+    (one.bench.directory / "out" / "_plan.json").unlink()
+
+    assert await one.sweep(STALE_S) == [("finalise", "job")]
+
+    record = await one.bench.record()
+    assert (record.state, record.error) == (
+        JobState.FAILED,
+        "2 shards were lost by the queue; the job's plan is gone from its output; make a new job",
+    )
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("the store is away"), RuntimeError("a defect")])
+async def test_trouble_with_one_job_does_not_keep_the_sweep_from_the_others(scene: Make, error: Exception) -> None:
+    """The first in order comes first each time."""
+    one = await scene()
+    for job_id in ("early", "late"):
+        await one.bench.jobs.create(record_of(spec(one.bench.directory), job_id, created_at=float(len(job_id))))
+    one.sent.trouble = error
+
+    assert {job_id for _, job_id in await one.sweep(STALE_S)} <= {"job", "early", "late"}
+    assert len(one.sent.tasks) == 2
+
+
+async def test_a_sweep_begins_when_the_one_before_has_ended(scene: Make) -> None:
+    """One that hangs must not take all of the worker's hands."""
+    one = await scene("validating")
+    looks = one.bench.jobs.unfinished
+    go_on, seen = asyncio.Event(), []
+
+    async def unfinished() -> Any:
+        seen.append(1)
+        await go_on.wait()
+        return await looks()
+
+    one.bench.jobs.unfinished = unfinished  # type: ignore[method-assign,assignment]
+    first = asyncio.create_task(one.sweep())
+    await eventually(lambda: bool(seen))
+
+    await one.sweep()
+    assert len(seen) == 1
+    go_on.set()
+    await first
+    looked = len(seen)
+    await one.sweep()
+    assert len(seen) > looked
 
 
 async def test_a_job_past_its_deadline_expires(scene: Make) -> None:

@@ -1,6 +1,7 @@
 """The Celery app of the bulk worker: its settings, and what becomes of a use case's end."""
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -11,13 +12,15 @@ from pydantic import SecretStr
 from qinfer.bulk.queue import FINALISE, PLAN, QUEUE, SWEEP
 from qinfer.errors import InvalidRequest, QinferError, StoreUnavailable
 from qinfer.settings import BulkSettings, RedisSettings, Settings
-from qinfer_workers.bulk.app import longest_pause_s, make_app
-from qinfer_workers.bulk.bridge import Bridge, Stopped
+from qinfer_workers.bulk.app import SWEEP_LIMIT_S, longest_pause_s, make_app
+from qinfer_workers.bulk.bridge import Bridge, Stopped, TimedOut
 
 SETTINGS = Settings(
     redis=RedisSettings(url=SecretStr("rediss://:secret@queue/1")),
     bulk=BulkSettings(plan_timeout_s=7200, sweep_every_s=4),
 )
+
+LONG_S = 30.0
 
 
 class Inline:
@@ -25,8 +28,10 @@ class Inline:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
+        self.limits_s: list[float] = []
 
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
+    def run(self, work: Coroutine[Any, Any, None], limit_s: float) -> None:
+        self.limits_s.append(limit_s)
         asyncio.run(work)
         if self.error is not None:
             raise self.error
@@ -95,6 +100,19 @@ def test_a_task_hands_its_job_over() -> None:
     assert seen == ["one", "two"]
 
 
+def test_each_task_has_a_limit() -> None:
+    """A step ends itself before, and the broker hands its task to another only later."""
+    runner = Inline()
+    app = app_with(runner, [])
+
+    for name in (PLAN, FINALISE, SWEEP):
+        app.tasks[name].run("")
+
+    longest_s = app.conf.broker_transport_options["visibility_timeout"]
+    assert all(7200 < limit_s < longest_s for limit_s in runner.limits_s[:2])
+    assert runner.limits_s[2] == SWEEP_LIMIT_S
+
+
 def test_trouble_is_tried_again_later_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """But never so late that a sweep takes the task for lost."""
     app = app_with(Inline(StoreUnavailable("no space")), [])
@@ -138,10 +156,47 @@ def test_the_bridge_runs_coroutines_of_threads_until_it_is_stopped() -> None:
     async def close() -> None:
         closed.append(begun.is_set())
 
-    assert bridge.run(five()) == 5
+    assert bridge.run(five(), LONG_S) == 5
     with pytest.raises(Stopped):
-        bridge.run(never())
+        bridge.run(never(), LONG_S)
     with pytest.raises(Stopped):
-        bridge.run(five())
+        bridge.run(five(), LONG_S)
     bridge.close(close())
     assert closed == [True]
+
+
+def test_what_takes_too_long_is_broken_off() -> None:
+    """Its thread is free again, and the coroutine learns it; an error of its own stays what it is."""
+    bridge, told = Bridge(), threading.Event()
+
+    async def never() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.set()
+
+    async def late() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimedOut, match="and was broken off"):
+        bridge.run(never(), 0.01)
+    assert told.wait(LONG_S)
+    with pytest.raises(TimeoutError, match="its own"):
+        bridge.run(late(), LONG_S)
+    bridge.close()
+
+
+def test_a_loop_that_hangs_is_told_from_one_that_runs() -> None:
+    """A task on a loop that hangs is broken off all the same."""
+    bridge, go_on = Bridge(), threading.Event()
+
+    async def block() -> None:
+        go_on.wait()
+
+    assert bridge.answers(LONG_S)
+    with pytest.raises(TimedOut):
+        bridge.run(block(), 0.01)
+    assert not bridge.answers(0.01)
+    go_on.set()
+    assert bridge.answers(LONG_S)
+    bridge.close()

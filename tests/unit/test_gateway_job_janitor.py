@@ -167,7 +167,8 @@ async def test_too_many_failed_rows_end_a_job() -> None:
     record = await bench.jobs.get("j1")
     assert record is not None
     assert (record.state, record.in_lane, record.rows_failed) == ("failed", 0, 5)
-    assert record.error == "more rows failed than its error_threshold allows (4)"
+    said = "the column error_message of the parts says why"
+    assert record.error == f"5 rows failed; the job allows 4 (error_threshold); {said}"
     assert bench.delivery.renew([second]) == [second]
     assert await bench.depth() == 0
     assert bench.sent == ["j1"]  # to list the parts that are there
@@ -254,3 +255,25 @@ async def test_rounds_go_on_while_celery_is_away(caplog: pytest.LogCaptureFixtur
 
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert set(said) == {"bulk jobs can't be looked after now"}
+
+
+async def test_a_defect_does_not_end_the_janitor_and_the_gateway_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    """It is in the log with its traceback, and the others' jobs are looked after."""
+    bench = Bench()
+    finalise, broken = bench.finalise, [True]
+
+    def fail(job_id: str) -> None:
+        if broken:
+            raise RuntimeError("a defect")
+        finalise(job_id)
+
+    janitor = JobJanitor(bench.jobs, bench.catalog, fail, 0.001, consumer="g1")
+    await bench.plan(0)
+    running = asyncio.create_task(janitor.run())
+    await eventually(lambda: "RuntimeError: a defect" in caplog.text)
+    broken.clear()
+    bench.clock.advance(100.0)
+
+    await eventually(lambda: bench.sent == ["j1"])
+    running.cancel()
+    await asyncio.wait([running])

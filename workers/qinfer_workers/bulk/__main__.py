@@ -16,6 +16,7 @@ import sys
 import threading
 from functools import partial
 from types import FrameType
+from typing import NoReturn
 
 from celery.beat import EmbeddedService
 from celery.worker import state
@@ -142,9 +143,13 @@ def _end_with(beat: threading.Thread) -> None:
         state.should_stop = os.EX_SOFTWARE
 
 
-if __name__ == "__main__":
-    ended = main()
+def end(code: int) -> NoReturn:
+    """Ends the process; threads that read a store for a task that was broken off are not waited for."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(ended)  # threads that read a store for a task that was broken off are not waited for
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    end(main())

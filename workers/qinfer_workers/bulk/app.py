@@ -59,6 +59,7 @@ def make_app(settings: Settings, runner: Runner, use_cases: Mapping[str, UseCase
         task_ignore_result=True,
         worker_prefetch_multiplier=1,
         worker_send_task_events=True,  # Flower shows them
+        worker_enable_remote_control=False,  # kombu reads its subscription without a limit where it was made again
         task_send_sent_event=True,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,

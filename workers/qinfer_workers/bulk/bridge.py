@@ -71,9 +71,12 @@ class Bridge:
                 self._running.discard(future)
 
     def answers(self, within_s: float) -> bool:
-        """Tells whether the loop is alive: whether it does something at all in some seconds."""
+        """Tells whether the loop does something at all in some seconds, or has been closed."""
         answered = threading.Event()
-        self._loop.call_soon_threadsafe(answered.set)
+        try:
+            self._loop.call_soon_threadsafe(answered.set)
+        except RuntimeError:
+            return True
         return answered.wait(within_s)
 
     def stop(self) -> None:

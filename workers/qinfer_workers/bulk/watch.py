@@ -1,8 +1,8 @@
 """Notices when the process can't do its work any more, and ends it: whoever supervises it starts it again.
 
 Three things must not go unseen, for then jobs would wait for ever: an event loop that hangs, threads that a store never
-answers, and a Celery that takes no tasks though beat sends a sweep every few seconds. Tasks may be repeated, so that an
-end is no harm.
+answers, and a Celery that takes no tasks though beat sends a sweep every few seconds, such as one whose own loop waits
+for a connection. Tasks may be repeated, so that an end is no harm.
 """
 
 import faulthandler
@@ -69,7 +69,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
-            if why := self.trouble():
+            if (why := self.trouble()) and not self._ended.is_set():
                 threading.Thread(target=self._tell, args=(why,), daemon=True).start()  # stderr may be what hangs
                 self._stop()
                 if not self._ended.wait(STOP_S):
