@@ -33,7 +33,7 @@ class Progress(NamedTuple):
 
     Attributes:
         share: Of its rows that are settled, 0 … 1.
-        rows_per_s: Settled rows a second since it began to run; `None` before the first.
+        rows_per_s: Settled rows a second since it began to run, or was resumed; `None` before the first.
         eta_s: Seconds until all are, at that rate; `None` = not known, or it does not run.
     """
 
@@ -54,10 +54,12 @@ def progress_of(record: JobRecord, now_s: float) -> Progress:
     """
     settled = record.rows_done + record.rows_failed
     share = min(settled / record.rows, 1.0) if record.rows else float(record.state == JobState.COMPLETED)
-    measured_s = max(record.ended_at or record.updated_at, record.started_at) - record.started_at
-    if not (settled and record.started_at and measured_s > 0):
+    since_s = max(record.started_at, record.resumed_at)
+    measured_s = max(record.ended_at or record.updated_at, since_s) - since_s
+    settled_since = settled - record.rows_before
+    if not (settled_since > 0 and record.started_at and measured_s > 0):
         return Progress(share, None, None)
-    rate = settled / measured_s
+    rate = settled_since / measured_s
     if record.state != JobState.RUNNING:
         return Progress(share, rate, 0.0 if record.state == JobState.FINALIZING else None)
     rest_s = max(record.rows - settled, 0) / rate

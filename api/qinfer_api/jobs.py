@@ -51,7 +51,9 @@ LOOK_S = 1.0
 _RESUMABLE = frozenset(TERMINAL - {JobState.COMPLETED})
 _STATES = tuple(state.value for state in JobState)
 _FULL_AGAIN_S = 30.0
-_threads = ThreadPoolExecutor(8, "bulk-jobs")  # a store that hangs may not keep the threads that decode bodies
+_WAITS = "waits for a bulk worker, which plans it"
+_threads = ThreadPoolExecutor(8, "bulk-jobs")  # a store that hangs may not keep the threads that decode bodies, …
+_task_threads = ThreadPoolExecutor(4, "bulk-tasks")  # … nor those that send tasks
 
 
 class Tasks(Protocol):
@@ -112,17 +114,17 @@ class BulkJobs:
             key: The caller's idempotency key; empty without one.
 
         Raises:
-            InvalidRequest: A field can't be, or the inputs do not fit the model; the text names the field, column or
-                URL.
+            InvalidRequest: A field can't be, the inputs do not fit the model, or the output is not empty; the text
+                names the field, column or URL.
             ModelNotFound: No such model or version.
             Forbidden: A URL is in no store that may be used.
-            Conflict: The id or key belongs to another job, or the output is not empty.
+            Conflict: The id or key belongs to another job.
             QuotaExceeded: There are as many jobs as there may be, or the tenant's rate is used up.
             UnsupportedFeature: The server takes no jobs; the text says what it needs.
             QinferError: The store or the queue can't be reached.
         """
         self._check_enabled()
-        spec, chosen = await self._in_thread(decode_job, body, self.settings.stores.allow)
+        spec, chosen = await asyncio.to_thread(decode_job, body, self.settings.stores.allow)
         if chosen and key:
             raise InvalidRequest("the job has an 'id' and an Idempotency-Key; either names it: leave one out")
         job_id = chosen_id(chosen, context.tenant) if chosen else keyed_id(key, context.tenant) if key else ""
@@ -130,7 +132,7 @@ class BulkJobs:
             return _again(context, known, spec)
         served = self.resolve(spec.model, spec.version)
         self.dispatcher.charge(context)
-        await self._in_thread(self._check_tasks)
+        await _in_thread(_task_threads, self._check_tasks)
         await self._check_count()
         if spec.webhook:
             await self.targets.check(spec.webhook)
@@ -140,6 +142,7 @@ class BulkJobs:
         if not await self.delivery.jobs.create(record):
             known = await self._known(record.id)
             return _again(context, known, spec)
+        await self.delivery.jobs.note(record.id, f"created; {_WAITS}")
         await self._planned(record.id)
         return Ticket(await self._known(record.id), is_new=True)
 
@@ -196,15 +199,17 @@ class BulkJobs:
         spec = changed(spec_of(record), changes)
         self.resolve(record.model, record.version)
         self.dispatcher.charge(context)
-        await self._in_thread(self._check_tasks)
+        await _in_thread(_task_threads, self._check_tasks)
         await self._check_count()
         fields: dict[str, str | bytes | float] = {
             "spec": encode_spec(spec),
             "max_parallel": spec.max_parallel,
             "deadline_at": self._deadline_at(spec),
+            "resumed_at": self.now_s(),
+            "rows_before": record.rows_done + record.rows_failed,
         }
         if await self.delivery.jobs.move(record.id, _RESUMABLE, JobState.PLANNING, error="", **fields):
-            await self.delivery.jobs.note(record.id, "resumed")
+            await self.delivery.jobs.note(record.id, f"resumed; {_WAITS}")
             await self._sent(record.id)
         return await self.get(context, job_id)
 
@@ -284,7 +289,7 @@ class BulkJobs:
     async def _examined(self, spec: JobSpec, served: Served) -> None:
         try:
             async with asyncio.timeout(EXAMINE_S):
-                await self._in_thread(self.examine, spec, served, self.settings)
+                await _in_thread(_threads, self.examine, spec, served, self.settings)
         except TimeoutError:
             raise StoreUnavailable(
                 f"the stores of '{spec.inputs[0]}' and '{spec.output.url}' did not answer within {EXAMINE_S:g} s; "
@@ -312,7 +317,7 @@ class BulkJobs:
     async def _planned(self, job_id: str) -> None:
         """Has a new job planned; where Celery can't be told, there is no job."""
         try:
-            await self._in_thread(self.tasks.plan, job_id)
+            await _in_thread(_task_threads, self.tasks.plan, job_id)
         except QinferError:
             await self.delivery.jobs.stop(job_id, JobState.CANCELLED, in_hand=True)
             await self.delivery.jobs.delete(job_id)
@@ -321,7 +326,7 @@ class BulkJobs:
     async def _sent(self, job_id: str) -> None:
         """Has a job planned that is known; where Celery can't be told now, its sweep sees to it later."""
         try:
-            await self._in_thread(self.tasks.plan, job_id)
+            await _in_thread(_task_threads, self.tasks.plan, job_id)
         except BrokerUnavailable as error:
             logger.warning("job waits to be planned", extra={"job_id": job_id, "error": error.message})
 
@@ -331,9 +336,9 @@ class BulkJobs:
             raise JobNotFound(f"job '{job_id}' was deleted meanwhile; create it again")
         return record
 
-    @staticmethod
-    async def _in_thread(call: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(_threads, call, *arguments)
+
+async def _in_thread(threads: ThreadPoolExecutor, call: Callable[..., T], *arguments: object) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
 
 
 def _again(context: Context, known: JobRecord, spec: JobSpec) -> Ticket:

@@ -27,7 +27,8 @@ LANE_CAPACITY = "qinfer.lane_capacity"
 MIN_WORKERS = "qinfer.min_workers"
 TORCH_AMP = "qinfer.torch_amp"
 TORCH_COMPILE = "qinfer.torch_compile"
-KNOWN_PARAMETERS = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS, TORCH_AMP, TORCH_COMPILE)
+BINARY_OUTPUTS = "qinfer.binary_outputs"
+KNOWN_PARAMETERS = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS, TORCH_AMP, TORCH_COMPILE, BINARY_OUTPUTS)
 
 
 def to_spec(
@@ -106,6 +107,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     MIN_WORKERS: ("an integer of 0 or more", _is_count),
     TORCH_AMP: ("a precision of PyTorch", bool),  # which ones there are is the backend's to say
     TORCH_COMPILE: ("a mode of torch.compile", bool),
+    BINARY_OUTPUTS: ("names of outputs, with commas between", lambda text: all(map(str.strip, text.split(",")))),
 }
 
 PARAMETERS = {
@@ -115,6 +117,7 @@ PARAMETERS = {
     MIN_WORKERS: "0 = the model is ready without a live worker: its requests wait until one has started.",
     TORCH_AMP: "Executes with automatic mixed precision (backend `pytorch`).",
     TORCH_COMPILE: "Compiles the model when it is loaded (backend `pytorch`).",
+    BINARY_OUTPUTS: "BYTES outputs that are no text: [bulk jobs](../how-to/bulk-jobs.md) write them as binary columns.",
 }
 """What each of `KNOWN_PARAMETERS` means, for the reference page."""
 

@@ -66,6 +66,20 @@ async def test_a_job_is_known_for_its_time_after_the_end(redis_queue: RedisQueue
     assert redis_queue.on_owner("HLEN", keys.job_places()) == 0
 
 
+async def test_a_page_is_bounded_in_bytes(redis_queue: RedisQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job may be megabytes, and a page a thousand jobs."""
+    monkeypatch.setattr("qinfer.delivery.job_index._PAGE_BYTES", 25)
+    delivery = await redis_queue.connect()
+    for number in range(5):
+        await delivery.jobs.create(record(f"j{number}", created_at=1000.0 + number, spec=b'"ten bytes"'))
+
+    first = await delivery.jobs.list(count=100)
+    rest = await delivery.jobs.list(after=first.after, count=100)
+
+    assert [[found.id for found in page.records] for page in (first, rest)] == [["j4", "j3", "j2"], ["j1", "j0"]]
+    assert rest.after == ""
+
+
 async def test_the_index_is_repaired(redis_queue: RedisQueue) -> None:
     """A creation that never came to its record leaves it in time; a job that has ended is closed."""
     delivery = await redis_queue.connect()

@@ -97,9 +97,10 @@ async def created(client: httpx.AsyncClient, body: dict[str, Any], **headers: st
 
 
 def job_keys(server: RedisServer) -> set[bytes]:
-    """Returns the keys of jobs and of Celery."""
+    """Returns the keys of jobs and of Celery; those that a job's shards move between are one."""
     with server.client() as redis:
-        return {key for key in redis.keys("*") if b"job" in key or b"celery" in key or QUEUE.encode() in key}
+        found = {key for key in redis.keys("*") if b"job" in key or b"celery" in key or QUEUE.encode() in key}
+    return {key.replace(b":job-todo:", b":job-in_lane:") for key in found}
 
 
 def tasks(server: RedisServer) -> list[tuple[str, str]]:
@@ -456,6 +457,10 @@ async def test_a_job_is_resumed_with_changes(client: httpx.AsyncClient, running:
     assert resumed["deadline_at"] is not None
     assert record is not None
     assert record.max_parallel == 1
+    assert record.resumed_at >= record.ended_at  # its speed counts from there
+    log = (await client.get(path + "/log")).json()["log"]
+    waits = "waits for a bulk worker, which plans it"
+    assert [line["text"] for line in log] == [f"created; {waits}", "failed: 1 rows failed", f"resumed; {waits}"]
 
 
 async def test_a_completed_job_is_not_resumed(client: httpx.AsyncClient, running: Running, place: Place) -> None:

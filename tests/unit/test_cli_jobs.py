@@ -144,7 +144,7 @@ def test_pairs_may_be_empty() -> None:
         pairs("--metadata", ["=b"])
 
 
-@pytest.mark.parametrize(("status", "code"), [(400, 2), (403, 1), (404, 2), (409, 2), (429, 1), (501, 2), (503, 1)])
+@pytest.mark.parametrize(("status", "code"), [(400, 2), (403, 2), (404, 2), (409, 2), (429, 1), (501, 2), (503, 1)])
 def test_a_refusal_is_printed(gateway: Talk, status: int, code: int) -> None:
     """On stderr, with the server's text; 2 where the command is to be changed."""
     gateway(reply(status, error="the inputs have no column 'x'"))
@@ -221,6 +221,18 @@ def test_jobs_are_listed(gateway: Talk) -> None:
     assert all(text in out for text in ("j1", "running", "m 1", "100", "50%", "s3://b/out", "j2", "planning"))
     assert server.paths[0] == "GET /v1/jobs?limit=5&state=running"
     assert [entry["id"] for entry in as_json] == ["j1", "j2"]
+
+
+def test_a_narrow_listing_keeps_the_model(gateway: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is no place for is left out, and no name is cut into letters."""
+    monkeypatch.setenv("COLUMNS", "80")
+    gateway(reply(200, jobs=[shown(id="01JX3M3TC8Z6Q5RYB7WS2K4D9F", model="digits-small")], next=None))
+
+    _, out, _ = run("jobs", "list")
+
+    assert "01JX3M3TC8Z6Q5RYB7WS2K4D9F" in out
+    assert "digits-small" in out
+    assert "s3://b/out" not in out
 
 
 def test_no_jobs(gateway: Talk) -> None:

@@ -295,6 +295,20 @@ def test_lines_are_few() -> None:
     ]
 
 
+def test_a_job_that_nobody_plans_gets_a_hint() -> None:
+    """Else a bulk worker that is not there would be seen nowhere."""
+    said: list[str] = []
+    times = iter([0.0, 9.0, 10.0, 20.0])
+    lines = Lines(said.append, lambda: next(times))
+    planning = status_of("planning", shards={"total": None}, rows={"total": None})
+
+    for _ in range(4):
+        lines(planning)
+
+    assert said[0] == "j1: planning"
+    assert said[1:] == ["j1: planning; waits for the bulk worker, or for its inputs to be read; see its log"]
+
+
 @pytest.mark.parametrize("on_terminal", [True, False])
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str], *, on_terminal: bool) -> None:
     """On stderr: stdout is for results."""

@@ -80,9 +80,27 @@ def test_other_ids_are_refused(job_id: str) -> None:
             (3 / 9, 1.0, None),
         ),
         ({"state": "completed", "started_at": 100.0, "ended_at": 101.0}, (1.0, None, None)),
+        (
+            {
+                "rows": 100,
+                "rows_done": 50,
+                "started_at": 1.0,
+                "resumed_at": 90.0,
+                "rows_before": 30,
+                "updated_at": 110.0,
+            },
+            (0.5, 1.0, 48.0),
+        ),
+        (
+            {"rows": 100, "rows_done": 3, "started_at": 1.0, "resumed_at": 9.0, "rows_before": 4, "updated_at": 11.0},
+            (0.03, None, None),
+        ),
         ({"rows": 10, "rows_done": 20, "started_at": 100.0, "updated_at": 110.0}, (1.0, 2.0, 0.0)),
     ],
-    ids=["planning", "nothing", "half", "no time", "late", "finalizing", "failed", "no rows", "too many"],
+    ids=[
+        *("planning", "nothing", "half", "no time", "late", "finalizing"),
+        *("failed", "no rows", "resumed", "less", "too many"),
+    ],
 )
 def test_progress(fields: dict[str, object], expected: tuple[float, float | None, float | None]) -> None:
     """At second 112: share, rate and what is left, of the record alone."""

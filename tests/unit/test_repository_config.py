@@ -116,6 +116,10 @@ def test_a_platform_tells_the_backend() -> None:
             ONNX + 'parameters { key: "qinfer.min_workers" value { string_value: "-1" } }',
             "an integer of 0 or more, got",
         ),
+        (
+            ONNX + 'parameters { key: "qinfer.binary_outputs" value { string_value: "a,,b" } }',
+            "must be names of outputs, with commas between, got 'a,,b'",
+        ),
         (ONNX + "dynamic_batching { priority_levels: 2 }", r"default priority level must be in range \[1, 2\] for m"),
         (
             ONNX + "dynamic_batching { priority_levels: 2 default_priority_level: 3 }",
@@ -285,11 +289,13 @@ def test_capacity_and_workers() -> None:
     parameters = """
     parameters { key: "qinfer.lane_capacity" value { string_value: "12" } }
     parameters { key: "qinfer.min_workers" value { string_value: "0" } }
+    parameters { key: "qinfer.binary_outputs" value { string_value: "y, z" } }
     """
 
     own, default = to_spec(normal(ONNX + parameters), LIMITS), to_spec(normal(ONNX), LIMITS)
 
     assert (own.lane_capacity, own.min_workers) == (12, 0)
+    assert own.parameters["qinfer.binary_outputs"] == "y, z"
     assert (default.lane_capacity, default.min_workers) == (LIMITS.lane_capacity, 1)
 
 

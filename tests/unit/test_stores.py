@@ -23,7 +23,7 @@ ALLOW = ("s3://data/in", "gs://lake", "file:///srv/data", "az://box/a", "abfss:/
         ("local://localhost/srv/data/x", "file:///srv/data/x"),
         ("abfs://box/a/b", "az://box/a/b"),
         ("abfss://box@acc.dfs.core.windows.net/a/b", "abfss://box@acc.dfs.core.windows.net/a/b"),
-        ("s3://data/in/größe 100".replace(" ", "_"), "s3://data/in/größe_100"),
+        ("s3://data/in/größe 100.parquet", "s3://data/in/größe 100.parquet"),
     ],
 )
 def test_what_is_within_a_prefix_is_allowed_in_one_spelling(url: str, spelled: str) -> None:
@@ -80,7 +80,8 @@ def test_nothing_is_allowed_by_default() -> None:
         "s3://da*a/in/x",
         "s3://data/in/x?versionId=1",
         "s3://data/in/x#y",
-        "s3://data/in/x y",
+        "s3://data/in/x ",
+        "s3:// data/in/x",
         "s3://data/in/x\n",
         " s3://data/in/x",
         "s3://data/in/x\x00",
@@ -108,6 +109,15 @@ def test_a_refusal_does_not_repeat_credentials() -> None:
         check_url("s3://key:hunter2@data/in", ALLOW)
 
     assert "hunter2" not in caught.value.message
+    with pytest.raises(InvalidRequest, match="'s3://data/in/x': a store's URL may hold no") as caught:
+        check_url("s3://data/in/x?sig=hunter2", ALLOW)
+    assert "hunter2" not in caught.value.message
+
+
+def test_a_refusal_names_the_url() -> None:
+    """A job has many."""
+    with pytest.raises(InvalidRequest, match=r"'s3://data/in/\.\./x': a store's URL may not hold '\.\.'"):
+        check_url("s3://data/in/../x", ALLOW)
 
 
 def test_a_setting_is_checked_at_the_start() -> None:
