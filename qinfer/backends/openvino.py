@@ -8,6 +8,8 @@ https://github.com/triton-inference-server/openvino_backend#parameters
 """
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ class OpenvinoBackend:
             )
         path = model_file(spec, version_dir, "model.xml", "model.onnx")
         target = spec.parameters.get("TARGET_DEVICE", "CPU")
-        core = ov.Core()
+        core = _core()
         if target.partition(".")[0] not in {d.partition(".")[0] for d in core.available_devices}:
             raise ModelLoadFailed(
                 f"parameter 'TARGET_DEVICE' of model '{spec.name}' is '{target}'; OpenVINO finds "
@@ -113,6 +115,24 @@ class OpenvinoBackend:
     def unload(self) -> None:
         """Frees the model."""
         del self._request
+
+
+@cache
+def _core() -> Any:
+    """Returns the entry to OpenVINO, one for the whole process.
+
+    Its plugin for CPUs gives the thread that it is made in a stack for signals, and unmaps it when it goes, but takes
+    it from that thread only if it goes there, and before any later one: else the next signal that the thread handles
+    kills the process without a word. So it is made in a thread that ends, and stays.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="openvino") as threads:
+        return threads.submit(_core_with_plugins).result()
+
+
+def _core_with_plugins() -> Any:
+    core = ov.Core()
+    _ = core.available_devices  # it makes a device's plugin when it is first asked about it
+    return core
 
 
 def properties(spec: ModelSpec) -> dict[str, str]:

@@ -10,7 +10,6 @@ https://docs.nvidia.com/deeplearning/tensorrt/latest/api/python_api/
 
 import fcntl
 import logging
-import mmap
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from qinfer.backends.parameters import cleaned, model_file
 from qinfer.backends.tensorrt_buffers import Buffers, Port, Shape
 from qinfer.backends.tensorrt_plan import build_of, cache_key
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
+from qinfer.repository.local import LocalFiles
 from qinfer.repository.onnx_metadata import read_onnx
 from qinfer.repository.spec import Device, ModelSpec
 
@@ -245,8 +245,7 @@ def _engine_of(cuda: Cuda, spec: ModelSpec, onnx: Path, device: int) -> Path:
     Raises:
         ModelLoadFailed: An option is wrong, or TensorRT can't build it.
     """
-    with onnx.open("rb") as file:
-        declared = read_onnx(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), onnx.name)
+    declared = read_onnx(LocalFiles(onnx.parent).blob(onnx.name, onnx.stat().st_size), onnx.name)
     build = build_of(spec, declared)
     directory = engine_cache.root() / "tensorrt"
     directory.mkdir(parents=True, exist_ok=True)

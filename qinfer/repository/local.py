@@ -1,12 +1,17 @@
 """A model repository in a local directory."""
 
-import mmap
 import os
 import shutil
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from qinfer.errors import ModelLoadFailed, SettingsError
 from qinfer.repository.files import IGNORED, MAX_FILES, Blob, Listing, Stamp
+from qinfer.repository.ranges import Ranges
+
+_WHOLE_BYTES = 16 * 2**20  # a smaller file is read at once
+_PAGE_BYTES = 4096
 
 
 class LocalFiles:
@@ -78,14 +83,15 @@ class LocalFiles:
         return content
 
     def blob(self, path: str, size: int) -> Blob:
-        """Maps a file, so that only the pages that are looked at are read."""
-        del size
+        """Opens a file, of which a large one is read only where it is looked at.
+
+        It is not mapped: looking at a mapped file that was made shorter meanwhile, as by another that is copied over
+        it, ends the process.
+        """
+        if size > _WHOLE_BYTES:
+            return Ranges(_Opened(self._root / path).read, size, _PAGE_BYTES, sys.maxsize)
         with (self._root / path).open("rb") as file:
-            try:
-                # Not closed by hand: on an error the traceback's frames still hold views of it.
-                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-            except ValueError:  # an empty file can't be mapped
-                return memoryview(b"")
+            return memoryview(file.read(size))
 
     def directory(self, path: str) -> Path | None:
         """Returns the directory itself."""
@@ -107,6 +113,20 @@ class LocalFiles:
     def remove(self, directory: str) -> None:
         """Removes a directory with all that it holds; one that is not there is no error."""
         shutil.rmtree(self._root / directory, ignore_errors=True)
+
+
+class _Opened:
+    """A file that is open as long as somebody may read it."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # it could not be opened
+            os.close(self._descriptor)
+
+    def read(self, begin: int, end: int) -> bytes:
+        return os.pread(self._descriptor, end - begin, begin)
 
 
 def _leads_back(entry: os.DirEntry[str], parent: str) -> bool:

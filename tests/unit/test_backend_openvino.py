@@ -1,5 +1,6 @@
 """The openvino backend on the CPU."""
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,28 @@ def test_each_item_gets_its_rows(version_dir: Path) -> None:
     np.testing.assert_array_equal(answers.arrays(0)["sum"], (2 * A + 1)[:1])
     np.testing.assert_array_equal(answers.arrays(1)["difference"], np.full((2, 4), -1, np.float32))
     backend.unload()
+
+
+class _SignalStack(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
+
+
+def signal_stack() -> tuple[int | None, int]:
+    """Returns where this thread's signal handlers run: sigaltstack(2)."""
+    stack = _SignalStack()
+    ctypes.CDLL(None).sigaltstack(None, ctypes.byref(stack))
+    return stack.address, stack.size
+
+
+def test_signals_can_be_handled_when_models_are_gone(version_dir: Path) -> None:
+    """OpenVINO gives the thread that loads a model a stack for signals; without memory behind it a signal kills."""
+    before = signal_stack()
+
+    first, second = (loaded(version_dir, spec("openvino", PORTS, RESULTS)) for _ in range(2))
+    first.unload()
+    second.unload()
+
+    assert signal_stack() == before
 
 
 def test_the_configuration_may_list_tensors_in_another_order(version_dir: Path) -> None:

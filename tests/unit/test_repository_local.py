@@ -12,6 +12,7 @@ from qinfer.errors import ModelLoadFailed, SettingsError
 from qinfer.repository.base import RepositoryModel
 from qinfer.repository.config import parse, to_spec
 from qinfer.repository.file_tensors import FileTensor, FileTensors
+from qinfer.repository.local import LocalFiles
 from qinfer.repository.onnx_metadata import read_onnx
 from qinfer.repository.open import Repositories, open_repositories
 from qinfer.repository.spec import Device
@@ -59,6 +60,20 @@ def test_a_model_without_configuration_is_completed(tmp_path: Path) -> None:
     assert model.config is not None
     assert (model.config.backend, model.config.max_batch_size) == ("onnxruntime", 4)
     assert [i.name for i in model.config.input] == ["x"]
+
+
+def test_a_file_that_is_made_shorter_while_it_is_read(tmp_path: Path) -> None:
+    """As by another that is copied over it; looking at it where it was mapped would end the process."""
+    path = models.weighty(tmp_path, 32 * 2**20)
+    expected, size = read(path), path.stat().st_size
+    files = LocalFiles(tmp_path)
+    whole, cut, small = files.blob(path.name, size), files.blob(path.name, size), files.blob(path.name, 4)
+
+    assert read_onnx(whole, path.name) == expected
+    os.truncate(path, size // 2)
+    assert small.tobytes() == whole[:4].tobytes()
+    with pytest.raises(ModelLoadFailed, match="it is not an ONNX model"):
+        read_onnx(cut, path.name)
 
 
 def test_without_autocomplete_a_configuration_must_be_complete(tmp_path: Path) -> None:
