@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from qinfer.backends.base import Backend
@@ -68,6 +69,13 @@ class Stage:
         await self.store.set_desired(Desired(name, self._generation))
         await self.store.wake()
         return self._generation
+
+    async def unload(self, name: str = "stub") -> Desired:
+        """Takes the wish for a model back; returns the one there was."""
+        wish = (await self.store.desired())[name]
+        await self.store.set_desired(msgspec.structs.replace(wish, load=False))
+        await self.store.wake()
+        return wish
 
     async def worker(self, worker_id: str = "w1", *, ready: bool = True, **options: object) -> Worker:
         """Starts a worker; waits until its models are ready."""

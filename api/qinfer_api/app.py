@@ -1,6 +1,6 @@
 """The gateway's composition root: settings in, a serving process out.
 
-`Gateway` owns the tasks (reply reader, catalog, discards, janitor) and uvicorn's server; `build` makes the Redis
+`Gateway` owns the tasks (reply reader, catalog, discards, janitor) and the servers; `build` makes the Redis
 adapters. If a task dies the gateway ends with its error, and the supervisor starts it anew: half a gateway helps
 nobody.
 """
@@ -9,13 +9,9 @@ import asyncio
 import contextlib
 import logging
 import socket
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-import uvicorn
-
+from qinfer.bulk.queue import BulkTasks
 from qinfer.control.api_keys import check_exposure
 from qinfer.control.base import ControlStore
 from qinfer.control.catalog import Catalog
@@ -32,10 +28,13 @@ from qinfer.settings import HttpSettings, Settings
 from qinfer_api.auth import load_auth
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.http.protocol import FastPath, QinferHttpProtocol
+from qinfer_api.http.protocol import FastPath
+from qinfer_api.http.server import HttpServer
 from qinfer_api.janitor import Janitor
+from qinfer_api.job_intake import examine_here
+from qinfer_api.job_janitor import JobJanitor
+from qinfer_api.jobs import BulkJobs
 from qinfer_api.metrics_port import MetricsPort, open_metrics_port
-from qinfer_api.quiet_server import QuietServer
 from qinfer_api.reporting import Reporting
 from qinfer_api.repository_watch import RepositoryWatch, note_errors, open_here
 from qinfer_api.requests import AsyncRequests
@@ -55,8 +54,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_TICKS_PER_S = 10  # of uvicorn's main loop
-_LAST_REPLIES_S = 1.0  # to write the refusals of what was not answered within the drain time
 
 
 async def build(settings: Settings) -> "Gateway":
@@ -129,6 +126,7 @@ class Gateway:
         models: Loads and unloads them.
         dispatcher: The use case, for other transports.
         requests: That of asynchronous requests.
+        jobs: That of bulk jobs.
         memory: What clients on this host share with this process.
         url: Where it serves.
         rpc: The gRPC server; `None` = gRPC is not served.
@@ -152,54 +150,78 @@ class Gateway:
         self._owner = f"gateway-{IdFactory().ulid()}"
         self.catalog = Catalog(store, settings.limits)
         self.models = ModelControl(source, store, delivery, settings.repository, self.catalog.refresh)
-        self._watch = (
-            None
-            if source is None or settings.repository.control_mode != "poll"
-            else RepositoryWatch(source, store, delivery, settings.repository.poll_s)
-        )
+        self._watch: RepositoryWatch | None = None
+        if source is not None and settings.repository.control_mode == "poll":
+            self._watch = RepositoryWatch(source, store, delivery, settings.repository.poll_s)
         tally = GatewayTally()
         auth = load_auth(settings.auth, settings.http.host)
         self.dispatcher = Dispatcher(delivery, self.catalog, tally, settings.limits, self._owner, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
         self._reporting = Reporting(settings, self.catalog, store, delivery, tally)
-        targets = Targets(settings.webhooks)
-        webhooks = Webhooks(settings.webhooks, delivery.requests, delivery.clock, targets)
-        sweep_every_s = settings.requests.sweep_every_s
-        self._janitor = Janitor(delivery, self.catalog, tally, sweep_every_s, webhooks, consumer=self._owner)
-        self.requests = AsyncRequests(
+        self.requests, self._janitor = self._asynchronous(settings, tally)
+        self._tasks = BulkTasks(settings)
+        self.jobs = BulkJobs(
             delivery=delivery,
+            resolve=self.requests.resolve,
+            dispatcher=self.dispatcher,
+            settings=settings,
+            targets=self.requests.targets,
+            tasks=self._tasks,
+            examine=examine_here,
+        )
+        self._job_janitor: JobJanitor | None = None
+        if settings.bulk.enabled:
+            pause_s, finalise = settings.requests.sweep_every_s, self._tasks.finalise
+            self._job_janitor = JobJanitor(delivery.jobs, self.catalog, finalise, pause_s, consumer=self._owner)
+        self.dispatcher.unclaimed = self.requests.waits.wake
+        self.memory = SharedMemory(allowed=settings.allow_client_shm)
+        codec = InferCodec(self.dispatcher, self.memory, settings)
+        restrictions = Restrictions.for_http(settings.http.restricted)
+        fast = FastPath(self.dispatcher, settings.http, codec, restrictions)
+        services = self._services(settings, fast, restrictions)
+        self.started, self._stopping = asyncio.Event(), asyncio.Event()
+        self.url = _url(listener, tls=bool(settings.http.tls_certfile))
+        self._server = HttpServer(settings.http, build_app(services), fast, self._serving)
+        self.rpc = None if rpc_port is None else _rpc_server(rpc_port, services)
+        self.metrics: MetricsPort | None = None
+
+    def _asynchronous(self, settings: Settings, tally: GatewayTally) -> tuple[AsyncRequests, Janitor]:
+        """Makes the use case of asynchronous requests, and what looks after them."""
+        targets = Targets(settings.webhooks)
+        queue = self._delivery
+        webhooks = Webhooks(settings.webhooks, queue.requests, queue.clock, targets, queue.jobs)
+        sweep_every_s = settings.requests.sweep_every_s
+        janitor = Janitor(self._delivery, self.catalog, tally, sweep_every_s, webhooks, consumer=self._owner)
+        requests = AsyncRequests(
+            delivery=self._delivery,
             catalog=self.catalog,
             dispatcher=self.dispatcher,
             tally=tally,
             settings=settings.requests,
             inline_max_bytes=settings.limits.inline_max_bytes,
             targets=targets,
-            waits=Waits(delivery.requests, reply_address(self._owner)),
+            waits=Waits(self._delivery.requests, reply_address(self._owner)),
         )
-        self.dispatcher.unclaimed = self.requests.waits.wake
-        self.memory = SharedMemory(allowed=settings.allow_client_shm)
-        codec = InferCodec(self.dispatcher, self.memory, settings)
-        fast = FastPath(self.dispatcher, settings.http, codec)
-        services = Services(
+        return requests, janitor
+
+    def _services(self, settings: Settings, fast: FastPath, restrictions: Restrictions) -> Services:
+        """Makes what the routes and the calls of gRPC need."""
+        return Services(
             settings=settings,
             dispatcher=self.dispatcher,
             requests=self.requests,
+            jobs=self.jobs,
             catalog=self.catalog,
-            codec=codec,
+            codec=fast.codec,
             shared_memory=self.memory,
             forward=fast.forward,
             models=self.models,
             statistics=self._reporting.statistics,
             log_settings=self._reporting.log_settings,
             trace_settings=self._reporting.trace_settings,
-            restrictions=Restrictions.for_http(settings.http.restricted),
+            restrictions=restrictions,
             metrics=self._reporting.metrics,
         )
-        self.started, self._stopping = asyncio.Event(), asyncio.Event()
-        self.url = _url(listener, tls=bool(settings.http.tls_certfile))
-        self._server = _Server(_uvicorn_config(settings.http, build_app(services), fast), self._serving)
-        self.rpc = None if rpc_port is None else _rpc_server(rpc_port, services)
-        self.metrics: MetricsPort | None = None
 
     def serve_metrics(self, listener: socket.socket) -> None:
         """Makes `serve` serve the metrics on a port of their own, too."""
@@ -222,6 +244,8 @@ class Gateway:
                     tasks.append(group.create_task(self.metrics.serve()))
                 if self._watch is not None:
                     tasks.append(group.create_task(self._watch.run()))
+                if self._job_janitor is not None:
+                    tasks.append(group.create_task(self._job_janitor.run()))
                 await listening.wait()
                 await self._serve_all()
                 self._give_up()
@@ -238,6 +262,7 @@ class Gateway:
             if self.rpc is not None:
                 await self.rpc.close()
             self.memory.close()
+            self._tasks.close()
             await self._delivery.close()
             await self._store.close()
 
@@ -276,57 +301,10 @@ class Gateway:
         self.started.set()
 
 
-class _Server(QuietServer):
-    """uvicorn's server, with its signal handling left to the program and its tick used for timeouts."""
-
-    def __init__(self, config: uvicorn.Config, serving: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._serving = serving
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Tells when connections are accepted."""
-        await super().startup(sockets)
-        self._serving()
-
-    def turn_away(self) -> None:
-        """Takes no connection and no request from now on; uvicorn would only at its next tick, and refuse till then."""
-        if not self.started:
-            return
-        for server in self.servers:
-            server.close()
-        for connection in tuple(self.server_state.connections):
-            connection.shutdown()
-
-    async def on_tick(self, counter: int) -> bool:
-        """Looks after the connections' timeouts once a second."""
-        if counter % _TICKS_PER_S == 0:
-            now_s = time.monotonic()
-            for connection in tuple(self.server_state.connections):
-                cast(QinferHttpProtocol, connection).check_timeouts(now_s)
-        return await super().on_tick(counter)
-
-
 def _rpc_server(port: "RpcPort", services: Services) -> "RpcServer":
     from qinfer_api.rpc.server import RpcServer  # loads gRPC, which a gateway without it need not have
 
     return RpcServer(port, services)
-
-
-def _uvicorn_config(http: HttpSettings, app: Any, fast: FastPath) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=cast(type[asyncio.Protocol], partial(QinferHttpProtocol, fast)),  # all uvicorn does with it is call it
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=cast(int, http.keep_alive_s),  # it only goes to `call_later`
-        timeout_graceful_shutdown=cast(int, http.drain_s + _LAST_REPLIES_S),  # and this to `wait_for`
-        ssl_certfile=http.tls_certfile or None,
-        ssl_keyfile=http.tls_keyfile or None,
-    )
 
 
 def _url(listener: socket.socket, *, tls: bool) -> str:

@@ -1,9 +1,10 @@
-"""Which event loop the tests run on, and the stage that workers play on."""
+"""Which event loop the tests run on, gateways that several modules ask, and the stage that workers play on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import pytest
+import pytest_asyncio
 import uvloop
 from pydantic import SecretStr
 
@@ -12,6 +13,7 @@ from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import RedisSettings
 from qinfer.testing import MemoryControlStore, MemoryDelivery
+from tests.rpc import Rpc, rpc
 from tests.servers import RedisServer, system_redis
 from tests.stage import Stage, stage
 
@@ -45,3 +47,24 @@ async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
         yield one
     await store.close()
     await delivery.close()
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Rpc]:
+    """A gateway that serves both protocols."""
+    async with rpc() as one:
+        yield one
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def common_server() -> AsyncIterator[Rpc]:
+    """One for all tests of a module: they run on its event loop, `@pytest.mark.asyncio(loop_scope="module")`."""
+    async with rpc() as one:
+        yield one
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def common_server_with_memory() -> AsyncIterator[Rpc]:
+    """The same, where clients may share memory."""
+    async with rpc(allow_client_shm=True) as one:
+        yield one

@@ -19,12 +19,6 @@ ALL = sorted(method.name for method in pb.DESCRIPTOR.services_by_name["GRPCInfer
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Rpc]:
-    async with rpc() as one:
-        yield one
-
-
-@pytest.fixture
 async def client(server: Rpc) -> AsyncIterator[Any]:
     async with InferenceServerClient(server.running.grpc_target) as one:
         yield one

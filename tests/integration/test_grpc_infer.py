@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import grpc
@@ -18,12 +17,6 @@ from qinfer_api.rpc import infer
 from tests.rpc import ROW, Rpc, infer_request, rpc, value_of
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Rpc]:
-    async with rpc() as one:
-        yield one
 
 
 async def test_the_client_gets_its_answer(server: Rpc) -> None:

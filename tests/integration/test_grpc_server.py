@@ -4,7 +4,6 @@ import asyncio
 import datetime
 import ipaddress
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -303,12 +302,6 @@ async def test_a_wrong_pattern_is_named() -> None:
     with pytest.raises(SettingsError, match="QINFER_GRPC__HEADER_FORWARD_PATTERN"):
         async with rpc({"header_forward_pattern": "("}):
             pass
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Rpc]:
-    async with rpc() as one:
-        yield one
 
 
 async def test_refused_connections_are_retried_elsewhere(server: Rpc) -> None:

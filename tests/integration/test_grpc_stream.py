@@ -20,12 +20,6 @@ from qinfer_api.rpc import stream
 from tests.rpc import ROW, Rpc, infer_request, rpc, value_of
 
 
-@pytest.fixture
-async def server() -> AsyncIterator[Rpc]:
-    async with rpc() as one:
-        yield one
-
-
 async def _write(call: Any, requests: Iterable[Any]) -> None:
     for request in requests:
         await call.write(request)

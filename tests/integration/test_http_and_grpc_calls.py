@@ -1,12 +1,10 @@
 """The same wrong call over HTTP and gRPC: one text, and the codes of one row of `status.STATUSES`."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import pytest_asyncio
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.control.api_keys import hash_key
@@ -14,19 +12,6 @@ from tests.alike import over_grpc, over_http, status_of
 from tests.rpc import Rpc, rpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one gateway for all
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server() -> AsyncIterator[Rpc]:
-    async with rpc() as one:
-        yield one
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[Rpc]:
-    """One where clients may share memory."""
-    async with rpc(allow_client_shm=True) as one:
-        yield one
 
 
 class Other(NamedTuple):
@@ -132,9 +117,9 @@ async def _ask_both(server: Rpc, other: Other) -> tuple[tuple[int, str], tuple[s
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_another_wrong_call(server: Rpc, name: str) -> None:
+async def test_another_wrong_call(common_server: Rpc, name: str) -> None:
     """Both tell the same, and their codes are one."""
-    (status, text), (code, details) = await _ask_both(server, OTHERS[name])
+    (status, text), (code, details) = await _ask_both(common_server, OTHERS[name])
 
     assert details == text
     assert status == status_of(code)
@@ -181,9 +166,9 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("name", MEMORY)
-async def test_wrong_shared_memory(shared: Rpc, name: str) -> None:
+async def test_wrong_shared_memory(common_server_with_memory: Rpc, name: str) -> None:
     """Regions that can't be registered, and those that are not there."""
-    (status, text), (code, details) = await _ask_both(shared, MEMORY[name])
+    (status, text), (code, details) = await _ask_both(common_server_with_memory, MEMORY[name])
 
     assert details == text
     assert status == status_of(code)

@@ -2,19 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import pytest
-import pytest_asyncio
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.tensors import pack_bytes
 from qinfer.testing import eventually
 from tests.alike import over_grpc, over_http, status_of
-from tests.rpc import Rpc, rpc
+from tests.rpc import Rpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one gateway for all
 
@@ -83,19 +82,6 @@ def _parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server() -> AsyncIterator[Rpc]:
-    async with rpc() as one:
-        yield one
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[Rpc]:
-    """One where clients may share memory."""
-    async with rpc(allow_client_shm=True) as one:
-        yield one
-
-
 async def _infer_both(server: Rpc, request: Infer) -> tuple[tuple[int, str], tuple[str, str]]:
     first = await over_http(server, "POST", *to_http(request))
     return first, await over_grpc(server.stub.ModelInfer(to_grpc(request)))
@@ -153,24 +139,24 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_a_wrong_infer_request(server: Rpc, name: str) -> None:
+async def test_a_wrong_infer_request(common_server: Rpc, name: str) -> None:
     """Both tell the same, and their codes are one."""
-    (status, text), (code, details) = await _infer_both(server, WRONG[name])
+    (status, text), (code, details) = await _infer_both(common_server, WRONG[name])
 
     assert details == text
     assert status == status_of(code)
 
 
-async def test_a_full_queue(server: Rpc) -> None:
+async def test_a_full_queue(common_server: Rpc) -> None:
     """Neither waits."""
     full = Infer("bounded", id="one too many")
-    waiting = [server.stub.ModelInfer(to_grpc(full)) for _ in range(3)]
+    waiting = [common_server.stub.ModelInfer(to_grpc(full)) for _ in range(3)]
 
     async def is_full() -> bool:
-        return await server.running.depth("bounded") == 3
+        return await common_server.running.depth("bounded") == 3
 
     await eventually(is_full, description="three requests wait")
-    (status, text), (code, details) = await _infer_both(server, full)
+    (status, text), (code, details) = await _infer_both(common_server, full)
 
     assert (status, code) == (503, "UNAVAILABLE")
     assert details == text == "[request id: one too many] Exceeds maximum queue size"
@@ -197,16 +183,16 @@ IN_MEMORY = {
 
 
 @pytest.mark.parametrize("name", IN_MEMORY)
-async def test_wrong_shared_memory_of_a_request(shared: Rpc, name: str, tmp_path: Path) -> None:
+async def test_wrong_shared_memory_of_a_request(common_server_with_memory: Rpc, name: str, tmp_path: Path) -> None:
     """A region that is unknown, or smaller than what is to be in it."""
     key = f"qinfer-alike-{tmp_path.parent.name}-{tmp_path.name}"[:200]
     file = Path("/dev/shm") / key
     await asyncio.to_thread(file.write_bytes, bytes(8))
     try:
         register = pb.SystemSharedMemoryRegisterRequest(name="have", key=f"/{key}", byte_size=8)
-        await shared.stub.SystemSharedMemoryRegister(register)
-        (status, text), (code, details) = await _infer_both(shared, IN_MEMORY[name])
-        await shared.stub.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest())
+        await common_server_with_memory.stub.SystemSharedMemoryRegister(register)
+        (status, text), (code, details) = await _infer_both(common_server_with_memory, IN_MEMORY[name])
+        await common_server_with_memory.stub.SystemSharedMemoryUnregister(pb.SystemSharedMemoryUnregisterRequest())
     finally:
         file.unlink()
 

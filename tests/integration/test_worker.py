@@ -290,8 +290,7 @@ async def test_unloaded_model_leaves_the_heartbeat(scene: Stage) -> None:
     """A model that is not desired any more is drained and unloaded."""
     await scene.model()
     await scene.worker()
-    await scene.store.forget("stub")
-    await scene.store.wake()
+    await scene.unload()
 
     async def is_gone() -> bool:
         (record,) = await scene.store.workers()

@@ -2,19 +2,9 @@
 
 import asyncio
 
-import msgspec
-
-from qinfer.control.base import Desired, State, VersionState
+from qinfer.control.base import State, VersionState
 from qinfer.testing import eventually
 from tests.stage import Stage, value
-
-
-async def unload(scene: Stage, name: str = "stub") -> Desired:
-    """Takes the wish for a model back; returns the one there was."""
-    wish = (await scene.store.desired())[name]
-    await scene.store.set_desired(msgspec.structs.replace(wish, load=False))
-    await scene.store.wake()
-    return wish
 
 
 async def states(scene: Stage, name: str = "stub", worker_id: str = "w1") -> dict[int, VersionState]:
@@ -40,7 +30,7 @@ async def test_an_unload_answers_what_waits_first(scene: Stage) -> None:
     waiting = [scene.submit(float(number)) for number in range(1, 30)]
     await scene.queued(30)
 
-    await unload(scene)
+    await scene.unload()
     await until(scene, {1: State.UNLOADING})
     scene.go()
 
@@ -55,7 +45,7 @@ async def test_a_model_that_is_wanted_again_is_not_let_go(scene: Stage) -> None:
     await scene.model()
     await scene.worker()
     first = await scene.busy()
-    wish = await unload(scene)
+    wish = await scene.unload()
     await until(scene, {1: State.UNLOADING})
 
     await scene.store.set_desired(wish)

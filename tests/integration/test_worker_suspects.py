@@ -149,8 +149,7 @@ async def test_a_suspect_of_an_unloaded_model_waits_for_the_model(
     suspect = await dead_entry(scene)
     await scene.worker(lease_s=0.6, renew_every_s=0.05)
     first = await scene.busy()
-    await scene.store.forget("stub")
-    await scene.store.wake()
+    await scene.unload()
 
     async def is_unloading() -> bool:
         (record,) = await scene.store.workers()

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -207,12 +207,12 @@ class Hasty(MemoryControlStore):
 
     reload: StoredModel | None = None
 
-    async def model(self, name: str) -> StoredModel | None:
-        read = await super().model(name)
+    async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
+        read = await super().models(names)
         if self.reload is not None:
             await self.put_model(self.reload)
             states = {1: VersionState(State.READY, self.reload.generation)}
-            await self.heartbeat(WorkerRecord(id="w", started_at=0.0, models={name: states}), TTL_S)
+            await self.heartbeat(WorkerRecord(id="w", started_at=0.0, models={self.reload.model: states}), TTL_S)
         return read
 
 

@@ -86,7 +86,7 @@ async def test_the_last_speed_is_stored_at_the_end() -> None:
     await setup.heartbeat.beat()
     await setup.heartbeat.beat()
 
-    assert await setup.store.speed("stub", 1) == Speed(100.0)
+    assert await setup.store.speeds([("stub", 1)]) == {("stub", 1): Speed(100.0)}
     assert len(setup.store.puts) == 1
 
 

@@ -27,6 +27,7 @@ from qinfer_api.http.fast import MAX_FAST_BYTES, Call, Head, read_head
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.known_heads import KnownHeads
 from qinfer_api.http.replies import Writer, error_reply
+from qinfer_api.restrictions import Restrictions
 
 SENT_HEADERS = "sent_headers"
 """Where in a request's ASGI state its headers are as they were sent, if headers are forwarded."""
@@ -48,16 +49,18 @@ class FastPath:
         dispatcher: Takes the requests.
         http: Whether the fast path is on, the timeouts, and which headers are forwarded.
         codec: Reads requests and makes replies.
+        restrictions: Which routes need a header; the fast path checks none, so that it is off where inference does.
 
     Raises:
         SettingsError: The pattern of the forwarded headers is no regular expression.
     """
 
-    def __init__(self, dispatcher: Dispatcher, http: HttpSettings, codec: InferCodec) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, http: HttpSettings, codec: InferCodec, restrictions: Restrictions
+    ) -> None:
         self.dispatcher = dispatcher
         self.codec = codec
-        # The route checks the header that a restricted API needs.
-        self.enabled = http.fast_path and not any("inference" in entry.partition(":")[0] for entry in http.restricted)
+        self.enabled = http.fast_path and not restrictions.covers("inference")
         self.forward = compile_forward("QINFER_HTTP__HEADER_FORWARD_PATTERN", http.header_forward_pattern)
         self.max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes)
         self.keep_alive_s = http.keep_alive_s
