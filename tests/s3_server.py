@@ -26,6 +26,14 @@ from tests.servers import free_port, wait_until
 LOCALSTACK = Path(__file__).resolve().parents[1] / ".venv" / "tools" / "localstack" / "bin" / "python"
 NO_LOCALSTACK = "LocalStack is not installed; scripts/tools fetches it where there is a Python of 3.12 or later"
 
+_FOR_PYTHON_3_12 = """
+import warnings
+
+if not hasattr(warnings, "deprecated"):  # which LocalStack 2026.3 imports; of Python 3.13
+    from typing_extensions import deprecated
+
+    warnings.deprecated = deprecated
+"""
 _ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message>{}</Error>"
 
 
@@ -129,7 +137,9 @@ class S3Server:
 def localstack(directory: Path) -> Iterator[str]:
     """Runs LocalStack's S3 alone; returns its endpoint."""
     port = free_port()
+    (directory / "sitecustomize.py").write_text(_FOR_PYTHON_3_12)
     settings = {
+        "PYTHONPATH": str(directory),
         "GATEWAY_LISTEN": f"127.0.0.1:{port}",
         "SERVICES": "s3",
         "DNS_ADDRESS": "0",

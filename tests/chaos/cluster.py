@@ -1,11 +1,11 @@
-"""The processes of a run: a Redis, gateways, workers; each is started again when it ends."""
+"""The processes of a run: a Redis, gateways, workers, bulk workers; each is started again when it ends."""
 
 import asyncio
 import contextlib
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from qinfer.delivery.clients import admin_client
 from qinfer.delivery.embedded import EmbeddedRedis
 from qinfer.settings import RedisSettings
 from qinfer.testing import eventually
-from tests.chaos.member import Member, Role
+from tests.chaos import faulty
+from tests.chaos.member import MODULES, Member, Role
 from tests.chaos.verdict import Key
 from tests.e2e.conftest import clean_environment
 from tests.servers import command, is_listening
@@ -53,7 +54,7 @@ class Cluster:
 
     Attributes:
         broker: Redis.
-        members: Gateways and workers.
+        members: Gateways and workers of both kinds.
         urls: Where the gateways are.
     """
 
@@ -67,14 +68,18 @@ class Cluster:
         self.urls: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    def add(self, role: Role) -> Member:
-        """Starts one more."""
+    def add(self, role: Role, steps: Sequence[str] = ()) -> Member:
+        """Starts one more, which is hurt at these steps (`faulty`)."""
         env = dict(self._env)
         if role is Role.GATEWAY:
             port = _free_port()
             env |= {"QINFER_HTTP__PORT": str(port), "QINFER_GRPC__PORT": "0", "QINFER_METRICS__PORT": "0"}
             self.urls.append(f"http://127.0.0.1:{port}")
-        member = Member(role, env, self._directory / f"{role}-{len(self.members)}.log")
+        module = ""
+        if steps:
+            module = faulty.__name__
+            env |= faulty.environment(MODULES[role], steps, self._directory)
+        member = Member(role, env, self._directory / f"{role}-{len(self.members)}.log", module)
         self.members.append(member)
         self._tasks.append(asyncio.create_task(member.run()))
         return member
@@ -183,17 +188,19 @@ async def running_cluster(
     *,
     gateways: int = 2,
     workers: int = 3,
+    bulk: int = 0,
     durability: str = "everysec",
     settings: Mapping[str, str] | None = None,
+    steps: Mapping[Role, Sequence[str]] | None = None,
 ) -> AsyncIterator[Cluster]:
     """Runs gateways and workers on a Redis of their own; they must end well, and leave no process behind."""
     cluster = Cluster(directory, repository, settings or {}, durability)
     problems: list[str] = []
     try:
         await asyncio.to_thread(cluster.broker.start)
-        for role, count in ((Role.GATEWAY, gateways), (Role.WORKER, workers)):
+        for role, count in ((Role.GATEWAY, gateways), (Role.WORKER, workers), (Role.BULK, bulk)):
             for _ in range(count):
-                cluster.add(role)
+                cluster.add(role, (steps or {}).get(role, ()))
         yield cluster
     finally:
         problems = await cluster.close()

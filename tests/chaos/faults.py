@@ -6,6 +6,7 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -61,12 +62,19 @@ _OTHERS = (
 )
 
 
-def plan(seed: int, seconds: float, kills: int) -> list[Fault]:
-    """Returns `kills` kills spread over the time, and half as many faults of other kinds in between."""
+def plan(seed: int, seconds: float, kills: int, more: Sequence[Role] = ()) -> list[Fault]:
+    """Returns `kills` kills spread over the time, and half as many faults of other kinds in between.
+
+    Args:
+        seed: The same gives the same faults.
+        seconds: How long.
+        kills: How many.
+        more: Who is killed beside workers, gateways and Redis.
+    """
     rng = random.Random(seed)
     step_s = seconds / max(kills, 1)
     faults = []
-    victims = rng.sample(_VICTIMS, len(_VICTIMS))
+    victims = rng.sample((*_VICTIMS, *more), len(_VICTIMS) + len(more))
     for number in range(kills):
         role = victims[number % len(victims)]
         faults.append(Fault(step_s * (number + rng.random()), Kind.KILL, role, rng.randrange(100)))

@@ -18,9 +18,10 @@ class Role(StrEnum):
     WORKER = "worker"
     GATEWAY = "gateway"
     BROKER = "broker"
+    BULK = "bulk"
 
 
-_MODULES = {Role.WORKER: "qinfer_workers.inference", Role.GATEWAY: "qinfer_api"}
+MODULES = {Role.WORKER: "qinfer_workers.inference", Role.GATEWAY: "qinfer_api", Role.BULK: "qinfer_workers.bulk"}
 
 
 class Member:
@@ -30,10 +31,12 @@ class Member:
         role: What it is.
         env: Its whole environment.
         log: Where its output goes.
+        module: Another program than its role's.
     """
 
-    def __init__(self, role: Role, env: dict[str, str], log: Path) -> None:
+    def __init__(self, role: Role, env: dict[str, str], log: Path, module: str = "") -> None:
         self.role = role
+        self._module = module or MODULES[role]
         self.exits: Counter[int] = Counter()
         self.starts = 0
         self._started_s = 0.0
@@ -53,7 +56,7 @@ class Member:
 
     async def run(self) -> None:
         """Keeps it running until `end_for_good`."""
-        argv = [sys.executable, "-P", "-m", "qinfer.cli.child", "", _MODULES[self.role]]  # it ends with this process
+        argv = [sys.executable, "-P", "-m", "qinfer.cli.child", "", self._module]  # it ends with this process
         while not self._is_over:
             with self._log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(

@@ -174,9 +174,9 @@ class Key(NamedTuple):
     pending: int = 0
 
 
-_LANE = re.compile(r"qinfer:\{.+#\d+\}:\d+:(p[1-8](\.delayed)?|bulk)")
-_EMPTY = re.compile(r"qinfer:\{.+#\d+\}:(due|outbox)")
-_PERMANENT = re.compile(r"qinfer:(\{.+#\d+\}:(dlq|config|stats:\d+)|desired|control|workers)")
+_LANE = re.compile(r"qinfer:\{.+#\d+\}:\d+:(p[1-8](\.delayed)?|bulk[123]?)")
+_EMPTY = re.compile(r"qinfer:\{.+#\d+\}:(due|outbox|job-notices)|qinfer:jobs:open")
+_PERMANENT = re.compile(r"qinfer:(\{.+#\d+\}:(dlq|config|stats:\d+)|desired|control|workers|jobs(:places)?)")
 
 
 def leftovers(keys: Iterable[Key]) -> list[str]:
