@@ -166,6 +166,12 @@ class Batcher:
         """Whether anything executes or waits to; for any thread."""
         return not self._idle.is_set()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether what executes and waits is half a batch at most: more requests would hardly cost more time."""
+        rows = sum(item.rows for item in self._pending) + self.executing * self._rows_per_item
+        return 2 * rows <= self._rules.max_rows
+
     async def idle(self) -> None:
         """Waits until nothing executes or waits to."""
         await self._idle.wait()

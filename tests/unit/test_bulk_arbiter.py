@@ -91,6 +91,25 @@ async def test_online_work_without_end_lets_one_batch_through(monkeypatch: pytes
         assert not turn.goes_on()
 
 
+async def test_a_device_with_time_to_spare_lets_a_batch_through_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While online batches are half full at most it waits as long as its last batch took; else it has patience."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.02)
+    mine = busy()
+    shared = arbiter((mine, [GPU0]))
+    async with shared.turn(mine.batcher):
+        pass
+    monkeypatch.setattr(module, "PATIENCE_S", 3600.0)
+
+    async with shared.turn(mine.batcher) as turn:
+        assert not turn.goes_on()
+
+    mine.batcher.admit(mine.items(4))
+    assert not mine.batcher.has_room
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), shared.turn(mine.batcher):
+            pass
+
+
 async def test_jobs_of_two_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn ends when its time is over and somebody waits for the device; else it goes on."""
     monkeypatch.setattr(module, "TURN_S", 0.0)

@@ -4,8 +4,13 @@ Bulk takes *turns*. One begins when no model with an instance on the device has 
 it looks again after each batch: so an online request waits for one bulk batch at most, of each instance. Jobs of
 several models take turns in order. Online work asks nobody and tells nobody: what there is of it is read here.
 
-Under online load without a gap bulk would wait for ever. After `PATIENCE_S` it gets one batch all the same. A turn also
-tells whether there were online requests lately, for then its batches should be small.
+Under online load without a gap bulk would wait for ever. It gets one batch all the same:
+
+- after as long as its last such batch took, while online batches are half full at most: what comes meanwhile makes the
+  next one larger, which costs little, so this is time that the device has to spare;
+- else after `PATIENCE_S`: the device has none to spare.
+
+A turn also tells whether there were online requests lately, for then its batches should be small.
 """
 
 import asyncio
@@ -17,7 +22,7 @@ from qinfer.batching.batcher import Batcher
 from qinfer.repository.spec import Device
 
 PATIENCE_S = 1.0
-"""How long bulk waits for a moment without online work before it gets one batch anyway."""
+"""How long bulk waits for a moment without online work on a device that has no time to spare."""
 
 LATELY_S = 2.0
 """For how long a device counts as shared after it had online work."""
@@ -94,6 +99,8 @@ class DeviceArbiter:
         self._lines: dict[Device, _Line] = {}
         self._online_s = float("-inf")
         """When there was online work beside a job last; of any device, for most workers have one."""
+        self._batch_s = PATIENCE_S
+        """How long the last turn took that did not wait for a moment without online work."""
 
     def place(self, batcher: Batcher, devices: Collection[Device]) -> None:
         """Takes note of the devices on which a model version has its instances."""
@@ -114,17 +121,25 @@ class DeviceArbiter:
             is_forced = not await self._quiet(devices)
             is_shared = time.monotonic() - self._online_s < LATELY_S
             batchers = self._neighbours(devices)
+            begin_s = time.monotonic()
             yield Turn(batcher, batchers, lines, is_forced=is_forced, is_shared=is_shared)
+            if is_forced:
+                self._batch_s = time.monotonic() - begin_s
 
     async def _quiet(self, devices: frozenset[Device]) -> bool:
         """Waits until there is no online work; tells whether it came to that."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
-                while busy := [batcher for batcher in self._neighbours(devices) if batcher.has_work]:
-                    self._online_s = time.monotonic()
+        begin_s = time.monotonic()
+        while busy := [batcher for batcher in self._neighbours(devices) if batcher.has_work]:
+            self._online_s = time.monotonic()
+            has_time = all(batcher.has_room for batcher in busy)
+            patience_s = min(self._batch_s, PATIENCE_S) if has_time else PATIENCE_S
+            left_s = begin_s + patience_s - self._online_s
+            if left_s <= 0:
+                return False
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
                     await busy[0].idle()
-                return True
-        return False
+        return True
 
     def _neighbours(self, devices: frozenset[Device]) -> list[Batcher]:
         return [batcher for batcher, places in self._places.items() if places & devices]

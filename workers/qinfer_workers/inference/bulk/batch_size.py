@@ -17,6 +17,8 @@ _GAIN = 0.97
 """A size is better than a smaller one if a row costs at most so much of what it costs there."""
 _SHARED_GAIN = 0.85
 """The same beside online requests."""
+_SHARED_TIME = 0.25
+"""Beside online requests a batch takes so much of the limit."""
 _MISSES = 2
 """So many sizes in a row that are no better end the search: one may be a chance."""
 _EVERY = 64
@@ -101,8 +103,12 @@ class BatchSize:
     def _settle(self) -> None:
         """Goes to the best size known."""
         self.is_settled = True
-        enough_s = min(self._row_s.values(), default=0.0) / (_SHARED_GAIN if self.is_shared else _GAIN)
-        self._home = self.rows = min((rows for rows, row_s in self._row_s.items() if row_s <= enough_s), default=1)
+        known = self._row_s
+        if self.is_shared:
+            limit_s = self._limit_s * _SHARED_TIME
+            known = {rows: row_s for rows, row_s in known.items() if rows * row_s <= limit_s}
+        enough_s = min(known.values(), default=0.0) / (_SHARED_GAIN if self.is_shared else _GAIN)
+        self._home = self.rows = min((rows for rows, row_s in known.items() if row_s <= enough_s), default=1)
 
     def _stay(self) -> None:
         """Stays with a size; after a while tries the next larger or smaller one, in turn."""
