@@ -14,11 +14,10 @@ from weakref import WeakKeyDictionary
 import pyarrow as pa
 
 from qinfer.bulk.store import ObjectStore
+from qinfer.drivers import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S = 5
-_READ_TIMEOUT_S = 60
 _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 
 
@@ -85,6 +84,6 @@ def _files(way: _Way) -> Any:
         region=way.region,
         scheme=parts.scheme or "https",
         endpoint_override=parts.netloc or None,
-        connect_timeout=_CONNECT_TIMEOUT_S,
-        request_timeout=_READ_TIMEOUT_S,
+        connect_timeout=CONNECT_TIMEOUT_S,
+        request_timeout=READ_TIMEOUT_S,
     )

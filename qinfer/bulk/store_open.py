@@ -6,32 +6,19 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from qinfer.bulk.store_errors import fail
+from qinfer.drivers import options_of, remedy
 from qinfer.errors import InvalidRequest, UnsupportedFeature
 from qinfer.settings import driver_variables
 
 if TYPE_CHECKING:
     from qinfer.bulk.store import ObjectStore
 
-CONNECT_TIMEOUT_S = 5
-READ_TIMEOUT_S = 60
 _S3_TRIES = 3
 
 _KINDS = {
     "file": "file", "local": "file", "memory": "memory", "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs",
     "az": "azure", "abfs": "azure", "abfss": "azure",
 }  # fmt: skip
-_UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "s3": {
-        "config_kwargs": {
-            "connect_timeout": CONNECT_TIMEOUT_S,
-            "read_timeout": READ_TIMEOUT_S,
-            "retries": {"max_attempts": 2},
-        }
-    },
-    "gcs": {"requests_timeout": READ_TIMEOUT_S},
-    "azure": {"connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S},
-}
 
 _opened: dict[object, "ObjectStore"] = {}
 _opening: dict[object, threading.Lock] = {}
@@ -69,7 +56,8 @@ def opened(url: str) -> "ObjectStore":
 
 def _file_system(kind: str, url: str) -> Any:
     """Opens fsspec's file system of a URL."""
-    options = {**_UNCACHED, **_OPTIONS.get(kind, {})}
+    scheme = url.partition(":")[0]
+    options = options_of(scheme)
     try:
         import fsspec
 
@@ -82,8 +70,7 @@ def _file_system(kind: str, url: str) -> Any:
         files, _ = fsspec.core.url_to_fs(url, **options)
     except ImportError:
         raise UnsupportedFeature(
-            f"this server has no driver for {url.partition(':')[0]}://; its operator installs it with "
-            f"pip install 'qinfer[{kind}]'"
+            f"this server has no driver for {scheme}://; its operator installs it with {remedy(scheme)}"
         ) from None
     except Exception as error:  # noqa: BLE001  the boundary to the drivers
         fail(error, url)

@@ -8,6 +8,7 @@ import fsspec
 import msgspec
 
 from qinfer.client.job_flows import JobStatus
+from qinfer.drivers import remedy
 from qinfer.errors import QinferError, ResultNotFound, StoreError, UnsupportedFeature
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ MANIFEST, PARTIAL = "_manifest.json", "_manifest.partial.json"
 """The names of the list of parts, of a complete output and of one that is not."""
 
 _THREADS = 8
-_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "abfss": "azure"}
 
 
 class _Part(msgspec.Struct):
@@ -91,9 +91,7 @@ def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         files, path = fsspec.core.url_to_fs(url, **options)
     except ImportError:
-        extra = _EXTRAS.get(scheme)
-        what = f"pip install 'qinfer[{extra}]'" if extra else f"install the fsspec driver for {scheme}://"
-        raise UnsupportedFeature(f"reading {scheme}:// needs a library: {what}") from None
+        raise UnsupportedFeature(f"reading {scheme}:// needs a library: {remedy(scheme)}") from None
     except ValueError as error:
         raise StoreError(f"the output at {url} can't be opened: {error}") from None
     return files, path.rstrip("/")

@@ -20,6 +20,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from qinfer.drivers import remedy
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.stores import normalised
 
@@ -31,7 +32,6 @@ VARIABLE = "QINFER_LIMITS__PAYLOAD_URL"
 UNREACHABLE = "the payload store can't be reached; try again"
 """What clients are told of a store that fails, whatever it said."""
 
-_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "abfss": "azure"}
 _THREADS = 8
 _CONNECT_S = 5.0
 _S3_TRIES = 2
@@ -61,9 +61,8 @@ class ObjectFiles:
                 scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(scheme, {})
             )
         except ImportError:
-            extra = _EXTRAS.get(scheme)
-            what = f"pip install 'qinfer[{extra}]'" if extra else f"install the fsspec driver for {scheme}://"
-            raise SettingsError(f"{VARIABLE}={url}: the driver of {scheme}:// is not installed; {what}") from None
+            text = f"{VARIABLE}={url}: the driver of {scheme}:// is not installed; {remedy(scheme)}"
+            raise SettingsError(text) from None
         except ValueError:
             raise SettingsError(f"{VARIABLE}={url}: {scheme}:// is not known; use s3, gs, az or file") from None
         if scheme == "s3":

@@ -13,32 +13,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 
+from qinfer.drivers import is_bucket, options_of, remedy
 from qinfer.errors import SettingsError
 from qinfer.repository.files import IGNORED, MAX_FILES, Blob, Listing, Stamp
 from qinfer.repository.ranges import Ranges
 
 Result = TypeVar("Result")
 
-CONNECT_TIMEOUT_S = 5
-READ_TIMEOUT_S = 60
 LISTING_TIMEOUT_S = 60
 """Some drivers look for credentials, or try again, for minutes."""
 
-_EXTRAS = {
-    "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure",
-}  # fmt: skip
-_UNCACHED = {"use_listings_cache": False, "skip_instance_cache": True}
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "s3": {
-        "config_kwargs": {
-            "connect_timeout": CONNECT_TIMEOUT_S,
-            "read_timeout": READ_TIMEOUT_S,
-            "retries": {"max_attempts": 2},
-        }
-    },
-    "gcs": {"requests_timeout": READ_TIMEOUT_S},
-    "azure": {"connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S},
-}
 _S3_SERVER = re.compile(r"s3://(?:(?P<scheme>https?)://(?P<host>[\w.:-]+)|(?P<server>[\w.-]+:\d+))/(?P<path>.+)")
 _SECRET = re.compile(r"(?:https?://)?[^/@]*:[^/@]*@")  # user:password@host; user@host holds none
 _MARKS = ("ETag", "etag", "generation", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
@@ -63,12 +47,12 @@ def place_of(url: str) -> Place:
     """
     protocol, _, rest = url.partition("://")
     shown = f"{protocol}://{rest.rpartition('@')[2].partition('?')[0]}"
-    if protocol in _EXTRAS and _SECRET.match(rest):
+    if is_bucket(protocol) and _SECRET.match(rest):
         raise SettingsError(
             f"model repository '{shown}' may have no password in its URL; it comes from the store's own variables, "
             "such as AWS_SECRET_ACCESS_KEY"
         )
-    options: dict[str, Any] = {**_UNCACHED, **_OPTIONS.get(_EXTRAS.get(protocol, ""), {})}
+    options = options_of(protocol)
     server = _S3_SERVER.fullmatch(url)
     if server is not None:
         host = server["host"] or server["server"]
@@ -78,7 +62,7 @@ def place_of(url: str) -> Place:
         account, _, path = rest.partition("/")
         if not account or not path.strip("/"):
             raise SettingsError(f"model repository '{shown}' must be as://<account>/<container>/<path>")
-        return Place(f"az://{path}", {**options, **_OPTIONS["azure"], "account_name": account}, shown)
+        return Place(f"az://{path}", {**options_of("az"), "account_name": account}, shown)
     return Place(url, options, shown)
 
 
@@ -101,9 +85,7 @@ class RemoteFiles:
         try:
             self._files, root = fsspec.core.url_to_fs(place.url, **place.options)
         except ImportError:
-            extra = _EXTRAS.get(protocol)
-            remedy = f"pip install 'qinfer[{extra}]'" if extra else f"install fsspec's driver for {protocol}://"
-            raise SettingsError(f"model repository '{self._shown}' needs a driver; {remedy}") from None
+            raise SettingsError(f"model repository '{self._shown}' needs a driver; {remedy(protocol)}") from None
         except ValueError as error:
             if protocol in fsspec.available_protocols():
                 raise self._failure(error) from None
