@@ -79,7 +79,7 @@ async def submit_job(
     assert await delivery.jobs.create(record)
     frames = [(shard.index, encode_ticket(ShardTicket(job_id, shard))) for shard in shards]
     assert await delivery.jobs.plan(job_id, frames, rows, complete=True)
-    await delivery.jobs.top_up(spec.model)
+    assert await delivery.jobs.advance(job_id)
 
 
 async def outcomes(delivery: Delivery, count: int, *, job_id: str = JOB, timeout_s: float = 20.0) -> list[ShardOutcome]:

@@ -1,7 +1,7 @@
 """Bulk jobs in the queue: their records, their shards on the way to workers, and what became of these (DESIGN.md §6).
 
     create ──▶ validating ─▶ planning ──plan──▶ running ──finish_shard …──▶ finalizing ─▶ completed
-                                │ todo ──top_up──▶ bulk1 | bulk2 | bulk3 ──fetch──▶ lease
+                                │ todo ──advance──▶ bulk1 | bulk2 | bulk3 ──fetch──▶ lease
 
 A *shard* is an entry on one of its model version's bulk lanes, fetched, renewed, released and reclaimed as any entry.
 Its frame is opaque here. The promises, each a test in `tests/contract/`:
@@ -9,8 +9,8 @@ Its frame is opaque here. The promises, each a test in `tests/contract/`:
 1. `create` stores a record once; `move` changes a job's state if it is one of those expected, in one step.
 2. `plan` is idempotent: it adds each shard once, not one that succeeded or is in the lane, and only while the job is
    `planning`. With `complete` the job runs.
-3. A shard is in `todo`, in the lane or settled: `top_up` moves it in one step, the lowest index first, at most twice as
-   many as may run at a time. `finish_shard` refills the lane in the same step.
+3. A shard is in `todo`, in the lane or settled: `advance` moves it in one step, the lowest index first, at most twice
+   as many as may run at a time. `finish_shard` refills the lane in the same step.
 4. `finish_shard` is the only terminal step of a shard: it removes the entry, whoever owns it, records the outcome and
    the counts once, and leaves a notice when nothing is left to run or too many rows failed.
 5. A notice is handed out until it is confirmed; at most one that was not looked at yet exists for a job.
@@ -161,10 +161,6 @@ class Jobs(Protocol):
         Returns:
             False when the job has another state, or is unknown: nothing was done.
         """
-        ...
-
-    async def top_up(self, model: str, partition: int = 0, *, workers: int = 1) -> int:
-        """Fills the lanes of a model's running jobs, the highest priority first; returns how many shards moved."""
         ...
 
     async def advance(self, job_id: str, *, workers: int = 1) -> Standing | None:

@@ -143,15 +143,6 @@ class MemoryJobs:
         self._table.run(job, deadline_at=job.record.deadline_at if deadline_at is None else deadline_at)
         return True
 
-    async def top_up(self, model: str, partition: int = 0, *, workers: int = 1) -> int:
-        """See `Jobs.top_up`."""
-        moved = 0
-        for record in await self.unfinished(model=model):
-            if record.state == RUNNING and record.partition == partition:
-                standing = await self.advance(record.id, workers=workers)
-                moved += standing.moved if standing is not None else 0
-        return moved
-
     async def advance(self, job_id: str, *, workers: int = 1) -> Standing | None:
         """See `Jobs.advance`."""
         await asyncio.sleep(0)

@@ -1,6 +1,6 @@
 """Bulk jobs on Redis: each step is one Lua script, and a job's keys share the slot of its model's lanes (DESIGN.md §3).
 
-create, move, plan, stop, delete, note   job_<step>.lua        top_up, advance   job_top_up.lua, for each job
+create, move, plan, stop, delete, note   job_<step>.lua        advance           job_top_up.lua
 finish_shard, bury_shard, drop_shard     job_finish.lua        notices           notices.lua, as of requests
 
 All jobs are in an index: `jobs`, by creation; `open_jobs`, those that may not have ended; `job_places`, their models.
@@ -144,15 +144,6 @@ class RedisJobs:
         if not await self.move(job_id, expected, PLANNING, **fields):
             return False
         return await self._plan(job_id, shards, "", is_last=True, is_forced=True)
-
-    async def top_up(self, model: str, partition: int = 0, *, workers: int = 1) -> int:
-        """See `Jobs.top_up`."""
-        moved = 0
-        for record in await self.unfinished(model=model):
-            if record.state == RUNNING and record.partition == partition:
-                standing = await self.advance(record.id, workers=workers)
-                moved += standing.moved if standing is not None else 0
-        return moved
 
     async def advance(self, job_id: str, *, workers: int = 1) -> Standing | None:
         """See `Jobs.advance`."""

@@ -3,7 +3,7 @@
 import msgspec
 
 from qinfer.delivery.base import Delivery, Lane, Lease
-from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
+from qinfer.delivery.jobs import RUNNING, JobRecord, Jobs, ShardOutcome, bulk_lanes
 
 LANES = bulk_lanes("digits", 1)
 
@@ -29,6 +29,17 @@ async def running(delivery: Delivery, count: int, job_id: str = "j1", **changes:
     await delivery.jobs.advance(job_id)
     for notice in await delivery.jobs.notices("digits", 0, "setup", 100):
         await delivery.jobs.confirm(notice)
+
+
+async def top_up(jobs: Jobs, model: str, workers: int = 1) -> int:
+    """Fills the lanes of a model's running jobs, the most important first; returns how many shards moved."""
+    moved = 0
+    for one in await jobs.unfinished(model=model):
+        if one.state == RUNNING:
+            standing = await jobs.advance(one.id, workers=workers)
+            assert standing is not None
+            moved += standing.moved
+    return moved
 
 
 async def fetch(

@@ -21,6 +21,7 @@ from tests.contract.bulk_jobs import (
     record,
     running,
     shards,
+    top_up,
 )
 from tests.contract.conftest import MemoryQueue, RedisQueue
 
@@ -219,8 +220,8 @@ async def test_twice_as_many_shards_as_may_run_are_in_the_lane(
     delivery = await queue.connect()
     await planned(delivery, 10, max_parallel=max_parallel)
 
-    assert await delivery.jobs.top_up("digits", workers=workers) == in_lane
-    assert await delivery.jobs.top_up("digits", workers=workers) == 0
+    assert await top_up(delivery.jobs, "digits", workers=workers) == in_lane
+    assert await top_up(delivery.jobs, "digits", workers=workers) == 0
 
     assert await delivery.depth(LANES) == [0, in_lane, 0]
     assert (await known(delivery)).in_lane == in_lane
@@ -231,8 +232,8 @@ async def test_a_step_is_bounded(queue: Queue) -> None:
     delivery = await queue.connect()
     await planned(delivery, TOP_UP_COUNT + 5, max_parallel=10_000)
 
-    assert await delivery.jobs.top_up("digits") == TOP_UP_COUNT
-    assert await delivery.jobs.top_up("digits") == 5
+    assert await top_up(delivery.jobs, "digits") == TOP_UP_COUNT
+    assert await top_up(delivery.jobs, "digits") == 5
 
 
 async def test_shards_of_a_higher_priority_are_read_first(queue: Queue) -> None:
@@ -240,7 +241,7 @@ async def test_shards_of_a_higher_priority_are_read_first(queue: Queue) -> None:
     delivery = await queue.connect()
     for name, priority in (("low", 3), ("old", 2), ("new", 2), ("high", 1)):
         await planned(delivery, 3, name, priority=priority)
-        await delivery.jobs.top_up("digits")
+        await top_up(delivery.jobs, "digits")
 
     frames = [lease.frame.partition(b":")[0].decode() for lease in await fetch(delivery, 12)]
 

@@ -19,6 +19,7 @@ from tests.contract.bulk_jobs import (
     record,
     running,
     shards,
+    top_up,
 )
 from tests.contract.conftest import MemoryQueue, RedisQueue
 
@@ -300,7 +301,7 @@ async def test_whatever_happens_the_counts_agree(queue: Queue) -> None:
 
     working = (_work(side, f"w{number}", choice) for number, side in enumerate(sides))
     await asyncio.gather(*working, _disturb(sides[0], names, choice))
-    while await sides[0].jobs.top_up("digits") or sum(await sides[0].depth(LANES)):
+    while await top_up(sides[0].jobs, "digits") or sum(await sides[0].depth(LANES)):
         for lease in [*await fetch(sides[0], 100, "last"), *await sides[0].reclaim(LANES, "last", 0.0, 100)]:
             await sides[0].jobs.finish_shard(_job_of(lease), lease, ShardOutcome(index_of(lease), 10))
 
@@ -329,7 +330,7 @@ async def _disturb(delivery: Delivery, names: list[str], choice: random.Random) 
         name = choice.choice(names)
         if choice.random() < 0.5:
             await delivery.jobs.stop(name, "cancelled", in_hand=choice.random() < 0.5)
-        await delivery.jobs.top_up("digits", workers=2)
+        await top_up(delivery.jobs, "digits", workers=2)
         if await delivery.jobs.move(name, {"cancelled"}, "planning"):
             await delivery.jobs.plan(name, shards(*range(12), job_id=name), 120, complete=True)
 

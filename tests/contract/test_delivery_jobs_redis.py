@@ -10,7 +10,7 @@ from qinfer.delivery.durability import Durability
 from qinfer.delivery.jobs import ShardOutcome
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, QueueFull
-from tests.contract.bulk_jobs import LANES, fetch, finish, known, planned, record, running, shards
+from tests.contract.bulk_jobs import LANES, fetch, finish, known, planned, record, running, shards, top_up
 from tests.contract.conftest import RedisQueue
 
 PARTS = ("todo", "in_lane", "outcomes", "log")
@@ -157,7 +157,7 @@ async def test_a_stop_that_was_cut_off_is_taken_up(redis_queue: RedisQueue, monk
         patch.setattr(scripts, "run", cut_off)
         with pytest.raises(BrokerUnavailable):
             await delivery.jobs.stop("j1", "cancelled")
-    assert await other.jobs.top_up("digits") == 0
+    assert await top_up(other.jobs, "digits") == 0
     assert await other.depth(LANES) == [0, 4, 0]
 
     assert await other.jobs.stop("j1", "cancelled")
@@ -212,7 +212,7 @@ async def test_ten_thousand_shards_delay_no_job_of_higher_priority(redis_queue: 
     held = await fetch(delivery, 2)
 
     await planned(delivery, 2, "high", priority=1)
-    await delivery.jobs.top_up("digits")
+    await top_up(delivery.jobs, "digits")
 
     assert await delivery.depth(LANES) == [2, 0, 4]
     assert [lease.frame for lease in await fetch(delivery, 3)] == [b"high:0", b"high:1", b"low:2"]

@@ -100,7 +100,7 @@ class Finaliser:
         await jobs.note(record.id, f"{len(wrong)} {_BROKEN}{first}")
         if not await jobs.requeue(record.id, frames, expected={JobState.FINALIZING}):
             raise NotWanted
-        await jobs.top_up(record.model, record.partition, workers=await office.workers_for(record))
+        await jobs.advance(record.id, workers=await office.workers_for(record))
         logger.warning("parts made again", extra={"job": record.id, "parts": len(wrong), "first": first})
 
     async def _rounds(self, record: JobRecord) -> int:

@@ -76,7 +76,7 @@ class Planner:
             running = {JobState.RUNNING, JobState.FINALIZING}  # and not one that was cancelled meanwhile
             await jobs.requeue(record.id, [frames[shard.index] for shard in again], expected=running)
         await jobs.note(record.id, _summary(plan, sum(not outcome.error for outcome in done.values()), len(again)))
-        await jobs.top_up(record.model, record.partition, workers=await office.workers_for(record))
+        await jobs.advance(record.id, workers=await office.workers_for(record))
         logger.info("job planned", extra={"job": record.id, "shards": len(plan.shards), "rows": plan.rows})
 
     async def _make(self, record: JobRecord, spec: JobSpec) -> Plan:
