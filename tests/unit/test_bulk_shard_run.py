@@ -446,3 +446,13 @@ async def test_another_model_than_the_plan_s_scores_nothing(tmp_path: Path) -> N
 
     assert "has changed since the job was planned" in outcome.error
     assert not list(ground.output.iterdir())
+
+
+async def test_a_part_that_is_there_counts_though_the_model_has_changed_here(tmp_path: Path) -> None:
+    """It is of the plan's model, whichever this worker has."""
+    ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 10)
+    first = await ground.run(shard, spec).run()
+
+    again = await ground.run(shard, spec, is_again=True, model_hash="another").run()
+
+    assert again == first == ShardOutcome(0, 10, 0)

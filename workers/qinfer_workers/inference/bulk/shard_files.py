@@ -107,7 +107,7 @@ class ShardFiles:
         """Returns the outcome of a part that was committed before; `None` where there is none that is whole."""
         task = self._task
         try:
-            info = validate_part(task.store_for(task.url), task.url, task.shard, task.job_id, task.model_hash)
+            info = validate_part(task.store_for(task.url), task.url, task.shard, task.job_id, task.head.model_hash)
         except (PartBroken, StoreNotFound):
             return None
         return ShardOutcome(task.shard.index, info.rows, info.errors)
