@@ -35,7 +35,7 @@ class Run:
 
     Attributes:
         seconds: From the first to the last row, writing included.
-        startup_s: Before that: from asking for the job to its first row.
+        startup_s: Before that: from asking for the job to its first row; of qinfer to the first row that was scored.
         cpu_s: CPU seconds of all its processes in that time; 0 = not measured.
         memory_bytes: The most memory that one of the scoring processes held; 0 = not measured.
     """
@@ -91,9 +91,10 @@ def _script(python: str, script: str, task: Task, *more: str) -> Run:
 class Qinfer:
     """A `qinfer up` with two workers that stays for all runs, as it would in production."""
 
-    def __init__(self, url: str, root: psutil.Popen) -> None:
+    def __init__(self, url: str, root: psutil.Popen, spool: Path) -> None:
         self.url = url
         self._root = root
+        self._spool = spool
 
     def __call__(self, task: Task) -> Run:
         """Runs a job; its output's rows are counted by who compares."""
@@ -107,13 +108,14 @@ class Qinfer:
         }
         asked_s = time.time()
         job = self.submit(asked)
+        first_s = self._first_row(asked_s)
         peak, job = self._follow(job["id"], workers)
         if job["state"] != "completed":
             raise RunFailed(f"the job ended as {job['state']}: {job['error']}")
         began_s = datetime.fromisoformat(job["started_at"]).timestamp()
         ended_s = max(path.stat().st_mtime for path in task.out.iterdir() if not path.name.startswith("_"))
         used_s = _cpu_s(workers) - cpu_s
-        return Run(seconds=ended_s - began_s, startup_s=began_s - asked_s, cpu_s=used_s, memory_bytes=peak)
+        return Run(seconds=ended_s - began_s, startup_s=first_s - asked_s, cpu_s=used_s, memory_bytes=peak)
 
     def submit(self, asked: dict[str, object]) -> dict[str, str]:
         """Creates a job and returns what the server says of it."""
@@ -122,6 +124,14 @@ class Qinfer:
             raise RunFailed(f"the job was refused: {reply.status_code} {reply.text}")
         created: dict[str, str] = reply.json()
         return created
+
+    def _first_row(self, asked_s: float) -> float:
+        """Waits for the part that is begun when the first rows are scored; returns when that was, at the latest."""
+        while time.time() < asked_s + RUN_WITHIN_S:
+            if any(self._spool.iterdir()):
+                return time.time()
+            time.sleep(0.005)
+        raise RunFailed("the job scored nothing")
 
     def _follow(self, job_id: str, workers: Sequence[psutil.Process]) -> tuple[int, dict[str, str]]:
         peak, give_up_at = 0, time.monotonic() + RUN_WITHIN_S
@@ -155,12 +165,16 @@ def serving(directory: Path, models: Sequence[str], batches: dict[str, int]) -> 
     command = [str(Path(sys.executable).with_name("qinfer")), "up", "--model-repository", str(repository)]
     command += ["--data-dir", str(directory / "data"), "--workers", str(PROCESSES), "--http-port", str(port)]
     command += ["--grpc-port", "0", "--metrics-port", "0", "--allow-store", directory.as_uri()]
+    spool = directory / "spool"
+    shutil.rmtree(spool, ignore_errors=True)
+    spool.mkdir(parents=True)
     env = {name: value for name, value in os.environ.items() if not name.startswith("QINFER_")}
+    env["QINFER_BULK__SPOOL_DIR"] = str(spool)
     root = processes.start(command, log=directory / "log", env=env, cwd=environments.ROOT)
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_until_ready(url, models, directory / "log")
-        yield Qinfer(url, root)
+        yield Qinfer(url, root, spool)
     finally:
         processes.stop([root])
 
