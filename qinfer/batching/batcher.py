@@ -20,13 +20,13 @@ from qinfer.batching.assemble import KeyFunction, assemble, key_function
 from qinfer.batching.execution import Execution, Pending
 from qinfer.batching.halves import Halves
 from qinfer.batching.latency import LatencyModel
+from qinfer.batching.loans import Loans
 from qinfer.batching.policy import NEVER_S, Rules, Slots
 from qinfer.batching.ports import LoadedModel, Outlet
 from qinfer.batching.responses import Responder
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import DELAYED
 from qinfer.errors import DeadlineExceeded, QinferError
-from qinfer.messages import Failure
 from qinfer.observability.stats import StatsTally
 
 FETCH_LEAD_S = 0.003
@@ -54,15 +54,13 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         self._pending: list[Pending] = []
         self._halves = Halves()
+        self._loans = Loans()
         self._unanswered: list[Execution] = []
         self._rows_per_item = 1.0
         self._timer: asyncio.TimerHandle | None = None
-        self._fetch_wait_s = NEVER_S
-        self._ahead_until_s = NEVER_S
-        self._fetchable = asyncio.Event()
-        self._idle = asyncio.Event()
-        self.executing = 0
-        self.completed = 0
+        self._fetch_wait_s = self._ahead_until_s = NEVER_S
+        self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
+        self.executing = self.completed = 0
         self.paused = False
         self.tally = StatsTally()
         self._adopt(model, latency)
@@ -84,7 +82,7 @@ class Batcher:
             What did not start, out of the batcher's hands: check it against the new configuration, `classify` it, and
             admit it again.
         """
-        old = self.model.executor
+        old, self._loans = self.model.executor, Loans()
         self._recall()
         waiting = self._take_waiting()
         self._adopt(model, latency)
@@ -148,10 +146,7 @@ class Batcher:
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
         """Answers items with an error, without executing them."""
-        failure, now_s = Failure.of(error), self._clock.now_s()
-        self.tally.failed(failure.code, len(items))
-        self.tally.spent_failing(int(sum(max(now_s - item.enqueued_s, 0.0) for item in items) * 1e9))
-        self._outlet.answer(items, [self._responder.failure(item, failure) for item in items])
+        self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
     async def pause(self) -> None:
         """Asks for no more work, gives back what does not execute, and returns when the rest has ended."""
@@ -170,11 +165,16 @@ class Batcher:
     def has_room(self) -> bool:
         """Whether what executes and waits is half a batch at most: more requests would hardly cost more time."""
         rows = sum(item.rows for item in self._pending) + self.executing * self._rows_per_item
-        return 2 * rows <= self._rules.max_rows
+        return self._rules.merge and 2 * rows <= self._rules.max_rows
 
     async def idle(self) -> None:
         """Waits until nothing executes or waits to."""
         await self._idle.wait()
+
+    def lend(self, count: int) -> None:
+        """Takes note that so many instances are away for bulk work, or back if negative: what comes waits for them."""
+        self._loans.change(count)
+        self._pump()
 
     def resume(self) -> None:
         """Ends a pause."""
@@ -182,8 +182,8 @@ class Batcher:
         self._pump()
 
     def _slots(self) -> Slots:
-        idle = self.model.executor.count - len(self.expected_ends)
-        return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.prefetch else 0)
+        idle = self.model.executor.count - len(self.expected_ends) - self._loans.count
+        return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.prefetch and not self._loans.count else 0)
 
     def _pump(self) -> None:
         """Starts and expires what is due now; then sets the fetch gate and the one timer."""
@@ -204,11 +204,12 @@ class Batcher:
                 break
             self._start(decision.run, now_s)
         wake_at_s = min(wake_at_s, self._set_gate(now_s, wake_at_s))
-        if self.executing or self._pending or self._halves:
-            self._idle.clear()
-        else:
-            self._idle.set()
-        self._arm(now_s, min(wake_at_s, self._ahead_until_s))
+        has_work = self.executing or self._pending or self._halves or (self._loans.is_overdue and not self.paused)
+        (self._idle.clear if has_work else self._idle.set)()
+        if self._timer is not None:
+            self._timer.cancel()
+        wait_s = min(wake_at_s, self._ahead_until_s) - now_s
+        self._timer = None if wait_s == NEVER_S else self._loop.call_later(max(wait_s, 0.0), self._pump)
         ended, self._unanswered = self._unanswered, []
         for execution in ended:
             self._answer(self._responder, execution)
@@ -217,6 +218,8 @@ class Batcher:
         """Opens or closes the fetch gate; returns when to look at it again."""
         open_at_s = again_at_s = NEVER_S
         slots = self._slots()
+        if self._loans.count and not (slots.idle or self.expected_ends or self.paused):
+            return self._wait_for_loans(now_s)
         if not (self.paused or slots.idle) and self._latency.known:
             expected_s = min(self.expected_ends.values())
             overdue_at_s = expected_s + max(OVERDUE_S, self._latency.estimate_s(1))
@@ -227,7 +230,8 @@ class Batcher:
                 slots = self._slots()
             else:
                 again_at_s = overdue_at_s
-                if (slots.ahead or self._may_be_overtaken) and not self._halves:
+                may_grow = self._rules.may_grow(sum(item.rows for item in self._pending))
+                if (slots.ahead or may_grow) and not self._halves:
                     open_at_s = expected_s - FETCH_LEAD_S
                     self._fetch_wait_s = FETCH_LEAD_S
         if slots.idle and not self.paused:
@@ -239,15 +243,14 @@ class Batcher:
         self._fetchable.clear()
         return min(again_at_s, open_at_s)
 
-    @property
-    def _may_be_overtaken(self) -> bool:
-        """Whether what did not fit into a batch should meet what has come since, before the next one is formed."""
-        return not self._rules.prefetch and 0 < sum(item.rows for item in self._pending) < self._rules.max_rows
-
-    def _arm(self, now_s: float, wake_at_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if wake_at_s == NEVER_S else self._loop.call_later(max(wake_at_s - now_s, 0.0), self._pump)
+    def _wait_for_loans(self, now_s: float) -> float:
+        """The gate while all instances are lent; as `_set_gate`."""
+        is_open, again_at_s = self._loans.look(now_s, len(self._pending))
+        (self._fetchable.set if is_open else self._fetchable.clear)()
+        self._fetch_wait_s = NEVER_S
+        if self._loans.is_overdue:
+            self._give_back()
+        return again_at_s
 
     def _start(self, items: list[Pending], now_s: float, *, apart: bool = False) -> None:
         """Assembles a batch and queues it; what must stay `apart` leaves the event loop to others."""

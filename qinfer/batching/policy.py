@@ -102,6 +102,10 @@ class Rules:
             prefetch=prefetch,
         )
 
+    def may_grow(self, rows: int) -> bool:
+        """Tells whether so many rows, which did not fit into a batch, should meet what has come since."""
+        return not self.prefetch and 0 < rows < self.max_rows
+
 
 class Slots(NamedTuple):
     """Where a batch can go now: to idle instances, or to the one place ahead of busy ones."""

@@ -73,15 +73,28 @@ class Responder:
             tally.spent_failing(failed_ns)
         return items, responses
 
-    def failure(self, item: Pending, failure: Failure) -> Response:
-        """Answers an item that was not executed."""
-        return Response(
-            request_id=item.request.id,
-            model=self._model,
-            version=self._version,
-            failure=failure,
-            attempt=item.lease.deliveries,
-        )
+    def failures(self, items: Sequence[Pending], error: QinferError, now_s: float, tally: StatsTally) -> list[Response]:
+        """Answers items that were not executed.
+
+        Args:
+            items: The items.
+            error: Why.
+            now_s: Now, on the clock of the items' instants.
+            tally: Where they are counted.
+        """
+        failure = Failure.of(error)
+        tally.failed(failure.code, len(items))
+        tally.spent_failing(int(sum(max(now_s - item.enqueued_s, 0.0) for item in items) * 1e9))
+        return [
+            Response(
+                request_id=item.request.id,
+                model=self._model,
+                version=self._version,
+                failure=failure,
+                attempt=item.lease.deliveries,
+            )
+            for item in items
+        ]
 
     def _final(self, item: Pending, answer: Answer, index: int, timing: Timing) -> Response:
         if isinstance(answer, tuple):

@@ -72,7 +72,7 @@ async def test_online_requests_go_first(scene: Stage, tmp_path: Path) -> None:
     worker = await scene.worker()
     await begin(scene, work)
     answer = scene.submit(3.0, rows=7)
-    await eventually(lambda: any(batcher.executing for batcher in worker._batchers()), description="a request in hand")
+    await eventually(lambda: any(batcher.has_work for batcher in worker._batchers()), description="a request in hand")
     scene.go()
 
     assert value(await answer) == 3.0

@@ -24,6 +24,13 @@ def busy() -> Scene:
     return made
 
 
+def full() -> Scene:
+    """Returns a model whose online batches are full."""
+    made = busy()
+    made.batcher.admit(made.items(4))
+    return made
+
+
 def arbiter(*places: tuple[Scene, Sequence[Device]]) -> DeviceArbiter:
     made = DeviceArbiter()
     for one, devices in places:
@@ -83,7 +90,7 @@ async def test_a_model_that_is_served_no_more_holds_nobody_up() -> None:
 async def test_online_work_without_end_lets_one_batch_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while, and then only one."""
     monkeypatch.setattr(module, "PATIENCE_S", 0.02)
-    mine = busy()
+    mine = full()
 
     async with arbiter((mine, [GPU0])).turn(mine.batcher) as turn:
         mine.bench.end()  # too late for this turn
@@ -91,14 +98,11 @@ async def test_online_work_without_end_lets_one_batch_through(monkeypatch: pytes
         assert not turn.goes_on()
 
 
-async def test_a_device_with_time_to_spare_lets_a_batch_through_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While online batches are half full at most it waits as long as its last batch took; else it has patience."""
-    monkeypatch.setattr(module, "PATIENCE_S", 0.02)
+async def test_a_device_with_time_to_spare_lets_a_batch_through_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time to spare is where online batches are half full at most; elsewhere bulk has patience."""
+    monkeypatch.setattr(module, "PATIENCE_S", 3600.0)
     mine = busy()
     shared = arbiter((mine, [GPU0]))
-    async with shared.turn(mine.batcher):
-        pass
-    monkeypatch.setattr(module, "PATIENCE_S", 3600.0)
 
     async with shared.turn(mine.batcher) as turn:
         assert not turn.goes_on()
@@ -108,6 +112,19 @@ async def test_a_device_with_time_to_spare_lets_a_batch_through_sooner(monkeypat
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05), shared.turn(mine.batcher):
             pass
+
+
+async def test_beside_another_model_it_waits_as_long_as_its_last_batch_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two would execute at the same time."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.02)
+    mine, other = scene(), busy()
+    shared = arbiter((mine, [GPU0]), (other, [GPU0]))
+    async with shared.turn(mine.batcher):
+        pass
+    monkeypatch.setattr(module, "PATIENCE_S", 3600.0)
+
+    async with shared.turn(mine.batcher) as turn:
+        assert not turn.goes_on()
 
 
 async def test_jobs_of_two_models_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ several models take turns in order. Online work asks nobody and tells nobody: wh
 
 Under online load without a gap bulk would wait for ever. It gets one batch all the same:
 
-- after as long as its last such batch took, while online batches are half full at most: what comes meanwhile makes the
-  next one larger, which costs little, so this is time that the device has to spare;
+- at once, behind the online batch that executes, while online batches are half full at most. What comes meanwhile waits
+  and makes the next one larger, which costs little (`Batcher.lend`): so this is time that the device has to spare, and
+  the two take turns, a batch each. If the online work is another model's, which would execute at the same time, then
+  after as long as the last such batch took;
 - else after `PATIENCE_S`: the device has none to spare.
 
 A turn also tells whether there were online requests lately, for then its batches should be small.
@@ -97,10 +99,10 @@ class DeviceArbiter:
     def __init__(self) -> None:
         self._places: dict[Batcher, frozenset[Device]] = {}
         self._lines: dict[Device, _Line] = {}
-        self._online_s = float("-inf")
-        """When there was online work beside a job last; of any device, for most workers have one."""
         self._batch_s = PATIENCE_S
         """How long the last turn took that did not wait for a moment without online work."""
+        self._online_s = float("-inf")
+        """When there was online work beside a job last; of any device, for most workers have one."""
 
     def place(self, batcher: Batcher, devices: Collection[Device]) -> None:
         """Takes note of the devices on which a model version has its instances."""
@@ -118,7 +120,7 @@ class DeviceArbiter:
         async with AsyncExitStack() as mine:
             for line in lines:
                 await mine.enter_async_context(line.mine())
-            is_forced = not await self._quiet(devices)
+            is_forced = not await self._quiet(batcher, devices)
             is_shared = time.monotonic() - self._online_s < LATELY_S
             batchers = self._neighbours(devices)
             begin_s = time.monotonic()
@@ -126,13 +128,14 @@ class DeviceArbiter:
             if is_forced:
                 self._batch_s = time.monotonic() - begin_s
 
-    async def _quiet(self, devices: frozenset[Device]) -> bool:
+    async def _quiet(self, mine: Batcher, devices: frozenset[Device]) -> bool:
         """Waits until there is no online work; tells whether it came to that."""
         begin_s = time.monotonic()
         while busy := [batcher for batcher in self._neighbours(devices) if batcher.has_work]:
             self._online_s = time.monotonic()
-            has_time = all(batcher.has_room for batcher in busy)
-            patience_s = min(self._batch_s, PATIENCE_S) if has_time else PATIENCE_S
+            patience_s = PATIENCE_S
+            if all(batcher.has_room for batcher in busy):
+                patience_s = 0.0 if busy == [mine] else min(self._batch_s, PATIENCE_S)
             left_s = begin_s + patience_s - self._online_s
             if left_s <= 0:
                 return False

@@ -135,16 +135,19 @@ class ShardRun:
 
     async def _lend(self, turn: Turn) -> None:
         """Has every instance score until the turn is over; cancelled, it waits for them, unless there is a hurry."""
-        executor = self._executor(self._purpose.model)
+        executor, batcher = self._executor(self._purpose.model), self._device.batcher
         left = executor.count
         back = asyncio.get_running_loop().create_future()
 
         def ended(_: Loan) -> None:
             nonlocal left
             left -= 1
+            if batcher.model.executor is executor:
+                batcher.lend(-1)
             if not left:
                 back.set_result(None)
 
+        batcher.lend(executor.count)
         for _ in range(executor.count):
             executor.lend(Borrowed(self._scorer, turn), ended)
         try:
