@@ -16,6 +16,7 @@ from qinfer.bulk.column_lists import ListColumn
 from qinfer.bulk.column_scalars import ScalarColumns
 from qinfer.bulk.job import Columns, JobSpec
 from qinfer.bulk.row_errors import Array, Indices, RowErrors
+from qinfer.bulk.views import schema_without_views, without_views
 from qinfer.errors import InvalidRequest
 from qinfer.repository.spec import ModelSpec, TensorSpec
 
@@ -72,7 +73,9 @@ class InputColumns:
                 f"field 'columns' names input '{unknown[0]}', which model '{model.name}' lacks; "
                 f"it has {', '.join(sorted(known))}"
             )
-        counts = Counter(schema.names)
+        plain = schema_without_views(schema)
+        self._has_views = plain.types != schema.types
+        schema, counts = plain, Counter(schema.names)
         self._tensors = [
             _tensor(tensor, spec.columns_of(tensor.name), schema, counts)
             for tensor in model.inputs
@@ -86,6 +89,8 @@ class InputColumns:
         Args:
             record: At least `columns`, in the types of the schema; in place of a dictionary there may be its values.
         """
+        if self._has_views:
+            record = without_views(record.select(self.columns))
         errors = RowErrors(record.num_rows)
         shapes: list[Indices] = []
         for tensor in self._tensors:
