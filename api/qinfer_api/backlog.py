@@ -9,12 +9,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from qinfer.control.admission import judge, most_waiting
 from qinfer.control.capacity import Capacity
 from qinfer.control.catalog import Catalog, Served
 from qinfer.control.routes import Route
 from qinfer.delivery.base import Delivery, Lane
 from qinfer.errors import BrokerUnavailable, Overloaded
-from qinfer_api.admission import judge, most_waiting
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,12 @@ import msgspec
 
 from qinfer.clock import SystemClock
 from qinfer.codec.frame import decode_responses
+from qinfer.control.admission import queue_timeout_s
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Catalog, Served
 from qinfer.control.routes import Route
 from qinfer.delivery.base import Delivery, Entry, Payload, reply_address
+from qinfer.delivery.layout import lay_out, tensor_bytes
 from qinfer.errors import (
     CorruptEntry,
     DeadlineExceeded,
@@ -35,11 +37,9 @@ from qinfer.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.observability.metrics import GatewayTally
 from qinfer.repository.validate import validate
 from qinfer.settings import LimitSettings
-from qinfer_api.admission import queue_timeout_s
 from qinfer_api.aftercare import Aftercare
 from qinfer_api.auth import Auth, Context
 from qinfer_api.backlog import Backlog
-from qinfer_api.frames import lay_out, tensor_bytes
 from qinfer_api.sinks import Pending, Sink, SinkTable
 from qinfer_api.status import of_request
 

@@ -7,6 +7,7 @@ gateway can be asked for it.
 
 import asyncio
 import contextlib
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,8 +16,10 @@ import msgspec
 
 from qinfer.codec.frame import decode_responses, encode_responses
 from qinfer.codec.outputs import OutputPlan
+from qinfer.control.acceptance import prepare
 from qinfer.control.catalog import Catalog, Served
 from qinfer.delivery.base import Delivery
+from qinfer.delivery.layout import tensor_bytes
 from qinfer.delivery.requests import (
     NOTHING_NEW,
     Acceptance,
@@ -41,10 +44,8 @@ from qinfer.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.observability.metrics import GatewayTally
 from qinfer.repository.config_spec import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from qinfer.settings import RequestSettings
-from qinfer_api.admission import queue_timeout_s
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.frames import lay_out, tensor_bytes
 from qinfer_api.records import chosen_address, shown_id, unknown
 from qinfer_api.status import of_request
 from qinfer_api.waits import Waits
@@ -63,6 +64,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
         request_id: The id that the caller chose; empty = the server makes one.
         idempotency_key: The hash of the caller's key; empty without one.
         webhook: Where to tell its end; empty = nowhere.
+        outbox: Which outbox its end goes to, for a part of the server that reads it; empty = none. Not with a webhook.
+        notes: For whoever reads the outbox.
+        result_ttl_s: How long its result can be read once it has ended; 0 = as the settings say.
     """
 
     body_hash: str
@@ -70,6 +74,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""
     idempotency_key: str = ""
     webhook: str = ""
+    outbox: str = ""
+    notes: bytes = b""
+    result_ttl_s: float = 0.0
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -259,25 +266,21 @@ class AsyncRequests:
             with contextlib.suppress(QueueFull):
                 return await self.delivery.requests.accept(acceptance)
             raise refusal from None
-        request.id = acceptance.address.id
-        request.version = served.version
-        request.partition = acceptance.address.partition
-        request.queue_timeout_s = queue_timeout_s(route.policy, request.timeout_s)
-        request.timeout_s = acceptance.timeout_s
-        request.reply_to = ""
-        request.tenant = context.tenant
-        request.trace = context.trace
-        size = tensor_bytes(request)
-        if size > self.inline_max_bytes:
-            frame, payload = await asyncio.to_thread(lay_out, request, size, self.inline_max_bytes)
-        else:
-            frame, payload = lay_out(request, size, self.inline_max_bytes)
-        limits = (route.policy.max_queue_size, served.spec.lane_capacity)
-        limit = min(limit for limit in limits if limit)
+        stamp = functools.partial(
+            prepare,
+            request,
+            served,
+            address=acceptance.address,
+            timeout_s=acceptance.timeout_s,
+            inline_max_bytes=self.inline_max_bytes,
+            tenant=context.tenant,
+            trace=context.trace,
+            route=route,
+        )
+        is_large = tensor_bytes(request) > self.inline_max_bytes
+        lane, frame, payload, limit = await asyncio.to_thread(stamp) if is_large else stamp()
         return await self.delivery.requests.accept(
-            msgspec.structs.replace(
-                acceptance, lane=route.lane, frame=frame, payload=payload.data if payload else b"", limit=limit
-            )
+            msgspec.structs.replace(acceptance, lane=lane, frame=frame, payload=payload, limit=limit)
         )
 
     def _acceptance(
@@ -295,7 +298,7 @@ class AsyncRequests:
             frame=b"",
             timeout_s=self._timeout_s(served, submission.timeout_s),
             body_hash=submission.body_hash,
-            result_ttl_s=settings.result_ttl_s,
+            result_ttl_s=submission.result_ttl_s or settings.result_ttl_s,
             tombstone_ttl_s=settings.tombstone_ttl_s,
             tenant=context.tenant,
             client_id=request.client_id,
@@ -303,6 +306,8 @@ class AsyncRequests:
             idempotency_key=submission.idempotency_key,
             idempotency_ttl_s=min(settings.idempotency_ttl_s, kept_s),
             webhook=submission.webhook,
+            outbox=submission.outbox,
+            notes=submission.notes,
             limit=NOTHING_NEW,
         )
 

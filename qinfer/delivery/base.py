@@ -37,6 +37,7 @@ from qinfer.tensors import Bytes
 if TYPE_CHECKING:  # they need `Lane` and `Entry`
     from qinfer.delivery.dead_letters import DeadLetters
     from qinfer.delivery.jobs import Jobs
+    from qinfer.delivery.label_tasks import LabelTasks
     from qinfer.delivery.requests import Requests
 
 
@@ -127,6 +128,9 @@ class Delivery(Protocol):
 
     jobs: "Jobs"
     """Bulk jobs, whose shards are entries of this queue."""
+
+    label_tasks: "LabelTasks"
+    """Tasks of labeling projects, whose requests are entries of this queue."""
 
     def submit(
         self,

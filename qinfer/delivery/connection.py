@@ -7,7 +7,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from hiredis import ProtocolError, Reader, ReplyError, pack_command
@@ -25,6 +25,7 @@ pack: Callable[[tuple[Argument, ...]], bytes] = pack_command  # type: ignore[ass
 """Encodes a command; its buffer grows bit by bit, which is slow where a word is large."""
 
 _LARGE_BYTES = 256 * 1024
+_DATA = (bytes, memoryview)
 
 
 def pack_large(words: tuple[Argument, ...]) -> bytes:
@@ -35,6 +36,14 @@ def pack_large(words: tuple[Argument, ...]) -> bytes:
         size = data.nbytes if isinstance(data, memoryview) else len(data)
         parts += (b"$%d\r\n" % size, data, b"\r\n")
     return b"".join(parts)
+
+
+def _is_large(command: Sequence[Argument]) -> bool:
+    """Tells whether a word is so large that `pack` would be slow."""
+    for word in command:  # noqa: SIM110 - twice as fast as `any`, and scripts have many words
+        if type(word) in _DATA and len(word) > _LARGE_BYTES:  # type: ignore[arg-type]  # it is bytes or a view
+            return True
+    return False
 
 
 class Template:
@@ -191,8 +200,7 @@ class Connection(asyncio.Protocol):
             else:
                 future.set_result(reply)
 
-        is_large = any(isinstance(word, bytes | memoryview) and len(word) > _LARGE_BYTES for word in command)
-        self.send((pack_large if is_large else pack)(command), answered)
+        self.send((pack_large if _is_large(command) else pack)(command), answered)
         try:
             return await future
         except asyncio.CancelledError:

@@ -20,7 +20,10 @@ SUSPECTS = b"suspects"
 """The consumer that owns what was reclaimed and then released; `reclaim` takes it at once, `fetch` never."""
 
 JANITORS = b"janitors"
-"""The consumer group of every outbox."""
+"""The consumer group of every outbox of webhooks."""
+
+READERS = b"readers"
+"""The consumer group of every outbox that a program named."""
 
 
 @lru_cache(maxsize=65536)  # one call per request
@@ -83,9 +86,15 @@ def due(model: str, partition: int = 0) -> str:
     return f"{_partition(model, partition)}due"
 
 
-def outbox(model: str, partition: int = 0) -> str:
-    """Returns the stream of webhooks to be delivered: of requests, and of jobs that have ended."""
-    return f"{_partition(model, partition)}outbox"
+def outbox(model: str, partition: int = 0, name: str = "") -> str:
+    """Returns the stream of requests that have ended and whose end is to be told.
+
+    Args:
+        model: The model, and
+        partition: its partition.
+        name: Which outbox of those that programs named; empty = that of the webhooks, of jobs too.
+    """
+    return f"{_partition(model, partition)}outbox" + (f":{name}" if name else "")
 
 
 def confirm(model: str, partition: int = 0) -> str:
@@ -166,6 +175,16 @@ def job_places() -> str:
 def open_jobs() -> str:
     """Returns the sorted set of the bulk jobs that may not have ended, by their deadlines."""
     return "qinfer:jobs:open"
+
+
+def label_board(model: str, tenant: str, project: int, part: str) -> str:
+    """Returns what belongs to a labeling project's tasks: `entries`, `data`, `due`, `ended`, or a state's index."""
+    return f"{_partition(model, 0)}label-{part}:{project}:{tenant}"
+
+
+def label_boards(model: str) -> str:
+    """Returns the sorted set of the labeling projects that a model has tasks of, by when that is forgotten."""
+    return f"{_partition(model, 0)}label-boards"
 
 
 def _partition(model: str, number: int) -> str:

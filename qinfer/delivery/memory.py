@@ -8,8 +8,10 @@ from qinfer.clock import Clock, ServerClock, SystemClock
 from qinfer.delivery.base import Entry, Lane, Lease, Payload, reply_address
 from qinfer.delivery.dead_letters import DeadLetters
 from qinfer.delivery.jobs import Jobs
+from qinfer.delivery.label_tasks import LabelTasks
 from qinfer.delivery.memory_dead_letters import MemoryDeadLetters
 from qinfer.delivery.memory_jobs import MemoryJobs
+from qinfer.delivery.memory_label_tasks import MemoryLabelTasks
 from qinfer.delivery.memory_lanes import MemoryLanes
 from qinfer.delivery.memory_requests import MemoryRequests
 from qinfer.delivery.requests import Requests
@@ -37,6 +39,7 @@ class MemoryDelivery:
         requests.on_job_told = jobs.told
         self.requests: Requests = requests
         self.jobs: Jobs = jobs
+        self.label_tasks: LabelTasks = MemoryLabelTasks(self.clock)
         self._replies: dict[str, asyncio.Queue[bytes]] = {}
 
     def submit(

@@ -8,6 +8,7 @@ import msgspec
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import FULL, Payload
 from qinfer.delivery.memory_lanes import Item, MemoryLanes
+from qinfer.delivery.memory_outboxes import MemoryOutboxes
 from qinfer.delivery.requests import (
     LONGEST_RETRY_S,
     MARGIN_S,
@@ -16,14 +17,16 @@ from qinfer.delivery.requests import (
     Acceptance,
     Accepted,
     Address,
+    Ending,
     Notice,
     Outcome,
     RequestRecord,
     RequestState,
     Settlement,
+    check_outbox,
     hint,
 )
-from qinfer.errors import QueueFull
+from qinfer.errors import QinferError, QueueFull
 
 _FORGET_EVERY_S = 60.0
 
@@ -41,6 +44,7 @@ class _Stored(msgspec.Struct, eq=False):
     finished_at: float = 0.0
     expires_at: float = 0.0
     webhook_state: str = ""
+    notice: str = ""
     waiters: list[str] = msgspec.field(default_factory=list)
 
 
@@ -71,6 +75,7 @@ class MemoryRequests:
         self._stored: dict[Address, _Stored] = {}
         self._by_key: dict[tuple[str, int, str, str], tuple[float, Accepted]] = {}
         self._outbox: dict[str, _Pending] = {}
+        self._outboxes = MemoryOutboxes(clock)
         self._last_notice = 0
         self._forgets_at = 0.0
         self.on_job_told: Callable[[str, str], None] = lambda _, __: None
@@ -79,6 +84,8 @@ class MemoryRequests:
 
     async def accept(self, acceptance: Acceptance) -> Accepted:
         """See `Requests.accept`."""
+        if acceptance.outbox or acceptance.notes:
+            check_outbox(acceptance)
         await asyncio.sleep(0)  # as with a broker, others get their turn
         now_s = self._clock.now_s()
         self._forget(now_s)
@@ -86,21 +93,33 @@ class MemoryRequests:
         key = (address.model, address.partition, acceptance.tenant, acceptance.idempotency_key)
         until_s, earlier = self._by_key.get(key, (0.0, None))
         if earlier is not None and now_s < until_s:
-            return earlier
+            return self._repeated(acceptance, earlier)
         known = self._known(address)
         if known is not None:
-            return Accepted(address.id, is_new=False, body_hash=known.accepted.body_hash)
+            return self._repeated(acceptance, Accepted(address.id, is_new=False, body_hash=known.accepted.body_hash))
         if acceptance.limit == NOTHING_NEW:
             raise QueueFull(FULL)
         lifetime_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
         payload = Payload(address.id, bytes(acceptance.payload), lifetime_s) if acceptance.payload else None
         item = self._lanes.add(acceptance.lane, acceptance.frame, payload, acceptance.limit)
         bare = msgspec.structs.replace(acceptance, frame=b"", payload=b"")
-        self._stored[address] = _Stored(bare, item, now_s, now_s + acceptance.timeout_s, now_s + lifetime_s)
+        stored = _Stored(bare, item, now_s, now_s + acceptance.timeout_s, now_s + lifetime_s)
+        stored.waiters = [acceptance.watcher] if acceptance.watcher else []
+        self._stored[address] = stored
         if acceptance.idempotency_key:
             earlier = Accepted(address.id, is_new=False, body_hash=acceptance.body_hash)
             self._by_key[key] = (now_s + acceptance.idempotency_ttl_s, earlier)
         return Accepted(address.id, is_new=True, body_hash=acceptance.body_hash)
+
+    async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
+        """See `Requests.accept_all`."""
+        found: list[Accepted | QinferError] = []
+        for acceptance in acceptances:
+            try:
+                found.append(await self.accept(acceptance))
+            except QinferError as error:
+                found.append(error)
+        return found
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """See `Requests.settle`."""
@@ -179,6 +198,34 @@ class MemoryRequests:
         if stored is not None:
             stored.webhook_state = state
 
+    async def endings(
+        self, model: str, partition: int, outbox: str, consumer: str, count: int, *, retry_s: float
+    ) -> list[Ending]:
+        """See `Requests.endings`; in one process all consumers are one."""
+        await asyncio.sleep(0)
+        taken: list[Ending] = []
+        for told_id, told in self._outboxes.take((model, partition, outbox), count, retry_s):
+            stored = self._known(told.address)
+            if stored is not None and stored.outcome is None:  # its dead letter was put back: it will end again
+                self._outboxes.remove((model, partition, outbox), [told_id])
+                continue
+            taken.append(
+                Ending(
+                    id=told_id,
+                    request_id=told.address.id,
+                    record=None if stored is None else self._record(stored),
+                    notes=told.notes,
+                    blob=await self.result(told.address),
+                    deliveries=told.deliveries,
+                )
+            )
+        return taken
+
+    async def confirm_endings(self, model: str, partition: int, outbox: str, ids: Sequence[str]) -> None:
+        """See `Requests.confirm_endings`."""
+        await asyncio.sleep(0)
+        self._outboxes.remove((model, partition, outbox), ids)
+
     def tell_job(self, model: str, partition: int, job_id: str) -> None:
         """Has the end of a bulk job told: its notice is handed out with those of requests."""
         self._tell(Address(model, partition, job_id), is_job=True)
@@ -186,6 +233,21 @@ class MemoryRequests:
     def _tell(self, address: Address, *, is_job: bool) -> None:
         self._last_notice += 1
         self._outbox[f"{int(self._clock.now_s() * 1000)}-{self._last_notice}"] = _Pending(address, is_job)
+
+    def _repeated(self, acceptance: Acceptance, earlier: Accepted) -> Accepted:
+        """Has the end of a request told again that was accepted before, unless it waits to be told."""
+        address = msgspec.structs.replace(acceptance.address, id=earlier.id)
+        stored = self._known(address)
+        if stored is None or stored.outcome is None or not stored.accepted.outbox:
+            return earlier
+        if acceptance.body_hash != earlier.body_hash:
+            return earlier
+        outbox, notes = stored.accepted.outbox, acceptance.notes if acceptance.outbox else stored.accepted.notes
+        if notes != stored.accepted.notes:
+            self._outboxes.tell(outbox, address, notes)
+        elif not self._outboxes.has(outbox, address, stored.notice):
+            stored.notice = self._outboxes.tell(outbox, address, notes)
+        return earlier
 
     def _replayed(self, request_id: str, item: Item) -> None:
         """Makes a request that had ended `queued` again, with its timeout from now on."""
@@ -231,7 +293,9 @@ class MemoryRequests:
             stored.gone_at = stored.expires_at + stored.accepted.tombstone_ttl_s
             waiters.extend((reply_to, address) for reply_to in stored.waiters)
             stored.waiters = []
-            if stored.accepted.webhook:
+            if stored.accepted.outbox:
+                stored.notice = self._outboxes.tell(stored.accepted.outbox, address, stored.accepted.notes)
+            elif stored.accepted.webhook:
                 stored.webhook_state = "pending"
                 self._tell(address, is_job=False)
             self._lanes.remove(stored.item.entry)

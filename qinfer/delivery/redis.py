@@ -24,10 +24,12 @@ from qinfer.delivery.connection import Refused, Template, pack
 from qinfer.delivery.dead_letters import DeadLetters
 from qinfer.delivery.durability import Durability
 from qinfer.delivery.jobs import BULK_LANES, Jobs
+from qinfer.delivery.label_tasks import LabelTasks
 from qinfer.delivery.lane_reader import LaneReader, leases_of
 from qinfer.delivery.redis_dead_letters import RedisDeadLetters
 from qinfer.delivery.redis_entries import RedisEntries, grouped, owner_of
 from qinfer.delivery.redis_jobs import RedisJobs
+from qinfer.delivery.redis_label_tasks import RedisLabelTasks
 from qinfer.delivery.redis_requests import RedisRequests
 from qinfer.delivery.redis_submit import RedisSubmits
 from qinfer.delivery.replies import REPLY_TTL_MS, ReplyReader
@@ -60,6 +62,7 @@ class RedisDelivery:
         self._entries = RedisEntries(router, self._values)
         self.dead_letters: DeadLetters = RedisDeadLetters(router, self._values)
         self.jobs: Jobs = RedisJobs(router, self._durability, self.clock)
+        self.label_tasks: LabelTasks = RedisLabelTasks(router, self._durability)
         self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
         self._renewer: Any = None

@@ -1,7 +1,9 @@
 """Asynchronous requests on Redis: each step is one Lua script, and a request's keys share a slot (DESIGN.md §3).
 
 accept   accept.lua: record, payload, deadline, entry        settle   settle.lua, for each request
+accept_all   each.lua: the same, for several                settle of several   each.lua
 record, watch   record.lua       due   due.lua               notices, confirm   notices.lua, confirm.lua
+endings, confirm_endings         see `redis_outboxes`
 
 A payload or result too large for the common connection is *staged* first: stored over a connection of its own, or in
 the object store, under a name that nobody knows. The script then renames it, or removes it. Where the script never
@@ -16,9 +18,22 @@ from functools import partial
 from typing import Any
 
 from qinfer.delivery import keys, scripts
-from qinfer.delivery.base import DELAYED, FULL, Lane
-from qinfer.delivery.connection import Argument, pack
+from qinfer.delivery.base import FULL
+from qinfer.delivery.connection import pack
 from qinfer.delivery.durability import Durability
+from qinfer.delivery.redis_outboxes import CONSUMER_GONE_MS, RedisOutboxes
+from qinfer.delivery.request_fields import record_of
+from qinfer.delivery.request_words import (
+    AT_ONCE_BYTES,
+    Value,
+    given,
+    parts_of,
+    payload_name,
+    record_key,
+    result_name,
+    to_accept,
+    to_settle,
+)
 from qinfer.delivery.requests import (
     LONGEST_RETRY_S,
     MARGIN_S,
@@ -26,20 +41,20 @@ from qinfer.delivery.requests import (
     Acceptance,
     Accepted,
     Address,
+    Ending,
     Notice,
     RequestRecord,
-    RequestState,
     Settlement,
+    check_outbox,
     hint,
 )
 from qinfer.delivery.router import Router
-from qinfer.delivery.values import Values, packable
-from qinfer.errors import BrokerUnavailable, QueueFull
+from qinfer.delivery.values import Values
+from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError, QueueFull
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
 
-_CONSUMER_GONE_MS = 3_600_000
 _NOT_IN_TIME = "the data of the request did not arrive in time; try again"
 _STAGED_TTL_S = 600.0
 
@@ -57,51 +72,61 @@ class RedisRequests:
         self._router = router
         self._values = values
         self._durability = durability
+        self._outboxes = RedisOutboxes(router, values)
         self._looked_at: dict[tuple[str, int], bytes] = {}  # how far in the outbox's unconfirmed notices
 
     async def accept(self, acceptance: Acceptance) -> Accepted:
         """See `Requests.accept`."""
-        address, lane = acceptance.address, acceptance.lane
-        name = keys.payload(address.model, address.partition, address.id)
+        if acceptance.outbox or acceptance.notes:
+            check_outbox(acceptance)
+        address = acceptance.address
         kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
-        place, payload, staged = await self._staged(name, acceptance.payload, kept_s)
-        names = [
-            keys.lane(lane),
-            keys.lane(Lane(lane.model, lane.version, lane.name + DELAYED, lane.partition)),
-            _record_key(address),
-            keys.due(address.model, address.partition).encode(),
-            name.encode(),
-            staged.encode(),
-            keys.idempotency(address.model, address.partition, acceptance.tenant, acceptance.idempotency_key).encode(),
-        ]
-        arguments = _accept_arguments(acceptance, place, payload)
+        payload = await self._staged(payload_name(address), acceptance.payload, kept_s)
+        names, arguments = to_accept(acceptance, payload)
 
         async def write(call: Callable[..., Awaitable[Any]]) -> Any:
             return await scripts.run(call, scripts.ACCEPT, names, *arguments)
 
-        what, request_id, body_hash, gone = await self._durability.write(address.model, address.partition, write)
-        self._values.forget(gone)
-        if what == b"full":
-            raise QueueFull(FULL)
-        if what == b"gone":
-            raise BrokerUnavailable(_NOT_IN_TIME)
-        return Accepted(request_id.decode(), is_new=what == b"new", body_hash=body_hash.decode())
+        accepted = self._accepted(*await self._durability.write(address.model, address.partition, write))
+        if isinstance(accepted, QinferError):
+            raise accepted
+        return accepted
+
+    async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
+        """See `Requests.accept_all`."""
+        sizes = [
+            AT_ONCE_BYTES + 1 if self._values.is_apart(len(each.payload)) else len(each.frame) + len(each.payload)
+            for each in acceptances  # what is stored first goes alone
+        ]
+        parts = parts_of([acceptance.address for acceptance in acceptances], sizes)
+        answers = await asyncio.gather(*(self._accept_part([acceptances[i] for i in part]) for part in parts))
+        found: list[Accepted | QinferError | None] = [None] * len(acceptances)
+        for part, answer in zip(parts, answers, strict=True):
+            for number, accepted in zip(part, answer, strict=True):
+                found[number] = accepted
+        return [each for each in found if each is not None]
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """See `Requests.settle`."""
-        blobs = await asyncio.gather(*map(self._staged_result, settlements))
-        ended = await asyncio.gather(*map(self._settle, settlements, blobs), return_exceptions=True)
+        results = await self._staged_results(settlements)
+        parts = parts_of([each.address for each in settlements], [len(result.data) for result in results])
+        ended = await asyncio.gather(
+            *(self._settle([settlements[i] for i in part], [results[i] for i in part]) for part in parts),
+            return_exceptions=True,
+        )
         waiters: dict[str, list[Address]] = {}
-        for settlement, waiting in zip(settlements, ended, strict=True):
-            if not isinstance(waiting, BaseException):
+        firsts = [False] * len(settlements)
+        for part, answers in zip(parts, ended, strict=True):
+            for number, waiting in zip(part, answers if not isinstance(answers, BaseException) else (), strict=False):
+                firsts[number] = waiting is not None
                 for reply_to in (waiting or "").split():
-                    waiters.setdefault(reply_to, []).append(settlement.address)
+                    waiters.setdefault(reply_to, []).append(settlements[number].address)
         for reply_to, addresses in waiters.items():
             self._tell(reply_to, addresses)
-        for waiting in ended:
-            if isinstance(waiting, BaseException):
-                raise waiting
-        return [waiting is not None for waiting in ended]
+        for answers in ended:
+            if isinstance(answers, BaseException):
+                raise answers
+        return firsts
 
     async def record(self, address: Address) -> RequestRecord | None:
         """See `Requests.record`."""
@@ -129,7 +154,7 @@ class RedisRequests:
         name = keys.outbox(model, partition).encode()
         start = self._looked_at.get((model, partition), b"-")
         times = int(retry_s * 1000), int(LONGEST_RETRY_S * 1000)
-        arguments = (keys.JANITORS, consumer, count, *times, start, _CONSUMER_GONE_MS)
+        arguments = (keys.JANITORS, consumer, count, *times, start, CONSUMER_GONE_MS)
         next_start, found = await scripts.run(self._call(name), scripts.NOTICES, [name], *arguments)
         self._looked_at[model, partition] = next_start
         return [
@@ -148,22 +173,74 @@ class RedisRequests:
         state = b"delivered" if delivered else b"failed"
         address = notice.address
         job = keys.job(address.model, address.partition, address.id).encode()
-        names = [name, job if notice.is_job else _record_key(address)]
+        names = [name, job if notice.is_job else record_key(address)]
         await scripts.run(self._call(name), scripts.CONFIRM, names, keys.JANITORS, notice.id, state)
+
+    async def endings(
+        self, model: str, partition: int, outbox: str, consumer: str, count: int, *, retry_s: float
+    ) -> list[Ending]:
+        """See `Requests.endings`."""
+        return await self._outboxes.endings(model, partition, outbox, consumer, count, retry_s=retry_s)
+
+    async def confirm_endings(self, model: str, partition: int, outbox: str, ids: Sequence[str]) -> None:
+        """See `Requests.confirm_endings`."""
+        await self._outboxes.confirm_endings(model, partition, outbox, ids)
+
+    async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[Accepted | QinferError]:
+        """Accepts requests of one partition in one step; returns what became of each."""
+        first = acceptances[0].address
+        try:
+            if len(acceptances) == 1:
+                return [await self.accept(acceptances[0])]
+            for acceptance in acceptances:
+                check_outbox(acceptance)
+            words = [to_accept(each, given(payload_name(each.address), each.payload)) for each in acceptances]
+
+            async def write(call: Callable[..., Awaitable[Any]]) -> Any:
+                return await scripts.run_each(call, scripts.ACCEPT_EACH, words)
+
+            answers = await self._durability.write(first.model, first.partition, write)
+        except InvalidRequest as error:
+            if len(acceptances) == 1:
+                return [error]
+            return [answer for each in acceptances for answer in await self._accept_part([each])]
+        except QinferError as error:
+            return [error] * len(acceptances)
+        return [self._accepted(*answer) for answer in answers]
+
+    def _accepted(
+        self, what: bytes, request_id: bytes, body_hash: bytes, gone: Sequence[bytes]
+    ) -> Accepted | QinferError:
+        """Reads what accept.lua returns."""
+        self._values.forget(gone)
+        if what == b"full":
+            return QueueFull(FULL)
+        if what == b"gone":
+            return BrokerUnavailable(_NOT_IN_TIME)
+        return Accepted(request_id.decode(), is_new=what == b"new", body_hash=body_hash.decode())
 
     def _call(self, key: bytes) -> Callable[..., Awaitable[Any]]:
         return partial(self._router.call, keys.slot(key))
 
-    async def _staged_result(self, settlement: Settlement) -> tuple[bytes, Bytes, str]:
-        address, blob = settlement.address, settlement.outcome.blob
-        name, kept_s = keys.result(address.model, address.partition, address.id), 0.0
-        if self._values.is_object(len(blob)):
-            key = _record_key(address)
-            kept_s = int(await self._call(key)(b"HGET", key, b"result_ttl_ms") or 0) / 1000
-        return await self._staged(name, blob, kept_s)
+    async def _staged_results(self, settlements: Sequence[Settlement]) -> list[Value]:
+        """Returns the results as the script takes them; large ones are stored first."""
+        values = [given(result_name(each.address), each.outcome.blob) for each in settlements]
+        large = [number for number, value in enumerate(values) if self._values.is_apart(len(value.data))]
+        if large:
+            stored = await asyncio.gather(*(self._staged_result(settlements[number]) for number in large))
+            for number, value in zip(large, stored, strict=True):
+                values[number] = value
+        return values
 
-    async def _staged(self, name: str, value: Bytes, kept_s: float) -> tuple[bytes, Bytes, str]:
-        """Returns where a script finds a value, the value if it is passed to it, and the name it was staged under.
+    async def _staged_result(self, settlement: Settlement) -> Value:
+        address, blob, kept_s = settlement.address, settlement.outcome.blob, 0.0
+        if self._values.is_object(len(blob)):
+            key = record_key(address)
+            kept_s = int(await self._call(key)(b"HGET", key, b"result_ttl_ms") or 0) / 1000
+        return await self._staged(result_name(address), blob, kept_s)
+
+    async def _staged(self, name: str, value: Bytes, kept_s: float) -> Value:
+        """Returns a value as a script takes it; a large one is stored first.
 
         Args:
             name: The name that the script gives it.
@@ -171,34 +248,28 @@ class RedisRequests:
             kept_s: How long it is kept then.
         """
         if not self._values.is_apart(len(value)):
-            return (b"given" if value else b"none"), value, keys.staged(name, "")
+            return given(name, value)
         staged = keys.staged(name, secrets.token_hex(8))
         await self._values.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s)
-        return b"staged", b"", staged
+        return Value(b"staged", b"", staged)
 
-    async def _settle(self, settlement: Settlement, staged: tuple[bytes, Bytes, str]) -> str | None:
-        """Ends one request; returns who waits for it, or `None` where it had ended before."""
-        address, entry, outcome = settlement.address, settlement.entry, settlement.outcome
-        place, blob, staged_name = staged
-        model, partition = address.model, address.partition
-        names = [
-            _record_key(address),
-            keys.result(model, partition, address.id).encode(),
-            staged_name.encode(),
-            keys.due(model, partition).encode(),
-            keys.outbox(model, partition).encode(),
-            keys.payload(model, partition, address.id).encode(),
-        ]
-        where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")
-        fields = (b"state", outcome.state, b"code", outcome.code, b"message", outcome.message)
-        arguments = (keys.prefix(model, partition), keys.GROUP, address.id, *where, place, packable(blob))
-        what, waiters, gone = await scripts.run(
-            self._call(names[0]), scripts.SETTLE, names, *arguments, outcome.attempt, *fields
-        )
-        self._values.forget(gone)
-        if what == b"gone":
+    async def _settle(self, settlements: Sequence[Settlement], results: Sequence[Value]) -> list[str | None]:
+        """Ends requests of one partition in one step; returns for each who waits for it, `None` = it had ended before.
+
+        Raises:
+            BrokerUnavailable: A result that was stored first is gone; the other requests have ended.
+        """
+        words = [to_settle(settlement, result) for settlement, result in zip(settlements, results, strict=True)]
+        call = self._call(words[0].keys[0])
+        if len(words) == 1:
+            answers = [await scripts.run(call, scripts.SETTLE, words[0].keys, *words[0].arguments)]
+        else:
+            answers = await scripts.run_each(call, scripts.SETTLE_EACH, words)
+        for _, _, gone in answers:
+            self._values.forget(gone)
+        if any(what == b"gone" for what, _, _ in answers):
             raise BrokerUnavailable(_NOT_IN_TIME)
-        return waiters.decode() if what == b"first" else None
+        return [waiters.decode() if what == b"first" else None for what, waiters, _ in answers]
 
     def _tell(self, reply_to: str, addresses: Sequence[Address]) -> None:
         """Sends hints without waiting; one that is lost costs its reader some time."""
@@ -210,71 +281,13 @@ class RedisRequests:
             logger.warning("waiting callers could not be told", extra={"count": len(addresses)})
 
     async def _record(self, address: Address, reply_to: str) -> RequestRecord | None:
-        name = _record_key(address)
+        name = record_key(address)
         prefix = keys.prefix(address.model, address.partition)
         names = [name, keys.result(address.model, address.partition, address.id).encode()]
         arguments = (prefix, keys.GROUP, keys.RELEASED, keys.SUSPECTS, reply_to, MAX_WATCHERS)
         found = await scripts.run(self._call(name), scripts.RECORD, names, *arguments)
-        return None if found is None else _record_of(address, *found)
-
-
-def _record_key(address: Address) -> bytes:
-    return keys.request(address.model, address.partition, address.id).encode()
-
-
-def _accept_arguments(acceptance: Acceptance, place: bytes, payload: Bytes) -> tuple[Argument, ...]:
-    """Returns the ARGV of accept.lua."""
-    times = (acceptance.timeout_s, acceptance.result_ttl_s, acceptance.tombstone_ttl_s, MARGIN_S)
-    fields: dict[bytes, Argument] = {
-        b"version": acceptance.lane.version,
-        b"lane": acceptance.lane.name,
-        b"tenant": acceptance.tenant,
-        b"client_id": acceptance.client_id,
-        b"plan": acceptance.plan,
-        b"webhook": acceptance.webhook,
-    }
-    return (
-        *(keys.GROUP, keys.RELEASED, keys.SUSPECTS),
-        *(acceptance.address.id, packable(acceptance.frame), place, packable(payload), acceptance.limit),
-        *(_ttl_ms(seconds) for seconds in times),
-        _ttl_ms(acceptance.idempotency_ttl_s) if acceptance.idempotency_key else 0,
-        acceptance.body_hash,
-        *(word for pair in fields.items() for word in pair),
-    )
-
-
-def _ttl_ms(seconds: float) -> int:
-    return max(1, int(seconds * 1000))  # Redis takes no time to live of 0
-
-
-def _record_of(
-    address: Address, pairs: Sequence[bytes], has_result: int, is_held: int, deliveries: int
-) -> RequestRecord:
-    """Reads the reply of record.lua."""
-    fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
-
-    def text(name: bytes) -> str:
-        return fields.get(name, b"").decode()
-
-    def instant_s(name: bytes) -> float:
-        return int(fields.get(name, b"0")) / 1000
-
-    state = RequestState(text(b"state"))
-    return RequestRecord(
-        address=address,
-        state=RequestState.RUNNING if is_held else state,
-        version=int(fields[b"version"]),
-        tenant=text(b"tenant"),
-        client_id=text(b"client_id"),
-        attempts=int(fields.get(b"attempts", b"0")) if state.is_terminal else deliveries,
-        created_at=instant_s(b"created_at"),
-        deadline_at=instant_s(b"deadline_at"),
-        finished_at=instant_s(b"finished_at"),
-        expires_at=instant_s(b"expires_at"),
-        code=text(b"code"),
-        message=text(b"message"),
-        plan=fields.get(b"plan", b""),
-        has_result=bool(has_result),
-        webhook=text(b"webhook"),
-        webhook_state=text(b"webhook_state"),
-    )
+        if found is None:
+            return None
+        pairs, has_result, is_held, deliveries = found
+        fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        return record_of(address, fields, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)

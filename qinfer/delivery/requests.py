@@ -7,10 +7,11 @@ The promises, each a test in `tests/contract/`:
 1. What `accept` confirmed ends in exactly one terminal state, whoever calls `settle`, and however often.
 2. `settle` stores the result, sets the times to live, appends to the outbox, and removes the entry with its payload, in
    one step; of several callers one is first, and only its outcome is ever visible.
-3. `accept` with an id or an idempotency key that is known already changes nothing and says which request it was.
+3. `accept` with an id or an idempotency key that is known already changes nothing and says which request it was; where
+   that has ended and has an outbox of its own, its end is told there again.
 4. A result can be read again and again until its time to live is over; afterwards a tombstone tells so for a while.
 5. `due` knows every request whose deadline passed, with zero workers too.
-6. What is in the outbox is handed out until it is confirmed.
+6. What is in an outbox is handed out until it is confirmed. There is one for webhooks, and those that programs name.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import msgspec
 
 from qinfer.codec.frame import encode_responses
 from qinfer.delivery.base import Entry, Lane
+from qinfer.errors import InvalidRequest, QinferError
 from qinfer.messages import Response
 from qinfer.tensors import Bytes
 
@@ -35,6 +37,12 @@ NOTHING_NEW = -1
 
 MAX_WATCHERS = 64
 """So many processes are told of one request's end; the latest that asked."""
+
+MAX_NOTES_BYTES = 8192
+"""The longest `notes` of a request: they are kept in Redis as long as its record."""
+
+MAX_OUTBOX_NAME = 200
+"""The longest name of an outbox, in characters."""
 
 
 class RequestState(StrEnum):
@@ -78,7 +86,11 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         plan: How the result is to be encoded: the encoded `OutputPlan`.
         idempotency_key: The hash of the caller's key; empty without one.
         idempotency_ttl_s: How long the key is remembered.
-        webhook: Where to tell its end; empty = nowhere.
+        webhook: Where to tell its end; empty = nowhere. Not together with an outbox.
+        outbox: Which outbox its end goes to, in its partition, for whoever asks for its `endings`; empty = none, or
+            that of the webhooks. All requests of an outbox should be kept equally long: it is trimmed by that.
+        notes: For whoever reads the outbox: opaque, at most `MAX_NOTES_BYTES`.
+        watcher: A reply address, told of its end as `watch` does: a reason to read the outbox now. Empty = nobody's.
         limit: The lane takes no more when so many entries wait in it; 0 = no limit, `NOTHING_NEW` = it takes none at
             all, and only a repetition is answered.
     """
@@ -97,6 +109,9 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
     idempotency_key: str = ""
     idempotency_ttl_s: float = 86400.0
     webhook: str = ""
+    outbox: str = ""
+    notes: bytes = b""
+    watcher: str = ""
     limit: int = 0
 
 
@@ -196,6 +211,26 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     is_job: bool = False
 
 
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of an outbox that a program named: a request that ended.
+
+    Attributes:
+        id: The outbox entry's own id, to confirm it.
+        request_id: The request's id.
+        record: What is known of the request; `None` when its time is over, so that there is nothing to tell any more.
+        notes: What was given with it. Where it was accepted again after its end, those of that time.
+        blob: Its `Outcome.blob`; `None` when it is gone, or was never there.
+        deliveries: How often it was handed out, this time included.
+    """
+
+    id: str
+    request_id: str
+    record: RequestRecord | None = None
+    notes: bytes = b""
+    blob: bytes | None = None
+    deliveries: int = 1
+
+
 class Requests(Protocol):
     """The port; every coroutine raises `BrokerUnavailable` when the broker can't be reached."""
 
@@ -203,10 +238,15 @@ class Requests(Protocol):
         """Stores and enqueues a request, in one step, as durably as the settings ask.
 
         Raises:
+            InvalidRequest: Its outbox or notes can't be.
             QueueFull: The lane is at `limit`, or the broker has no memory left.
             PayloadTooLarge: The payload is larger than the broker can store.
             BrokerUnavailable: It may have been accepted: repeat it with the same id.
         """
+        ...
+
+    async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
+        """As `accept`, for many at a fraction of the cost; returns what became of each, an error as a value."""
         ...
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
@@ -260,6 +300,47 @@ class Requests(Protocol):
     async def confirm(self, model: str, partition: int, notice: Notice, *, delivered: bool) -> None:
         """Removes a notice, and writes into the request's or job's record if its webhook was delivered or given up."""
         ...
+
+    async def endings(
+        self, model: str, partition: int, outbox: str, consumer: str, count: int, *, retry_s: float
+    ) -> list[Ending]:
+        """Takes up to `count` requests that ended, with their results, from an outbox that a program named.
+
+        Fewer may come though there are more, where results are large: call it until none comes.
+
+        Args:
+            model: The model, and
+            partition: its partition, whose outbox is read.
+            outbox: The outbox's name.
+            consumer: Who takes them; each reading process has a name of its own.
+            count: How many at most.
+            retry_s: What was taken and not confirmed for so many seconds comes again, before what is new. It should not
+                be less than it takes to confirm them. It may be a tenth longer.
+        """
+        ...
+
+    async def confirm_endings(self, model: str, partition: int, outbox: str, ids: Sequence[str]) -> None:
+        """Removes what `endings` gave from the outbox; `ids` are those of the endings. To do it again is no error."""
+        ...
+
+
+def check_outbox(acceptance: Acceptance) -> None:
+    """Checks what a request says of its outbox.
+
+    Raises:
+        InvalidRequest: It has a webhook too, its name or its notes are too long, or there are notes and no outbox.
+    """
+    outbox, size = acceptance.outbox, len(acceptance.notes)
+    if acceptance.webhook and outbox:
+        raise InvalidRequest(f"a request of outbox '{outbox}' can have no webhook; choose one of the two")
+    if size > MAX_NOTES_BYTES:
+        raise InvalidRequest(
+            f"the notes of a request take {size} bytes, more than {MAX_NOTES_BYTES}; keep them shorter"
+        )
+    if len(outbox) > MAX_OUTBOX_NAME:
+        raise InvalidRequest(f"the name of outbox '{outbox}' is longer than {MAX_OUTBOX_NAME} characters; shorten it")
+    if size and not outbox:
+        raise InvalidRequest("a request has notes and no outbox, so that nobody would read them; name an outbox")
 
 
 def hint(addresses: Sequence[Address]) -> bytes:

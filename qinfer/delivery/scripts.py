@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha1
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -40,12 +40,19 @@ PUBLISH = _load("publish")
 READ = _load("read")
 REFER = _load("refer", "drop")
 REMOVE = _load("remove", "drop")
-ACCEPT = _load("accept", "waiting", "now_ms", "drop")
-SETTLE = _load("settle", "now_ms", "drop")
+ACCEPT = _load("accept", "waiting", "now_ms", "drop", "tell", "accept_one")
+ACCEPT_EACH = _load("each", "waiting", "now_ms", "drop", "tell", "accept_one")
+SETTLE = _load("settle", "now_ms", "drop", "tell", "settle_one")
+SETTLE_EACH = _load("each", "now_ms", "drop", "tell", "settle_one")
 RECORD = _load("record")
 DUE = _load("due", "now_ms")
-NOTICES = _load("notices")
+NOTICES = _load("notices", "forget_consumers")
 CONFIRM = _load("confirm")
+ENDINGS = _load("endings", "forget_consumers")
+CONFIRM_ENDINGS = _load("confirm_endings")
+
+LABEL_STEP = _load("label_step", "now_ms")
+LABEL_CLAIM = _load("label_claim", "now_ms")
 
 JOB_CREATE = _load("job_create", "now_ms")
 JOB_DELETE = _load("job_delete", "now_ms", "job")
@@ -80,3 +87,27 @@ async def run(
         if error.kind != "NOSCRIPT":
             raise
     return await call(b"EVAL", script.text, len(keys), *keys, *arguments, **options)
+
+
+class Words(NamedTuple):
+    """KEYS and ARGV of a script."""
+
+    keys: Sequence[bytes]
+    arguments: Sequence[Argument]
+
+
+async def run_each(call: Callable[..., Awaitable[Any]], script: Script, requests: Sequence[Words]) -> Any:
+    """Runs a script of `each.lua`; returns what it returns for each request.
+
+    Args:
+        call: As for `run`.
+        script: Which.
+        requests: KEYS and ARGV for each; all keys in one cluster slot, as many for each.
+    """
+    keys: list[bytes] = []
+    arguments: list[Argument] = [len(requests), len(requests[0].keys)]
+    for words in requests:
+        keys += words.keys
+        arguments.append(len(words.arguments))
+        arguments += words.arguments
+    return await run(call, script, keys, *arguments)

@@ -2,10 +2,10 @@
 
 import pytest
 
+from qinfer.control.admission import judge, most_waiting, queue_timeout_s
 from qinfer.control.capacity import Capacity
 from qinfer.errors import DeadlineInfeasible, QueueFull
 from qinfer.repository.spec import QueuePolicy
-from qinfer_api.admission import judge, most_waiting, queue_timeout_s
 
 LIVE = Capacity(10.0, 0.0, 1)
 UNKNOWN = Capacity()

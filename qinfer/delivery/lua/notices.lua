@@ -46,10 +46,5 @@ if left > 0 then
   for _, entry in ipairs(reply and reply[1][2] or {}) do take(entry[1], 1, entry) end
 end
 
-for _, fields in ipairs(redis.call('XINFO', 'CONSUMERS', outbox, group)) do
-  local info = {}
-  for i = 1, #fields, 2 do info[fields[i]] = fields[i + 1] end
-  -- DELCONSUMER drops what a consumer still owns: only those that own nothing
-  if info.pending == 0 and info.idle > gone then redis.call('XGROUP', 'DELCONSUMER', outbox, group, info.name) end
-end
+forget_consumers(outbox, group, gone)
 return {start, taken}

@@ -1,0 +1,14 @@
+-- Does for several requests of one partition what another script does for one: its function `one`.
+-- KEYS: those of each. ARGV: how many requests there are, how many keys each has, then for each how many arguments follow,
+--   and they.
+-- Returns what that script returns, for each.
+local width = tonumber(ARGV[2])
+local answers, at = {}, 3
+for number = 1, tonumber(ARGV[1]) do
+  local keys, arguments, count = {}, {}, tonumber(ARGV[at])
+  for i = 1, width do keys[i] = KEYS[(number - 1) * width + i] end
+  for i = 1, count do arguments[i] = ARGV[at + i] end
+  at = at + count + 1
+  answers[number] = one(keys, arguments)
+end
+return answers

@@ -1,0 +1,54 @@
+-- What settle.lua says, for the keys and arguments of one request.
+local function one(KEYS, ARGV)
+local DAY_MS = 86400000
+local record, result, staged, due, outbox, payload = unpack(KEYS)
+local prefix, group, id, given_lane, given_entry, place, blob, attempt = unpack(ARGV, 1, 8)
+
+local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters', 'outbox',
+  'result_ttl_ms', 'tombstone_ttl_ms')
+local is_first = known[1] == 'queued'
+local lane, entry = is_first and prefix .. known[2] .. ':' .. known[3], known[4]
+if is_first and place == 'staged' and redis.call('EXISTS', staged) == 0 then return {'gone', '', {}} end
+if is_first and attempt == '0' then
+  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- an error where there is no group yet
+  if pending[1] then attempt = pending[1][4] end
+end
+
+-- What frees memory comes first: after a write Redis lets a script go on, however full its memory is.
+local function remove(from, entry_id)
+  redis.call('XACK', from, group, entry_id)
+  redis.call('XDEL', from, entry_id)
+end
+if given_entry ~= '' then remove(given_lane, given_entry) end
+if is_first then remove(lane, entry) end -- it may have been moved since its worker took it
+local objects = {}
+drop(payload, objects)
+redis.call('ZREM', due, id)
+if not is_first then
+  drop(staged, objects)
+  return {'late', '', objects}
+end
+
+local result_ttl, lifetime, now = known[8], known[8] + known[9], now_ms()
+redis.call('HSET', record, 'finished_at', now, 'expires_at', now + result_ttl, 'attempts', attempt, unpack(ARGV, 9))
+if known[6] then redis.call('HDEL', record, 'waiters') end
+redis.call('PEXPIRE', record, lifetime)
+if place == 'staged' then
+  redis.call('RENAME', staged, result)
+  redis.call('PEXPIRE', result, result_ttl)
+elseif place == 'given' then
+  redis.call('SET', result, blob, 'PX', result_ttl)
+end
+if known[7] then
+  local notes = redis.call('HGET', record, 'notes')
+  local notice = tell(prefix .. 'outbox:' .. known[7], id, notes, lifetime + DAY_MS, now)
+  redis.call('HSET', record, 'notice', notice)
+elseif known[5] and known[5] ~= '' then
+  redis.call('HSET', record, 'webhook_state', 'pending')
+  redis.call('XADD', outbox, '*', 'r', id)
+  -- Without its request's record a notice is of no use: where webhooks were switched off, none stays for ever.
+  local kept = lifetime + DAY_MS
+  if redis.call('PTTL', outbox) < kept then redis.call('PEXPIRE', outbox, kept) end
+end
+return {'first', known[6] or '', objects}
+end
