@@ -47,7 +47,7 @@ def read_output(
     if status.state != "completed" and not (partial and status.has_ended):
         raise ResultNotFound(f"job '{status.id}' is {status.state}: {_remedy(status)}")
     name = MANIFEST if status.state == "completed" else PARTIAL
-    files, folder = _opened(status.output_url, storage_options or {})
+    files, folder = open_folder(status.output_url, storage_options or {})
     try:
         manifest = msgspec.json.decode(files.cat_file(f"{folder}/{name}"), type=_Manifest)
         table = _read(files, folder, manifest, columns)
@@ -85,7 +85,7 @@ def _remedy(status: JobStatus) -> str:
     return "resume() it, or read what is there with partial=True"
 
 
-def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+def open_folder(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """Returns a folder's file system, and its path there."""
     scheme = url.partition("://")[0]
     try:

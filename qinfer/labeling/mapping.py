@@ -1,0 +1,237 @@
+"""A mapping: which fields of a task are which inputs of a model, and which of its outputs are which labels.
+
+One file is one mapping: YAML (`.yaml`, `.yml`) or TOML. docs/reference/labeling-mappings.md has every field.
+"""
+
+from collections.abc import Iterator, Sequence
+from collections.abc import Mapping as AnyMapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from qinfer.errors import InferenceFailed, InvalidRequest, SettingsError
+from qinfer.labeling.inputs import InputField, file_references, input_problems, make_request
+from qinfer.labeling.label_config import LabelConfig
+from qinfer.labeling.mapping_file import explained, read_fields
+from qinfer.labeling.results import Prediction, Scoring, make_prediction
+from qinfer.labeling.rules import Rule, rule_problems, wanted_outputs
+from qinfer.labeling.values import Outputs, Task, outputs_of
+from qinfer.messages import InferRequest, Response
+from qinfer.repository.spec import ModelSpec
+
+SUFFIXES = (".yaml", ".yml", ".toml")
+
+_NO_FILES: AnyMapping[str, bytes] = MappingProxyType({})
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, int | str) else value
+
+
+class Mapping(BaseModel):
+    """How one model answers the tasks of labeling projects; made by `load_mapping` and `load_mappings`.
+
+    Attributes:
+        name: Its name, unique among the mappings of a gateway.
+        model: The model that is asked.
+        version: The model's version; 0 = the highest that is ready.
+        project: The Label Studio projects that it is for; empty = any that asks for the model.
+        mode: `predict`: predictions are answered at once; `push`: tasks are queued, and predictions sent when there
+            are some, for models that take longer than Label Studio waits.
+        priority: The priority of its requests; 0 = the model's default.
+        inputs: The model's input → the field of a task that it is made of.
+        results: What is made of the outputs: one rule for each control of the label config that gets predictions.
+        score: A task's confidence, of those of its results: their `mean`, `min` or `max`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    model: Annotated[str, Field(min_length=1)]
+    version: Annotated[int, Field(ge=0)] = 0
+    project: Annotated[tuple[int, ...], BeforeValidator(_listed)] = ()
+    mode: Literal["predict", "push"] = "predict"
+    priority: Annotated[int, Field(ge=0)] = 0
+    inputs: dict[str, InputField] = Field(default_factory=dict)
+    results: Annotated[tuple[Rule, ...], Field(min_length=1)]
+    score: Scoring = "mean"
+
+    @model_validator(mode="after")
+    def _one_rule_for_a_control(self) -> "Mapping":
+        controls = [rule.from_name for rule in self.results]
+        if twice := next((name for name in controls if controls.count(name) > 1), ""):
+            raise ValueError(f"two of the results are for the control '{twice}'")
+        return self
+
+    def check(self, spec: ModelSpec | None = None, label_config: LabelConfig | None = None) -> None:
+        """Checks the mapping against a model, a label config, or both; for set-up, before there are tasks.
+
+        Args:
+            spec: The model's configuration.
+            label_config: What `parse_label_config` returns.
+
+        Raises:
+            InvalidRequest: They do not fit; the message names every problem, one a line.
+        """
+        if found := [*self._problems(spec, label_config)]:
+            raise InvalidRequest(f"mapping '{self.name}' does not fit: " + "\n".join(found))
+
+    def files(self, task: Task) -> tuple[str, ...]:
+        """Returns the references of the files that `request` needs, as the task has them: URLs or paths.
+
+        Raises:
+            InvalidRequest: The task lacks a field, or it holds no text.
+        """
+        return file_references(self.inputs, task)
+
+    def request(self, task: Task, spec: ModelSpec, files: AnyMapping[str, bytes] = _NO_FILES) -> InferRequest:
+        """Makes the request for one task; tasks are batched on the model's queue, not here.
+
+        Only the outputs that the mapping uses are asked for.
+
+        Args:
+            task: `{"id": …, "data": {…}}`, as Label Studio sends it.
+            spec: The model's configuration.
+            files: Reference, as `files` returns it → the file's content.
+
+        Raises:
+            InvalidRequest: The task lacks a field, or its value does not fit the input; the message names both.
+        """
+        outputs = wanted_outputs(self.results)
+        tensors = make_request(self.inputs, task, spec, files)
+        return InferRequest(
+            model=self.model, inputs=tensors, version=self.version, outputs=outputs, priority=self.priority
+        )
+
+    def prediction(self, task: Task, response: Response, label_config: LabelConfig | None = None) -> Prediction:
+        """Makes a task's prediction of the model's response.
+
+        Args:
+            task: The task of the request: it may hold the image's size, and its id makes those of the results.
+            response: The response to `request`, with its outputs.
+            label_config: What the results have to fit; `None` = that is not checked.
+
+        Raises:
+            OutputMismatch: An output is missing, or its values can't be what the mapping says.
+            InferenceFailed: The response is a failure.
+            InvalidRequest: The results do not fit the label config, or the task lacks the image's size.
+        """
+        if response.failure:
+            raise InferenceFailed(response.failure.message)
+        version = model_version(response.model or self.model, response.version)
+        return self.prediction_of(task, outputs_of(response.outputs), version, label_config)
+
+    def prediction_of(
+        self, task: Task, outputs: Outputs, version: str, label_config: LabelConfig | None = None
+    ) -> Prediction:
+        """Does the same with outputs that are arrays already, such as those of a row of a bulk job's output.
+
+        Args:
+            task: See `prediction`.
+            outputs: Output → its values; a leading batch dimension of 1 makes no difference.
+            version: What `Prediction.model_version` says.
+            label_config: See `prediction`.
+
+        Raises:
+            OutputMismatch: See `prediction`.
+            InvalidRequest: See `prediction`.
+        """
+        if label_config is not None:
+            self.check(label_config=label_config)
+        return make_prediction(self.results, self.score, task, outputs, version, label_config)
+
+    def _problems(self, spec: ModelSpec | None, label_config: LabelConfig | None) -> Iterator[str]:
+        if spec is not None:
+            yield from input_problems(self.inputs, spec)
+        for rule in self.results:
+            yield from rule_problems(rule, spec, label_config)
+
+
+class Mappings:
+    """The mappings that a gateway has; made by `load_mappings`.
+
+    Args:
+        mappings: Each with its own name, and no two for one model and project.
+
+    Raises:
+        SettingsError: Two are for the same.
+    """
+
+    def __init__(self, mappings: Sequence[Mapping] = ()) -> None:
+        self._mappings = tuple(mappings)
+        self._found: dict[tuple[str, int | None], Mapping] = {}
+        names: set[str] = set()
+        for mapping in mappings:
+            if mapping.name in names:
+                raise SettingsError(f"two mappings have the name '{mapping.name}'")
+            names.add(mapping.name)
+            for project in mapping.project or (None,):
+                other = self._found.setdefault((mapping.model, project), mapping)
+                if other is not mapping:
+                    what = "any project" if project is None else f"project {project}"
+                    raise SettingsError(
+                        f"mappings '{other.name}' and '{mapping.name}' are both for model '{mapping.model}' and {what}"
+                    )
+
+    def __len__(self) -> int:
+        return len(self._mappings)
+
+    def __iter__(self) -> Iterator[Mapping]:
+        return iter(self._mappings)
+
+    def of(self, model: str, project: int | None = None) -> Mapping:
+        """Returns the mapping for a model and a project: the project's own, else the one for any project.
+
+        Args:
+            model: The model's name.
+            project: The project's id; `None` = it is not known.
+
+        Raises:
+            InvalidRequest: There is none.
+        """
+        found = self._found.get((model, project)) or self._found.get((model, None))
+        if found is None:
+            known = ", ".join(sorted({mapping.model for mapping in self._mappings})) or "none"
+            raise InvalidRequest(
+                f"there is no labeling mapping for model '{model}' and project {project}; "
+                f"there are mappings for these models: {known}"
+            )
+        return found
+
+
+def model_version(model: str, version: int) -> str:
+    """Returns what predictions call the model that made them: `<model>:<version>`."""
+    return f"{model}:{version}" if version else model
+
+
+def load_mappings(directory: str | Path) -> Mappings:
+    """Reads every mapping file of a directory, by name; other files are left alone.
+
+    Args:
+        directory: Where the files are; not searched deeper.
+
+    Raises:
+        SettingsError: It can't be read, a file is no mapping (the message names file and field), or two are for the
+            same.
+    """
+    try:
+        paths = sorted(path for path in Path(directory).iterdir() if path.suffix in SUFFIXES)
+    except OSError as error:
+        raise SettingsError(f"the directory of mappings '{directory}' can't be read: {error.strerror}") from None
+    return Mappings([load_mapping(path) for path in paths])
+
+
+def load_mapping(path: str | Path) -> Mapping:
+    """Reads one mapping file.
+
+    Raises:
+        SettingsError: It can't be read, or is no mapping; the message names file and field.
+    """
+    path = Path(path)
+    fields = read_fields(path)
+    try:
+        return Mapping.model_validate({"name": path.stem, **fields})
+    except ValidationError as error:
+        raise SettingsError(f"the mapping '{path}': {explained(error)}") from None

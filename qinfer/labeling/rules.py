@@ -1,0 +1,249 @@
+"""The rules of a mapping: what is made of a model's outputs, one rule for each control.
+
+They are checked against models and label configs here; `choices` and `boxes` apply them.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from qinfer.labeling.label_config import Control, LabelConfig
+from qinfer.repository.spec import ModelSpec, TensorSpec
+
+Activation = Literal["none", "softmax", "sigmoid"]
+BoxFormat = Literal["xyxy", "xywh", "cxcywh", "yxyx"]
+Units = Literal["pixel", "fraction", "percent"]
+
+_SHOWN = 10
+
+
+class ImageSize(BaseModel):
+    """The size of a task's image: an output of the model, numbers, or fields of the task. One way of the three.
+
+    Attributes:
+        output: An output of two numbers.
+        order: Which of them is which: `hw` is height, width.
+        width: Pixels, the same for all images; and so `height`.
+        height: See `width`.
+        width_field: The field of a task's data that holds it; and so `height_field`.
+        height_field: See `width_field`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    output: str = ""
+    order: Literal["hw", "wh"] = "hw"
+    width: Annotated[int, Field(ge=0)] = 0
+    height: Annotated[int, Field(ge=0)] = 0
+    width_field: str = ""
+    height_field: str = ""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> "ImageSize":
+        pairs = (self.width, self.height), (self.width_field, self.height_field)
+        if sum([bool(self.output), *(all(pair) for pair in pairs)]) != 1 or any(any(p) != all(p) for p in pairs):
+            raise ValueError("say one of: output, or width and height, or width_field and height_field")
+        return self
+
+
+def _named(value: object) -> object:
+    return {"output": value} if isinstance(value, str) else value
+
+
+class _Rule(BaseModel):
+    """What all rules have.
+
+    Attributes:
+        from_name: The control of the label config; in other tools the question or field.
+        to_name: The object that it labels.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+    from_name: Annotated[str, Field(min_length=1)]
+    to_name: Annotated[str, Field(min_length=1)]
+
+
+class _LabelRule(_Rule):
+    """What rules that give labels have.
+
+    Attributes:
+        labels: The model's classes in its order.
+        label: An output that says which: text, or numbers that count `labels` from 0.
+        threshold: What has a lower score is left out.
+        activation: What makes scores of the output's values; `none` = they are 0 … 1 already.
+        rename: What the model says → what the label config says.
+        unknown: A label that the label config does not have: `fail` the task, or `drop` the label.
+    """
+
+    labels: tuple[str, ...] = ()
+    label: str = ""
+    threshold: Annotated[float, Field(ge=0, le=1)] = 0.0
+    activation: Activation = "none"
+    rename: dict[str, str] = Field(default_factory=dict)
+    unknown: Literal["fail", "drop"] = "fail"
+
+
+class ChoicesRule(_LabelRule):
+    """Choices: what a text, an image, a task is.
+
+    Attributes:
+        scores: An output with one score for each of `labels`.
+        score: With `label`: an output with the score of each label that it names.
+        top: At most so many labels, the best first.
+    """
+
+    type: Literal["choices"]
+    scores: str = ""
+    score: str = ""
+    top: Annotated[int, Field(ge=1)] = 1
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ChoicesRule":
+        if bool(self.scores) == bool(self.label):
+            raise ValueError("say one of: scores (with labels), or label (with score)")
+        if self.scores and not self.labels:
+            raise ValueError("scores need labels: the model's classes in its order")
+        if self.score and not self.label:
+            raise ValueError("score goes with label; without it there is scores")
+        return self
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs that it uses."""
+        return tuple(name for name in (self.scores, self.label, self.score) if name)
+
+
+class RectanglesRule(_LabelRule):
+    """Rectangles with a label each, on an image.
+
+    Attributes:
+        boxes: An output of four numbers for each box.
+        format: What they are: corners, corner and size, or centre and size.
+        units: What they count: pixels, 0 … 1 of the image, or 0 … 100.
+        size: The image's size in pixels.
+        resized_to: Width and height that every image had when the model saw it, when pixels count in that.
+        scores: An output with one score for each box, or without `label` one for each box and label.
+        top: At most so many boxes, the best first.
+        category_ids: The ids that the labels have in COCO files; by default 1, 2, ….
+    """
+
+    type: Literal["rectanglelabels"]
+    boxes: Annotated[str, Field(min_length=1)]
+    format: BoxFormat = "xyxy"
+    units: Units = "pixel"
+    size: Annotated[ImageSize | None, BeforeValidator(_named)] = None
+    resized_to: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
+    scores: str = ""
+    top: Annotated[int, Field(ge=1)] = 300
+    category_ids: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _whole(self) -> "RectanglesRule":
+        if self.units == "pixel" and not (self.size or self.resized_to):
+            raise ValueError("units: pixel needs size, or resized_to")
+        if not self.label and not self.labels:
+            raise ValueError("say labels, or label, or both")
+        if not self.label and len(self.labels) > 1 and not self.scores:
+            raise ValueError("several labels need label, or scores with one for each box and label")
+        if self.scores and self.activation == "softmax" and (self.label or len(self.labels) == 1):
+            raise ValueError("softmax needs scores with one for each box and label; one for each box takes sigmoid")
+        if self.category_ids and len(self.category_ids) != len(self.labels):
+            raise ValueError(f"category_ids has {len(self.category_ids)} ids for {len(self.labels)} labels")
+        return self
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs that it uses."""
+        size = self.size.output if self.size else ""
+        return tuple(name for name in (self.boxes, self.scores, self.label, size) if name)
+
+
+class TextRule(_Rule):
+    """Text that the model writes.
+
+    Attributes:
+        text: An output; each of its elements is a text, and empty ones are left out.
+        score: An output with one score.
+    """
+
+    type: Literal["textarea"]
+    text: Annotated[str, Field(min_length=1)]
+    score: str = ""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The outputs that it uses."""
+        return tuple(name for name in (self.text, self.score) if name)
+
+
+Rule = Annotated[ChoicesRule | RectanglesRule | TextRule, Field(discriminator="type")]
+
+
+def wanted_outputs(rules: Sequence[Rule]) -> tuple[str, ...]:
+    """Returns the outputs that rules use, each once."""
+    return tuple(dict.fromkeys(name for rule in rules for name in rule.outputs))
+
+
+def allowed_labels(rule: Rule, label_config: LabelConfig | None) -> frozenset[str] | None:
+    """Returns the labels that the rule's control has; `None` = any may be right."""
+    control = label_config.controls.get(rule.from_name) if label_config else None
+    return frozenset(control.labels) if control and control.labels and not control.is_dynamic else None
+
+
+def rule_problems(rule: Rule, spec: ModelSpec | None, label_config: LabelConfig | None) -> Iterator[str]:
+    """Says why a rule does not fit a model or a label config, one problem at a time."""
+    if spec is not None:
+        outputs = {output.name: output for output in spec.outputs}
+        for name in rule.outputs:
+            if name not in outputs:
+                yield f"model '{spec.name}' has no output '{name}'; it has {_some(outputs)}"
+            elif problem := _output_problem(rule, name, outputs[name]):
+                yield problem
+    if label_config is not None:
+        control = label_config.controls.get(rule.from_name)
+        if control is None:
+            yield f"the label config has no control '{rule.from_name}'; it has {_some(label_config.controls)}"
+        else:
+            yield from _control_problems(rule, control, allowed_labels(rule, label_config))
+
+
+def _output_problem(rule: Rule, name: str, output: TensorSpec) -> str:
+    is_text = output.datatype == "BYTES"
+    if is_text and not (isinstance(rule, TextRule) and name == rule.text) and name != getattr(rule, "label", ""):
+        return f"output '{name}' has text, where '{rule.from_name}' needs numbers"
+    if isinstance(rule, TextRule) and name == rule.text and not is_text:
+        return f"output '{name}' has {output.datatype}, where '{rule.from_name}' needs text (BYTES)"
+    if not is_text and not isinstance(rule, TextRule) and name == rule.label and not rule.labels:
+        return f"output '{name}' has numbers: '{rule.from_name}' needs labels, which they count"
+    count = -1 if -1 in output.dims else prod(output.dims)
+    if isinstance(rule, ChoicesRule) and name == rule.scores and count not in {-1, len(rule.labels)}:
+        return f"output '{name}' has {count} scores, and '{rule.from_name}' {len(rule.labels)} labels"
+    if isinstance(rule, RectanglesRule) and name == rule.boxes and count % 4 and count != -1:
+        return f"output '{name}' has {count} numbers, which are no boxes of 4"
+    return ""
+
+
+def _control_problems(rule: Rule, control: Control, allowed: frozenset[str] | None) -> Iterator[str]:
+    if control.type != rule.type:
+        yield f"control '{rule.from_name}' is {control.type} in the label config, and {rule.type} in the mapping"
+    if rule.to_name not in control.to_names:
+        yield f"control '{rule.from_name}' labels {_some(control.to_names)}, not '{rule.to_name}'"
+    if isinstance(rule, ChoicesRule) and rule.top > 1 and control.type == "choices" and not control.is_multiple:
+        yield f"control '{rule.from_name}' takes one choice: set top: 1, or choice=\"multiple\" in the label config"
+    if allowed is None or isinstance(rule, TextRule) or rule.unknown == "drop":
+        return
+    named = [rule.rename.get(label, label) for label in rule.labels] or list(rule.rename.values())
+    if wrong := [label for label in named if label and label not in allowed]:
+        yield (
+            f"control '{rule.from_name}' has no label {_some(wrong)}; it has {_some(sorted(allowed))}: "
+            "rename them, or set unknown: drop"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = [f"'{name[:60]}'" for name in names]
+    shown = ", ".join(listed[:_SHOWN]) or "none"
+    return f"{shown} and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else shown

@@ -1,0 +1,82 @@
+"""What goes in and out of a mapping: tasks, and a model's outputs as arrays."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qinfer.errors import InvalidRequest, OutputMismatch
+from qinfer.tensors import Tensor, to_numpy
+
+Task = Mapping[str, Any]
+"""A task: `id`, and `data` with its fields; what else Label Studio sends is not looked at."""
+
+Array = npt.NDArray[Any]
+Outputs = Mapping[str, Array]
+"""Output → its values; BYTES are objects of `bytes` or `str`."""
+
+
+def outputs_of(tensors: Iterable[Tensor]) -> dict[str, Array]:
+    """Returns the outputs of a response as arrays."""
+    return {tensor.name: to_numpy(tensor) for tensor in tensors}
+
+
+def field_of(task: Task, field: str) -> Any:
+    """Returns a field of a task's data; dots lead into objects, unless a field has the whole name.
+
+    Raises:
+        InvalidRequest: The task has no such field, or it is null.
+    """
+    data = task.get("data")
+    if not isinstance(data, Mapping):
+        raise InvalidRequest("the task has no object 'data'")
+    value = data.get(field)
+    if value is None and "." in field:
+        value = data
+        for part in field.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+    if value is None:
+        known = ", ".join(str(name)[:60] for name in list(data)[:20]) or "none"
+        raise InvalidRequest(f"the task's data has no field '{field}'; it has {known}")
+    return value
+
+
+def numbers(outputs: Outputs, name: str) -> npt.NDArray[np.float64]:
+    """Returns an output's values in one row.
+
+    Raises:
+        OutputMismatch: There is no such output, or it has no numbers.
+    """
+    array = output(outputs, name)
+    if array.dtype.kind not in "biuf":
+        raise OutputMismatch(f"output '{name}' has {_kind(array)}, not numbers")
+    return array.astype(np.float64).reshape(-1)
+
+
+def texts(outputs: Outputs, name: str) -> list[str]:
+    """Returns an output's values as text, in one row; bytes that are not UTF-8 become replacement characters.
+
+    Raises:
+        OutputMismatch: There is no such output, or it has numbers.
+    """
+    array = output(outputs, name)
+    if array.dtype.kind not in "OSU":
+        raise OutputMismatch(f"output '{name}' has {_kind(array)}, not text")
+    return [value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in array.ravel()]
+
+
+def output(outputs: Outputs, name: str) -> Array:
+    """Returns an output.
+
+    Raises:
+        OutputMismatch: There is none of that name.
+    """
+    try:
+        return outputs[name]
+    except KeyError:
+        raise OutputMismatch(f"there is no output '{name}'; there are {', '.join(outputs) or 'none'}") from None
+
+
+def _kind(array: Array) -> str:
+    return "text" if array.dtype.kind in "OSU" else f"values of {array.dtype}"
