@@ -19,6 +19,7 @@ PRESCRIBED = {
     501: [
         r"Unsupported compression type",  # §1.11
         r"'repository_name' specification is not supported",  # §1.1
+        r"Label Studio is not served here",
         r"Client shared memory is disabled",  # §1.15
         r"CUDA shared memory is not supported",
         r"(trace|log) file location can not be updated through network protocol",  # §1.16, §1.17

@@ -34,6 +34,7 @@ from qinfer_api.janitor import Janitor
 from qinfer_api.job_intake import examine_here
 from qinfer_api.job_janitor import JobJanitor
 from qinfer_api.jobs import BulkJobs
+from qinfer_api.labeling.parts import LabelingParts, check_labeling
 from qinfer_api.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.reporting import Reporting
 from qinfer_api.repository_watch import RepositoryWatch, note_errors, open_here
@@ -62,10 +63,11 @@ async def build(settings: Settings) -> "Gateway":
     Raises:
         BrokerUnavailable: Redis can't be reached.
         SettingsError: Who may call is not set or can't be read, webhooks can't be signed, an address can't be bound,
-            Redis refuses the credentials, or a model repository can't be read.
+            Redis refuses the credentials, or a model repository or the labeling mappings can't be read.
     """
     load_auth(settings.auth, settings.http.host)  # what is wrong with it shows before anything is opened
     read_secret(settings.webhooks)
+    check_labeling(settings.labeling)
     Restrictions.for_http(settings.http.restricted)
     if settings.grpc.enabled:
         Restrictions.for_grpc(settings.grpc.restricted)
@@ -169,10 +171,10 @@ class Gateway:
             tasks=self._tasks,
             examine=examine_here,
         )
-        self._job_janitor: JobJanitor | None = None
-        if settings.bulk.enabled:
-            pause_s, finalise = settings.requests.sweep_every_s, self._tasks.finalise
-            self._job_janitor = JobJanitor(delivery.jobs, self.catalog, finalise, pause_s, consumer=self._owner)
+        self._labeling = LabelingParts(
+            settings, delivery, self.catalog, self.dispatcher, self.requests, consumer=self._owner
+        )
+        self._job_janitor = self._janitor_of_jobs(settings)
         self.dispatcher.unclaimed = self.requests.waits.wake
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
         codec = InferCodec(self.dispatcher, self.memory, settings)
@@ -204,6 +206,13 @@ class Gateway:
         )
         return requests, janitor
 
+    def _janitor_of_jobs(self, settings: Settings) -> JobJanitor | None:
+        """Makes what looks after bulk jobs, where there are any."""
+        if not settings.bulk.enabled:
+            return None
+        pause_s, finalise = settings.requests.sweep_every_s, self._tasks.finalise
+        return JobJanitor(self._delivery.jobs, self.catalog, finalise, pause_s, consumer=self._owner)
+
     def _services(self, settings: Settings, fast: FastPath, restrictions: Restrictions) -> Services:
         """Makes what the routes and the calls of gRPC need."""
         return Services(
@@ -211,6 +220,7 @@ class Gateway:
             dispatcher=self.dispatcher,
             requests=self.requests,
             jobs=self.jobs,
+            labeling=self._labeling.labeling,
             catalog=self.catalog,
             codec=fast.codec,
             shared_memory=self.memory,
@@ -246,6 +256,8 @@ class Gateway:
                     tasks.append(group.create_task(self._watch.run()))
                 if self._job_janitor is not None:
                     tasks.append(group.create_task(self._job_janitor.run()))
+                if self._labeling.pusher is not None:
+                    tasks.append(group.create_task(self._labeling.pusher.run()))
                 await listening.wait()
                 await self._serve_all()
                 self._give_up()
@@ -263,6 +275,7 @@ class Gateway:
                 await self.rpc.close()
             self.memory.close()
             self._tasks.close()
+            await self._labeling.close()
             await self._delivery.close()
             await self._store.close()
 

@@ -1,7 +1,7 @@
 """Where webhooks may go: an allow-list of hosts, and no address within the network unless that is allowed.
 
 A target is checked when a request names it, and again at each delivery: the name may lead elsewhere by then. What is
-delivered goes to the very address that was checked.
+delivered goes to the very address that was checked. The files of labeling tasks are fetched by the same rules.
 """
 
 import asyncio
@@ -22,11 +22,29 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MAX_URL_CHARACTERS = 2048
 
-_ALLOW, _PRIVATE = "QINFER_WEBHOOKS__ALLOW", "QINFER_WEBHOOKS__ALLOW_PRIVATE"
 _PORTS = {"https": 443, "http": 80}
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _RESOLVE_TIMEOUT_S = 5.0
 _resolver = ThreadPoolExecutor(4, "webhook-names")  # a name that hangs may not keep the threads that decode bodies
+
+
+class Words(NamedTuple):
+    """What error texts call the targets.
+
+    Attributes:
+        name: One of them.
+        refused: How the text for a host that is not allowed begins.
+        allow: The setting of the hosts.
+        private: The setting that allows private addresses.
+    """
+
+    name: str
+    refused: str
+    allow: str
+    private: str
+
+
+OF_WEBHOOKS = Words("webhook", "webhooks may not go to", "QINFER_WEBHOOKS__ALLOW", "QINFER_WEBHOOKS__ALLOW_PRIVATE")
 
 
 class Target(NamedTuple):
@@ -64,13 +82,15 @@ class Targets:
     Args:
         settings: What is allowed.
         resolve: Looks up names; the system's resolver by default.
+        words: What they are called; webhooks by default.
 
     Raises:
         SettingsError: An entry of the allow-list is no host.
     """
 
-    def __init__(self, settings: WebhookSettings, resolve: Resolve | None = None) -> None:
-        self._allowed = [_parse(entry) for entry in settings.allow]
+    def __init__(self, settings: WebhookSettings, resolve: Resolve | None = None, words: Words = OF_WEBHOOKS) -> None:
+        self._words = words
+        self._allowed = [_parse(entry, words) for entry in settings.allow]
         self._allow_private = settings.allow_private
         self._resolve = resolve or _resolve
 
@@ -80,17 +100,18 @@ class Targets:
         Raises:
             InvalidRequest: Webhooks may not go there; the text names the host and what would allow it.
         """
-        parsed = _parsed(url)
+        words = self._words
+        parsed = _parsed(url, words.name)
         host = parsed.raw_host.decode("ascii").lower()
         if not any(entry.matches(parsed, host) for entry in self._allowed):
             raise InvalidRequest(
-                f"webhooks may not go to '{parsed.netloc.decode('ascii')}'; {_ALLOW} lists where they may"
+                f"{words.refused} '{parsed.netloc.decode('ascii')}'; {words.allow} lists where they may"
             )
         addresses = await self._addresses(host, parsed.port or _PORTS[parsed.scheme])
         for address in addresses:
             if not (self._allow_private or is_public(address)):
                 raise InvalidRequest(
-                    f"webhook host '{host}' leads into a private network; {_PRIVATE} allows such hosts"
+                    f"{words.name} host '{host}' leads into a private network; {words.private} allows such hosts"
                 )
         return Target(parsed, host, addresses[0])
 
@@ -101,7 +122,7 @@ class Targets:
         except (OSError, UnicodeError, TimeoutError):
             addresses = []
         if not addresses:
-            raise InvalidRequest(f"webhook host '{host}' can't be resolved; check its name")
+            raise InvalidRequest(f"{self._words.name} host '{host}' can't be resolved; check its name")
         return addresses
 
 
@@ -119,24 +140,24 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 
-def _parsed(url: str) -> httpx.URL:
-    """Reads a webhook's URL; error texts do not repeat it, for it may hold a secret."""
+def _parsed(url: str, name: str) -> httpx.URL:
+    """Reads a URL; error texts do not repeat it, for it may hold a secret."""
     if len(url) > MAX_URL_CHARACTERS or not (url.isascii() and url.isprintable()):
-        raise InvalidRequest(f"a webhook URL has at most {MAX_URL_CHARACTERS} printable ASCII characters")
+        raise InvalidRequest(f"a {name} URL has at most {MAX_URL_CHARACTERS} printable ASCII characters")
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise InvalidRequest(f"the webhook URL is not a URL: {error}") from None
+        raise InvalidRequest(f"the {name} URL is not a URL: {error}") from None
     if parsed.scheme not in _PORTS or not parsed.raw_host:
-        raise InvalidRequest("a webhook URL begins with https:// or http:// and names a host")
+        raise InvalidRequest(f"a {name} URL begins with https:// or http:// and names a host")
     if parsed.userinfo:
-        raise InvalidRequest("a webhook URL carries no user name and no password; webhooks are signed instead")
+        raise InvalidRequest(f"a {name} URL carries no user name and no password; leave them out")
     if parsed.fragment:
-        raise InvalidRequest("a webhook URL has no fragment (#…); leave it out")
+        raise InvalidRequest(f"a {name} URL has no fragment (#…); leave it out")
     return parsed
 
 
-def _parse(entry: str) -> _Allowed:
+def _parse(entry: str, words: Words) -> _Allowed:
     """Reads an entry of the allow-list: `example.org`, `*.example.org`, `host:port`, `[::1]:port`."""
     host, port = entry.strip().lower(), "0"
     name, colon, digits = host.rpartition(":")
@@ -145,7 +166,7 @@ def _parse(entry: str) -> _Allowed:
     host = host.removeprefix("[").removesuffix("]")
     wrong = not host or any(c in host for c in "/@ ") or "*" in host.removeprefix("*.") or int(port) > 65535
     if wrong:
-        raise SettingsError(f"{_ALLOW}: '{entry}' is no host; write example.org, *.example.org or host:port")
+        raise SettingsError(f"{words.allow}: '{entry}' is no host; write example.org, *.example.org or host:port")
     return _Allowed(host, int(port))
 
 

@@ -41,6 +41,7 @@ def configure(log: LogSettings, process: str, stream: TextIO | None = None) -> N
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # its other lines have whole URLs, which may hold secrets
     logging.captureWarnings(True)
 
 

@@ -15,6 +15,7 @@ from qinfer.settings.sections import (
     BulkSettings,
     GrpcSettings,
     HttpSettings,
+    LabelingSettings,
     LimitSettings,
     LogSettings,
     MetricsSettings,
@@ -48,6 +49,7 @@ class Settings(BaseSettings):
     webhooks: WebhookSettings = Field(default_factory=WebhookSettings)
     stores: StoreSettings = Field(default_factory=StoreSettings)
     bulk: BulkSettings = Field(default_factory=BulkSettings)
+    labeling: LabelingSettings = Field(default_factory=LabelingSettings)
     auth: AuthSettings = Field(default_factory=AuthSettings)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
     repository: RepositorySettings = Field(default_factory=RepositorySettings)

@@ -192,6 +192,49 @@ class BulkSettings(_Section):
     sweep_every_s: float = Field(10.0, gt=0, description="Seconds between looks for jobs that are stuck or expired.")
 
 
+class LabelingSettings(_Section):
+    """Label Studio (`/label-studio`)."""
+
+    mappings: str = Field(
+        "",
+        description="Directory of mapping files, one for each project; empty = Label Studio is not served. Changes are "
+        "seen within seconds.",
+    )
+    url: str = Field(
+        "",
+        description="Where Label Studio is, such as https://label.example.org: predictions are pushed there, and what "
+        "it keeps for its tasks is fetched there. What a request says of its address is not believed.",
+    )
+    token: SecretStr = Field(
+        SecretStr(""),
+        description="An access token of a Label Studio user who may change the projects: a personal access token, or a "
+        "legacy token. Never logged.",
+    )
+    predict_timeout_s: float = Field(
+        90.0, gt=0, description="Seconds that one call of predict may take; Label Studio waits for 100."
+    )
+    task_timeout_s: float = Field(
+        86400.0, gt=0, description="Timeout of a task whose prediction is pushed; a model's own longest goes before."
+    )
+    result_ttl_s: float = Field(
+        7 * 86400.0, gt=0, description="Seconds that a prediction waits for Label Studio to take it."
+    )
+    record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that a task which has ended can be asked for.")
+    call_timeout_s: float = Field(30.0, gt=0, description="Seconds that Label Studio has to answer a call.")
+    push_batch: int = Field(500, gt=0, le=500, description="Predictions that are pushed by one call.")
+    max_attempts: int = Field(10, gt=0, description="Pushes of a prediction that Label Studio fails on.")
+    file_hosts: tuple[str, ...] = Field(
+        (),
+        description="Hosts that the files of tasks may be fetched from: `example.org`, `*.example.org`, `host:port`. "
+        "Those of `url`, and of the stores that `stores.allow` names, need not be here.",
+    )
+    file_hosts_private: bool = Field(
+        False, description="File hosts may resolve to loopback, private or link-local addresses."
+    )
+    max_file_bytes: int = Field(32 * 2**20, gt=0, description="Largest file of a task.")
+    file_timeout_s: float = Field(20.0, gt=0, description="Seconds that one file may take.")
+
+
 class AuthSettings(_Section):
     """Who may call."""
 

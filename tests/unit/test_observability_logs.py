@@ -23,6 +23,7 @@ def logging_as_before() -> Iterator[None]:
     root.handlers[:], root.level = handlers, level
     for name in ("qinfer", "qinfer_api", "qinfer_workers"):
         logging.getLogger(name).setLevel(logging.NOTSET)
+    logging.getLogger("httpx").setLevel(logging.NOTSET)
     logging.captureWarnings(False)
 
 
@@ -153,6 +154,13 @@ def test_other_libraries_do_not_become_verbose(stream: io.StringIO) -> None:
     logs.apply(Switches(verbose_level=1))
 
     logging.getLogger("botocore.auth").debug("CanonicalRequest: …")
+
+    assert lines(stream) == []
+
+
+def test_urls_are_not_logged_by_the_http_client(stream: io.StringIO) -> None:
+    """Webhooks, and files of tasks, have secrets in theirs."""
+    logging.getLogger("httpx").info("HTTP Request: GET https://files.example.org/a?signature=hidden")
 
     assert lines(stream) == []
 

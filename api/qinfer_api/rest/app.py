@@ -9,6 +9,7 @@ from qinfer_api.rest.events import event_routes
 from qinfer_api.rest.generate import generate_routes
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.jobs import job_routes
+from qinfer_api.rest.label_studio import label_studio_routes
 from qinfer_api.rest.models import model_routes
 from qinfer_api.rest.openapi import document_of
 from qinfer_api.rest.repository import repository_routes
@@ -44,7 +45,8 @@ def build_app(services: Services) -> FastAPI:
         },
     )
     inference = restricted(services, "inference")
-    for routes in (infer_routes, generate_routes, request_routes, event_routes, job_routes):  # the busiest come first
+    busiest_first = (infer_routes, generate_routes, request_routes, event_routes, job_routes, label_studio_routes)
+    for routes in busiest_first:
         app.include_router(routes(services), dependencies=inference)
     for routes in (statistics_routes, model_routes, server_routes, repository_routes, settings_routes):
         app.include_router(routes(services))

@@ -21,6 +21,7 @@ from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.protocol import SENT_HEADERS
 from qinfer_api.http.replies import Reply, error_reply, failure_reply
 from qinfer_api.jobs import BulkJobs
+from qinfer_api.labeling.service import Labeling
 from qinfer_api.requests import AsyncRequests
 from qinfer_api.restrictions import Restrictions
 from qinfer_api.server_settings import LogSettings, TraceSettings
@@ -37,6 +38,7 @@ class Services:
         dispatcher: Takes infer requests.
         requests: Takes asynchronous ones.
         jobs: Takes bulk jobs.
+        labeling: Takes what Label Studio calls.
         catalog: Knows the models.
         codec: Reads infer requests and makes replies.
         shared_memory: What clients on this host share with this process.
@@ -53,6 +55,7 @@ class Services:
     dispatcher: Dispatcher
     requests: AsyncRequests
     jobs: BulkJobs
+    labeling: Labeling
     catalog: Catalog
     codec: InferCodec
     shared_memory: SharedMemory

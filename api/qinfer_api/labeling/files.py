@@ -1,0 +1,192 @@
+"""The files of tasks: fetched from Label Studio, from hosts and stores that the operator allows, and from nowhere else.
+
+What a task names is a user's word: no address within the network is called for it, and no file of this machine read,
+unless a setting says so. A redirect is not followed, since it leads where nobody has checked.
+"""
+
+import asyncio
+import base64
+import binascii
+import re
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import unquote
+
+import httpx
+
+import qinfer
+from qinfer.bulk.store import store_for
+from qinfer.errors import InvalidRequest, PayloadTooLarge, Unreachable
+from qinfer.settings import LabelingSettings, StoreSettings, WebhookSettings
+from qinfer.stores import check_url
+from qinfer_api.labeling.studio import LabelStudio
+from qinfer_api.targets import MAX_URL_CHARACTERS, Resolve, Targets, Words
+
+_DATA_URI = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
+_KEPT_BY_STUDIO = "/data/"
+_WEB = ("http", "https")
+_WORDS = Words(
+    "file",
+    "files of tasks may not be fetched from",
+    "QINFER_LABELING__FILE_HOSTS",
+    "QINFER_LABELING__FILE_HOSTS_PRIVATE",
+)
+_threads = ThreadPoolExecutor(8, "label-files")  # a store that hangs may not keep the threads that decode bodies
+
+
+class Files:
+    """One per gateway.
+
+    Args:
+        settings: Which hosts, and how much.
+        stores: Which object stores.
+        studio: Label Studio, for the files that it keeps; `None` = it is not known here.
+        resolve: Looks up names; the system's resolver by default.
+
+    Raises:
+        SettingsError: An entry of the hosts is none.
+    """
+
+    def __init__(
+        self,
+        settings: LabelingSettings,
+        stores: StoreSettings,
+        studio: LabelStudio | None,
+        resolve: Resolve | None = None,
+    ) -> None:
+        self._targets = targets_of(settings, resolve)
+        self._stores = stores
+        self._studio = studio
+        self._max_bytes = settings.max_file_bytes
+        self._timeout_s = settings.file_timeout_s
+        self._http: httpx.AsyncClient | None = None
+
+    async def close(self) -> None:
+        """Closes the HTTP client."""
+        if self._http is not None:
+            await self._http.aclose()
+
+    async def fetch(self, reference: str) -> bytes:
+        """Returns the content of a file.
+
+        Args:
+            reference: What the task has: a path below `/data/` of Label Studio, a URL, or a `data:` URI.
+
+        Raises:
+            InvalidRequest: It may not be fetched, or it is not there; the text says what would allow it.
+            Forbidden: No setting allows the store.
+            PayloadTooLarge: It is larger than `labeling.max_file_bytes`.
+            StoreError: The store does not give it.
+            Unreachable: It can't be fetched now.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._fetch(reference)
+        except TimeoutError:
+            raise Unreachable(f"a file of the task took longer than {self._timeout_s:g} s to fetch") from None
+
+    async def _fetch(self, reference: str) -> bytes:
+        if reference[:5].lower() == "data:":
+            return self._decoded(reference)
+        kept = self._path_at_studio(reference)
+        if kept:
+            return await self._from_studio(kept)
+        scheme = reference.partition("://")[0].lower()
+        if scheme in _WEB:
+            return await self._from_host(reference)
+        url = check_url(reference, self._stores.allow)
+        return await asyncio.get_running_loop().run_in_executor(_threads, self._from_store, url)
+
+    def _path_at_studio(self, reference: str) -> str:
+        """Returns path and query of what Label Studio keeps; empty for what is elsewhere."""
+        if reference.startswith("/"):
+            return reference
+        origin = self._studio.origin if self._studio is not None else ""
+        if origin and reference.startswith(origin + "/"):
+            return reference.removeprefix(origin)
+        return ""
+
+    async def _from_studio(self, path_and_query: str) -> bytes:
+        path = unquote(path_and_query.partition("?")[0])
+        wrong = not path.startswith(_KEPT_BY_STUDIO) or ".." in path.split("/") or "//" in path or "\\" in path
+        wrong = wrong or not path_and_query.isprintable() or len(path_and_query) > MAX_URL_CHARACTERS
+        if wrong or "#" in path_and_query:
+            raise InvalidRequest(
+                f"a file that Label Studio keeps is below {_KEPT_BY_STUDIO}; '{path_and_query[:100]}' is not"
+            )
+        if self._studio is None:
+            raise InvalidRequest("the file is kept by Label Studio, which QINFER_LABELING__URL does not name")
+        return await self._studio.file(path_and_query, self._max_bytes)
+
+    async def _from_host(self, url: str) -> bytes:
+        target = await self._targets.check(url)
+        headers = {"host": target.url.netloc.decode("ascii")}
+        at, named = target.url.copy_with(host=target.address), {"sni_hostname": target.host}
+        found = bytearray()
+        try:
+            async with self._client().stream("GET", at, headers=headers, extensions=named) as reply:
+                if reply.status_code != 200:
+                    raise _refused(target.host, reply.status_code)
+                if reply.headers.get("content-encoding", "identity") != "identity":  # a few bytes may become gigabytes
+                    raise InvalidRequest(f"file host '{target.host}' sends the file encoded; have it sent as it is")
+                async for chunk in reply.aiter_raw():
+                    found += chunk
+                    if len(found) > self._max_bytes:
+                        raise self._too_large()
+        except (httpx.HTTPError, OSError) as error:
+            raise Unreachable(f"file host '{target.host}' can't be reached: {type(error).__name__}") from None
+        return bytes(found)
+
+    def _client(self) -> httpx.AsyncClient:
+        """Returns the HTTP client, which few gateways need."""
+        if self._http is None:
+            self._http = httpx.AsyncClient(
+                timeout=self._timeout_s,
+                trust_env=False,  # a proxy would connect to where the name leads by then
+                follow_redirects=False,
+                limits=httpx.Limits(max_keepalive_connections=0),  # hosts at one address must not share connections
+                headers={"user-agent": f"qinfer/{qinfer.__version__}", "accept-encoding": "identity"},
+            )
+        return self._http
+
+    def _from_store(self, url: str) -> bytes:
+        store = store_for(url)
+        found = store.stat(url)
+        if found is None:
+            raise InvalidRequest(f"the file '{url[:200]}' of the task is not in its store")
+        if found.size_bytes > self._max_bytes:
+            raise self._too_large()
+        return store.read(url, self._max_bytes)
+
+    def _decoded(self, uri: str) -> bytes:
+        found = _DATA_URI.match(uri)
+        if found is None:
+            raise InvalidRequest("a data: URI of a task is base64: data:<type>;base64,<content>")
+        if len(uri) - found.end() > 4 * (self._max_bytes // 3 + 1):
+            raise self._too_large()
+        try:
+            return base64.b64decode(uri[found.end() :], validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidRequest("what a data: URI of the task holds is not base64") from None
+
+    def _too_large(self) -> PayloadTooLarge:
+        return PayloadTooLarge(
+            f"a file of the task is larger than {self._max_bytes} bytes, which QINFER_LABELING__MAX_FILE_BYTES allows"
+        )
+
+
+def targets_of(settings: LabelingSettings, resolve: Resolve | None = None) -> Targets:
+    """Returns which hosts files may be fetched from.
+
+    Raises:
+        SettingsError: An entry of the hosts is none.
+    """
+    allowing = WebhookSettings(allow=settings.file_hosts, allow_private=settings.file_hosts_private)
+    return Targets(allowing, resolve, _WORDS)
+
+
+def _refused(host: str, status: int) -> Exception:
+    if status in (408, 425, 429) or status >= 500:
+        return Unreachable(f"file host '{host}' answers with status {status}")
+    if 300 <= status < 400:
+        return InvalidRequest(f"file host '{host}' redirects elsewhere; name where the file is in the task itself")
+    return InvalidRequest(f"file host '{host}' answers with status {status}; the file is not there for this server")

@@ -1,0 +1,267 @@
+"""Tasks whose predictions are pushed: stored on the board of their project first, then turned into requests.
+
+`Intake` stores them, which is one step however many there are: what Label Studio's webhook told is safe before it is
+answered. `feed` makes requests of them, in every gateway and without a leader, as fast as the model's lane takes them.
+A task's request is named after what it is about, so that the same task with the same data is scored once.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from qinfer.codec.outputs import OutputPlan
+from qinfer.control.catalog import Served
+from qinfer.delivery.label_tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks
+from qinfer.errors import DeliveryError, InferenceFailed, InvalidRequest, Overloaded, QinferError
+from qinfer.labeling.mapping import Mapping as TaskMapping
+from qinfer.messages import Failure
+from qinfer.repository.config_spec import MAX_TIMEOUT
+from qinfer.settings import Settings
+from qinfer_api.auth import Context
+from qinfer_api.labeling.files import Files
+from qinfer_api.labeling.mappings import MappingBook
+from qinfer_api.labeling.predict import request_of
+from qinfer_api.labeling.studio import LabelStudio
+from qinfer_api.labeling.wire import task_id
+from qinfer_api.requests import AsyncRequests, Submission
+
+logger = logging.getLogger(__name__)
+
+OUTBOX = "label-studio"
+"""The outbox that the ends of such requests go to."""
+
+LEASE_S = 60.0
+"""A task that a gateway took and did not turn into a request is another's after so long."""
+
+_AT_ONCE = 16  # their files are in memory
+_SUBMIT_S = LEASE_S - 10.0  # what takes longer is tried later
+_TOO_SLOW = f"its files took longer than {_SUBMIT_S:g} s to fetch"
+_LATER_S = 10.0
+_MUCH_LATER_S = 600.0
+_ASKED_AGAIN_S = 60.0
+
+
+class Notes(msgspec.Struct, frozen=True, array_like=True):
+    """What goes with a request, for the pusher: whose task it is about."""
+
+    tenant: str
+    project: int
+    task: int
+
+
+class Reason(Enum):
+    """Why tasks are asked for, which decides about those that were asked for before.
+
+    `TOLD`: they were made. `ASKED`: Label Studio wants predictions, now and again; what it has none of though one was
+    sent a while ago is scored again. `ORDERED`: a person wants it: what failed is scored again, too.
+    """
+
+    TOLD = "told"
+    ASKED = "asked"
+    ORDERED = "ordered"
+
+
+class Intake:
+    """One per gateway.
+
+    Args:
+        settings: How long things are kept, and requests may take.
+        tasks: The boards.
+        requests: Takes the requests.
+        book: The mappings.
+        files: Where the files of tasks come from.
+        studio: Label Studio; `None` = nothing can be pushed from here.
+
+    Attributes:
+        arrived: Set when there are new tasks here, for whoever feeds.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        tasks: LabelTasks,
+        requests: AsyncRequests,
+        book: MappingBook,
+        files: Files,
+        studio: LabelStudio | None,
+    ) -> None:
+        self._settings = settings.labeling
+        self._limits = settings.requests
+        self._tasks = tasks
+        self._requests = requests
+        self._book = book
+        self._files = files
+        self._studio = studio
+        self.arrived = asyncio.Event()
+
+    async def put(
+        self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
+    ) -> int:
+        """Stores tasks; returns how many of them are new, or are to be scored again.
+
+        Raises:
+            InvalidRequest: A task has no id.
+            BrokerUnavailable: They are not stored.
+        """
+        ids = [task_id(task) for task in tasks]
+        known = await self._tasks.get(board, ids)
+        entries = await asyncio.to_thread(self._entries, board, mapping, served.version, tasks, known, reason)
+        stored = await self._tasks.put(board, entries, ttl_s=self._settings.record_ttl_s) if entries else []
+        if any(stored):
+            self.arrived.set()
+        return sum(stored)
+
+    def _entries(
+        self,
+        board: Board,
+        mapping: TaskMapping,
+        version: int,
+        tasks: Sequence[Mapping[str, Any]],
+        known: Sequence[LabelTask | None],
+        reason: Reason,
+    ) -> list[LabelTask]:
+        """Returns the entries of those tasks that are to be scored."""
+        now_s, entries = self._requests.now_s(), []
+        about = hashlib.sha256(mapping.model_dump_json(exclude={"project", "name", "mode", "priority"}).encode())
+        for task, entry in zip(tasks, known, strict=True):
+            number = task_id(task)
+            data = msgspec.json.encode(task.get("data"), order="deterministic")
+            content = about.copy()
+            content.update(data)
+            name = f"ls-{board.project}-{number}-v{version}-{content.hexdigest()[:16]}"
+            attempt = _attempt(entry, name, reason, now_s)
+            if attempt:
+                entries.append(
+                    LabelTask(
+                        task=number,
+                        request_id=_request_id(name, attempt),
+                        version=version,
+                        attempt=attempt,
+                        created_at=now_s,
+                        updated_at=now_s,
+                        data=data if len(data) <= MAX_DATA_BYTES else b"",
+                    )
+                )
+        return entries
+
+    async def feed(self, board: Board) -> int:
+        """Makes requests of some tasks of a board that wait; returns how many it took up.
+
+        0 = none waits, or the lane is full: the rest would be refused too.
+
+        Raises:
+            DeliveryError: The queue can't be reached.
+        """
+        claimed = await self._tasks.claim(board, _AT_ONCE, lease_s=LEASE_S)
+        fed = await asyncio.gather(*(self._feed(board, entry) for entry in claimed), return_exceptions=True)
+        if error := next((each for each in fed if isinstance(each, BaseException)), None):
+            raise error
+        return len(claimed) if all(fed) else 0
+
+    async def _feed(self, board: Board, entry: LabelTask) -> bool:
+        """Makes the request of a task; returns whether there may be room for more."""
+        try:
+            async with asyncio.timeout(_SUBMIT_S):
+                await self._submit(board, entry)
+        except DeliveryError:
+            raise
+        except TimeoutError:
+            await self._wait(board, entry, _TOO_SLOW, self._pause_s(entry))
+        except Overloaded as error:
+            await self._wait(board, entry, error.message, error.retry_after_s)
+            return False
+        except QinferError as error:
+            if error.retryable:
+                await self._wait(board, entry, error.message, self._pause_s(entry))
+            else:
+                await self.move(board, entry, LabelState.FAILED, error=error.message)
+        except Exception as error:  # the boundary of a task: the others go on, whatever it is
+            logger.exception("task can't be queued", extra={"model": board.model, "request_id": entry.request_id})
+            failure = InferenceFailed(Failure.of(error).message)
+            await self.move(board, entry, LabelState.FAILED, error=failure.message)
+        else:
+            await self.move(board, entry, LabelState.OPEN)
+        return True
+
+    async def _submit(self, board: Board, entry: LabelTask) -> None:
+        mapping = await self._book.of(board.model, board.project)
+        served = self._requests.resolve(board.model, entry.version)
+        task = await self.task_of(board, entry)
+        request = await request_of(mapping, served, task, self._files.fetch)
+        request.version = entry.version
+        longest_s = float(served.spec.parameters.get(MAX_TIMEOUT, self._limits.max_timeout_s))
+        submission = Submission(
+            body_hash=entry.request_id,
+            timeout_s=min(self._settings.task_timeout_s, longest_s),
+            request_id=entry.request_id,
+            outbox=OUTBOX,
+            notes=msgspec.msgpack.encode(Notes(board.tenant, board.project, entry.task)),
+            result_ttl_s=self._settings.result_ttl_s,
+        )
+        await self._requests.submit(Context(board.tenant), request, OutputPlan(), submission)
+
+    async def task_of(self, board: Board, entry: LabelTask) -> dict[str, Any]:
+        """Returns a task with its data: as it was stored, or as Label Studio has it.
+
+        Raises:
+            QinferError: It was not stored, and Label Studio does not give it, or has it in another project.
+        """
+        if entry.data:
+            return {"id": entry.task, "data": msgspec.json.decode(entry.data)}
+        if self._studio is None:
+            raise InferenceFailed("the task's data is too large to be kept, and QINFER_LABELING__URL is not set")
+        task = await self._studio.task(entry.task)
+        if task.get("project", board.project) != board.project:
+            raise InvalidRequest(f"task {entry.task} is not of project {board.project} in Label Studio")
+        return task
+
+    async def move(
+        self, board: Board, entry: LabelTask, state: LabelState, *, error: str = "", wait_s: float = 0.0
+    ) -> None:
+        """Stores where a task is now."""
+        await self.move_all(board, [msgspec.structs.replace(entry, error=error)], state, wait_s=wait_s)
+
+    async def move_all(
+        self, board: Board, entries: Sequence[LabelTask], state: LabelState, *, wait_s: float = 0.0
+    ) -> None:
+        """Stores where tasks are now, with the error or score that they have; data goes where they are over."""
+        now_s = self._requests.now_s()
+        entries = [
+            msgspec.structs.replace(each, state=state, updated_at=now_s, data=b"" if state.is_over else each.data)
+            for each in entries
+        ]
+        await self._tasks.move(board, entries, ttl_s=self._settings.record_ttl_s, wait_s=wait_s)
+
+    def _pause_s(self, entry: LabelTask) -> float:
+        """Returns how long to wait with a task: as long as it is tried already, within bounds."""
+        return min(max(self._requests.now_s() - entry.created_at, _LATER_S), _MUCH_LATER_S)
+
+    async def _wait(self, board: Board, entry: LabelTask, error: str, wait_s: float) -> None:
+        """Puts a task back for a while, unless it has waited for as long as it may."""
+        if self._requests.now_s() - entry.created_at > self._settings.task_timeout_s:
+            await self.move(board, entry, LabelState.FAILED, error=f"it was not queued in time: {error}")
+        else:
+            await self.move(board, entry, LabelState.WAITING, error=error, wait_s=wait_s)
+
+
+def _attempt(entry: LabelTask | None, name: str, reason: Reason, now_s: float) -> int:
+    """Returns which attempt at a task is to be made; 0 = none, it was asked for already. Pure."""
+    if entry is None or entry.request_id not in (name, _request_id(name, entry.attempt)):
+        return 1
+    is_old = now_s - entry.updated_at > _ASKED_AGAIN_S
+    wanted = {
+        Reason.TOLD: False,
+        Reason.ASKED: entry.state is LabelState.DONE and is_old,
+        Reason.ORDERED: entry.state.is_over,
+    }
+    return entry.attempt + 1 if wanted[reason] else 0
+
+
+def _request_id(name: str, attempt: int) -> str:
+    return name if attempt == 1 else f"{name}-{attempt}"

@@ -1,0 +1,96 @@
+"""The mapping files of this gateway: read again when one of them changes, in a thread."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+from qinfer.errors import InvalidRequest, SettingsError, UnsupportedFeature
+from qinfer.labeling.mapping import SUFFIXES, Mapping, Mappings, load_mappings
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 2.0
+"""Seconds between two looks for changed files."""
+
+_NAME = "QINFER_LABELING__MAPPINGS"
+_Signature = tuple[tuple[str, int, int], ...]
+
+
+class MappingBook:
+    """One per gateway.
+
+    Args:
+        directory: Where the files are; empty = Label Studio is not served.
+
+    Raises:
+        SettingsError: It can't be read, or a file is no mapping.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory) if directory else None
+        self._signature: _Signature = ()
+        self._looked_s = time.monotonic()
+        self._looking = asyncio.Lock()
+        self._mappings = Mappings()
+        if self._directory is not None:
+            self._mappings = load_mappings(self._directory)
+            self._signature = _signature(self._directory)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether Label Studio is served."""
+        return self._directory is not None
+
+    async def current(self) -> Mappings:
+        """Returns the mappings as the files are now; files that can't be read leave them as they were.
+
+        Raises:
+            UnsupportedFeature: Label Studio is not served.
+        """
+        if self._directory is None:
+            raise UnsupportedFeature(
+                f"Label Studio is not served here; {_NAME} names the directory of its mapping files"
+            )
+        async with self._looking:
+            if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
+                await asyncio.to_thread(self._look, self._directory)
+                self._looked_s = time.monotonic()
+        return self._mappings
+
+    async def of(self, model: str, project: int | None) -> Mapping:
+        """Returns the mapping for a model and a project.
+
+        Raises:
+            UnsupportedFeature: Label Studio is not served.
+            InvalidRequest: There is none; the text names both, and what to do.
+        """
+        try:
+            return (await self.current()).of(model, project)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{error.message}; write one into the directory that {_NAME} names") from None
+
+    def _look(self, directory: Path) -> None:
+        signature = _signature(directory)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._mappings = load_mappings(directory)
+        except SettingsError as error:
+            logger.error("mappings stay as they were", extra={"error": error.message})
+        else:
+            logger.info("mappings read", extra={"count": len(self._mappings)})
+
+
+def _signature(directory: Path) -> _Signature:
+    """Returns what changes when a mapping file does."""
+    found = []
+    try:
+        for path in directory.iterdir():
+            if path.suffix in SUFFIXES:
+                about = path.stat()
+                found.append((path.name, about.st_mtime_ns, about.st_size))
+    except OSError:
+        return ()
+    return tuple(sorted(found))

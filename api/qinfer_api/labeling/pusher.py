@@ -1,0 +1,348 @@
+"""Pushes predictions to Label Studio: a role of every gateway, like the janitor; no leader.
+
+Whoever takes an ending pushes it, as one of many of its project, and confirms it then. One that was taken before may
+have been pushed: Label Studio is asked what it has, so that no prediction is there twice. While Label Studio is away
+everything stays where it is; what it refuses has failed, with its reason, alone.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from qinfer.codec.frame import decode_responses
+from qinfer.delivery.base import Delivery
+from qinfer.delivery.label_tasks import Board, LabelState, LabelTask
+from qinfer.delivery.requests import Ending, RequestState
+from qinfer.errors import CorruptEntry, DeliveryError, InferenceFailed, QinferError, QueueFull
+from qinfer.labeling.label_config import parse_label_config
+from qinfer.messages import Failure
+from qinfer.settings import Settings
+from qinfer_api.labeling.intake import OUTBOX, Intake, Notes
+from qinfer_api.labeling.mappings import MappingBook
+from qinfer_api.labeling.predict import prediction_of
+from qinfer_api.labeling.studio import LabelStudio, StudioAway, StudioFailed, StudioRefused
+
+logger = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 60.0
+"""The longest pause before Label Studio is tried again."""
+
+_QUEUE_PAUSE_S = 5.0
+_FEED_PAUSES = 4  # what arrives here is fed at once; others' leftovers can wait
+_REMEMBERED = 10_000
+_PARTITION = 0  # all that there is, until models are spread
+_GONE = "its result was kept for as long as results are, and Label Studio did not take it in that time"
+_DELETED = "the outputs are gone; have the task scored again"
+_NOT_TAKEN = "Label Studio left the prediction out: it does not fit the project's label config"
+
+
+class Made(NamedTuple):
+    """A prediction that is to be pushed.
+
+    Attributes:
+        ending: What it comes from.
+        entry: Its task.
+        item: What Label Studio takes.
+    """
+
+    ending: Ending
+    entry: LabelTask
+    item: dict[str, Any]
+
+
+class Pusher:
+    """One per gateway.
+
+    Args:
+        settings: How many at a time, and how often.
+        delivery: Where endings and boards are.
+        intake: Makes requests of the tasks that wait.
+        book: The mappings.
+        studio: Label Studio.
+        consumer: This process's name.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        delivery: Delivery,
+        intake: Intake,
+        book: MappingBook,
+        studio: LabelStudio,
+        *,
+        consumer: str,
+    ) -> None:
+        self._settings = settings.labeling
+        self._requests = delivery.requests
+        self._tasks = delivery.label_tasks
+        self._intake = intake
+        self._book = book
+        self._studio = studio
+        self._consumer = consumer
+        self._pause_s = settings.requests.sweep_every_s
+        self._retry_s = 2 * settings.labeling.call_timeout_s + 10.0
+        self._step_s = self._retry_s / 2  # no push begins later: others may take over by the time that it is over
+        self._models: dict[str, None] = {}  # all that were ever mapped: a mapping that is gone may have tasks left
+        self._finished: set[str] = set()  # endings of the present step about which all is said
+        self._failures: Counter[str] = Counter()  # endings that Label Studio failed on, how often
+        self._troubles: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Feeds and pushes until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            feeding = self._again("feed", self.feed, _FEED_PAUSES * self._pause_s, self._intake.arrived)
+            group.create_task(feeding, name="feed labeling tasks")
+            group.create_task(self._again("push", self.push, self._pause_s, asyncio.Event()), name="push predictions")
+
+    async def feed(self) -> int:
+        """Makes requests of the tasks that wait; returns how many it took up. Projects take turns: one may be slow."""
+        count = 0
+        fed: set[Board] = set()
+        while left := [b for model in await self._mapped() for b in await self._tasks.boards(model) if b not in fed]:
+            for board in left:
+                taken = await self._intake.feed(board)
+                count += taken
+                if not taken:
+                    fed.add(board)
+        return count
+
+    async def push(self) -> int:
+        """Pushes what has ended; returns how many endings that were.
+
+        Raises:
+            StudioAway: Label Studio can't be reached.
+            DeliveryError: The queue can't be reached.
+        """
+        count = 0
+        for model in await self._mapped():
+            while endings := await self._requests.endings(
+                model, _PARTITION, OUTBOX, self._consumer, self._settings.push_batch, retry_s=self._retry_s
+            ):
+                count += len(endings)
+                await self._push(model, endings)
+        return count
+
+    async def _again(self, what: str, work: Callable[[], Awaitable[int]], usual_s: float, news: asyncio.Event) -> None:
+        """Works at each round, or when there is news; less and less often while Label Studio, or the queue, is away."""
+        away_s = 0.0
+        while True:
+            pause_s = max(usual_s, away_s) * random.uniform(0.75, 1.25)  # noqa: S311 - rounds drift apart
+            try:
+                async with asyncio.timeout(pause_s):
+                    await news.wait()
+            except TimeoutError:
+                pass
+            news.clear()
+            try:
+                await work()
+            except (DeliveryError, QueueFull, StudioAway, StudioFailed) as error:
+                is_studio = isinstance(error, StudioAway | StudioFailed)
+                away_s = min(2 * max(away_s, usual_s), LONGEST_PAUSE_S if is_studio else _QUEUE_PAUSE_S)
+                self._tell(what, error.message)
+            except Exception as error:  # the boundary of labeling: what else the gateway does goes on, whatever it is
+                away_s = min(2 * max(away_s, usual_s), LONGEST_PAUSE_S)
+                logger.exception("labeling step failed", extra={"reason": what, "error": str(error)})
+            else:
+                away_s = 0.0
+                self._tell(what, "")
+
+    async def _mapped(self) -> list[str]:
+        self._models |= dict.fromkeys(mapping.model for mapping in await self._book.current())
+        return list(self._models)
+
+    async def _push(self, model: str, endings: Sequence[Ending]) -> None:
+        """Pushes endings, project by project; one that Label Studio fails on does not hold up another."""
+        by_board: dict[Board, list[tuple[Ending, Notes]]] = {}
+        unread: list[str] = []
+        for ending in endings:
+            try:
+                notes = msgspec.msgpack.decode(ending.notes, type=Notes)
+            except (msgspec.DecodeError, msgspec.ValidationError):
+                logger.error("an ending without notes is dropped", extra={"request_id": ending.request_id})
+                unread.append(ending.id)
+                continue
+            by_board.setdefault(Board(model, notes.tenant, notes.project), []).append((ending, notes))
+        await self._confirm(model, unread)
+        self._finished.clear()
+        ends_s = time.monotonic() + self._step_s
+        for board, found in by_board.items():
+            pairs = await self._current(board, found)
+            try:
+                await self._push_all(board, await self._made(board, pairs, ends_s - self._step_s / 2), ends_s)
+            except StudioAway as error:
+                left = [entry for ending, entry in pairs if ending.id not in self._finished]
+                said = [msgspec.structs.replace(entry, error=error.message) for entry in left]
+                await self._intake.move_all(board, said, LabelState.SENDING)
+                raise
+
+    async def _current(self, board: Board, found: Sequence[tuple[Ending, Notes]]) -> list[tuple[Ending, LabelTask]]:
+        """Returns the endings with their tasks, without those of requests that others have taken the place of."""
+        entries = await self._tasks.get(board, [notes.task for _, notes in found], with_data=True)
+        pairs, late = [], []
+        for (ending, notes), known in zip(found, entries, strict=True):
+            name = ending.request_id.partition("@")[0]
+            version = ending.record.version if ending.record is not None else 0
+            entry = known or LabelTask(task=notes.task, request_id=name, version=version)
+            if entry.request_id == name:
+                pairs.append((ending, entry))
+            else:
+                late.append(ending.id)
+        await self._confirm(board.model, late)
+        return pairs
+
+    async def _made(self, board: Board, pairs: Sequence[tuple[Ending, LabelTask]], ends_s: float) -> list[Made]:
+        """Makes predictions, as many as can be before `ends_s`."""
+        made = []
+        for ending, entry in pairs:
+            if time.monotonic() > ends_s:
+                break
+            if (each := await self._make(board, ending, entry)) is not None:
+                made.append(each)
+        return made
+
+    async def _make(self, board: Board, ending: Ending, entry: LabelTask) -> Made | None:
+        """Makes the prediction of an ending; `None` where there is none, which is told.
+
+        Raises:
+            StudioAway: Label Studio can't be asked what it takes.
+        """
+        try:
+            return Made(ending, entry, await self._item(board, ending, entry))
+        except (StudioAway, DeliveryError):
+            raise
+        except StudioFailed as error:
+            await self._try_later(board, ending, entry, error)
+        except QinferError as error:
+            await self._fail(board, ending, entry, error.message)
+        except Exception as error:  # the boundary of a task: the others go on, whatever it is
+            logger.exception("prediction can't be made", extra={"request_id": entry.request_id, "model": board.model})
+            await self._fail(board, ending, entry, Failure.of(error).message)
+        return None
+
+    async def _item(self, board: Board, ending: Ending, entry: LabelTask) -> dict[str, Any]:
+        """Makes the prediction of an ending.
+
+        Raises:
+            QinferError: There is none: its request has failed, or does not fit.
+        """
+        record = ending.record
+        if record is None:
+            raise InferenceFailed(_GONE)
+        if record.state is not RequestState.SUCCEEDED:
+            raise InferenceFailed(record.message or f"its request was {record.state.value}")
+        if ending.blob is None:
+            raise InferenceFailed(_DELETED)
+        try:
+            response = decode_responses(ending.blob)[-1]
+        except (CorruptEntry, IndexError):
+            raise InferenceFailed(_DELETED) from None
+        mapping = await self._book.of(board.model, board.project)
+        label_config = parse_label_config(await self._studio.label_config(board.project))
+        task = await self._intake.task_of(board, entry)
+        return {"task": entry.task, **await prediction_of(mapping, task, response, label_config)}
+
+    async def _push_all(self, board: Board, made: Sequence[Made], ends_s: float) -> None:
+        """Pushes predictions of a project by one call; one by one where Label Studio does not take them all.
+
+        What is not reached before `ends_s` stays: another gateway may take it soon.
+        """
+        fresh = await self._fresh(board, made, ends_s - self._step_s / 4)
+        if not fresh or time.monotonic() > ends_s:
+            return
+        if len(fresh) == 1:
+            await self._push_one(board, fresh[0])
+            return
+        try:
+            created = await self._studio.push(board.project, [each.item for each in fresh])
+        except StudioRefused:
+            created = 0
+        except StudioFailed:
+            created = -1  # nobody knows
+        if created == len(fresh):
+            await self._done(board, fresh)
+            return
+        for each in fresh:
+            if time.monotonic() > ends_s:
+                return
+            if created and await self._has(board, each):
+                await self._done(board, [each])
+            else:
+                await self._push_one(board, each)
+
+    async def _fresh(self, board: Board, made: Sequence[Made], ends_s: float) -> list[Made]:
+        """Returns predictions that Label Studio has not, of those that are reached before `ends_s`; others are done."""
+        there: list[Made] = []
+        fresh: list[Made] = []
+        for each in made:
+            if time.monotonic() > ends_s:
+                break
+            was_tried = each.ending.deliveries > 1 or each.entry.state is LabelState.SENDING
+            (there if was_tried and await self._has(board, each) else fresh).append(each)
+        await self._done(board, there)
+        return fresh
+
+    async def _push_one(self, board: Board, made: Made) -> None:
+        """Pushes one prediction, and tells what became of it."""
+        try:
+            if await self._studio.push(board.project, [made.item]):
+                await self._done(board, [made])
+            else:
+                await self._fail(board, made.ending, made.entry, _NOT_TAKEN)
+        except StudioRefused as error:
+            await self._fail(board, made.ending, made.entry, error.message)
+        except StudioFailed as error:
+            await self._try_later(board, made.ending, made.entry, error)
+
+    async def _has(self, board: Board, made: Made) -> bool:
+        """Asks whether Label Studio has a prediction already."""
+        wanted = msgspec.json.decode(msgspec.json.encode(made.item))
+        try:
+            found = await self._studio.predictions(made.entry.task)
+        except (StudioRefused, StudioFailed):
+            return False  # the push will tell why
+        return any(
+            each.get("model_version") == wanted["model_version"] and each.get("result") == wanted["result"]
+            for each in found
+        )
+
+    async def _done(self, board: Board, made: Sequence[Made]) -> None:
+        if not made:
+            return
+        entries = [msgspec.structs.replace(each.entry, error="", score=each.item["score"]) for each in made]
+        await self._intake.move_all(board, entries, LabelState.DONE)
+        await self._confirm(board.model, [each.ending.id for each in made])
+
+    async def _fail(self, board: Board, ending: Ending, entry: LabelTask, error: str) -> None:
+        await self._intake.move(board, entry, LabelState.FAILED, error=error)
+        await self._confirm(board.model, [ending.id])
+
+    async def _try_later(self, board: Board, ending: Ending, entry: LabelTask, error: StudioFailed) -> None:
+        if len(self._failures) >= _REMEMBERED:
+            self._failures.clear()  # what other gateways pushed stays there
+        self._failures[ending.id] += 1  # not its deliveries: while Label Studio is away, they are many
+        if self._failures[ending.id] >= self._settings.max_attempts:
+            await self._fail(board, ending, entry, error.message)
+        else:
+            self._finished.add(ending.id)
+            await self._intake.move(board, entry, LabelState.SENDING, error=error.message)
+
+    async def _confirm(self, model: str, ids: Sequence[str]) -> None:
+        if ids:
+            self._finished.update(ids)
+            for each in ids:
+                self._failures.pop(each, None)
+            await self._requests.confirm_endings(model, _PARTITION, OUTBOX, ids)
+
+    def _tell(self, what: str, trouble: str) -> None:
+        """Logs that something is away, or back; once each time."""
+        if trouble and not self._troubles.get(what):
+            logger.warning("predictions can't be pushed now", extra={"error": trouble, "reason": what})
+        if not trouble and self._troubles.get(what):
+            logger.info("predictions are pushed again", extra={"reason": what})
+        self._troubles[what] = trouble

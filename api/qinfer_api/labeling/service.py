@@ -1,0 +1,209 @@
+"""The use case behind `/label-studio` and `/v1/label-studio`: who may ask, for which model, by which mapping."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from qinfer.control.catalog import Catalog, Served
+from qinfer.delivery.label_tasks import Board
+from qinfer.errors import InvalidRequest, Overloaded, UnsupportedFeature
+from qinfer.labeling.label_config import parse_label_config
+from qinfer.labeling.mapping import Mapping as TaskMapping
+from qinfer.labeling.mapping import model_version
+from qinfer_api.auth import Context
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.labeling.intake import Intake, Reason
+from qinfer_api.labeling.mappings import MappingBook
+from qinfer_api.labeling.predict import Call, Failed, Predictor
+from qinfer_api.labeling.status import Statuses
+from qinfer_api.labeling.studio import LabelStudio
+from qinfer_api.labeling.wire import Asked, Event
+from qinfer_api.requests import AsyncRequests
+
+TASKS_CREATED = "TASKS_CREATED"
+"""The action of the webhook that tells of new tasks."""
+
+PUSH = "push"
+"""The mode of mappings whose predictions are pushed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labeling:
+    """One per gateway.
+
+    Attributes:
+        dispatcher: The queue.
+        requests: Which models accept requests that wait.
+        catalog: Which models there are.
+        book: The mappings.
+        studio: Label Studio; `None` = its address is not set.
+        predictor: Answers at once.
+        intake: Takes tasks whose predictions are pushed.
+        statuses: Where these are.
+        order_s: How long tasks are ordered by one call.
+    """
+
+    dispatcher: Dispatcher
+    requests: AsyncRequests
+    catalog: Catalog
+    book: MappingBook
+    studio: LabelStudio | None
+    predictor: Predictor
+    intake: Intake
+    statuses: Statuses
+    order_s: float
+
+    async def health(self, model: str) -> dict[str, Any]:
+        """Tells that a model takes requests.
+
+        Raises:
+            QinferError: It does not, or there is no such model or Label Studio is not served.
+        """
+        await self.book.current()
+        self.requests.resolve(model, 0)
+        return {"status": "UP", "model_class": model}
+
+    async def setup(self, model: str, asked: Asked) -> dict[str, Any]:
+        """Checks a project's mapping against the model and the project's label config.
+
+        Raises:
+            QinferError: They do not fit; the text names all that does not.
+        """
+        mapping, served = await self._found(model, asked.project)
+        if mapping.mode == PUSH:
+            self._check_studio(model)
+        config = parse_label_config(asked.label_config) if asked.label_config.strip() else None
+        mapping.check(served.spec, config)
+        return {"model_version": model_version(model, served.version)}
+
+    async def versions(self, model: str) -> dict[str, Any]:
+        """Returns the versions that are ready, the newest first.
+
+        Raises:
+            QinferError: There is no such model, or Label Studio is not served.
+        """
+        await self.book.current()
+        self.catalog.status(model)
+        ready = sorted(self.catalog.ready_versions(model), reverse=True)
+        return {"versions": [model_version(model, version) for version in ready]}
+
+    async def predict(self, context: Context, model: str, asked: Asked) -> dict[str, Any]:
+        """Returns a prediction for each task, in order; where predictions are pushed, none, and tasks are queued.
+
+        Raises:
+            QinferError: Nothing of it can be done.
+        """
+        mapping, served = await self._found(model, asked.project)
+        version = model_version(model, served.version)
+        if mapping.mode == PUSH:
+            project = asked.project or _project_of(asked)
+            await self.intake.put(self._board(context, model, project), mapping, served, asked.tasks, Reason.ASKED)
+            return {"results": [[] for _ in asked.tasks], "model_version": version}
+        config = parse_label_config(asked.label_config) if asked.label_config.strip() else None
+        mapping.check(served.spec, config)
+        try:
+            answers = await self.predictor.predict(Call(context, mapping, served, config), asked.tasks)
+        except Overloaded as error:
+            raise self.dispatcher.refuse(model, served.version, error) from None
+        if asked.is_interactive and len(answers) == 1 and isinstance(answers[0], Failed):
+            raise answers[0].error  # a person waits, and is shown it
+        results = [each.as_json() if isinstance(each, Failed) else each for each in answers]
+        return {"results": results, "model_version": version}
+
+    async def event(self, context: Context, model: str, event: Event) -> dict[str, Any]:
+        """Takes a webhook: new tasks of a project whose predictions are pushed are queued, and safe once this returns.
+
+        Raises:
+            QinferError: There is no such model or mapping, or the queue can't be reached.
+        """
+        if event.action != TASKS_CREATED:
+            await self.book.current()
+            return {"action": event.action, "queued": 0}
+        mapping, served = await self._found(model, event.project)
+        if mapping.mode != PUSH:
+            return {"action": event.action, "queued": 0}
+        if event.tasks is None:
+            raise InvalidRequest("the webhook tells no tasks; switch on its payload in Label Studio")
+        board = self._board(context, model, event.project)
+        queued = await self.intake.put(board, mapping, served, event.tasks, Reason.TOLD)
+        return {"action": event.action, "queued": queued}
+
+    async def order(self, context: Context, model: str, project: int, page: int, *, every: bool) -> dict[str, Any]:
+        """Queues the tasks of a project that Label Studio has no prediction of, those too that failed before.
+
+        Args:
+            context: Who asks, authorized.
+            model: The model.
+            project: The project.
+            page: The page of its tasks to begin with; the first is 1.
+            every: The others too, unless they were scored with the same version.
+
+        Returns:
+            `{"found": …, "queued": …, "next": …}`; `next` is the page to go on with, `None` where all are queued.
+
+        Raises:
+            QinferError: It can't be done; what was queued before stays.
+        """
+        mapping, served = await self._found(model, project)
+        board = self._board(context, model, project)
+        if mapping.mode != PUSH:
+            raise InvalidRequest(
+                f"mapping '{mapping.name}' of model '{model}' answers predictions and pushes none; give it mode: push"
+            )
+        assert self.studio is not None  # `_board` has checked it
+        ends_s = time.monotonic() + self.order_s
+        found = queued = 0
+        following: int | None = page
+        while following is not None:
+            tasks, has_more = await self.studio.tasks(project, following)
+            for each in (False, True):  # what has predictions, and what has none: it may have lost them
+                wanted = [task for task in tasks if bool(task.get("total_predictions")) is each]
+                if wanted and (every or not each):
+                    found += len(wanted)
+                    reason = Reason.TOLD if each else Reason.ORDERED
+                    queued += await self.intake.put(board, mapping, served, wanted, reason)
+            following = following + 1 if has_more else None
+            if time.monotonic() >= ends_s:
+                break
+        return {"found": found, "queued": queued, "next": following}
+
+    async def page(
+        self, context: Context, model: str, project: int, state: str, after: int, limit: int
+    ) -> dict[str, Any]:
+        """Returns where a project's tasks are: see `Statuses.page`."""
+        await self._known(model)
+        return await self.statuses.page(Board(model, context.tenant, project), state, after, limit)
+
+    async def one(self, context: Context, model: str, project: int, task: int) -> dict[str, Any]:
+        """Returns where a task is: see `Statuses.one`."""
+        await self._known(model)
+        return await self.statuses.one(Board(model, context.tenant, project), task)
+
+    async def _known(self, model: str) -> None:
+        await self.book.current()
+        self.catalog.status(model)
+
+    async def _found(self, model: str, project: int | None) -> tuple[TaskMapping, Served]:
+        """Finds the mapping for a model and project, and the version that it asks."""
+        await self._known(model)
+        mapping = await self.book.of(model, project)
+        if mapping.mode == PUSH:
+            return mapping, self.requests.resolve(model, mapping.version)
+        return mapping, self.dispatcher.resolve(model, mapping.version)
+
+    def _check_studio(self, model: str) -> None:
+        if self.studio is None:
+            raise UnsupportedFeature(
+                f"predictions of model '{model}' are pushed, and QINFER_LABELING__URL does not say to where"
+            )
+
+    def _board(self, context: Context, model: str, project: int | None) -> Board:
+        self._check_studio(model)
+        if project is None:
+            raise InvalidRequest("predictions are pushed to a project, and the call does not say to which")
+        return Board(model, context.tenant, project)
+
+
+def _project_of(asked: Asked) -> int | None:
+    project = asked.tasks[0].get("project") if asked.tasks else None
+    return project if type(project) is int and project > 0 else None

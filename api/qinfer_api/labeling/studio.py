@@ -1,0 +1,292 @@
+"""A client of Label Studio's API: tasks and projects are read, predictions written.
+
+A personal access token is a JSON web token that is exchanged for access tokens of minutes; what a new installation of
+Label Studio 1.23 gives. A legacy token, which an organization may switch on, is sent as it is.
+"""
+
+import asyncio
+import base64
+import binascii
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import msgspec
+
+import qinfer
+from qinfer.errors import InvalidRequest, PayloadTooLarge, SettingsError, Unreachable
+from qinfer.settings import LabelingSettings
+
+PAGE = 100
+"""Tasks that are read by one call."""
+
+_ACCESS_S = 240.0  # access tokens live for five minutes unless their end says otherwise
+_AWAY = frozenset({408, 425, 429, 502, 503, 504})
+_CONFIG_S = 30.0
+_MAX_REASON = 500
+_MAX_REPLY_BYTES = 64 * 2**20
+_URL, _TOKEN = "QINFER_LABELING__URL", "QINFER_LABELING__TOKEN"
+
+
+class StudioAway(Unreachable):
+    """Label Studio can't be reached, has no time, or does not take the token: later it may."""
+
+
+class StudioFailed(Unreachable):
+    """Label Studio failed on this call, and may do so again."""
+
+
+class StudioRefused(InvalidRequest):
+    """Label Studio does not do this; the same call will not succeed.
+
+    Args:
+        status: Its HTTP status.
+        reason: What it said.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(f"Label Studio refused with status {status}: {reason}")
+        self.status = status
+
+
+class LabelStudio:
+    """One per gateway.
+
+    Args:
+        settings: Where it is, and the token.
+
+    Raises:
+        SettingsError: The URL is none, or there is no token.
+    """
+
+    def __init__(self, settings: LabelingSettings) -> None:
+        self.origin, self._token = check_address(settings)
+        self._is_jwt = self._token.count(".") == 2
+        self._access, self._access_until_s = "", 0.0
+        self._refreshing = asyncio.Lock()
+        self._timeout_s = settings.call_timeout_s
+        self._configs: dict[int, tuple[float, str]] = {}
+        self._http = httpx.AsyncClient(
+            timeout=settings.call_timeout_s,
+            trust_env=False,
+            follow_redirects=False,
+            headers={"user-agent": f"qinfer/{qinfer.__version__}"},
+        )
+
+    async def close(self) -> None:
+        """Closes the HTTP client."""
+        await self._http.aclose()
+
+    async def label_config(self, project: int) -> str:
+        """Returns a project's label config as XML, as it was half a minute ago at most.
+
+        Raises:
+            Unreachable: It can't be read now.
+            StudioRefused: There is no such project for this token.
+        """
+        now_s = time.monotonic()
+        found = self._configs.get(project)
+        if found is None or now_s - found[0] > _CONFIG_S:
+            read = await self._json("GET", f"/api/projects/{project}/")
+            config = read.get("label_config") if isinstance(read, dict) else None
+            found = self._configs[project] = (now_s, config if isinstance(config, str) else "")
+        return found[1]
+
+    async def task(self, task: int) -> dict[str, Any]:
+        """Returns a task as it is now.
+
+        Raises:
+            Unreachable: It can't be read now.
+            StudioRefused: There is no such task for this token.
+        """
+        read = await self._json("GET", f"/api/tasks/{task}/", {"resolve_uri": "false"})
+        if not isinstance(read, dict):
+            raise StudioFailed("Label Studio's reply is no task")
+        return read
+
+    async def tasks(self, project: int, page: int) -> tuple[list[dict[str, Any]], bool]:
+        """Returns a page of a project's tasks, the first is 1, and whether there are more.
+
+        Raises:
+            Unreachable: They can't be read now.
+            StudioRefused: There is no such project for this token.
+        """
+        words: dict[str, str | int] = {"project": project, "page": page, "page_size": PAGE, "resolve_uri": "false"}
+        try:
+            read = await self._json("GET", "/api/tasks/", words)
+        except StudioRefused as error:
+            if error.status == 404 and page > 1:
+                return [], False  # the page behind the last one
+            raise
+        found = read.get("tasks", []) if isinstance(read, dict) else read
+        if not isinstance(found, list) or not all(isinstance(task, dict) for task in found):
+            raise StudioFailed("Label Studio's reply is no list of tasks")
+        total = read.get("total") if isinstance(read, dict) else None
+        return found, page * PAGE < total if isinstance(total, int) else len(found) == PAGE
+
+    async def predictions(self, task: int) -> list[dict[str, Any]]:
+        """Returns the predictions that a task has.
+
+        Raises:
+            Unreachable: They can't be read now.
+            StudioRefused: It does not tell.
+        """
+        read = await self._json("GET", "/api/predictions/", {"task": task})
+        return [each for each in read if isinstance(each, dict)] if isinstance(read, list) else []
+
+    async def push(self, project: int, predictions: Sequence[Any]) -> int:
+        """Stores predictions, each with its `task`; returns how many Label Studio took: it leaves out wrong ones.
+
+        Raises:
+            Unreachable: It is not known whether they are stored.
+            StudioRefused: None is stored, one of them at least is why.
+        """
+        read = await self._json("POST", f"/api/projects/{project}/import/predictions", body=list(predictions))
+        created = read.get("created") if isinstance(read, dict) else None
+        return created if isinstance(created, int) else len(predictions)
+
+    async def file(self, path_and_query: str, max_bytes: int) -> bytes:
+        """Returns a file that Label Studio keeps.
+
+        Raises:
+            PayloadTooLarge: It is larger.
+            Unreachable: It can't be read now.
+            StudioRefused: There is none, or it is elsewhere.
+        """
+        status, content = await self._authorized("GET", path_and_query, None, None, max_bytes)
+        if 300 <= status < 400:
+            raise StudioRefused(status, "the file is kept elsewhere; name where in the task itself")
+        return _checked(status, content)
+
+    async def _json(
+        self, method: str, path: str, words: dict[str, str | int] | None = None, body: object = None
+    ) -> Any:
+        content = None if body is None else msgspec.json.encode(body)
+        try:
+            text = _checked(*await self._authorized(method, path, words, content, _MAX_REPLY_BYTES))
+        except PayloadTooLarge as error:
+            raise StudioFailed(error.message) from None
+        try:
+            return msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise StudioAway(f"what answers at {_URL} is not Label Studio: it sends no JSON") from None
+
+    async def _authorized(
+        self, method: str, path: str, words: dict[str, str | int] | None, body: bytes | None, max_bytes: int
+    ) -> tuple[int, bytes]:
+        """Sends a call, once more with a new access token where the old one is not taken any more."""
+        status, text = 401, b""
+        for _ in range(2 if self._is_jwt else 1):
+            authorization = await self._authorization()
+            status, text = await self._send(method, path, words, body, authorization, max_bytes)
+            if status != 401:
+                break
+            self._access = ""
+        return status, text
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        words: dict[str, str | int] | None,
+        body: bytes | None,
+        authorization: str,
+        max_bytes: int,
+    ) -> tuple[int, bytes]:
+        headers = {"content-type": "application/json"} if body is not None else {}
+        if authorization:
+            headers["authorization"] = authorization
+        found = bytearray()
+        try:
+            url = f"{self.origin}{path}"
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._http.stream(method, url, params=words, content=body, headers=headers) as reply,
+            ):
+                async for chunk in reply.aiter_bytes():
+                    found += chunk
+                    if len(found) > max_bytes:
+                        raise PayloadTooLarge(f"what Label Studio sends is larger than {max_bytes} bytes")
+                return reply.status_code, bytes(found)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            raise StudioAway(f"Label Studio can't be reached: {type(error).__name__}") from None
+
+    async def _authorization(self) -> str:
+        if not self._is_jwt:
+            return f"Token {self._token}"
+        async with self._refreshing:
+            if not self._access or time.monotonic() >= self._access_until_s:
+                body = msgspec.json.encode({"refresh": self._token})
+                status, text = await self._send("POST", "/api/token/refresh/", None, body, "", _MAX_REPLY_BYTES)
+                if not 200 <= status < 300:
+                    raise StudioAway(f"Label Studio does not take the token of {_TOKEN}: {_reason(text)}")
+                self._access, self._access_until_s = _access_of(text)
+            return f"Bearer {self._access}"
+
+
+def _checked(status: int, text: bytes) -> bytes:
+    """Returns what a call was answered with, if it has succeeded.
+
+    Raises:
+        StudioAway: Later it may succeed.
+        StudioFailed: Label Studio has a defect, or this call one that it does not see.
+        StudioRefused: It will not succeed.
+    """
+    if 200 <= status < 300:
+        return text
+    reason = _reason(text)
+    if status == 401:
+        raise StudioAway(f"Label Studio does not take the token of {_TOKEN}: {reason}")
+    if status in _AWAY or 300 <= status < 400:
+        raise StudioAway(f"Label Studio answers with status {status}")
+    if status >= 500:
+        raise StudioFailed(f"Label Studio failed with status {status}")
+    raise StudioRefused(status, reason)
+
+
+def _access_of(text: bytes) -> tuple[str, float]:
+    """Reads the reply to a refresh: the access token, and until when to use it, on the monotonic clock."""
+    try:
+        access = msgspec.json.decode(text)["access"]
+        payload = access.split(".")[1]
+        about = msgspec.json.decode(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        left_s = float(about["exp"]) - float(about.get("iat", time.time()))
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        raise StudioAway(f"what answers at {_URL} is not Label Studio: it gives no access token") from None
+    except (IndexError, ValueError, binascii.Error):
+        left_s = _ACCESS_S
+    return access, time.monotonic() + max(0.8 * left_s, 1.0)
+
+
+def _reason(text: bytes) -> str:
+    """Returns what an error reply says, in one line that is not too long."""
+    said: object = None
+    try:
+        said = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "no reason was given"
+    if isinstance(said, dict):
+        said = said.get("validation_errors") or said.get("detail") or said
+    found = said if isinstance(said, str) else msgspec.json.encode(said).decode()
+    found = " ".join(found.split())
+    return found if len(found) <= _MAX_REASON else found[:_MAX_REASON] + "…"
+
+
+def check_address(settings: LabelingSettings) -> tuple[str, str]:
+    """Returns the URL that paths are appended to, and the token.
+
+    Raises:
+        SettingsError: The URL is none, or there is no token.
+    """
+    token = settings.token.get_secret_value().strip()
+    try:
+        parsed = httpx.URL(settings.url)
+    except (httpx.InvalidURL, TypeError):
+        parsed = httpx.URL("")
+    wrong = parsed.scheme not in ("http", "https") or not parsed.raw_host or parsed.query or parsed.fragment
+    if wrong or parsed.userinfo:
+        raise SettingsError(f"{_URL} is no URL such as https://label.example.org, without a password and a query")
+    if not token or not (token.isascii() and token.isprintable()):
+        raise SettingsError(f"{_TOKEN} is not set, or has other than ASCII characters; Label Studio asks for it")
+    return str(parsed).rstrip("/"), token

@@ -1,0 +1,190 @@
+"""`/label-studio/{model}/…`, which Label Studio calls as an ML backend, and `/v1/label-studio/…`, about what is pushed.
+
+Label Studio presents an API key as the password of Basic authentication. It reads of an error its status only, so the
+text goes to this server's log, too.
+"""
+
+import asyncio
+import base64
+import binascii
+import logging
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response as HttpResponse
+
+from qinfer.control.api_keys import Scope
+from qinfer.errors import InvalidRequest, QinferError
+from qinfer.repository.base import is_model_name
+from qinfer_api.auth import Context
+from qinfer_api.http.fast import MAX_FAST_BYTES
+from qinfer_api.http.replies import Reply
+from qinfer_api.labeling.status import MAX_LIMIT, STATES
+from qinfer_api.labeling.wire import MAX_ID, Asked, Event, read_call, read_event
+from qinfer_api.rest.bodies import read_body, unless_left
+from qinfer_api.rest.label_studio_schema import EVENT, HEALTH, ORDER, PREDICT, SETUP, TASK, TASKS, VERSIONS
+from qinfer_api.rest.services import Services, context_of, send
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_LIMIT = 100
+
+
+def label_studio_routes(services: Services) -> APIRouter:
+    """Returns the routes of Label Studio."""
+    router = APIRouter(tags=["Label Studio"])
+    _add_calls(router, services)
+    _add_tasks(router, services)
+    return router
+
+
+def _add_calls(router: APIRouter, services: Services) -> None:
+    """Adds what Label Studio calls."""
+    labeling = services.labeling
+
+    @router.get("/label-studio/{model}/health", name="label_studio_health", **HEALTH)
+    async def health(model: str, request: Request) -> HttpResponse:
+        """Tells that a model takes tasks."""
+        _context(services, request)
+        return _reply(200, await labeling.health(model))
+
+    @router.post("/label-studio/{model}/setup", name="label_studio_setup", **SETUP)
+    async def setup(model: str, request: Request) -> HttpResponse:
+        """Checks that a project's mapping fits its label config and the model."""
+        _context(services, request)
+        try:
+            asked = await _asked(services, request, config="schema")
+            return _reply(200, await labeling.setup(model, asked))
+        except ClientDisconnect:
+            return HttpResponse()  # nobody reads it
+        except QinferError as error:
+            raise _told(model, "setup", error) from None
+
+    @router.get("/label-studio/{model}/versions", name="label_studio_versions", **VERSIONS)
+    async def versions(model: str, request: Request) -> HttpResponse:
+        """Lists the versions that are ready."""
+        _context(services, request)
+        return _reply(200, await labeling.versions(model))
+
+    @router.post("/label-studio/{model}/predict", name="label_studio_predict", **PREDICT)
+    async def predict(model: str, request: Request) -> HttpResponse:
+        """Answers a prediction for each task, in their order."""
+        return await _predict(services, model, request)
+
+    @router.post("/label-studio/{model}/webhook", name="label_studio_webhook", **EVENT)
+    async def webhook(model: str, request: Request) -> HttpResponse:
+        """Takes Label Studio's events: new tasks are queued, where the project's predictions are pushed."""
+        return await _event(services, model, request)
+
+
+def _add_tasks(router: APIRouter, services: Services) -> None:
+    """Adds what tells of tasks whose predictions are pushed."""
+    labeling = services.labeling
+    path = "/v1/label-studio/{model}/projects/{project}/tasks"
+
+    @router.get(path, name="label_studio_tasks", **TASKS)
+    async def tasks(model: str, project: str, request: Request) -> HttpResponse:
+        """Tells where the tasks of a project are, and how many are where."""
+        context, query = _context(services, request), request.query_params
+        state = query.get("state", "")
+        if state and state not in STATES:
+            raise InvalidRequest(f"'{state[:40]}' is no state of a task; use one of {', '.join(STATES)}")
+        after = _number("after", query.get("after", "0"), least=0)
+        limit = _number("limit", query.get("limit", str(_DEFAULT_LIMIT)), most=MAX_LIMIT)
+        found = await labeling.page(context, model, _number("project", project), state, after, limit)
+        return _reply(200, found)
+
+    @router.get(path + "/{task}", name="label_studio_task", **TASK)
+    async def task(model: str, project: str, task: str, request: Request) -> HttpResponse:
+        """Tells where a task is."""
+        context = _context(services, request)
+        found = await labeling.one(context, model, _number("project", project), _number("task", task))
+        return _reply(200, found)
+
+    @router.post(path, name="label_studio_order", **ORDER)
+    async def order(model: str, project: str, request: Request) -> HttpResponse:
+        """Queues the tasks of a project that Label Studio has no prediction of."""
+        context, query = _context(services, request), request.query_params
+        page, every = _number("page", query.get("page", "1")), query.get("all", "false")
+        if every not in ("true", "false"):
+            raise InvalidRequest(f"all is true or false; got '{every[:40]}'")
+        ordering = labeling.order(context, model, _number("project", project), page, every=every == "true")
+        return _reply(202, await ordering)
+
+
+async def _predict(services: Services, model: str, request: Request) -> HttpResponse:
+    context = _context(services, request)
+    try:
+        asked = await _asked(services, request)
+        found = await unless_left(request.receive, services.labeling.predict(context, model, asked))
+    except ClientDisconnect:
+        return HttpResponse()  # nobody reads it
+    except QinferError as error:
+        raise _told(model, "predict", error) from None
+    if found is None:
+        return HttpResponse()
+    if len(asked.tasks) > 100:
+        return send(Reply(200, await asyncio.to_thread(msgspec.json.encode, found)))
+    return _reply(200, found)
+
+
+async def _event(services: Services, model: str, request: Request) -> HttpResponse:
+    """Takes a webhook, also when its sender does not wait for the answer: Label Studio waits for a second."""
+    context = _context(services, request)
+    try:
+        body = bytes(await read_body(request, services.settings.http.max_input_bytes))
+        depth = services.settings.limits.max_json_depth
+        event: Event = await asyncio.to_thread(read_event, body, depth) if _is_long(body) else read_event(body, depth)
+        return _reply(201, await services.labeling.event(context, model, event))
+    except ClientDisconnect:
+        return HttpResponse()
+    except QinferError as error:
+        raise _told(model, "webhook", error) from None
+
+
+async def _asked(services: Services, request: Request, *, config: str = "label_config") -> Asked:
+    body = bytes(await read_body(request, services.settings.http.max_input_bytes))
+    depth = services.settings.limits.max_json_depth
+    if _is_long(body):
+        return await asyncio.to_thread(read_call, body, depth, config=config)
+    return read_call(body, depth, config=config)
+
+
+def _is_long(body: bytes) -> bool:
+    return len(body) > MAX_FAST_BYTES
+
+
+def _context(services: Services, request: Request) -> Context:
+    """Returns who asks, by Basic authentication too.
+
+    Raises:
+        Unauthorized: As `Dispatcher.authorize`.
+        Forbidden: As `Dispatcher.authorize`.
+    """
+    context = context_of(request)
+    scheme, _, credentials = request.headers.get("authorization", "").strip().partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            _, _, password = base64.b64decode(credentials.strip(), validate=True).decode().partition(":")
+        except (binascii.Error, ValueError):
+            password = ""
+        context = context._replace(key=password)
+    return services.dispatcher.authorize(context, Scope.INFER)
+
+
+def _told(model: str, call: str, error: QinferError) -> QinferError:
+    """Logs what Label Studio will not show."""
+    shown = model if is_model_name(model) else model[:40]
+    logger.warning("call of Label Studio refused", extra={"model": shown, "route": call, "error": error.message})
+    return error
+
+
+def _number(name: str, text: str, *, least: int = 1, most: int = MAX_ID) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 16 and least <= int(text) <= most):
+        raise InvalidRequest(f"{name} is a number from {least} to {most}; got '{text[:40]}'")
+    return int(text)
+
+
+def _reply(status: int, body: object) -> HttpResponse:
+    return send(Reply(status, msgspec.json.encode(body)))
