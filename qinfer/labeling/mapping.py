@@ -38,6 +38,7 @@ class Mapping(BaseModel):
         model: The model that is asked.
         version: The model's version; 0 = the highest that is ready.
         project: The Label Studio projects that it is for; empty = any that asks for the model.
+        tenant: The tenants that may use it; empty = all.
         mode: `predict`: predictions are answered at once; `push`: tasks are queued, and predictions sent when there
             are some, for models that take longer than Label Studio waits.
         priority: The priority of its requests; 0 = the model's default.
@@ -52,6 +53,7 @@ class Mapping(BaseModel):
     model: Annotated[str, Field(min_length=1)]
     version: Annotated[int, Field(ge=0)] = 0
     project: Annotated[tuple[int, ...], BeforeValidator(_listed)] = ()
+    tenant: Annotated[tuple[str, ...], BeforeValidator(_listed)] = ()
     mode: Literal["predict", "push"] = "predict"
     priority: Annotated[int, Field(ge=0)] = 0
     inputs: dict[str, InputField] = Field(default_factory=dict)

@@ -285,6 +285,29 @@ async def test_a_key_is_the_password(mappings: str, tmp_path: Path) -> None:
         assert reply.json()["results"][0]["result"]
 
 
+async def test_a_mapping_may_be_of_one_tenant(tmp_path: Path) -> None:
+    """Tenants share one Label Studio: another's projects and files are none of theirs."""
+    from qinfer.control.api_keys import Scope, add_key
+
+    path = tmp_path / "keys.json"
+    tokens = {tenant: add_key(path, tenant, (Scope.INFER,))[1] for tenant in ("acme", "other")}
+    mappings = written(tmp_path / "mappings", labels=LABELS + "tenant: acme\n")
+    settings = with_labeling(mappings).model_copy(
+        update={"auth": settings_of(auth={"mode": "keys", "keys_file": str(path)}).auth}
+    )
+    async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
+        for call_of, body in (("setup", {"project": PROJECT, "schema": CONFIG}), ("predict", call("pos"))):
+            statuses = {
+                tenant: (
+                    await client.post(
+                        f"/label-studio/text/{call_of}", json=body, headers={"authorization": f"Bearer {token}"}
+                    )
+                ).status_code
+                for tenant, token in tokens.items()
+            }
+            assert statuses == {"acme": 200, "other": 403}
+
+
 async def test_new_mappings_are_seen(client: httpx.AsyncClient, mappings: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a restart; a file that can't be read leaves the others as they were."""
     monkeypatch.setattr("qinfer_api.labeling.mappings.LOOK_EVERY_S", 0.0)

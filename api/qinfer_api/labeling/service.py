@@ -6,7 +6,7 @@ from typing import Any
 
 from qinfer.control.catalog import Catalog, Served
 from qinfer.delivery.label_tasks import Board
-from qinfer.errors import InvalidRequest, Overloaded, UnsupportedFeature
+from qinfer.errors import Forbidden, InvalidRequest, Overloaded, UnsupportedFeature
 from qinfer.labeling.label_config import parse_label_config
 from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.labeling.mapping import model_version
@@ -63,13 +63,13 @@ class Labeling:
         self.requests.resolve(model, 0)
         return {"status": "UP", "model_class": model}
 
-    async def setup(self, model: str, asked: Asked) -> dict[str, Any]:
+    async def setup(self, context: Context, model: str, asked: Asked) -> dict[str, Any]:
         """Checks a project's mapping against the model and the project's label config.
 
         Raises:
             QinferError: They do not fit; the text names all that does not.
         """
-        mapping, served = await self._found(model, asked.project)
+        mapping, served = await self._found(context, model, asked.project)
         if mapping.mode == PUSH:
             self._check_studio(model)
         config = parse_label_config(asked.label_config) if asked.label_config.strip() else None
@@ -93,7 +93,7 @@ class Labeling:
         Raises:
             QinferError: Nothing of it can be done.
         """
-        mapping, served = await self._found(model, asked.project)
+        mapping, served = await self._found(context, model, asked.project)
         version = model_version(model, served.version)
         if mapping.mode == PUSH:
             project = asked.project or _project_of(asked)
@@ -119,7 +119,7 @@ class Labeling:
         if event.action != TASKS_CREATED:
             await self.book.current()
             return {"action": event.action, "queued": 0}
-        mapping, served = await self._found(model, event.project)
+        mapping, served = await self._found(context, model, event.project)
         if mapping.mode != PUSH:
             return {"action": event.action, "queued": 0}
         if event.tasks is None:
@@ -144,7 +144,7 @@ class Labeling:
         Raises:
             QinferError: It can't be done; what was queued before stays.
         """
-        mapping, served = await self._found(model, project)
+        mapping, served = await self._found(context, model, project)
         board = self._board(context, model, project)
         if mapping.mode != PUSH:
             raise InvalidRequest(
@@ -183,10 +183,12 @@ class Labeling:
         await self.book.current()
         self.catalog.status(model)
 
-    async def _found(self, model: str, project: int | None) -> tuple[TaskMapping, Served]:
+    async def _found(self, context: Context, model: str, project: int | None) -> tuple[TaskMapping, Served]:
         """Finds the mapping for a model and project, and the version that it asks."""
         await self._known(model)
         mapping = await self.book.of(model, project)
+        if mapping.tenant and context.tenant not in mapping.tenant:
+            raise Forbidden(f"the labeling mapping '{mapping.name}' is for other tenants than '{context.tenant}'")
         if mapping.mode == PUSH:
             return mapping, self.requests.resolve(model, mapping.version)
         return mapping, self.dispatcher.resolve(model, mapping.version)

@@ -52,10 +52,10 @@ def _add_calls(router: APIRouter, services: Services) -> None:
     @router.post("/label-studio/{model}/setup", name="label_studio_setup", **SETUP)
     async def setup(model: str, request: Request) -> HttpResponse:
         """Checks that a project's mapping fits its label config and the model."""
-        _context(services, request)
+        context = _context(services, request)
         try:
             asked = await _asked(services, request, config="schema")
-            return _reply(200, await labeling.setup(model, asked))
+            return _reply(200, await labeling.setup(context, model, asked))
         except ClientDisconnect:
             return HttpResponse()  # nobody reads it
         except QinferError as error:
