@@ -12,6 +12,7 @@ from pydantic import BaseModel, SecretStr
 
 from qinfer.cli.main import app
 from qinfer.observability import stats, triton_metrics
+from qinfer.observability.bridge_metrics import BridgeCollector, RouteTally
 from qinfer.observability.host import HostUse
 from qinfer.observability.metrics import GatewayTally, Snapshot, WorkerLoad
 from qinfer.repository import config_fields, config_spec
@@ -65,6 +66,12 @@ For codes that a model may give its own errors it matters whether a worker count
 
 | reason | codes |
 |---|---|"""
+BRIDGE_METRICS_HEAD = """
+## Bridge
+
+A [bridge](../how-to/bridge-a-queue.md) serves metrics of its own: `GET /metrics` on the port that its file names. They
+are about that process: combine bridges with `sum`.
+"""
 MODEL_CONFIG_HEAD = """
 # Model configuration
 
@@ -127,6 +134,13 @@ def metrics_page() -> str:
         labels = ", ".join(label for label, _ in triton.samples[0].labels)
         lines.append(f"| `{triton.name}` | {triton.kind} | {labels} | {_cell(triton.text)} |")
     lines += [TRITON_REASONS_HEAD, *_reasons()]
+    lines += [BRIDGE_METRICS_HEAD, "| metric | type | labels | meaning |", "|---|---|---|---|"]
+    one = {"": 1}
+    route = RouteTally("route", refused=one, replied=one, unroutable=one, connected={"": True})
+    for family in BridgeCollector([route]).collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = ", ".join(family.samples[0].labels)
+        lines.append(f"| `{name}` | {family.type} | {labels} | {_cell(family.documentation)} |")
     return NOTICE + "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The command line: `qinfer up | infer | submit | jobs | status | models | keys | dlq | bench`.
+"""The command line: `qinfer up | infer | submit | jobs | label | bridge | status | models | keys | dlq | bench`.
 
 This module and the command modules hold options and help texts only, and import what a command needs when it runs:
 `qinfer --help` answers in the time that Python takes to start.
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import bench, dlq, infer, jobs, keys, models, status, submit, up
+from qinfer.cli import bench, bridge, dlq, infer, jobs, keys, label, models, status, submit, up
 from qinfer.cli.console import ErrorsAsText
 
 app = typer.Typer(
@@ -26,6 +26,8 @@ app.command("up", epilog=up.EXAMPLE, short_help="Run everything on this machine.
 app.command("infer", epilog=infer.EXAMPLE)(infer.infer)
 app.command("submit", epilog=submit.EXAMPLE, short_help="Have a model score files: a bulk job.")(submit.submit)
 app.add_typer(jobs.app, name="jobs", short_help="Bulk jobs: list, look, wait, cancel, resume.")
+app.command("label", epilog=label.EXAMPLE, short_help="Write pre-annotations of a bulk job's output.")(label.label)
+app.command("bridge", epilog=bridge.EXAMPLE, short_help="Move messages of a queue to a model and back.")(bridge.bridge)
 app.command("status", epilog=status.EXAMPLE, short_help="Show models, lanes and workers.")(status.status)
 app.add_typer(models.app, name="models", short_help="Synchronize, list, load and unload models.")
 app.add_typer(keys.app, name="keys")

@@ -1,0 +1,47 @@
+"""`qinfer bridge`: messages of a queue that is there already, to a model and back. The program is a worker's part."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qinfer.cli.status import DataDirOption, RedisOption
+from qinfer.errors import SettingsError
+
+EXAMPLE = "Example: qinfer bridge routes.yaml --check   and then   qinfer bridge routes.yaml"
+
+_MODULE = "qinfer_workers.bridge"
+_NEEDED = ("kombu", "pyarrow", "yaml")
+
+ConfigArgument = Annotated[Path, typer.Argument(help="The routes: a YAML or TOML file.")]
+CheckOption = Annotated[
+    bool, typer.Option("--check", help="Try the file, the models and the queues, move no message, and exit.")
+]
+
+
+def bridge(
+    config: ConfigArgument,
+    *,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    check: CheckOption = False,
+) -> None:
+    """Move messages from a queue to a model, and the predictions to a queue: RabbitMQ, Redis, SQS and others.
+
+    Any number may run, on one file too. SIGTERM ends it: what it has in hand is finished, the rest stays in its queue.
+
+    Exit codes: 0 stopped, or everything checked is well; 1 Redis is away, or a check failed; 2 something is wrong with
+    the file or a setting.
+    """
+    from qinfer.cli.overview import redis_settings
+
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise SettingsError(f"{' and '.join(missing)} is not installed: pip install 'qinfer[bridge]'")
+    url = redis_settings(redis, data_dir).url.get_secret_value()
+    words = [sys.executable, "-P", "-m", _MODULE, str(config), *(["--check"] if check else [])]
+    environment = {**os.environ, "QINFER_REDIS__URL": url}
+    sys.stdout.flush()
+    os.execve(sys.executable, words, environment)  # noqa: S606 - our own interpreter and module

@@ -1,0 +1,80 @@
+"""Documents that people type, YAML or TOML, read as strictly as these need it. Pure.
+
+In YAML keys that are there twice, tags and merge keys are refused: the first hide a mistake, and a few lines of the
+others make objects, or fill the memory.
+"""
+
+import tomllib
+from typing import Any
+
+import yaml
+
+_TAG = "tag:yaml.org,2002:"
+_SHOWN = 60
+
+
+class Unreadable(ValueError):
+    """A document can't be read; the text says where and why."""
+
+
+class _Strict(yaml.BaseLoader):
+    """Makes texts, lists and dictionaries."""
+
+    tags = frozenset(_TAG + kind for kind in ("str", "seq", "map"))
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:  # noqa: FBT001, FBT002  (PyYAML's)
+        """Makes a node's value."""
+        if node.tag not in self.tags:
+            raise yaml.constructor.ConstructorError(None, None, f"the tag '{node.tag}' is not read", node.start_mark)
+        if isinstance(node, yaml.ScalarNode) and node.style is None and node.value in {"", "~", "null"}:
+            return None
+        return super().construct_object(node, deep)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:  # noqa: FBT001, FBT002
+        """Makes a dictionary."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value == "<<" and key.style is None:
+                raise yaml.constructor.ConstructorError(None, None, "merge keys (<<) are not read", key.start_mark)
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                what = f"'{key.value[:_SHOWN]}' is there twice"
+                raise yaml.constructor.ConstructorError(None, None, what, key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+class _StrictTyped(_Strict, yaml.SafeLoader):
+    """Makes numbers and truth values too."""
+
+    tags = _Strict.tags | {_TAG + kind for kind in ("null", "bool", "int", "float")}
+
+
+def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:
+    """Reads a document.
+
+    Args:
+        data: UTF-8, with a byte order mark or without.
+        suffix: `.toml`, or else it is YAML.
+        is_typed: In YAML make numbers and truth values of what looks like them. Otherwise every value is text, so that
+            labels such as `no`, `007` and `2026-01-31` stay what they are.
+
+    Raises:
+        Unreadable: It is no such document.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+        if suffix == ".toml":
+            return tomllib.loads(text)
+        return yaml.load(text, _StrictTyped if is_typed else _Strict)  # noqa: S506  (they make no objects)
+    except yaml.MarkedYAMLError as error:
+        raise Unreadable(_marked(error)) from None
+    except (ValueError, KeyError, yaml.YAMLError) as error:
+        raise Unreadable(str(error)) from None
+    except RecursionError:
+        raise Unreadable("its lists and mappings are nested too deep") from None
+
+
+def _marked(error: yaml.MarkedYAMLError) -> str:
+    place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+    remedy = "; indent with spaces" if "'\\t'" in str(error.problem) else ""
+    return f"{place}{error.problem}{remedy}"

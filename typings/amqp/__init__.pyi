@@ -1,0 +1,1 @@
+# What qinfer uses of py-amqp, which has no types of its own.

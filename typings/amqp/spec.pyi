@@ -1,0 +1,2 @@
+class Connection:
+    Close: tuple[int, int]

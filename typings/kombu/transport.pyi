@@ -1,0 +1,3 @@
+from collections.abc import Mapping
+
+TRANSPORT_ALIASES: Mapping[str, str]

@@ -1,0 +1,85 @@
+"""The bridge's composition root: `python -m qinfer_workers.bridge CONFIG [--check]`.
+
+The only place of this program that reads the environment. Redis and limits are `QINFER_…` variables, as for the other
+programs; the routes are in the file. SIGTERM and SIGINT end it: it takes no more messages, accepts and acknowledges
+what it has in hand, publishes what has ended, and leaves the rest to the queues.
+
+Exit codes: 0 after a stop, 1 when Redis is away at the start or a check fails, 2 for a wrong setting, 70 when a part of
+it died.
+"""
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import uvloop
+
+from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.observability import logs
+from qinfer.settings import Settings, load_settings
+from qinfer_workers.bridge.config import BridgeConfig
+from qinfer_workers.bridge.config_file import load_config
+from qinfer_workers.bridge.program import check, serve
+
+logger = logging.getLogger("qinfer_workers.bridge")
+
+GC_THRESHOLD = 50_000
+"""Allocations between collections: messages make no cycles, so that frequent ones find nothing."""
+
+
+async def _serve(config: BridgeConfig, settings: Settings) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, 20, 50)
+    await serve(config, settings, stop)
+    return os.EX_OK
+
+
+async def _check(config: BridgeConfig, settings: Settings) -> int:
+    return os.EX_OK if await check(config, settings, print) else 1
+
+
+def main() -> int:
+    """Reads the configuration, serves or checks it, and returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m qinfer_workers.bridge")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    try:
+        settings = load_settings()
+        config = load_config(options.config, os.environ)
+        is_quiet = options.check and settings.log.level == "INFO"  # a check says all by itself
+        logs.configure(settings.log.model_copy(update={"level": "WARNING"}) if is_quiet else settings.log, "bridge")
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run((_check if options.check else _serve)(config, settings))
+    except SettingsError as error:
+        sys.stderr.write(f"qinfer bridge: {error.message}\n")
+        return 2
+    except BrokerUnavailable as error:
+        sys.stderr.write(f"qinfer bridge: {error.message}\n")
+        return 1
+    except Exception:  # the boundary: threads that wait for a broker would keep the process, and its supervisor waiting
+        logger.exception("bridge failed")
+        return os.EX_SOFTWARE
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process; threads that wait for a broker that is away are not waited for."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _end(main())

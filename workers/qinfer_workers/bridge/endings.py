@@ -1,0 +1,171 @@
+"""On the loop: ends of requests are taken from the route's outbox, told by the publishers, and then confirmed.
+
+Taken, written in a thread, posted: up to `MOST_IN_HAND` are under way at a time. What is not confirmed in `retry_s`
+seconds comes again, to any bridge of the route; what is still in hand here then is not published twice.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from qinfer.delivery.requests import Ending, Requests
+from qinfer.errors import QinferError
+from qinfer_workers.bridge.letters import Told
+from qinfer_workers.bridge.pauses import Complaint, Pauses
+from qinfer_workers.bridge.reading import PARTITION
+
+logger = logging.getLogger(__name__)
+
+MOST_AT_ONCE = 500
+MOST_IN_HAND = 4 * MOST_AT_ONCE
+MOST_BYTES_IN_HAND = 64 * 2**20
+"""No more is taken while the results in hand are as large: a sink that is away must not fill the memory."""
+
+REREAD_S = 1.0
+"""The outbox is read so often without a hint: hints may be missed."""
+
+PACE_S = 0.01
+"""The shortest time between two reads that are not full, so that each finds many."""
+
+_LONGEST_PAUSE_S = 1.0
+
+
+class Endings:
+    """One per route; made on the loop.
+
+    Args:
+        requests: Where the outbox is.
+        model: The model.
+        outbox: The outbox.
+        consumer: This process, as the outbox knows it.
+        retry_s: What is not confirmed for so long comes again.
+        write: Makes messages of ends, in a thread; `None` for those that nobody is told of.
+        post: Publishes them.
+        took: Called when requests have left the queue.
+    """
+
+    def __init__(  # noqa: PLR0913 - keywords: what an end passes through
+        self,
+        *,
+        requests: Requests,
+        model: str,
+        outbox: str,
+        consumer: str,
+        retry_s: float,
+        write: Callable[[Ending], Told | None],
+        post: Callable[[Sequence[Told]], None],
+        took: Callable[[], None],
+    ) -> None:
+        self._requests = requests
+        self._place = (model, PARTITION, outbox)
+        self._consumer = consumer
+        self._retry_s = retry_s
+        self._write = write
+        self._post = post
+        self._took = took
+        self._in_hand: dict[str, int] = {}  # ends → the sizes of their results, in bytes
+        self._in_hand_bytes = 0
+        self._confirmed: deque[str] = deque()
+        self._news = asyncio.Event()
+        self._to_confirm = asyncio.Event()
+        self._stopping = False
+        self._is_taking = True
+        self._away = Complaint(logger, "ended requests can't be read", outbox=outbox)
+
+    @property
+    def in_hand(self) -> int:
+        """Ends that were taken and are not confirmed."""
+        return len(self._in_hand)
+
+    def wake(self) -> None:
+        """There may be something in the outbox."""
+        self._news.set()
+
+    def told(self, ending_ids: Sequence[str]) -> None:
+        """These are published, and the broker has them."""
+        self._confirmed.extend(ending_ids)
+        self._to_confirm.set()
+
+    def drop(self, ending_id: str) -> None:
+        """This could not be published now: it comes again."""
+        self._forget(ending_id)
+        self._to_confirm.set()
+
+    def stop(self) -> None:
+        """Has `run` take nothing more, and end once what is in hand is confirmed."""
+        self._stopping = True
+        self._news.set()
+        self._to_confirm.set()
+
+    async def run(self) -> None:
+        """Takes and confirms until `stop`."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._take_all())
+            group.create_task(self._confirm_all())
+
+    async def _take_all(self) -> None:
+        pauses = Pauses(PACE_S * 10, _LONGEST_PAUSE_S)
+        while not self._stopping:
+            self._news.clear()
+            count = min(MOST_AT_ONCE, MOST_IN_HAND - len(self._in_hand))
+            if self._in_hand_bytes >= MOST_BYTES_IN_HAND:
+                count = 0
+            taken: list[Ending] = []
+            if count > 0:
+                try:
+                    taken = await self._requests.endings(*self._place, self._consumer, count, retry_s=self._retry_s)
+                    pauses.reset()
+                    self._away.over()
+                except QinferError as error:
+                    self._away.say(error.message)
+                    await asyncio.sleep(pauses.next_s())
+                    continue
+            fresh = [ending for ending in taken if ending.id not in self._in_hand]
+            if fresh:
+                self._took()
+                await self._tell(fresh)
+            if count <= 0 or not taken:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REREAD_S):
+                        await self._news.wait()
+            if len(taken) < MOST_AT_ONCE:
+                await asyncio.sleep(PACE_S)
+        self._is_taking = False
+        self._to_confirm.set()
+
+    async def _tell(self, endings: Sequence[Ending]) -> None:
+        for ending in endings:
+            size = len(ending.blob or b"")
+            self._in_hand[ending.id] = size
+            self._in_hand_bytes += size
+        written = await asyncio.to_thread(lambda: [self._write(ending) for ending in endings])
+        silent = [ending.id for ending, told in zip(endings, written, strict=True) if told is None]
+        if silent:
+            self.told(silent)
+        self._post([told for told in written if told is not None])
+
+    def _forget(self, ending_id: str) -> None:
+        self._in_hand_bytes -= self._in_hand.pop(ending_id, 0)
+
+    async def _confirm_all(self) -> None:
+        pauses = Pauses(PACE_S * 10, _LONGEST_PAUSE_S)
+        while self._is_taking or self._in_hand:
+            if not self._confirmed:
+                self._to_confirm.clear()
+                if not self._confirmed:
+                    await self._to_confirm.wait()
+                continue
+            ids = list(self._confirmed)
+            try:
+                await self._requests.confirm_endings(*self._place, ids)
+            except QinferError as error:
+                self._away.say(error.message)
+                await asyncio.sleep(pauses.next_s())
+                continue
+            pauses.reset()
+            for _ in ids:
+                self._forget(self._confirmed.popleft())
+            if len(self._in_hand) < MOST_AT_ONCE:
+                self._news.set()

@@ -1,0 +1,176 @@
+"""The bridge as a process: one event loop with the queue, and the threads of its routes."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from qinfer.control.catalog import Catalog
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.base import Delivery
+from qinfer.delivery.clients import admin_client
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.errors import QinferError, SettingsError
+from qinfer.messages import IdFactory
+from qinfer.observability.bridge_metrics import BridgeCollector
+from qinfer.settings import Settings
+from qinfer_workers.bridge.bodies import BodyCodec
+from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
+from qinfer_workers.bridge.opening import look
+from qinfer_workers.bridge.route import Route
+
+logger = logging.getLogger("qinfer_workers.bridge")
+
+
+class Bridge:
+    """One bridge process; made by `open`, on its loop.
+
+    Args:
+        config: What it does.
+        delivery: The queue.
+        catalog: The models.
+        settings: Limits.
+    """
+
+    def __init__(self, config: BridgeConfig, delivery: Delivery, catalog: Catalog, settings: Settings) -> None:
+        self._config = config
+        self._delivery = delivery
+        self._catalog = catalog
+        self._owner = f"bridge-{IdFactory().ulid()}"
+        inline_max_bytes = settings.limits.inline_max_bytes
+        self.routes = [
+            Route(
+                options=options,
+                config=config,
+                requests=delivery.requests,
+                catalog=catalog,
+                owner=self._owner,
+                inline_max_bytes=inline_max_bytes,
+            )
+            for options in config.routes
+        ]
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Runs all routes until `stop` is set, then ends them."""
+        self._serve_metrics()
+        async with asyncio.TaskGroup() as group:
+            background = [
+                group.create_task(self._delivery.listen(self._owner, self._on_hint)),
+                group.create_task(self._catalog.run()),
+                group.create_task(self._refresh_tallies()),
+            ]
+            running = [group.create_task(route.run()) for route in self.routes]
+            group.create_task(self._stop_with(stop))
+            await asyncio.gather(*running)
+            stop.set()
+            for task in background:
+                task.cancel()
+
+    def _on_hint(self, _: bytes) -> None:
+        """Requests have ended; which, their outboxes tell."""
+        for route in self.routes:
+            route.wake()
+
+    async def _stop_with(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        for route in self.routes:
+            route.stop()
+
+    async def _refresh_tallies(self) -> None:
+        while True:
+            for route in self.routes:
+                route.refresh_tally()
+            await asyncio.sleep(1.0)
+
+    def _serve_metrics(self) -> None:
+        config = self._config
+        if not config.metrics_port:
+            return
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(BridgeCollector([route.tally for route in self.routes]))
+        try:
+            start_http_server(config.metrics_port, config.metrics_host, registry)
+        except OSError as error:
+            raise SettingsError(
+                f"metrics_host {config.metrics_host}, metrics_port {config.metrics_port}: {error.strerror}; "
+                "choose another port, or 0 for none"
+            ) from None
+
+
+async def serve(config: BridgeConfig, settings: Settings, stop: asyncio.Event) -> None:
+    """Runs a bridge until `stop` is set.
+
+    Raises:
+        BrokerUnavailable: Redis can't be reached at the start.
+        SettingsError: Redis refuses, or the port of the metrics can't be had.
+    """
+    async with AsyncExitStack() as opened:
+        delivery, catalog = await _open(settings, opened)
+        bridge = Bridge(config, delivery, catalog, settings)
+        logger.info("bridge started", extra={"routes": [route.name for route in config.routes]})
+        await bridge.run(stop)
+    logger.info("bridge stopped")
+
+
+async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], None]) -> bool:
+    """Tries everything that a bridge needs, and moves no message.
+
+    Args:
+        config: What the bridge would do.
+        settings: Where the queue is.
+        say: Gets a line for each thing.
+
+    Returns:
+        Whether everything is there.
+
+    Raises:
+        BrokerUnavailable: Redis can't be reached.
+        SettingsError: Redis refuses.
+    """
+    async with AsyncExitStack() as opened:
+        _, catalog = await _open(settings, opened)
+        results = [await _check_route(route, catalog, say) for route in config.routes]
+    return all(results)
+
+
+async def _open(settings: Settings, opened: AsyncExitStack) -> tuple[Delivery, Catalog]:
+    delivery = await RedisDelivery.connect(settings.redis, settings.limits)
+    opened.push_async_callback(delivery.close)
+    store = RedisControlStore(admin_client(settings.redis))
+    opened.push_async_callback(store.close)
+    catalog = Catalog(store, settings.limits)
+    await catalog.refresh()
+    return delivery, catalog
+
+
+async def _check_route(route: RouteOptions, catalog: Catalog, say: Callable[[str], None]) -> bool:
+    """Checks the model and the brokers of a route."""
+    is_well = True
+    try:
+        served = catalog.accepting(route.model, route.version)
+        BodyCodec(route.body, served.spec, served.version)
+        say(f"route '{route.name}': model '{route.model}' version {served.version}: well")
+    except QinferError as error:
+        is_well = False
+        say(f"route '{route.name}': {error.message}")
+
+    source, sink = route.source, route.sink
+    fixed = [sink.routing_key] if sink.routing_key and not sink.exchange else []
+    for what, declare, words in (
+        ("source", source.declare, (route.source_url, source.options, [source.queue, route.dead_letters])),
+        ("sink", sink.declare, (route.sink_url, route.sink_options, fixed, sink.exchange)),
+    ):
+        try:
+            missing = ", ".join(f"'{queue}'" for queue in await asyncio.to_thread(look, *words))
+        except Exception as error:  # noqa: BLE001 - the boundary to kombu, whose transports raise what they like
+            is_well = False
+            say(f"route '{route.name}': {what}: {type(error).__name__}: {error}")
+            continue
+        if missing and not declare:
+            is_well = False
+            say(f"route '{route.name}': {what}: there is no queue {missing}; make it, or set {what}.declare: true")
+        else:
+            say(f"route '{route.name}': {what}: well" + (f"; the bridge will make {missing}" if missing else ""))
+    return is_well

@@ -1,0 +1,145 @@
+"""A message → what is to be accepted for it: decoded, checked, stamped, encoded. Pure but for the ids it draws."""
+
+import msgspec
+
+from qinfer.control.acceptance import prepare
+from qinfer.control.catalog import Served
+from qinfer.delivery.requests import MAX_NOTES_BYTES, Acceptance, Address
+from qinfer.errors import InvalidRequest
+from qinfer.messages import IdFactory
+from qinfer_workers.bridge.bodies import BodyCodec, ReplyEncoding
+from qinfer_workers.bridge.config import RouteOptions
+from qinfer_workers.bridge.messages import Delivered, Note, body_hash, identity, request_id
+
+PARTITION = 0
+"""The partition that requests of bridges go to."""
+
+_MAX_SHORT_BYTES = 255  # of AMQP, where replies may go
+
+
+class Work(msgspec.Struct, frozen=True):
+    """A message that was read.
+
+    Attributes:
+        message: The message.
+        acceptance: What it becomes.
+        is_identified: Whether it is recognised when it comes again.
+    """
+
+    message: Delivered
+    acceptance: Acceptance
+    is_identified: bool
+
+
+class Reader:
+    """Reads the messages of a route; for one thread.
+
+    Args:
+        route: The route.
+        result_ttl_s: How long answers are kept.
+        watcher: The reply address that is told when a request ends.
+        inline_max_bytes: Larger tensors travel beside the stream.
+    """
+
+    def __init__(self, route: RouteOptions, result_ttl_s: float, watcher: str, inline_max_bytes: int) -> None:
+        self._route = route
+        self._result_ttl_s = result_ttl_s
+        self._watcher = watcher
+        self._inline_max_bytes = inline_max_bytes
+        self._ids = IdFactory()
+        self._served: Served | None = None
+        self._codec: BodyCodec | None = None
+
+    def use(self, served: Served) -> None:
+        """Sets the model version that messages are read for from now on.
+
+        Raises:
+            InvalidRequest: The route's `body` does not fit the model.
+        """
+        if served is not self._served:
+            self._codec = BodyCodec(self._route.body, served.spec, served.version)
+            self._served = served
+
+    def read(self, message: Delivered) -> Work:
+        """Makes a request of a message; after `use`.
+
+        Raises:
+            QinferError: It can't be read, does not fit the model, or can't be answered; the text says why.
+        """
+        served, codec, route = self._served, self._codec, self._route
+        assert served is not None
+        assert codec is not None
+        if message.broken:
+            raise InvalidRequest(message.broken)
+        decoded = codec.decode(message.body, message.content_type, message.headers, message.content_encoding)
+        message_id = identity(message, route.source.id_header)
+        notes = self._notes(message, message_id, decoded.reply)
+        model = served.spec.name
+        name = request_id(route.name, message_id, model) if message_id else self._ids.request_id(model, PARTITION)
+        address = Address(model, PARTITION, name)
+        request = decoded.request
+        request.generation = served.generation
+        request.priority = request.priority or route.priority
+        most_waiting = route.max_waiting or max(served.spec.lane_capacity // 2, 1)
+        stamped = prepare(
+            request,
+            served,
+            address=address,
+            timeout_s=route.timeout_s,
+            inline_max_bytes=self._inline_max_bytes,
+            tenant=route.tenant,
+            trace=_header(message, "traceparent"),
+            max_waiting=most_waiting,
+        )
+        acceptance = Acceptance(
+            address=address,
+            lane=stamped.lane,
+            frame=stamped.frame,
+            payload=stamped.payload,
+            limit=stamped.limit,
+            timeout_s=route.timeout_s,
+            body_hash=body_hash(message),
+            result_ttl_s=self._result_ttl_s,
+            tombstone_ttl_s=self._result_ttl_s,
+            tenant=route.tenant,
+            client_id=decoded.reply.client_id,
+            outbox=route.outbox,
+            notes=notes,
+            watcher=self._watcher,
+        )
+        return Work(message, acceptance, bool(message_id))
+
+    def _notes(self, message: Delivered, message_id: bytes, reply: ReplyEncoding) -> bytes:
+        """Returns what is kept to send the reply.
+
+        Raises:
+            InvalidRequest: It is too much, or there is nowhere to send a reply to.
+        """
+        sink = self._route.sink
+        reply_to = message.reply_to if sink.reply_to else b""
+        if not reply_to and not sink.is_fixed:
+            raise InvalidRequest(
+                "the message has no reply_to, and the route has no other place for its prediction; set reply_to, or "
+                "give the route's sink a routing_key"
+            )
+        for name, value in (("reply_to", reply_to), ("correlation_id", message.correlation_id)):
+            if len(value) > _MAX_SHORT_BYTES:
+                raise InvalidRequest(f"the {name} of the message takes {len(value)} bytes; use at most 255")
+        carried = {name: text for name in sink.carry_headers if (text := _header(message, name))}
+        notes = msgspec.msgpack.encode(
+            Note(reply, message_id[:_MAX_SHORT_BYTES], reply_to, message.correlation_id, carried)
+        )
+        if len(notes) > MAX_NOTES_BYTES:
+            raise InvalidRequest(
+                f"ids and headers that the reply needs take {len(notes)} bytes, more than {MAX_NOTES_BYTES}; "
+                "make them shorter"
+            )
+        return notes
+
+
+def _header(message: Delivered, name: str) -> str:
+    """Returns a header as text; empty = there is none."""
+    value = message.headers.get(name)
+    if value is None:
+        return ""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

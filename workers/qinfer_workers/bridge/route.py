@@ -1,0 +1,242 @@
+"""One route, put together: who hands what to whom, and how it begins and ends.
+
+    thread "source"           loop                               thread "sink" (and "dead_letters", on another broker)
+    receive, read ──batch──▶  Intake: accept into the lane
+    acknowledge  ◀──receipts──┘
+                              Endings: take from the outbox
+                              write (a thread of the pool) ────▶ publish
+                              confirm  ◀──────batch───────────── the broker's confirms
+    dead letters of what can't be read, or conflicts: ─────────▶ publish
+    acknowledge  ◀──receipts── settled  ◀──────────────────────── the broker's confirms
+
+Nothing is acknowledged before it is in the model's queue, or its dead letter is confirmed; no end leaves the outbox
+before its reply is confirmed. So whatever is killed, the message or the end comes again, and the ids tell that it does.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from qinfer.control.catalog import Catalog, Served
+from qinfer.delivery.base import reply_address
+from qinfer.delivery.requests import Requests
+from qinfer.observability.bridge_metrics import RouteTally, count
+from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
+from qinfer_workers.bridge.consumer import Consumer, Refused
+from qinfer_workers.bridge.endings import Endings
+from qinfer_workers.bridge.intake import Intake
+from qinfer_workers.bridge.letters import Told, refusal, refuse, tell
+from qinfer_workers.bridge.links import Settled, Sink, Source
+from qinfer_workers.bridge.messages import Outgoing, Parcel, Place, Receipt
+from qinfer_workers.bridge.opening import open_sink, open_source
+from qinfer_workers.bridge.pauses import Complaint
+from qinfer_workers.bridge.publisher import Publisher
+from qinfer_workers.bridge.reading import Reader
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+"""A dead letter that no queue took is published again after so many seconds."""
+
+NO_STEP_S = 0.1
+LAST_STEP_S = 5.0
+"""How long each of the last steps may take: what is in hand then comes again, to the next bridge."""
+
+
+class Route:
+    """One route of a bridge; made on the loop.
+
+    Args:
+        options: The route.
+        config: The rest of the file.
+        requests: The queue's asynchronous requests.
+        catalog: The models.
+        owner: This process's name.
+        inline_max_bytes: Larger tensors travel beside the stream.
+
+    Attributes:
+        options: As given.
+        tally: What it counts.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: RouteOptions,
+        config: BridgeConfig,
+        requests: Requests,
+        catalog: Catalog,
+        owner: str,
+        inline_max_bytes: int,
+    ) -> None:
+        self.options = options
+        self.tally = RouteTally(options.name)
+        self._catalog = catalog
+        self._loop = asyncio.get_running_loop()
+        self._told: dict[str, str] = {}  # parcels of ends in hand, by id → how they ended
+        self._lost = Complaint(logger, "no queue takes what is published", route=options.name)
+        self._publishers = self._make_publishers()
+        self._intake = Intake(
+            name=options.name,
+            accept=requests.accept_all,
+            done=self._done,
+            refuse=self._refuse,
+            again=self.wake,
+            epoch=lambda: self._consumer.epoch,
+            tally=self.tally,
+        )
+        self._endings = Endings(
+            requests=requests,
+            model=options.model,
+            outbox=options.outbox,
+            consumer=owner,
+            retry_s=config.retry_s,
+            write=partial(tell, options),
+            post=self._publish_told,
+            took=self._intake.room,
+        )
+        reader = Reader(options, config.result_ttl_s, reply_address(owner), inline_max_bytes)
+        connect: Callable[[int], Source] = partial(open_source, options.source)
+        self._consumer = Consumer(
+            name=options.name,
+            connect=connect,
+            reader=reader,
+            resolve=self.resolve,
+            accept=self._intake.add,
+            refuse=self._refuse,
+            tally=self.tally,
+        )
+
+    def resolve(self) -> Served:
+        """Finds the model version that messages are for; safe in any thread.
+
+        Raises:
+            ModelNotFound: There is none.
+            ModelNotReady: It can't be loaded.
+        """
+        return self._catalog.accepting(self.options.model, self.options.version)
+
+    def wake(self) -> None:
+        """A request of this process has ended; on the loop."""
+        self._endings.wake()
+
+    async def run(self) -> None:
+        """Moves messages until `stop`, then until what is in hand is taken care of."""
+        publishers = list(dict.fromkeys(self._publishers.values()))
+        for publisher in publishers:
+            publisher.start()
+        self._consumer.start()
+        async with asyncio.TaskGroup() as group:
+            telling = group.create_task(self._endings.run())
+            await group.create_task(self._intake.run())
+            _, late = await asyncio.wait([telling], timeout=LAST_STEP_S)
+            for task in late:
+                task.cancel()
+        for publisher in publishers:
+            publisher.stop()
+        for publisher in publishers:  # dead letters before their messages: else these would come again
+            await asyncio.to_thread(publisher.join, NO_STEP_S if late else LAST_STEP_S)
+        self._consumer.finish()
+        await asyncio.to_thread(self._consumer.join, LAST_STEP_S)
+        logger.info("route stopped", extra={"route": self.options.name})
+
+    def stop(self) -> None:
+        """Takes nothing more; on the loop."""
+        self._consumer.stop()
+        self._intake.stop()
+        self._endings.stop()
+
+    def refresh_tally(self) -> None:
+        """Brings gauges up to date."""
+        self.tally.unconfirmed = self._endings.in_hand
+
+    def _make_publishers(self) -> dict[bool, Publisher]:
+        """Makes what publishes: by whether it is for dead letters."""
+        options, source = self.options, self.options.source
+        fixed = [options.sink.routing_key] if options.sink.declare and not options.sink.exchange else []
+        queues = [queue for queue in fixed if queue]
+        letters = [options.dead_letters] if source.declare else []
+
+        def made(
+            connection: str, url: str, of: Mapping[str, Any], queues: Sequence[str], exchange: str = ""
+        ) -> Publisher:
+            connect: Callable[[], Sink] = partial(open_sink, url, of, queues, exchange)
+            return Publisher(options.name, connection, connect, self._on_settled, self.tally)
+
+        if options.sink_url == options.source_url:
+            both = made("sink", options.sink_url, options.sink_options, queues + letters, options.sink.exchange)
+            return {False: both, True: both}
+        return {
+            False: made("sink", options.sink_url, options.sink_options, queues, options.sink.exchange),
+            True: made("dead_letters", options.source_url, source.options, letters),
+        }
+
+    def _done(self, receipts: Sequence[Receipt]) -> None:
+        self._consumer.done(receipts)
+
+    def _refuse(self, refused: Sequence[Refused]) -> None:
+        """Puts messages with the dead letters; for any thread."""
+        for _, error in refused:
+            count(self.tally.refused, error.code.value)
+        told = [refusal(self.options, message, error) for message, error in refused]
+        self._publish([message for message in told if message is not None])
+        self._publish([refuse(self.options, message, error) for message, error in refused])
+
+    def _publish_told(self, told: Sequence[Told]) -> None:
+        for each in told:
+            self._told[each.parcel.ending_id] = each.state
+        self._publish([message for each in told for message in each.messages])
+
+    def _publish(self, messages: Sequence[Outgoing]) -> None:
+        for is_letter in (False, True):
+            some = [message for message in messages if (message.place is Place.DEAD_LETTER) is is_letter]
+            if some:
+                self._publishers[is_letter].post(some)
+
+    def _on_settled(self, settled: Settled) -> None:
+        """Takes the news of a publisher, in its thread."""
+        self._loop.call_soon_threadsafe(self._settle, settled)
+
+    def _settle(self, settled: Settled) -> None:
+        told: list[str] = []
+        done: list[Receipt] = []
+        for message in settled.taken:
+            self._settle_one(message, told, done)
+        for message in settled.unroutable:
+            count(self.tally.unroutable, message.place.value)
+            if message.place is not Place.REPLY:  # its caller is gone; a queue that is missing may be made yet
+                message.parcel.failed = True
+                self._lost.say(f"{message.place.value}: '{(message.exchange or message.routing_key).decode()}'")
+            self._settle_one(message, told, done)
+        for message in settled.refused:
+            message.parcel.failed = True
+            self._lost.say("the broker refuses messages: is a queue full, or a message too large?")
+            self._settle_one(message, told, done)
+        if told:
+            self._endings.told(told)
+        if done:
+            self._done(done)
+
+    def _settle_one(self, message: Outgoing, told: list[str], done: list[Receipt]) -> None:
+        """Counts a message off its parcel; what is complete is added to `told` or `done`."""
+        parcel: Parcel = message.parcel
+        parcel.left -= 1
+        if parcel.left:
+            return
+        if parcel.receipt is not None:
+            if parcel.failed:
+                parcel.left, parcel.failed = 1, False
+                self._loop.call_later(AGAIN_S, self._publish, [message])
+            else:
+                done.append(parcel.receipt)
+            return
+        if not parcel.ending_id:
+            return
+        state = self._told.pop(parcel.ending_id, "")
+        if parcel.failed:
+            self._endings.drop(parcel.ending_id)
+        else:
+            count(self.tally.replied, state)
+            told.append(parcel.ending_id)
