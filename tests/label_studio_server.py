@@ -128,7 +128,6 @@ class LabelStudioServer:
 @contextlib.asynccontextmanager
 async def label_studio() -> AsyncIterator[LabelStudioServer]:
     """Runs a stand-in on a free port of the loopback address."""
-
     writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

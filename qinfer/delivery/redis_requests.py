@@ -19,7 +19,7 @@ from typing import Any
 
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import FULL
-from qinfer.delivery.connection import pack
+from qinfer.delivery.connection import Refused, pack
 from qinfer.delivery.durability import Durability
 from qinfer.delivery.redis_outboxes import CONSUMER_GONE_MS, RedisOutboxes
 from qinfer.delivery.request_fields import record_of
@@ -114,6 +114,8 @@ class RedisRequests:
             *(self._settle([settlements[i] for i in part], [results[i] for i in part]) for part in parts),
             return_exceptions=True,
         )
+        if len(parts) < len(settlements) and any(isinstance(answers, Refused) for answers in ended):
+            return await self._settle_apart(settlements)  # one that can't be written ends no other
         waiters: dict[str, list[Address]] = {}
         firsts = [False] * len(settlements)
         for part, answers in zip(parts, ended, strict=True):
@@ -200,7 +202,7 @@ class RedisRequests:
                 return await scripts.run_each(call, scripts.ACCEPT_EACH, words)
 
             answers = await self._durability.write(first.model, first.partition, write)
-        except InvalidRequest as error:
+        except (InvalidRequest, Refused) as error:  # of one of them
             if len(acceptances) == 1:
                 return [error]
             return [answer for each in acceptances for answer in await self._accept_part([each])]
@@ -270,6 +272,16 @@ class RedisRequests:
         if any(what == b"gone" for what, _, _ in answers):
             raise BrokerUnavailable(_NOT_IN_TIME)
         return [waiters.decode() if what == b"first" else None for what, waiters, _ in answers]
+
+    async def _settle_apart(self, settlements: Sequence[Settlement]) -> list[bool]:
+        """Ends requests one by one; raises what the first of them raised when all have been tried."""
+        ended = await asyncio.gather(*(self.settle([each]) for each in settlements), return_exceptions=True)
+        firsts: list[bool] = []
+        for answers in ended:
+            if isinstance(answers, BaseException):
+                raise answers
+            firsts += answers
+        return firsts
 
     def _tell(self, reply_to: str, addresses: Sequence[Address]) -> None:
         """Sends hints without waiting; one that is lost costs its reader some time."""

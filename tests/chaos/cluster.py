@@ -68,18 +68,17 @@ class Cluster:
         self.urls: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
 
-    def add(self, role: Role, steps: Sequence[str] = ()) -> Member:
-        """Starts one more, which is hurt at these steps (`faulty`)."""
+    def add(self, role: Role, steps: Sequence[str] = (), arguments: Sequence[str] = (), module: str = "") -> Member:
+        """Starts one more, which is hurt at these steps (`faulty`), or is another program than its role's."""
         env = dict(self._env)
         if role is Role.GATEWAY:
             port = _free_port()
             env |= {"QINFER_HTTP__PORT": str(port), "QINFER_GRPC__PORT": "0", "QINFER_METRICS__PORT": "0"}
             self.urls.append(f"http://127.0.0.1:{port}")
-        module = ""
         if steps:
             module = faulty.__name__
             env |= faulty.environment(MODULES[role], steps, self._directory)
-        member = Member(role, env, self._directory / f"{role}-{len(self.members)}.log", module)
+        member = Member(role, env, self._directory / f"{role}-{len(self.members)}.log", module, arguments)
         self.members.append(member)
         self._tasks.append(asyncio.create_task(member.run()))
         return member
@@ -213,10 +212,21 @@ def _read_keys(client: redis.Redis, names: list[bytes]) -> list[Key]:
             pipe.type(name)
             pipe.pttl(name)
         found = pipe.execute()
-    return [_key(client, *one) for one in zip(names, found[::2], found[1::2], strict=True)]
+    read = [_key(client, *one) for one in zip(names, found[::2], found[1::2], strict=True)]
+    return [key for key in read if key is not None]
 
 
-def _key(client: redis.Redis, name: bytes, kind: bytes, ttl_ms: int) -> Key:
+def _key(client: redis.Redis, name: bytes, kind: bytes, ttl_ms: int) -> Key | None:
+    """Returns what a key is; `None` for one whose time ended meanwhile, as that of a dead process's reply stream."""
+    try:
+        return None if kind == b"none" else _existing_key(client, name, kind, ttl_ms)
+    except redis.ResponseError:
+        if client.exists(name):
+            raise
+        return None
+
+
+def _existing_key(client: redis.Redis, name: bytes, kind: bytes, ttl_ms: int) -> Key:
     length = pending = 0
     if kind == b"stream":
         length = int(command(client, "XLEN", name))

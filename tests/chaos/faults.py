@@ -115,12 +115,14 @@ class Chaos:
         async with asyncio.TaskGroup() as stops:
             for fault in self._faults:
                 await asyncio.sleep(max(start_s + fault.at_s - loop.time(), 0.0))
-                if fault.role is Role.BROKER:
-                    await self._trouble_broker(fault.kind)
-                else:
-                    victim = await self._cluster.running(fault.role, fault.pick)
-                    self._hurt(victim, fault, stops)
+                await self._do(fault, stops)
                 self.done[f"{fault.kind}-{fault.role}"] += 1
+
+    async def _do(self, fault: Fault, stops: asyncio.TaskGroup) -> None:
+        if fault.role is Role.BROKER:
+            await self._trouble_broker(fault.kind)
+        else:
+            self._hurt(await self._cluster.running(fault.role, fault.pick), fault, stops)
 
     def _hurt(self, victim: Member, fault: Fault, stops: asyncio.TaskGroup) -> None:
         if fault.kind is Kind.KILL:

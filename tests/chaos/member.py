@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -19,9 +20,16 @@ class Role(StrEnum):
     GATEWAY = "gateway"
     BROKER = "broker"
     BULK = "bulk"
+    BRIDGE = "bridge"
+    RABBITMQ = "rabbitmq"
 
 
-MODULES = {Role.WORKER: "qinfer_workers.inference", Role.GATEWAY: "qinfer_api", Role.BULK: "qinfer_workers.bulk"}
+MODULES = {
+    Role.WORKER: "qinfer_workers.inference",
+    Role.GATEWAY: "qinfer_api",
+    Role.BULK: "qinfer_workers.bulk",
+    Role.BRIDGE: "qinfer_workers.bridge",
+}
 
 
 class Member:
@@ -32,11 +40,14 @@ class Member:
         env: Its whole environment.
         log: Where its output goes.
         module: Another program than its role's.
+        arguments: Of the program.
     """
 
-    def __init__(self, role: Role, env: dict[str, str], log: Path, module: str = "") -> None:
+    def __init__(
+        self, role: Role, env: dict[str, str], log: Path, module: str = "", arguments: Sequence[str] = ()
+    ) -> None:
         self.role = role
-        self._module = module or MODULES[role]
+        self._program = (module or MODULES[role], *arguments)
         self.exits: Counter[int] = Counter()
         self.starts = 0
         self._started_s = 0.0
@@ -56,7 +67,7 @@ class Member:
 
     async def run(self) -> None:
         """Keeps it running until `end_for_good`."""
-        argv = [sys.executable, "-P", "-m", "qinfer.cli.child", "", self._module]  # it ends with this process
+        argv = [sys.executable, "-P", "-m", "qinfer.cli.child", "", *self._program]  # it ends with this process
         while not self._is_over:
             with self._log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(

@@ -15,6 +15,7 @@ import pytest
 
 from qinfer.testing import wait_until
 from tests import models
+from tests.rabbitmq import RabbitServer, running_rabbitmq
 
 READY_WITHIN_S = 50.0
 STOP_WITHIN_S = 40.0
@@ -73,6 +74,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stack(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with running(repository, tmp_path_factory.mktemp("up")) as stack:
         yield stack
+
+
+@pytest.fixture(scope="session")
+def rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
+    with running_rabbitmq(tmp_path_factory.mktemp("rabbitmq")) as server:
+        yield server
 
 
 @contextmanager

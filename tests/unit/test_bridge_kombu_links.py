@@ -54,13 +54,13 @@ def test_a_message_that_can_not_be_published_is_given_back(monkeypatch: pytest.M
 
 def test_texts_that_are_no_utf_8_break_no_connection() -> None:
     """Half of a surrogate pair, which JSON can carry, in an id and a header."""
-    connection = client()
-    options = SourceOptions.model_validate({"url": "memory://", "queue": QUEUE})
+    connection, queue = client(), f"{QUEUE}-texts"
+    options = SourceOptions.model_validate({"url": "memory://", "queue": queue})
     source = KombuSource(connection, options, 1)
     properties: dict[str, Any] = {"message_id": "\ud800", "delivery_tag": "t", "delivery_info": {}}
     channel = connection.channel()
     prepared = channel.prepare_message(b"body", headers={"a": "\ud800"}, properties=properties)
-    channel.basic_publish(prepared, exchange="", routing_key=QUEUE)
+    channel.basic_publish(prepared, exchange="", routing_key=queue)
 
     received: list[Delivered] = []
     while not received:
@@ -68,3 +68,28 @@ def test_texts_that_are_no_utf_8_break_no_connection() -> None:
 
     assert (received[0].message_id, received[0].headers) == (b"\xed\xa0\x80", {"a": "\ud800"})
     source.close()
+
+
+def test_what_cannot_be_put_back_is_written_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kombu would leave the messages, bodies and all, in a file of the temporary directory."""
+    dumped: list[object] = []
+    queue = f"{QUEUE}-lost"
+    monkeypatch.setattr("kombu.transport.virtual.base.emergency_dump_state", lambda *given, **_: dumped.append(given))
+    connection = client()
+    source = KombuSource(connection, SourceOptions.model_validate({"url": "memory://", "queue": queue}), 1)
+    channel = connection.channel()
+    channel.basic_publish(
+        channel.prepare_message(b"body", properties={"delivery_tag": "t", "delivery_info": {}}),
+        exchange="",
+        routing_key=queue,
+    )
+    assert source.receive(0.1)
+
+    def fail(_: object) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(source._channel, "_restore", fail)
+    monkeypatch.setattr(source._channel, "do_restore", True)  # as of transports over a network
+    source.close()
+
+    assert not dumped

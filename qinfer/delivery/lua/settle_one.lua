@@ -5,7 +5,7 @@ local record, result, staged, due, outbox, payload = unpack(KEYS)
 local prefix, group, id, given_lane, given_entry, place, blob, attempt = unpack(ARGV, 1, 8)
 
 local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters', 'outbox',
-  'result_ttl_ms', 'tombstone_ttl_ms')
+  'result_ttl_ms', 'tombstone_ttl_ms', 'notes')
 local is_first = known[1] == 'queued'
 local lane, entry = is_first and prefix .. known[2] .. ':' .. known[3], known[4]
 if is_first and place == 'staged' and redis.call('EXISTS', staged) == 0 then return {'gone', '', {}} end
@@ -20,9 +20,9 @@ local function remove(from, entry_id)
   redis.call('XDEL', from, entry_id)
 end
 if given_entry ~= '' then remove(given_lane, given_entry) end
-if is_first then remove(lane, entry) end -- it may have been moved since its worker took it
+if is_first and (entry ~= given_entry or lane ~= given_lane) then remove(lane, entry) end -- it was moved meanwhile
 local objects = {}
-drop(payload, objects)
+if redis.call('EXISTS', payload) == 1 then drop(payload, objects) end
 redis.call('ZREM', due, id)
 if not is_first then
   drop(staged, objects)
@@ -30,7 +30,12 @@ if not is_first then
 end
 
 local result_ttl, lifetime, now = known[8], known[8] + known[9], now_ms()
-redis.call('HSET', record, 'finished_at', now, 'expires_at', now + result_ttl, 'attempts', attempt, unpack(ARGV, 9))
+local fields = {'finished_at', now, 'expires_at', now + result_ttl, 'attempts', attempt, unpack(ARGV, 9)}
+if known[7] then
+  local notice = tell(prefix .. 'outbox:' .. known[7], id, known[10], lifetime + DAY_MS, now)
+  fields[#fields + 1], fields[#fields + 2] = 'notice', notice
+end
+redis.call('HSET', record, unpack(fields))
 if known[6] then redis.call('HDEL', record, 'waiters') end
 redis.call('PEXPIRE', record, lifetime)
 if place == 'staged' then
@@ -39,11 +44,7 @@ if place == 'staged' then
 elseif place == 'given' then
   redis.call('SET', result, blob, 'PX', result_ttl)
 end
-if known[7] then
-  local notes = redis.call('HGET', record, 'notes')
-  local notice = tell(prefix .. 'outbox:' .. known[7], id, notes, lifetime + DAY_MS, now)
-  redis.call('HSET', record, 'notice', notice)
-elseif known[5] and known[5] ~= '' then
+if not known[7] and known[5] and known[5] ~= '' then
   redis.call('HSET', record, 'webhook_state', 'pending')
   redis.call('XADD', outbox, '*', 'r', id)
   -- Without its request's record a notice is of no use: where webhooks were switched off, none stays for ever.

@@ -73,8 +73,10 @@ class KombuSource:
         self._awake.set()
 
     def close(self) -> None:
-        """See `Source.close`; kombu puts back what is not acknowledged."""
+        """See `Source.close`; what is not acknowledged is put back."""
         with suppress(Exception):  # it may be broken, in any way; then the broker puts it back, when its time is over
+            self._channel.qos.restore_unacked()  # `close` would write what can't be put back to a file, bodies and all
+        with suppress(Exception):
             self._channel.close()
         with suppress(Exception):
             self._client.release()
