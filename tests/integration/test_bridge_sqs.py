@@ -37,8 +37,11 @@ class SqsBroker(Broker):
 def sqs_url() -> Iterator[str]:
     server = ThreadedMotoServer("127.0.0.1", free_port(), verbose=False)
     server.start()
-    yield f"sqs://key:secret@127.0.0.1:{server._server.server_port}"  # type: ignore[union-attr]
+    http = server._server
+    assert http is not None
+    yield f"sqs://key:secret@127.0.0.1:{http.server_port}"
     server.stop()
+    http.server_close()  # which moto leaves to the garbage collector
 
 
 @pytest.fixture

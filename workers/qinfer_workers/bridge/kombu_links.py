@@ -78,8 +78,7 @@ class KombuSource:
             self._channel.qos.restore_unacked()  # `close` would write what can't be put back to a file, bodies and all
         with suppress(Exception):
             self._channel.close()
-        with suppress(Exception):
-            self._client.release()
+        _release(self._client, self._channel)
 
     def _on_message(self, message: Any) -> None:
         self._outstanding.add(str(message.delivery_tag))
@@ -136,8 +135,7 @@ class KombuSink:
 
     def close(self) -> None:
         """See `Sink.close`."""
-        with suppress(Exception):  # it may be broken, in any way, and nothing is lost with it
-            self._client.release()
+        _release(self._client, self._channel)
 
     def _publish(self, message: Outgoing) -> None:
         properties = {
@@ -193,3 +191,12 @@ def _id(value: object) -> bytes:
     if value is None:
         return b""
     return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+
+
+def _release(client: Connection, channel: Any) -> None:
+    """Closes a connection, which may be broken in any way, and the one of boto that kombu's SQS channel leaves open."""
+    with suppress(Exception):
+        client.release()
+    with suppress(Exception):
+        if (boto := getattr(channel, "_sqs", None)) is not None:
+            boto.close()
