@@ -19,6 +19,7 @@ _BATCH_S = 0.02
 _FOLLOWING_S = 0.005
 _IDLE_S = 0.25
 _MOST_AT_ONCE = 100
+_RESTORE_S = 1.0
 
 
 class KombuSource:
@@ -38,6 +39,7 @@ class KombuSource:
         self._outstanding: set[str] = set()
         self._received: list[Delivered] = []
         self._awake = threading.Event()
+        self._restores_s = 0.0
         if options.declare:
             self._channel.queue_declare(options.queue, durable=True)
         self._channel.basic_qos(0, options.prefetch, False)
@@ -50,6 +52,7 @@ class KombuSource:
             self._awake.clear()
             return []
         self._awake.clear()
+        self._restore_abandoned()
         wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # what is outstanding is soon done
         ends_s = time.monotonic() + wait_s + _BATCH_S
         with suppress(TimeoutError):
@@ -79,6 +82,17 @@ class KombuSource:
         with suppress(Exception):
             self._channel.close()
         _release(self._client, self._channel)
+
+    def _restore_abandoned(self) -> None:
+        """Puts back what others took from the queue and left for longer than the visibility timeout.
+
+        kombu's Redis transport does so itself only when a wait ends before Redis has answered it: never, where the
+        queue is always busy or `polling_interval` is shorter than that wait.
+        """
+        if (now_s := time.monotonic()) >= self._restores_s:
+            self._restores_s = now_s + _RESTORE_S
+            if (restore := getattr(self._client.transport.cycle, "maybe_restore_messages", None)) is not None:
+                restore()
 
     def _on_message(self, message: Any) -> None:
         self._outstanding.add(str(message.delivery_tag))
