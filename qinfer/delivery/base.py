@@ -161,7 +161,7 @@ class Delivery(Protocol):
         ...
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """Takes up to `count` entries: released ones first, then lanes in the order given.
+        """Takes up to `count` entries, lanes in the order given; of each lane, released ones first.
 
         Waits up to `wait_s` seconds for the first when there is none, and then may return fewer than there are. Reads
         of one model version share a connection, those of its bulk lanes another one: call it for either one at a time.

@@ -14,7 +14,7 @@ GROUP = b"workers"
 """The consumer group of every lane."""
 
 RELEASED = b"released"
-"""The consumer that owns what was released; `fetch` takes from it first. No worker may have this name."""
+"""The consumer that owns what was released; `fetch` takes from it first in each lane. No worker may have this name."""
 
 SUSPECTS = b"suspects"
 """The consumer that owns what was reclaimed and then released; `reclaim` takes it at once, `fetch` never."""

@@ -28,7 +28,7 @@ class Item(msgspec.Struct, eq=False):
         owner: The consumer that holds it; empty while it waits.
         renewed_at: When the owner took it or renewed last, on the monotonic clock.
         deliveries: How often it has been handed out.
-        is_released: It waits and was held before: it is fetched first.
+        is_released: It waits and was held before: it is fetched first of its lane.
         is_suspect: It waits for `reclaim`, not for `fetch`.
     """
 
@@ -104,10 +104,12 @@ class MemoryLanes:
             return [item for item in items if start < _place(item.entry.entry_id) < end][:count]
 
     def take(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
-        """Leases up to `count` entries: released ones first, then lane after lane."""
+        """Leases up to `count` entries, lane after lane: of each, released ones first."""
         with self._lock:
-            waiting = [item for item in self._items(lanes) if not item.owner and not item.is_suspect]
-            waiting.sort(key=lambda item: not item.is_released)  # stable: lanes stay in order
+            waiting: list[Item] = []
+            for lane in lanes:
+                found = [item for item in self._items([lane]) if not item.owner and not item.is_suspect]
+                waiting += sorted(found, key=lambda item: not item.is_released)  # stable
             return [self._lease(item, consumer) for item in waiting[:count]]
 
     def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:

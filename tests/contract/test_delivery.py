@@ -235,13 +235,25 @@ async def test_renewal_reports_what_was_finished(queue: Queue) -> None:
 
 
 async def test_released_entries_are_fetched_at_once_and_first(queue: Queue) -> None:
-    """They come before newer work of every lane, and the count is as it was before."""
+    """They come before newer work of their lane, and the count is as it was before."""
     delivery, other = await ready(queue, b"first", b"second"), await queue.connect()
     [first] = await fetch(delivery, "a", count=1)
 
     await delivery.release([first])
 
     assert [(lease.frame, lease.deliveries) for lease in await fetch(other, "b")] == [(b"first", 1), (b"second", 1)]
+
+
+async def test_released_entries_wait_for_those_of_a_higher_priority(queue: Queue) -> None:
+    """A drain of many workers gives back much that is not urgent: it stays so."""
+    delivery = await ready(queue)
+    await submit(delivery, LOW, b"low", b"newer")
+    held = await fetch(delivery, "a", count=1)
+    await submit(delivery, HIGH, b"high")
+
+    await delivery.release(held)
+
+    assert [lease.frame for lease in await fetch(delivery, "b")] == [b"high", b"low", b"newer"]
 
 
 async def test_release_of_an_entry_that_another_owns_changes_nothing(queue: Queue) -> None:

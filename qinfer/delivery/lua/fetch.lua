@@ -1,4 +1,4 @@
--- Takes up to `count` entries: released ones first, then new ones, lane after lane.
+-- Takes up to `count` entries, lane after lane: of each, released ones first, then new ones.
 -- KEYS: the lanes by priority. ARGV: group, consumer, consumer of what was released, count (> 0).
 -- Returns {lane's number, id, fields, deliveries} per entry.
 local group, consumer, released, left = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
@@ -21,9 +21,6 @@ for number, lane in ipairs(KEYS) do
       redis.call('XACK', lane, group, pending[1]) -- its body is gone; 6.2 keeps such an id for ever
     end
   end
-end
-
-for number, lane in ipairs(KEYS) do
   if left == 0 then return taken end
   local reply = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', left, 'STREAMS', lane, '>')
   if reply then
