@@ -140,7 +140,10 @@ def shown_job(record: JobRecord, now_s: float) -> dict[str, Any]:
         "ended_at": instant(record.ended_at),
         "deadline_at": instant(record.deadline_at),
         "rows": _counts(record.rows, record.rows_done, record.rows_failed, planned=bool(record.shards)),
-        "shards": _counts(record.shards, record.shards_done, record.shards_failed, planned=bool(record.shards)),
+        "shards": {
+            **_counts(record.shards, record.shards_done, record.shards_failed, planned=bool(record.shards)),
+            "active": record.in_lane,
+        },
         "progress": round(progress.share, 6),
         "rows_per_s": None if progress.rows_per_s is None else round(progress.rows_per_s, 3),
         "eta_s": None if progress.eta_s is None else round(progress.eta_s, 3),

@@ -37,7 +37,7 @@ def test_a_job_of_a_higher_priority_goes_first(tmp_path: Path) -> None:
         with scene.without_workers():
             for priority in ("normal", "high"):
                 jobs[priority] = scene.submit(out=priority, priority=priority, rows_per_part=300)
-                wait_until(partial(_is_planned, jobs[priority]), WITHIN_S, "a plan")
+                wait_until(partial(_is_waiting, jobs[priority]), WITHIN_S, "shards in the lane")
             before = jobs["low"].status()
         ends: dict[str, JobStatus] = {name: job.wait(timeout_s=WITHIN_S) for name, job in jobs.items()}
     order = finished(tmp_path / "log")
@@ -63,5 +63,5 @@ def passed(seen: list[str], start: int, name: str) -> int:
     return sum(other != name for other in seen[start:last])
 
 
-def _is_planned(job: Job) -> bool:
-    return job.status().state == "running"
+def _is_waiting(job: Job) -> bool:
+    return bool(job.status().fields["shards"]["active"])

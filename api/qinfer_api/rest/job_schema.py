@@ -31,7 +31,7 @@ _EXAMPLE: dict[str, Any] = {
     "ended_at": None,
     "deadline_at": None,
     "rows": {"total": 1000, "done": 499, "failed": 1},
-    "shards": {"total": 4, "done": 2, "failed": 0},
+    "shards": {"total": 4, "done": 2, "failed": 0, "active": 2},
     "progress": 0.5,
     "rows_per_s": 250.0,
     "eta_s": 2.0,
@@ -137,6 +137,12 @@ class JobCounts(BaseModel):
     failed: int
 
 
+class JobShardCounts(JobCounts):
+    """The same of shards, and how many are on their way."""
+
+    active: int = Field(description="How many wait in the model's queue or are in a worker's hands.")
+
+
 class JobWebhook(BaseModel):
     """Who is told of the end."""
 
@@ -167,7 +173,7 @@ class JobBody(BaseModel):
     ended_at: str | None
     deadline_at: str | None
     rows: JobCounts
-    shards: JobCounts
+    shards: JobShardCounts
     progress: float = Field(description="The share of its rows that are done or failed, 0 … 1.")
     rows_per_s: float | None
     eta_s: float | None = Field(description="Seconds that the rest will take.")
