@@ -289,7 +289,7 @@ async def test_two_bridges_share_a_route(scene: Stage, broker: Broker) -> None:
 
 
 async def test_what_another_left_comes_again(scene: Stage, broker: Broker) -> None:
-    """After the visibility timeout, also where Redis answers each wait for a message before the bridge is tired of it."""
+    """After the visibility timeout, also where Redis answers each wait for a message before the bridge gives it up."""
     await scene.model()
     await scene.worker()
     broker.put(body_of(1.0), message_id="left")
