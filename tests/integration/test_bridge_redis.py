@@ -294,10 +294,13 @@ async def test_what_another_left_comes_again(scene: Stage, broker: Broker) -> No
     await scene.worker()
     broker.put(body_of(1.0), message_id="left")
     options = {"visibility_timeout": 1, "unacked_restore_throttle": 1, "polling_interval": 0.05}
-    with Connection(broker.url) as other:
+    other = Connection(broker.url)
+    try:
         assert other.channel().basic_get(TASKS, no_ack=False) is not None
         async with bridge(scene, routes(broker.url, source={"options": options})):
             (prediction,) = await broker.take()
+    finally:
+        other.release()
 
     assert prediction.properties["message_id"] == "left"
 
