@@ -18,14 +18,14 @@ setup: ## Make .venv and install everything for development
 demo: $(STAMP) ## Serve a digits classifier and check every answer (KEEP=1 leaves it up)
 	@$(PYTHON) -m scripts.demo $(if $(filter-out 0,$(KEEP)),--keep)
 
-test: $(STAMP) ## Lint, then every test
+test: $(STAMP) ## Lint, then every test but the long ones
 	@scripts/test
 
 lint: $(STAMP) ## ruff, mypy, import layers
 	@scripts/lint
 
 e2e: $(STAMP) ## Only the tests that drive the whole server, with Triton's own clients and perf_analyzer
-	@scripts/tools && $(PYTHON) -m pytest tests/e2e -q
+	@scripts/tools && $(PYTHON) -m pytest tests/e2e -q -m 'not long' && $(PYTHON) -m pytest tests -q -m long
 
 chaos: $(STAMP) ## Kill processes under load for ten minutes (CHAOS_SECONDS, CHAOS_KILLS, CHAOS_SEED)
 	@CHAOS_SECONDS=$${CHAOS_SECONDS:-600} CHAOS_KILLS=$${CHAOS_KILLS:-220} $(PYTHON) -m pytest tests -m chaos -v
