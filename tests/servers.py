@@ -114,37 +114,61 @@ class RedisServer:
 
 
 class RedisCluster:
-    """Three nodes on loopback that share the slots, without replicas."""
+    """Three primaries on loopback that share the slots, without replicas or with one each, which takes over soon."""
 
-    def __init__(self, binary: Path, directory: Path) -> None:
-        self.nodes: list[RedisServer] = []
-        for number in range(3):
-            home = directory / str(number)
-            home.mkdir()
-            options = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "2000")
-            self.nodes.append(RedisServer(binary, home, *options))
+    def __init__(self, binary: Path, directory: Path, *, replicated: bool = False) -> None:
+        self._binary = binary
+        self._directory = directory
+        self.nodes = [self._start(number) for number in range(3)]
+        self.replicas = [self._start(number) for number in range(3, 6)] if replicated else []
         self._join()
+        for primary, replica in zip(self.nodes, self.replicas, strict=bool(self.replicas)):
+            self._follow(replica, primary)
 
     @property
     def url(self) -> str:
         return self.nodes[0].url
 
+    def primary(self, key: str) -> RedisServer:
+        """Returns the primary of the slot that a key is in."""
+        with self._any().client() as client:
+            slot = command(client, "CLUSTER", "KEYSLOT", key)
+            port = next(place[2][1] for place in command(client, "CLUSTER", "SLOTS") if place[0] <= slot <= place[1])
+        return next(node for node in (*self.nodes, *self.replicas) if node.port == port)
+
     def stop(self) -> None:
-        for node in self.nodes:
-            node.stop()
+        for node in (*self.nodes, *self.replicas):
+            node.process.kill()
+            node.process.wait(10)
+
+    def _any(self) -> RedisServer:
+        return next(node for node in (*self.nodes, *self.replicas) if node.process.poll() is None)
+
+    def _start(self, number: int) -> RedisServer:
+        home = self._directory / str(number)
+        home.mkdir()
+        options = ["--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "2000"]
+        return RedisServer(self._binary, home, *options, "--repl-diskless-sync-delay", "0")
 
     def _join(self) -> None:
         bounds = [_SLOTS * number // 3 for number in range(4)]
-        clients = [node.client() for node in self.nodes]
+        everyone = [*self.nodes, *self.replicas]
+        clients = [node.client() for node in everyone]
         for number, client in enumerate(clients):
-            command(client, "CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
+            if number < 3:
+                command(client, "CLUSTER", "ADDSLOTSRANGE", bounds[number], bounds[number + 1] - 1)
             command(client, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-        for node in self.nodes[1:]:
+        for node in everyone[1:]:
             bus_port = node.options[node.options.index("--cluster-port") + 1]
             command(clients[0], "CLUSTER", "MEET", "127.0.0.1", node.port, bus_port)
-        wait_until(lambda: all(_is_joined(client) for client in clients))
+        wait_until(lambda: all(_is_joined(client, len(everyone)) for client in clients))
         for client in clients:
             client.close()
+
+    def _follow(self, replica: RedisServer, primary: RedisServer) -> None:
+        with replica.client() as client, primary.client() as other:
+            command(client, "CLUSTER", "REPLICATE", command(other, "CLUSTER", "MYID"))
+            wait_until(lambda: command(client, "ROLE")[3] == b"connected")
 
 
 class SentinelSetup:
@@ -231,10 +255,10 @@ def _ports(port: int, *, tls: bool) -> list[str]:
     return ["--port", "0", "--tls-port", str(port)] if tls else ["--port", str(port)]
 
 
-def _is_joined(client: redis.Redis) -> bool:
+def _is_joined(client: redis.Redis, nodes: int) -> bool:
     info = command(client, "CLUSTER INFO")
     known, state = info["cluster_known_nodes"], info["cluster_state"]
-    return (known, state) == ("3", "ok")
+    return (known, state) == (str(nodes), "ok")
 
 
 def command(client: redis.Redis, *words: Any) -> Any:
