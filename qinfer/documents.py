@@ -1,10 +1,11 @@
-"""Documents that people type, YAML or TOML, read as strictly as these need it. Pure.
+"""Documents that people type, YAML or TOML, read as strictly as these need it.
 
 In YAML keys that are there twice, tags and merge keys are refused: the first hide a mistake, and a few lines of the
 others make objects, or fill the memory.
 """
 
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -47,6 +48,20 @@ class _StrictTyped(_Strict, yaml.SafeLoader):
     """Makes numbers and truth values too."""
 
     tags = _Strict.tags | {_TAG + kind for kind in ("null", "bool", "int", "float")}
+
+
+def read_limited(path: Path, most_bytes: int) -> bytes:
+    """Returns the bytes of a file that may not be larger.
+
+    Raises:
+        OSError: It can't be read.
+        Unreadable: It is larger.
+    """
+    with path.open("rb") as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise Unreadable(f"it is larger than {most_bytes} bytes")
+    return data
 
 
 def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,13 +25,15 @@ from qinfer.control.lanes import lanes_of
 from qinfer.control.memory_store import MemoryControlStore
 from qinfer.delivery.base import Delivery, Lane, Lease
 from qinfer.delivery.memory import MemoryDelivery
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.delivery.requests import Address, Outcome, RequestState, Settlement
 from qinfer.errors import BrokerUnavailable
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer.repository.config import normalise, parse, to_json, to_spec
-from qinfer.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, Settings
+from qinfer.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, RedisSettings, Settings
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.port import open_port
+from tests.servers import RedisServer, system_redis
 
 _ONE = 'input {{ name: "x" data_type: {0} dims: [{1}] }} output {{ name: "y" data_type: {0} dims: [{1}] }}'
 _FP32 = _ONE.format("TYPE_FP32", 4)
@@ -140,6 +143,19 @@ async def running_gateway(settings: Settings | None = None, delivery: Delivery |
             await asyncio.wait([serving])
             for worker in workers:
                 worker.cancel()
+
+
+@contextlib.asynccontextmanager
+async def gateway_on(kind: str, settings: Settings, directory: Path) -> AsyncIterator[Running]:
+    """Runs a gateway whose queue is in memory, or with `redis` on a Redis of its own, which works in `directory`."""
+    if kind == "memory":
+        async with running_gateway(settings) as running:
+            yield running
+        return
+    with RedisServer(system_redis(), directory) as server:
+        delivery = await RedisDelivery.connect(RedisSettings.model_validate({"url": server.url}))
+        async with running_gateway(settings, delivery) as running:
+            yield running
 
 
 async def declare_models(store: MemoryControlStore, delivery: Delivery) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from qinfer.documents import Unreadable, parse
+from qinfer.documents import Unreadable, parse, read_limited
 from qinfer.errors import SettingsError
 
 MAX_FILE_BYTES = 4 * 2**20
@@ -24,14 +24,9 @@ def read_fields(path: Path) -> dict[str, Any]:
         SettingsError: It can't be read, is too large, or has no fields.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        fields = parse(read_limited(path, MAX_FILE_BYTES), path.suffix, is_typed=False)
     except OSError as error:
         raise SettingsError(f"the mapping '{path}' can't be read: {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise SettingsError(f"the mapping '{path}' is larger than {MAX_FILE_BYTES} bytes")
-    try:
-        fields = parse(data, path.suffix, is_typed=False)
     except Unreadable as error:
         raise SettingsError(f"the mapping '{path}' can't be read: {error}") from None
     if not isinstance(fields, dict):

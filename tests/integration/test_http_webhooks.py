@@ -8,15 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import SettingsError
-from qinfer.settings import RedisSettings, RequestSettings, Settings, WebhookSettings
+from qinfer.settings import RequestSettings, Settings, WebhookSettings
 from qinfer.testing import eventually
 from qinfer_api.app import build
 from qinfer_api.webhooks import read_secret, sign
-from tests.gateway import Running, running_gateway, settings_of
+from tests.gateway import Running, gateway_on, running_gateway, settings_of
 from tests.receiver import Receiver, receiving
-from tests.servers import RedisServer, system_redis
 
 BODY: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 
@@ -35,14 +33,8 @@ async def receiver() -> AsyncIterator[Receiver]:
 @pytest.fixture(params=["memory", "redis"])
 async def running(request: pytest.FixtureRequest, receiver: Receiver, tmp_path: Path) -> AsyncIterator[Running]:
     settings = with_webhooks(f"127.0.0.1:{receiver.port}", allow_private=True)
-    if request.param == "memory":
-        async with running_gateway(settings) as running:
-            yield running
-        return
-    with RedisServer(system_redis(), tmp_path) as server:
-        delivery = await RedisDelivery.connect(RedisSettings.model_validate({"url": server.url}))
-        async with running_gateway(settings, delivery) as running:
-            yield running
+    async with gateway_on(request.param, settings, tmp_path) as running:
+        yield running
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import LabelingSettings, LimitSettings, RedisSettings, RequestSettings, Settings
 from qinfer.testing import eventually
-from tests.gateway import Running, running_gateway, settings_of
+from tests.gateway import Running, gateway_on, running_gateway, settings_of
 from tests.label_studio_server import LEGACY, PERSONAL, LabelStudioServer, label_studio
 from tests.servers import RedisServer, system_redis
 
@@ -47,14 +47,8 @@ async def studio() -> AsyncIterator[LabelStudioServer]:
 @pytest.fixture(params=["memory", "redis"])
 async def running(request: pytest.FixtureRequest, studio: LabelStudioServer, tmp_path: Path) -> AsyncIterator[Running]:
     settings = settings_for(studio, tmp_path / "mappings")
-    if request.param == "memory":
-        async with running_gateway(settings) as running:
-            yield running
-        return
-    with RedisServer(system_redis(), tmp_path) as server:
-        delivery = await RedisDelivery.connect(RedisSettings.model_validate({"url": server.url}))
-        async with running_gateway(settings, delivery) as running:
-            yield running
+    async with gateway_on(request.param, settings, tmp_path) as running:
+        yield running
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def test_no_message_has_a_password() -> None:
         ("routes.yaml", b"routes: [", "can't be read: line 1"),
         ("routes.toml", b"routes = [", "can't be read"),
         ("routes.yaml", b"\xff\xfe\x00", "can't be read"),
-        ("routes.yaml", b"a: " + b"x" * 2**20, "more than 1048576 bytes"),
+        ("routes.yaml", b"a: " + b"x" * 2**20, "larger than 1048576 bytes"),
     ],
 )
 def test_files_that_can_not_be_read_are_refused(tmp_path: Path, name: str, content: bytes, problem: str) -> None:

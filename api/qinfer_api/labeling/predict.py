@@ -20,7 +20,7 @@ from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.infer import DECOUPLED
+from qinfer_api.http.future_sink import FutureSink
 from qinfer_api.labeling.files import Files
 from qinfer_api.sinks import Pending
 from qinfer_api.status import AGAIN
@@ -49,22 +49,6 @@ class Failed(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Returns what Label Studio logs, and stores nothing of."""
         return {"error": self.error.message}
-
-
-class FutureSink:
-    """The sink of a task, which has one response."""
-
-    def __init__(self) -> None:
-        self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-
-    def deliver(self, response: Response) -> None:
-        """Completes the future, unless its waiter has left."""
-        if self.response.done():
-            return
-        if not response.final:
-            failure = Failure(ErrorCode.UNSUPPORTED_FEATURE, DECOUPLED)
-            response = Response(request_id=response.request_id, failure=failure)
-        self.response.set_result(response)
 
 
 class Call(NamedTuple):

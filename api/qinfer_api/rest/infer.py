@@ -15,34 +15,19 @@ from starlette.types import Receive
 from qinfer.codec.outputs import OutputPlan
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Served
-from qinfer.errors import ErrorCode, QinferError
-from qinfer.messages import Failure, InferRequest, Response
+from qinfer.errors import QinferError
+from qinfer.messages import InferRequest, Response
 from qinfer.tensors import Bytes
 from qinfer_api.http.compression import response_encoding
 from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.infer import DECOUPLED, JSON_LENGTH_HEADER, Target, parse_version, with_headers
+from qinfer_api.http.future_sink import FutureSink
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, Target, parse_version, with_headers
 from qinfer_api.rest.bodies import encoded_reply, read_body, send_encoded
 from qinfer_api.rest.preferences import read_preferences
 from qinfer_api.rest.request_schema import ACCEPTED, PREFER
 from qinfer_api.rest.requests import submit
 from qinfer_api.rest.schema import INFER_BODY, INFER_RESPONSES
 from qinfer_api.rest.services import Services, context_of, headers_forwarded
-
-
-class FutureSink:
-    """The sink of a coroutine that waits for the one response that there may be."""
-
-    def __init__(self) -> None:
-        self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-
-    def deliver(self, response: Response) -> None:
-        """Completes the future, unless its waiter has left."""
-        if self.response.done():
-            return
-        if not response.final:
-            failure = Failure(ErrorCode.UNSUPPORTED_FEATURE, DECOUPLED)
-            response = Response(request_id=response.request_id, failure=failure)
-        self.response.set_result(response)
 
 
 def infer_routes(services: Services) -> APIRouter:

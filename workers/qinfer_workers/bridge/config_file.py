@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from qinfer.documents import Unreadable, parse
+from qinfer.documents import Unreadable, parse, read_limited
 from qinfer.errors import SettingsError
 from qinfer_workers.bridge.config import BridgeConfig
 
@@ -62,17 +62,12 @@ def parse_config(document: object, environment: Mapping[str, str], name: str = "
 
 
 def _read(path: Path) -> object:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise SettingsError(f"{path}: {os.strerror(error.errno or 0)}") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise SettingsError(f"{path}: more than {_MAX_FILE_BYTES} bytes can't be a configuration")
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise SettingsError(f"{path}: expected a name that ends with .yaml, .yml or .toml")
     try:
-        return parse(data, path.suffix, is_typed=True)
+        return parse(read_limited(path, _MAX_FILE_BYTES), path.suffix, is_typed=True)
+    except OSError as error:
+        raise SettingsError(f"{path}: {os.strerror(error.errno or 0)}") from None
     except Unreadable as error:
         raise SettingsError(f"{path}: can't be read: {error}") from None
 
