@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from qinfer.backends import engine_cache
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.onnx_providers import CPU, providers
+from qinfer.backends.onnx_runtime import ort
 from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.repository.spec import Device, ModelSpec, TensorSpec

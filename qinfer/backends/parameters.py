@@ -1,5 +1,6 @@
 """What the adapters of runtimes read from a model's configuration in the same way: numbers, switches, file, cores."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from qinfer.repository.spec import ModelSpec
 
 T = TypeVar("T")
 
+_CGROUP = Path("/sys/fs/cgroup")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -60,7 +62,25 @@ def choice(spec: ModelSpec, parameter: str, values: Mapping[str, T], default: T)
 
 def cores_each(spec: ModelSpec) -> int:
     """Returns this process's cores divided among the model's instances, which all compute at once; at least 1."""
-    return max(len(os.sched_getaffinity(0)) // max(spec.instance_count, 1), 1)
+    return max(usable_cores() // max(spec.instance_count, 1), 1)
+
+
+def usable_cores(cgroup: Path = _CGROUP) -> int:
+    """Returns how many cores this process may use at once: a container sees all, and its limit often allows fewer.
+
+    With a thread for each core of the machine, the limit would be used up in the first moments of each period.
+
+    Args:
+        cgroup: Where the kernel tells the limit: `cpu.max`, or the files of cgroup v1.
+    """
+    cores = len(os.sched_getaffinity(0))
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota_us, period_us = " ".join((cgroup / name).read_text() for name in names).split()
+            return max(min(cores, math.ceil(int(quota_us) / int(period_us))), 1) if int(quota_us) > 0 else cores
+        except (OSError, ValueError, ZeroDivisionError):  # not there, or without a limit: `max`
+            continue
+    return cores
 
 
 def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
