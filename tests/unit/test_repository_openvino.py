@@ -10,6 +10,7 @@ from qinfer.repository.file_tensors import FileTensor
 from qinfer.repository.open import open_repositories
 from qinfer.repository.openvino_metadata import read_openvino
 from qinfer.settings import RepositorySettings
+from tests import models
 
 openvino = pytest.importorskip("openvino")
 opset = pytest.importorskip("openvino.opset13")
@@ -122,3 +123,14 @@ def test_an_element_type_that_can_not_travel(tmp_path: Path) -> None:
 
     with pytest.raises(ModelLoadFailed, match="'half' of the OpenVINO model has element type 'U4'"):
         read_openvino(content, "model.xml")
+
+
+def test_an_onnx_file_that_a_configuration_names_is_read(tmp_path: Path) -> None:
+    """OpenVINO executes ONNX files too; their inputs and outputs are completed as those of a `model.xml` are."""
+    directory = tmp_path / models.add_sub(tmp_path)
+    (directory / "config.pbtxt").write_text('backend: "openvino" default_model_filename: "model.onnx"')
+    config = open_repositories(RepositorySettings(path=str(tmp_path))).read("add_sub").config
+
+    assert config is not None
+    assert [port.name for port in config.input] == ["a", "b"]
+    assert [list(port.dims) for port in config.output] == [[4], [4]]
