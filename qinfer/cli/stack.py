@@ -11,7 +11,7 @@ The bulk worker starts when the models are loaded, so as not to delay them, and 
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from rich.text import Text
 from qinfer.cli import runfile
 from qinfer.cli.bulk import allowed_stores, jobs_line, why_no_bulk_worker
 from qinfer.cli.client import GatewayClient
+from qinfer.cli.crew import KILL_MARGIN_S, WORKER_POLICY, Crew, FixedCrew, autoscaler
 from qinfer.cli.machine import (
     Address,
     check_repository,
@@ -29,8 +30,6 @@ from qinfer.cli.machine import (
     claim_ports,
     local_url,
     repository_places,
-    share_cpus,
-    usable_cpus,
 )
 from qinfer.cli.overview import Overview, run_overview, run_start, with_url
 from qinfer.cli.restart import RestartPolicy
@@ -41,15 +40,13 @@ from qinfer.control.api_keys import check_exposure
 from qinfer.control.base import State
 from qinfer.delivery.embedded import EmbeddedRedis
 from qinfer.errors import BrokerUnavailable, QinferError
+from qinfer.observability import logs
 from qinfer.settings import Settings, load_settings
 
-KILL_MARGIN_S = 5.0
-"""Seconds above a program's own drain limit before it is killed."""
 LOOK_EVERY_S = 0.25
 """Between two looks at what the children report while they start."""
 GATEWAY_POLICY = RestartPolicy(give_up_after=3)
 REDIS_POLICY = RestartPolicy(give_up_after=5)
-WORKER_POLICY = RestartPolicy()
 PORT_PATIENCE_S = 10.0
 """Seconds that the port of an `up` that was killed gets to become free: its gateway notices and ends."""
 
@@ -58,7 +55,8 @@ PORT_PATIENCE_S = 10.0
 class StackOptions:
     """The options of `qinfer up`: `redis_url` is empty for a private Redis, a port 0 for any free one.
 
-    Empty `model_repositories` and `load_models` are those of the settings.
+    Empty `model_repositories` and `load_models` are those of the settings. `autoscale` is the fewest and the most
+    workers, in place of `workers`.
     """
 
     model_repositories: tuple[str, ...]
@@ -74,6 +72,7 @@ class StackOptions:
     allow_client_shm: bool
     redis_url: str
     workers: int
+    autoscale: tuple[int, int] | None
     allow_stores: tuple[str, ...]
     log_format: str
     log_level: str
@@ -122,9 +121,16 @@ def with_options(settings: Settings, options: StackOptions) -> Settings:
         "poll_s": options.poll_s,
         "strict_readiness": options.strict_readiness,
     }
+    if options.autoscale and options.autoscale[0] == 0:
+        changes["min_workers"] = 0
+    scaling = settings.autoscale
+    if options.autoscale:
+        least, most = options.autoscale
+        scaling = scaling.model_copy(update={"min_workers": least, "max_workers": most})
     return settings.model_copy(
         update={
             "repository": given.model_copy(update=changes),
+            "autoscale": scaling,
             "grpc": settings.grpc.model_copy(update={"port": options.grpc_port}),
             "metrics": settings.metrics.model_copy(update={"port": options.metrics_port}),
             "stores": settings.stores.model_copy(update={"allow": allowed_stores(options.allow_stores, settings)}),
@@ -200,29 +206,39 @@ class Stack:
             runfile.write(options.data_dir, runfile.RunFile(os.getpid(), url, self._redis_url))
         env = child_environment(os.environ, self._child_settings(ports))
         gateway = Program("gateway", "qinfer_api", env)
-        workers = [
-            Program(f"worker {number}", "qinfer_workers.inference", env, cpus)
-            for number, cpus in enumerate(share_cpus(usable_cpus(), options.workers), start=1)
-        ]
+        crew = self._crew(env)
         bulk = Program("bulk worker", "qinfer_workers.bulk", env)
         try:
             supervisor.add(gateway, GATEWAY_POLICY, stop_s=self._settings.http.drain_s + KILL_MARGIN_S)
-            for worker in workers:
-                supervisor.add(worker, WORKER_POLICY, stop_s=self._settings.worker.drain_s + KILL_MARGIN_S)
+            crew.start()
             no_bulk = why_no_bulk_worker(self._settings, self._redis_url)
-            self._announce(url, ports, no_bulk)
+            self._announce(url, ports, no_bulk, crew)
             if not (no_bulk or supervisor.stop_asked):
                 supervisor.add(bulk, WORKER_POLICY, stop_s=KILL_MARGIN_S)
-            supervisor.run()
+            while not supervisor.stop_asked:
+                supervisor.wait()
+                crew.step()
             self._console.print("qinfer: stopping; what was accepted is answered first")
         finally:
-            supervisor.stop([gateway])
-            supervisor.stop([*workers, bulk])
+            supervisor.stop([gateway], meanwhile=crew.step)  # what it waits for may need a worker
+            crew.close()
+            supervisor.stop([*crew.processes, bulk])
 
-    def _announce(self, url: str, ports: Ports, no_bulk: str) -> None:
+    def _crew(self, env: Mapping[str, str]) -> Crew:
+        if self._options.autoscale is None:
+            return FixedCrew(self._supervisor, env, self._options.workers, self._settings.worker.drain_s)
+        log = {"level": self._options.log_level, "format": self._options.log_format}
+        logs.configure(self._settings.log.model_copy(update=log), "up")
+        settings = self._settings.model_copy(update={"redis": self._redis})
+        return autoscaler(settings, self._supervisor, env, self._say)
+
+    def _say(self, line: str) -> None:
+        self._console.print(Text(f"qinfer: {line}"))
+
+    def _announce(self, url: str, ports: Ports, no_bulk: str, crew: Crew) -> None:
         """Waits until the models are loaded or failed, and prints what there is."""
         with GatewayClient(url, verify=False) as client:
-            overview = self._wait_until_settled(client)
+            overview = self._wait_until_settled(client, crew)
             if self._supervisor.stop_asked:
                 return
             example = None
@@ -233,7 +249,7 @@ class Stack:
                 self._console,
                 url=url,
                 data=self._where(),
-                workers=self._options.workers,
+                workers=crew.about,
                 overview=overview,
                 example=example,
                 jobs=jobs_line(self._settings, no_bulk),
@@ -243,16 +259,18 @@ class Stack:
                 else "",
             )
 
-    def _wait_until_settled(self, client: GatewayClient) -> Overview:
+    def _wait_until_settled(self, client: GatewayClient, crew: Crew) -> Overview:
         began_s = self._clock.monotonic_s()
         overview = Overview(models=(), lanes=(), workers=())
         with self._console.status("starting…") as spinner:
             while not self._supervisor.stop_asked:
                 self._supervisor.wait(LOOK_EVERY_S)
+                crew.step()
                 elapsed_s = self._clock.monotonic_s() - began_s
                 overview = self._look(elapsed_s) or overview
-                pending = sum(m.pending for m in overview.models)
-                settled = len(overview.workers) >= self._options.workers and not pending and client.is_live()
+                # Without a worker nobody reports on the models, and those are ready that want none.
+                pending = sum(m.pending and (bool(crew.least) or m.state is not State.READY) for m in overview.models)
+                settled = len(overview.workers) >= crew.least and not pending and client.is_live()
                 if settled or elapsed_s >= self._options.ready_timeout_s:
                     break
                 spinner.update(f"loading {pending} models…" if pending else "starting…")
@@ -305,6 +323,7 @@ class Stack:
             "QINFER_REPOSITORY__LOAD_MODELS": json.dumps(repository.load_models),
             "QINFER_REPOSITORY__POLL_S": str(repository.poll_s),
             "QINFER_REPOSITORY__STRICT_READINESS": str(repository.strict_readiness).lower(),
+            "QINFER_REPOSITORY__MIN_WORKERS": str(repository.min_workers),
             "QINFER_LOG__FORMAT": options.log_format,
             "QINFER_LOG__LEVEL": options.log_level,
         }

@@ -4,6 +4,7 @@ It sleeps in one `select` on the wake-up socket that Python writes signals to: S
 SIGTERM and SIGHUP when it should stop. Nothing is polled. Decisions about restarts are `qinfer.cli.restart`'s.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from qinfer.clock import Clock, SystemClock
 from qinfer.errors import QinferError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_POKE = b"\0"  # the number of no signal
 
 
 class Process(Protocol):
@@ -108,6 +110,7 @@ class _Child:
     failures: int = 0
     started_s: float = 0.0
     restart_at_s: float | None = None  # set while it waits for its restart
+    kill_at_s: float | None = None  # set while it was dismissed and has not ended
     stopping: bool = False
     ended: bool = False
 
@@ -168,12 +171,12 @@ class Supervisor:
         self._children.append(_Child(process, policy, stop_s, started_s=self._clock.monotonic_s()))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for one signal or restart, at most `timeout_s` seconds, and acts on it.
+        """Waits for one signal, restart or `poke`, at most `timeout_s` seconds, and acts on it.
 
         Raises:
             GaveUp: A process that must run does not.
         """
-        due = [c.restart_at_s for c in self._children if c.restart_at_s is not None]
+        due = [at_s for c in self._children for at_s in (c.restart_at_s, c.kill_at_s) if at_s is not None]
         if due:
             until_due_s = max(0.0, min(due) - self._clock.monotonic_s())
             timeout_s = until_due_s if timeout_s is None else min(timeout_s, until_due_s)
@@ -182,6 +185,23 @@ class Supervisor:
             self._stops_asked += sum(number in STOP_SIGNALS for number in numbers)
         for child in self._children:
             self._look_after(child)
+        self._children = [child for child in self._children if not (child.stopping and child.ended)]
+
+    def poke(self) -> None:
+        """Makes `wait` return; any thread may call it."""
+        with contextlib.suppress(OSError):  # full: it returns anyway; closed: nobody waits
+            self._writer.send(_POKE)
+
+    def dismiss(self, process: Process) -> None:
+        """Asks a process to end, and does not wait: `wait` kills it if it takes too long, and forgets it at its end."""
+        for child in self._children:
+            if child.process is process and not child.stopping:
+                child.kill_at_s = self._clock.monotonic_s() + child.stop_s
+                self._ask_to_end(child)
+
+    def looks_after(self, process: Process) -> bool:
+        """Tells whether a process runs, waits for its restart, or was asked to end and has not."""
+        return any(child.process is process and not child.ended for child in self._children)
 
     def run(self) -> None:
         """Looks after the processes until a signal asks to stop.
@@ -192,10 +212,14 @@ class Supervisor:
         while not self.stop_asked:
             self.wait()
 
-    def stop(self, processes: Sequence[Process]) -> None:
+    def stop(self, processes: Sequence[Process], meanwhile: Callable[[], None] = lambda: None) -> None:
         """Asks processes to end and waits for them; the others are looked after meanwhile.
 
         One that takes too long, or a second Ctrl-C, gets it killed.
+
+        Args:
+            processes: The processes.
+            meanwhile: Called after each `wait`.
         """
         self._stopping = True
         children = [c for c in self._children if c.process in processes and not c.ended]
@@ -211,11 +235,12 @@ class Supervisor:
                         self._say(f"{child.process.name} is killed")
                         child.process.kill()
             self.wait(None if killed else max(0.0, deadline_s - self._clock.monotonic_s()))
+            meanwhile()
 
     def _ask_to_end(self, child: _Child) -> None:
         child.stopping = True
         if child.restart_at_s is not None:  # it is down already
-            child.restart_at_s, child.ended = None, True
+            child.restart_at_s, child.kill_at_s, child.ended = None, None, True
         else:
             child.process.terminate()
             self._look_after(child)
@@ -230,9 +255,13 @@ class Supervisor:
             return
         code = child.process.poll()
         if code is None:
+            if child.kill_at_s is not None and now_s >= child.kill_at_s:
+                child.kill_at_s = None
+                self._say(f"{child.process.name} is killed: it did not end within {child.stop_s:g} s")
+                child.process.kill()
             return
         if child.stopping:
-            child.ended = True
+            child.ended, child.kill_at_s = True, None
             return
         self._ended(child, code, describe_exit(code))
 

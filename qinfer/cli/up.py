@@ -10,6 +10,8 @@ from qinfer.cli.models import RepositoryOption
 
 EXAMPLE = "Example: qinfer up --model-repository ./models --workers 2"
 
+_MOST = 256
+
 
 class LogFormat(StrEnum):
     """How the programs log."""
@@ -102,7 +104,17 @@ AllowStoreOption = Annotated[
         help="What bulk jobs may read and write, such as ./data or s3://bucket/folder; more than once for several."
     ),
 ]
-WorkersOption = Annotated[int, typer.Option("--workers", "-w", min=1, max=256, help="Worker processes.")]
+WorkersOption = Annotated[
+    int | None, typer.Option("--workers", "-w", min=1, max=_MOST, show_default="1", help="Worker processes.")
+]
+AutoscaleOption = Annotated[
+    str,
+    typer.Option(
+        metavar="MIN:MAX",
+        help="As many workers as the work asks for, in place of --workers; with 0:4 none where there is nothing to do. "
+        "QINFER_AUTOSCALE__TARGET_S and others say how.",
+    ),
+]
 LogFormatOption = Annotated[LogFormat, typer.Option(envvar="QINFER_LOG__FORMAT", help="Log format.")]
 LogLevelOption = Annotated[
     LogLevel, typer.Option(envvar="QINFER_LOG__LEVEL", case_sensitive=False, help="Least severe level logged.")
@@ -125,7 +137,8 @@ def up(
     allow_client_shm: AllowClientShmOption = False,
     redis: RedisOption = "",
     durability: DurabilityOption = Durability.everysec,
-    workers: WorkersOption = 1,
+    workers: WorkersOption = None,
+    autoscale: AutoscaleOption = "",
     allow_store: AllowStoreOption = None,
     log_format: LogFormatOption = LogFormat.text,
     log_level: LogLevelOption = LogLevel.warning,
@@ -154,7 +167,8 @@ def up(
             metrics_port=metrics_port,
             allow_client_shm=allow_client_shm,
             redis_url=redis,
-            workers=workers,
+            workers=workers or 1,
+            autoscale=_range(autoscale, workers),
             allow_stores=tuple(allow_store or ()),
             log_format=log_format.value,
             log_level=log_level.value,
@@ -162,3 +176,17 @@ def up(
             durability=durability.value,
         )
     )
+
+
+def _range(text: str, workers: int | None) -> tuple[int, int] | None:
+    if not text:
+        return None
+    if workers is not None:
+        raise typer.BadParameter("give this or --workers, not both", param_hint="--autoscale")
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdecimal() and most.isdecimal() and 0 <= int(least) <= int(most) <= _MOST and int(most)):
+        raise typer.BadParameter(
+            f"it must be MIN:MAX, such as 0:4, with MIN from 0 to MAX and MAX from 1 to {_MOST}, got {text!r}",
+            param_hint="--autoscale",
+        )
+    return int(least), int(most)

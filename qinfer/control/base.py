@@ -9,6 +9,11 @@ from typing import Protocol
 
 import msgspec
 
+from qinfer.observability.devices import GpuUse
+
+BULK = "bulk"
+"""The program whose processes `sign` as `<name>@<host>`: the bulk worker."""
+
 
 class Desired(msgspec.Struct, frozen=True):
     """What should be loaded of one model.
@@ -107,6 +112,13 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         places: Globs of the models that it loads.
         busy: Model → version → requests that its instances execute now; left out where there are none.
         load_s: Model → version → seconds that its last load took.
+        host: The name of its machine or container.
+        draining: It was told to stop, and ends what it has in hand.
+        renewals: Leases that it has renewed, each time.
+        leases_lost: Leases that it has lost.
+        cpu_s: CPU time of it and what it started; 0 = not known, as the next one.
+        memory_bytes: Resident memory of it and what it started.
+        gpus: What its GPUs use, where they can be asked.
     """
 
     id: str
@@ -121,6 +133,49 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[str, ...] = ("*",)
     busy: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)
     load_s: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
+    host: str = ""
+    draining: bool = False
+    renewals: int = 0
+    leases_lost: int = 0
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+    gpus: tuple[GpuUse, ...] = ()
+
+
+class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What an autoscaler of workers saw and decided last.
+
+    Attributes:
+        id: Unique for each start of an autoscaler.
+        host: The name of its machine or container.
+        places: Globs of the models that its workers load.
+        min_workers: The fewest workers that it may have.
+        max_workers: The most.
+        target: How many it decided on.
+        reason: Why, for people.
+        live: Workers of its own that serve.
+        starting: Those that were started and do not serve yet.
+        draining: Those that end what they have in hand.
+        work_s: Seconds that one worker would need for all that waits and executes.
+        entries: Requests and rows of bulk jobs that wait or execute.
+    """
+
+    id: str
+    host: str = ""
+    places: tuple[str, ...] = ("*",)
+    min_workers: int = 0
+    max_workers: int = 1
+    target: int = 0
+    reason: str = ""
+    live: int = 0
+    starting: int = 0
+    draining: int = 0
+    work_s: float = 0.0
+    entries: int = 0
+
+
+SCALED_UP, SCALED_DOWN, RESTARTED, KILLED = "up", "down", "restarts", "kills"
+"""What autoscalers count: decisions for more workers and for fewer, restarts after a crash, kills after a drain."""
 
 
 class ControlStore(Protocol):
@@ -160,6 +215,29 @@ class ControlStore(Protocol):
 
     async def workers(self) -> list[WorkerRecord]:
         """Returns the records of all live workers."""
+        ...
+
+    async def sign(self, program: str, process: str, ttl_s: float) -> None:
+        """Tells that a process of another program than the workers lives, such as `bulk`; holds for `ttl_s` seconds."""
+        ...
+
+    async def signs(self, program: str) -> list[str]:
+        """Returns the processes of a program whose last `sign` still holds, sorted."""
+        ...
+
+    async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
+        """Writes an autoscaler's record, and adds to what all of them counted (`SCALED_UP`, …).
+
+        The record disappears `ttl_s` seconds after the last write; 0 takes it away at once.
+        """
+        ...
+
+    async def scalers(self) -> list[ScalerRecord]:
+        """Returns the records of all live autoscalers, by id."""
+        ...
+
+    async def scaler_counts(self) -> dict[str, int]:
+        """Returns what all autoscalers counted; the counts only grow."""
         ...
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
@@ -206,6 +284,19 @@ class ControlStore(Protocol):
 
     async def stats(self, model: str, version: int) -> dict[str, int]:
         """Returns the statistics of a model version."""
+        ...
+
+    async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns the statistics of several versions (model, version), each of them; in round trips as `some_stats`."""
+        ...
+
+    async def some_stats(
+        self, versions: Collection[tuple[str, int]], fields: Collection[str]
+    ) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns these fields of the statistics of several versions (model, version), where there are any.
+
+        In one round trip; in a cluster, one to each node.
+        """
         ...
 
     async def close(self) -> None:

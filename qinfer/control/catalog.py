@@ -176,6 +176,16 @@ class Catalog:
             for version in status.versions
         }
 
+    def unloaded(self) -> list[tuple[str, int]]:
+        """Returns (model, version) of models that should not be loaded: requests may be left of them."""
+        view = self._view
+        return [
+            (of.model, version)
+            for of in view.stored.values()
+            if of.model not in view.statuses
+            for version in of.versions
+        ]
+
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
         """Returns all online lanes of a version, in the order in which they are read."""
         known = self._specs.get(model)

@@ -11,6 +11,7 @@ import msgspec
 from qinfer.control.base import ControlStore, StoredModel
 from qinfer.errors import ModelLoadFailed
 from qinfer.repository.config import from_json, to_spec
+from qinfer.repository.config_spec import MIN_WORKERS
 from qinfer.settings import LimitSettings
 
 _ANY_LIMITS = LimitSettings()  # nothing that depends on them is read here
@@ -38,9 +39,11 @@ def completed(stored: StoredModel, completion: Completion) -> StoredModel:
     if completion.error:
         return msgspec.structs.replace(stored, pending="", config="", error=completion.error)
     try:
-        min_workers = to_spec(from_json(completion.config), _ANY_LIMITS).min_workers
+        config = from_json(completion.config)
+        spec = to_spec(config, _ANY_LIMITS)
     except ModelLoadFailed as error:
         return msgspec.structs.replace(stored, pending="", config="", error=error.message)
+    min_workers = spec.min_workers if MIN_WORKERS in config.parameters else stored.min_workers
     return msgspec.structs.replace(stored, pending="", config=completion.config, min_workers=min_workers)
 
 

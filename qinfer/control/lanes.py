@@ -6,6 +6,9 @@ from qinfer.repository.spec import BatchingSpec, ModelSpec
 MAX_LANES = 8
 """Lanes per version: more levels share them by range; the exact level is in the frame."""
 
+NAMES = tuple(f"p{number}{suffix}" for number in range(1, MAX_LANES + 1) for suffix in ("", DELAYED))
+"""Every online lane that a version can have, with whatever configuration."""
+
 
 def lane_name(levels: int, level: int) -> str:
     """Returns the lane of a level: `p1` … `p8`; `p1` where there are no levels (both 0)."""

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from weakref import WeakKeyDictionary
 
 from qinfer.clock import Clock, SystemClock
-from qinfer.control.base import Desired, Speed, StoredModel, WorkerRecord
+from qinfer.control.base import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observability import stats
 
 
@@ -25,6 +25,9 @@ class MemoryControlStore:
         self._completions: dict[str, str] = {}
         self._settings: dict[str, str] = {}
         self._speeds: dict[tuple[str, int], Speed] = {}
+        self._signs: dict[tuple[str, str], float] = {}
+        self._scalers: dict[str, tuple[float, ScalerRecord]] = {}
+        self._scaler_counts: dict[str, int] = {}
         self._wakes = 0
         self._woken = asyncio.Event()
         self._seen: WeakKeyDictionary[asyncio.Task[object], int] = WeakKeyDictionary()
@@ -68,6 +71,30 @@ class MemoryControlStore:
         now_s = self._clock.monotonic_s()
         self._workers = {id_: entry for id_, entry in self._workers.items() if entry[0] > now_s}
         return [record for _, record in self._workers.values()]
+
+    async def sign(self, program: str, process: str, ttl_s: float) -> None:
+        """Tells that a process of a program lives; holds for `ttl_s` seconds."""
+        self._signs[program, process] = self._clock.monotonic_s() + ttl_s
+
+    async def signs(self, program: str) -> list[str]:
+        """Returns the processes of a program whose last `sign` still holds, sorted."""
+        now_s = self._clock.monotonic_s()
+        return sorted(process for (of, process), ends_s in self._signs.items() if of == program and ends_s > now_s)
+
+    async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
+        """Writes an autoscaler's record, and adds to what all of them counted."""
+        self._scalers[record.id] = (self._clock.monotonic_s() + ttl_s, record)
+        stats.add(self._scaler_counts, counts)
+
+    async def scalers(self) -> list[ScalerRecord]:
+        """Returns the records of all live autoscalers, by id."""
+        now_s = self._clock.monotonic_s()
+        self._scalers = {id_: entry for id_, entry in self._scalers.items() if entry[0] > now_s}
+        return [record for _, (_, record) in sorted(self._scalers.items())]
+
+    async def scaler_counts(self) -> dict[str, int]:
+        """Returns what all autoscalers counted; the counts only grow."""
+        return dict(self._scaler_counts)
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
         """Stores how fast a worker found a model version to be."""
@@ -121,6 +148,17 @@ class MemoryControlStore:
     async def stats(self, model: str, version: int) -> dict[str, int]:
         """Returns the statistics of a model version."""
         return dict(self._stats.get((model, version), {}))
+
+    async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns the statistics of several versions, each of them."""
+        return {key: await self.stats(*key) for key in versions}
+
+    async def some_stats(
+        self, versions: Collection[tuple[str, int]], fields: Collection[str]
+    ) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns these fields of the statistics of several versions, where there are any."""
+        known = {key: self._stats.get(key, {}) for key in versions}
+        return {key: {name: of[name] for name in fields if name in of} for key, of in known.items()}
 
     async def close(self) -> None:
         """Does nothing: there is no connection."""

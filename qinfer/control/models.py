@@ -194,7 +194,9 @@ class ModelControl:
         """Stores a model as it should be, and waits until it is loaded, or stores again what was before."""
         wish = (await self._store.desired()).get(found.name)
         anew = await self._is_due(wish, before)
-        written, changed = await write_model(found, wish, self._store, self._delivery, anew=anew)
+        written, changed = await write_model(
+            found, wish, self._store, self._delivery, anew=anew, min_workers=self._settings.min_workers
+        )
         if changed:
             await self._store.wake()
             logger.info("model load asked for", extra={"model": found.name, "generation": written.generation})

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError
 
-from qinfer.control.base import Desired, Speed, StoredModel, WorkerRecord
+from qinfer.control.base import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.delivery import keys
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.stats import LATEST
@@ -51,6 +51,37 @@ for i = 2, #ARGV, 2 do
     redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
   end
 end
+"""
+
+_SIGN = """
+local now = redis.call('TIME')
+local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now_ms)
+if #ARGV == 2 then
+  redis.call('ZADD', KEYS[1], now_ms + ARGV[2], ARGV[1])
+  if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+end
+return redis.call('ZRANGE', KEYS[1], 0, -1)
+"""
+
+_SCALERS = """
+local now = redis.call('TIME')
+local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
+if ARGV[1] then
+  redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now_ms + ARGV[2], ARGV[3]))
+  if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+end
+local found, live = redis.call('HGETALL', KEYS[1]), {}
+for i = 1, #found, 2 do
+  local ends_ms, record = string.match(found[i + 1], '^(%d+) (.*)$')
+  if tonumber(ends_ms) > now_ms then
+    table.insert(live, found[i])
+    table.insert(live, record)
+  else
+    redis.call('HDEL', KEYS[1], found[i])
+  end
+end
+return live
 """
 
 
@@ -125,6 +156,37 @@ class RedisControlStore:
                 await self._client.zrem(keys.workers(), *dead)
         return list(_decoded(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
+    async def sign(self, program: str, process: str, ttl_s: float) -> None:
+        """Tells that a process of a program lives; holds for `ttl_s` seconds."""
+        with _translated():
+            await self._client.eval(_SIGN, 1, keys.signs(program), process, int(ttl_s * 1000))
+
+    async def signs(self, program: str) -> list[str]:
+        """Returns the processes of a program whose last `sign` still holds, sorted."""
+        with _translated():
+            return sorted(map(_text, await self._client.eval(_SIGN, 1, keys.signs(program))))
+
+    async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
+        """Writes an autoscaler's record, and adds to what all of them counted."""
+        with _translated():
+            words = (record.id, int(ttl_s * 1000), msgspec.json.encode(record))
+            await self._client.eval(_SCALERS, 1, keys.scalers(), *words)
+            for name, count in counts.items():
+                await self._client.hincrby(keys.scaler_counts(), name, count)
+
+    async def scalers(self) -> list[ScalerRecord]:
+        """Returns the records of all live autoscalers, by id."""
+        with _translated():
+            words = iter(await self._client.eval(_SCALERS, 1, keys.scalers()))
+        read = _decoded(dict(zip(map(_text, words), words, strict=True)), ScalerRecord)
+        return [read[id_] for id_ in sorted(read)]
+
+    async def scaler_counts(self) -> dict[str, int]:
+        """Returns what all autoscalers counted."""
+        with _translated():
+            values = await self._client.hgetall(keys.scaler_counts())
+        return {_text(name): int(value) for name, value in values.items()}
+
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
         """Stores how fast a worker found a model version to be."""
         with _translated():
@@ -196,6 +258,28 @@ class RedisControlStore:
         with _translated():
             values = await self._client.hgetall(keys.stats(model, version))
         return {_text(name): int(value) for name, value in values.items()}
+
+    async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns the statistics of several versions, each of them."""
+        found: list[Mapping[bytes, bytes]] = []
+        if versions:
+            with _translated():
+                async with self._client.pipeline(transaction=False) as pipe:
+                    for model, version in versions:
+                        pipe.hgetall(keys.stats(model, version))
+                    found = await pipe.execute()
+        read = [{_text(name): int(value) for name, value in values.items()} for values in found]
+        return dict(zip(versions, read, strict=True))
+
+    async def some_stats(
+        self, versions: Collection[tuple[str, int]], fields: Collection[str]
+    ) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns these fields of the statistics of several versions, where there are any."""
+        wanted = [(keys.stats(model, version), name) for model, version in versions for name in fields]
+        with _translated():
+            values = iter(await self._fields(wanted))
+        read = {key: {name: next(values) for name in fields} for key in versions}
+        return {key: {name: int(raw) for name, raw in of.items() if raw is not None} for key, of in read.items()}
 
     async def close(self) -> None:
         """Closes the connections."""

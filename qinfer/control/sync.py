@@ -51,8 +51,16 @@ class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-async def sync(repository: Source, store: ControlStore, delivery: Delivery) -> list[SyncedModel]:
+async def sync(
+    repository: Source, store: ControlStore, delivery: Delivery, *, min_workers: int = 1
+) -> list[SyncedModel]:
     """Writes what the repository holds as the desired state, and wakes everyone if anything changed.
+
+    Args:
+        repository: Where models come from.
+        store: The control store.
+        delivery: Where lanes are made.
+        min_workers: `RepositorySettings.min_workers`.
 
     Raises:
         SettingsError: The repository can't be read; nothing is changed then.
@@ -61,7 +69,9 @@ async def sync(repository: Source, store: ControlStore, delivery: Delivery) -> l
     found = await asyncio.to_thread(repository.scan)
     desired = await store.desired()
     workers = await store.workers()
-    synced = [await _sync_model(model, desired.get(model.name), workers, store, delivery) for model in found]
+    synced = [
+        await _sync_model(model, desired.get(model.name), workers, store, delivery, min_workers) for model in found
+    ]
     for name in sorted(desired.keys() - {model.name for model in found}):
         if desired[name].load:
             await store.set_desired(msgspec.structs.replace(desired[name], load=False))
@@ -94,13 +104,13 @@ async def start(
         BrokerUnavailable: The store or the queue can't be reached.
     """
     if settings.control_mode != "explicit":
-        return await sync(repository, store, delivery)
+        return await sync(repository, store, delivery, min_workers=settings.min_workers)
     desired, workers = await store.desired(), await store.workers()
     synced: list[SyncedModel] = []
     for name in await asyncio.to_thread(_names_to_load, repository, settings.load_models):
         if again or name not in desired:
             model = await asyncio.to_thread(_read, repository, name)
-            synced.append(await _sync_model(model, desired.get(name), workers, store, delivery))
+            synced.append(await _sync_model(model, desired.get(name), workers, store, delivery, settings.min_workers))
     if any(model.changed for model in synced):
         await store.wake()
     return synced
@@ -131,6 +141,7 @@ async def _sync_model(
     workers: Iterable[WorkerRecord],
     store: ControlStore,
     delivery: Delivery,
+    min_workers: int,
 ) -> SyncedModel:
     if model.error and wish is not None and wish.load and _is_served(model.name, workers):
         kept = await store.model(model.name)
@@ -142,7 +153,7 @@ async def _sync_model(
                 error=f"{model.error}; what was loaded before serves on",
             )
     anew = wish is not None and not wish.load  # a worker may have the generation from before it was unloaded
-    stored, changed = await write_model(model, wish, store, delivery, anew=anew)
+    stored, changed = await write_model(model, wish, store, delivery, anew=anew, min_workers=min_workers)
     return SyncedModel(
         model=model.name, generation=stored.generation, versions=stored.versions, changed=changed, error=stored.error
     )

@@ -12,9 +12,11 @@ from qinfer.control.base import ControlStore, Desired, StoredModel
 from qinfer.control.completion import completed, find_completion
 from qinfer.control.lanes import lanes_of
 from qinfer.delivery.base import Delivery
+from qinfer.delivery.jobs import bulk_lanes
 from qinfer.errors import QinferError
 from qinfer.repository.base import RepositoryModel
 from qinfer.repository.config import from_json, to_json, to_spec
+from qinfer.repository.config_spec import MIN_WORKERS
 from qinfer.settings import LimitSettings
 
 _ANY_LIMITS = LimitSettings()  # nothing that depends on them is read here
@@ -29,7 +31,13 @@ class Written(NamedTuple):
 
 
 async def write_model(
-    model: RepositoryModel, wish: Desired | None, store: ControlStore, delivery: Delivery, *, anew: bool = False
+    model: RepositoryModel,
+    wish: Desired | None,
+    store: ControlStore,
+    delivery: Delivery,
+    *,
+    anew: bool = False,
+    min_workers: int = 1,
 ) -> Written:
     """Stores a model, and the wish that it is loaded, where either differs from what is there.
 
@@ -39,12 +47,13 @@ async def write_model(
         store: Where to.
         delivery: Where its lanes are.
         anew: Store it under a new generation though nothing differs.
+        min_workers: Live workers that it needs to be READY, if its configuration does not say.
 
     Raises:
         BrokerUnavailable: The store or the queue can't be reached.
         QinferError: Others change the model all the time.
     """
-    new = await _as_stored(model, store)
+    new = await _as_stored(model, store, min_workers)
     await ensure_lanes(new, delivery)
     written = await _store(new, wish, store, int(delivery.clock.now_s() * 1000), anew=anew)
     if wish is None or wish.generation < written.stored.generation or not wish.load:
@@ -54,7 +63,7 @@ async def write_model(
 
 
 async def ensure_lanes(stored: StoredModel, delivery: Delivery) -> None:
-    """Makes the lanes of a model's versions, unless its configuration is not known yet.
+    """Makes the lanes of a model's versions, those of bulk jobs too, unless its configuration is not known yet.
 
     Raises:
         BrokerUnavailable: The queue can't be reached.
@@ -63,12 +72,11 @@ async def ensure_lanes(stored: StoredModel, delivery: Delivery) -> None:
         return
     spec = to_spec(from_json(stored.config), _ANY_LIMITS)
     for version in stored.versions:
-        await delivery.ensure(lanes_of(spec, version))
+        await delivery.ensure((*lanes_of(spec, version), *bulk_lanes(stored.model, version)))
 
 
-async def _as_stored(model: RepositoryModel, store: ControlStore) -> StoredModel:
-    min_workers = 1
-    if model.config is not None and not model.pending:
+async def _as_stored(model: RepositoryModel, store: ControlStore, min_workers: int) -> StoredModel:
+    if model.config is not None and not model.pending and MIN_WORKERS in model.config.parameters:
         min_workers = to_spec(model.config, _ANY_LIMITS).min_workers
     stored = StoredModel(
         model=model.name,

@@ -103,6 +103,18 @@ class Lease(msgspec.Struct, frozen=True):
     suspect: bool = False
 
 
+class LaneSize(msgspec.Struct, frozen=True):
+    """How much a lane holds, waiting and in flight.
+
+    Attributes:
+        entries: How many entries.
+        oldest_age_s: How long ago its oldest one was enqueued first; 0 when it is empty.
+    """
+
+    entries: int = 0
+    oldest_age_s: float = 0.0
+
+
 class Payload(msgspec.Struct, frozen=True):
     """Tensors beside the stream (claim check): stored under the request's id, for `ttl_s` seconds."""
 
@@ -258,6 +270,14 @@ class Delivery(Protocol):
 
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
         """Returns how many entries each lane holds, waiting and in flight."""
+        ...
+
+    async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
+        """Returns how many entries of each lane a consumer holds; those given back or never taken wait instead."""
+        ...
+
+    async def sizes(self, lanes: Sequence[Lane]) -> list[LaneSize]:
+        """Returns how many entries each lane holds and how old its first is, of any models; in one round trip."""
         ...
 
     async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:

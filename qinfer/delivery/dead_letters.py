@@ -61,6 +61,10 @@ class DeadLetters(Protocol):
         """
         ...
 
+    async def count(self, model: str) -> int:
+        """Returns how many there are."""
+        ...
+
     async def show(self, model: str, letter_id: str) -> DeadLetter | None:
         """Returns one with its bytes."""
         ...

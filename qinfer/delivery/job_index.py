@@ -5,15 +5,17 @@ drop the former once they are older than a creation can take; what has ended is 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qinfer.clock import ServerClock
 from qinfer.delivery import keys
-from qinfer.delivery.job_fields import cursor_of, place_of
-from qinfer.delivery.job_records import JobRecord, Page
+from qinfer.delivery.job_fields import cursor_of, place_of, record_of
+from qinfer.delivery.job_records import JobRecord, OpenRows, Page, open_rows
 from qinfer.delivery.router import Router
 
+_COUNTS = tuple(b"model version partition state rows rows_done rows_failed rows_before started_at resumed_at".split())
 _CREATION_S = 60.0
 _JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
 _LOOKS = 10  # of a listing: a page that few jobs fit ends before it is full
@@ -105,6 +107,31 @@ class JobIndex:
         """Returns the models and partitions of the jobs that may not have ended."""
         places = await asyncio.gather(*map(self.find, await self.open_ids()))
         return list(dict.fromkeys(place[:2] for place in places if place is not None))
+
+    async def states(self, newest: int) -> Mapping[str, int]:
+        """Counts jobs by state: all that have not ended, and of the newest so many those that have."""
+        words = (b"ZREVRANGE", _JOBS, 0, newest - 1)
+        open_ids, latest = await asyncio.gather(self.open_ids(), self._call(*words))
+        ids = list(dict.fromkeys([*open_ids, *(job_id.decode() for job_id in latest)]))
+        places = [place for place in await asyncio.gather(*map(self.find, ids)) if place is not None]
+        states = await asyncio.gather(*(self._call(b"HGET", place.record, b"state") for place in places))
+        return Counter(state.decode() for state in states if state is not None)
+
+    async def open_rows(self) -> Sequence[OpenRows]:
+        """Returns of each job that has not ended what it has yet to do."""
+        places = await asyncio.gather(*map(self.find, await self.open_ids()))
+        known = [place for place in places if place is not None]
+        read = await asyncio.gather(*(self._call(b"HMGET", place.record, *_COUNTS) for place in known))
+        now_s = self._clock.now_s()
+        found: list[OpenRows] = []
+        for place, values in zip(known, read, strict=True):
+            pairs = [word for pair in zip(_COUNTS, values, strict=True) if pair[1] is not None for word in pair]
+            if not pairs:
+                continue  # its record is gone, or not there yet
+            record = record_of(place.job_id, pairs)
+            if not record.is_over:
+                found.append(open_rows(record, now_s))
+        return found
 
     async def page(
         self,

@@ -109,6 +109,24 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in ENDED
 
 
+class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows that a job which has not ended has yet to do.
+
+    Attributes:
+        model: The job's model, and
+        version: its version.
+        partition: The queue partition of its lanes.
+        rows: How many; 0 while it is not planned, and once it is being cancelled or finalised.
+        rows_per_s: How many of them were settled a second since it started, or was resumed, by all workers together.
+    """
+
+    model: str
+    version: int
+    partition: int = 0
+    rows: int = 0
+    rows_per_s: float = 0.0
+
+
 class ShardOutcome(msgspec.Struct, frozen=True):
     """What became of a shard.
 
@@ -183,6 +201,19 @@ class Page(NamedTuple):
 def bulk_lanes(model: str, version: int, partition: int = 0) -> tuple[Lane, ...]:
     """Returns the bulk lanes of a model version in the order in which they are read."""
     return tuple(Lane(model, version, name, partition) for name in BULK_LANES)
+
+
+def open_rows(record: JobRecord, now_s: float) -> OpenRows:
+    """Returns what a job has yet to do; of its record only the counts, state and instants are looked at."""
+    settled = record.rows_done + record.rows_failed
+    began_s = max(record.started_at, record.resumed_at)
+    return OpenRows(
+        model=record.model,
+        version=record.version,
+        partition=record.partition,
+        rows=max(record.rows - settled, 0) if record.state in {PLANNING, RUNNING} else 0,
+        rows_per_s=max(settled - record.rows_before, 0) / (now_s - began_s) if 0 < began_s < now_s else 0.0,
+    )
 
 
 def service_order(record: JobRecord) -> tuple[int, float, str]:

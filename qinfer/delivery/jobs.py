@@ -22,7 +22,7 @@ A job's keys are in partition 0 of its model, but for the index of all jobs. A s
 deleted) is named by `missing`, to be requeued from the plan.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from qinfer.delivery.base import Lease
@@ -36,6 +36,7 @@ from qinfer.delivery.job_records import (
     JobNotice,
     JobRecord,
     LogLine,
+    OpenRows,
     Page,
     ShardOutcome,
     Standing,
@@ -53,6 +54,7 @@ __all__ = [
     "JobRecord",
     "Jobs",
     "LogLine",
+    "OpenRows",
     "Page",
     "ShardOutcome",
     "Standing",
@@ -94,6 +96,14 @@ class Jobs(Protocol):
 
     async def unfinished(self, *, model: str | None = None) -> Sequence[JobRecord]:
         """Returns the jobs that have not ended, of one model or all; those to be served first come first."""
+        ...
+
+    async def states(self, newest: int = 500) -> Mapping[str, int]:
+        """Counts jobs by state: all that have not ended, and of the newest so many those that have."""
+        ...
+
+    async def open_rows(self) -> Sequence[OpenRows]:
+        """Returns of each job that has not ended what it has yet to do; in a few round trips."""
         ...
 
     async def models(self) -> Sequence[tuple[str, int]]:

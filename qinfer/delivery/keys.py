@@ -142,6 +142,21 @@ def workers() -> str:
     return "qinfer:workers"
 
 
+def scalers() -> str:
+    """Returns the hash of the live autoscalers: until when each holds (ms of Redis' time), and what it said."""
+    return "qinfer:scalers"
+
+
+def scaler_counts() -> str:
+    """Returns the hash of what all autoscalers counted."""
+    return "qinfer:scaler-counts"
+
+
+def signs(program: str) -> str:
+    """Returns the sorted set of the live processes of a program, by when their last sign of life is over."""
+    return f"qinfer:signs:{program}"
+
+
 def reply(reply_to: str) -> str:
     """Returns the reply stream at an address such as `reply:<owner>`."""
     return f"qinfer:{reply_to}"

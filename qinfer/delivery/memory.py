@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from qinfer.clock import Clock, ServerClock, SystemClock
-from qinfer.delivery.base import Entry, Lane, Lease, Payload, reply_address
+from qinfer.delivery.base import Entry, Lane, LaneSize, Lease, Payload, reply_address
 from qinfer.delivery.dead_letters import DeadLetters
 from qinfer.delivery.jobs import Jobs
 from qinfer.delivery.label_tasks import LabelTasks
@@ -149,6 +149,14 @@ class MemoryDelivery:
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
         """See `Delivery.depth`."""
         return [self._lanes.depth(lane) for lane in lanes]
+
+    async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
+        """See `Delivery.in_flight`."""
+        return [self._lanes.in_flight(lane) for lane in lanes]
+
+    async def sizes(self, lanes: Sequence[Lane]) -> list[LaneSize]:
+        """See `Delivery.sizes`."""
+        return [self._lanes.size(lane) for lane in lanes]
 
     async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
         """See `Delivery.oldest`."""

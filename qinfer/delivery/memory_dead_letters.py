@@ -59,6 +59,11 @@ class MemoryDeadLetters:
         letters = [letter for letter in self._of(model).values() if place_after(letter.id) > place]
         return [msgspec.structs.replace(letter, frame=b"", payload=b"") for letter in letters[:count]]
 
+    async def count(self, model: str) -> int:
+        """See `DeadLetters.count`."""
+        self._trim(model)
+        return len(self._of(model))
+
     async def show(self, model: str, letter_id: str) -> DeadLetter | None:
         """See `DeadLetters.show`."""
         return self._of(model).get(letter_id)

@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -17,9 +18,11 @@ from qinfer.delivery.job_records import (
     JobNotice,
     JobRecord,
     LogLine,
+    OpenRows,
     Page,
     ShardOutcome,
     Standing,
+    open_rows,
     service_order,
 )
 from qinfer.delivery.memory_job_table import Job, JobTable
@@ -85,6 +88,16 @@ class MemoryJobs:
         return sorted(
             (record for record in records if not record.is_over and model in (None, record.model)), key=service_order
         )
+
+    async def states(self, newest: int = 500) -> Mapping[str, int]:
+        """See `Jobs.states`."""
+        latest = sorted((_place(job.record), job.record) for job in self._table.jobs.values())[-newest:]
+        ended = [record.state for _, record in latest if record.is_over]
+        return Counter([*ended, *(record.state for record in await self.unfinished())])
+
+    async def open_rows(self) -> Sequence[OpenRows]:
+        """See `Jobs.open_rows`."""
+        return [open_rows(record, self._clock.now_s()) for record in await self.unfinished()]
 
     async def models(self) -> Sequence[tuple[str, int]]:
         """See `Jobs.models`."""

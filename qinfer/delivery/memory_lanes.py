@@ -5,13 +5,14 @@ for itself: on one event loop what is called in a row is one step, and only `ren
 """
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from qinfer.clock import ServerClock
-from qinfer.delivery.base import DELAYED, FULL, Entry, Lane, Lease, Payload
+from qinfer.delivery.base import DELAYED, FULL, Entry, Lane, LaneSize, Lease, Payload
 from qinfer.errors import QueueFull
 from qinfer.tensors import Bytes
 
@@ -94,6 +95,18 @@ class MemoryLanes:
     def depth(self, lane: Lane) -> int:
         """Returns how many entries a lane holds, waiting and in flight."""
         return len(self._lanes.get(lane, {}))
+
+    def in_flight(self, lane: Lane) -> int:
+        """Returns how many entries of a lane a consumer holds."""
+        with self._lock:
+            return sum(bool(item.owner) for item in self._items([lane]))
+
+    def size(self, lane: Lane) -> LaneSize:
+        """Returns how many entries a lane holds, waiting and in flight, and how long ago its first was enqueued."""
+        with self._lock:
+            items = self._items([lane])
+            first = items[0].entry.enqueued_s if items else math.inf
+            return LaneSize(len(items), max(self._clock.now_s() - first, 0.0))
 
     def oldest(self, lane: Lane, age_s: float, count: int, after: str) -> list[Item]:
         """Returns entries that came into a lane so long ago, the oldest first; those behind `after`, if it is given."""

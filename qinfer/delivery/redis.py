@@ -18,7 +18,7 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from qinfer.clock import Clock, ServerClock, SystemClock
 from qinfer.delivery import keys, scripts
-from qinfer.delivery.base import Entry, Lane, Lease, Payload
+from qinfer.delivery.base import Entry, Lane, LaneSize, Lease, Payload
 from qinfer.delivery.clients import blocking_client
 from qinfer.delivery.connection import Refused, Template, pack
 from qinfer.delivery.dead_letters import DeadLetters
@@ -220,6 +220,14 @@ class RedisDelivery:
         return await asyncio.gather(  # type: ignore[no-any-return]  # XLEN replies with an integer
             *(self._router.call(keys.lane_slot(lane), b"XLEN", keys.lane(lane)) for lane in lanes)
         )
+
+    async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
+        """See `Delivery.in_flight`."""
+        return await asyncio.gather(*map(self._entries.in_flight, lanes))
+
+    async def sizes(self, lanes: Sequence[Lane]) -> list[LaneSize]:
+        """See `Delivery.sizes`."""
+        return await self._entries.sizes(lanes, self.clock.now_s())
 
     async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
         """See `Delivery.oldest`."""

@@ -47,6 +47,11 @@ class RedisDeadLetters:
         millisecond, number = place_after(after)
         return [found.letter for found in await self._read(model, f"({millisecond}-{number}", count, _BYTES)]
 
+    async def count(self, model: str) -> int:
+        """See `DeadLetters.count`."""
+        key = _key(model)
+        return int(await self._router.call(keys.slot(key), b"XLEN", key))
+
     async def show(self, model: str, letter_id: str) -> DeadLetter | None:
         """See `DeadLetters.show`."""
         found = await self._one(model, letter_id, ())

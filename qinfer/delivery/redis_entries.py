@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from qinfer.delivery import keys, scripts
-from qinfer.delivery.base import Entry, Lane, Lease
+from qinfer.delivery.base import Entry, Lane, LaneSize, Lease
 from qinfer.delivery.connection import Argument, Refused, pack
 from qinfer.delivery.dead_letters import MAX_AGE_S, MAX_BYTES, head_of
 from qinfer.delivery.router import Router
@@ -76,6 +76,32 @@ class RedisEntries:
 
         await _all([run(lane, group) for lane, group in grouped(entries, _lane_of)])
         return [entry in removed for entry in entries]
+
+    async def in_flight(self, lane: Lane) -> int:
+        """Returns how many entries of a lane a consumer holds."""
+        try:
+            pending = await self._router.call(keys.lane_slot(lane), b"XPENDING", keys.lane(lane), keys.GROUP)
+        except Refused as error:
+            if error.kind != "NOGROUP":
+                raise
+            return 0
+        idle = (keys.RELEASED, keys.SUSPECTS)
+        return sum(int(count) for consumer, count in pending[3] or () if consumer not in idle)
+
+    async def sizes(self, lanes: Sequence[Lane], now_s: float) -> list[LaneSize]:
+        """See `Delivery.sizes`."""
+        found: dict[Lane, LaneSize] = {}
+
+        async def run(group: list[Lane]) -> None:
+            call = partial(self._router.call, keys.lane_slot(group[0]))
+            replies = iter(await scripts.run(call, scripts.SIZES, [keys.lane(lane) for lane in group]))
+            for lane in group:
+                entries, origin = next(replies), next(replies)
+                enqueued_s = Entry(lane, origin.decode()).enqueued_s if origin else now_s
+                found[lane] = LaneSize(entries, max(now_s - enqueued_s, 0.0))
+
+        await _all([run(group) for _, group in grouped(dict.fromkeys(lanes), keys.lane_slot)])
+        return [found[lane] for lane in lanes]
 
     async def delay(self, leases: Sequence[Lease], name: str) -> None:
         """See `Delivery.delay`."""

@@ -9,7 +9,7 @@ It is in other slots, so that it may name jobs whose record is gone, or that hav
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from qinfer.delivery.job_records import (
     JobNotice,
     JobRecord,
     LogLine,
+    OpenRows,
     Page,
     ShardOutcome,
     Standing,
@@ -99,6 +100,14 @@ class RedisJobs:
     async def unfinished(self, *, model: str | None = None) -> Sequence[JobRecord]:
         """See `Jobs.unfinished`."""
         return await self._open(await self._index.open_ids(model=model))
+
+    async def states(self, newest: int = 500) -> Mapping[str, int]:
+        """See `Jobs.states`."""
+        return await self._index.states(newest)
+
+    async def open_rows(self) -> Sequence[OpenRows]:
+        """See `Jobs.open_rows`."""
+        return await self._index.open_rows()
 
     async def models(self) -> Sequence[tuple[str, int]]:
         """See `Jobs.models`."""

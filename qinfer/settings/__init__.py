@@ -12,15 +12,16 @@ from qinfer.settings.loading import (
     unknown_variables,
     variable_names,
 )
+from qinfer.settings.metrics import MetricsSettings
 from qinfer.settings.sections import (
     AuthSettings,
+    AutoscaleSettings,
     BulkSettings,
     GrpcSettings,
     HttpSettings,
     LabelingSettings,
     LimitSettings,
     LogSettings,
-    MetricsSettings,
     RedisSettings,
     RepositorySettings,
     RequestSettings,
@@ -28,11 +29,13 @@ from qinfer.settings.sections import (
     WebhookSettings,
     WorkerSettings,
 )
+from qinfer.settings.tracing import TraceSettings
 
 __all__ = [
     "API_KEY_VARIABLE",
     "PREFIX",
     "AuthSettings",
+    "AutoscaleSettings",
     "BulkSettings",
     "GrpcSettings",
     "HttpSettings",
@@ -45,6 +48,7 @@ __all__ = [
     "RequestSettings",
     "Settings",
     "StoreSettings",
+    "TraceSettings",
     "WebhookSettings",
     "WorkerSettings",
     "driver_variables",

@@ -10,15 +10,16 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
 from qinfer.errors import SettingsError
+from qinfer.settings.metrics import MetricsSettings
 from qinfer.settings.sections import (
     AuthSettings,
+    AutoscaleSettings,
     BulkSettings,
     GrpcSettings,
     HttpSettings,
     LabelingSettings,
     LimitSettings,
     LogSettings,
-    MetricsSettings,
     RedisSettings,
     RepositorySettings,
     RequestSettings,
@@ -26,6 +27,7 @@ from qinfer.settings.sections import (
     WebhookSettings,
     WorkerSettings,
 )
+from qinfer.settings.tracing import TraceSettings
 
 PREFIX = "QINFER_"
 
@@ -53,7 +55,9 @@ class Settings(BaseSettings):
     auth: AuthSettings = Field(default_factory=AuthSettings)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
     repository: RepositorySettings = Field(default_factory=RepositorySettings)
+    autoscale: AutoscaleSettings = Field(default_factory=AutoscaleSettings)
     log: LogSettings = Field(default_factory=LogSettings)
+    trace: TraceSettings = Field(default_factory=TraceSettings)
     allow_client_shm: bool = Field(
         False, description="Clients on this host may pass tensors by system shared memory (--allow-client-shm)."
     )

@@ -86,14 +86,6 @@ class GrpcSettings(_Section):
     )
 
 
-class MetricsSettings(_Section):
-    """Where metrics are read."""
-
-    enabled: bool = Field(True, description="Serve metrics on a port of their own (Triton's --allow-metrics).")
-    host: str = Field("", description="Address to bind; empty = that of HTTP.")
-    port: int = Field(8002, ge=0, le=65535, description="Port; 0 picks a free one and prints it.")
-
-
 class LimitSettings(_Section):
     """What is refused, and when."""
 
@@ -298,11 +290,38 @@ class RepositorySettings(_Section):
         "", description="Where workers keep copies of remote model files; empty = a directory of the user's cache."
     )
     strict_readiness: bool = Field(True, description="The server is ready when every model is (--strict-readiness).")
+    min_workers: int = Field(
+        1,
+        ge=0,
+        description="`qinfer.min_workers` of models whose configuration has none: 0 = they are ready without a live "
+        "worker, and their requests wait until one has started. All gateways and `qinfer models sync` need the same.",
+    )
     gpus: int = Field(
         -1,
         ge=-1,
         description="GPUs that a model may use that names none (KIND_AUTO, KIND_GPU); -1 = as many as here.",
     )
+
+
+class AutoscaleSettings(_Section):
+    """How `qinfer autoscale` and `qinfer up --autoscale` choose the number of workers."""
+
+    min_workers: int = Field(0, ge=0, description="The fewest workers.")
+    max_workers: int = Field(0, ge=0, description="The most workers; 0 = one for each core of this machine.")
+    target_s: float = Field(
+        10.0, gt=0, description="Seconds of work that one worker may have; with more than that, another is started."
+    )
+    up_after_s: float = Field(
+        0.0, ge=0, description="Seconds that more workers must be wanted; the first one is always started at once."
+    )
+    down_after_s: float = Field(60.0, ge=0, description="Seconds that fewer workers must suffice.")
+    idle_s: float = Field(300.0, ge=0, description="Seconds of nothing to do, after which the fewest are left.")
+    cooldown_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds after a step up in which there is no step down; 1.5 times the load time, if that is more.",
+    )
+    every_s: float = Field(1.0, gt=0, description="Seconds between two looks at the queue.")
 
 
 class LogSettings(_Section):

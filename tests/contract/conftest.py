@@ -18,6 +18,7 @@ from tests.servers import RedisCluster, RedisServer, redis_6_2, system_redis
 
 PERMANENT = ("config", "dlq", "due", "job-notices")  # of a partition; lanes and statistics are told by their numbers
 WHOLE = {"qinfer:desired", "qinfer:control", "qinfer:workers", "qinfer:jobs", "qinfer:jobs:places", "qinfer:jobs:open"}
+WHOLE |= {"qinfer:scaler-counts"}
 ENDED = {"completed", "failed", "cancelled", "expired"}
 
 

@@ -7,7 +7,18 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from qinfer.control.base import ControlStore, Desired, Speed, State, StoredModel, VersionState, WorkerRecord
+from qinfer.control.base import (
+    SCALED_DOWN,
+    SCALED_UP,
+    ControlStore,
+    Desired,
+    ScalerRecord,
+    Speed,
+    State,
+    StoredModel,
+    VersionState,
+    WorkerRecord,
+)
 from qinfer.control.memory_store import MemoryControlStore
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import sync
@@ -279,3 +290,30 @@ async def test_each_who_waits_sees_every_wake(stores: Pair) -> None:
     async with asyncio.timeout(4.0):
         assert await asyncio.create_task(see(1)) == 1
         assert await asyncio.create_task(see(1)) == 1
+
+
+async def test_signs_of_life_are_seen_while_they_hold(stores: Pair) -> None:
+    """By program; one that is given again holds on, one that is over is gone."""
+    await stores.one.sign("bulk", "b@host", LONG_S)
+    await stores.one.sign("bulk", "a@host", LONG_S)
+    await stores.one.sign("bulk", "c@host", SHORT_S)
+    await stores.one.sign("other", "d@host", LONG_S)
+    await asyncio.sleep(2 * SHORT_S)
+
+    assert await stores.other.signs("bulk") == ["a@host", "b@host"]
+    assert await stores.other.signs("nobody") == []
+
+
+async def test_autoscalers_say_what_they_do_while_they_live(stores: Pair) -> None:
+    """Each has a record that ends by itself, or at once; what all counted stays, and adds up."""
+    record = ScalerRecord(id="b", places=("m*",), target=2, reason="23.1 s of work", work_s=23.1)
+    await stores.one.put_scaler(record, {SCALED_UP: 1}, LONG_S)
+    await stores.one.put_scaler(msgspec.structs.replace(record, id="a"), {SCALED_UP: 2, SCALED_DOWN: 1}, LONG_S)
+    await stores.one.put_scaler(msgspec.structs.replace(record, id="c"), {}, SHORT_S)
+    await asyncio.sleep(2 * SHORT_S)
+
+    assert [one.id for one in await stores.other.scalers()] == ["a", "b"]
+    assert (await stores.other.scalers())[1] == record
+    await stores.other.put_scaler(record, {SCALED_DOWN: 1}, 0.0)
+    assert [one.id for one in await stores.one.scalers()] == ["a"]
+    assert await stores.one.scaler_counts() == {SCALED_UP: 3, SCALED_DOWN: 2}

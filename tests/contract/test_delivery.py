@@ -372,6 +372,21 @@ async def test_depth_counts_what_waits_and_what_is_in_flight(queue: Queue) -> No
     assert await delivery.depth([HIGH, LOW, Lane("nobody", 7)]) == [2, 1, 0]
 
 
+async def test_in_flight_counts_what_a_consumer_holds(queue: Queue) -> None:
+    """Not what waits, was given back, or is to be tried alone; a lane that never was counts zero."""
+    delivery = await ready(queue, b"1", b"2", b"3", b"4")
+    await submit(delivery, LOW, b"5")
+    first, second, _ = await fetch(delivery, count=3)
+    before = await delivery.in_flight([HIGH, LOW, Lane("nobody", 7)])
+    await delivery.release([first])
+    await delivery.finish([second.entry])
+    released = await delivery.in_flight([HIGH])
+    (suspect,) = await delivery.reclaim([HIGH], "other", 0.0, 9)
+    await delivery.release([suspect])
+
+    assert (before, released, await delivery.in_flight([HIGH])) == ([3, 0, 0], [1], [0])
+
+
 # --- replies (promises 7, 8) ---
 
 

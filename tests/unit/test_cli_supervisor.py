@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -206,3 +207,58 @@ def test_program_gets_its_settings_by_environment_only() -> None:
     with Supervisor(lambda _line: None) as supervisor:
         supervisor.add(program, RestartPolicy(first_delay_s=600), stop_s=5, started=True)
         supervisor.stop([program])
+
+
+def test_dismissed_process_ends_without_being_waited_for(supervisor: Supervisor, said: list[str]) -> None:
+    """The others go on, and it is not restarted."""
+    one, other = Script("worker 1", SLEEPS), Script("worker 2", SLEEPS)
+    for script in (one, other):
+        supervisor.add(script, QUICK, stop_s=60)
+
+    supervisor.dismiss(one)
+    assert supervisor.looks_after(one)
+    while supervisor.looks_after(one):
+        supervisor.wait(5)
+
+    assert (one.poll(), one.starts, other.poll()) == (-signal.SIGTERM, 1, None)
+    assert said == []
+    supervisor.stop([one, other])
+    assert other.poll() == -signal.SIGTERM
+
+
+def test_dismissed_process_that_does_not_end_is_killed(supervisor: Supervisor, said: list[str]) -> None:
+    """By `wait`, at its time."""
+    script = Script("worker", STUBBORN)
+    supervisor.add(script, QUICK, stop_s=0.05)
+    assert script.popen.stdout is not None
+    assert script.popen.stdout.read(2) == b"up"
+
+    supervisor.dismiss(script)
+    supervisor.dismiss(script)
+    while supervisor.looks_after(script):
+        supervisor.wait()
+
+    assert script.poll() == -signal.SIGKILL
+    assert said == ["worker is killed: it did not end within 0.05 s"]
+
+
+def test_process_that_waits_for_its_restart_is_dismissed(supervisor: Supervisor) -> None:
+    """It never comes back."""
+    script = Script("worker", "raise SystemExit(1)")
+    supervisor.add(script, RestartPolicy(first_delay_s=600), stop_s=60)
+    script.popen.wait()
+    supervisor.wait(5)
+
+    supervisor.dismiss(script)
+
+    assert not supervisor.looks_after(script)
+    assert script.starts == 1
+
+
+def test_poke_ends_a_wait(supervisor: Supervisor) -> None:
+    """From any thread; it is no signal to stop."""
+    threading.Timer(0.01, supervisor.poke).start()
+
+    supervisor.wait()
+
+    assert not supervisor.stop_asked

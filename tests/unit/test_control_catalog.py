@@ -14,6 +14,7 @@ from qinfer.control.catalog import Catalog
 from qinfer.control.memory_store import MemoryControlStore
 from qinfer.control.sync import SyncedModel, sync
 from qinfer.delivery.base import Lane
+from qinfer.delivery.jobs import bulk_lanes
 from qinfer.delivery.memory import MemoryDelivery
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
 from qinfer.repository.open import open_repositories
@@ -415,7 +416,7 @@ async def test_lanes_exist_before_a_model_is_desired(stack: Stack) -> None:
 
     await sync(stack.repository, stack.store, Spy())
 
-    assert ensured == [Lane("m", 1, "p1")]
+    assert ensured == [Lane("m", 1, "p1"), *bulk_lanes("m", 1)]
 
 
 async def test_every_level_has_its_lanes(stack: Stack) -> None:

@@ -1,0 +1,285 @@
+"""How many workers there should be: a pure function of the work, the time and what was decided before.
+
+    wanted = ⌈seconds of work ÷ target_s⌉, at least 1 while anything waits or executes, within min … max
+
+Up: at once, or when it was wanted for `up_after_s`; the first worker always at once. Workers that start count: what is
+being seen to is not seen to twice. Down: when less sufficed for `down_after_s`, to the most that was needed within that
+time. To the least: when there was nothing to do for `idle_s`. Neither before `cooldown_s`, or the time that a worker
+takes to load, has passed since the last step up.
+
+A backlog alone would flap: workers that keep up with the load have none. So what the throughput of late keeps busy is
+kept (it never adds a worker), and each step down that had to be taken back soon makes the next one wait longer.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from qinfer.errors import SettingsError
+
+LOAD_MARGIN = 1.5
+"""Times the load time of a worker that must pass after a step up before a step down."""
+BUSY_SHARE = 0.85
+"""Of a worker's speed: what it can do for long without a backlog."""
+MAX_PATIENCE = 16
+"""Most times `down_after_s` that a step down waits, after steps down that had to be taken back."""
+
+FULL_S = 1.0
+"""Seconds of work for each worker with which all are taken to be busy."""
+MAX_CORRECTION = 3.0
+
+Version = tuple[str, int]
+
+
+class _Total(NamedTuple):
+    at_s: float
+    rows: Mapping[Version, int]
+    busy: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPolicy:
+    """The operator's will.
+
+    Attributes:
+        min_workers: The fewest workers.
+        max_workers: The most; at least 1, and `min_workers`.
+        target_s: Seconds of work that one worker may have.
+        up_after_s: Seconds that more must be wanted before there is more than one more.
+        down_after_s: Seconds that less must suffice before there is less.
+        idle_s: Seconds of nothing to do until there are `min_workers`.
+        cooldown_s: Seconds after a step up in which there is no step down.
+
+    Raises:
+        SettingsError: The numbers make no sense together.
+    """
+
+    min_workers: int = 0
+    max_workers: int = 1
+    target_s: float = 10.0
+    up_after_s: float = 0.0
+    down_after_s: float = 60.0
+    idle_s: float = 300.0
+    cooldown_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.max_workers < 1 or not 0 <= self.min_workers <= self.max_workers:
+            raise SettingsError(
+                f"{self.min_workers} to {self.max_workers} workers can't be: the most must be 1 or more, "
+                "and the fewest from 0 to that"
+            )
+        if not 0 < self.target_s < math.inf:
+            raise SettingsError(f"the target must be seconds above 0, got {self.target_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What an autoscaler sees at one instant.
+
+    Attributes:
+        now_s: When; monotonic.
+        work_s: Seconds that one worker would need for all that waits and executes.
+        entries: Requests and rows of bulk jobs that wait or execute.
+        executed: Whether anything was executed since the last observation.
+        used: Workers that the throughput of late keeps busy.
+        live: Workers that serve.
+        starting: Workers that were started and do not serve yet.
+        load_s: Seconds from the start of a worker until it serves; 0 = not known.
+        floor: Live workers that some model wants in order to be READY.
+    """
+
+    now_s: float
+    work_s: float
+    entries: int
+    executed: bool = False
+    used: float = 0.0
+    live: int = 0
+    starting: int = 0
+    load_s: float = 0.0
+    floor: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """How many workers there should be.
+
+    Attributes:
+        target: The number.
+        wanted: What the present work alone asks for.
+        reason: Why it is this number, for people.
+    """
+
+    target: int
+    wanted: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingState:
+    """What a policy remembers.
+
+    Attributes:
+        target: The number of workers that was decided last.
+        since_s: Since when there are observations without a gap.
+        active_at_s: When there was something to do last.
+        grown_at_s: When the last step up was.
+        shrunk_at_s: When the last step down was that left a worker.
+        short_since_s: Since when more is wanted; `None` = it is not.
+        needs: (when, how many were needed) within the last `down_after_s`, later ones being lower.
+        patience: Times `down_after_s` that less must suffice.
+    """
+
+    target: int
+    since_s: float
+    active_at_s: float
+    grown_at_s: float = -math.inf
+    shrunk_at_s: float = -math.inf
+    short_since_s: float | None = None
+    needs: tuple[tuple[float, int], ...] = ()
+    patience: int = 1
+
+    @classmethod
+    def begin(cls, now_s: float, target: int) -> "ScalingState":
+        """Returns the state of an autoscaler that begins with so many workers."""
+        return cls(target=target, since_s=now_s, active_at_s=now_s, grown_at_s=now_s)
+
+    def blind(self, now_s: float) -> "ScalingState":
+        """Returns the state after a time without observations: what was not seen counts for nothing."""
+        return replace(self, since_s=now_s, active_at_s=now_s, short_since_s=None, needs=())
+
+
+def decide(policy: ScalingPolicy, state: ScalingState, seen: Observation) -> tuple[Decision, ScalingState]:
+    """Decides how many workers there should be from now on, and returns what to remember with it."""
+    wanted = wanted_workers(policy, seen)
+    busy = min(math.ceil(seen.used / BUSY_SHARE), state.target)
+    state = _noted(policy, state, seen, max(wanted, busy))
+    if wanted > state.target:
+        return _up(policy, state, seen, wanted)
+    state = replace(state, short_since_s=None)
+    decision = _down(policy, state, seen, wanted)
+    if decision.target == state.target:
+        return decision, state
+    shrunk_at_s = seen.now_s if decision.target else state.shrunk_at_s
+    return decision, replace(state, target=decision.target, shrunk_at_s=shrunk_at_s)
+
+
+def wanted_workers(policy: ScalingPolicy, seen: Observation) -> int:
+    """Returns how many workers the present work asks for, within the limits."""
+    by_work = math.ceil(min(seen.work_s / policy.target_s, policy.max_workers))
+    return min(max(by_work, _floor(policy, seen), int(seen.entries > 0)), policy.max_workers)
+
+
+def _floor(policy: ScalingPolicy, seen: Observation) -> int:
+    return min(max(policy.min_workers, seen.floor), policy.max_workers)
+
+
+def _noted(policy: ScalingPolicy, state: ScalingState, seen: Observation, need: int) -> ScalingState:
+    """Returns the state with the present need, and without those that are dominated or too old."""
+    oldest_s = seen.now_s - policy.down_after_s * state.patience
+    needs = tuple(one for one in state.needs if one[1] > need and one[0] > oldest_s)
+    is_active = seen.entries > 0 or seen.executed
+    return replace(
+        state,
+        needs=(*needs, (seen.now_s, need)),
+        active_at_s=seen.now_s if is_active else state.active_at_s,
+    )
+
+
+def _up(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted: int) -> tuple[Decision, ScalingState]:
+    short_since_s = seen.now_s if state.short_since_s is None else state.short_since_s
+    state = replace(state, short_since_s=short_since_s)
+    floor = _floor(policy, seen)
+    is_time = seen.now_s - short_since_s >= policy.up_after_s
+    target = wanted if is_time else max(state.target, floor, min(wanted, 1))
+    if target == state.target:
+        reason = f"{wanted} are wanted for {seen.now_s - short_since_s:.0f} s of {policy.up_after_s:g} s"
+        return Decision(target=target, wanted=wanted, reason=reason), state
+    why = _why_so_many(policy, seen, wanted)
+    again_s = seen.now_s - state.shrunk_at_s
+    was_hasty = again_s < 2 * policy.down_after_s * state.patience
+    patience = min(state.patience * 2, MAX_PATIENCE) if was_hasty else 1
+    grown = replace(state, target=target, grown_at_s=seen.now_s, short_since_s=None, patience=patience)
+    return Decision(target=target, wanted=wanted, reason=why), grown
+
+
+def _why_so_many(policy: ScalingPolicy, seen: Observation, wanted: int) -> str:
+    if wanted == seen.floor and seen.work_s <= policy.target_s * (wanted - 1):
+        return f"a model wants {seen.floor} live"
+    if wanted == policy.min_workers and not seen.entries:
+        return f"{policy.min_workers} is the fewest"
+    what = f"{seen.work_s:.1f} s of work at {policy.target_s:g} s a worker"
+    if seen.work_s > policy.target_s * policy.max_workers:
+        asked = math.ceil(min(seen.work_s / policy.target_s, 1e6))
+        return f"{what} asks for {asked}, {policy.max_workers} is the most"
+    return what
+
+
+def _down(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted: int) -> Decision:
+    floor, target, now_s = _floor(policy, seen), state.target, seen.now_s
+
+    def stay(reason: str) -> Decision:
+        return Decision(target=target, wanted=wanted, reason=reason)
+
+    if wanted >= target or target <= floor:
+        return stay("enough")
+    cooldown_s = max(policy.cooldown_s, LOAD_MARGIN * seen.load_s)
+    idle_s = now_s - state.active_at_s
+    if now_s - state.grown_at_s < cooldown_s:
+        return stay(f"{now_s - state.grown_at_s:.0f} s of {cooldown_s:.0f} s after the last step up")
+    if idle_s >= policy.idle_s and wanted <= floor:
+        return Decision(target=floor, wanted=wanted, reason=f"nothing to do for {idle_s:.0f} s")
+    lower = max(*(need for _, need in state.needs), floor, 1)
+    after_s, watched_s = policy.down_after_s * state.patience, now_s - state.since_s
+    if lower < target and watched_s >= after_s and not seen.starting:
+        return Decision(target=lower, wanted=wanted, reason=f"{lower} sufficed for {after_s:g} s")
+    return stay("enough" if lower >= target else f"{lower} may suffice; {after_s:g} s have to tell")
+
+
+class Throughput:
+    """Tells how many workers the throughput of late keeps busy, from totals of executed rows.
+
+    The speed that was measured may not be the one that workers have together. Where work waited all the time, all of
+    them were busy all the time: what they did then is how fast they are.
+
+    Args:
+        over_s: Seconds that it is averaged over.
+    """
+
+    def __init__(self, over_s: float = 10.0) -> None:
+        self._over_s = over_s
+        self._totals: deque[_Total] = deque()
+        self._correction = 1.0
+        self.executed = False
+        """Whether anything was executed between the last two observations."""
+
+    def observe(
+        self, now_s: float, rows: Mapping[Version, int], rows_per_s: Mapping[Version, float], live: int, work_s: float
+    ) -> float:
+        """Takes the totals of executed rows, and returns how many workers they keep busy.
+
+        Args:
+            now_s: When; monotonic.
+            rows: Rows that were executed so far, of each version.
+            rows_per_s: What one worker does; versions whose speed is not known are left out or 0, and count nothing.
+            live: Workers that serve.
+            work_s: Seconds of work that there is for one of them.
+        """
+        totals = self._totals
+        self.executed = bool(totals) and any(count > totals[-1].rows.get(key, 0) for key, count in rows.items())
+        totals.append(_Total(now_s, dict(rows), live if work_s > live * FULL_S else 0))
+        while len(totals) > 2 and totals[1].at_s <= now_s - self._over_s:
+            totals.popleft()
+        first = totals[0]
+        if now_s <= first.at_s:
+            return 0.0
+        share = sum(
+            max(count - first.rows.get(key, count), 0) / rows_per_s[key]
+            for key, count in rows.items()
+            if rows_per_s.get(key, 0.0) > 0
+        )
+        used = share / (now_s - first.at_s)
+        if used and now_s - first.at_s >= self._over_s and {one.busy for one in totals} == {live} != {0}:
+            self._correction = min(max(live / used, 1 / MAX_CORRECTION), MAX_CORRECTION)
+        return used * self._correction
