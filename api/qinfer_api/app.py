@@ -8,6 +8,7 @@ nobody.
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from typing import TYPE_CHECKING
 
@@ -18,15 +19,16 @@ from qinfer.control.catalog import Catalog
 from qinfer.control.models import ModelControl, ModelSource
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import start
+from qinfer.control.work import read_work
 from qinfer.delivery.base import Delivery, reply_address
 from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import Overloaded, SettingsError
 from qinfer.messages import IdFactory
 from qinfer.observability.metrics import GatewayTally
-from qinfer.settings import HttpSettings, Settings
+from qinfer.observability.tracing import GATEWAY, open_tracer
+from qinfer.settings import HttpSettings, RepositorySettings, Settings
 from qinfer_api.auth import load_auth
-from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.protocol import FastPath
 from qinfer_api.http.server import HttpServer
@@ -45,6 +47,7 @@ from qinfer_api.restrictions import Restrictions
 from qinfer_api.shared_memory import SharedMemory
 from qinfer_api.targets import Targets
 from qinfer_api.tls import read_certificate
+from qinfer_api.tracing import Tracing
 from qinfer_api.waits import Waits
 from qinfer_api.webhooks import Webhooks, read_secret
 
@@ -63,7 +66,8 @@ async def build(settings: Settings) -> "Gateway":
     Raises:
         BrokerUnavailable: Redis can't be reached.
         SettingsError: Who may call is not set or can't be read, webhooks can't be signed, an address can't be bound,
-            Redis refuses the credentials, or a model repository or the labeling mappings can't be read.
+            Redis refuses the credentials, a model repository or the labeling mappings can't be read, or traces can't
+            be made.
     """
     load_auth(settings.auth, settings.http.host)  # what is wrong with it shows before anything is opened
     read_secret(settings.webhooks)
@@ -105,11 +109,15 @@ def bind(http: HttpSettings) -> socket.socket:
     read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # uvicorn reads them itself, when it is too late
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
     try:
-        return socket.create_server((http.host, http.port), family=family, backlog=_BACKLOG)
+        listener = socket.create_server((http.host, http.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise SettingsError(
             f"QINFER_HTTP__HOST={http.host} QINFER_HTTP__PORT={http.port}: {error.strerror}; choose another, 0 is any"
         ) from None
+    # Its connections have it too. asyncio sets it for sockets whose protocol is named only; without it the body of a
+    # route's reply, which is a write of its own, waits for the acknowledgement of the head: up to 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 class Gateway:
@@ -152,14 +160,13 @@ class Gateway:
         self._owner = f"gateway-{IdFactory().ulid()}"
         self.catalog = Catalog(store, settings.limits)
         self.models = ModelControl(source, store, delivery, settings.repository, self.catalog.refresh)
-        self._watch: RepositoryWatch | None = None
-        if source is not None and settings.repository.control_mode == "poll":
-            self._watch = RepositoryWatch(source, store, delivery, settings.repository.poll_s)
-        tally = GatewayTally()
+        self._watch = self._watch_of(source, settings.repository)
+        tally = GatewayTally(self._owner)
         auth = load_auth(settings.auth, settings.http.host)
-        self.dispatcher = Dispatcher(delivery, self.catalog, tally, settings.limits, self._owner, auth)
+        self._tracing = Tracing(settings.trace, open_tracer(os.environ, GATEWAY, self._owner))
+        self.dispatcher = self._tracing.dispatcher(delivery, self.catalog, tally, settings.limits, self._owner, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
-        self._reporting = Reporting(settings, self.catalog, store, delivery, tally)
+        self._reporting = Reporting(settings, self.catalog, store, delivery, tally, self._tracing.file)
         self.requests, self._janitor = self._asynchronous(settings, tally)
         self._tasks = BulkTasks(settings)
         self.jobs = BulkJobs(
@@ -177,15 +184,27 @@ class Gateway:
         self._job_janitor = self._janitor_of_jobs(settings)
         self.dispatcher.unclaimed = self.requests.waits.wake
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
-        codec = InferCodec(self.dispatcher, self.memory, settings)
         restrictions = Restrictions.for_http(settings.http.restricted)
-        fast = FastPath(self.dispatcher, settings.http, codec, restrictions)
+        fast = self._fast_path(settings, restrictions)
         services = self._services(settings, fast, restrictions)
         self.started, self._stopping = asyncio.Event(), asyncio.Event()
         self.url = _url(listener, tls=bool(settings.http.tls_certfile))
         self._server = HttpServer(settings.http, build_app(services), fast, self._serving)
         self.rpc = None if rpc_port is None else _rpc_server(rpc_port, services)
         self.metrics: MetricsPort | None = None
+
+    def _watch_of(self, source: ModelSource | None, repository: RepositorySettings) -> RepositoryWatch | None:
+        """Makes what follows the repositories, where there are any and they are to be followed."""
+        if source is None or repository.control_mode != "poll":
+            return None
+        return RepositoryWatch(source, self._store, self._delivery, repository.poll_s, repository.min_workers)
+
+    def _fast_path(self, settings: Settings, restrictions: Restrictions) -> FastPath:
+        """Makes what answers small requests."""
+        codec = InferCodec(self.dispatcher, self.memory, settings)
+        fast = FastPath(self.dispatcher, settings.http, codec, restrictions)
+        fast.call_type = self._tracing.call_type
+        return fast
 
     def _asynchronous(self, settings: Settings, tally: GatewayTally) -> tuple[AsyncRequests, Janitor]:
         """Makes the use case of asynchronous requests, and what looks after them."""
@@ -227,6 +246,7 @@ class Gateway:
             forward=fast.forward,
             models=self.models,
             statistics=self._reporting.statistics,
+            work=lambda model: read_work(self._store, self._delivery, model=model),
             log_settings=self._reporting.log_settings,
             trace_settings=self._reporting.trace_settings,
             restrictions=restrictions,
@@ -275,6 +295,7 @@ class Gateway:
                 await self.rpc.close()
             self.memory.close()
             self._tasks.close()
+            await self._tracing.close()
             await self._labeling.close()
             await self._delivery.close()
             await self._store.close()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -219,14 +220,15 @@ class Dispatcher:
         """
         if isinstance(error, Unauthorized | Forbidden | QuotaExceeded):
             self._tally.failed("", 0, error.code)
+            if isinstance(error, QuotaExceeded):
+                with suppress(QinferError):
+                    self._tally.ended(model, self.resolve(model, version).version, error.code)
             return error
         try:
             served = self.resolve(model, version)
-        except ModelNotReady as first:
-            self._tally.failed(model, version, first.code)
-            return first
-        except QinferError as first:
-            self._tally.failed("", 0, first.code)  # clients may not make series of names they think up
+        except QinferError as first:  # clients may not make series of names they think up
+            known = (model, version) if isinstance(first, ModelNotReady) else ("", 0)
+            self._tally.failed(*known, first.code)
             return first
         self._tally.failed(model, served.version, error.code)
         if isinstance(error, Overloaded):
@@ -304,7 +306,8 @@ class Dispatcher:
         try:
             self._deliver(pending, response)
         except Exception as error:  # the loop that answers everyone: one bad answer may not end it
-            logger.exception("answer failed", extra={"request_id": response.request_id})
+            extra = {"request_id": response.request_id, "model": pending.model, "version": pending.version}
+            logger.exception("answer failed", extra=extra)
             self._fail(pending, error)
 
     def _deliver(self, pending: Pending, response: Response) -> None:

@@ -16,6 +16,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from qinfer.control.catalog import Catalog
+from qinfer.control.lanes import NAMES
 from qinfer.delivery.base import Delivery, Entry, Lane
 from qinfer.delivery.dead_letters import head_of
 from qinfer.delivery.requests import Notice, RequestState, Settlement
@@ -113,12 +114,20 @@ class Janitor:
         return count
 
     async def finish_orphans(self) -> int:
-        """Finishes synchronous entries past their time in lanes without a worker; returns how many there were."""
+        """Finishes synchronous entries past their time in lanes without a worker; returns how many there were.
+
+        Those of models that were unloaded, too: no worker will ever do it, and autoscalers take them for work.
+        """
         count = 0
         for (model, version), is_ready in self._catalog.readiness().items():
             if model in self._away or (is_ready and self._catalog.capacity(model, version).workers):
                 continue
             for lane in self._catalog.lanes(model, version):
+                count += await self._finish_orphans(lane)
+        unloaded = [(model, version) for model, version in self._catalog.unloaded() if model not in self._away]
+        left = [Lane(model, version, name) for model, version in unloaded for name in NAMES]
+        for lane, depth in zip(left, await self._delivery.depth(left), strict=True):
+            if depth:
                 count += await self._finish_orphans(lane)
         return count
 

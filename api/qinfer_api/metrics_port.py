@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from qinfer.errors import SettingsError
+from qinfer.errors import QinferError, SettingsError
 from qinfer.settings import Settings
-from qinfer_api.http.replies import error_reply
+from qinfer_api.http.replies import error_reply, failure_reply
 from qinfer_api.quiet_server import QuietServer
 from qinfer_api.rest.services import send
 
@@ -44,13 +44,13 @@ class MetricsPort:
 
     Args:
         listener: The socket.
-        render: Returns the text.
+        render: Returns the text of a scope; empty = of all.
 
     Attributes:
         url: Where it serves.
     """
 
-    def __init__(self, listener: socket.socket, render: Callable[[], Awaitable[bytes]]) -> None:
+    def __init__(self, listener: socket.socket, render: Callable[[str], Awaitable[bytes]]) -> None:
         host, port = listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
         self._listener = listener
@@ -83,7 +83,7 @@ class MetricsPort:
         self._listener.close()
 
 
-def _app(render: Callable[[], Awaitable[bytes]]) -> ASGIApp:
+def _app(render: Callable[[str], Awaitable[bytes]]) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send_: Send) -> None:
         if scope["type"] != "http":
             return
@@ -93,7 +93,12 @@ def _app(render: Callable[[], Awaitable[bytes]]) -> ASGIApp:
         elif request.method not in ("GET", "HEAD"):
             response = send(error_reply(405, "Method Not Allowed"))
         else:
-            response = Response(await render(), headers={"content-type": _CONTENT_TYPE})
+            try:
+                response = Response(
+                    await render(request.query_params.get("scope", "")), headers={"content-type": _CONTENT_TYPE}
+                )
+            except QinferError as error:
+                response = send(failure_reply(error))
         await response(scope, receive, send_)
 
     return app

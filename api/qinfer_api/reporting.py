@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 
 from qinfer.control.base import ControlStore
@@ -9,13 +10,19 @@ from qinfer.control.catalog import Catalog
 from qinfer.control.shared_settings import follow_log_settings
 from qinfer.delivery.base import Delivery
 from qinfer.errors import BrokerUnavailable
+from qinfer.observability.catalogue import MetricScope
 from qinfer.observability.host import HostMeter
-from qinfer.observability.metrics import GatewayTally, render
+from qinfer.observability.latencies import SlidingWindow
+from qinfer.observability.metrics import GatewayTally, Snapshot, render, scopes_of
+from qinfer.observability.process_use import read_use
 from qinfer.observability.stats import add
+from qinfer.observability.triton_metrics import Wanted
 from qinfer.settings import Settings
+from qinfer_api.letter_counts import LetterCounts
 from qinfer_api.scrape import take_snapshot
 from qinfer_api.server_settings import LogSettings, TraceSettings
 from qinfer_api.statistics import Statistics
+from qinfer_api.trace_file import TraceFile
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +39,7 @@ class Reporting:
         store: Where statistics and settings are.
         delivery: Knows how much waits.
         tally: What this gateway counts.
+        traces: Triton's traces, which follow the settings; `None` = none are written.
 
     Attributes:
         statistics: The statistics extension.
@@ -40,29 +48,72 @@ class Reporting:
     """
 
     def __init__(
-        self, settings: Settings, catalog: Catalog, store: ControlStore, delivery: Delivery, tally: GatewayTally
+        self,
+        settings: Settings,
+        catalog: Catalog,
+        store: ControlStore,
+        delivery: Delivery,
+        tally: GatewayTally,
+        traces: TraceFile | None = None,
     ) -> None:
         self._catalog = catalog
         self._store = store
         self._delivery = delivery
         self._tally = tally
+        self._settings = settings.metrics
         self._host = HostMeter()
+        self._letters = LetterCounts(delivery.dead_letters)
+        self._window = SlidingWindow()
         self._unsent: dict[tuple[str, int], dict[str, int]] = {}
         self._flushing = asyncio.Lock()  # of two at once, the later one would add what the other is about to
         self.statistics = Statistics(catalog, store)
         self.log_settings = LogSettings(store, settings.log)
-        self.trace_settings = TraceSettings(store, catalog)
+        self._traces = traces
+        self.trace_settings = TraceSettings(store, catalog, traces)
 
-    async def metrics(self) -> bytes:
-        """Returns the text of `/metrics`."""
-        snapshot = await take_snapshot(self._catalog, self._store, self._delivery)
-        return render(self._tally, replace(snapshot, host=await asyncio.to_thread(self._host.read)))
+    async def metrics(self, scope: str = "") -> bytes:
+        """Returns the text of `/metrics`.
+
+        Args:
+            scope: `cluster`, `process`, or empty for both.
+
+        Raises:
+            InvalidRequest: There is no such scope.
+        """
+        scopes = scopes_of(scope)
+        if MetricScope.CLUSTER in scopes:
+            snapshot = await take_snapshot(self._catalog, self._store, self._delivery, self._letters)
+        else:
+            snapshot = Snapshot(store_up=await self._is_store_up())
+        if MetricScope.PROCESS in scopes:
+            host, use = await asyncio.to_thread(lambda: (self._host.read(), read_use()))
+            snapshot = replace(snapshot, host=host, use=use)
+        return render(self._tally, snapshot, scopes, self._wanted(snapshot))
+
+    def _wanted(self, snapshot: Snapshot) -> Wanted:
+        """Returns which of Triton's metrics to show."""
+        settings, quantiles = self._settings, self._settings.quantiles
+        return Wanted(
+            counters=settings.counter_latencies,
+            quantiles=quantiles,
+            histogram=settings.histogram_latencies,
+            recent=self._window.move(time.monotonic(), snapshot.stats) if quantiles and snapshot.stats else {},
+        )
+
+    async def _is_store_up(self) -> bool:
+        try:
+            await self._store.settings()
+        except BrokerUnavailable:
+            return False
+        return True
 
     async def run(self) -> None:
         """Follows the log settings and adds to the statistics, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(follow_log_settings(self._store, self.log_settings.first))
             group.create_task(self._flush_again_and_again())
+            if self._traces is not None:
+                group.create_task(self._traces.follow(self._store))
 
     async def flush(self) -> None:
         """Adds what this gateway ended itself to the models' statistics; what can't be added now is added later."""

@@ -42,13 +42,17 @@ class RepositoryWatch:
         store: Where the desired state is.
         delivery: Where lanes are made.
         every_s: Seconds between two looks.
+        min_workers: `RepositorySettings.min_workers`.
     """
 
-    def __init__(self, source: Source, store: ControlStore, delivery: Delivery, every_s: float) -> None:
+    def __init__(
+        self, source: Source, store: ControlStore, delivery: Delivery, every_s: float, min_workers: int = 1
+    ) -> None:
         self._source = source
         self._store = store
         self._delivery = delivery
         self._every_s = every_s
+        self._min_workers = min_workers
         self._errors: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -60,7 +64,7 @@ class RepositoryWatch:
     async def look(self) -> None:
         """Writes what has changed since the last look as the desired state."""
         try:
-            self.note(await sync(self._source, self._store, self._delivery))
+            self.note(await sync(self._source, self._store, self._delivery, min_workers=self._min_workers))
         except QinferError as error:
             logger.warning("model repository not looked through", extra={"reason": error.message})
         except Exception:  # the loop boundary: one odd file must not end the gateway

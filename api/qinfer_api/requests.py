@@ -48,6 +48,7 @@ from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.records import chosen_address, shown_id, unknown
 from qinfer_api.status import of_request
+from qinfer_api.tracing import trace_of
 from qinfer_api.waits import Waits
 
 MIN_TIMEOUT_S = 0.001
@@ -274,7 +275,7 @@ class AsyncRequests:
             timeout_s=acceptance.timeout_s,
             inline_max_bytes=self.inline_max_bytes,
             tenant=context.tenant,
-            trace=context.trace,
+            trace=trace_of(self.dispatcher, context, served.spec.name, served.version, acceptance.address.id),
             route=route,
         )
         is_large = tensor_bytes(request) > self.inline_max_bytes

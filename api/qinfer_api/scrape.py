@@ -1,17 +1,22 @@
-"""What `/metrics` shows of the shared store: one pass over the models, and what is still known when Redis is away."""
+"""What `/metrics` shows of the shared store: one pass over everything, and what is still known when Redis is away."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
-from qinfer.control.base import ControlStore, WorkerRecord
+from qinfer.control.base import SCALED_DOWN, SCALED_UP, ControlStore, State, WorkerRecord
 from qinfer.control.catalog import Catalog
-from qinfer.delivery.base import Delivery, Lane
-from qinfer.delivery.jobs import bulk_lanes
+from qinfer.control.work import VersionWork, read_work
+from qinfer.delivery.base import Delivery
+from qinfer.delivery.jobs import BULK_LANES
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.metrics import Snapshot, WorkerLoad
+from qinfer.observability.process_use import ProcessUse
+from qinfer_api.letter_counts import LetterCounts
 
-_TOGETHER = 16  # reads at once: each takes a connection
+_OPEN_STATES = ("validating", "planning", "running", "finalizing", "cancelling")
+_ENDED_STATES = ("completed", "failed", "cancelled", "expired")
+_LaneKey = tuple[str, int, str]
 
 
 async def read_stats(store: ControlStore, versions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
@@ -20,45 +25,84 @@ async def read_stats(store: ControlStore, versions: Sequence[tuple[str, int]]) -
     Raises:
         BrokerUnavailable: The store can't be reached.
     """
-    found: dict[tuple[str, int], dict[str, int]] = {}
-    for begin in range(0, len(versions), _TOGETHER):
-        group = versions[begin : begin + _TOGETHER]
-        fields = await asyncio.gather(*(store.stats(model, version) for model, version in group))
-        found.update(zip(group, fields, strict=True))
-    return found
+    return await store.all_stats(versions)
 
 
-async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Delivery) -> Snapshot:
-    """Reads the statistics and depths of all model versions; without the store, tells what the catalog still knows."""
-    ready = catalog.readiness()
-    records = catalog.workers()
-    workers = {w.id: WorkerLoad(device=w.device, executing=w.executing) for w in records}
-    load_s = _load_times(records, ready)
-    lanes = [catalog.lanes(model, version) for model, version in ready]
+async def take_snapshot(
+    catalog: Catalog, store: ControlStore, delivery: Delivery, letters: LetterCounts | None = None
+) -> Snapshot:
+    """Reads statistics, depths and counts, in a few round trips; without the store, tells what the catalog still knows.
+
+    Args:
+        catalog: Knows models and workers.
+        store: Where statistics and heartbeats are.
+        delivery: The queue.
+        letters: Counts the dead letters; `None` = they are read all.
+    """
+    ready, records = catalog.readiness(), catalog.workers()
+    letters = letters or LetterCounts(delivery.dead_letters)
     try:
-        with_jobs = {model for model, _ in await delivery.jobs.models()}
-        bulk = [bulk_lanes(model, version) for model, version in ready if model in with_jobs]
-        depths = await asyncio.gather(*(delivery.depth(group) for group in lanes))
-        shards = await asyncio.gather(*(delivery.depth(group) for group in bulk))
-        stats = await read_stats(store, list(ready))
+        work, stats, waiting, jobs, scalers, scaled = await asyncio.gather(
+            read_work(store, delivery),
+            read_stats(store, list(ready)),
+            letters.read(catalog.known()),
+            delivery.jobs.states(),
+            store.scalers(),
+            store.scaler_counts(),
+        )
     except BrokerUnavailable:
-        return Snapshot(store_up=False, ready=ready, workers=workers, load_s=load_s)
+        return Snapshot(
+            store_up=False,
+            ready=ready,
+            workers=_loads(records),
+            executing=_executing(records),
+            load_s=_load_times(records, ready),
+        )
+    depth, shards, ages_s = _by_lane(work)
     return Snapshot(
         stats=stats,
-        depth=_by_lane(lanes, depths),
-        shards=_by_lane(bulk, shards),
+        depth=depth,
+        shards=shards,
+        ages_s=ages_s,
+        rows={(of.model, of.version): of.rows for of in work},
+        work_s={(of.model, of.version): of.work_s for of in work},
         ready=ready,
-        workers=workers,
+        workers=_loads(records),
         executing=_executing(records),
-        load_s=load_s,
+        load_s=_load_times(records, ready),
+        letters=dict.fromkeys(ready, 0) | waiting,
+        jobs=dict.fromkeys((*_OPEN_STATES, *_ENDED_STATES), 0) | dict(jobs),
+        scaled={direction: scaled.get(direction, 0) for direction in (SCALED_UP, SCALED_DOWN)},
+        wanted_workers=sum(scaler.target for scaler in scalers) if scalers else None,
     )
 
 
-def _by_lane(lanes: Sequence[Sequence[Lane]], counts: Sequence[Sequence[int]]) -> dict[tuple[str, int, str], int]:
+def _by_lane(work: Iterable[VersionWork]) -> tuple[Counter[_LaneKey], Counter[_LaneKey], dict[_LaneKey, float]]:
+    """Returns what lanes hold, online ones and bulk ones, and how old it is; a lane's partitions count as one."""
+    depth: Counter[_LaneKey] = Counter()
+    shards: Counter[_LaneKey] = Counter()
+    ages_s: dict[_LaneKey, float] = {}
+    for of in work:
+        for lane in of.lanes:
+            key = of.model, of.version, lane.lane.name
+            (shards if lane.lane.name in BULK_LANES else depth)[key] += lane.entries
+            ages_s[key] = max(ages_s.get(key, 0.0), lane.oldest_age_s)
+    return depth, shards, ages_s
+
+
+def _loads(records: Iterable[WorkerRecord]) -> dict[str, WorkerLoad]:
+    """Returns what the metrics show of each worker."""
     return {
-        (lane.model, lane.version, lane.name): count
-        for group, of_group in zip(lanes, counts, strict=True)
-        for lane, count in zip(group, of_group, strict=True)
+        record.id: WorkerLoad(
+            device=record.device,
+            executing=record.executing,
+            ready=sum(state.state is State.READY for of in record.models.values() for state in of.values()),
+            renewals=record.renewals,
+            leases_lost=record.leases_lost,
+            use=ProcessUse(record.cpu_s, record.memory_bytes) if record.memory_bytes else None,
+            gpus=record.gpus,
+        )
+        for record in records
     }
 
 

@@ -69,7 +69,7 @@ class Batcher:
         self.model = model
         self._key_of: KeyFunction = key_function(model.spec)
         self._rules = Rules.of(model.spec)
-        self._responder = Responder(model.spec, model.version)
+        self._responder = Responder(model.spec, model.version, model.observer)
         self._done = partial(self._ended, self._responder)
         self._latency = latency or LatencyModel()
         self.expected_ends: dict[Execution, float] = {}

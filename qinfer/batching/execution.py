@@ -4,7 +4,9 @@ It is the `Context` that backends answer through. One thread at a time touches i
 instance's thread runs it, the event loop reads it. Only `call` may come from several threads of the backend at once.
 """
 
+import itertools
 import logging
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -30,6 +32,11 @@ logger = logging.getLogger(__name__)
 
 _SHARED = (OutputMismatch, Overloaded, DeliveryError, Cancelled)
 """Errors that are no single item's: the model answers wrongly, a call finds the queue full or away, nobody waits."""
+
+_PROCESS, _numbers = secrets.token_hex(4), itertools.count(1)
+
+TOLD = 16
+"""Requests that a log line about a batch names at most."""
 
 Answer = tuple[Tensor, ...] | QinferError
 """What an item gets: its outputs, or why there are none."""
@@ -82,6 +89,7 @@ class Execution:
     """
 
     __slots__ = (
+        "_batch_id",
         "_caller",
         "_refusals",
         "answers",
@@ -112,6 +120,7 @@ class Execution:
         self.apart = apart
         self._caller = caller
         self._refusals: tuple[RequestError, ...] = ()
+        self._batch_id = ""
         self.answers: list[Answer | None] = [None] * len(items)
         self.parameters: dict[int, Mapping[str, Scalar]] = {}
         """What the model said besides the outputs of its final answers, by item."""
@@ -180,8 +189,7 @@ class Execution:
         except BaseException as error:  # the boundary to the model's code, which may even call `sys.exit`
             # Once for each batch: what it is cut into mostly raises the same.
             level = logging.DEBUG if self.apart else logging.ERROR
-            extra = {"model": self.items[0].request.model, "items": len(self.items)}
-            logger.log(level, "execution failed", exc_info=True, extra=extra)
+            logger.log(level, "execution failed", exc_info=True, extra=self._told())
             self.error = InferenceFailed(str(error) or type(error).__name__)
         self.end_ns = time.perf_counter_ns()
         if self.error is not None and (len(self.items) == 1 or isinstance(self.error, _SHARED)):
@@ -191,9 +199,27 @@ class Execution:
             self.earlier = [(item, self._own(answer), said) for item, answer, said in self.earlier]
 
     @property
+    def batch_id(self) -> str:
+        """This execution's own id, unique among all workers; made when it is first asked for."""
+        if not self._batch_id:
+            self._batch_id = f"{_PROCESS}-{next(_numbers)}"
+        return self._batch_id
+
+    @property
     def unanswered(self) -> list[Pending]:
         """The items that somebody waits for and that have no answer, because their batch raised: run them again."""
         return [item for item, answer in zip(self.items, self.answers, strict=True) if answer is None and not item.lost]
+
+    def _told(self) -> dict[str, object]:
+        """Returns what a log line about it says."""
+        requests = [item.request for item in self.items]
+        return {
+            "model": requests[0].model,
+            "version": requests[0].version,
+            "batch_id": self.batch_id,
+            "items": len(requests),
+            "request_ids": [request.id for request in requests[:TOLD]],
+        }
 
     def _own(self, answer: Answer) -> Answer:
         """Makes the refusal of a call this model's failure: its client sent nothing wrong."""

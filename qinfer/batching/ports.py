@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qinfer.batching.execution import Caller, Execution, Pending
+from qinfer.errors import QinferError
 from qinfer.messages import Response
 from qinfer.repository.spec import ModelSpec
 
@@ -37,6 +38,23 @@ class Executor(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """What is told of executions, for traces; called on the event loop, before the answers leave."""
+
+    def executed(self, execution: Execution, begin_s: float) -> None:
+        """Takes note of an execution that has ended, well or not.
+
+        Args:
+            execution: The same.
+            begin_s: When it began, on the clock of the items' instants; its inputs were made just before.
+        """
+        ...
+
+    def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
+        """Takes note of items that are answered with an error, at `now_s`, without having been executed."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     """A model version at one generation, loaded into instances; its calls to other models go through `caller`."""
@@ -46,6 +64,7 @@ class LoadedModel:
     generation: int
     executor: Executor
     caller: Caller | None = None
+    observer: Observer | None = None
 
 
 class Outlet(Protocol):

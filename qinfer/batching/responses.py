@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from qinfer.batching.execution import Answer, Execution, Pending
+from qinfer.batching.ports import Observer
 from qinfer.errors import OutputMismatch, QinferError
 from qinfer.messages import Failure, Response, Timing
 from qinfer.observability.stats import StatsTally
@@ -19,12 +20,15 @@ class Responder:
     Args:
         spec: The model's configuration, against which outputs are checked.
         version: The version that answers.
+        observer: Told of every execution; `None` = nobody is.
     """
 
-    def __init__(self, spec: ModelSpec, version: int) -> None:
+    def __init__(self, spec: ModelSpec, version: int, observer: Observer | None = None) -> None:
         self._model = spec.name
         self._version = version
+        self._observer = observer
         self._batched = spec.max_batch_size > 0
+        self._max_rows = spec.max_batch_size
         self._count = len(spec.outputs)
         self._outputs = {o.name: (o.datatype, o.dims, -1 not in o.dims) for o in spec.outputs}
 
@@ -66,11 +70,14 @@ class Responder:
                 failed_ns += waited_ns + sum(timing[:3])
             responses.append(response)
         if queue_ns:
+            tally.max_rows = self._max_rows
             tally.executed(rows_done, queue_ns, *timing[:3], begin_s)
         for reason, count in failures.items():
             tally.failed(reason, count)
         if failed_ns:
             tally.spent_failing(failed_ns)
+        if self._observer is not None:
+            self._observer.executed(execution, begin_s)
         return items, responses
 
     def failures(self, items: Sequence[Pending], error: QinferError, now_s: float, tally: StatsTally) -> list[Response]:
@@ -85,6 +92,8 @@ class Responder:
         failure = Failure.of(error)
         tally.failed(failure.code, len(items))
         tally.spent_failing(int(sum(max(now_s - item.enqueued_s, 0.0) for item in items) * 1e9))
+        if self._observer is not None:
+            self._observer.refused(items, error, now_s)
         return [
             Response(
                 request_id=item.request.id,

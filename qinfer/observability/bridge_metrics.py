@@ -9,19 +9,8 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-RECEIVED = "qinfer_bridge_received_messages_total"
-ACCEPTED = "qinfer_bridge_accepted_messages_total"
-REPEATED = "qinfer_bridge_repeated_messages_total"
-UNIDENTIFIED = "qinfer_bridge_unidentified_messages_total"
-REFUSED = "qinfer_bridge_refused_messages_total"
-REPLIED = "qinfer_bridge_replies_total"
-UNROUTABLE = "qinfer_bridge_unroutable_messages_total"
-PAUSED = "qinfer_bridge_paused_seconds_total"
-UNACKNOWLEDGED = "qinfer_bridge_unacknowledged_messages"
-UNCONFIRMED = "qinfer_bridge_unconfirmed_replies"
-CONNECTED = "qinfer_bridge_connected"
-
-_ROUTE = ("route",)
+from qinfer.observability import catalogue
+from qinfer.observability.catalogue import Info
 
 
 @dataclass(slots=True)
@@ -74,68 +63,47 @@ class BridgeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics."""
-        for name, text, counted in _COUNTERS:
-            family = CounterMetricFamily(name, text, labels=_ROUTE)
+        for info, counted in _COUNTERS:
+            family = CounterMetricFamily(info.name, info.text, labels=info.labels)
             for tally in self._tallies:
                 family.add_metric((tally.route,), counted(tally))
             yield family
-        for name, text, label, counts in _COUNTERS_BY:
-            family = CounterMetricFamily(name, text, labels=(*_ROUTE, label))
+        for info, counts in _COUNTERS_BY:
+            family = CounterMetricFamily(info.name, info.text, labels=info.labels)
+            is_first = info.labels[0] == "route"
             for tally in self._tallies:
                 for key, value in counts(tally):
-                    family.add_metric((tally.route, key), value)
+                    family.add_metric((tally.route, key) if is_first else (key, tally.route), value)
             yield family
-        for name, text, gauged in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=_ROUTE)
+        for info, gauged in _GAUGES:
+            gauge = GaugeMetricFamily(info.name, info.text, labels=info.labels)
             for tally in self._tallies:
                 gauge.add_metric((tally.route,), gauged(tally))
             yield gauge
-        up = GaugeMetricFamily(CONNECTED, "1 while a connection to a queue stands.", labels=(*_ROUTE, "connection"))
+        connected = catalogue.BRIDGE_CONNECTED
+        up = GaugeMetricFamily(connected.name, connected.text, labels=connected.labels)
         for tally in self._tallies:
             for key, is_up in list(tally.connected.items()):
-                up.add_metric((tally.route, key), float(is_up))
+                up.add_metric((key, tally.route), float(is_up))
         yield up
 
 
 _Counted = Callable[[RouteTally], float]
 _Counts = Callable[[RouteTally], Iterable[tuple[str, int]]]
 
-_COUNTERS: tuple[tuple[str, str, _Counted], ...] = (
-    (RECEIVED, "Messages that came from the source, each delivery.", lambda tally: tally.received),
-    (ACCEPTED, "Messages that became requests.", lambda tally: tally.accepted),
-    (REPEATED, "Messages that had been accepted before, recognised by their id.", lambda tally: tally.repeated),
-    (
-        UNIDENTIFIED,
-        "Messages without an id, which can't be recognised when they come again.",
-        lambda tally: tally.unidentified,
-    ),
-    (
-        PAUSED,
-        "Seconds without accepting messages, because the model's lane was full or the queue away.",
-        lambda tally: tally.paused_s,
-    ),
+_COUNTERS: tuple[tuple[Info, _Counted], ...] = (
+    (catalogue.BRIDGE_RECEIVED, lambda tally: tally.received),
+    (catalogue.BRIDGE_ACCEPTED, lambda tally: tally.accepted),
+    (catalogue.BRIDGE_REPEATED, lambda tally: tally.repeated),
+    (catalogue.BRIDGE_UNIDENTIFIED, lambda tally: tally.unidentified),
+    (catalogue.BRIDGE_PAUSED, lambda tally: tally.paused_s),
 )
-_COUNTERS_BY: tuple[tuple[str, str, str, _Counts], ...] = (
-    (
-        REFUSED,
-        "Messages put with the dead letters because they could not become requests.",
-        "reason",
-        lambda tally: list(tally.refused.items()),
-    ),
-    (
-        REPLIED,
-        "Requests whose reply or dead letter the other broker has confirmed, by their state.",
-        "state",
-        lambda tally: list(tally.replied.items()),
-    ),
-    (
-        UNROUTABLE,
-        "Published messages that no queue took: reply (its caller is gone), sink or dead_letter (tried again).",
-        "place",
-        lambda tally: list(tally.unroutable.items()),
-    ),
+_COUNTERS_BY: tuple[tuple[Info, _Counts], ...] = (
+    (catalogue.BRIDGE_REFUSED, lambda tally: list(tally.refused.items())),
+    (catalogue.BRIDGE_REPLIED, lambda tally: list(tally.replied.items())),
+    (catalogue.BRIDGE_UNROUTABLE, lambda tally: list(tally.unroutable.items())),
 )
-_GAUGES: tuple[tuple[str, str, _Counted], ...] = (
-    (UNACKNOWLEDGED, "Messages in hand that the source still holds.", lambda tally: tally.unacknowledged),
-    (UNCONFIRMED, "Ended requests in hand whose reply is not confirmed.", lambda tally: tally.unconfirmed),
+_GAUGES: tuple[tuple[Info, _Counted], ...] = (
+    (catalogue.BRIDGE_UNACKNOWLEDGED, lambda tally: tally.unacknowledged),
+    (catalogue.BRIDGE_UNCONFIRMED, lambda tally: tally.unconfirmed),
 )

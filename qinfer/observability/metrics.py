@@ -1,9 +1,8 @@
-"""Every metric that qinfer exposes, and how the text of `/metrics` is made.
+"""What `/metrics` shows: a gateway's own counts, and what the shared store says of workers and queues.
 
 A gateway counts its own requests in plain integers (`GatewayTally`: one dict look-up and one bisect a request). What
-workers and queues know comes from the shared store (`Snapshot`): every gateway shows the same numbers of those, so
-aggregate them over gateways with `max`, not `sum`; their help texts say "shared". Those that have Triton's names are in
-`observability.triton_metrics`.
+workers and queues know comes from the shared store (`Snapshot`). The two are the scopes of `catalogue`, and no series
+is in both. Those that have Triton's names are in `triton_metrics`.
 """
 
 import time
@@ -11,36 +10,21 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from qinfer.errors import ErrorCode
-from qinfer.observability import stats, triton_metrics
+from qinfer.errors import ErrorCode, InvalidRequest
+from qinfer.observability import catalogue, exposition, stats, triton_metrics
+from qinfer.observability.catalogue import Info, MetricScope
+from qinfer.observability.devices import GpuUse
+from qinfer.observability.exposition import CONTENT_TYPE, Family
 from qinfer.observability.host import HostUse
+from qinfer.observability.process_use import ProcessUse
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-REQUESTS = "qinfer_requests_total"
-REQUEST_FAILURES = "qinfer_request_failures_total"
-REQUEST_DURATION = "qinfer_request_duration_seconds"
-REQUESTS_IN_FLIGHT = "qinfer_requests_in_flight"
-BACKLOG = "qinfer_backlog_requests"
-QUEUE_WAIT = "qinfer_queue_wait_seconds"
-BATCH_SIZE = "qinfer_batch_size_rows"
-EXECUTION = "qinfer_execution_seconds"
-EXECUTED_REQUESTS = "qinfer_executed_requests_total"
-EXECUTION_FAILURES = "qinfer_execution_failures_total"
-RETRIES = "qinfer_retries_total"
-DEAD_LETTERS = "qinfer_dead_letters_total"
-WORKER_UP = "qinfer_worker_up"
-WORKER_EXECUTING = "qinfer_worker_executing_requests"
-MODEL_READY = "qinfer_model_ready"
-STORE_UP = "qinfer_store_up"
+__all__ = ["CONTENT_TYPE", "GatewayTally", "Snapshot", "WorkerLoad", "render", "scopes_of"]
 
 _DURATION_BUCKETS_S = stats.QUEUE_BUCKETS_S
-_MODEL = ("model", "version")
 _UNKNOWN_MODEL = ErrorCode.MODEL_NOT_FOUND.value
+_NOT_ADMITTED = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_INFEASIBLE, ErrorCode.QUOTA_EXCEEDED)
+_EXPIRED = (f"{stats.FAILURES}{ErrorCode.DEADLINE_EXCEEDED}", f"{stats.REFUSALS}{ErrorCode.DEADLINE_EXCEEDED}")
+_Key = tuple[str, int]
 
 
 class _Durations:
@@ -56,15 +40,19 @@ class _Durations:
 class GatewayTally:
     """Counts what one gateway answered; used by its event loop only.
 
+    Args:
+        process: The gateway's name.
+
     Attributes:
         in_flight: Called at each scrape for the number of requests without an answer; the gateway sets it.
         refusals: What this gateway adds to the models' statistics.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, process: str = "") -> None:
         self.in_flight: Callable[[], int] = lambda: 0
         self.refusals = stats.RefusalTally()
-        self._answered: dict[tuple[str, int], _Durations] = {}
+        self.process = process
+        self._answered: dict[_Key, _Durations] = {}
         self._failed: dict[tuple[str, int, str], int] = {}
 
     def answered(self, model: str, version: int, seconds: float) -> None:
@@ -95,37 +83,45 @@ class GatewayTally:
         seconds = 0.0 if started_s is None else time.monotonic() - started_s
         self.refusals.refused(model, version, reason, seconds)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         """Yields this gateway's metrics."""
-        requests = CounterMetricFamily(REQUESTS, "Requests answered by this gateway, failures included.", labels=_MODEL)
-        failures = CounterMetricFamily(
-            REQUEST_FAILURES, "Requests answered with an error by this gateway.", labels=(*_MODEL, "reason")
-        )
-        durations = HistogramMetricFamily(
-            REQUEST_DURATION, "Seconds from receiving a request to its outputs, in this gateway.", labels=_MODEL
-        )
-        totals: dict[tuple[str, int], int] = {}
+        requests, failures = Family(catalogue.REQUESTS), Family(catalogue.REQUEST_FAILURES)
+        durations, in_flight = Family(catalogue.REQUEST_DURATION), Family(catalogue.REQUESTS_IN_FLIGHT)
+        totals: dict[_Key, int] = {}
         for (model, version, reason), count in self._failed.items():
-            failures.add_metric((model, _version(version), reason), count)
+            failures.add(count, reason=reason, process=self.process, **_labels((model, version)))
             totals[model, version] = totals.get((model, version), 0) + count
         for key, series in self._answered.items():
             cumulative = _cumulative(_DURATION_BUCKETS_S, series.counts)
-            durations.add_metric(_labels(key), _texts(cumulative), series.total_s)
+            durations.add_histogram(cumulative, series.total_s, process=self.process, **_labels(key))
             totals[key] = totals.get(key, 0) + cumulative[-1][1]
         for key, total in totals.items():
-            requests.add_metric(_labels(key), total)
-        yield from (requests, failures, durations)
-        in_flight = GaugeMetricFamily(REQUESTS_IN_FLIGHT, "Requests that this gateway has not answered yet.")
-        in_flight.add_metric((), self.in_flight())
-        yield in_flight
+            requests.add(total, process=self.process, **_labels(key))
+        in_flight.add(self.in_flight(), process=self.process)
+        yield from (requests, failures, durations, in_flight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """A live worker as the metrics show it: what it runs on, and how many requests it executes now."""
+    """A live worker as the metrics show it, as of its last heartbeat.
+
+    Attributes:
+        device: What it runs on.
+        executing: Requests in its batches.
+        ready: Model versions that it has ready.
+        renewals: Leases that it has renewed.
+        leases_lost: Leases that it has lost.
+        use: CPU time and memory; `None` = not known.
+        gpus: Its GPUs, where they can be asked.
+    """
 
     device: str
     executing: int
+    ready: int = 0
+    renewals: int = 0
+    leases_lost: int = 0
+    use: ProcessUse | None = None
+    gpus: tuple[GpuUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,121 +133,186 @@ class Snapshot:
         stats: (model, version) → statistics, the fields of `observability.stats`.
         depth: (model, version, lane) → entries of an online lane, waiting and in flight.
         shards: (model, version, lane) → entries of a bulk lane, of models that have bulk jobs.
+        ages_s: (model, version, lane) → how long its oldest entry has been in the queue.
+        rows: (model, version) → rows to be executed.
+        work_s: (model, version) → seconds that one worker would need for them.
         ready: (model, version) → whether it can be asked.
         workers: Worker id → its load.
         executing: (model, version) → requests that instances execute, of all workers, at their last heartbeats.
         load_s: (model, version) → seconds that its last load took, in the worker where it took longest.
+        letters: (model, version) → dead letters; version 0 = it is not known yet.
+        jobs: State → bulk jobs.
+        scaled: Direction → decisions of all autoscalers.
+        wanted_workers: How many workers the live autoscalers want; `None` = none lives.
         host: What the gateway's machine uses; `None` = not known.
+        use: What the gateway itself uses; `None` = not known.
     """
 
     store_up: bool = True
-    stats: Mapping[tuple[str, int], Mapping[str, int]] = field(default_factory=dict)
+    stats: Mapping[_Key, Mapping[str, int]] = field(default_factory=dict)
     depth: Mapping[tuple[str, int, str], int] = field(default_factory=dict)
     shards: Mapping[tuple[str, int, str], int] = field(default_factory=dict)
-    ready: Mapping[tuple[str, int], bool] = field(default_factory=dict)
+    ages_s: Mapping[tuple[str, int, str], float] = field(default_factory=dict)
+    rows: Mapping[_Key, int] = field(default_factory=dict)
+    work_s: Mapping[_Key, float] = field(default_factory=dict)
+    ready: Mapping[_Key, bool] = field(default_factory=dict)
     workers: Mapping[str, WorkerLoad] = field(default_factory=dict)
-    executing: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    load_s: Mapping[tuple[str, int], float] = field(default_factory=dict)
+    executing: Mapping[_Key, int] = field(default_factory=dict)
+    load_s: Mapping[_Key, float] = field(default_factory=dict)
+    letters: Mapping[_Key, int] = field(default_factory=dict)
+    jobs: Mapping[str, int] = field(default_factory=dict)
+    scaled: Mapping[str, int] = field(default_factory=dict)
+    wanted_workers: int | None = None
     host: HostUse | None = None
+    use: ProcessUse | None = None
 
-    def collect(self) -> Iterator[Metric]:
-        """Yields the shared metrics."""
-        store = GaugeMetricFamily(STORE_UP, "1 if this gateway could read the shared store at this scrape.")
-        store.add_metric((), float(self.store_up))
-        yield store
-        backlog = GaugeMetricFamily(
-            BACKLOG,
-            "Requests in a lane, or shards of bulk jobs in a bulk lane, waiting and in flight (shared).",
-            labels=(*_MODEL, "lane"),
-        )
+    def of_process(self, process: str) -> Iterator[Family]:
+        """Yields what is about the gateway itself."""
+        yield _single(catalogue.STORE_UP, int(self.store_up), process=process)
+        if self.use is not None:
+            yield _single(catalogue.PROCESS_CPU, self.use.cpu_s, process=process)
+            yield _single(catalogue.PROCESS_MEMORY, self.use.memory_bytes, process=process)
+
+    def collect(self) -> Iterator[Family]:
+        """Yields what is about the whole installation, but for Triton's names."""
+        backlog, ages = Family(catalogue.BACKLOG), Family(catalogue.OLDEST_AGE)
         for (model, version, lane), depth in (*self.depth.items(), *self.shards.items()):
-            backlog.add_metric((model, _version(version), lane), depth)
-        ready = GaugeMetricFamily(MODEL_READY, "1 if a live worker can execute the version (shared).", labels=_MODEL)
-        for key, is_ready in self.ready.items():
-            ready.add_metric(_labels(key), float(is_ready))
-        up = GaugeMetricFamily(WORKER_UP, "1 for each live worker (shared).", labels=("worker", "device"))
-        executing = GaugeMetricFamily(
-            WORKER_EXECUTING, "Requests in a worker's batches at its last heartbeat (shared).", labels=("worker",)
+            backlog.add(depth, lane=lane, **_labels((model, version)))
+        for (model, version, lane), age_s in self.ages_s.items():
+            ages.add(age_s, lane=lane, **_labels((model, version)))
+        yield from (backlog, ages)
+        yield _by_model(catalogue.BACKLOG_ROWS, self.rows)
+        yield _by_model(catalogue.BACKLOG_WORK, self.work_s)
+        yield _by_model(catalogue.EXECUTING, {key: self.executing.get(key, 0) for key in self.ready})
+        yield _by_model(catalogue.MODEL_READY, self.ready)
+        yield _by_model(catalogue.DEAD_LETTERS, self.letters)
+        jobs, decisions, target = map(
+            Family, (catalogue.JOBS, catalogue.AUTOSCALE_DECISIONS, catalogue.AUTOSCALE_TARGET)
         )
-        for worker, load in self.workers.items():
-            up.add_metric((worker, load.device), 1)
-            executing.add_metric((worker,), load.executing)
-        yield from (backlog, ready, up, executing)
-        yield from self._executions()
+        for state, count in self.jobs.items():
+            jobs.add(count, state=state)
+        for direction, count in self.scaled.items():
+            decisions.add(count, direction=direction)
+        if self.wanted_workers is not None:
+            target.add(self.wanted_workers)
+        yield from (jobs, decisions, target)
+        yield from self._of_workers()
+        yield from self._counted()
 
-    def of_triton(self) -> Iterator[triton_metrics.Family]:
-        """Yields the metrics that have Triton's names: shared ones, and those of the machine."""
-        waiting: dict[tuple[str, int], int] = {}
+    def of_triton(self, wanted: triton_metrics.Wanted = triton_metrics.USUAL) -> Iterator[Family]:
+        """Yields the metrics of the installation that have Triton's names; `wanted` are those that can be chosen."""
+        waiting: dict[_Key, int] = {}
         for (model, version, _), depth in self.depth.items():
             waiting[model, version] = waiting.get((model, version), 0) + depth
         # Depth is of now, and what executes of up to a heartbeat ago.
         pending = {key: max(depth - self.executing.get(key, 0), 0) for key, depth in waiting.items()}
-        yield from triton_metrics.families(self.stats, pending, self.load_s)
-        if self.host is not None:
-            yield from triton_metrics.of_host(self.host)
+        yield from triton_metrics.families(self.stats, pending, self.load_s, wanted)
+        yield from triton_metrics.of_gpus(gpu for load in self.workers.values() for gpu in load.gpus)
 
-    def _executions(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily(
-            EXECUTED_REQUESTS, "Requests that workers executed successfully (shared).", labels=_MODEL
+    def _of_workers(self) -> Iterator[Family]:
+        up, used, total, busy = map(
+            Family,
+            (
+                catalogue.WORKER_UP,
+                catalogue.DEVICE_MEMORY_USED,
+                catalogue.DEVICE_MEMORY_TOTAL,
+                catalogue.DEVICE_UTILIZATION,
+            ),
         )
-        failures = CounterMetricFamily(
-            EXECUTION_FAILURES, "Requests that failed in a worker (shared).", labels=(*_MODEL, "reason")
+        for worker, load in self.workers.items():
+            up.add(1, worker=worker, device=load.device)
+            for gpu in load.gpus:
+                device = f"gpu {gpu.number}"
+                used.add(gpu.memory_used_bytes, worker=worker, device=device)
+                total.add(gpu.memory_total_bytes, worker=worker, device=device)
+                busy.add(gpu.utilization, worker=worker, device=device)
+        yield up
+        for info, value in _OF_WORKERS:
+            family = Family(info)
+            for worker, load in self.workers.items():
+                known = value(load)
+                if known is not None:
+                    family.add(known, worker=worker)
+            yield family
+        yield from (used, total, busy)
+
+    def _counted(self) -> Iterator[Family]:
+        """Yields what is made of the statistics."""
+        for info, field_name in _FIELDS:
+            yield _by_model(info, {key: fields.get(field_name, 0) for key, fields in self.stats.items()})
+        yield _by_model(
+            catalogue.EXPIRED,
+            {key: sum(fields.get(name, 0) for name in _EXPIRED) for key, fields in self.stats.items()},
         )
-        retries = CounterMetricFamily(
-            RETRIES, "Requests executed again because their batch raised, each time (shared).", labels=_MODEL
-        )
-        dead_letters = CounterMetricFamily(
-            DEAD_LETTERS, "Requests that workers gave up and put with the dead letters (shared).", labels=_MODEL
-        )
+        failures, refused, rows = map(Family, (catalogue.EXECUTION_FAILURES, catalogue.REFUSED, catalogue.JOB_ROWS))
         for key, fields in self.stats.items():
-            requests.add_metric(_labels(key), fields.get(stats.SUCCESS_COUNT, 0))
-            retries.add_metric(_labels(key), fields.get(stats.RETRIES, 0))
-            dead_letters.add_metric(_labels(key), fields.get(stats.DEAD_LETTERS, 0))
             for name, count in fields.items():
                 if name.startswith(stats.FAILURES):
-                    failures.add_metric((*_labels(key), name.removeprefix(stats.FAILURES)), count)
-        yield from (requests, failures, retries, dead_letters)
-        for name, text, histogram, sum_field, unit in (
-            (
-                QUEUE_WAIT,
-                "Seconds from enqueueing a request to the start of its execution",
-                stats.QUEUE,
-                stats.QUEUE_NS,
-                1e9,
-            ),
-            (EXECUTION, "Seconds that executing a batch took", stats.EXECUTION, stats.EXECUTION_NS, 1e9),
-            (BATCH_SIZE, "Rows of an executed batch", stats.BATCH, stats.INFERENCE_COUNT, 1),
-        ):
-            family = HistogramMetricFamily(name, f"{text} (shared).", labels=_MODEL)
+                    failures.add(count, reason=name.removeprefix(stats.FAILURES), **_labels(key))
+            for code in _NOT_ADMITTED:
+                refused.add(fields.get(stats.REFUSALS + code, 0), reason=code.value, **_labels(key))
+            for outcome, name in (("done", stats.ROWS_DONE), ("failed", stats.ROWS_FAILED)):
+                rows.add(fields.get(name, 0), outcome=outcome, **_labels(key))
+        yield from (failures, refused, rows)
+        for info, histogram, total in _HISTOGRAMS:
+            family = Family(info)
             for key, fields in self.stats.items():
-                family.add_metric(
-                    _labels(key), _texts(stats.buckets(fields, histogram)), fields.get(sum_field, 0) / unit
-                )
+                family.add_histogram(stats.buckets(fields, histogram), total(fields), **_labels(key))
             yield family
 
 
-def render(tally: GatewayTally, snapshot: Snapshot) -> bytes:
-    """Returns the body of `GET /metrics`, in the Prometheus text format (`CONTENT_TYPE`)."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Both(tally, snapshot))
-    return generate_latest(registry) + triton_metrics.render(snapshot.of_triton())
+def scopes_of(text: str) -> frozenset[MetricScope]:
+    """Returns the scopes that `?scope=` asks for; empty = both.
+
+    Raises:
+        InvalidRequest: There is no such scope.
+    """
+    if not text:
+        return frozenset((MetricScope.CLUSTER, MetricScope.PROCESS))
+    if text not in (MetricScope.CLUSTER, MetricScope.PROCESS):
+        raise InvalidRequest(f"unknown scope '{text[:60]}': it must be cluster or process, or be left out for both")
+    return frozenset((MetricScope(text),))
 
 
-class _Both(Collector):
-    def __init__(self, tally: GatewayTally, snapshot: Snapshot) -> None:
-        self._parts = (tally, snapshot)
+def render(
+    tally: GatewayTally,
+    snapshot: Snapshot,
+    scopes: Iterable[MetricScope] = tuple(MetricScope),
+    wanted: triton_metrics.Wanted = triton_metrics.USUAL,
+) -> bytes:
+    """Returns the body of `GET /metrics`, in the Prometheus text format (`CONTENT_TYPE`), Triton's names last.
 
-    def collect(self) -> Iterable[Metric]:
-        for part in self._parts:
-            yield from part.collect()
+    Args:
+        tally: What the gateway counted.
+        snapshot: What the shared store said.
+        scopes: What to show.
+        wanted: Which of Triton's metrics to show of those that can be chosen.
+    """
+    shown, tritons = list[Family](), list[Family]()
+    if MetricScope.PROCESS in scopes:
+        shown += [*tally.collect(), *snapshot.of_process(tally.process)]
+        tritons += [] if snapshot.host is None else triton_metrics.of_host(snapshot.host)
+    if MetricScope.CLUSTER in scopes:
+        shown += snapshot.collect()
+        tritons = [*snapshot.of_triton(wanted), *tritons]
+    return exposition.render([*shown, *tritons])
 
 
-def _labels(key: tuple[str, int]) -> tuple[str, str]:
-    return key[0], _version(key[1])
+def _single(info: Info, value: float, **labels: str) -> Family:
+    family = Family(info)
+    family.add(value, **labels)
+    return family
 
 
-def _version(version: int) -> str:
-    return str(version) if version else ""
+def _by_model(info: Info, values: Mapping[_Key, float]) -> Family:
+    family = Family(info)
+    for key, value in values.items():
+        family.add(value, **_labels(key))
+    return family
+
+
+def _labels(key: _Key) -> dict[str, str]:
+    return {"model": key[0], "version": str(key[1]) if key[1] else ""}
 
 
 def _cumulative(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[float, int]]:
@@ -262,5 +323,25 @@ def _cumulative(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[fl
     return pairs
 
 
-def _texts(cumulative: Iterable[tuple[float, int]]) -> list[tuple[str, float]]:
-    return [("+Inf" if bound == float("inf") else str(float(bound)), count) for bound, count in cumulative]
+_OF_WORKERS: tuple[tuple[Info, Callable[[WorkerLoad], float | None]], ...] = (
+    (catalogue.WORKER_EXECUTING, lambda load: load.executing),
+    (catalogue.WORKER_READY_MODELS, lambda load: load.ready),
+    (catalogue.WORKER_RENEWALS, lambda load: load.renewals),
+    (catalogue.WORKER_LEASES_LOST, lambda load: load.leases_lost),
+    (catalogue.WORKER_CPU, lambda load: load.use and load.use.cpu_s),
+    (catalogue.WORKER_MEMORY, lambda load: load.use and load.use.memory_bytes),
+)
+_FIELDS = (
+    (catalogue.EXECUTED_REQUESTS, stats.SUCCESS_COUNT),
+    (catalogue.RETRIES, stats.RETRIES),
+    (catalogue.REDELIVERIES, stats.REDELIVERIES),
+    (catalogue.DEAD_LETTERS_TOTAL, stats.DEAD_LETTERS),
+)
+_HISTOGRAMS: tuple[tuple[Info, str, Callable[[Mapping[str, int]], float]], ...] = (
+    (catalogue.QUEUE_WAIT, stats.QUEUE, lambda fields: fields.get(stats.QUEUE_NS, 0) / 1e9),
+    (catalogue.ASSEMBLE, stats.ASSEMBLE, lambda fields: sum(of.input_ns for of in stats.batches(fields)) / 1e9),
+    (catalogue.EXECUTION, stats.EXECUTION, lambda fields: fields.get(stats.EXECUTION_NS, 0) / 1e9),
+    (catalogue.PUBLISH, stats.PUBLISH, lambda fields: fields.get(stats.PUBLISH_NS, 0) / 1e9),
+    (catalogue.BATCH_SIZE, stats.BATCH, lambda fields: fields.get(stats.INFERENCE_COUNT, 0)),
+    (catalogue.BATCH_FILL, stats.FILL, lambda fields: fields.get(stats.FILL_PERMILLE, 0) / 1000),
+)

@@ -12,12 +12,45 @@ from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
+from qinfer.observability.latencies import FIRST_RESPONSE, FIRST_RESPONSE_BUCKETS_MS, LatencyTally
+
 QUEUE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 EXECUTION_BUCKETS_S = QUEUE_BUCKETS_S
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+STEP_BUCKETS_S = (
+    2e-05,
+    5e-05,
+    0.0001,
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    5.0,
+)
+FILL_BUCKETS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 QUEUE, EXECUTION, BATCH = "queue", "execution", "batch"
 """The histograms: wait in queue (seconds), execution of a batch (seconds), rows of a batch."""
+ASSEMBLE, PUBLISH, FILL = "assemble", "publish", "fill"
+"""More of them: assembling a batch (seconds), publishing its answers (seconds), its rows ÷ the largest batch."""
+BOUNDS: Mapping[str, Sequence[float]] = {
+    QUEUE: QUEUE_BUCKETS_S,
+    EXECUTION: EXECUTION_BUCKETS_S,
+    BATCH: BATCH_BUCKETS,
+    ASSEMBLE: STEP_BUCKETS_S,
+    PUBLISH: STEP_BUCKETS_S,
+    FILL: FILL_BUCKETS,
+    FIRST_RESPONSE: FIRST_RESPONSE_BUCKETS_MS,
+}
+"""Histogram → its upper bounds, but for the infinite one."""
 
 SUCCESS_COUNT = "success_count"
 """Requests answered with outputs."""
@@ -37,6 +70,14 @@ EXECUTION_NS = "execution_ns"
 """Nanoseconds of executing batches, each counted once."""
 QUEUE_NS, INPUT_NS, INFER_NS, OUTPUT_NS = "queue_ns", "input_ns", "infer_ns", "output_ns"
 """Nanoseconds over all requests; each is charged its whole batch's, as in Triton (reference §1.13)."""
+PUBLISH_NS = "publish_ns"
+"""Nanoseconds of publishing answers, over all batches."""
+FILL_PERMILLE = "fill_permille"
+"""Thousandths of the largest batch, over all batches that the histogram counts."""
+ROWS_DONE, ROWS_FAILED = "job_rows_done", "job_rows_failed"
+"""Rows of bulk jobs in settled shards, with an output and without."""
+REDELIVERIES = "redeliveries"
+"""Requests handed to a worker again, once for each time."""
 RETRIES = "retries"
 """Requests executed again because the batch that they were in raised; once for each time."""
 DEAD_LETTERS = "dead_letters"
@@ -66,13 +107,22 @@ class BatchTotals(NamedTuple):
 
 
 class StatsTally:
-    """Adds up what one model version did in one worker; not for several threads at once."""
+    """Adds up what one model version did in one worker; not for several threads at once.
+
+    Attributes:
+        max_rows: The largest batch that the model takes; 0 = it takes none, or nobody said.
+        latencies: Counts latencies more finely, where that is wanted.
+    """
 
     def __init__(self) -> None:
+        self.max_rows = 0
+        self.latencies: LatencyTally | None = None
         self._deltas: defaultdict[str, int] = defaultdict(int)
         self._queue = [0] * (len(QUEUE_BUCKETS_S) + 1)
         self._execution = [0] * (len(EXECUTION_BUCKETS_S) + 1)
         self._batch = [0] * (len(BATCH_BUCKETS) + 1)
+        self._assemble = [0] * (len(STEP_BUCKETS_S) + 1)
+        self._fill = [0] * (len(FILL_BUCKETS) + 1)
         self._sizes: dict[int, list[int]] = {}
         self._last_s = 0.0
 
@@ -111,6 +161,12 @@ class StatsTally:
             queue[bisect_left(QUEUE_BUCKETS_S, item_ns / 1e9)] += 1
         self._execution[bisect_left(EXECUTION_BUCKETS_S, batch_ns / 1e9)] += 1
         self._batch[bisect_left(BATCH_BUCKETS, rows)] += 1
+        self._assemble[bisect_left(STEP_BUCKETS_S, input_ns / 1e9)] += 1
+        if self.max_rows:
+            self._fill[bisect_left(FILL_BUCKETS, rows / self.max_rows)] += 1
+            deltas[FILL_PERMILLE] += 1000 * rows // self.max_rows
+        if self.latencies is not None:
+            self.latencies.executed(queue_ns, input_ns, infer_ns, output_ns)
         size = self._sizes.get(rows)
         if size is None:
             size = self._sizes[rows] = [0, 0, 0, 0]
@@ -123,6 +179,10 @@ class StatsTally:
     def retried(self, count: int) -> None:
         """Counts requests that are executed again because their batch raised."""
         self._deltas[RETRIES] += count
+
+    def redelivered(self) -> None:
+        """Counts a request that had been handed out before."""
+        self._deltas[REDELIVERIES] += 1
 
     def buried(self) -> None:
         """Counts an entry that became a dead letter."""
@@ -144,24 +204,45 @@ class StatsTally:
             (QUEUE, QUEUE_BUCKETS_S, self._queue),
             (EXECUTION, EXECUTION_BUCKETS_S, self._execution),
             (BATCH, BATCH_BUCKETS, self._batch),
+            (ASSEMBLE, STEP_BUCKETS_S, self._assemble),
+            (FILL, FILL_BUCKETS, self._fill),
         ):
-            fields = zip(_bucket_fields(name, bounds), counts, strict=True)
+            fields = zip(bucket_fields(name, bounds), counts, strict=True)
             deltas.update((field, count) for field, count in fields if count)
             counts[:] = [0] * len(counts)
         for rows, totals in self._sizes.items():
             deltas.update((f"{name}{rows}", total) for name, total in zip(_BATCH_FIELDS, totals, strict=True) if total)
         self._sizes.clear()
+        if self.latencies is not None:
+            deltas.update(self.latencies.drain())
         if self._last_s:
             deltas[LAST_INFERENCE_MS] = int(self._last_s * 1000)
             self._last_s = 0.0
         return deltas
 
 
-class RefusalTally:
-    """Adds up the requests that one gateway ended itself, of all models; used by its event loop only."""
+class ModelCounts:
+    """Adds up counts of several model versions; not for several threads at once."""
 
     def __init__(self) -> None:
         self._deltas: dict[tuple[str, int], defaultdict[str, int]] = {}
+
+    def add(self, model: str, version: int, field: str, count: int = 1) -> None:
+        """Adds to a field of a model version."""
+        deltas = self._deltas.get((model, version))
+        if deltas is None:
+            deltas = self._deltas[model, version] = defaultdict(int)
+        deltas[field] += count
+
+    def drain(self) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns what was added since the last drain, by model and version."""
+        drained: dict[tuple[str, int], dict[str, int]] = {key: dict(deltas) for key, deltas in self._deltas.items()}
+        self._deltas.clear()
+        return drained
+
+
+class RefusalTally(ModelCounts):
+    """Adds up the requests that one gateway ended itself, of all models; used by its event loop only."""
 
     def refused(self, model: str, version: int, reason: str, seconds: float) -> None:
         """Counts a request that no worker counts.
@@ -172,15 +253,17 @@ class RefusalTally:
             reason: The `ErrorCode` value.
             seconds: How long ago it was received.
         """
-        deltas = self._deltas.setdefault((model, version), defaultdict(int))
-        deltas[REFUSALS + reason] += 1
-        deltas[FAIL_NS] += int(seconds * 1e9)
+        self.add(model, version, REFUSALS + reason)
+        self.add(model, version, FAIL_NS, int(seconds * 1e9))
 
-    def drain(self) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns what was added since the last drain, by model and version."""
-        drained: dict[tuple[str, int], dict[str, int]] = {key: dict(deltas) for key, deltas in self._deltas.items()}
-        self._deltas.clear()
-        return drained
+
+class PublishTally(ModelCounts):
+    """Adds up how long publishing took, of all models of one worker; used by its event loop only."""
+
+    def published(self, model: str, version: int, ns: int) -> None:
+        """Counts the answers of a batch, which took so many nanoseconds to be published or stored."""
+        self.add(model, version, _PUBLISH_FIELDS[bisect_left(STEP_BUCKETS_S, ns / 1e9)])
+        self.add(model, version, PUBLISH_NS, ns)
 
 
 def add(totals: MutableMapping[str, int], deltas: Mapping[str, int]) -> None:
@@ -203,8 +286,7 @@ def batches(stats: Mapping[str, int]) -> list[BatchTotals]:
 
 def buckets(stats: Mapping[str, int], histogram: str) -> list[tuple[float, int]]:
     """Returns a histogram's (upper bound, cumulative count) pairs, the last bound infinite, from statistics."""
-    bounds: Sequence[float] = BATCH_BUCKETS if histogram == BATCH else QUEUE_BUCKETS_S
-    counts = dict.fromkeys([*map(float, bounds), float("inf")], 0)
+    counts = dict.fromkeys([*map(float, BOUNDS[histogram]), float("inf")], 0)
     prefix = f"{histogram}:"
     for field, count in stats.items():
         if field.startswith(prefix):
@@ -217,8 +299,10 @@ def buckets(stats: Mapping[str, int], histogram: str) -> list[tuple[float, int]]
     return cumulative
 
 
-_BATCH_FIELDS = (BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS)
-
-
-def _bucket_fields(histogram: str, bounds: Sequence[float]) -> list[str]:
+def bucket_fields(histogram: str, bounds: Sequence[float]) -> list[str]:
+    """Returns the fields of a histogram's buckets, ascending; the last one is unbounded."""
     return [f"{histogram}:{bound:g}" for bound in (*bounds, float("inf"))]
+
+
+_BATCH_FIELDS = (BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS)
+_PUBLISH_FIELDS = bucket_fields(PUBLISH, STEP_BUCKETS_S)

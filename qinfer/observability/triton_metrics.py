@@ -1,33 +1,21 @@
 """Triton's metrics: its names, labels and texts (reference §4), made of the same numbers as qinfer's own.
 
 They come from the statistics that everyone adds to the shared store, so that they only grow, whichever process dies,
-and every gateway shows the same ones: combine gateways with `max`. Only CPU and memory are those of its own machine.
-Counters have no `_total` and integers no `.0`, as in Triton; a client library for Prometheus would write both, so the
-text is made here.
+and every gateway shows the same ones. Only CPU and memory of the machine are those of the gateway that is asked; GPUs
+are those that workers tell of.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from qinfer.errors import ErrorCode
-from qinfer.observability import stats
+from qinfer.observability import catalogue, latencies, stats
+from qinfer.observability.catalogue import Info
+from qinfer.observability.devices import GpuUse
+from qinfer.observability.exposition import Family
 from qinfer.observability.host import HostUse
-
-SUCCESS = "nv_inference_request_success"
-FAILURE = "nv_inference_request_failure"
-COUNT = "nv_inference_count"
-EXEC_COUNT = "nv_inference_exec_count"
-REQUEST_DURATION = "nv_inference_request_duration_us"
-QUEUE_DURATION = "nv_inference_queue_duration_us"
-INPUT_DURATION = "nv_inference_compute_input_duration_us"
-INFER_DURATION = "nv_inference_compute_infer_duration_us"
-OUTPUT_DURATION = "nv_inference_compute_output_duration_us"
-PENDING = "nv_inference_pending_request_count"
-LOAD_DURATION = "nv_model_load_duration_secs"
-CPU_UTILIZATION = "nv_cpu_utilization"
-CPU_MEMORY_TOTAL = "nv_cpu_memory_total_bytes"
-CPU_MEMORY_USED = "nv_cpu_memory_used_bytes"
 
 Key = tuple[str, int]
 """A model version: (model, version)."""
@@ -72,97 +60,110 @@ REASONS: Mapping[str, _Reasons] = {
 """Code of an error → Triton's reason; the codes that are not here are OTHER."""
 
 
-class Sample(NamedTuple):
-    """One line: labels in the order of their names, and a value."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which metrics of latencies are shown, as Triton's `--metrics-config` chooses.
 
-    labels: tuple[tuple[str, str], ...]
-    value: int | float
+    Attributes:
+        counters: The cumulative durations.
+        quantiles: Those of the summaries; none = no summaries.
+        histogram: The histogram of the time to the first response.
+        recent: Model version → what the summaries' counts grew by of late; of these are the quantiles.
+    """
+
+    counters: bool = True
+    quantiles: tuple[float, ...] = ()
+    histogram: bool = False
+    recent: Mapping[Key, Mapping[str, int]] = field(default_factory=dict)
 
 
-class Family(NamedTuple):
-    """One metric; `kind` is `counter` or `gauge`."""
-
-    name: str
-    kind: str
-    text: str
-    samples: list[Sample]
+USUAL = Wanted()
+"""Triton's defaults."""
 
 
-class _Counter(NamedTuple):
-    """A counter that is one field of the statistics; `divisor` makes the field's unit the metric's."""
+class _Latency(NamedTuple):
+    """What a request spends its time on: its counter and its summary, and where the statistics have it."""
 
-    name: str
-    text: str
+    counter: Info
+    summary: Info
     field: str
-    divisor: int = 1000  # ns → µs
+    which: str
 
 
-_CACHED, _NOT_CACHED = "(includes cached requests)", "(does not include cached requests)"
-
-_COUNTERS = (
-    _Counter(COUNT, f"Number of inferences performed {_NOT_CACHED}", stats.INFERENCE_COUNT, 1),
-    _Counter(EXEC_COUNT, f"Number of model executions performed {_NOT_CACHED}", stats.EXECUTION_COUNT, 1),
-    _Counter(REQUEST_DURATION, f"Cumulative inference request duration in microseconds {_CACHED}", stats.SUCCESS_NS),
-    _Counter(QUEUE_DURATION, f"Cumulative inference queuing duration in microseconds {_CACHED}", stats.QUEUE_NS),
-    _Counter(INPUT_DURATION, f"Cumulative compute input duration in microseconds {_NOT_CACHED}", stats.INPUT_NS),
-    _Counter(INFER_DURATION, f"Cumulative compute inference duration in microseconds {_NOT_CACHED}", stats.INFER_NS),
-    _Counter(
-        OUTPUT_DURATION, f"Cumulative inference compute output duration in microseconds {_NOT_CACHED}", stats.OUTPUT_NS
-    ),
+_LATENCIES = (
+    _Latency(catalogue.NV_REQUEST_DURATION, catalogue.NV_REQUEST_SUMMARY, stats.SUCCESS_NS, latencies.REQUEST),
+    _Latency(catalogue.NV_QUEUE_DURATION, catalogue.NV_QUEUE_SUMMARY, stats.QUEUE_NS, latencies.QUEUE),
+    _Latency(catalogue.NV_INPUT_DURATION, catalogue.NV_INPUT_SUMMARY, stats.INPUT_NS, latencies.INPUT),
+    _Latency(catalogue.NV_INFER_DURATION, catalogue.NV_INFER_SUMMARY, stats.INFER_NS, latencies.INFER),
+    _Latency(catalogue.NV_OUTPUT_DURATION, catalogue.NV_OUTPUT_SUMMARY, stats.OUTPUT_NS, latencies.OUTPUT),
 )
 
 
 def families(
-    statistics: Mapping[Key, Mapping[str, int]], pending: Mapping[Key, int], load_s: Mapping[Key, float]
+    statistics: Mapping[Key, Mapping[str, int]],
+    pending: Mapping[Key, int],
+    load_s: Mapping[Key, float],
+    wanted: Wanted = USUAL,
 ) -> Iterator[Family]:
-    """Yields Triton's metrics.
+    """Yields Triton's metrics of models.
 
     Args:
         statistics: Model version → the fields of `observability.stats`. All counters of each are there, from 0 on.
         pending: Model version → requests that wait.
         load_s: Model version → seconds that its last load took.
+        wanted: Which metrics of latencies to show.
     """
-    yield Family(
-        SUCCESS,
-        "counter",
-        "Number of successful inference requests, all batch sizes",
-        [Sample(_labels(key), fields.get(stats.SUCCESS_COUNT, 0)) for key, fields in statistics.items()],
-    )
-    yield Family(
-        FAILURE,
-        "counter",
-        "Number of failed inference requests, all batch sizes",
-        [
-            Sample(_labels(key, reason), count)
-            for key, fields in statistics.items()
-            for reason, count in failures(fields).items()
-        ],
-    )
-    for name, text, field, divisor in _COUNTERS:
-        samples = [Sample(_labels(key), fields.get(field, 0) // divisor) for key, fields in statistics.items()]
-        yield Family(name, "counter", text, samples)
-    yield Family(
-        PENDING,
-        "gauge",
-        "Instantaneous number of pending requests awaiting execution per-model.",
-        [Sample(_labels(key), count) for key, count in pending.items()],
-    )
-    yield Family(
-        LOAD_DURATION,
-        "gauge",
-        "Model load time in seconds",
-        [Sample(_labels(key), seconds) for key, seconds in load_s.items()],
-    )
+    yield _family(catalogue.NV_SUCCESS, {key: of.get(stats.SUCCESS_COUNT, 0) for key, of in statistics.items()})
+    failed = Family(catalogue.NV_FAILURE)
+    for (model, version), fields in statistics.items():
+        for reason, count in failures(fields).items():
+            failed.add(count, model=model, reason=reason.value, version=str(version))
+    yield failed
+    yield _family(catalogue.NV_COUNT, {key: of.get(stats.INFERENCE_COUNT, 0) for key, of in statistics.items()})
+    yield _family(catalogue.NV_EXEC_COUNT, {key: of.get(stats.EXECUTION_COUNT, 0) for key, of in statistics.items()})
+    if wanted.counters:
+        for latency in _LATENCIES:
+            totals = {key: of.get(latency.field, 0) // 1000 for key, of in statistics.items()}
+            yield _family(latency.counter, totals)
+    if wanted.quantiles:
+        yield from _summaries(statistics, wanted)
+    if wanted.histogram:
+        histogram = Family(catalogue.NV_FIRST_RESPONSE)
+        for (model, version), fields in statistics.items():
+            buckets = stats.buckets(fields, latencies.FIRST_RESPONSE)
+            total_ms = fields.get(latencies.FIRST_RESPONSE_NS, 0) / 1e6
+            histogram.add_histogram(buckets, total_ms, model=model, version=str(version))
+        yield histogram
+    yield _family(catalogue.NV_PENDING, pending)
+    yield _family(catalogue.NV_LOAD, load_s)
+
+
+def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
+    """Yields what Triton tells of GPUs, each once, though several workers may tell of it; nothing where none does."""
+    gpus: dict[str, GpuUse] = {}
+    for use in uses:
+        known = gpus.get(use.uuid)
+        if known is None or use.energy_j >= known.energy_j:  # the latest: energy only grows
+            gpus[use.uuid] = use
+    if not gpus:
+        return
+    for info, name in _OF_GPUS:
+        family = Family(info)
+        for uuid, use in gpus.items():
+            family.add(getattr(use, name), gpu_uuid=uuid)
+        yield family
 
 
 def of_host(use: HostUse) -> Iterator[Family]:
     """Yields what Triton tells of its machine: here, of the one that this gateway runs on."""
-    for name, text, value in (
-        (CPU_UTILIZATION, "CPU utilization rate [0.0 - 1.0]", use.cpu),
-        (CPU_MEMORY_TOTAL, "CPU total memory (RAM), in bytes", use.memory_total_bytes),
-        (CPU_MEMORY_USED, "CPU used memory (RAM), in bytes", use.memory_used_bytes),
+    for info, value in (
+        (catalogue.NV_CPU_UTILIZATION, use.cpu),
+        (catalogue.NV_CPU_MEMORY_TOTAL, use.memory_total_bytes),
+        (catalogue.NV_CPU_MEMORY_USED, use.memory_used_bytes),
     ):
-        yield Family(name, "gauge", text, [Sample((), value)])
+        family = Family(info)
+        family.add(value)
+        yield family
 
 
 def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
@@ -176,23 +177,28 @@ def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
     return counts
 
 
-def render(shown: Iterable[Family]) -> bytes:
-    """Returns metrics in the Prometheus text format, as Triton prints them."""
-    lines: list[str] = []
-    for family in shown:
-        lines += [f"# HELP {family.name} {family.text}", f"# TYPE {family.name} {family.kind}"]
-        for labels, value in family.samples:
-            inside = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels)
-            told = f"{{{inside}}}" if inside else ""
-            lines.append(f"{family.name}{told} {value if isinstance(value, int) else format(value, '.9g')}")
-    return "".join(f"{line}\n" for line in lines).encode()
+def _summaries(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:
+    for latency in _LATENCIES:
+        family = Family(latency.summary)
+        for (model, version), fields in statistics.items():
+            values = latencies.quantiles(wanted.recent.get((model, version), {}), latency.which, wanted.quantiles)
+            count, total = fields.get(stats.SUCCESS_COUNT, 0), fields.get(latency.field, 0) // 1000
+            family.add_summary(values, count, total, model=model, version=str(version))
+        yield family
 
 
-def _labels(key: Key, reason: str = "") -> tuple[tuple[str, str], ...]:
-    model, version = key
-    told = (("reason", reason),) if reason else ()
-    return (("model", model), *told, ("version", str(version)))
+def _family(info: Info, values: Mapping[Key, float]) -> Family:
+    family = Family(info)
+    for (model, version), value in values.items():
+        family.add(value, model=model, version=str(version))
+    return family
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+_OF_GPUS = (
+    (catalogue.NV_GPU_UTILIZATION, "utilization"),
+    (catalogue.NV_GPU_MEMORY_TOTAL, "memory_total_bytes"),
+    (catalogue.NV_GPU_MEMORY_USED, "memory_used_bytes"),
+    (catalogue.NV_GPU_POWER, "power_w"),
+    (catalogue.NV_GPU_POWER_LIMIT, "power_limit_w"),
+    (catalogue.NV_GPU_ENERGY, "energy_j"),
+)

@@ -10,7 +10,7 @@ from qinfer.control.capacity import Capacity
 from qinfer.control.catalog import Catalog, Served
 from qinfer.control.routes import Routes
 from qinfer.delivery.base import Delivery, Entry, Lane
-from qinfer.errors import BrokerUnavailable, ModelNotFound, Overloaded, QinferError
+from qinfer.errors import BrokerUnavailable, ModelNotFound, Overloaded, QinferError, QuotaExceeded
 from qinfer.messages import InferRequest, Response
 from qinfer.observability.metrics import GatewayTally, Snapshot, render
 from qinfer.repository.spec import ModelSpec, TensorSpec
@@ -111,7 +111,10 @@ async def test_a_submit_that_fails_later_fails_the_request() -> None:
         "broker_unavailable",
         "[request id: c] Redis can't be reached",
     )
-    assert 'qinfer_request_failures_total{model="m",reason="broker_unavailable",version="3"} 1.0' in setup.metrics()
+    assert (
+        'qinfer_request_failures_total{model="m",process="",reason="broker_unavailable",version="3"} 1.0'
+        in setup.metrics()
+    )
 
 
 async def test_a_request_cancelled_before_its_receipt_is_finished_after_it() -> None:
@@ -218,6 +221,18 @@ async def test_unknown_models_make_no_series() -> None:
     assert isinstance(told, ModelNotFound)
     assert 'reason="model_not_found"' in setup.metrics()
     assert "thought up" not in setup.metrics()
+
+
+async def test_a_quota_that_is_used_up_counts_for_the_model() -> None:
+    """As every refusal does, where the model is one that is served; what it says of models is told to nobody."""
+    setup = Setup()
+
+    for model in ("m", "thought up"):
+        told = setup.dispatcher.refuse(model, 0, QuotaExceeded("too many"))
+        assert isinstance(told, QuotaExceeded)
+
+    assert setup.tally.refusals.drain() == {("m", 3): {"refusals:quota_exceeded": 1, "fail_ns": 0}}
+    assert 'qinfer_requests_total{model="",process="",version=""} 2.0' in setup.metrics()
 
 
 @pytest.mark.parametrize(("within_s", "timeout_s"), [(2.5, 2.5), (1000.0, 60.0), (0.0, 0.001)])

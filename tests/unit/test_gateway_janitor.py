@@ -184,6 +184,23 @@ async def test_a_lane_full_of_orphans_is_emptied_in_one_round() -> None:
     assert (await bench.janitor.finish_orphans(), await bench.depth()) == (150, 0)
 
 
+async def test_orphans_of_an_unloaded_model_are_finished() -> None:
+    """In the lanes of any configuration that it had; else an autoscaler would keep a worker for them for ever."""
+    bench = await Bench().start(workers=1)
+    other = Lane("m", 1, "p2.delayed")
+    await bench.delivery.ensure([other])
+    await bench.submit(bench.frame("reply:gone"))
+    bench.delivery.submit(other, bench.frame("reply:gone"), lambda _: None)
+    await bench.accept("asynchronous", timeout_s=1000.0)
+    await bench.store.set_desired(Desired("m", 1, load=False))
+    await bench.catalog.refresh()
+
+    assert await bench.janitor.finish_orphans() == 0
+    bench.clock.advance(62.0)
+    assert (await bench.janitor.finish_orphans(), await bench.depth()) == (2, 1)
+    assert await bench.delivery.depth([other]) == [0]
+
+
 async def test_a_living_worker_expires_its_lanes_itself() -> None:
     """The janitor does not read them."""
     bench = await Bench().start(workers=1)

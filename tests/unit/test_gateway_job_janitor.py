@@ -12,7 +12,7 @@ from qinfer.delivery.base import Lease
 from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
 from qinfer.delivery.memory import MemoryDelivery
 from qinfer.errors import BrokerUnavailable
-from qinfer.observability.metrics import BACKLOG
+from qinfer.observability.catalogue import BACKLOG
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import LimitSettings
 from qinfer.testing import FakeClock, eventually
@@ -232,8 +232,8 @@ async def test_the_metrics_show_shards_apart_from_requests() -> None:
 
     assert snapshot.depth == {("m", 1, "p1"): 0}
     assert snapshot.shards == {("m", 1, "bulk1"): 0, ("m", 1, "bulk2"): 0, ("m", 1, "bulk3"): 2}
-    [backlog] = [family for family in snapshot.collect() if family.name == BACKLOG]
-    shown = {sample.labels["lane"]: sample.value for sample in backlog.samples}
+    [backlog] = [family for family in snapshot.collect() if family.info is BACKLOG]
+    shown = {dict(sample.labels)["lane"]: sample.value for sample in backlog.samples}
     assert shown == {"p1": 0, "bulk1": 0, "bulk2": 0, "bulk3": 2}
 
 

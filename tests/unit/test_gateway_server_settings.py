@@ -1,5 +1,7 @@
 """Settings that clients change: their rules, and that all gateways agree."""
 
+from pathlib import Path
+
 import pytest
 
 from qinfer.control.memory_store import MemoryControlStore
@@ -7,6 +9,7 @@ from qinfer.control.shared_settings import LOGGING, of_group
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError, UnsupportedFeature, ValueRefused
 from qinfer.settings import LogSettings as LogStart
 from qinfer_api.server_settings import LogSettings, TraceSettings
+from qinfer_api.trace_file import TraceFile
 from tests.stub_catalog import stub_catalog
 
 LOG_START = {
@@ -22,7 +25,7 @@ TRACE_START = {
     "trace_rate": "1000",
     "trace_count": "-1",
     "log_frequency": "0",
-    "trace_file": "",
+    "trace_file": "trace.json",
     "trace_mode": "triton",
 }
 
@@ -38,9 +41,9 @@ def log(store: MemoryControlStore) -> LogSettings:
 
 
 @pytest.fixture
-async def trace(store: MemoryControlStore) -> TraceSettings:
+async def trace(store: MemoryControlStore, tmp_path: Path) -> TraceSettings:
     catalog = await stub_catalog(store, {"simple": {1: True}})
-    return TraceSettings(store, catalog)
+    return TraceSettings(store, catalog, TraceFile(tmp_path / "trace.json"))
 
 
 @pytest.mark.parametrize(
@@ -113,12 +116,12 @@ async def test_a_document_that_nobody_can_read_hides_nothing_else(store: MemoryC
 async def test_trace_settings_of_a_model_inherit(trace: TraceSettings) -> None:
     """What a model does not override follows the server's; null is the value of the level above (reference §1.16)."""
     await trace.update({"trace_rate": "12", "log_frequency": "34"}, "simple")
-    await trace.update({"trace_rate": "56", "trace_count": "78", "trace_level": ["TENSORS", "TIMESTAMPS"]})
+    await trace.update({"trace_rate": "56", "trace_count": "78", "trace_level": ["TIMESTAMPS"]})
 
     assert await trace.read() == TRACE_START | {
         "trace_rate": "56",
         "trace_count": "78",
-        "trace_level": ["TIMESTAMPS", "TENSORS"],
+        "trace_level": ["TIMESTAMPS"],
     }
     assert (await trace.read("simple")) == (await trace.read()) | {"trace_rate": "12", "log_frequency": "34"}
 
@@ -133,6 +136,8 @@ async def test_trace_settings_of_a_model_inherit(trace: TraceSettings) -> None:
     ("changes", "error", "text"),
     [
         ({"trace_file": "x"}, UnsupportedFeature, "trace file location can not be updated through network protocol"),
+        ({"trace_level": ["TIMESTAMPS", "TENSORS"]}, UnsupportedFeature, "TENSORS is not supported; use TIMESTAMPS"),
+        ({"trace_mode": "opentelemetry"}, UnsupportedFeature, "trace mode can not be updated through network protocol"),
         ({"trace_level": ["OFF", "TENSORS"]}, InvalidRequest, "Expect only one trace level 'OFF' is specified"),
         ({"trace_level": ["MAX"]}, InvalidRequest, "there is no trace level 'MAX'"),
         ({"trace_level": "OFF"}, MalformedJson, "non-array as array"),
@@ -165,3 +170,14 @@ async def test_unknown_models_have_no_trace_settings(store: MemoryControlStore, 
         await trace.update({"trace_rate": "1"}, "nothing")
 
     assert await store.settings() == {}
+
+
+async def test_traces_can_only_be_asked_for_where_they_are_written(store: MemoryControlStore) -> None:
+    """The error says what the server lacks; everything else of the settings can be changed."""
+    trace = TraceSettings(store, await stub_catalog(store, {"simple": {1: True}}))
+
+    with pytest.raises(UnsupportedFeature, match="QINFER_TRACE__FILE"):
+        await trace.update({"trace_level": ["TIMESTAMPS"]})
+
+    shown = await trace.update({"trace_level": ["OFF"], "trace_rate": "7"})
+    assert shown == TRACE_START | {"trace_rate": "7", "trace_file": ""}

@@ -2,16 +2,23 @@
 
 from itertools import pairwise
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from qinfer.errors import ErrorCode
-from qinfer.observability import metrics
-from qinfer.observability.metrics import GatewayTally, Snapshot, WorkerLoad, render
-from qinfer.observability.stats import StatsTally
+from qinfer.errors import ErrorCode, InvalidRequest
+from qinfer.observability import catalogue
+from qinfer.observability.catalogue import MetricScope
+from qinfer.observability.devices import GpuUse
+from qinfer.observability.host import HostUse
+from qinfer.observability.metrics import GatewayTally, Snapshot, WorkerLoad, render, scopes_of
+from qinfer.observability.process_use import ProcessUse
+from qinfer.observability.stats import PublishTally, StatsTally, add
+from qinfer.observability.triton_metrics import Wanted
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 M1 = (("model", "m"), ("version", "1"))
+OURS = (("model", "m"), ("process", "g"), ("version", "1"))
 
 
 def series(tally: GatewayTally, snapshot: Snapshot) -> Series:
@@ -25,7 +32,7 @@ def series(tally: GatewayTally, snapshot: Snapshot) -> Series:
 
 
 def busy() -> tuple[GatewayTally, Snapshot]:
-    tally = GatewayTally()
+    tally = GatewayTally("g")
     for seconds in (0.0001, 0.004, 0.2, 100.0):
         tally.answered("m", 1, seconds)
     tally.failed("m", 1, ErrorCode.QUEUE_FULL)
@@ -45,43 +52,43 @@ def test_the_gateway_counts_answers_and_failures() -> None:
     """Requests include failures; failures have their reason; durations are of answers with outputs."""
     shown = series(*busy())
 
-    assert shown[metrics.REQUESTS, M1] == 5
-    assert shown[metrics.REQUEST_FAILURES, (M1[0], ("reason", "queue_full"), M1[1])] == 1
-    assert shown[f"{metrics.REQUEST_DURATION}_count", M1] == 4
-    assert shown[f"{metrics.REQUEST_DURATION}_sum", M1] == 100.2041
+    assert shown[catalogue.REQUESTS.name, OURS] == 5
+    assert shown[catalogue.REQUEST_FAILURES.name, (*OURS[:2], ("reason", "queue_full"), OURS[2])] == 1
+    assert shown[f"{catalogue.REQUEST_DURATION.name}_count", OURS] == 4
+    assert shown[f"{catalogue.REQUEST_DURATION.name}_sum", OURS] == 100.2041
 
 
 def test_requests_in_flight_are_asked_for_at_the_scrape() -> None:
     """The gauge calls the gateway back."""
-    tally = GatewayTally()
+    tally = GatewayTally("g")
     tally.in_flight = lambda: 42
 
-    assert series(tally, Snapshot())[metrics.REQUESTS_IN_FLIGHT, ()] == 42
+    assert series(tally, Snapshot())[catalogue.REQUESTS_IN_FLIGHT.name, (("process", "g"),)] == 42
 
 
 def test_shared_numbers_are_shown() -> None:
     """Backlog by lane, workers, readiness, and what workers counted, in base units."""
     shown = series(*busy())
 
-    assert shown[metrics.BACKLOG, (("lane", "p1"), *M1)] == 7
-    assert shown[metrics.WORKER_UP, (("device", "cpu"), ("worker", "w"))] == 1
-    assert shown[metrics.WORKER_EXECUTING, (("worker", "w"),)] == 3
-    assert shown[metrics.MODEL_READY, M1] == 1
-    assert shown[metrics.MODEL_READY, (("model", "idle"), ("version", "2"))] == 0
-    assert shown[metrics.EXECUTED_REQUESTS, M1] == 3
-    assert shown[metrics.EXECUTION_FAILURES, (M1[0], ("reason", "inference_failed"), M1[1])] == 2
-    assert shown[metrics.DEAD_LETTERS, M1] == 1
-    assert shown[f"{metrics.QUEUE_WAIT}_sum", M1] == 70.003
-    assert shown[f"{metrics.EXECUTION}_sum", M1] == 0.01
-    assert shown[f"{metrics.BATCH_SIZE}_sum", M1] == 6
-    assert shown[f"{metrics.BATCH_SIZE}_count", M1] == 1
+    assert shown[catalogue.BACKLOG.name, (("lane", "p1"), *M1)] == 7
+    assert shown[catalogue.WORKER_UP.name, (("device", "cpu"), ("worker", "w"))] == 1
+    assert shown[catalogue.WORKER_EXECUTING.name, (("worker", "w"),)] == 3
+    assert shown[catalogue.MODEL_READY.name, M1] == 1
+    assert shown[catalogue.MODEL_READY.name, (("model", "idle"), ("version", "2"))] == 0
+    assert shown[catalogue.EXECUTED_REQUESTS.name, M1] == 3
+    assert shown[catalogue.EXECUTION_FAILURES.name, (M1[0], ("reason", "inference_failed"), M1[1])] == 2
+    assert shown[catalogue.DEAD_LETTERS_TOTAL.name, M1] == 1
+    assert shown[f"{catalogue.QUEUE_WAIT.name}_sum", M1] == 70.003
+    assert shown[f"{catalogue.EXECUTION.name}_sum", M1] == 0.01
+    assert shown[f"{catalogue.BATCH_SIZE.name}_sum", M1] == 6
+    assert shown[f"{catalogue.BATCH_SIZE.name}_count", M1] == 1
 
 
 def test_a_model_that_did_nothing_has_its_histograms() -> None:
     """Series exist from the start, at zero, so that rates are right from the first request on."""
     shown = series(*busy())
 
-    assert shown[f"{metrics.QUEUE_WAIT}_count", (("model", "idle"), ("version", "2"))] == 0
+    assert shown[f"{catalogue.QUEUE_WAIT.name}_count", (("model", "idle"), ("version", "2"))] == 0
 
 
 def test_histograms_are_cumulative() -> None:
@@ -93,7 +100,7 @@ def test_histograms_are_cumulative() -> None:
             rest = tuple(pair for pair in labels if pair[0] != "le")
             grouped.setdefault((name, rest), []).append((float(dict(labels)["le"]), value))
 
-    assert len(grouped) == 7
+    assert len(grouped) == 13
     for (name, labels), pairs in grouped.items():
         ordered = sorted(pairs)
 
@@ -118,22 +125,25 @@ def test_every_metric_has_help_and_follows_the_conventions() -> None:
 
 def test_names_that_clients_think_up_make_no_series() -> None:
     """Unknown models share one."""
-    tally = GatewayTally()
+    tally = GatewayTally("g")
     for number in range(100):
         tally.failed(f"guess{number}", number, ErrorCode.MODEL_NOT_FOUND)
 
     shown = series(tally, Snapshot())
 
-    assert shown[metrics.REQUESTS, (("model", ""), ("version", ""))] == 100
+    assert shown[catalogue.REQUESTS.name, (("model", ""), ("process", "g"), ("version", ""))] == 100
     assert not any("guess" in str(key) for key in shown)
 
 
 def test_labels_are_escaped() -> None:
     """A model's name may hold quotes and backslashes."""
-    tally = GatewayTally()
+    tally = GatewayTally("g")
     tally.answered('a"b\\c\n', 1, 0.1)
 
-    assert series(tally, Snapshot())[metrics.REQUESTS, (("model", 'a"b\\c\n'), ("version", "1"))] == 1
+    assert (
+        series(tally, Snapshot())[catalogue.REQUESTS.name, (("model", 'a"b\\c\n'), ("process", "g"), ("version", "1"))]
+        == 1
+    )
 
 
 def test_without_the_store_the_gateways_own_numbers_are_shown() -> None:
@@ -142,5 +152,164 @@ def test_without_the_store_the_gateways_own_numbers_are_shown() -> None:
 
     shown = series(tally, Snapshot(store_up=False))
 
-    assert shown[metrics.STORE_UP, ()] == 0
-    assert shown[metrics.REQUESTS, M1] == 5
+    assert shown[catalogue.STORE_UP.name, (("process", "g"),)] == 0
+    assert shown[catalogue.REQUESTS.name, OURS] == 5
+
+
+def everything() -> tuple[GatewayTally, Snapshot]:
+    """A gateway and an installation that have something to show of each metric."""
+    tally, busy_snapshot = busy()
+    gpu = GpuUse(
+        number=1,
+        uuid="GPU-1",
+        memory_used_bytes=10,
+        memory_total_bytes=80,
+        utilization=0.25,
+        power_w=71.5,
+        energy_j=9.0,
+    )
+    fields = dict(busy_snapshot.stats["m", 1]) | {"job_rows_done": 7, "job_rows_failed": 2, "redeliveries": 1}
+    publishing = PublishTally()
+    publishing.published("m", 1, 3_000_000)
+    add(fields, publishing.drain()["m", 1])
+    return tally, Snapshot(
+        stats={("m", 1): fields},
+        depth={("m", 1, "p1"): 7},
+        shards={("m", 1, "bulk2"): 3},
+        ages_s={("m", 1, "p1"): 2.5, ("m", 1, "bulk2"): 0.0},
+        rows={("m", 1): 40},
+        work_s={("m", 1): 4.5},
+        ready={("m", 1): True},
+        workers={
+            "w": WorkerLoad(
+                device="cpu, gpu 1",
+                executing=3,
+                ready=2,
+                renewals=11,
+                leases_lost=1,
+                use=ProcessUse(12.5, 4096),
+                gpus=(gpu,),
+            )
+        },
+        executing={("m", 1): 3},
+        load_s={("m", 1): 0.5},
+        letters={("m", 1): 2, ("m", 0): 1},
+        jobs={"running": 1},
+        scaled={"up": 4, "down": 3},
+        wanted_workers=2,
+        host=HostUse(0.5, 100, 50),
+        use=ProcessUse(1.5, 2048),
+    )
+
+
+def test_what_workers_and_queues_tell() -> None:
+    """Each number of the snapshot under its name."""
+    shown = series(*everything())
+
+    def value(info: catalogue.Info, **labels: str) -> float:
+        return shown[info.name, tuple(sorted(labels.items()))]
+
+    model = {"model": "m", "version": "1"}
+    assert value(catalogue.OLDEST_AGE, lane="p1", **model) == 2.5
+    assert value(catalogue.BACKLOG, lane="bulk2", **model) == 3
+    assert value(catalogue.BACKLOG_ROWS, **model) == 40
+    assert value(catalogue.BACKLOG_WORK, **model) == 4.5
+    assert value(catalogue.EXECUTING, **model) == 3
+    assert value(catalogue.REDELIVERIES, **model) == 1
+    assert value(catalogue.JOB_ROWS, outcome="done", **model) == 7
+    assert value(catalogue.JOB_ROWS, outcome="failed", **model) == 2
+    assert value(catalogue.DEAD_LETTERS, **model) == 2
+    assert value(catalogue.DEAD_LETTERS, model="m", version="") == 1
+    assert value(catalogue.JOBS, state="running") == 1
+    assert value(catalogue.AUTOSCALE_DECISIONS, direction="up") == 4
+    assert value(catalogue.AUTOSCALE_TARGET) == 2
+    assert value(catalogue.WORKER_READY_MODELS, worker="w") == 2
+    assert value(catalogue.WORKER_RENEWALS, worker="w") == 11
+    assert value(catalogue.WORKER_LEASES_LOST, worker="w") == 1
+    assert value(catalogue.WORKER_CPU, worker="w") == 12.5
+    assert value(catalogue.WORKER_MEMORY, worker="w") == 4096
+    assert value(catalogue.DEVICE_MEMORY_USED, worker="w", device="gpu 1") == 10
+    assert value(catalogue.DEVICE_UTILIZATION, worker="w", device="gpu 1") == 0.25
+    assert value(catalogue.PROCESS_CPU, process="g") == 1.5
+    assert shown["qinfer_publish_seconds_sum", M1] == 0.003
+    assert shown["qinfer_assemble_seconds_sum", M1] == 0.001
+
+
+def test_what_expired_and_what_was_refused() -> None:
+    """Expired, whoever noticed; refused at the door, each reason from 0 on."""
+    fields = {
+        "failures:deadline_exceeded": 2,
+        "refusals:deadline_exceeded": 3,
+        "refusals:queue_full": 4,
+        "refusals:cancelled": 5,
+    }
+    shown = series(GatewayTally(), Snapshot(stats={("m", 1): fields}))
+
+    assert shown[catalogue.EXPIRED.name, M1] == 5
+    refused = {
+        dict(labels)["reason"]: value for (name, labels), value in shown.items() if name == catalogue.REFUSED.name
+    }
+    assert refused == {"queue_full": 4, "deadline_infeasible": 0, "quota_exceeded": 0}
+
+
+def test_how_full_batches_are() -> None:
+    """Rows divided by the model's largest batch; a model that takes none has no such series to speak of."""
+    worker = StatsTally()
+    worker.executed(3, [0], 0, 0, 0)
+    worker.max_rows = 8
+    worker.executed(2, [0], 0, 0, 0)
+    worker.executed(8, [0], 0, 0, 0)
+
+    shown = series(GatewayTally(), Snapshot(stats={("m", 1): worker.drain()}))
+
+    assert shown["qinfer_batch_fill_ratio_count", M1] == 2
+    assert shown["qinfer_batch_fill_ratio_sum", M1] == 1.25
+    assert shown["qinfer_batch_fill_ratio_bucket", (("le", "0.25"), *M1)] == 1
+
+
+def test_no_series_is_in_both_scopes() -> None:
+    """And each is in the one that the catalogue says; without a scope all are shown."""
+    tally, snapshot = everything()
+    of_name = {info.name: info for info in catalogue.ALL}
+
+    def shown(*scopes: MetricScope) -> dict[str, int]:
+        page = render(tally, snapshot, scopes).decode()
+        return {line.split()[2]: page.count(f"\n{line.split()[2]}") for line in page.splitlines() if "# TYPE" in line}
+
+    cluster, process = shown(MetricScope.CLUSTER), shown(MetricScope.PROCESS)
+
+    assert not cluster.keys() & process.keys()
+    assert cluster | process == shown(MetricScope.CLUSTER, MetricScope.PROCESS)
+    for scope, names in ((MetricScope.CLUSTER, cluster), (MetricScope.PROCESS, process)):
+        infos = [of_name[name] for name in names]
+        assert {info.scope for info in infos} == {scope}
+        own = [info for info in infos if not info.name.startswith("nv_")]
+        assert all(("process" in info.labels) == (scope is MetricScope.PROCESS) for info in own)
+
+
+def test_the_catalogue_is_what_is_shown() -> None:
+    """Every metric of it, of its kind, with its labels and no others."""
+    tally, snapshot = everything()
+    page = render(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True)).decode()
+    families = {(family.name, family.type): family for family in text_string_to_metric_families(page)}
+
+    for info in catalogue.ALL:
+        assert list(info.labels) == sorted(info.labels), info.name
+        if info.scope is MetricScope.BRIDGE:
+            continue
+        family = families.pop((info.name.removesuffix("_total"), info.kind))
+        assert family.documentation == info.text
+        assert family.samples, info.name
+        labels = {tuple(sorted(sample.labels.keys() - {"le", "quantile"})) for sample in family.samples}
+        assert labels == {info.labels}, info.name
+    assert not families
+    assert len({info.name for info in catalogue.ALL}) == len(catalogue.ALL)
+
+
+@pytest.mark.parametrize("text", ["Cluster", "all", "x" * 1000])
+def test_a_wrong_scope_is_refused(text: str) -> None:
+    """The error names the choices, and not all of a long value."""
+    with pytest.raises(
+        InvalidRequest, match=r"^unknown scope '\w{1,60}': it must be cluster or process, or be left out"
+    ):
+        scopes_of(text)

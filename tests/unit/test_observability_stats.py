@@ -31,6 +31,7 @@ def test_an_execution_is_counted_as_triton_does() -> None:
         "queue:0.0005": 2,
         "execution:0.0005": 1,
         "batch:8": 1,
+        "assemble:2e-05": 1,
         "batch_count:5": 1,
         "batch_input_ns:5": 10,
         "batch_infer_ns:5": 100,

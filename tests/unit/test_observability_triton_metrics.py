@@ -5,8 +5,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.backends.python_host.errors import NAMES, to_qinfer
 from qinfer.errors import ErrorCode
+from qinfer.observability.devices import GpuUse
 from qinfer.observability.host import HostUse
-from qinfer.observability.metrics import GatewayTally, Snapshot, render
+from qinfer.observability.metrics import GatewayTally, Snapshot, WorkerLoad, render
 from qinfer.observability.stats import StatsTally, add
 from qinfer.observability.triton_metrics import Reason, failures
 
@@ -163,6 +164,33 @@ def test_the_machine_has_no_labels() -> None:
         "nv_cpu_utilization 0.3125",
         "nv_cpu_memory_total_bytes 16825843712",
         "nv_cpu_memory_used_bytes 0",
+    ]
+
+
+def test_a_gpu_that_two_workers_tell_of_is_there_once() -> None:
+    """By its UUID, as the one told of it that saw more energy used; watts and joules."""
+    uses = [
+        GpuUse(
+            number=number,
+            uuid="GPU-1",
+            memory_used_bytes=used,
+            memory_total_bytes=80,
+            utilization=0.25,
+            power_w=71.5,
+            power_limit_w=700.0,
+            energy_j=energy_j,
+        )
+        for number, used, energy_j in ((0, 20, 1500.5), (3, 10, 1400.0))
+    ]
+    workers = {f"w{place}": WorkerLoad(device="cpu", executing=0, gpus=(use,)) for place, use in enumerate(uses)}
+
+    assert lines(Snapshot(workers=workers)) == [
+        'nv_gpu_utilization{gpu_uuid="GPU-1"} 0.25',
+        'nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"} 80',
+        'nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 20',
+        'nv_gpu_power_usage{gpu_uuid="GPU-1"} 71.5',
+        'nv_gpu_power_limit{gpu_uuid="GPU-1"} 700',
+        'nv_energy_consumption{gpu_uuid="GPU-1"} 1500.5',
     ]
 
 

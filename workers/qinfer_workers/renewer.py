@@ -88,11 +88,13 @@ class Report(msgspec.Struct, array_like=True):
         began_s: When it began.
         lost: The lost leases, as lane's key and entry id.
         failed: The keys of the lanes of which nothing is known, and why.
+        renewed: How many leases were renewed.
     """
 
     began_s: float
     lost: list[tuple[bytes, bytes]]
     failed: dict[bytes, str]
+    renewed: int = 0
 
 
 class Secret(str):
@@ -148,7 +150,10 @@ class Renewer:
                 both = entries | self._untold.get(lane, {})
                 ids = [entry_id for entry_id, until_s in both.items() if until_s > began_s]
                 for start in range(0, len(ids), _PAGE):
-                    report.lost += [(lane, entry_id) for entry_id in self._renew(lane, ids[start : start + _PAGE])]
+                    page = ids[start : start + _PAGE]
+                    gone = self._renew(lane, page)
+                    report.lost += [(lane, entry_id) for entry_id in gone]
+                    report.renewed += len(page) - len(gone)
             except (RedisError, RedisClusterException, OSError) as error:  # of this lane's node: the others may be well
                 report.failed[lane] = type(error).__name__
         return report
@@ -213,6 +218,7 @@ class _Outbox:
 
     def __init__(self) -> None:
         self._unsent: list[tuple[bytes, bytes]] = []
+        self._untold = 0
 
     def send(self, report: Report) -> None:
         """Sends a report; while the worker does not read and the pipe is full, only what is lost is kept for the next.
@@ -220,10 +226,12 @@ class _Outbox:
         To wait for the worker would end its leases.
         """
         report.lost = self._unsent + report.lost
+        report.renewed += self._untold
         _, ready, _ = select.select([], [sys.stdout.fileno()], [], 0)
         if ready:
             os.write(sys.stdout.fileno(), packed(report))
         self._unsent = [] if ready else report.lost
+        self._untold = 0 if ready else report.renewed
 
 
 def packed(message: msgspec.Struct) -> bytes:

@@ -136,6 +136,7 @@ class Call:
         reply: Its answer, once there is one.
     """
 
+    frontend = "HTTP"
     __slots__ = ("_codec", "_connection", "_pending", "_plan", "_request", "head", "parts", "reply")
 
     def __init__(self, connection: Connection, head: Head | None) -> None:
@@ -201,7 +202,7 @@ class Call:
         except QinferError as error:
             self.answer(failure_reply(dispatcher.refuse(head.target.model, head.target.version, error)))
         except Exception as error:  # the boundary of a request: a defect of ours may not look like bad HTTP
-            logger.exception("request failed")
+            logger.exception("request failed", extra={"model": head.target.model})
             self.answer(failure_reply(error))
         else:
             if self.reply is None:
@@ -224,7 +225,7 @@ class Call:
         except QinferError as error:
             self.answer(failure_reply(dispatcher.refuse(head.target.model, head.target.version, error)))
         except Exception as error:  # as in `start`
-            logger.exception("request failed")
+            logger.exception("request failed", extra={"model": head.target.model})
             self.answer(failure_reply(error))
         else:
             if self.reply is None:

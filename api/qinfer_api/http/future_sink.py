@@ -10,6 +10,8 @@ from qinfer_api.http.infer import DECOUPLED
 class FutureSink:
     """A sink that is waited for; a second response of a decoupled model is an error instead."""
 
+    frontend = "HTTP"
+
     def __init__(self) -> None:
         self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 

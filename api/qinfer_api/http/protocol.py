@@ -51,6 +51,9 @@ class FastPath:
         codec: Reads requests and makes replies.
         restrictions: Which routes need a header; the fast path checks none, so that it is off where inference does.
 
+    Attributes:
+        call_type: What a request becomes.
+
     Raises:
         SettingsError: The pattern of the forwarded headers is no regular expression.
     """
@@ -67,6 +70,7 @@ class FastPath:
         self.read_timeout_s = http.request_read_timeout_s
         self.writer = Writer()
         self.heads = KnownHeads()
+        self.call_type: type[Call] = Call
 
 
 class QinferHttpProtocol(HttpToolsProtocol):
@@ -131,7 +135,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
                 self._refuse(431, f"request header exceeds {MAX_HEAD_BYTES} bytes")
 
     def _take(self, head: Head) -> Call:
-        call = Call(self, head)
+        call = self._fast.call_type(self, head)
         self._calls.append(call)
         if len(self._calls) >= MAX_PIPELINED:
             self.flow.pause_reading()

@@ -5,6 +5,7 @@ from starlette.exceptions import HTTPException
 
 import qinfer
 from qinfer.errors import QinferError
+from qinfer_api.rest.backlog import backlog_routes
 from qinfer_api.rest.events import event_routes
 from qinfer_api.rest.generate import generate_routes
 from qinfer_api.rest.infer import infer_routes
@@ -48,7 +49,7 @@ def build_app(services: Services) -> FastAPI:
     busiest_first = (infer_routes, generate_routes, request_routes, event_routes, job_routes, label_studio_routes)
     for routes in busiest_first:
         app.include_router(routes(services), dependencies=inference)
-    for routes in (statistics_routes, model_routes, server_routes, repository_routes, settings_routes):
+    for routes in (statistics_routes, backlog_routes, model_routes, server_routes, repository_routes, settings_routes):
         app.include_router(routes(services))
     app.include_router(shared_memory_routes(services), dependencies=restricted(services, "shared-memory"))
     app.openapi = document_of(app)  # type: ignore[method-assign]  # as FastAPI documents it

@@ -84,7 +84,7 @@ class TraceValues(BaseModel):
     trace_rate: str
     trace_count: str
     log_frequency: str
-    trace_file: str = Field(description="Always empty: no traces are written yet.")
+    trace_file: str = Field(description="The name of the file; empty: no traces are written here.")
     trace_mode: str
 
 

@@ -42,6 +42,8 @@ _NOT_ONE = (
 class StreamSink:
     """The sink of a coroutine that reads the responses of a request, however many there are."""
 
+    frontend = "HTTP"
+
     def __init__(self) -> None:
         self._responses: asyncio.Queue[Response] = asyncio.Queue()
 

@@ -1,9 +1,9 @@
 """Routes about the server itself: metadata, health, metrics."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.responses import Response as HttpResponse
 
 from qinfer.control.api_keys import Scope
@@ -12,6 +12,8 @@ from qinfer_api import about
 from qinfer_api.http.replies import Reply, error_reply
 from qinfer_api.rest.schema import ServerMetadata, errors
 from qinfer_api.rest.services import Services, needs, restricted, send
+
+_SCOPE = "cluster: of the whole installation; process: of this gateway; both where it is left out."
 
 
 def server_routes(services: Services) -> APIRouter:
@@ -43,10 +45,10 @@ def server_routes(services: Services) -> APIRouter:
         is_ready = about.is_server_ready(services.settings, services.catalog, draining=False)
         return HttpResponse(status_code=200 if is_ready else 400)
 
-    @router.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> HttpResponse:
+    @router.get("/metrics", responses={200: {"content": {"text/plain": {}}}, **errors(400)})
+    async def metrics(scope: Annotated[str, Query(description=_SCOPE, examples=["cluster"])] = "") -> HttpResponse:
         """Gives the metrics in Prometheus text format."""
-        return HttpResponse(await services.metrics(), media_type=CONTENT_TYPE)
+        return HttpResponse(await services.metrics(scope), media_type=CONTENT_TYPE)
 
     return router
 

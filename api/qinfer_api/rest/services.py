@@ -12,6 +12,7 @@ from starlette.responses import Response as HttpResponse
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Catalog
 from qinfer.control.models import ModelControl
+from qinfer.control.work import VersionWork
 from qinfer.errors import QinferError
 from qinfer.settings import Settings
 from qinfer_api.auth import Context, presented_key
@@ -48,7 +49,8 @@ class Services:
         log_settings: What is logged.
         trace_settings: What is traced.
         restrictions: Which routes need a header.
-        metrics: Returns the text of `/metrics`.
+        work: Returns the work of a model's versions: `control.work.read_work`.
+        metrics: Returns the text of `/metrics`, of one scope or, if it is empty, all.
     """
 
     settings: Settings
@@ -62,10 +64,11 @@ class Services:
     forward: re.Pattern[str] | None
     models: ModelControl
     statistics: Statistics
+    work: Callable[[str], Awaitable[tuple[VersionWork, ...]]]
     log_settings: LogSettings
     trace_settings: TraceSettings
     restrictions: Restrictions
-    metrics: Callable[[], Awaitable[bytes]]
+    metrics: Callable[[str], Awaitable[bytes]]
 
 
 def context_of(request: Request) -> Context:

@@ -31,22 +31,22 @@ def settings_routes(services: Services) -> APIRouter:
 
     @router.get("/v2/trace/setting", dependencies=[*of_trace, reading], **TRACE_READ)
     async def trace_settings() -> HttpResponse:
-        """Tells what is to be traced; no traces are written yet."""
+        """Tells what is to be traced."""
         return _json(await trace.read())
 
     @router.post("/v2/trace/setting", dependencies=[*of_trace, changing], **TRACE_UPDATE)
     async def update_trace_settings(request: Request) -> HttpResponse:
-        """Changes what is to be traced; `null` is the value at the start. No traces are written yet."""
+        """Changes what is to be traced; `null` is the value at the start."""
         return _json(await trace.update(await read_object(services, request)))
 
     @router.get("/v2/models/{model}/trace/setting", dependencies=[*of_trace, reading], **TRACE_READ)
     async def model_trace_settings(model: str) -> HttpResponse:
-        """Tells what is to be traced of a model; no traces are written yet."""
+        """Tells what is to be traced of a model."""
         return _json(await trace.read(model))
 
     @router.post("/v2/models/{model}/trace/setting", dependencies=[*of_trace, changing], **TRACE_UPDATE)
     async def update_model_trace_settings(model: str, request: Request) -> HttpResponse:
-        """Changes what is to be traced of a model; `null` is the server's value. No traces are written yet."""
+        """Changes what is to be traced of a model; `null` is the server's value."""
         return _json(await trace.update(await read_object(services, request), model))
 
     return router

@@ -34,6 +34,7 @@ class InferSink:
         empty_final: A decoupled model that ends without a last response gives an empty one.
     """
 
+    frontend = "GRPC"
     __slots__ = ("client_id", "empty_final", "plan")
 
     def __init__(self) -> None:

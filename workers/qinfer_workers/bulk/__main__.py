@@ -36,6 +36,7 @@ from qinfer_workers.bulk.bridge import Bridge
 from qinfer_workers.bulk.finalise import Finaliser
 from qinfer_workers.bulk.office import Office
 from qinfer_workers.bulk.plan import Planner
+from qinfer_workers.bulk.sign import give_signs
 from qinfer_workers.bulk.sweep import Sweeper
 from qinfer_workers.bulk.watch import TASKS_AT_ONCE, Watch
 
@@ -78,8 +79,9 @@ def serve(settings: Settings) -> int:
         app.set_default()  # the threads of the pool find their tasks in it
         _stop_on_signals(bridge)
         beat = EmbeddedService(app, thread=True, scheduler_cls="celery.beat:Scheduler")  # which needs no file
+        name = f"qinfer-bulk-{os.getpid()}@{socket.gethostname()}"
         worker = app.WorkController(
-            hostname=f"qinfer-bulk-{os.getpid()}@{socket.gethostname()}",
+            hostname=name,
             pool_cls="threads",  # drivers of stores have threads of their own, which do not survive a fork
             concurrency=TASKS_AT_ONCE,
             queues=QUEUE,
@@ -87,6 +89,7 @@ def serve(settings: Settings) -> int:
             without_gossip=True,
         )
         watch = Watch(bridge, office, partial(_stop, bridge, os.EX_SOFTWARE))
+        bridge.start(give_signs(store, name))
         beat.start()
         threading.Thread(target=_end_with, args=(beat,), name="beat-watch", daemon=True).start()
         watch.start()

@@ -31,6 +31,7 @@ class Bridge:
         self._loop = uvloop.new_event_loop()
         self._lock = threading.Lock()
         self._running: set[Future[Any]] = set()
+        self._beside: list[Future[Any]] = []
         self._stopping = False
         self._begun_s = time.monotonic()
         self._thread = threading.Thread(target=self._loop.run_forever, name="bulk-loop", daemon=True)
@@ -70,6 +71,10 @@ class Bridge:
             with self._lock:
                 self._running.discard(future)
 
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Runs a coroutine beside what threads ask for, until `close`: it counts as no task."""
+        self._beside.append(asyncio.run_coroutine_threadsafe(work, self._loop))
+
     def answers(self, within_s: float) -> bool:
         """Tells whether the loop does something at all in some seconds, or has been closed."""
         answered = threading.Event()
@@ -86,6 +91,8 @@ class Bridge:
 
     def close(self, *last: Coroutine[Any, Any, None]) -> None:
         """Runs what closes the adapters, and ends the loop; gives up on what takes longer than some seconds."""
+        for one in self._beside:
+            one.cancel()
         for work in last:
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(work, self._loop).result(CLOSE_S)

@@ -22,13 +22,14 @@ from qinfer.control.shared_settings import follow_log_settings
 from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, SettingsError
-from qinfer.observability import logs
+from qinfer.observability import logs, tracing
 from qinfer.repository.open import open_repositories
 from qinfer.settings import Settings, load_settings
-from qinfer_workers.inference.devices import gpus_here
+from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
 from qinfer_workers.inference.loader import Loader
 from qinfer_workers.inference.renewals import ProcessRenewals
+from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.worker import Worker
 
 logger = logging.getLogger("qinfer_workers.inference")
@@ -46,15 +47,19 @@ async def serve(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
+    worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
     delivery = await RedisDelivery.connect(settings.redis, settings.limits)
     store = RedisControlStore(admin_client(settings.redis))
     files = open_repositories(settings.repository)
     if settings.repository.cache_dir:
         engine_cache.use(Path(settings.repository.cache_dir) / "engines")
-    gpus = gpus_here(settings.worker.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = known_as(gpus_here(settings.worker.gpus, visible), visible)
     loader = Loader(files.version_dir, registry.factory, delivery.clock, gpus, registry.completer)
     worker = Worker(settings, delivery, store, loader, worker_id, ProcessRenewals(settings, worker_id))
+    if tracer is not None:
+        worker.spans = Spans(tracer, delivery.clock)
     following = loop.create_task(follow_log_settings(store, logs.Switches.of(settings.log)))
     gc.collect()
     gc.freeze()
@@ -66,6 +71,8 @@ async def serve(settings: Settings) -> None:
         following.cancel()
         await store.close()
         await delivery.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
     logger.info("worker stopped", extra={"worker": worker_id})
 
 

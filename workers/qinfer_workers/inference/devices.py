@@ -28,6 +28,17 @@ def gpus_here(allowed: tuple[int, ...] | None, visible: str | None, dev: Path = 
     return tuple(range(sum(_GPU.fullmatch(entry.name) is not None for entry in dev.iterdir())))
 
 
+def known_as(gpus: Collection[int], visible: str | None) -> dict[int, str]:
+    """Returns what NVML knows GPUs by, which numbers all of a machine whatever CUDA sees: an index or a UUID.
+
+    Args:
+        gpus: CUDA's numbers.
+        visible: The variable CUDA_VISIBLE_DEVICES.
+    """
+    listed = [part.strip() for part in visible.split(",")] if visible else []
+    return {number: listed[number] if number < len(listed) else str(number) for number in gpus}
+
+
 def named(gpus: Collection[int]) -> str:
     """Returns what the heartbeat says a worker runs on: `cpu`, or `cpu, gpu 0, gpu 1`."""
     return ", ".join(["cpu", *(f"gpu {number}" for number in gpus)])

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from qinfer.batching.batcher import Batcher
 from qinfer.clock import ServerClock
@@ -11,8 +12,12 @@ from qinfer.codec.frame import FRAME_VERSION
 from qinfer.control.base import ControlStore, Speed, VersionState, WorkerRecord
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability import stats
+from qinfer.observability.stats import ModelCounts
 from qinfer.settings import WorkerSettings
+from qinfer_workers.inference.devices import named
+from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.trouble import Trouble
+from qinfer_workers.inference.use import UseMeter
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,9 @@ class Heartbeat:
         batchers: Tells what runs.
 
     Attributes:
-        device: What the worker runs on, for the record.
+        gpus: The GPUs that the worker has, as for `GpuMeter`, for the record.
+        leases: Tells how many were renewed and lost, for the record.
+        tallies: What is added to the statistics besides what batchers count.
         load_times: Tells how many seconds the models' last loads took, for the record.
     """
 
@@ -56,8 +63,12 @@ class Heartbeat:
         self._started_at = clock.now_s()
         self._states = states
         self._batchers = batchers
-        self.device = "cpu"
+        self.gpus: Collection[int] = ()
+        self.leases: LeaseKeeper | None = None
+        self.tallies: Sequence[ModelCounts] = ()
+        self._use: UseMeter | None = None
         self.load_times: _LoadTimes = dict
+        self._draining = False
         self._changed = asyncio.Event()
         self._last_beat_s = self._started_at
         self._last_completed = 0
@@ -69,8 +80,21 @@ class Heartbeat:
         """Makes the next beat come at once, and wakes everyone who reads the records."""
         self._changed.set()
 
+    def drains(self) -> None:
+        """Tells everyone that the worker takes nothing any more, and ends what it has in hand."""
+        self._draining = True
+        self.changed()
+
     async def run(self) -> None:
         """Beats until cancelled."""
+        self._use = UseMeter(self.gpus)
+        self._use.start()
+        try:
+            await self._beat_on()
+        finally:
+            self._use.stop()
+
+    async def _beat_on(self) -> None:
         trouble = Trouble(logger, "no heartbeat", "heartbeats again")
         is_news = False  # until its readers were woken
         while True:
@@ -96,11 +120,12 @@ class Heartbeat:
         now_s, completed = self._clock.now_s(), sum(batcher.completed for batcher in batchers)
         rps = max(completed - self._last_completed, 0) / max(now_s - self._last_beat_s, 1e-3)
         self._last_beat_s, self._last_completed = now_s, completed
+        process = self._use.process if self._use else None
         record = WorkerRecord(
             id=self._worker_id,
             started_at=self._started_at,
             models=states,
-            device=self.device,
+            device=named(self.gpus),
             places=self._settings.models,
             executing=sum(batcher.executing for batcher in batchers),
             throughput_rps=round(rps, 1),
@@ -109,10 +134,20 @@ class Heartbeat:
             speeds=_speeds(batchers),
             busy=_busy(batchers),
             load_s=self.load_times(),
+            host=socket.gethostname(),
+            draining=self._draining,
+            renewals=self.leases.renewals if self.leases else 0,
+            leases_lost=self.leases.losses if self.leases else 0,
+            cpu_s=round(process.cpu_s, 3) if process else 0.0,
+            memory_bytes=process.memory_bytes if process else 0,
+            gpus=self._use.gpus if self._use else (),
         )
         await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
         for batcher in batchers:
             self.collect(batcher)
+        for tally in self.tallies:
+            for key, deltas in tally.drain().items():
+                stats.add(self._unsent.setdefault(key, {}), deltas)
         await self.flush()
         await self._put_speeds({_key(batcher) for batcher in batchers}, now_s)
 

@@ -53,6 +53,8 @@ class Intake:
             item = self._item(batcher, lease)
             if item is None:
                 continue
+            if lease.deliveries > 1:
+                batcher.tally.redelivered()
             if lease.deliveries > self._most:
                 text = f"the request was given up: {lease.deliveries - 1} executions did not end"
                 self._bury(batcher, item, InferenceFailed(text))
@@ -119,7 +121,7 @@ class Intake:
             self._release_newer(batcher, lease)
             return None
         except CorruptEntry as error:
-            logger.error("corrupt entry", extra={"entry_id": lease.entry.entry_id, "reason": error.message})
+            logger.error("corrupt entry", extra={**_told(lease), "reason": error.message})
             self._publisher.bury(lease, error, batcher.tally)
             return None
         item = self._pending(batcher, lease, request)
@@ -146,7 +148,7 @@ class Intake:
         batcher.classify(item)
 
     def _release_newer(self, batcher: Batcher, lease: Lease) -> None:
-        logger.warning("frame of a newer qinfer released", extra={"entry_id": lease.entry.entry_id})
+        logger.warning("frame of a newer qinfer released", extra=_told(lease))
         unknown = InferRequest(model=batcher.model.spec.name, inputs=())
         self._publisher.release_later(self._pending(batcher, lease, unknown), PAUSE_S)
 
@@ -183,7 +185,8 @@ class Intake:
     def _bury(self, batcher: Batcher, item: Pending, error: QinferError) -> None:
         """Gives an item up: it becomes a dead letter, and its caller is told why."""
         deliveries, failure = item.lease.deliveries, Failure.of(error)
-        logger.error("given up", extra={"request_id": item.request.id, "deliveries": deliveries, "code": failure.code})
+        extra = {**_told(item.lease), "request_id": item.request.id, "deliveries": deliveries, "code": failure.code}
+        logger.error("given up", extra=extra)
         batcher.tally.failed(failure.code)
         response = Response(
             request_id=item.request.id,
@@ -193,3 +196,9 @@ class Intake:
             attempt=deliveries,
         )
         self._publisher.bury(item.lease, error, batcher.tally, (item, response))
+
+
+def _told(lease: Lease) -> dict[str, object]:
+    """Returns what a log line about an entry says."""
+    entry = lease.entry
+    return {"model": entry.lane.model, "version": entry.lane.version, "entry_id": entry.entry_id}

@@ -58,6 +58,10 @@ class LeaseKeeper:
         lease_s: Seconds without renewal after which another worker may take an entry.
         lanes: Tells the lanes that this worker fetches from.
         on_lost: Called for each held item whose lease is lost.
+
+    Attributes:
+        renewals: Leases that were renewed, each time.
+        losses: Held items whose lease was lost.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class LeaseKeeper:
         on_lost: Callable[[Held], None],
     ) -> None:
         self.lanes = lanes
+        self.renewals = self.losses = 0
         self._renewals = renewals
         self._clock = clock
         self._lease_s = lease_s
@@ -142,30 +147,33 @@ class LeaseKeeper:
             self._renewals.ask()
             await self._renewed.wait()
 
-    def renewed(self, began_s: float, lost: Collection[Place], failed: Collection[Lane] = ()) -> None:
+    def renewed(self, began_s: float, lost: Collection[Place], failed: Collection[Lane] = (), count: int = 0) -> None:
         """Takes the outcome of a renewal.
 
         Args:
             began_s: When it began, on the monotonic clock.
             lost: What it found lost, finished by another or owned by another.
             failed: The lanes of which nothing is known.
+            count: How many leases it renewed.
         """
+        self.renewals += count
         self._failing = {lane: self._failing.get(lane, self._renewed_at) for lane in failed}
         self._renewed_at = began_s
         self._renewed.set()  # wakes those that wait now
         self._renewed.clear()
         if not lost:
             return
-        count = 0
+        found = 0
         for item in self.held():
             if place_of(item) not in lost or not self._is_older(item, began_s):
                 continue  # else it was finished meanwhile, or released and fetched again
             self.drop([item])
             logger.debug("lease lost", extra={"entry_id": item.lease.entry.entry_id})
             self._on_lost(item)
-            count += 1
-        if count:  # mostly because callers went away, or gave up
-            logger.info("leases lost", extra={"count": count})
+            found += 1
+        self.losses += found
+        if found:  # mostly because callers went away, or gave up
+            logger.info("leases lost", extra={"count": found})
 
     def _sure_at(self, item: Held) -> float:
         return self._failing.get(item.lease.entry.lane, self._renewed_at)

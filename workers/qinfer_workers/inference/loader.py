@@ -11,7 +11,9 @@ from pathlib import Path
 
 from qinfer.backends.base import Backend, BackendFactory
 from qinfer.backends.reshape import reshaped
+from qinfer.batching.execution import Caller
 from qinfer.batching.latency import LatencyModel
+from qinfer.batching.ports import Executor, LoadedModel, Observer
 from qinfer.clock import ServerClock
 from qinfer.control.base import StoredModel
 from qinfer.control.completion import Completion
@@ -56,6 +58,23 @@ class Loaded:
     content_hash: str = ""
     instances: Sequence[Backend] = ()
     latency: LatencyModel | None = None
+
+    def on(self, executor: Executor, caller: Caller, observer: Observer | None) -> LoadedModel:
+        """Returns what a batcher runs it as.
+
+        Args:
+            executor: Has its instances.
+            caller: Takes its calls to other models.
+            observer: Told of its executions.
+        """
+        return LoadedModel(
+            spec=self.spec,
+            version=self.version,
+            generation=self.generation,
+            executor=executor,
+            caller=caller,
+            observer=observer,
+        )
 
 
 class Kind(Enum):

@@ -10,19 +10,21 @@ somebody else's.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 
 import msgspec
 
-from qinfer.batching.execution import Pending
+from qinfer.batching.execution import TOLD, Pending
 from qinfer.codec.frame import encode_responses
 from qinfer.delivery.base import DELAYED, Delivery, Lease
 from qinfer.errors import BrokerUnavailable, PayloadTooLarge, QinferError, QueueFull
 from qinfer.messages import Failure, Response
-from qinfer.observability.stats import StatsTally
+from qinfer.observability.stats import PublishTally, StatsTally
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.outcomes import settlement_of
+from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
@@ -52,12 +54,20 @@ class Publisher:
         delivery: Where to publish and finish.
         keeper: Holds the items' leases; they are dropped when their entries are to be finished.
         tasks: Owns the tasks.
+        spans: Records what is published; `None` = nobody wants to know.
+
+    Attributes:
+        durations: How long it took.
     """
 
-    def __init__(self, delivery: Delivery, keeper: LeaseKeeper, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, delivery: Delivery, keeper: LeaseKeeper, tasks: asyncio.TaskGroup, spans: Spans | None = None
+    ) -> None:
         self._delivery = delivery
         self._keeper = keeper
         self._tasks = tasks
+        self._spans = spans
+        self.durations = PublishTally()
         self._open: set[asyncio.Task[None]] = set()
         self._published: list[Pending] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -67,12 +77,14 @@ class Publisher:
 
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
         """Publishes responses and then finishes the items' entries; settles asynchronous requests."""
+        begin_ns = time.perf_counter_ns()
         for item in items:
             if not item.request.reply_to:
-                self._answer_apart(items, responses)
+                self._answer_apart(items, responses, begin_ns)
                 break
         else:
-            self._spawn(lambda: self._publish(items, responses), items, self._finish_soon)
+            work = self._recorded(items, lambda: self._publish(items, responses, begin_ns))
+            self._spawn(work, items, self._finish_soon)
         self._finish_now()
 
     def give_back(self, items: Sequence[Pending]) -> None:
@@ -149,17 +161,19 @@ class Publisher:
         self._later.pop(item).cancel()
         self.give_back([item])
 
-    def _answer_apart(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+    def _answer_apart(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
         """Settles the asynchronous requests among some items, and publishes the other responses."""
         by_id = {item.request.id: item for item in items if not item.request.reply_to}
         answers = [(by_id[r.request_id], r) for r in responses if r.final and r.request_id in by_id]
-        self._spawn(lambda: self._settle(answers), list(by_id.values()))
+        apart = list(by_id.values())
+        self._spawn(self._recorded(apart, lambda: self._settle(answers, begin_ns)), apart)
         waiting = [item for item in items if item.request.reply_to]
         if waiting:
             theirs = [response for response in responses if response.request_id not in by_id]
-            self._spawn(lambda: self._publish(waiting, theirs), waiting, self._finish_soon)
+            work = self._recorded(waiting, lambda: self._publish(waiting, theirs, begin_ns))
+            self._spawn(work, waiting, self._finish_soon)
 
-    async def _publish(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+    async def _publish(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
         for address, group, is_large in _chunks(items, responses):
@@ -168,6 +182,7 @@ class Publisher:
                 blob = encode_responses([await self._store(items, group[0], blob)])
             if not await self._delivery.publish(address, blob):
                 logger.debug("nobody waits any more", extra={"reply_to": address})
+        self._count(items, begin_ns)
 
     async def _store(self, items: Sequence[Pending], response: Response, blob: bytes) -> Response:
         """Stores a response's outputs beside the reply stream; returns what is published instead."""
@@ -178,7 +193,7 @@ class Publisher:
             return _failed(response, error)
         return msgspec.structs.replace(response, outputs=(), stored=True)
 
-    async def _settle(self, answers: Sequence[_Answer]) -> None:
+    async def _settle(self, answers: Sequence[_Answer], begin_ns: int) -> None:
         """Ends asynchronous requests; what another has ended before stays as it is."""
         items = [item for item, _ in answers]
         if not self._keeper.is_sure(items):
@@ -193,6 +208,7 @@ class Publisher:
             self._keeper.hold(item for item in items if not item.lost)
             raise
         self._keeper.drop(items)
+        self._count(items, begin_ns)
 
     async def _settle_all(self, answers: Sequence[_Answer]) -> None:
         try:
@@ -222,6 +238,13 @@ class Publisher:
 
     async def _finish(self, items: Sequence[Pending]) -> None:
         await self._delivery.finish([item.lease.entry for item in items if not item.lost])
+
+    def _count(self, items: Sequence[Pending], begin_ns: int) -> None:
+        lane = items[0].lease.entry.lane
+        self.durations.published(lane.model, lane.version, time.perf_counter_ns() - begin_ns)
+
+    def _recorded(self, items: Sequence[Pending], work: _Work) -> _Work:
+        return work if self._spans is None else self._spans.around(items, work)
 
     def _spawn(
         self,
@@ -256,7 +279,8 @@ class Publisher:
             except (BrokerUnavailable, QueueFull) as error:
                 self._trouble.happened(error.message)
             except QinferError:
-                logger.exception("refused by the broker", extra={"items": len(held)})
+                extra = {"items": len(held), "request_ids": [item.request.id for item in held[:TOLD]]}
+                logger.exception("refused by the broker", extra=extra)
                 self._keeper.drop(held)
                 return
             await asyncio.sleep(pause_s)

@@ -69,29 +69,32 @@ class ThreadRenewals:
                 return
             self._wake.clear()
             began_s = time.monotonic()
-            lost, failed = self._renew_once(keeper)
+            lost, failed, count = self._renew_once(keeper)
             if not failed:
                 self._trouble.over()
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(keeper.renewed, began_s, lost, failed)
+                loop.call_soon_threadsafe(keeper.renewed, began_s, lost, failed, count)
 
-    def _renew_once(self, keeper: LeaseKeeper) -> tuple[set[Place], set[Lane]]:
-        """Renews what is held; returns what is lost, and the lanes of which nothing is known."""
+    def _renew_once(self, keeper: LeaseKeeper) -> tuple[set[Place], set[Lane], int]:
+        """Renews what is held; returns what is lost, the lanes of which nothing is known, and how many were renewed."""
         by_lane: dict[Lane, list[Lease]] = {}
         for item, _ in keeper.wanted():
             by_lane.setdefault(item.lease.entry.lane, []).append(item.lease)
         lost: set[Place] = set()
         failed: set[Lane] = set()
+        count = 0
         for lane, leases in by_lane.items():
             try:
-                lost.update((lane, lease.entry.entry_id) for lease in self._renew(leases))
+                gone = self._renew(leases)
+                lost.update((lane, lease.entry.entry_id) for lease in gone)
+                count += len(leases) - len(gone)
             except BrokerUnavailable as error:
                 self._trouble.happened(error.message)
                 failed.add(lane)
             except Exception:  # the loop boundary: without this thread every lease would end
                 logger.exception("leases not renewed")
                 failed.add(lane)
-        return lost, failed
+        return lost, failed, count
 
 
 class ProcessRenewals:
@@ -197,7 +200,7 @@ class ProcessRenewals:
                 if not report.failed:
                     self._trouble.over()
                 lost = {(self._lanes[lane], entry_id.decode()) for lane, entry_id in report.lost}
-                keeper.renewed(report.began_s, lost, [self._lanes[lane] for lane in report.failed])
+                keeper.renewed(report.began_s, lost, [self._lanes[lane] for lane in report.failed], report.renewed)
 
 
 def _trouble() -> Trouble:

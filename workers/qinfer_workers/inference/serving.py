@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import Callable
 
 from qinfer.batching.batcher import Batcher
-from qinfer.control.lanes import MAX_LANES, lanes_of
-from qinfer.delivery.base import DELAYED, Delivery, Lane
+from qinfer.control.lanes import NAMES, lanes_of
+from qinfer.delivery.base import Delivery, Lane
 from qinfer.errors import QinferError
+from qinfer.observability.latencies import LatencyTally
+from qinfer.settings import MetricsSettings
 from qinfer_workers.inference.readings import Readings
 
 _LOOK_S = 0.05
@@ -18,6 +20,7 @@ class Serving:
 
     Args:
         batcher: Runs what was fetched.
+        metrics: What is to be counted.
 
     Attributes:
         batcher: The same.
@@ -29,8 +32,12 @@ class Serving:
     fetcher: "asyncio.Task[None]"
     """Fetches for it."""
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, batcher: Batcher, metrics: MetricsSettings) -> None:
         self.batcher = batcher
+        if metrics.summary_latencies or metrics.histogram_latencies:
+            batcher.tally.latencies = LatencyTally(
+                summaries=metrics.summary_latencies, histogram=metrics.histogram_latencies
+            )
         self.lanes = self._own()
         self.quiet = asyncio.Event()
         self.quiet.set()
@@ -55,8 +62,7 @@ class Serving:
             return
         own = self._own()
         first = own[0]
-        names = [f"p{number}{suffix}" for number in range(1, MAX_LANES + 1) for suffix in ("", DELAYED)]
-        others = [Lane(first.model, first.version, name, first.partition) for name in names]
+        others = [Lane(first.model, first.version, name, first.partition) for name in NAMES]
         others = [lane for lane in others if lane not in own]
         depths = await delivery.depth(others)
         if own != self._own():

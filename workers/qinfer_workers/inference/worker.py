@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
-from qinfer.batching.ports import LoadedModel
 from qinfer.control.base import ControlStore
 from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Delivery, Lane, Lease
@@ -21,7 +20,6 @@ from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.settings import Settings
 from qinfer_workers.inference.bulk.work import BulkWork
 from qinfer_workers.inference.caller import Caller
-from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import Heartbeat
 from qinfer_workers.inference.intake import Intake
@@ -32,6 +30,7 @@ from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.renewals import ThreadRenewals
 from qinfer_workers.inference.serving import Serving
 from qinfer_workers.inference.tasks import end
+from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
@@ -50,6 +49,9 @@ class Worker:
         loader: Loads model versions.
         worker_id: Unique for each start; the consumer name too.
         renewals: Renews the leases; by default in a thread.
+
+    Attributes:
+        spans: Records what it does; `None` = nobody wants to know. To be set before it runs.
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class Worker:
         worker_id: str,
         renewals: Renewals | None = None,
     ) -> None:
-        self._settings = settings.worker
+        self.spans: Spans | None = None
+        self._settings, self._metrics = settings.worker, settings.metrics
         self._delivery = delivery
         self._store = store
         self._id = worker_id
@@ -71,26 +74,22 @@ class Worker:
         self._catalog = Catalog(store, settings.limits)
         self._hands_empty = False
         """Hands are being emptied or empty: only what the batches in hand call goes on."""
-        self._keeper = LeaseKeeper(
-            renewals or ThreadRenewals(delivery.renew, settings.worker.renew_every_s),
-            delivery.clock,
-            settings.worker.lease_s,
-            self._lanes,
-            self._lost,
-        )
+        renewals = renewals or ThreadRenewals(delivery.renew, settings.worker.renew_every_s)
+        self._keeper = LeaseKeeper(renewals, delivery.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = BulkWork(settings, delivery, self._keeper, worker_id)
         self._models = Models(store, settings.worker, settings.limits, loader, self)
         self._heartbeat = Heartbeat(
             store, worker_id, settings.worker, delivery.clock, self._models.states, self._batchers
         )
-        self._heartbeat.device = named(loader.gpus)
+        self._heartbeat.gpus, self._heartbeat.leases = loader.gpus, self._keeper
         self._heartbeat.load_times = self._models.load_times
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then drains: ends what runs, releases what does not, retires the heartbeat."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            self._publisher = Publisher(self._delivery, self._keeper, tasks)
+            self._publisher = Publisher(self._delivery, self._keeper, tasks, self.spans)
+            self._heartbeat.tallies = (self._publisher.durations, self._bulk.counts)
             self._intake = Intake(self._delivery, self._publisher, self._settings.max_deliveries)
             self._caller = Caller(self._delivery, self._catalog, self._id, tasks, self._called, self._inline_max_bytes)
             renewals = tasks.create_task(self._keeper.run())
@@ -116,9 +115,7 @@ class Worker:
         """Serves a model version, in place of its earlier generation if there is one."""
         spec, key = loaded.spec, (loaded.spec.name, loaded.version)
         executor = ThreadExecutor(loaded.instances, asyncio.get_running_loop(), f"{spec.name}-{loaded.version}")
-        model = LoadedModel(
-            spec=spec, version=loaded.version, generation=loaded.generation, executor=executor, caller=self._caller
-        )
+        model = loaded.on(executor, self._caller, self.spans)
         serving = self._serving.get(key)
         if serving is not None:
             batcher = serving.batcher
@@ -127,7 +124,7 @@ class Worker:
             self._bulk.serve(batcher, loaded)
             return
         batcher = Batcher(model, self._delivery.clock, self._publisher, loaded.latency)
-        serving = self._serving[key] = Serving(batcher)
+        serving = self._serving[key] = Serving(batcher, self._metrics)
         serving.fetcher = self._tasks.create_task(self._fetch_loop(serving))
         self._bulk.serve(batcher, loaded)
 
@@ -251,7 +248,8 @@ class Worker:
             if not leases:
                 break
             if self._intake.is_readable(serving.batcher, leases[0]):
-                logger.warning("suspects found", extra={"model": leases[0].entry.lane.model})
+                lane = leases[0].entry.lane
+                logger.warning("suspects found", extra={"model": lane.model, "version": lane.version})
                 await self._delivery.release(leases)
                 return True
         return False
@@ -329,6 +327,7 @@ class Worker:
 
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
         """Ends what runs within `drain_s`; what does not end in time is reclaimed by another worker."""
+        self._heartbeat.drains()
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
         try:
             async with asyncio.timeout(self._settings.drain_s):

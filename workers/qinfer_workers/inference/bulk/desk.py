@@ -8,6 +8,7 @@ from typing import Protocol
 from qinfer.bulk.plan import ShardTicket
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.jobs import JobRecord, ShardOutcome
+from qinfer.observability.stats import ModelCounts
 from qinfer_workers.inference.bulk.hands import Hands, HeldShard
 from qinfer_workers.inference.leases import LeaseKeeper
 
@@ -25,6 +26,7 @@ class Desk:
         max_deliveries: See there.
         max_wait_s: See there.
         hurry: Set when nobody waits any longer for executions to end.
+        counts: The rows that were settled.
     """
 
     delivery: Delivery
@@ -35,6 +37,7 @@ class Desk:
     max_deliveries: int
     max_wait_s: float
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    counts: ModelCounts = field(default_factory=ModelCounts)
 
 
 class PutOff(Exception):

@@ -13,6 +13,7 @@ from qinfer.bulk.plan import ShardTicket, decode_ticket
 from qinfer.delivery.base import Lease
 from qinfer.delivery.jobs import PLANNING, RUNNING, JobRecord, ShardOutcome
 from qinfer.errors import BrokerUnavailable, CorruptEntry, ErrorCode, QinferError, QueueFull
+from qinfer.observability.stats import DEAD_LETTERS, ROWS_DONE, ROWS_FAILED
 from qinfer_workers.inference.bulk.desk import Abandoned, Begin, Desk, PutOff, Run
 from qinfer_workers.inference.bulk.hands import HeldShard
 from qinfer_workers.inference.trouble import Trouble
@@ -109,7 +110,9 @@ class Errand:
         text = f"the shard was given up: {self._lease.deliveries - 1} executions did not end"
         outcome = ShardOutcome(shard.index, shard.rows, shard.rows, text)
         code = ErrorCode.INFERENCE_FAILED.value
-        await self._insist(lambda: jobs.bury_shard(ticket.job_id, self._lease, outcome, code))
+        if await self._insist(lambda: jobs.bury_shard(ticket.job_id, self._lease, outcome, code)):
+            self._count(outcome)
+            self._desk.counts.add(self._lease.entry.lane.model, self._lease.entry.lane.version, DEAD_LETTERS)
 
     async def _run_through(self, ticket: ShardTicket, record: JobRecord) -> None:
         """Runs the shard and finishes it; drops it when the job is over."""
@@ -135,8 +138,16 @@ class Errand:
     async def _finish(self, record: JobRecord, outcome: ShardOutcome) -> None:
         jobs = self._desk.delivery.jobs
         is_counted = await self._insist(lambda: jobs.finish_shard(record.id, self._lease, outcome))
+        if is_counted:
+            self._count(outcome)
         about = {"job": record.id, "shard": outcome.index, "rows": outcome.rows, "failed_rows": outcome.failed_rows}
         logger.info("shard finished", extra={**about, "counted": is_counted, "error": outcome.error})
+
+    def _count(self, outcome: ShardOutcome) -> None:
+        """Counts the rows of a shard that was settled."""
+        lane, failed = self._lease.entry.lane, outcome.failed_rows
+        self._desk.counts.add(lane.model, lane.version, ROWS_DONE, outcome.rows - failed)
+        self._desk.counts.add(lane.model, lane.version, ROWS_FAILED, failed)
 
     async def _watch(self, run: Run, job_id: str) -> None:
         """Stops the run when its job does not want it any more."""

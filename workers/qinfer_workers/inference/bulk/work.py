@@ -59,6 +59,9 @@ class BulkWork:
         delivery: The queue.
         keeper: Has leases renewed.
         worker_id: The consumer.
+
+    Attributes:
+        counts: The rows of jobs that were settled here.
     """
 
     def __init__(self, settings: Settings, delivery: Delivery, keeper: LeaseKeeper, worker_id: str) -> None:
@@ -72,6 +75,7 @@ class BulkWork:
             max_deliveries=settings.worker.max_deliveries,
             max_wait_s=settings.worker.max_wait_s,
         )
+        self.counts = self._desk.counts
         self._arbiter = DeviceArbiter()
         self._served: dict[Key, Served] = {}
         self._spool = Path(settings.bulk.spool_dir or tempfile.gettempdir())

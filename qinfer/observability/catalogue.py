@@ -1,0 +1,287 @@
+"""Every metric that qinfer exposes: its name, kind, labels, help text, and what it is about.
+
+A metric of the *cluster* is about the whole installation: it is made of what is in Redis, so that every gateway shows
+the same numbers and it is to be scraped once. One of a *process* is about the gateway that is asked, and has its name
+in the label `process`; Triton's own have no labels but Triton's. Bridges show theirs on ports of their own.
+
+The reference page is made of this module. Labels are in alphabetical order.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class MetricScope(StrEnum):
+    """What a metric is about."""
+
+    CLUSTER = "cluster"
+    PROCESS = "process"
+    BRIDGE = "bridge"
+
+
+class Info(NamedTuple):
+    """One metric.
+
+    Attributes:
+        name: As Prometheus knows it.
+        kind: `counter`, `gauge`, `histogram` or `summary`.
+        labels: The names of its labels, but for `le` and `quantile`.
+        text: What it is, for `# HELP`.
+        scope: What it is about.
+    """
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+    scope: MetricScope
+
+
+ALL: list[Info] = []
+"""All of them, in the order of this module."""
+
+_CLUSTER, _PROCESS, _BRIDGE = MetricScope.CLUSTER, MetricScope.PROCESS, MetricScope.BRIDGE
+_MODEL, _REASON, _LANE = ("model", "version"), ("model", "reason", "version"), ("lane", "model", "version")
+_WORKER, _GPU, _ROUTE, _OWN = ("worker",), ("device", "worker"), ("route",), ("process",)
+_CACHED, _NOT_CACHED = "(includes cached requests)", "(does not include cached requests)"
+_ENDS = "The series ends with its worker: a worker that is started again is another one."
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...] = _MODEL, scope: MetricScope = _CLUSTER) -> Info:
+    return _listed("counter", name, text, labels, scope)
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...] = _MODEL, scope: MetricScope = _CLUSTER) -> Info:
+    return _listed("gauge", name, text, labels, scope)
+
+
+def _histogram(name: str, text: str, labels: tuple[str, ...] = _MODEL, scope: MetricScope = _CLUSTER) -> Info:
+    return _listed("histogram", name, text, labels, scope)
+
+
+def _summary(name: str, text: str) -> Info:
+    return _listed("summary", name, text, _MODEL, _CLUSTER)
+
+
+def _listed(kind: str, name: str, text: str, labels: tuple[str, ...], scope: MetricScope) -> Info:
+    info = Info(name, kind, labels, text, scope)
+    ALL.append(info)
+    return info
+
+
+REQUESTS = _counter(
+    "qinfer_requests_total",
+    "Requests answered by this gateway, failures included.",
+    ("model", "process", "version"),
+    _PROCESS,
+)
+REQUEST_FAILURES = _counter(
+    "qinfer_request_failures_total",
+    "Requests answered with an error by this gateway.",
+    ("model", "process", "reason", "version"),
+    _PROCESS,
+)
+REQUEST_DURATION = _histogram(
+    "qinfer_request_duration_seconds",
+    "Seconds from receiving a request to its outputs, in this gateway.",
+    ("model", "process", "version"),
+    _PROCESS,
+)
+REQUESTS_IN_FLIGHT = _gauge(
+    "qinfer_requests_in_flight", "Requests that this gateway has not answered yet.", _OWN, _PROCESS
+)
+STORE_UP = _gauge("qinfer_store_up", "1 if this gateway could read the shared store at this scrape.", _OWN, _PROCESS)
+PROCESS_CPU = _counter("qinfer_process_cpu_seconds_total", "CPU time of this gateway.", _OWN, _PROCESS)
+PROCESS_MEMORY = _gauge("qinfer_process_memory_bytes", "Resident memory of this gateway.", _OWN, _PROCESS)
+BACKLOG = _gauge(
+    "qinfer_backlog_requests",
+    "Requests in a lane, or shards of bulk jobs in a bulk lane, waiting and in flight.",
+    _LANE,
+)
+OLDEST_AGE = _gauge(
+    "qinfer_backlog_oldest_age_seconds",
+    "How long the oldest entry of a lane has been in the queue; 0 when it is empty.",
+    _LANE,
+)
+BACKLOG_ROWS = _gauge(
+    "qinfer_backlog_rows", "Rows of the requests in the queue, estimated, and those that open bulk jobs have yet to do."
+)
+BACKLOG_WORK = _gauge("qinfer_backlog_work_seconds", "Seconds that one worker would need for `qinfer_backlog_rows`.")
+EXECUTING = _gauge("qinfer_executing_requests", "Requests that model instances executed at the last heartbeats.")
+MODEL_READY = _gauge(
+    "qinfer_model_ready", "1 if a live worker can execute the version, or requests may wait for one (qinfer.min_workers 0)."
+)
+EXECUTED_REQUESTS = _counter("qinfer_executed_requests_total", "Requests that workers executed successfully.")
+EXECUTION_FAILURES = _counter(
+    "qinfer_execution_failures_total", "Requests that failed in a worker, by error code.", _REASON
+)
+EXPIRED = _counter("qinfer_expired_requests_total", "Requests whose deadline passed before they were answered.")
+REFUSED = _counter(
+    "qinfer_refused_requests_total",
+    "Requests that gateways did not admit, by error code: queue_full, deadline_infeasible, quota_exceeded.",
+    _REASON,
+)
+RETRIES = _counter("qinfer_retries_total", "Requests executed again because their batch raised, each time.")
+REDELIVERIES = _counter(
+    "qinfer_redeliveries_total",
+    "Requests handed to a worker again because the one before had not finished them, each time.",
+)
+DEAD_LETTERS_TOTAL = _counter(
+    "qinfer_dead_letters_total", "Requests that workers gave up and put with the dead letters."
+)
+DEAD_LETTERS = _gauge(
+    "qinfer_dead_letters", "Dead letters that are kept, of requests and shards; without a version: not looked at yet."
+)
+QUEUE_WAIT = _histogram("qinfer_queue_wait_seconds", "Seconds from enqueueing a request to the start of its execution.")
+ASSEMBLE = _histogram("qinfer_assemble_seconds", "Seconds that making the inputs of a batch took.")
+EXECUTION = _histogram("qinfer_execution_seconds", "Seconds that executing a batch took.")
+PUBLISH = _histogram(
+    "qinfer_publish_seconds", "Seconds from the end of an execution until its answers were published or stored."
+)
+BATCH_SIZE = _histogram("qinfer_batch_size_rows", "Rows of an executed batch.")
+BATCH_FILL = _histogram(
+    "qinfer_batch_fill_ratio", "Rows of an executed batch, divided by the model's largest; of models that take batches."
+)
+JOBS = _gauge(
+    "qinfer_jobs", "Bulk jobs by state: all that have not ended, and of the newest 500 those that have.", ("state",)
+)
+JOB_ROWS = _counter(
+    "qinfer_job_rows_total",
+    "Rows of bulk jobs that workers settled: done, they have an output, or failed.",
+    ("model", "outcome", "version"),
+)
+AUTOSCALE_DECISIONS = _counter(
+    "qinfer_autoscale_decisions_total",
+    "Decisions of autoscalers for more workers (up) or fewer (down).",
+    ("direction",),
+)
+AUTOSCALE_TARGET = _gauge(
+    "qinfer_autoscale_target_workers", "Workers that the live autoscalers want; nothing where none lives.", ()
+)
+WORKER_UP = _gauge("qinfer_worker_up", f"1 for each live worker. {_ENDS}", _GPU)
+WORKER_EXECUTING = _gauge(
+    "qinfer_worker_executing_requests", f"Requests in a worker's batches at its last heartbeat. {_ENDS}", _WORKER
+)
+WORKER_READY_MODELS = _gauge("qinfer_worker_ready_models", f"Model versions that a worker has ready. {_ENDS}", _WORKER)
+WORKER_RENEWALS = _counter(
+    "qinfer_worker_lease_renewals_total", f"Leases that a worker renewed, each time. {_ENDS}", _WORKER
+)
+WORKER_LEASES_LOST = _counter(
+    "qinfer_worker_leases_lost_total", f"Leases that a worker lost, mostly because callers went away. {_ENDS}", _WORKER
+)
+WORKER_CPU = _counter("qinfer_worker_cpu_seconds_total", f"CPU time of a worker and what it started. {_ENDS}", _WORKER)
+WORKER_MEMORY = _gauge(
+    "qinfer_worker_memory_bytes", f"Resident memory of a worker and what it started. {_ENDS}", _WORKER
+)
+DEVICE_MEMORY_USED = _gauge(
+    "qinfer_device_memory_used_bytes", f"Memory in use on a worker's GPU, by whomever. {_ENDS}", _GPU
+)
+DEVICE_MEMORY_TOTAL = _gauge("qinfer_device_memory_total_bytes", f"Memory of a worker's GPU. {_ENDS}", _GPU)
+DEVICE_UTILIZATION = _gauge(
+    "qinfer_device_utilization_ratio", f"Share of the time that a worker's GPU was busy, 0 to 1. {_ENDS}", _GPU
+)
+NV_SUCCESS = _counter("nv_inference_request_success", "Number of successful inference requests, all batch sizes")
+NV_FAILURE = _counter("nv_inference_request_failure", "Number of failed inference requests, all batch sizes", _REASON)
+NV_COUNT = _counter("nv_inference_count", f"Number of inferences performed {_NOT_CACHED}")
+NV_EXEC_COUNT = _counter("nv_inference_exec_count", f"Number of model executions performed {_NOT_CACHED}")
+NV_REQUEST_DURATION = _counter(
+    "nv_inference_request_duration_us", f"Cumulative inference request duration in microseconds {_CACHED}"
+)
+NV_QUEUE_DURATION = _counter(
+    "nv_inference_queue_duration_us", f"Cumulative inference queuing duration in microseconds {_CACHED}"
+)
+NV_INPUT_DURATION = _counter(
+    "nv_inference_compute_input_duration_us", f"Cumulative compute input duration in microseconds {_NOT_CACHED}"
+)
+NV_INFER_DURATION = _counter(
+    "nv_inference_compute_infer_duration_us", f"Cumulative compute inference duration in microseconds {_NOT_CACHED}"
+)
+NV_OUTPUT_DURATION = _counter(
+    "nv_inference_compute_output_duration_us",
+    f"Cumulative inference compute output duration in microseconds {_NOT_CACHED}",
+)
+NV_REQUEST_SUMMARY = _summary(
+    "nv_inference_request_summary_us", f"Summary of inference request duration in microseconds {_CACHED}"
+)
+NV_QUEUE_SUMMARY = _summary(
+    "nv_inference_queue_summary_us", f"Summary of inference queuing duration in microseconds {_CACHED}"
+)
+NV_INPUT_SUMMARY = _summary(
+    "nv_inference_compute_input_summary_us",
+    f"Summary of inference compute input duration in microseconds {_NOT_CACHED}",
+)
+NV_INFER_SUMMARY = _summary(
+    "nv_inference_compute_infer_summary_us",
+    f"Summary of inference compute infer duration in microseconds {_NOT_CACHED}",
+)
+NV_OUTPUT_SUMMARY = _summary(
+    "nv_inference_compute_output_summary_us",
+    f"Summary of inference compute output duration in microseconds {_NOT_CACHED}",
+)
+NV_FIRST_RESPONSE = _histogram(
+    "nv_inference_first_response_histogram_ms", "Duration from request to first response in milliseconds"
+)
+NV_PENDING = _gauge(
+    "nv_inference_pending_request_count", "Instantaneous number of pending requests awaiting execution per-model."
+)
+NV_LOAD = _gauge("nv_model_load_duration_secs", "Model load time in seconds")
+NV_GPU_UTILIZATION = _gauge("nv_gpu_utilization", "GPU utilization rate [0.0 - 1.0)", ("gpu_uuid",))
+NV_GPU_MEMORY_TOTAL = _gauge("nv_gpu_memory_total_bytes", "GPU total memory, in bytes", ("gpu_uuid",))
+NV_GPU_MEMORY_USED = _gauge("nv_gpu_memory_used_bytes", "GPU used memory, in bytes", ("gpu_uuid",))
+NV_GPU_POWER = _gauge("nv_gpu_power_usage", "GPU power usage in watts", ("gpu_uuid",))
+NV_GPU_POWER_LIMIT = _gauge("nv_gpu_power_limit", "GPU power management limit in watts", ("gpu_uuid",))
+NV_GPU_ENERGY = _counter(
+    "nv_energy_consumption", "GPU energy consumption in joules since its driver was loaded", ("gpu_uuid",)
+)
+NV_CPU_UTILIZATION = _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", (), _PROCESS)
+NV_CPU_MEMORY_TOTAL = _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", (), _PROCESS)
+NV_CPU_MEMORY_USED = _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", (), _PROCESS)
+BRIDGE_RECEIVED = _counter(
+    "qinfer_bridge_received_messages_total", "Messages that came from the source, each delivery.", _ROUTE, _BRIDGE
+)
+BRIDGE_ACCEPTED = _counter("qinfer_bridge_accepted_messages_total", "Messages that became requests.", _ROUTE, _BRIDGE)
+BRIDGE_REPEATED = _counter(
+    "qinfer_bridge_repeated_messages_total",
+    "Messages that had been accepted before, recognised by their id.",
+    _ROUTE,
+    _BRIDGE,
+)
+BRIDGE_UNIDENTIFIED = _counter(
+    "qinfer_bridge_unidentified_messages_total",
+    "Messages without an id, which can't be recognised when they come again.",
+    _ROUTE,
+    _BRIDGE,
+)
+BRIDGE_PAUSED = _counter(
+    "qinfer_bridge_paused_seconds_total",
+    "Seconds without accepting messages, because the model's lane was full or the queue away.",
+    _ROUTE,
+    _BRIDGE,
+)
+BRIDGE_REFUSED = _counter(
+    "qinfer_bridge_refused_messages_total",
+    "Messages put with the dead letters because they could not become requests.",
+    ("reason", "route"),
+    _BRIDGE,
+)
+BRIDGE_REPLIED = _counter(
+    "qinfer_bridge_replies_total",
+    "Requests whose reply or dead letter the other broker has confirmed, by their state.",
+    ("route", "state"),
+    _BRIDGE,
+)
+BRIDGE_UNROUTABLE = _counter(
+    "qinfer_bridge_unroutable_messages_total",
+    "Published messages that no queue took: reply (its caller is gone), sink or dead_letter (tried again).",
+    ("place", "route"),
+    _BRIDGE,
+)
+BRIDGE_UNACKNOWLEDGED = _gauge(
+    "qinfer_bridge_unacknowledged_messages", "Messages in hand that the source still holds.", _ROUTE, _BRIDGE
+)
+BRIDGE_UNCONFIRMED = _gauge(
+    "qinfer_bridge_unconfirmed_replies", "Ended requests in hand whose reply is not confirmed.", _ROUTE, _BRIDGE
+)
+BRIDGE_CONNECTED = _gauge(
+    "qinfer_bridge_connected", "1 while a connection to a queue stands.", ("connection", "route"), _BRIDGE
+)

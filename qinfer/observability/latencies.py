@@ -1,0 +1,142 @@
+"""Triton's summaries of latencies, and its histogram of the time to the first response: both only on request.
+
+The quantiles of a whole installation can't be made of those of its workers. So workers count requests in buckets that
+grow by a tenth each, integers that add up as all statistics do, and a gateway reads the quantiles from the sums: a
+value is right to within `ERROR`. Those of the last minute come from what was added since a scrape a minute ago.
+"""
+
+import math
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+
+GROWTH = 1.1
+"""How much greater the upper bound of a bucket is than that of the one before."""
+
+ERROR = (GROWTH - 1) / (GROWTH + 1)
+"""By how much of itself a quantile may be wrong, at most."""
+
+WINDOW_S = 60.0
+"""Quantiles are of so many seconds, as Triton's."""
+
+FIRST_RESPONSE_BUCKETS_MS = (100, 500, 2000, 5000)
+"""Triton's."""
+
+REQUEST, QUEUE, INPUT, INFER, OUTPUT = "request", "queue", "input", "infer", "output"
+"""What there is a summary of."""
+
+SUMMARY = "summary:"
+"""Requests by latency: `summary:<which>:<number of the bucket>`; bucket n is up to `GROWTH` ** n microseconds."""
+
+FIRST_RESPONSE = "first_response_ms"
+FIRST_RESPONSE_NS = "first_response_ns"
+"""The histogram, `first_response_ms:<upper bound>`, and the sum of what it counts."""
+
+_BASE = math.log(GROWTH)
+_LEAST_SAMPLE_S = 5.0
+_Counts = Mapping[str, int]
+_Key = tuple[str, int]
+
+
+class LatencyTally:
+    """Adds up latencies in one worker; not for several threads at once.
+
+    Args:
+        summaries: Count for the summaries.
+        histogram: Count for the histogram.
+    """
+
+    def __init__(self, *, summaries: bool, histogram: bool) -> None:
+        self._summaries = summaries
+        self._histogram = histogram
+        self._deltas: defaultdict[str, int] = defaultdict(int)
+
+    def executed(self, queue_ns: Sequence[int], input_ns: int, infer_ns: int, output_ns: int) -> None:
+        """Counts the requests of an execution; the arguments are those of `StatsTally.executed`."""
+        deltas = self._deltas
+        if self._summaries:
+            batch_ns, count = input_ns + infer_ns + output_ns, len(queue_ns)
+            for which, ns in ((INPUT, input_ns), (INFER, infer_ns), (OUTPUT, output_ns)):
+                deltas[f"{SUMMARY}{which}:{bucket_of(ns)}"] += count
+            for waited_ns in queue_ns:
+                deltas[f"{SUMMARY}{QUEUE}:{bucket_of(waited_ns)}"] += 1
+                deltas[f"{SUMMARY}{REQUEST}:{bucket_of(waited_ns + batch_ns)}"] += 1
+        if self._histogram:
+            for waited_ns in queue_ns:
+                first_ns = waited_ns + input_ns + infer_ns
+                deltas[_FIRST_FIELDS[bisect_left(FIRST_RESPONSE_BUCKETS_MS, first_ns / 1e6)]] += 1
+                deltas[FIRST_RESPONSE_NS] += first_ns
+
+    def drain(self) -> dict[str, int]:
+        """Returns what was added since the last drain."""
+        deltas = dict(self._deltas)
+        self._deltas.clear()
+        return deltas
+
+
+class SlidingWindow:
+    """What was added to the statistics in the last minute, as far as the scrapes of this process show it.
+
+    In the first minute of a process it is everything there ever was: nobody remembers what there was before.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, Mapping[_Key, _Counts]]] = deque()
+
+    def move(self, now_s: float, statistics: Mapping[_Key, _Counts]) -> dict[_Key, dict[str, int]]:
+        """Takes the statistics of now, and returns of the summaries' counts what is within the window.
+
+        Args:
+            now_s: Monotonic time.
+            statistics: Model version → its statistics.
+        """
+        now = {
+            key: {name: count for name, count in fields.items() if name.startswith(SUMMARY)}
+            for key, fields in statistics.items()
+        }
+        while len(self._seen) > 1 and self._seen[1][0] <= now_s - WINDOW_S:
+            self._seen.popleft()
+        base: Mapping[_Key, _Counts] = {}
+        if self._seen and self._seen[0][0] <= now_s - WINDOW_S:
+            base = self._seen[0][1]
+        if not self._seen or self._seen[-1][0] <= now_s - _LEAST_SAMPLE_S:
+            self._seen.append((now_s, now))
+        return {key: _difference(fields, base.get(key, {})) for key, fields in now.items()}
+
+
+def quantiles(fields: _Counts, which: str, wanted: Sequence[float]) -> dict[float, float]:
+    """Returns quantiles in microseconds, NaN where nothing was counted.
+
+    Args:
+        fields: Counts of the summaries.
+        which: Of which summary.
+        wanted: The quantiles, 0 to 1.
+    """
+    prefix = f"{SUMMARY}{which}:"
+    counts = sorted((int(name[len(prefix) :]), count) for name, count in fields.items() if name.startswith(prefix))
+    total = sum(count for _, count in counts)
+    return {quantile: _value_at(counts, max(math.ceil(quantile * total), 1)) for quantile in wanted}
+
+
+def bucket_of(ns: int) -> int:
+    """Returns the number of the bucket that a latency is counted in; what takes a microsecond or less is in 0."""
+    return math.ceil(math.log(ns / 1000) / _BASE) if ns > 1000 else 0
+
+
+def _value_at(counts: Sequence[tuple[int, int]], rank: int) -> float:
+    so_far = 0
+    for number, count in counts:
+        so_far += count
+        if so_far >= rank:
+            return 2 * GROWTH**number / (GROWTH + 1) if number else 1.0
+    return math.nan
+
+
+def _difference(fields: _Counts, base: _Counts) -> dict[str, int]:
+    """Returns what was added; everything, where the statistics began anew meanwhile."""
+    if any(fields.get(name, 0) < count for name, count in base.items()):
+        return dict(fields)
+    return {name: count - base.get(name, 0) for name, count in fields.items()}
+
+
+_FIRST_FIELDS = [f"{FIRST_RESPONSE}:{bound:g}" for bound in (*FIRST_RESPONSE_BUCKETS_MS, float("inf"))]

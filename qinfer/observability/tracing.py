@@ -1,0 +1,232 @@
+"""OpenTelemetry traces: a small port, and the only module that imports `opentelemetry`, once traces are wanted.
+
+Traces are wanted when the standard environment variables say so (`is_wanted`); the SDK reads the others of them itself:
+endpoint, headers, sampler, batching of exports, resource. A trace's context travels as a W3C `traceparent`, a string.
+
+Instants are the broker's, in seconds (`ServerClock`), so that the spans of several machines fit together.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from qinfer.errors import SettingsError
+
+if TYPE_CHECKING:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import SpanProcessor
+    from opentelemetry.trace import Span as SdkSpan
+    from opentelemetry.trace import SpanContext
+
+GATEWAY, WORKER = "qinfer-gateway", "qinfer-worker"
+"""The names of the services; `OTEL_SERVICE_NAME` goes before."""
+
+MODEL, VERSION, REQUEST_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, ERROR = (
+    "qinfer.model",
+    "qinfer.version",
+    "qinfer.request_id",
+    "qinfer.batch_id",
+    "qinfer.batch_size",
+    "qinfer.attempt",
+    "error.type",
+)
+"""The attributes of spans; the tenant is none of them."""
+
+CLOSE_S = 3.0
+"""How long a process that ends waits for its last spans to be exported."""
+
+Attributes = Mapping[str, str | int]
+_SWITCHES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_PROTOCOL = "http/protobuf"
+_LENGTH = 55  # of a traceparent of version 00: 00-<32 digits>-<16 digits>-<2 digits>
+
+
+def is_wanted(environ: Mapping[str, str]) -> bool:
+    """Tells whether the environment asks for traces.
+
+    Args:
+        environ: The environment variables.
+    """
+    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return False
+    if environ.get("OTEL_TRACES_EXPORTER", "").strip().lower() == "none":
+        return False
+    return any(environ.get(name, "").strip() for name in _SWITCHES)
+
+
+def is_sampled(trace: str) -> bool:
+    """Tells by a `traceparent` whether somebody records its trace; false for what is none."""
+    return len(trace) >= _LENGTH and trace[2] == "-" and trace[52] == "-" and trace[54] in "13579bdf"
+
+
+def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") -> "Tracer | None":
+    """Returns what makes spans; `None` when nobody wants any, and then nothing was imported.
+
+    Args:
+        environ: The environment variables, which must be those of the process: the SDK reads them too.
+        service: `GATEWAY` or `WORKER`.
+        instance: This process's own name.
+
+    Raises:
+        SettingsError: The packages are missing, or the environment asks for what there is not.
+    """
+    if not is_wanted(environ):
+        return None
+    try:
+        import opentelemetry.sdk.trace  # noqa: F401  says whether the extra is there
+    except ImportError:
+        raise SettingsError(
+            f"{_asking(environ)} asks for traces, and the packages for it are not installed; "
+            "pip install 'qinfer[tracing]', or set OTEL_SDK_DISABLED=true"
+        ) from None
+    named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    attributes = {} if named else {"service.name": service}
+    if instance:
+        attributes["service.instance.id"] = instance
+    from opentelemetry.sdk.resources import Resource
+
+    return Tracer(_processors(environ), Resource.create(attributes))
+
+
+class Span:
+    """A span that has begun.
+
+    Args:
+        span: The SDK's.
+        trace: Its context, as `traceparent`, for whatever it causes.
+
+    Attributes:
+        trace: The same.
+    """
+
+    __slots__ = ("_span", "trace")
+
+    def __init__(self, span: "SdkSpan", trace: str) -> None:
+        self._span = span
+        self.trace = trace
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the sampler chose it."""
+        return self._span.is_recording()
+
+    def end(self, end_s: float, attributes: Attributes, error: tuple[str, str] | None = None) -> None:
+        """Ends it; what comes after the first time has no effect.
+
+        Args:
+            end_s: When it ended.
+            attributes: What is known of it by now.
+            error: Code and text of what went wrong.
+        """
+        span = self._span
+        if span.is_recording():
+            span.set_attributes(attributes)
+            if error is not None:
+                from opentelemetry.trace import Status, StatusCode
+
+                span.set_attribute(ERROR, error[0])
+                span.set_status(Status(StatusCode.ERROR, error[1]))
+        span.end(_ns(end_s))
+
+
+class Tracer:
+    """Makes the spans of one process.
+
+    Args:
+        processors: What takes them; each is shut down by `close`.
+        resource: What the process says of itself; by default what the environment says.
+    """
+
+    def __init__(self, processors: "Sequence[SpanProcessor]", resource: "Resource | None" = None) -> None:
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._api = trace
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        for processor in processors:
+            self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("qinfer")
+        self._kinds = {
+            "request": trace.SpanKind.SERVER,
+            "accept": trace.SpanKind.PRODUCER,
+            "batch": trace.SpanKind.CONSUMER,
+        }
+        self._propagator = TraceContextTextMapPropagator()
+
+    def start(self, name: str, parent: str, begin_s: float, links: Sequence[str] = ()) -> Span:
+        """Begins a span, if the sampler wants it: see `Span.is_recorded`.
+
+        Args:
+            name: What it is.
+            parent: The `traceparent` of what it is part of; empty, or none that can be read = a trace of its own.
+            begin_s: When it began.
+            links: The `traceparent`s of what it has to do with besides.
+        """
+        trace = self._api
+        others = [context for link in links if (context := self._context(link)).is_valid]
+        span = self._tracer.start_span(
+            name,
+            context=trace.set_span_in_context(trace.NonRecordingSpan(self._context(parent))),
+            kind=self._kinds.get(name, trace.SpanKind.INTERNAL),
+            links=[trace.Link(other) for other in others],
+            start_time=_ns(begin_s),
+        )
+        context = span.get_span_context()
+        flags = context.trace_flags
+        return Span(span, f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}")
+
+    def close(self) -> None:
+        """Exports what is left, within `CLOSE_S`; blocks."""
+        ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        ending.start()
+        ending.join(CLOSE_S)
+
+    def _context(self, text: str) -> "SpanContext":
+        """Reads a `traceparent`; what is none gives an invalid context."""
+        found = self._propagator.extract({"traceparent": text}) if text else None
+        return self._api.get_current_span(found).get_span_context() if found else self._api.INVALID_SPAN_CONTEXT
+
+
+def _processors(environ: Mapping[str, str]) -> "list[SpanProcessor]":
+    """Makes what exports spans, as `OTEL_TRACES_EXPORTER` lists it: `otlp` by default."""
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
+
+    processors: list[SpanProcessor] = []
+    for name in (environ.get("OTEL_TRACES_EXPORTER") or "otlp").split(","):
+        exporter = name.strip().lower()
+        if exporter == "otlp":
+            processors.append(BatchSpanProcessor(_otlp(environ)))
+        elif exporter == "console":
+            processors.append(BatchSpanProcessor(ConsoleSpanExporter()))
+        else:
+            raise SettingsError(
+                f"OTEL_TRACES_EXPORTER={name.strip()[:100]} is not known here; use otlp, console or none"
+            )
+    return processors
+
+
+def _otlp(environ: Mapping[str, str]) -> "OTLPSpanExporter":
+    for variable in _PROTOCOLS:
+        protocol = environ.get(variable, _PROTOCOL).strip()
+        if protocol and protocol != _PROTOCOL:
+            raise SettingsError(f"{variable}={protocol[:100]} is not supported; use {_PROTOCOL}, on port 4318 mostly")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        raise SettingsError(
+            f"{_asking(environ)} asks for traces over OTLP, whose exporter is not installed; "
+            "pip install 'qinfer[tracing]'"
+        ) from None
+    return OTLPSpanExporter()
+
+
+def _asking(environ: Mapping[str, str]) -> str:
+    """Returns the variable that asks for traces."""
+    return next(name for name in _SWITCHES if environ.get(name, "").strip())
+
+
+def _ns(instant_s: float) -> int:
+    return int(instant_s * 1e9)

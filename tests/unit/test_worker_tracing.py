@@ -1,0 +1,170 @@
+"""The worker's spans: what they are part of, and that requests which nobody records make none."""
+
+import logging
+
+import numpy as np
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from qinfer.backends.base import Batch
+from qinfer.backends.stub import StubBackend
+from qinfer.batching.execution import Execution, Pending
+from qinfer.clock import ServerClock
+from qinfer.delivery.base import Entry, Lane, Lease
+from qinfer.errors import BrokerUnavailable, DeadlineExceeded, InferenceFailed
+from qinfer.messages import InferRequest
+from qinfer.observability.tracing import Tracer
+from qinfer.testing import FakeClock
+from qinfer_workers.inference.tracing import Spans
+
+
+def traceparent(number: int, flags: str = "01") -> str:
+    return f"00-{number:032x}-{number:016x}-{flags}"
+
+
+class Bench:
+    """Spans, and what they made."""
+
+    def __init__(self) -> None:
+        self._made = InMemorySpanExporter()
+        self.clock = FakeClock()
+        self.spans = Spans(Tracer([SimpleSpanProcessor(self._made)]), ServerClock(self.clock, 0.0))
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self._made.get_finished_spans() if span.name == name]
+
+    @property
+    def count(self) -> int:
+        return len(self._made.get_finished_spans())
+
+
+def execution(*traces: str, error: InferenceFailed | None = None, apart: bool = False) -> Execution:
+    requests = [
+        InferRequest(model="m", version=3, id=f"r{i}", inputs=(), trace=trace) for i, trace in enumerate(traces)
+    ]
+    items = [
+        Pending(
+            rows=2,
+            key=None,
+            enqueued_s=1.0,
+            deadline_s=60.0,
+            lease=Lease(Entry(Lane("m", 3), f"1000-{position}"), "w", b"", deliveries=2),
+            request=request,
+        )
+        for position, request in enumerate(requests)
+    ]
+    batch = Batch(requests=requests, rows=[2] * len(items), inputs={"x": np.ones((2 * len(items), 2))})
+    run = Execution(items, batch, 500_000_000, apart=apart)
+    run.begin_ns, run.end_ns, run.error = 0, 4_000_000_000, error
+    run.answers = [() if error is None else None for _ in items]
+    return run
+
+
+def parent_of(span: ReadableSpan) -> int:
+    assert span.parent is not None
+    return span.parent.span_id
+
+
+def id_of(span: ReadableSpan) -> int:
+    assert span.context is not None
+    return int(span.context.span_id)
+
+
+def test_a_batch_is_recorded_for_those_who_record() -> None:
+    """Of three requests two are recorded: the batch has three, and is linked to these."""
+    bench, run = Bench(), execution(traceparent(1), traceparent(2, "00"), traceparent(3))
+
+    bench.spans.executed(run, 11.0)
+
+    (batch,), (execute,), queues = bench.named("batch"), bench.named("execute"), bench.named("queue")
+    assert [parent_of(span) for span in (batch, execute, *queues)] == [1, id_of(batch), 1, 3]
+    assert [link.context.span_id for link in batch.links] == [1, 3]
+    assert [[link.context.span_id for link in queue.links] for queue in queues] == [[id_of(batch)]] * 2
+    assert [(span.start_time, span.end_time) for span in (queues[0], batch, execute)] == [
+        (1_000_000_000, 10_500_000_000),
+        (10_500_000_000, 15_000_000_000),
+        (11_000_000_000, 15_000_000_000),
+    ]
+    about = {"qinfer.model": "m", "qinfer.version": 3, "qinfer.batch_id": run.batch_id, "qinfer.batch_size": 6}
+    assert execute.attributes == about
+    assert batch.attributes == about | {"qinfer.requests": 3}
+    assert queues[1].attributes == about | {"qinfer.request_id": "r2", "qinfer.attempt": 2}
+
+
+@pytest.mark.parametrize("trace", ["", traceparent(1, "00"), "nonsense"])
+async def test_what_nobody_records_makes_no_spans(trace: str) -> None:
+    """Nor does it publish through anything else."""
+    bench, run = Bench(), execution(trace)
+
+    async def publish() -> None:
+        return
+
+    bench.spans.executed(run, 11.0)
+    bench.spans.refused(run.items, DeadlineExceeded("too late"), 5.0)
+
+    assert bench.spans.around(run.items, publish) is publish
+    assert (bench.count, run.items[0].request.trace) == (0, trace)
+
+
+def test_a_batch_that_raised_runs_again_as_part_of_its_requests() -> None:
+    """It has the error; its halves are batches of the same requests, which waited once."""
+    bench, error = Bench(), InferenceFailed("boom")
+    bench.spans.executed(execution(traceparent(1), traceparent(2), error=error), 11.0)
+    bench.spans.executed(execution(traceparent(1), apart=True), 16.0)
+
+    first, second = bench.named("batch")
+    assert [(span.status.is_ok, span.status.description) for span in (first, second)] == [(False, "boom"), (True, None)]
+    assert (parent_of(first), parent_of(second)) == (1, 1)
+    assert len(bench.named("queue")) == 2
+
+
+async def test_each_try_to_publish_is_part_of_the_batch() -> None:
+    """That of a broker that is away has the error."""
+    bench, run = Bench(), execution(traceparent(1), traceparent(2))
+    bench.spans.executed(run, 11.0)
+    tries = 0
+
+    async def publish() -> None:
+        nonlocal tries
+        tries += 1
+        bench.clock.advance(1.0)
+        if tries == 1:
+            raise BrokerUnavailable("away")
+
+    work = bench.spans.around(run.items, publish)
+    with pytest.raises(BrokerUnavailable):
+        await work()
+    await work()
+
+    failed, done = bench.named("publish")
+    assert [parent_of(span) for span in (failed, done)] == [id_of(bench.named("batch")[0])] * 2
+    assert (failed.status.description, done.status.description) == ("away", None)
+    assert [(span.end_time or 0) - (span.start_time or 0) for span in (failed, done)] == [1_000_000_000] * 2
+
+
+def test_what_expires_has_waited() -> None:
+    """Its wait ends with the error."""
+    bench, run = Bench(), execution(traceparent(1))
+
+    bench.spans.refused(run.items, DeadlineExceeded("too late"), 5.0)
+
+    (queue,) = bench.named("queue")
+    assert (queue.end_time, queue.status.description) == (5_000_000_000, "too late")
+
+
+def test_a_batch_that_raises_names_itself_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """By the id that its spans have, and its requests."""
+
+    class Raising(StubBackend):
+        def execute(self, *_: object) -> None:
+            raise ValueError("odd")
+
+    run, other = execution("", ""), execution("")
+    with caplog.at_level(logging.ERROR):
+        run.run(Raising())
+
+    said = vars(caplog.records[0])
+    assert (said["model"], said["version"], said["items"], said["request_ids"]) == ("m", 3, 2, ["r0", "r1"])
+    assert said["batch_id"] == run.batch_id != other.batch_id

@@ -1,0 +1,111 @@
+"""The worker's spans, of requests that somebody records; all others cost it a look at their `trace` (`is_sampled`).
+
+    request (the gateway's) ─┬─ queue     enqueued → its batch begins; linked to the batch
+                             └─ batch     inputs made → executed; linked to all its requests
+                                ├─ execute
+                                └─ publish
+
+A batch belongs to the trace of its first recorded request, so that the trace of a request that ran alone has all of it.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from qinfer.batching.execution import Execution, Pending
+from qinfer.clock import ServerClock
+from qinfer.errors import QinferError
+from qinfer.observability.tracing import (
+    ATTEMPT,
+    BATCH_ID,
+    BATCH_SIZE,
+    MODEL,
+    REQUEST_ID,
+    VERSION,
+    Attributes,
+    Tracer,
+    is_sampled,
+)
+
+_Work = Callable[[], Awaitable[None]]
+
+
+class Spans:
+    """Makes them; the `Observer` of the worker's batchers, and of its publisher.
+
+    Args:
+        tracer: Takes them.
+        clock: The broker's time.
+    """
+
+    def __init__(self, tracer: Tracer, clock: ServerClock) -> None:
+        self._tracer = tracer
+        self._now_s = clock.now_s
+
+    def executed(self, execution: Execution, begin_s: float) -> None:
+        """See `qinfer.batching.ports.Observer.executed`; its answered items are part of the batch from now on."""
+        recorded = [item for item in execution.items if is_sampled(item.request.trace)]
+        if not recorded:
+            return
+        begins_s = begin_s - execution.input_ns / 1e9
+        end_s = begin_s + (execution.end_ns - execution.begin_ns) / 1e9
+        lane = recorded[0].lease.entry.lane
+        about: Attributes = {
+            MODEL: lane.model,
+            VERSION: lane.version,
+            BATCH_ID: execution.batch_id,
+            BATCH_SIZE: execution.batch.size,
+        }
+        error = None if execution.error is None else _told(execution.error)
+        requests = [item.request.trace for item in recorded]
+        batch = self._tracer.start("batch", requests[0], begins_s, requests)
+        if not execution.apart:  # what runs again has waited before
+            for item in recorded:
+                queue = self._tracer.start("queue", item.request.trace, item.enqueued_s, (batch.trace,))
+                queue.end(max(begins_s, item.enqueued_s), {**about, **_about(item)})
+        self._tracer.start("execute", batch.trace, begin_s).end(end_s, about, error)
+        batch.end(end_s, {**about, "qinfer.requests": len(execution.items)}, error)
+        for item, answer in zip(execution.items, execution.answers, strict=True):
+            if answer is not None and is_sampled(item.request.trace):
+                item.request.trace = batch.trace
+
+    def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
+        """See `qinfer.batching.ports.Observer.refused`."""
+        for item in items:
+            if is_sampled(item.request.trace):
+                queue = self._tracer.start("queue", item.request.trace, item.enqueued_s)
+                queue.end(max(now_s, item.enqueued_s), _about(item), _told(error))
+
+    def around(self, items: Sequence[Pending], publish: _Work) -> _Work:
+        """Returns work that publishes answers and makes a span of each try, or the same where nobody records any.
+
+        Args:
+            items: The items that are answered.
+            publish: The work.
+        """
+        batches = list(dict.fromkeys(item.request.trace for item in items if is_sampled(item.request.trace)))
+        if not batches:
+            return publish
+        lane = items[0].lease.entry.lane
+        about: Attributes = {MODEL: lane.model, VERSION: lane.version}
+
+        async def recorded() -> None:
+            spans = [self._tracer.start("publish", batch, self._now_s()) for batch in batches]
+            error = None
+            try:
+                await publish()
+            except QinferError as raised:
+                error = _told(raised)
+                raise
+            finally:
+                for span in spans:
+                    span.end(self._now_s(), about, error)
+
+        return recorded
+
+
+def _about(item: Pending) -> Attributes:
+    lane = item.lease.entry.lane
+    return {MODEL: lane.model, VERSION: lane.version, REQUEST_ID: item.request.id, ATTEMPT: item.lease.deliveries}
+
+
+def _told(error: QinferError) -> tuple[str, str]:
+    return error.code.value, error.message
