@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qinfer.cli.complete import model_names
 from qinfer.cli.console import DEFAULT_URL, JsonOption, UrlOption, print_json
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ EXAMPLE = "Example: qinfer bench digits --concurrency 64 --duration 10"
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="The model's name.")],
+    model: Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)],
     *,
     url: UrlOption = DEFAULT_URL,
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=10_000, help="Connections.")] = 64,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qinfer.cli.complete import model_names
 from qinfer.cli.console import JsonOption, print_json
 from qinfer.cli.status import DataDirOption, RedisOption
 
@@ -18,7 +19,7 @@ SHOW_EXAMPLE = "Example: qinfer dlq show digits 1700000000123-0 --output ./lette
 REPLAY_EXAMPLE = "Example: qinfer dlq replay digits 1700000000123-0   or   qinfer dlq replay digits --all"
 PURGE_EXAMPLE = "Example: qinfer dlq purge digits --all --yes"
 
-ModelArgument = Annotated[str, typer.Argument(help="The model's name.")]
+ModelArgument = Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)]
 IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids, as `dlq list` prints them.")]
 
 

@@ -18,7 +18,7 @@ import uvloop
 from qinfer.cli.console import CommandFailed
 from qinfer.client.flows import header_value, model_path
 from qinfer.codec.kserve_client import JSON_LENGTH_HEADER
-from qinfer.observability.metrics import BATCH_SIZE
+from qinfer.observability.catalogue import BATCH_SIZE
 
 CONNECT_TIMEOUT_S = 10.0
 LAST_ANSWERS_S = 10.0
@@ -119,8 +119,8 @@ def batch_counts(metrics_text: str, model: str) -> tuple[float, float]:
         for sample in family.samples:
             if sample.labels.get("model") != model:
                 continue
-            rows += sample.value if sample.name == f"{BATCH_SIZE}_sum" else 0.0
-            executions += sample.value if sample.name == f"{BATCH_SIZE}_count" else 0.0
+            rows += sample.value if sample.name == f"{BATCH_SIZE.name}_sum" else 0.0
+            executions += sample.value if sample.name == f"{BATCH_SIZE.name}_count" else 0.0
     return rows, executions
 
 

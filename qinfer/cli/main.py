@@ -1,4 +1,4 @@
-"""The command line: `qinfer up | infer | submit | jobs | label | bridge | status | models | keys | dlq | bench`.
+"""The command line: `qinfer up | infer | submit | jobs | label | bridge | status | queues | workers | models | …`.
 
 This module and the command modules hold options and help texts only, and import what a command needs when it runs:
 `qinfer --help` answers in the time that Python takes to start.
@@ -9,7 +9,24 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import bench, bridge, dlq, infer, jobs, keys, label, models, status, submit, up
+from qinfer.cli import (
+    autoscale,
+    bench,
+    bridge,
+    dlq,
+    doctor,
+    healthcheck,
+    infer,
+    jobs,
+    keys,
+    label,
+    models,
+    queues,
+    status,
+    submit,
+    up,
+    workers,
+)
 from qinfer.cli.console import ErrorsAsText
 
 app = typer.Typer(
@@ -23,15 +40,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("up", epilog=up.EXAMPLE, short_help="Run everything on this machine.")(up.up)
+app.command("autoscale", epilog=autoscale.EXAMPLE, short_help="Run as many workers as the work asks for.")(
+    autoscale.autoscale
+)
 app.command("infer", epilog=infer.EXAMPLE)(infer.infer)
 app.command("submit", epilog=submit.EXAMPLE, short_help="Have a model score files: a bulk job.")(submit.submit)
 app.add_typer(jobs.app, name="jobs", short_help="Bulk jobs: list, look, wait, cancel, resume.")
 app.command("label", epilog=label.EXAMPLE, short_help="Write pre-annotations of a bulk job's output.")(label.label)
 app.command("bridge", epilog=bridge.EXAMPLE, short_help="Move messages of a queue to a model and back.")(bridge.bridge)
 app.command("status", epilog=status.EXAMPLE, short_help="Show models, lanes and workers.")(status.status)
+app.command("queues", epilog=queues.EXAMPLE, short_help="Show what the lanes hold, and how much work it is.")(
+    queues.queues
+)
+app.command("workers", epilog=workers.EXAMPLE)(workers.workers)
+app.command("doctor", epilog=doctor.EXAMPLE, short_help="Find what is wrong here, and say what to do.")(doctor.doctor)
 app.add_typer(models.app, name="models", short_help="Synchronize, list, load and unload models.")
 app.add_typer(keys.app, name="keys")
 app.add_typer(dlq.app, name="dlq", short_help="Requests that were given up (dead letters).")
+app.add_typer(healthcheck.app, name="healthcheck", short_help="Is this machine's program well? For containers.")
 app.command("bench", epilog=bench.EXAMPLE, short_help="Load a model for a while, and measure it.")(bench.bench)
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qinfer.cli.complete import model_names
 from qinfer.cli.console import DEFAULT_URL, CommandFailed, JsonOption, UrlOption, print_json
-from qinfer.cli.status import DataDirOption, RedisOption, models_table
+from qinfer.cli.status import DataDirOption, RedisOption
 from qinfer.errors import QinferError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ RepositoryOption = Annotated[
         help="Directory or URL of the models; more than once for several. Default: QINFER_REPOSITORY__PATH, or models.",
     ),
 ]
-ModelArgument = Annotated[str, typer.Argument(help="The model's name.")]
+ModelArgument = Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)]
 
 
 @app.command("sync", epilog=SYNC_EXAMPLE, short_help="Read a repository and tell everyone.")
@@ -74,12 +75,13 @@ def list_models(
     from rich.console import Console
 
     from qinfer.cli.overview import redis_settings, run_overview
+    from qinfer.cli.tables import models_table
 
     overview = run_overview(redis_settings(redis, data_dir))
     if as_json:
         print_json(msgspec.to_builtins(overview.models))
     else:
-        Console().print(models_table(overview))
+        Console().print(models_table(overview.models))
 
 
 @app.command("index", epilog=INDEX_EXAMPLE, short_help="Show every model of the repositories.")
@@ -123,6 +125,7 @@ def load_model(
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for it.")] = 600.0,
     url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
 ) -> None:
     """Load a model, or load it anew if it has changed; wait until it is ready. For control mode explicit."""
     import base64
@@ -139,17 +142,23 @@ def load_model(
         parameters[f"file:{name}"] = base64.b64encode(_read(path)).decode()
     with GatewayClient(url, timeout_s=timeout) as client, _told_of_the_mode():
         client.load_model(model, parameters)
-    print(f"{model} is loaded")
+    if as_json:
+        print_json({"loaded": model})
+    else:
+        print(f"{model} is loaded")
 
 
 @app.command("unload", epilog=UNLOAD_EXAMPLE, short_help="Unload a model.")
-def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL) -> None:
+def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Unload a model: no request is accepted from now on, what waits is answered. For control mode explicit."""
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client, _told_of_the_mode():
         client.unload_model(model)
-    print(f"{model} is unloaded")
+    if as_json:
+        print_json({"unloaded": model})
+    else:
+        print(f"{model} is unloaded")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One look at the queue: models with their state, lanes with their depth, workers. For `status`, `models` and `up`."""
+"""One look at the installation: models, lanes, work, workers. For `status`, `queues`, `workers`, `models` and `up`."""
 
 import asyncio
 import math
@@ -9,19 +9,17 @@ import msgspec
 from pydantic import SecretStr
 
 from qinfer.cli import runfile
-from qinfer.control.base import ControlStore, State, StoredModel, WorkerRecord
-from qinfer.control.lanes import lanes_of
+from qinfer.control.base import BULK, ControlStore, State, WorkerRecord
 from qinfer.control.readiness import ModelStatus, assess
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import SyncedModel, start, sync
-from qinfer.delivery.base import Delivery, Lane
+from qinfer.control.work import VersionWork, read_work
+from qinfer.delivery.base import Delivery
 from qinfer.delivery.clients import admin_client
-from qinfer.delivery.jobs import bulk_lanes
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.errors import QinferError, SettingsError
-from qinfer.repository.config import from_json, to_spec
+from qinfer.errors import SettingsError
 from qinfer.repository.open import open_repositories
-from qinfer.settings import LimitSettings, RedisSettings, RepositorySettings, load_settings
+from qinfer.settings import RedisSettings, RepositorySettings, load_settings
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,16 +41,77 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A lane and how many entries it holds, waiting and in flight."""
+    """A lane.
+
+    Attributes:
+        model: The model's name.
+        version: The version.
+        name: The lane's name.
+        depth: How many entries it holds, waiting and in flight; of a bulk lane: shards.
+        in_flight: How many of them a worker holds.
+        oldest_age_s: How long its oldest entry has been in the queue; 0 when it is empty.
+    """
 
     model: str
     version: int
     name: str
     depth: int
+    in_flight: int = 0
+    oldest_age_s: float = 0.0
+
+
+class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The work of a model version, as autoscalers see it; see `qinfer.control.work.VersionWork`.
+
+    Attributes:
+        model: The model's name.
+        version: The version.
+        requests: Entries of its online lanes.
+        rows: The rows of those, and `bulk_rows`.
+        bulk_rows: Rows that open jobs have yet to do.
+        rows_per_s: What one worker does; 0 = not known.
+        work_s: Seconds that one worker would need for all rows.
+        oldest_age_s: The age of the oldest request.
+        workers: How many live workers have it READY.
+    """
+
+    model: str
+    version: int
+    requests: int
+    rows: int
+    bulk_rows: int
+    rows_per_s: float
+    work_s: float
+    oldest_age_s: float
+    workers: int
+
+
+class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model version in one worker, and how many requests of it execute there now."""
+
+    model: str
+    version: int
+    state: State
+    reason: str = ""
+    executing: int = 0
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A live worker; `ready` names what it serves as `model:version`."""
+    """A live worker.
+
+    Attributes:
+        id: Its id.
+        device: What it runs on.
+        ready: What it serves, as `model:version`.
+        executing: Requests in its batches now.
+        throughput_rps: Requests a second over its last heartbeats.
+        up_s: Seconds since its start.
+        host: The name of its machine or container.
+        state: `ready`, `loading`, `draining`, or `trouble` where it could not load a model.
+        models: What it has, whatever the state.
+        clock_offset_s: Redis' time minus its clock.
+        frame_versions: Frame versions that it can read.
+    """
 
     id: str
     device: str
@@ -60,14 +119,21 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     executing: int
     throughput_rps: float
     up_s: float
+    host: str = ""
+    state: str = "ready"
+    models: tuple[WorkerModel, ...] = ()
+    clock_offset_s: float = 0.0
+    frame_versions: tuple[int, ...] = ()
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """What `qinfer status` shows."""
+    """What `qinfer status` shows; `bulk_workers` are names such as `qinfer-bulk-7@host`."""
 
     models: tuple[ModelRow, ...]
     lanes: tuple[LaneRow, ...]
     workers: tuple[WorkerRow, ...]
+    work: tuple[WorkRow, ...] = ()
+    bulk_workers: tuple[str, ...] = ()
 
 
 def redis_settings(url: str, data_dir: Path) -> RedisSettings:
@@ -130,26 +196,14 @@ async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float
     now_s = delivery.clock.now_s()
     workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]  # not ahead of the rest
     desired = await store.desired()
-    stored = await store.models(desired)
-    statuses = assess(desired, stored, workers).values()
-    with_jobs = {model for model, _ in await delivery.jobs.models()}
-    lanes = [
-        lane
-        for status in statuses
-        for version in sorted(status.versions)
-        for lane in (
-            *_lanes(stored[status.model], version),
-            *(bulk_lanes(status.model, version) if status.model in with_jobs else ()),
-        )
-    ]
-    depths = await delivery.depth(lanes) if lanes else []
+    statuses = assess(desired, await store.models(desired), workers).values()
+    work = await read_work(store, delivery)
     return Overview(
         models=tuple(row for status in statuses for row in model_rows(status, workers)),
-        lanes=tuple(
-            LaneRow(model=lane.model, version=lane.version, name=lane.name, depth=depth)
-            for lane, depth in zip(lanes, depths, strict=True)
-        ),
+        lanes=await _lane_rows(work, delivery),
         workers=tuple(_worker_row(worker, now_s) for worker in workers),
+        work=tuple(_work_row(version) for version in work),
+        bulk_workers=tuple(await store.signs(BULK)),
     )
 
 
@@ -173,12 +227,34 @@ def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator
         )
 
 
-def _lanes(stored: StoredModel, version: int) -> tuple[Lane, ...]:
-    try:
-        lanes = lanes_of(to_spec(from_json(stored.config), LimitSettings()), version)
-    except QinferError:  # written by another qinfer, or never right: it has no lane that we could know
-        return ()
-    return tuple(Lane(stored.model, version, lane.name) for lane in lanes)
+async def _lane_rows(work: Sequence[VersionWork], delivery: Delivery) -> tuple[LaneRow, ...]:
+    lanes = [lane for version in work for lane in version.lanes]
+    in_flight = await delivery.in_flight([lane.lane for lane in lanes])
+    return tuple(
+        LaneRow(
+            model=lane.lane.model,
+            version=lane.lane.version,
+            name=lane.lane.name,
+            depth=lane.entries,
+            in_flight=min(held, lane.entries),  # it was asked for later
+            oldest_age_s=round(lane.oldest_age_s, 3),
+        )
+        for lane, held in zip(lanes, in_flight, strict=True)
+    )
+
+
+def _work_row(work: VersionWork) -> WorkRow:
+    return WorkRow(
+        model=work.model,
+        version=work.version,
+        requests=work.requests,
+        rows=work.rows,
+        bulk_rows=work.bulk_rows,
+        rows_per_s=round(work.rows_per_s, 3),
+        work_s=round(work.work_s, 6),
+        oldest_age_s=round(work.oldest_age_s, 3),
+        workers=len(work.workers),
+    )
 
 
 async def _overview(settings: RedisSettings, max_up_s: float) -> Overview:
@@ -198,23 +274,42 @@ async def _sync(settings: RedisSettings, repository: RepositorySettings, *, star
     try:
         if start_only:
             return await start(source, store, delivery, repository, again=True)
-        return await sync(source, store, delivery)
+        return await sync(source, store, delivery, min_workers=repository.min_workers)
     finally:
         await store.close()
         await delivery.close()
 
 
 def _worker_row(worker: WorkerRecord, now_s: float) -> WorkerRow:
+    models = tuple(
+        WorkerModel(
+            model=model,
+            version=version,
+            state=state.state,
+            reason=state.reason,
+            executing=worker.busy.get(model, {}).get(version, 0),
+        )
+        for model, versions in sorted(worker.models.items())
+        for version, state in sorted(versions.items())
+    )
     return WorkerRow(
         id=worker.id,
         device=worker.device,
-        ready=tuple(
-            f"{model}:{version}"
-            for model, versions in sorted(worker.models.items())
-            for version, state in sorted(versions.items())
-            if state.state is State.READY
-        ),
+        ready=tuple(f"{one.model}:{one.version}" for one in models if one.state is State.READY),
         executing=worker.executing,
         throughput_rps=worker.throughput_rps,
         up_s=max(0.0, now_s - worker.started_at),
+        host=worker.host,
+        state=_state(worker, {one.state for one in models}),
+        models=models,
+        clock_offset_s=round(worker.clock_offset_s, 3),
+        frame_versions=worker.frame_versions,
     )
+
+
+def _state(worker: WorkerRecord, states: set[State]) -> str:
+    if worker.draining:
+        return "draining"
+    if State.LOADING in states:
+        return "loading"
+    return "trouble" if State.UNAVAILABLE in states else "ready"

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qinfer.cli.complete import model_names
 from qinfer.cli.console import DEFAULT_URL, JsonOption, UrlOption
 from qinfer.cli.jobs import finish
 from qinfer.errors import InvalidRequest
@@ -16,7 +17,7 @@ EXAMPLE = (
     "Example: qinfer submit digits 's3://bucket/in/*.parquet' s3://bucket/out --column image=pixels --key id --wait"
 )
 
-ModelArgument = Annotated[str, typer.Argument(help="The model's name.")]
+ModelArgument = Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)]
 InputsArgument = Annotated[
     list[str],
     typer.Argument(metavar="INPUT...", help="Files or patterns: URLs, or paths, which the workers must see too."),

@@ -24,7 +24,7 @@ def print_summary(
     *,
     url: str,
     data: str,
-    workers: int,
+    workers: int | str,
     overview: Overview,
     example: ModelMetadata | None,
     grpc: str = "",
@@ -37,7 +37,7 @@ def print_summary(
         console: Where to.
         url: The gateway's.
         data: Where the queue is kept, in words.
-        workers: How many were started.
+        workers: How many were started, or in words how many there will be.
         overview: The models and their state.
         example: A READY model to show a request for.
         grpc: Where gRPC is served; empty = nowhere.

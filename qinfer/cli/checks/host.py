@@ -1,0 +1,114 @@
+"""This machine: ports and gateway, open files, disk, and whether the gateway may listen where it should."""
+
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from qinfer.cli import runfile
+from qinfer.cli.checks.report import Finding, ok, problem, warning
+from qinfer.cli.health import gateway_health
+from qinfer.cli.machine import Address
+from qinfer.control.api_keys import check_exposure
+from qinfer.errors import SettingsError
+from qinfer.settings import Settings
+
+FILES_WARNING, FILES_PROBLEM = 8192, 512
+"""File descriptors: a connection takes one."""
+DISK_WARNING_BYTES, DISK_PROBLEM_BYTES = 2 * 2**30, 200 * 2**20
+
+_TIMEOUT_S = 3.0
+
+
+def examine_files() -> Iterator[Finding]:
+    """Yields the finding about how many files a process may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        yield ok("open files", "no limit")
+        return
+    text = f"a process may have {soft:,} open (hard limit {hard:,}); each connection is one"
+    remedy = "raise it: ulimit -n 65536, LimitNOFILE= of systemd, or ulimits of docker-compose"
+    if soft < FILES_PROBLEM:
+        yield problem("open files", text, remedy)
+    elif soft < FILES_WARNING:
+        yield warning("open files", text, remedy)
+    else:
+        yield ok("open files", text)
+
+
+def examine_disks(settings: Settings, data_dir: Path) -> Iterator[Finding]:
+    """Yields a finding for each place where much may be written: data, models' copies, parts of bulk jobs."""
+    places = {"data directory": data_dir if data_dir.exists() else None}
+    places["model cache"] = Path(settings.repository.cache_dir) if settings.repository.cache_dir else None
+    places["spool directory"] = Path(settings.bulk.spool_dir) if settings.bulk.spool_dir else None
+    for name, path in places.items():
+        if path is not None:
+            yield _disk(name, path)
+
+
+def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
+    """Yields whether a gateway answers, or could listen at the ports of the settings."""
+    try:
+        check_exposure(settings.auth, settings.http.host)
+    except SettingsError as error:
+        yield problem("access", error.message)
+    run = runfile.read(data_dir)
+    if run is not None and run.is_alive():
+        health = gateway_health(run.url, ready=False, timeout_s=_TIMEOUT_S)
+        remedy = "look at the output of `qinfer up`"
+        yield (
+            ok("gateway", f"`qinfer up` runs: {health.text}")
+            if health.is_well
+            else problem("gateway", health.text, remedy)
+        )
+        return
+    health = gateway_health("", ready=False, timeout_s=_TIMEOUT_S)
+    if health.is_well:
+        yield ok("gateway", health.text)
+        return
+    taken = [address for address in _addresses(settings) if address.port and _is_taken(address)]
+    for address in taken:
+        variable = {"--http-port": "HTTP", "--grpc-port": "GRPC", "--metrics-port": "METRICS"}[address.option]
+        yield problem(
+            "ports",
+            f"port {address.port} is in use, and no gateway of qinfer answers there",
+            f"stop the program that has it, or set QINFER_{variable}__PORT",
+        )
+    if not taken:
+        ports = ", ".join(str(address.port) for address in _addresses(settings))
+        yield ok("gateway", f"none runs on this machine; its ports are free: {ports}")
+
+
+def _addresses(settings: Settings) -> list[Address]:
+    host = settings.http.host
+    found = [Address(host, settings.http.port, "--http-port")]
+    if settings.grpc.enabled:
+        found.append(Address(settings.grpc.host or host, settings.grpc.port, "--grpc-port"))
+    if settings.metrics.enabled:
+        found.append(Address(settings.metrics.host or host, settings.metrics.port, "--metrics-port"))
+    return found
+
+
+def _is_taken(address: Address) -> bool:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        socket.create_server((address.host, address.port), family=family).close()
+    except OSError:
+        return True
+    return False
+
+
+def _disk(name: str, path: Path) -> Finding:
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return problem(name, f"{path} can't be looked at: {error.strerror}")
+    text = f"{path}: {free / 2**30:.1f} GiB free"
+    remedy = "make room: what is queued or copied is written there"
+    if free < DISK_PROBLEM_BYTES:
+        return problem(name, text, remedy)
+    return warning(name, text, remedy) if free < DISK_WARNING_BYTES else ok(name, text)

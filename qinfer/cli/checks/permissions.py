@@ -1,0 +1,135 @@
+"""May this Redis user do what the programs do? Every command is tried, on keys of the check's own.
+
+On keys that are shared nothing is changed: what is removed from them has a name that nobody else uses.
+"""
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+from redis.exceptions import NoPermissionError, ResponseError
+
+from qinfer.cli.checks.report import Finding, ok, problem
+from qinfer.control.base import BULK
+from qinfer.delivery import keys
+from qinfer.settings import RedisSettings
+
+Words = tuple[str | int, ...]
+
+_OF_CLIENT = ("PING", "TIME", "CLIENT UNBLOCK")
+
+MODEL = "qinfer-doctor"
+"""The model whose partition the scratch keys are in; no request is ever queued for it."""
+
+
+def examine_permissions(
+    client: "redis.Redis | redis.RedisCluster", settings: RedisSettings, user: str, broker_db: int | None
+) -> Iterator[Finding]:
+    """Tries every command and every kind of key; blocking.
+
+    Args:
+        client: The connection, as the user that is judged.
+        settings: What is asked of Redis beyond the queue.
+        user: The user's name.
+        broker_db: The database of Celery's tasks, where they are in this Redis; `None` = they are not.
+
+    Raises:
+        RedisError: The connection broke.
+    """
+    subject = "permissions"
+    nonce = secrets.token_hex(8)
+    scratch = keys.prefix(MODEL, 0) + nonce
+    commands = [*_commands(scratch), *([("WAIT", 0, 1)] if settings.min_replicas else [])]
+    places = [*_places(nonce), *(_broker_places(broker_db, nonce) if broker_db is not None else ())]
+    try:
+        refused = [str(words[0]) for words in commands if not _may(client, words)]
+        closed = [] if len(refused) == len(commands) else [str(words[1]) for words in places if not _may(client, words)]
+    finally:
+        for name in _scratch_keys(scratch):
+            _may(client, ("UNLINK", name))
+    names = sorted(set(refused))
+    if names:
+        allow = " ".join(f"+{name.lower().replace(' ', '|')}" for name in names)
+        text = f"user '{user}' may not run {', '.join(names)}, or not on keys such as {scratch.replace(nonce, '…')}"
+        yield problem(subject, text, f"ACL SETUSER {user} {allow} ~qinfer:*")
+    if closed:
+        shown = ", ".join(name.replace(nonce, "…") for name in closed)
+        grants = " ".join(
+            dict.fromkeys(_grant(name, words[0]) for words in places if (name := str(words[1])) in closed)
+        )
+        yield problem(subject, f"user '{user}' may not use {shown}", f"ACL SETUSER {user} {grants}")
+    if not (names or closed):
+        yield ok(subject, f"user '{user}' may run the {len({str(w[0]) for w in commands})} commands that are needed")
+
+
+def command_names() -> set[str]:
+    """Returns the commands that are tried always, such as `XADD` and `XGROUP CREATE`."""
+    return {str(words[0]) for words in _commands("key")}
+
+
+def _commands(scratch: str) -> Iterator[Words]:
+    """Yields what the programs and their scripts run; each finds what the one before has left."""
+    text, other, table, row, ranks, stream = _scratch_keys(scratch)
+    yield from (("PING",), ("TIME",), ("CLIENT UNBLOCK", 0))
+    yield from (("SET", text, "1", "PX", 60_000), ("GET", text), ("EXISTS", text), ("STRLEN", text), ("TYPE", text))
+    yield from (("PTTL", text), ("PEXPIRE", text, 60_000), ("PERSIST", text), ("MEMORY USAGE", text))
+    yield from (("RENAME", text, other), ("DEL", text), ("UNLINK", other))
+    yield from (("HSET", table, "a", 1), ("HSETNX", table, "b", 1), ("HGET", table, "a"), ("HMGET", table, "a", "b"))
+    yield from (("HGETALL", table), ("HLEN", table), ("HINCRBY", table, "a", 1), ("HSCAN", table, 0))
+    yield ("HDEL", table, "a", "b")
+    yield from (("RPUSH", row, "a"), ("LRANGE", row, 0, 0), ("LTRIM", row, 1, 0))
+    yield from (("ZADD", ranks, 1, "a"), ("ZCARD", ranks), ("ZSCORE", ranks, "a"), ("ZRANGE", ranks, 0, -1))
+    yield from (("ZRANGEBYSCORE", ranks, 0, 1), ("ZREVRANGEBYSCORE", ranks, 1, 0), ("ZREM", ranks, "b"))
+    yield from (("ZREMRANGEBYSCORE", ranks, 5, 6), ("ZPOPMIN", ranks))
+    yield from (("XGROUP CREATE", stream, "g", "0", "MKSTREAM"), ("XADD", stream, "1-1", "f", "x"))
+    yield from (("XLEN", stream), ("XRANGE", stream, "-", "+"), ("XREAD", "STREAMS", stream, "0"))
+    yield ("XREADGROUP", "GROUP", "g", "c", "COUNT", 1, "STREAMS", stream, ">")
+    yield from (("XPENDING", stream, "g"), ("XCLAIM", stream, "g", "c", 0, "1-1"))
+    yield from (("XINFO CONSUMERS", stream, "g"), ("XACK", stream, "g", "1-1"), ("XDEL", stream, "1-1"))
+    yield from (("XTRIM", stream, "MAXLEN", 0), ("XGROUP DELCONSUMER", stream, "g", "c"))
+    yield from (("EVAL", "return 1", 1, stream), ("EVALSHA", "0" * 40, 1, stream))
+
+
+def _scratch_keys(scratch: str) -> tuple[str, ...]:
+    return tuple(f"{scratch}:{kind}" for kind in ("text", "other", "table", "row", "ranks", "stream"))
+
+
+def _places(nonce: str) -> Iterator[Words]:
+    """Yields a harmless write to every key that is not of one model."""
+    yield from (
+        ("HDEL", name, nonce) for name in (keys.desired(), keys.completions(), keys.settings(), keys.job_places())
+    )
+    yield from (("ZREM", name, nonce) for name in (keys.workers(), keys.signs(BULK), keys.jobs(), keys.open_jobs()))
+    yield ("XDEL", keys.control(), "0-1")
+    yield ("HDEL", keys.worker(nonce), nonce)
+    yield ("XDEL", keys.reply(f"reply:{nonce}"), "0-1")
+
+
+def _broker_places(db: int, nonce: str) -> Iterator[Words]:
+    """Yields the same for what Celery and its transport use."""
+    from qinfer.bulk.queue import QUEUE
+
+    yield ("LREM", QUEUE, 0, nonce)
+    yield from (("HDEL", "unacked", nonce), ("ZREM", "unacked_index", nonce), ("GET", "unacked_mutex"))
+    yield from (("SREM", f"_kombu.binding.{name}", nonce) for name in (QUEUE, "celeryev", "celery.pidbox"))
+    yield ("PUBLISH", f"/{db}.{MODEL}/{nonce}", "")
+
+
+def _grant(name: str, command: str | int) -> str:
+    if command == "PUBLISH":
+        return "&*"
+    return "~qinfer:*" if name.startswith("qinfer:") else f"~{name.split('.', maxsplit=1)[0]}*"
+
+
+def _may(client: Any, words: Words) -> bool:  # Any: the two clients share no typed interface
+    """Tells whether a command is allowed; what else is wrong with it is not the question here."""
+    if isinstance(client, redis.RedisCluster) and words[0] in _OF_CLIENT:
+        return True  # it would not be connected without them
+    try:
+        client.execute_command(*words)
+    except NoPermissionError:
+        return False
+    except ResponseError as error:
+        return not str(error).startswith("NOPERM")
+    return True

@@ -1,0 +1,251 @@
+"""Is Redis set up for a durable queue: version, eviction, files, memory, role, connections, and its clock.
+
+`examine_node` is pure: it judges what INFO and CONFIG GET of one node have told.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import redis
+from redis.exceptions import NoPermissionError, RedisClusterException, RedisError, ResponseError
+
+from qinfer.cli.checks.report import Finding, ok, problem, warning
+from qinfer.delivery.wire import MINIMUM_VERSION
+from qinfer.settings import RedisSettings
+
+SKEW_WARNING_S = 1.0
+SKEW_PROBLEM_S = 300.0
+"""Object stores refuse requests that were signed with a clock so wrong, some of them later."""
+
+_MEMORY_WARNING, _MEMORY_PROBLEM = 0.8, 0.95
+_CLIENTS_WARNING = 0.8
+_SETTINGS = (
+    "maxmemory-policy",
+    "appendonly",
+    "appendfsync",
+    "no-appendfsync-on-rewrite",
+    "maxmemory",
+    "maxclients",
+)
+_IN_FILE = "and put it into redis.conf"
+
+
+class Node(NamedTuple):
+    """What a node tells of itself.
+
+    Attributes:
+        place: Its host and port, or its socket.
+        info: INFO; empty where it is forbidden.
+        config: The settings that matter; empty where CONFIG GET is forbidden.
+        offset_s: Its clock minus this machine's.
+        is_private: It belongs to `qinfer up`.
+        at: Its place as the begin of a line, where there are several nodes.
+    """
+
+    place: str
+    info: Mapping[str, Any]
+    config: Mapping[str, str]
+    offset_s: float
+    is_private: bool = False
+    at: str = ""
+
+
+def nodes_of(client: "redis.Redis | redis.RedisCluster", place: str) -> list[Node]:
+    """Asks a node, or every primary of a cluster, about itself; blocking.
+
+    Raises:
+        RedisError, RedisClusterException, OSError: One can't be reached.
+    """
+    if isinstance(client, redis.RedisCluster):
+        client.ping()
+        primaries = client.get_primaries()  # type: ignore[no-untyped-call]  # redis-py has no types for it
+        nodes = [_ask(client.get_redis_connection(node), f"{node.host}:{node.port}") for node in primaries]
+        return [node._replace(at=f"{node.place}: ") for node in nodes]
+    return [_ask(client, place)]
+
+
+def examine_node(node: Node, settings: RedisSettings) -> Iterator[Finding]:
+    """Yields the findings about one node."""
+    if not node.info:
+        yield warning("Redis", f"{node.at}INFO is forbidden: version, memory and role are not checked")
+    else:
+        yield _version(node)
+        yield from _role(node, settings)
+        yield from _memory(node)
+        yield from _files(node)
+        yield from _clients(node)
+    if not node.config:
+        yield warning("Redis settings", f"{node.at}CONFIG GET is forbidden: eviction and durability are not checked")
+    else:
+        yield _policy(node)
+        yield _durability(node, settings)
+    yield clock("clock of Redis", node.offset_s, f"{node.at}Redis minus this machine")
+
+
+def clock(subject: str, offset_s: float, what: str) -> Finding:
+    """Returns the finding about a difference of clocks."""
+    text = f"{what}: {offset_s:+.2f} s"
+    if abs(offset_s) >= SKEW_PROBLEM_S:
+        return problem(subject, text, "set the clocks by NTP: object stores and TLS refuse wrong ones")
+    if abs(offset_s) >= SKEW_WARNING_S:
+        return warning(subject, text, "set the clocks by NTP: the queue goes by Redis' clock, but logs do not")
+    return ok(subject, text)
+
+
+def reason_of(error: Exception, place: str) -> tuple[str, str]:
+    """Returns why Redis can't be asked, and what to do."""
+    if isinstance(error, redis.exceptions.AuthenticationError):
+        return f"{place} refuses the user name or password", "correct them in QINFER_REDIS__URL"
+    if isinstance(error, NoPermissionError):
+        return f"{place}: {error}", "allow this user what qinfer needs"
+    remedy = "start it, or correct QINFER_REDIS__URL or --redis"
+    if isinstance(error, redis.exceptions.TimeoutError):
+        return f"{place} does not answer in time", remedy
+    return f"{place} can't be reached: {error}", remedy
+
+
+def _ask(client: redis.Redis, place: str) -> Node:
+    begin_s = time.time()
+    seconds, microseconds = client.time()
+    end_s = time.time()
+    offset_s = seconds + microseconds / 1e6 - (begin_s + end_s) / 2
+    try:
+        info = dict(client.info())
+    except ResponseError:
+        info = {}
+    config: dict[str, str] = {}
+    for name in _SETTINGS:
+        try:
+            config |= {_text(key): _text(value) for key, value in dict(client.config_get(name)).items()}
+        except ResponseError:
+            config = {}
+            break
+    return Node(place, info, config, offset_s, is_private=place.startswith("/"))
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _version(node: Node) -> Finding:
+    version = str(node.info.get("valkey_version") or node.info.get("redis_version", ""))
+    name = "Valkey" if "valkey_version" in node.info else "Redis"
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if numbers < MINIMUM_VERSION:
+        return problem("Redis version", f"{name} {version} at {node.place}", "upgrade it to 6.2 or newer")
+    return ok("Redis version", f"{name} {version} at {node.place}")
+
+
+def _role(node: Node, settings: RedisSettings) -> Iterator[Finding]:
+    is_cluster = node.info.get("redis_mode") == "cluster"
+    if is_cluster != settings.cluster:
+        wanted = "true" if is_cluster else "false"
+        text = f"{node.at}it runs in {node.info.get('redis_mode')} mode"
+        yield problem("Redis mode", text, f"set QINFER_REDIS__CLUSTER={wanted}")
+    if node.info.get("role") in ("slave", "replica"):
+        text = f"{node.at}it is a replica, which takes no writes"
+        yield problem("Redis role", text, "name the primary, or the Sentinels, in QINFER_REDIS__URL")
+    replicas = int(node.info.get("connected_slaves", 0))
+    if replicas < settings.min_replicas:
+        text = f"{node.at}it has {replicas} replicas; QINFER_REDIS__MIN_REPLICAS asks for {settings.min_replicas}"
+        yield problem("Redis replicas", text, "no asynchronous request is accepted: start replicas, or ask for fewer")
+    if node.info.get("loading"):
+        yield problem("Redis", f"{node.at}it is loading its data", "wait for it")
+
+
+def _policy(node: Node) -> Finding:
+    policy = node.config.get("maxmemory-policy", "")
+    if policy == "noeviction":
+        return ok("eviction", f"{node.at}maxmemory-policy noeviction")
+    text = f"{node.at}Redis may evict queued requests (maxmemory-policy {policy})"
+    return problem("eviction", text, f"run CONFIG SET maxmemory-policy noeviction, {_IN_FILE}")
+
+
+def _durability(node: Node, settings: RedisSettings) -> Finding:
+    """Judges the append-only file as `qinfer.delivery.durability` does at the start of a program."""
+    subject = "durability"
+    keeps, syncs = node.config.get("appendonly"), node.config.get("appendfsync")
+    text = f"{node.at}appendonly {keeps}, appendfsync {syncs}; QINFER_REDIS__DURABILITY={settings.durability}"
+    wants_always = settings.durability == "always"
+    make = problem if wants_always else warning
+    if keeps == "no":
+        return make(
+            subject, f"{text}: a restart of Redis loses what is queued", f"run CONFIG SET appendonly yes, {_IN_FILE}"
+        )
+    if syncs == "no":
+        return make(
+            subject,
+            f"{text}: power loss costs about 30 s of requests",
+            f"run CONFIG SET appendfsync {settings.durability}, {_IN_FILE}",
+        )
+    if wants_always and syncs == "always" and node.config.get("no-appendfsync-on-rewrite") == "yes":
+        return problem(subject, f"{text}: it does not sync during rewrites", "set no-appendfsync-on-rewrite no")
+    if wants_always and syncs != "always" and not _knows_waitaof(node.info):
+        return problem(
+            subject,
+            f"{text}: this Redis has no WAITAOF",
+            "set appendfsync always, or upgrade to Redis 7.2, or set QINFER_REDIS__DURABILITY=everysec",
+        )
+    return ok(subject, text)
+
+
+def _knows_waitaof(info: Mapping[str, Any]) -> bool:
+    numbers = str(info.get("redis_version", "")).split(".")[:2]
+    return not info or tuple(int(part) for part in numbers if part.isdecimal()) >= (7, 2)
+
+
+def _memory(node: Node) -> Iterator[Finding]:
+    used, limit = int(node.info.get("used_memory", 0)), int(node.info.get("maxmemory", 0))
+    system = int(node.info.get("total_system_memory", 0))
+    most = limit or system
+    if not most:
+        return
+    share = used / most
+    of = f"maxmemory {_size(limit)}" if limit else f"the machine's {_size(system)}"
+    text = f"{node.at}{_size(used)} of {of} used ({share:.0%})"
+    remedy = "give Redis more memory, or let workers catch up: a full Redis refuses requests"
+    if share >= _MEMORY_PROBLEM:
+        yield problem("memory of Redis", text, remedy)
+    elif share >= _MEMORY_WARNING:
+        yield warning("memory of Redis", text, remedy)
+    elif not limit and not node.is_private:
+        yield warning(
+            "memory of Redis",
+            f"{text}; there is no maxmemory",
+            "set maxmemory below the machine's memory: else the system kills Redis when it is short",
+        )
+    else:
+        yield ok("memory of Redis", text)
+
+
+def _files(node: Node) -> Iterator[Finding]:
+    info = node.info
+    if info.get("aof_enabled") and info.get("aof_last_write_status") == "err":
+        yield problem("files of Redis", f"{node.at}it can't write its append-only file", "look at its disk and log")
+    if info.get("rdb_last_bgsave_status") == "err":
+        yield warning(
+            "files of Redis",
+            f"{node.at}the last background save failed",
+            "look at its disk and log; with stop-writes-on-bgsave-error it refuses writes",
+        )
+
+
+def _clients(node: Node) -> Iterator[Finding]:
+    limit = int(node.config.get("maxclients") or node.info.get("maxclients", 0))
+    here = int(node.info.get("connected_clients", 0))
+    if limit and here >= _CLIENTS_WARNING * limit:
+        yield warning("connections of Redis", f"{node.at}{here} of {limit}", "raise maxclients")
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+ERRORS: tuple[type[Exception], ...] = (RedisError, RedisClusterException, OSError)
+"""What asking a Redis may raise."""

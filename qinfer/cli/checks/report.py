@@ -1,0 +1,90 @@
+"""What a check has found, and how it is shown."""
+
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+
+import msgspec
+
+HIDDEN = "…"
+"""Stands where a secret was."""
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report.
+
+    Attributes:
+        subject: What was looked at.
+        level: How bad it is.
+        text: What was found.
+        remedy: What to do; empty where nothing is to be done.
+    """
+
+    subject: str
+    level: Level
+    text: str
+    remedy: str = ""
+
+
+def ok(subject: str, text: str) -> Finding:
+    """Returns a finding that all is well."""
+    return Finding(subject, Level.OK, text)
+
+
+def warning(subject: str, text: str, remedy: str = "") -> Finding:
+    """Returns a finding of something that works and may not do so for long, or not as it should."""
+    return Finding(subject, Level.WARNING, text, remedy)
+
+
+def problem(subject: str, text: str, remedy: str = "") -> Finding:
+    """Returns a finding of something that does not work."""
+    return Finding(subject, Level.PROBLEM, text, remedy)
+
+
+def without(secrets: Iterable[str], findings: Iterable[Finding]) -> list[Finding]:
+    """Returns the findings with every secret hidden, whoever wrote it into a message."""
+    hidden = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
+
+    def clean(text: str) -> str:
+        for secret in hidden:
+            text = text.replace(secret, HIDDEN)
+        return text
+
+    return [Finding(finding.subject, finding.level, clean(finding.text), clean(finding.remedy)) for finding in findings]
+
+
+def as_builtins(findings: Sequence[Finding]) -> dict[str, object]:
+    """Returns the report as JSON has it."""
+    counts = {level.value: sum(finding.level is level for finding in findings) for level in Level}
+    return {"counts": counts, "findings": msgspec.to_builtins(findings)}
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Prints the report for people."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    colours = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for finding in findings:
+        text = Text(finding.text)
+        if finding.remedy:
+            text.append(f"\n→ {finding.remedy}", style="cyan")
+        table.add_row(Text(finding.level.value, style=colours[finding.level]), Text(finding.subject), text)
+    console.print(table)
+    problems, warnings = (sum(f.level is level for f in findings) for level in (Level.PROBLEM, Level.WARNING))
+    console.print(Padding(Text(f"{_count(problems, 'problem')}, {_count(warnings, 'warning')}"), (1, 0, 0, 0)))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"

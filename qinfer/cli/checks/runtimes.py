@@ -1,0 +1,158 @@
+"""Which backends work here, and which GPUs there are. Each runtime is loaded in a process of its own: it may crash."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from qinfer.backends.registry import ENTRY_POINT_GROUP
+from qinfer.cli.checks.report import Finding, ok, problem, warning
+
+_LIMIT_S = 90.0
+
+
+class Runtime(NamedTuple):
+    """What a backend stands on.
+
+    Attributes:
+        module: What is imported.
+        packages: The distributions that may bring it.
+        extra: What to install.
+        devices: A Python expression, after the import, for what it can use.
+    """
+
+    module: str
+    packages: tuple[str, ...]
+    extra: str
+    devices: str
+
+
+RUNTIMES: Mapping[str, Runtime] = {
+    "onnxruntime": Runtime(
+        "onnxruntime",
+        ("onnxruntime-gpu", "onnxruntime"),
+        "onnx",
+        "[p.removesuffix('ExecutionProvider') for p in onnxruntime.get_available_providers()]",
+    ),
+    "pytorch": Runtime(
+        "torch",
+        ("torch",),
+        "torch",
+        "['CPU', *(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))]",
+    ),
+    "tensorrt": Runtime("tensorrt", ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "tensorrt", "[]"),
+    "openvino": Runtime("openvino", ("openvino",), "openvino", "list(openvino.Core().available_devices)"),
+}
+
+
+class Loaded(NamedTuple):
+    """What became of loading a runtime: its devices, or why it can't be loaded."""
+
+    devices: tuple[str, ...]
+    error: str = ""
+
+
+def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Finding]:
+    """Yields a finding for each backend.
+
+    Args:
+        needed: Backend → a model of the repositories that needs it.
+        load: Load the runtimes; else only their packages are looked for.
+    """
+    installed = {name: runtime for name, runtime in RUNTIMES.items() if find_spec(runtime.module) is not None}
+    with ThreadPoolExecutor(2, thread_name_prefix="runtimes") as threads:
+        loaded = dict(zip(installed, threads.map(load_runtime, installed.values()), strict=True)) if load else {}
+    for name, runtime in RUNTIMES.items():
+        if name not in installed:
+            yield _absent(name, runtime, needed.get(name, ""))
+            continue
+        text = f"{runtime.module} {_version(runtime)}".rstrip()
+        if error := loaded.get(name, Loaded(())).error:
+            remedy = f"install it anew: pip install --force-reinstall 'qinfer[{runtime.extra}]'"
+            yield problem(f"backend {name}", f"{text} is installed and can't be loaded: {error}", remedy)
+        else:
+            devices = ", ".join(loaded[name].devices) if name in loaded else ""
+            yield ok(f"backend {name}", f"{text}; {devices}" if devices else text)
+    yield ok("backend python", f"Python {sys.version.split()[0]}, in processes of its own")
+    for name in sorted(entry_points(group=ENTRY_POINT_GROUP).names):
+        yield ok(f"backend {name}", "of another package")
+    if not installed:
+        yield warning(
+            "backends", "no runtime is installed: a worker here runs python models only", "pip install 'qinfer[onnx]'"
+        )
+
+
+def load_runtime(runtime: Runtime) -> Loaded:
+    """Loads a runtime in a process of its own; blocking, for seconds."""
+    code = f"import json, {runtime.module}; print(); print(json.dumps({runtime.devices}))"
+    try:
+        done = subprocess.run(  # noqa: S603 - our own interpreter and words
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Loaded((), f"it takes more than {_LIMIT_S:g} s")
+    if done.returncode < 0:
+        return Loaded((), f"it crashes (signal {-done.returncode})")
+    if done.returncode:
+        return Loaded((), (done.stderr.strip().splitlines() or ["unknown"])[-1])
+    return Loaded(tuple(map(str, json.loads(done.stdout.strip().splitlines()[-1]))))
+
+
+def examine_gpus(dev: Path = Path("/dev")) -> Iterator[Finding]:
+    """Yields a finding for each NVIDIA GPU, or that there is none.
+
+    Args:
+        dev: Where the system has its devices.
+    """
+    here = sorted(path.name for path in dev.glob("nvidia[0-9]*"))
+    if find_spec("pynvml") is None:
+        if here:
+            text = f"{', '.join(here)}; its driver can't be asked"
+            yield warning("GPU", text, "pip install 'qinfer[gpu]', for the metrics of the GPU too")
+        else:
+            yield ok("GPU", "none")
+        return
+    import pynvml  # type: ignore[import-untyped]  # it has no types
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if here:
+            yield problem("GPU", f"{', '.join(here)}; the driver does not answer: {error}", "install NVIDIA's driver")
+        else:
+            yield ok("GPU", "none")
+        return
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            used, total = (int(count) / 2**30 for count in (memory.used, memory.total))
+            name = pynvml.nvmlDeviceGetName(handle)
+            yield ok(f"GPU {number}", f"{name}, driver {driver}, {used:.1f} of {total:.1f} GiB used")
+    except pynvml.NVMLError as error:
+        yield warning("GPU", f"the driver does not tell: {error}")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _absent(name: str, runtime: Runtime, model: str) -> Finding:
+    remedy = f"pip install 'qinfer[{runtime.extra}]'"
+    if model:
+        text = f"not installed here, and model '{model}' needs it where workers run"
+        return warning(f"backend {name}", text, remedy)
+    return ok(f"backend {name}", "not installed")
+
+
+def _version(runtime: Runtime) -> str:
+    for package in runtime.packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return ""

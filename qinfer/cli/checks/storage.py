@@ -1,0 +1,109 @@
+"""The model repositories with every model's configuration, and the object stores that the settings name."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import unquote, urlsplit
+
+from qinfer.cli.checks.report import Finding, ok, problem, warning
+from qinfer.errors import QinferError, SettingsError
+from qinfer.repository.base import RepositoryModel
+from qinfer.repository.open import open_repositories
+from qinfer.settings import RepositorySettings, Settings
+
+T = TypeVar("T")
+
+_LIMIT_S = 30.0
+_DEFAULT = "models"
+
+
+def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[RepositoryModel]]:
+    """Reads every model of the repositories; blocking.
+
+    Returns:
+        What was found, and the models.
+    """
+    subject = "model repository"
+    is_default = settings.path == _DEFAULT
+    if is_default and not Path(_DEFAULT).is_dir():
+        text = f"there is no directory '{_DEFAULT}' here; nothing else is set"
+        return [warning(subject, text, "give --model-repository or QINFER_REPOSITORY__PATH, where models are read")], ()
+    try:
+        models = _within(open_repositories(settings).scan)
+    except (SettingsError, TimeoutError) as error:
+        text = error.message if isinstance(error, SettingsError) else f"it did not answer in {_LIMIT_S:g} s"
+        return [
+            problem(subject, f"{_shown(settings.path)}: {text}", "correct QINFER_REPOSITORY__PATH, or its store")
+        ], ()
+    wrong = [model for model in models if model.error]
+    findings = [
+        problem(
+            "model", f"{model.name}: {model.error}", "correct its files; docs/reference/model-config.md has the fields"
+        )
+        for model in wrong
+    ]
+    place = _shown(settings.path)
+    if not models:
+        findings.append(warning(subject, f"{place} has no model"))
+    else:
+        findings.append(ok(subject, f"{place}: {len(models) - len(wrong)} of {len(models)} models are valid"))
+    return findings, models
+
+
+def needed_backends(models: Sequence[RepositoryModel]) -> dict[str, str]:
+    """Returns the backends that models name, each with one of the models."""
+    return {model.config.backend: model.name for model in reversed(models) if model.config is not None}
+
+
+def examine_stores(settings: Settings) -> Iterator[Finding]:
+    """Yields whether each store of the settings can be listed; blocking."""
+    if not settings.stores.allow:
+        yield ok("stores", "requests may name none (QINFER_STORES__ALLOW), so that there are no bulk jobs")
+    for url in settings.stores.allow:
+        yield _store(f"store {_shown(url)}", url)
+    if settings.limits.payload_url:
+        yield _store("payload store", settings.limits.payload_url)
+
+
+def _store(subject: str, url: str) -> Finding:
+    remedy = "check the bucket, and the credentials and endpoint in the store's own variables"
+    parts = urlsplit(url)
+    if parts.scheme in ("file", "local"):
+        path = Path(unquote(parts.path))
+        if not path.is_dir():
+            return problem(subject, f"{path} is no directory on this machine", "make it, or mount it")
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            return warning(subject, f"{path} can't be written by this user", "needed where jobs write")
+        return ok(subject, "it can be read and written")
+    try:
+        from qinfer.bulk.store import store_for
+
+        _within(lambda: next(iter(store_for(url).scan(url)), None))
+    except QinferError as error:
+        return problem(subject, error.message, remedy)
+    except TimeoutError:
+        return problem(subject, f"it did not answer in {_LIMIT_S:g} s", remedy)
+    return ok(subject, "it can be listed")
+
+
+def _within(work: Callable[[], T]) -> T:
+    """Runs what blocks, in a thread that is left alone when it takes too long.
+
+    Raises:
+        TimeoutError: It took too long.
+    """
+    threads = ThreadPoolExecutor(1, thread_name_prefix="doctor")
+    try:
+        return threads.submit(work).result(_LIMIT_S)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _shown(path: str) -> str:
+    """Returns a repository's path or URL without what may be a password."""
+    parts = urlsplit(path)
+    return (
+        path.replace(f"{parts.netloc.rpartition('@')[0]}@", "") if "@" in parts.netloc and ":" in parts.netloc else path
+    )

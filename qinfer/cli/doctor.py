@@ -1,0 +1,43 @@
+"""`qinfer doctor`: what is wrong here, and what to do."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qinfer.cli.console import JsonOption, print_json
+from qinfer.cli.models import RepositoryOption
+from qinfer.cli.status import DataDirOption, RedisOption
+
+EXAMPLE = "Example: qinfer doctor   or   qinfer doctor --redis redis://queue:6379/0 --model-repository ./models"
+
+
+def doctor(
+    *,
+    model_repository: RepositoryOption = None,
+    runtimes: Annotated[
+        bool, typer.Option("--runtimes/--no-runtimes", help="Load each backend's runtime, which takes seconds.")
+    ] = True,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    as_json: JsonOption = False,
+) -> None:
+    """Look at Redis, workers, models, stores and this machine, as a program with these variables would find them.
+
+    Each line is ok, a warning, or a problem, with what to do about it. Nothing is changed; secrets are not shown.
+
+    Exit codes: 0 no problem (there may be warnings), 1 a problem.
+    """
+    from rich.console import Console
+
+    from qinfer.cli.checks.all import examine
+    from qinfer.cli.checks.report import Level, as_builtins, print_findings
+
+    with Console(stderr=True).status("looking…"):
+        findings = examine(redis, data_dir, model_repository or (), runtimes=runtimes)
+    if as_json:
+        print_json(as_builtins(findings))
+    else:
+        print_findings(findings)
+    if any(finding.level is Level.PROBLEM for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,83 @@
+"""`qinfer healthcheck`: is the program of this container well? For health checks of containers, without curl."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qinfer.cli.console import JsonOption, print_json
+from qinfer.cli.status import DataDirOption, RedisOption
+
+app = typer.Typer(
+    help="Is the program of this machine or container well? Exit code 0 = yes, 1 = no.", no_args_is_help=True
+)
+
+GATEWAY_EXAMPLE = "Example: qinfer healthcheck gateway   or   qinfer healthcheck gateway --ready"
+WORKER_EXAMPLE = "Example: qinfer healthcheck worker   or   qinfer healthcheck worker --ready"
+BULK_EXAMPLE = "Example: qinfer healthcheck bulk"
+
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds that it may take.")]
+UrlOption = Annotated[
+    str, typer.Option("--url", help="The gateway; default: the one of this machine, by QINFER_HTTP__PORT.")
+]
+
+
+@app.command("gateway", epilog=GATEWAY_EXAMPLE)
+def gateway(
+    *,
+    ready: Annotated[bool, typer.Option("--ready", help="Should it get requests? Without: does it live?")] = False,
+    url: UrlOption = "",
+    timeout: TimeoutOption = 3.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask the gateway of this machine: GET /v2/health/live, or with --ready GET /v2/health/ready."""
+    from qinfer.cli.health import gateway_health
+
+    _tell("gateway", gateway_health(url, ready=ready, timeout_s=timeout), as_json=as_json)
+
+
+@app.command("worker", epilog=WORKER_EXAMPLE)
+def worker(
+    *,
+    ready: Annotated[bool, typer.Option("--ready", help="Has it its models? Without: does it live?")] = False,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    timeout: TimeoutOption = 3.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Look for the heartbeat of a worker of this host.
+
+    While Redis is away a worker counts as alive, for a restart would not help; with --ready it counts as not ready.
+    """
+    from qinfer.cli.health import RedisPlace, worker_health
+
+    _tell("worker", worker_health(RedisPlace(redis, data_dir), ready=ready, timeout_s=timeout), as_json=as_json)
+
+
+@app.command("bulk", epilog=BULK_EXAMPLE)
+def bulk(
+    *,
+    ready: Annotated[bool, typer.Option("--ready", help="Is Redis there, too?")] = False,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    timeout: TimeoutOption = 3.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Look for the sign of life of a bulk worker of this host.
+
+    While Redis is away a bulk worker counts as alive, for a restart would not help; with --ready it does not.
+    """
+    from qinfer.cli.health import RedisPlace, bulk_health
+
+    _tell("bulk", bulk_health(RedisPlace(redis, data_dir), ready=ready, timeout_s=timeout), as_json=as_json)
+
+
+def _tell(program: str, health: "tuple[bool, str]", *, as_json: bool) -> None:
+    """Prints what was found; exits with 1 where it is not well."""
+    is_well, text = health
+    if as_json:
+        print_json({"program": program, "healthy": is_well, "detail": text})
+    else:
+        typer.echo(f"{program}: {text}", err=not is_well)
+    if not is_well:
+        raise typer.Exit(1)

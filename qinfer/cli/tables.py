@@ -1,0 +1,162 @@
+"""Models, lanes and workers as tables: what `status`, `queues`, `workers` and `models list` print."""
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.box import SIMPLE
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from qinfer.cli.overview import LaneRow, ModelRow, Overview, WorkerRow, WorkRow
+
+NO_WORKER = "no live worker: requests wait in their lanes"
+
+_COLOURS = {
+    "READY": "green", "UNAVAILABLE": "red", "ready": "green", "trouble": "red", "loading": "yellow",
+    "draining": "yellow",
+}  # fmt: skip
+
+
+def overview_tables(overview: Overview) -> RenderableType:
+    """Returns all that `status` shows."""
+    work = {(row.model, row.version): row for row in overview.work}
+    parts: list[RenderableType] = [_models_with_work(overview.models, work)]
+    parts += [Text(f"{row.name} {row.version or ''}".rstrip() + f": {row.reason}") for row in reasons(overview.models)]
+    held = [lane for lane in overview.lanes if lane.depth]
+    if held:
+        parts.append(_lanes_table(held, work))
+    else:
+        parts.append(Text(f"Lanes: {len(overview.lanes)}, all empty" if overview.lanes else "Lanes: there are none"))
+    parts.append(Text())
+    if overview.workers:
+        parts.append(_workers_table(overview.workers))
+        rps = sum(worker.throughput_rps for worker in overview.workers)
+        executing = sum(worker.executing for worker in overview.workers)
+        parts.append(Text(f"all workers: {executing:,} executing, {rps:,.0f} requests/s"))
+    else:
+        parts.append(Text(NO_WORKER, style="yellow"))
+    if overview.bulk_workers:
+        parts.append(Text(f"bulk workers: {', '.join(overview.bulk_workers)}"))
+    return Group(*parts)
+
+
+def models_table(models: Iterable[ModelRow]) -> Table:
+    """Returns the models with their state, and why they are not READY."""
+    table = Table("model", "version", "state", "reason", title="Models", title_justify="left")
+    for model in models:
+        version = str(model.version) if model.version else "-"
+        table.add_row(Text(model.name), version, _state(model.state), Text(model.reason))
+    return table
+
+
+def queues_tables(lanes: Sequence[LaneRow], work: Sequence[WorkRow]) -> RenderableType:
+    """Returns all lanes with what they hold, and the work of each model version."""
+    if not lanes:
+        return Text("there are no lanes: no model is to be loaded")
+    return Group(_lanes_table(lanes, {(row.model, row.version): row for row in work}, has_work=True))
+
+
+def workers_tables(workers: Sequence[WorkerRow], bulk_workers: Sequence[str]) -> RenderableType:
+    """Returns the workers with all that their heartbeats tell, and the bulk workers."""
+    parts: list[RenderableType] = []
+    if workers:
+        parts.append(_workers_table(workers, is_whole=True))
+        parts += [
+            Text(f"{worker.id}: {one.model} {one.version} is {one.state.value}: {one.reason}")
+            for worker in workers
+            for one in worker.models
+            if one.reason
+        ]
+    else:
+        parts.append(Text(NO_WORKER, style="yellow"))
+    parts.append(Text(f"bulk workers: {', '.join(bulk_workers) or 'none'}"))
+    return Group(*parts)
+
+
+def reasons(models: Iterable[ModelRow]) -> list[ModelRow]:
+    """Returns the models that are not READY, where something says why."""
+    return [model for model in models if model.reason]
+
+
+def duration(seconds: float) -> str:
+    """Returns a time span as people read it: `40 ms`, `12 s`, `3 min`, `5 h`, `2 d`."""
+    if seconds < 1:
+        return f"{max(seconds, 0.0) * 1000:.0f} ms"
+    for unit_s, name, below_s in ((1, "s", 120), (60, "min", 7200), (3600, "h", 172_800)):
+        if seconds < below_s:
+            return f"{seconds // unit_s:.0f} {name}"
+    return f"{seconds // 86_400:.0f} d"
+
+
+def _table(title: str, *columns: Column | str) -> Table:
+    return Table(*columns, title=title, title_justify="left", title_style="bold", box=SIMPLE, pad_edge=False, padding=0)
+
+
+def _number(name: str) -> Column:
+    return Column(name, justify="right", no_wrap=True)
+
+
+def _name(name: str) -> Column:
+    return Column(name, overflow="fold")
+
+
+def _state(state: str) -> Text:
+    return Text(str(state), style=_COLOURS.get(state, "yellow"))
+
+
+def _age(lane_or_work: LaneRow | WorkRow, count: int) -> str:
+    return duration(lane_or_work.oldest_age_s) if count else "-"
+
+
+def _work(row: WorkRow | None) -> tuple[str, str]:
+    """Returns rows and seconds of work; a speed that is only assumed is marked."""
+    if row is None or not row.rows:
+        return "-", "-"
+    return f"{row.rows:,}", duration(row.work_s) if row.rows_per_s else f"{duration(row.work_s)}?"
+
+
+def _models_with_work(models: Iterable[ModelRow], work: dict[tuple[str, int], WorkRow]) -> Table:
+    numbers = [_number(name) for name in ("workers", "depth", "oldest", "rows", "work")]
+    table = _table("Models", _name("model"), _number("version"), "state", *numbers)
+    for model in models:
+        row = work.get((model.name, model.version))
+        counts = (str(row.workers), f"{row.requests:,}", _age(row, row.requests)) if row else ("-", "-", "-")
+        version = str(model.version) if model.version else "-"
+        table.add_row(Text(model.name), version, _state(model.state), *counts, *_work(row))
+    return table
+
+
+def _lanes_table(lanes: Sequence[LaneRow], work: dict[tuple[str, int], WorkRow], *, has_work: bool = False) -> Table:
+    more = [_number("rows"), _number("work"), _number("workers")] if has_work else []
+    numbers = [_number(name) for name in ("depth", "in flight", "oldest")]
+    table = _table("Lanes", _name("model"), _number("version"), "lane", *numbers, *more)
+    for key, group in groupby(lanes, key=lambda lane: (lane.model, lane.version)):
+        row = work.get(key)
+        of_version = [*_work(row), str(row.workers) if row else "-"] if has_work else []
+        for number, lane in enumerate(group):
+            begin = (Text(lane.model), str(lane.version), lane.name)
+            counts = (f"{lane.depth:,}", f"{lane.in_flight:,}", _age(lane, lane.depth))
+            table.add_row(*begin, *counts, *(of_version if number == 0 else [""] * len(of_version)))
+    return table
+
+
+def _workers_table(workers: Iterable[WorkerRow], *, is_whole: bool = False) -> Table:
+    workers = list(workers)
+    has_host = is_whole and not all(worker.id.startswith(f"{worker.host}-") for worker in workers)
+    host, clock = [_name("host")] if has_host else [], [_number("clock")] if is_whole else []
+    numbers = [_number(name) for name in ("executing", "requests/s", "up")]
+    table = _table("Workers", _name("id"), *host, "state", "device", _name("ready"), *numbers, *clock)
+    for worker in workers:
+        table.add_row(
+            Text(worker.id),
+            *([Text(worker.host)] if has_host else []),
+            _state(worker.state),
+            worker.device,
+            Text(", ".join(worker.ready) or "-"),
+            f"{worker.executing:,}",
+            f"{worker.throughput_rps:,.0f}",
+            duration(worker.up_s),
+            *([f"{worker.clock_offset_s:+.2f} s"] if is_whole else []),
+        )
+    return table

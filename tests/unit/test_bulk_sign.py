@@ -1,0 +1,39 @@
+"""The bulk worker's sign of life, beside its tasks."""
+
+import asyncio
+
+import pytest
+
+from qinfer.control.base import BULK
+from qinfer.control.memory_store import MemoryControlStore
+from qinfer.errors import BrokerUnavailable
+from qinfer.testing import wait_until
+from qinfer_workers.bulk import sign
+from qinfer_workers.bulk.bridge import Bridge
+
+
+class Shaky(MemoryControlStore):
+    """It is away at the first sign."""
+
+    asked = 0
+
+    async def sign(self, program: str, process: str, ttl_s: float) -> None:
+        self.asked += 1
+        if self.asked == 1:
+            raise BrokerUnavailable("away")
+        await super().sign(program, process, ttl_s)
+
+
+def test_signs_are_given_for_as_long_as_the_loop_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that is away does not end them; they count as no task, which the watch goes by; the close ends them."""
+    monkeypatch.setattr(sign, "EVERY_S", 0.001)
+    store, bridge = Shaky(), Bridge()
+    quiet_since_s = bridge.quiet_s()
+
+    bridge.start(sign.give_signs(store, "b@host"))
+    wait_until(lambda: store.asked >= 3, 10.0, lambda: "three signs")
+    running, quiet_s = bridge.running, bridge.quiet_s()
+    bridge.close()
+
+    assert asyncio.run(store.signs(BULK)) == ["b@host"]
+    assert (running, quiet_s > quiet_since_s) == (0, True)
