@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples import digits
-from qinfer.observability import metrics
+from qinfer.observability import catalogue
 from scripts import demo_bulk
 from scripts.load import Answer, ask_all
 
@@ -180,13 +180,13 @@ def measure(server: Server, data: digits.Digits, options: Options, console: Cons
         "latency", f"p50 {np.percentile(latencies_ms, 50):.1f} ms, p99 {np.percentile(latencies_ms, 99):.1f} ms"
     )
     table.add_row("mean batch size", f"{mean_batch_size(before, after):.1f} images an execution")
-    table.add_row("backlog afterwards", f"{after.get(metrics.BACKLOG, 0.0):.0f} requests in the queue")
+    table.add_row("backlog afterwards", f"{after.get(catalogue.BACKLOG.name, 0.0):.0f} requests in the queue")
     console.print(table)
     if differing:
         raise DemoFailed(f"{differing} answers differ from ONNX Runtime's own")
     if accuracy < LEAST_ACCURACY:
         raise DemoFailed(f"accuracy {accuracy:.4f} is below {LEAST_ACCURACY}")
-    if after.get(metrics.BACKLOG, 0.0):
+    if after.get(catalogue.BACKLOG.name, 0.0):
         raise DemoFailed("requests stayed behind in the queue")
 
 
@@ -236,7 +236,7 @@ def show_curl(server: Server, data: digits.Digits, directory: Path, console: Con
 
 # --- what /metrics says ---------------------------------------------------------------------------------------------
 
-BATCH_COUNT, BATCH_SUM = f"{metrics.BATCH_SIZE}_count", f"{metrics.BATCH_SIZE}_sum"
+BATCH_COUNT, BATCH_SUM = f"{catalogue.BATCH_SIZE.name}_count", f"{catalogue.BATCH_SIZE.name}_sum"
 
 
 def read_metrics(server: Server) -> dict[str, float]:

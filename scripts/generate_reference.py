@@ -1,4 +1,4 @@
-"""Writes the reference pages that are made from the code: settings, command line, metrics.
+"""Writes the reference pages that are made from the code: settings, commands, metrics, configuration, HTTP, keys.
 
 A test compares the files with what this would write, so that they can't rot.
 """
@@ -11,12 +11,11 @@ import typer
 from pydantic import BaseModel, SecretStr
 
 from qinfer.cli.main import app
-from qinfer.observability import stats, triton_metrics
-from qinfer.observability.bridge_metrics import BridgeCollector, RouteTally
-from qinfer.observability.host import HostUse
-from qinfer.observability.metrics import GatewayTally, Snapshot, WorkerLoad
 from qinfer.repository import config_fields, config_spec
 from qinfer.settings import Settings
+from scripts.reference_http import http_page
+from scripts.reference_keys import keys_page
+from scripts.reference_metrics import metrics_page
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 NOTICE = "<!-- Made by scripts/generate_reference.py; `make docs` writes it anew. -->\n"
@@ -34,43 +33,6 @@ CLI_HEAD = """
 
 Made from `qinfer --help`. Every command exits with 0 when it did what was asked, 1 when it failed, 2 when it was used
 wrongly.
-"""
-METRICS_HEAD = """
-# Metrics
-
-`GET /metrics` on any gateway, in Prometheus' text format: on the port of `QINFER_METRICS__PORT` and on that of HTTP.
-
-Metrics marked *shared* come from Redis and are about all workers and queues: every gateway shows the same numbers, so
-combine gateways with `max`. The others are about the gateway that is asked: combine them with `sum`.
-
-Scale workers by `qinfer_backlog_requests`: what waits and what is in flight. The mean batch size is
-`rate(qinfer_batch_size_rows_sum[1m]) / rate(qinfer_batch_size_rows_count[1m])`.
-"""
-TRITON_METRICS_HEAD = """
-## Triton's names
-
-The same numbers once more, under the names that Triton's users have dashboards for. Those of models are *shared*, and
-there from 0 on as long as a version is to be loaded. They count what the whole installation did since the version was
-first loaded: a reload or a restart does not set them back. Durations are those of requests that succeeded.
-
-`nv_inference_pending_request_count` is what is in the queue less what executed at the workers' last heartbeats, up to a
-second ago; `nv_model_load_duration_secs` is that of the worker in which the last load took longest. CPU and
-memory are those of the machine of the gateway that is asked, on Linux; the CPU's is since the scrape before.
-
-There are no summaries and no `nv_inference_first_response_histogram_ms`, which Triton has only on request: the
-histograms above tell more. Nor are there metrics of the GPU, of pinned memory or of a cache.
-"""
-TRITON_REASONS_HEAD = """
-The reasons of `nv_inference_request_failure`, by the code of the error, which is the reason of qinfer's own metrics.
-For codes that a model may give its own errors it matters whether a worker counted the failure or a gateway.
-
-| reason | codes |
-|---|---|"""
-BRIDGE_METRICS_HEAD = """
-## Bridge
-
-A [bridge](../how-to/bridge-a-queue.md) serves metrics of its own: `GET /metrics` on the port that its file names. They
-are about that process: combine bridges with `sum`.
 """
 MODEL_CONFIG_HEAD = """
 # Model configuration
@@ -111,39 +73,6 @@ def cli_page() -> str:
     return "\n".join(lines)
 
 
-def metrics_page() -> str:
-    """Returns the text of `metrics.md`: each metric is asked what it is, with one series of its own."""
-    tally, key = GatewayTally(), ("digits", 1)
-    tally.answered(*key, 0.0)
-    tally.failed(*key, "")
-    snapshot = Snapshot(
-        stats={key: {f"{stats.FAILURES}reason": 1}},
-        depth={(*key, "p1"): 0},
-        ready={key: True},
-        workers={"worker": WorkerLoad(device="cpu", executing=0)},
-        load_s={key: 0.0},
-        host=HostUse(0.0, 0, 0),
-    )
-    lines = [METRICS_HEAD, "| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for family in (*tally.collect(), *snapshot.collect()):
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = ", ".join(label for label in family.samples[0].labels if label != "le")
-        lines.append(f"| `{name}` | {family.type} | {labels} | {_cell(family.documentation)} |")
-    lines += [TRITON_METRICS_HEAD, "| metric | type | labels | meaning |", "|---|---|---|---|"]
-    for triton in snapshot.of_triton():
-        labels = ", ".join(label for label, _ in triton.samples[0].labels)
-        lines.append(f"| `{triton.name}` | {triton.kind} | {labels} | {_cell(triton.text)} |")
-    lines += [TRITON_REASONS_HEAD, *_reasons()]
-    lines += [BRIDGE_METRICS_HEAD, "| metric | type | labels | meaning |", "|---|---|---|---|"]
-    one = {"": 1}
-    route = RouteTally("route", refused=one, replied=one, unroutable=one, connected={"": True})
-    for family in BridgeCollector([route]).collect():
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        labels = ", ".join(family.samples[0].labels)
-        lines.append(f"| `{name}` | {family.type} | {labels} | {_cell(family.documentation)} |")
-    return NOTICE + "\n".join(lines) + "\n"
-
-
 def model_config_page() -> str:
     """Returns the text of `model-config.md`."""
     lines = [NOTICE + MODEL_CONFIG_HEAD]
@@ -175,23 +104,11 @@ def pages() -> dict[str, str]:
     return {
         "settings.md": settings_page(),
         "cli.md": cli_page(),
-        "metrics.md": metrics_page(),
+        "metrics.md": metrics_page(NOTICE),
         "model-config.md": model_config_page(),
+        "http-operations.md": http_page(NOTICE),
+        "redis-keys.md": keys_page(NOTICE),
     }
-
-
-def _reasons() -> list[str]:
-    """Returns a row for each of Triton's reasons, with the codes that lead to it."""
-    rows = []
-    for reason in triton_metrics.Reason:
-        codes = [
-            f"`{code}`" + ("" if of.worker is of.gateway else f" ({'worker' if of.worker is reason else 'gateway'})")
-            for code, of in triton_metrics.REASONS.items()
-            if reason in of
-        ]
-        rest = ["all others"] if reason is triton_metrics.Reason.OTHER else []
-        rows.append(f"| {reason} | {', '.join([*codes, *rest])} |")
-    return rows
 
 
 def _is_section(annotation: Any) -> bool:
@@ -232,12 +149,13 @@ def _parameters(command: Any) -> list[str]:
             continue
         is_option = parameter.param_type_name == "option"
         names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.name.upper()]
-        default = "" if parameter.default in {None, "", False} or callable(parameter.default) else parameter.default
+        default = parameter.default
+        is_told = not (default is None or default is False or default == "" or callable(default))
         meaning = getattr(parameter, "help", None) or ""
         if parameter.envvar:
             meaning += f" Also: `{parameter.envvar}`."
         shown = " / ".join(f"`{name}`" for name in names)
-        rows.append(f"| {shown} | {default and f'`{default}`'} | {_cell(meaning)} |")
+        rows.append(f"| {shown} | {f'`{default}`' if is_told else ''} | {_cell(meaning)} |")
     return rows
 
 

@@ -38,6 +38,7 @@ class Workshop:
     """A Redis with a synced repository, worker processes, and a caller."""
 
     def __init__(self, url: str, directory: Path, limits: LimitSettings | None = None) -> None:
+        self.url = url
         self._limits = limits
         self._env = {
             **os.environ,

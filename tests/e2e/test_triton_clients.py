@@ -286,7 +286,7 @@ async def test_log_settings(client: TritonClient) -> None:
 async def test_trace_settings(client: TritonClient) -> None:
     """A model's own, and back to the server's."""
     server = await client.ask("get_trace_settings")
-    own = {"trace_level": ["TIMESTAMPS"], "trace_rate": "7"}
+    own = {"trace_count": "9", "trace_rate": "7"}
 
     await client.call("update_trace_settings", "add_sub", own)
     changed = await client.ask("get_trace_settings", "add_sub")

@@ -180,12 +180,14 @@ async def test_log_settings(server: Rpc, client: Any) -> None:
 async def test_trace_settings(client: Any) -> None:
     """A model has the server's until it has its own; no value clears."""
     await client.update_trace_settings(settings={"trace_rate": "5"})
-    own = await client.update_trace_settings("echo", {"trace_level": ["TIMESTAMPS"], "trace_count": "7"})
+    own = await client.update_trace_settings("echo", {"trace_level": ["OFF"], "trace_count": "7"})
     cleared = await client.update_trace_settings("echo", {"trace_count": None})
 
-    assert list(own.settings["trace_level"].value) == ["TIMESTAMPS"]
+    assert list(own.settings["trace_level"].value) == ["OFF"]
     assert (list(own.settings["trace_rate"].value), list(own.settings["trace_count"].value)) == (["5"], ["7"])
     assert list(cleared.settings["trace_count"].value) == ["-1"]
+    with pytest.raises(Exception, match="QINFER_TRACE__FILE"):
+        await client.update_trace_settings("echo", {"trace_level": ["TIMESTAMPS"]})
     with pytest.raises(Exception, match="expect only 1 value for 'trace_rate'"):
         await client.update_trace_settings(settings={"trace_rate": ["1", "2"]})
 

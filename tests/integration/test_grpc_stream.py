@@ -137,9 +137,7 @@ async def test_a_single_call_takes_no_second_response(server: Rpc) -> None:
     assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert "ModelInfer RPC doesn't support models with decoupled transaction policy" in (error.value.details() or "")
     dispatcher = server.running.gateway.dispatcher
-    await eventually(
-        lambda: dispatcher.in_flight == 0, description="nothing is in flight"
-    )
+    await eventually(lambda: dispatcher.in_flight == 0, description="nothing is in flight")
 
 
 async def test_errors_are_told_in_the_stream(server: Rpc) -> None:

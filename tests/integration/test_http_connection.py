@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from qinfer.settings import HttpSettings
+from qinfer_api.app import bind
 from qinfer_api.http.protocol import MAX_CHUNKS, MAX_HEAD_BYTES, QinferHttpProtocol
 from tests.gateway import Running, running_gateway, settings_of
 
@@ -409,3 +412,12 @@ async def test_too_many_chunks_are_refused() -> None:
         client.send(b"1\r\n \r\n" * (MAX_CHUNKS + 1))
 
         assert await client.is_closed()
+
+
+def test_replies_do_not_wait_for_acknowledgements() -> None:
+    """Head and body of a route's reply are two writes; the second would wait for what the client delays."""
+    with bind(HttpSettings(port=0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        with client, accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

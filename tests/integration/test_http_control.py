@@ -215,6 +215,9 @@ async def test_log_settings(client: httpx.AsyncClient, running: Running) -> None
         ("/v2/logging", b'{"log_info": "x"}', 500, "'log_info': attempt to access JSON non-boolean as boolean"),
         ("/v2/logging", b"", 400, "failed to parse the request JSON buffer: "),
         ("/v2/trace/setting", b'{"trace_file": "x"}', 501, "trace file location can not be updated through network"),
+        ("/v2/trace/setting", b'{"trace_level": ["TIMESTAMPS"]}', 501, "traces are not written on this server; who"),
+        ("/v2/trace/setting", b'{"trace_level": ["TENSORS"]}', 501, "trace level TENSORS is not supported; use TIMEST"),
+        ("/v2/trace/setting", b'{"trace_mode": "opentelemetry"}', 501, "trace mode can not be updated through network"),
         ("/v2/trace/setting", b'{"trace_rate": 1}', 500, "'trace_rate': attempt to access JSON non-string as string"),
         ("/v2/models/nothing/trace/setting", b"{}", 400, "Request for unknown model : nothing"),
         ("/v2/models/loading/trace/setting", b"{}", 400, "Request for unknown model : loading"),
@@ -231,14 +234,14 @@ async def test_what_settings_refuse(client: httpx.AsyncClient, path: str, body: 
 async def test_trace_settings(client: httpx.AsyncClient) -> None:
     """Strings, a model's own beside the server's."""
     mine = await client.post("/v2/models/echo/trace/setting", json={"trace_rate": "5"})
-    server = await client.post("/v2/trace/setting", json={"trace_level": ["TIMESTAMPS"]})
+    server = await client.post("/v2/trace/setting", json={"log_frequency": "3", "trace_mode": "triton"})
 
     assert mine.json()["trace_level"] == ["OFF"]
     assert server.json() == {
-        "trace_level": ["TIMESTAMPS"],
+        "trace_level": ["OFF"],
         "trace_rate": "1000",
         "trace_count": "-1",
-        "log_frequency": "0",
+        "log_frequency": "3",
         "trace_file": "",
         "trace_mode": "triton",
     }

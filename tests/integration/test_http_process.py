@@ -1,6 +1,7 @@
 """`python -m qinfer_api` as a process: its exit codes, its log line, its drain."""
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -52,7 +53,7 @@ def test_it_serves_and_drains(tmp_path: Path, redis_url: str) -> None:
         code = process.wait(20)
 
     assert (line["event"], name, code) == ("gateway serving", "triton", 0), rest
-    assert "qinfer_store_up 1.0" in metrics
+    assert re.search(r'^qinfer_store_up\{process="gateway-\w+"\} 1.0$', metrics, re.MULTILINE)
 
 
 def test_it_ends_when_redis_is_away(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import re
 import struct
 from collections.abc import AsyncIterator
 from datetime import datetime
@@ -369,7 +370,10 @@ async def test_requests_expire_without_a_worker() -> None:
 
         assert (result.status_code, result.json()) == (503, {"error": "[request id: mine] Request timeout expired"})
         assert (result.headers["qinfer-request-state"], await running.depth("loading")) == ("expired", 0)
-        assert 'model="loading",reason="deadline_exceeded"' in (await client.get("/metrics")).text
+        counted = (
+            r'qinfer_request_failures_total\{model="loading",process="[^"]+",reason="deadline_exceeded",version="1"\}'
+        )
+        assert re.search(counted + r" 1\.0$", (await client.get("/metrics")).text, re.MULTILINE)
         stored = await running.delivery.requests.record(Address("loading", 0, record["id"]))
         assert stored is not None
         assert stored.code == "deadline_exceeded"

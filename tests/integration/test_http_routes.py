@@ -1,5 +1,6 @@
 """The routes besides infer: health, metadata, configuration, metrics, documentation."""
 
+import re
 from collections.abc import AsyncIterator
 
 import httpx
@@ -122,7 +123,7 @@ async def test_metrics(client: httpx.AsyncClient, running: Running) -> None:
 
     text = (await client.get("/metrics")).text
 
-    assert "qinfer_store_up 1.0" in text
+    assert re.search(r'^qinfer_store_up\{process="gateway-\w+"\} 1.0$', text, re.MULTILINE)
     assert 'qinfer_backlog_requests{lane="p1",model="stuck",version="1"} 0.0' in text
     assert 'qinfer_model_ready{model="loading",version="1"} 0.0' in text
 
@@ -135,12 +136,12 @@ async def test_metrics_without_the_store(
     async def away(self: MemoryDelivery, lanes: list[Lane]) -> list[int]:
         raise BrokerUnavailable("no Redis")
 
-    monkeypatch.setattr(MemoryDelivery, "depth", away)
+    monkeypatch.setattr(MemoryDelivery, "sizes", away)
 
     reply = await client.get("/metrics")
 
     assert reply.status_code == 200
-    assert "qinfer_store_up 0.0" in reply.text
+    assert re.search(r'^qinfer_store_up\{process="gateway-\w+"\} 0.0$', reply.text, re.MULTILINE)
     assert 'qinfer_model_ready{model="echo",version="2"} 1.0' in reply.text
 
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from qinfer.errors import SettingsError
+from qinfer.observability.metrics import scopes_of
 from qinfer.settings import HttpSettings, MetricsSettings, Settings
 from qinfer_api.metrics_port import MetricsPort, open_metrics_port
 
@@ -16,8 +17,9 @@ def settings_of(port: int = 0, **metrics: object) -> Settings:
     return Settings(metrics=MetricsSettings.model_validate({"port": port, **metrics}))
 
 
-async def rendered() -> bytes:
-    return b"qinfer_store_up 1.0\n"
+async def rendered(scope: str) -> bytes:
+    scopes_of(scope)
+    return f"qinfer_store_up 1.0\n{scope}".encode()
 
 
 @pytest.fixture
@@ -39,6 +41,17 @@ async def test_metrics(port: MetricsPort) -> None:
 
     assert (reply.status_code, reply.text) == (200, "qinfer_store_up 1.0\n")
     assert reply.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+async def test_a_scope(port: MetricsPort) -> None:
+    """It is handed on, and a wrong one is refused with the choices."""
+    async with httpx.AsyncClient() as client:
+        process = await client.get(port.url, params={"scope": "process"})
+        wrong = await client.get(port.url, params={"scope": "all"})
+
+    assert (process.status_code, process.text) == (200, "qinfer_store_up 1.0\nprocess")
+    assert wrong.status_code == 400
+    assert wrong.json() == {"error": "unknown scope 'all': it must be cluster or process, or be left out for both"}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ TARGET = re.compile(r"^make ([a-z0-9-]+)", re.MULTILINE)
 MODULE = re.compile(r"python -m ([\w.]+)")
 FILE = re.compile(r"`((?:qinfer|api|workers|tests|scripts|examples|docs|benchmarks)/[\w./-]*)`")
 
+GENERATED = ["settings.md", "cli.md", "metrics.md", "model-config.md", "http-operations.md", "redis-keys.md"]
 MADE_LATER = {
     "benchmarks/.venvs",
     "benchmarks/.work/",
@@ -106,7 +107,17 @@ def test_files_exist(page: Path) -> None:
     assert [name for name in set(FILE.findall(page.read_text())) - MADE_LATER if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("name", ["settings.md", "cli.md", "metrics.md"])
-def test_generated_pages_are_up_to_date(name: str) -> None:
-    """`make docs` was run after the last change of a setting or a command."""
-    assert (generate_reference.REFERENCE / name).read_text() == generate_reference.pages()[name]
+@pytest.fixture(scope="module")
+def generated() -> dict[str, str]:
+    return generate_reference.pages()
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated_pages_are_up_to_date(name: str, generated: dict[str, str]) -> None:
+    """`make docs` was run after the last change of a setting, a command, a metric, a field, a route or a key."""
+    assert (generate_reference.REFERENCE / name).read_text() == generated[name]
+
+
+def test_all_generated_pages_are_compared(generated: dict[str, str]) -> None:
+    """A page that is added to the generator is added to the list above."""
+    assert set(generated) == set(GENERATED)
