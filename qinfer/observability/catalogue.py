@@ -109,7 +109,8 @@ BACKLOG_ROWS = _gauge(
 BACKLOG_WORK = _gauge("qinfer_backlog_work_seconds", "Seconds that one worker would need for `qinfer_backlog_rows`.")
 EXECUTING = _gauge("qinfer_executing_requests", "Requests that model instances executed at the last heartbeats.")
 MODEL_READY = _gauge(
-    "qinfer_model_ready", "1 if a live worker can execute the version, or requests may wait for one (qinfer.min_workers 0)."
+    "qinfer_model_ready",
+    "1 if a live worker can execute the version, or requests may wait for one (qinfer.min_workers 0).",
 )
 EXECUTED_REQUESTS = _counter("qinfer_executed_requests_total", "Requests that workers executed successfully.")
 EXECUTION_FAILURES = _counter(

@@ -87,7 +87,12 @@ def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") ->
         attributes["service.instance.id"] = instance
     from opentelemetry.sdk.resources import Resource
 
-    return Tracer(_processors(environ), Resource.create(attributes))
+    try:
+        return Tracer(_processors(environ), Resource.create(attributes))
+    except ValueError as error:  # as the SDK says it: mostly with the variable
+        raise SettingsError(
+            f"a variable of OpenTelemetry (OTEL_…) can't be used: {error}; mend it, or set OTEL_SDK_DISABLED=true"
+        ) from None
 
 
 class Span:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import qinfer
+from qinfer.observability import tracing
 from qinfer.settings import PREFIX, Settings, load_settings
 from tests.deployments import (
     DEPLOY,
@@ -158,6 +159,32 @@ def test_hardened(name: str) -> None:
     assert service["restart"] == ("no" if name in ONE_SHOT else "unless-stopped")
 
 
+def test_two_cores_are_enough() -> None:
+    """Docker refuses to start a container whose limit is above the number of the machine's CPUs."""
+    limits = {name: float(service["deploy"]["resources"]["limits"]["cpus"]) for name, service in SERVICES.items()}
+    example = dict(line.split("=") for line in (DEPLOY / "compose" / ".env.example").read_text().split() if "=" in line)
+
+    assert max(limits.values()) <= 2
+    assert {limits["worker"], limits["worker-gpu"]} == {float(example["WORKER_CPUS"])}
+    assert limits["autoscale"] == float(example["AUTOSCALE_CPUS"])
+
+
+def test_the_stores_log_fills_no_memory() -> None:
+    """SeaweedFS logs into the temporary directory unless it is told not to, and ends when that is full."""
+    assert command_of(SERVICES["store"])[:2] == ["-logtostderr=true", "server"]
+
+
+@pytest.mark.parametrize("name", ["gateway", "worker", "worker-gpu", "autoscale"])
+def test_traces_are_switched_on_in_the_variables(name: str) -> None:
+    """Off without a collector; with one, gateways and workers are told of it, and of all that was set for the SDK."""
+    given = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318", "OTEL_TRACES_SAMPLER": "parentbased_traceidratio"}
+    environment = compose(variables=SECRETS | given)["services"][name]["environment"]
+
+    assert not tracing.is_wanted(SERVICES[name]["environment"])
+    assert tracing.is_wanted(environment)
+    assert given.items() <= environment.items()
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_images_are_pinned(name: str) -> None:
     """Each has a version; those that are built here, this one."""
@@ -240,6 +267,13 @@ def test_workers_keep_their_files_in_a_volume() -> None:
         assert "cache:/var/cache/qinfer" in SERVICES[name]["volumes"]
     assert written["QINFER_BULK__SPOOL_DIR"] == "/var/cache/qinfer"
     assert written["QINFER_REPOSITORY__CACHE_DIR"].startswith("/var/cache/qinfer/")
+
+
+def test_only_workers_run_what_they_unpack() -> None:
+    """Docker mounts a tmpfs `noexec`: a model.pt2 of AOTInductor has a library, which is loaded from /tmp."""
+    run = {name for name, service in SERVICES.items() for each in service.get("tmpfs", []) if ",exec" in each}
+
+    assert run == {"worker", "worker-gpu", "autoscale"}
 
 
 def test_there_is_time_to_drain() -> None:

@@ -121,6 +121,22 @@ def test_the_base_is_rendered_as_it_lies() -> None:
         assert by_name(kustomized(kubectl, BASE)) == by_name(base_files())
 
 
+def test_the_how_to_makes_the_namespace_of_dev_first() -> None:
+    """No overlay brings its namespace, and nothing can be applied without it."""
+    text = (deployment.ROOT / "docs" / "how-to" / "run-on-kubernetes.md").read_text()
+    (namespace,) = {one["metadata"]["namespace"] for one in kustomized(kubectls()[0], KUSTOMIZE / "overlays" / "dev")}
+
+    made, applied = f"kubectl create namespace {namespace}\n", "kubectl apply -k deploy/kustomize/overlays/dev "
+    assert -1 < text.find(made) < text.find(applied)
+
+
+def test_models_may_come_later_in_dev() -> None:
+    """Its claim is empty when it starts: gateways must look again."""
+    (settings,) = of_kind(kustomized(kubectls()[0], KUSTOMIZE / "overlays" / "dev"), "ConfigMap")
+
+    assert settings["data"]["QINFER_REPOSITORY__CONTROL_MODE"] == "poll"
+
+
 def test_redis_of_dev_keeps_what_is_queued() -> None:
     (redis,) = of_kind(kustomized(kubectls()[0], KUSTOMIZE / "overlays" / "dev"), "StatefulSet")
     words = redis["spec"]["template"]["spec"]["containers"][0]["args"]

@@ -90,6 +90,22 @@ def test_what_is_not_supported_is_refused_at_the_start(variables: dict[str, str]
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("OTEL_SPAN_LINK_COUNT_LIMIT", "-3", r"OTEL_SPAN_LINK_COUNT_LIMIT must be .* OTEL_SDK_DISABLED"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "10", r"OTEL_….* must be less than or equal to max_queue_size"),
+    ],
+)
+def test_what_the_sdk_refuses_is_told(monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str) -> None:
+    """With what to do, and not as a crash."""
+    for variable, given in (ENDPOINT | {name: value}).items():
+        monkeypatch.setenv(variable, given)
+
+    with pytest.raises(SettingsError, match=text):
+        open_tracer(os.environ, GATEWAY)
+
+
+@pytest.mark.parametrize(
     ("variables", "name"),
     [
         ({}, GATEWAY),
