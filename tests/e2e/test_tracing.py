@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import tritonclient.grpc
 
 from qinfer.testing import wait_until
 from tests import models, python_models
-from tests.collector import Collector, running_collector
+from tests.collector import Collector, Seen, running_collector
 from tests.e2e.conftest import Stack, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -143,12 +144,16 @@ def test_without_a_context_a_trace_begins_here(
     client: httpx.Client, collector: Collector, header: dict[str, str]
 ) -> None:
     """The gateway's span has no parent then."""
-    known = {span.trace for span in collector.spans}
+    asked_ns = time.time_ns()
 
     assert infer(client, **header).status_code == 200
 
-    wait_until(lambda: any(s.name == "publish" and s.trace not in known for s in collector.spans), 20, "a trace")
-    (request,) = [span for span in collector.spans if span.name == "request" and span.trace not in known]
+    def seen() -> list[Seen]:
+        return [span for span in collector.spans if span.name == "request" and span.begin_ns >= asked_ns]
+
+    wait_until(lambda: bool(seen()), 20, "a span of the request")
+    (request,) = seen()
+    collector.wait(request.trace, "request", "publish")
     assert request.parent == ""
 
 
