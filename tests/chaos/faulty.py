@@ -6,10 +6,12 @@ so it happens once in a run, and whoever takes over is not hurt again.
 `{"program": "qinfer_workers.inference", "marks": "/folder", "faults": ["kill before job-a/part-00003.parquet", …]}`
 """
 
+import contextlib
 import json
 import os
 import runpy
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,12 +41,24 @@ class Faults:
     def __init__(self, faults: list[str], marks: Path) -> None:
         self._faults = [Fault(*text.split()) for text in faults]
         self._marks = marks
+        self._turn = threading.RLock()
 
     def reach(self, when: str, url: str) -> None:
         """Is called at every step."""
         for fault in self._faults:
-            if fault.when == when and url.endswith(f"/{fault.what}") and self._mark(fault):
-                os.kill(os.getpid(), _SIGNALS[fault.kind])
+            if fault.when == when and url.endswith(f"/{fault.what}"):
+                with self._turn:
+                    if self._mark(fault):
+                        os.kill(os.getpid(), _SIGNALS[fault.kind])
+
+    def around(self, url: str) -> contextlib.AbstractContextManager[object]:
+        """Keeps the faults of other threads out of a write that has one itself.
+
+        Killed between the write and what is to happen after it, the process would never come there again: a plan that
+        is written is not written twice.
+        """
+        has_one = any(url.endswith(f"/{fault.what}") for fault in self._faults)
+        return self._turn if has_one else contextlib.nullcontext()
 
     def _mark(self, fault: Fault) -> bool:
         try:
@@ -77,9 +91,10 @@ def _wrap(faults: Faults, store: type, name: str) -> None:
     inner = getattr(store, name)
 
     def wrapped(self: Any, *args: Any) -> Any:
-        faults.reach("before", args[1])
-        outcome = inner(self, *args)
-        faults.reach("after", args[1])
+        with faults.around(args[1]):
+            faults.reach("before", args[1])
+            outcome = inner(self, *args)
+            faults.reach("after", args[1])
         return outcome
 
     setattr(store, name, wrapped)
