@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 SHARDS = 60
 IN_HAND = 2
 """One worker scores a shard while it commits the one before."""
+MOST_PASSED = IN_HAND + IN_HAND - 1
+"""Those in hand when a job of a higher priority comes; and the one beside its last shard, which may be faster."""
 
 
 def finished(log: Path) -> list[tuple[str, int]]:
@@ -50,8 +52,8 @@ def test_a_job_of_a_higher_priority_goes_first(tmp_path: Path) -> None:
     names = {job.id: name for name, job in jobs.items()}
     seen = [names[job] for job, _ in order]
     assert 0 < before.shards_done < SHARDS - IN_HAND
-    assert passed(seen, before.shards_done, "high") <= IN_HAND
-    assert passed([name for name in seen if name != "high"], before.shards_done, "normal") <= IN_HAND
+    assert passed(seen, before.shards_done, "high") <= MOST_PASSED
+    assert passed([name for name in seen if name != "high"], before.shards_done, "normal") <= MOST_PASSED
     for name in names.values():
         shards = [shard for job, shard in order if names[job] == name]
         assert all(abs(shard - turn) < IN_HAND for turn, shard in enumerate(shards)), shards
