@@ -1,6 +1,6 @@
 """The reference page of the metrics, made of the catalogue that the programs show them by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from qinfer.observability import catalogue, latencies, triton_metrics
 from qinfer.observability.catalogue import Info, MetricScope
@@ -24,9 +24,9 @@ service or load balancer, as one target, and nothing is counted twice. Those of 
 `process`, but for the three of the machine that have Triton's names: add them up with `sum`. A gateway that is started
 again has another name, so its counters never go back.
 
-Counters of the cluster are totals that workers and gateways add to Redis about once a second. They outlive whoever
-counted: they never fall while Redis keeps its data, and what a killed process had not added yet, about a second of
-counts, is missing. A counter of one worker, with the label `worker`, ends with that worker: a worker that is started
+Counters of the cluster are totals that workers, gateways and bridges add to Redis about once a second. They outlive
+whoever counted: they never fall while Redis keeps its data, and what a killed process had not added yet, about a second
+of counts, is missing. A counter of one worker, with the label `worker`, ends with that worker: a worker that is started
 again is another one. `increase` and `rate` of such counters are right; to compare totals use those of the models.
 
 While Redis is away a gateway still answers: `qinfer_store_up` is 0, and totals and backlogs are left out rather than 0.
@@ -95,8 +95,11 @@ For codes that a model may give its own errors it matters whether a worker count
 BRIDGE_HEAD = """
 ## Bridge
 
-A [bridge](../how-to/bridge-a-queue.md) serves metrics of its own: `GET /metrics` on the port that its file names. They
-are about that process: combine bridges with `sum`.
+All [bridges](../how-to/bridge-a-queue.md) together are among the metrics of the cluster above: their counters outlive
+them, and a route is shown until 30 days after the last report of it; what they have in hand is the sum over those that
+reported within the last 15 seconds. Each bridge also serves its own series, for a look at one of several: `GET
+/metrics` on the port that its file names. They have the same names and the label `process`; where both are scraped, ask
+for `process=""`.
 """
 
 
@@ -117,7 +120,7 @@ def metrics_page(notice: str) -> str:
         REASONS_HEAD,
         *_reasons(),
         BRIDGE_HEAD,
-        *_table(lambda info: info.scope is MetricScope.BRIDGE),
+        *_rows(catalogue.OF_BRIDGES),
     ]
     return "\n".join(lines) + "\n"
 
@@ -127,10 +130,13 @@ def _is_tritons(info: Info) -> bool:
 
 
 def _table(is_shown: Callable[[Info], bool]) -> list[str]:
+    return _rows(filter(is_shown, catalogue.ALL))
+
+
+def _rows(infos: Iterable[Info]) -> list[str]:
     rows = [
         f"| `{info.name}` | {info.kind} | {', '.join(info.labels)} | {info.text.replace('|', chr(92) + '|')} |"
-        for info in catalogue.ALL
-        if is_shown(info)
+        for info in infos
     ]
     return ["| metric | type | labels | meaning |", "|---|---|---|---|", *rows]
 

@@ -7,6 +7,7 @@ from qinfer.observability import catalogue
 from qinfer.observability.catalogue import Info
 
 METRICS = {info.name: info for info in catalogue.ALL}
+OF_BRIDGES = {info.name for info in catalogue.OF_BRIDGES}
 OWN_OF_PROMETHEUS = {"up", "ALERTS"}
 
 _SELECTOR = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)\s*(?:\{([^}]*)\})?(\[)?")
@@ -56,7 +57,10 @@ def wrong_with(use: Use, recorded: set[str]) -> str:
     if info is None:
         return f"{use.name} is no metric"
     labels = {*info.labels, "le"} if use.name.endswith("_bucket") else {*info.labels}
-    unknown = {label for label, _ in use.matchers} - labels
+    of_all = {("process", "")} if use.name in OF_BRIDGES else set()  # else it has what bridges show themselves, too
+    unknown = {label for label, _ in {*use.matchers} - of_all} - labels
+    if not of_all <= {*use.matchers}:
+        unknown.add("process, which must be empty")
     if unknown:
         return f"{use.name} has no label {', '.join(sorted(unknown))}"
     if use.over_time == (info.kind == "gauge"):

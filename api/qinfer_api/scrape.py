@@ -2,16 +2,18 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from qinfer.control.base import SCALED_DOWN, SCALED_UP, ControlStore, State, WorkerRecord
 from qinfer.control.catalog import Catalog
 from qinfer.control.work import VersionWork, read_work
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.jobs import BULK_LANES
+from qinfer.delivery.label_tasks import LabelTasks
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.metrics import Snapshot, WorkerLoad
 from qinfer.observability.process_use import ProcessUse
+from qinfer.observability.stats import LABELING
 from qinfer_api.letter_counts import LetterCounts
 
 _OPEN_STATES = ("validating", "planning", "running", "finalizing", "cancelling")
@@ -42,14 +44,14 @@ async def take_snapshot(
     ready, records = catalog.readiness(), catalog.workers()
     letters = letters or LetterCounts(delivery.dead_letters)
     try:
-        work, stats, waiting, jobs, scalers, scaled = await asyncio.gather(
+        work, stats, waiting, jobs, (scalers, scaled, routes) = await asyncio.gather(
             read_work(store, delivery),
             read_stats(store, list(ready)),
             letters.read(catalog.known()),
             delivery.jobs.states(),
-            store.scalers(),
-            store.scaler_counts(),
+            asyncio.gather(store.scalers(), store.scaler_counts(), store.routes()),
         )
+        labeling = await _unfinished(delivery.label_tasks, stats)
     except BrokerUnavailable:
         return Snapshot(
             store_up=False,
@@ -74,7 +76,15 @@ async def take_snapshot(
         jobs=dict.fromkeys((*_OPEN_STATES, *_ENDED_STATES), 0) | dict(jobs),
         scaled={direction: scaled.get(direction, 0) for direction in (SCALED_UP, SCALED_DOWN)},
         wanted_workers=sum(scaler.target for scaler in scalers) if scalers else None,
+        routes=routes,
+        labeling=labeling,
     )
+
+
+async def _unfinished(tasks: LabelTasks, counted: Mapping[tuple[str, int], Mapping[str, int]]) -> dict[str, int]:
+    """Counts the labeling tasks that are not over, of models that have had any."""
+    models = sorted({model for (model, _), fields in counted.items() if any(map(fields.get, LABELING))})
+    return dict(zip(models, await asyncio.gather(*map(tasks.unfinished, models)), strict=True))
 
 
 def _by_lane(work: Iterable[VersionWork]) -> tuple[Counter[_LaneKey], Counter[_LaneKey], dict[_LaneKey, float]]:

@@ -9,10 +9,12 @@ from typing import Protocol
 
 import msgspec
 
+from qinfer.control.bridges import BridgeReport
+from qinfer.observability.bridge_metrics import RouteTotals
 from qinfer.observability.devices import GpuUse
 
-BULK = "bulk"
-"""The program whose processes `sign` as `<name>@<host>`: the bulk worker."""
+BULK, BEAT, BRIDGE = "bulk", "beat", "bridge"
+"""The programs whose processes `sign` as `<name>@<host>`: bulk worker, what has Celery's beat in it, bridge."""
 
 
 class Desired(msgspec.Struct, frozen=True):
@@ -238,6 +240,17 @@ class ControlStore(Protocol):
 
     async def scaler_counts(self) -> dict[str, int]:
         """Returns what all autoscalers counted; the counts only grow."""
+        ...
+
+    async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
+        """Writes what a bridge has in hand, and adds what it counted; of reports with one number, the first's only.
+
+        What it has in hand disappears `ttl_s` seconds after the last write; 0 takes it away at once.
+        """
+        ...
+
+    async def routes(self) -> dict[str, RouteTotals]:
+        """Returns what all bridges say of each route, by its name; the counts only grow."""
         ...
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:

@@ -6,7 +6,9 @@ from weakref import WeakKeyDictionary
 
 from qinfer.clock import Clock, SystemClock
 from qinfer.control.base import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
+from qinfer.control.bridges import BridgeReport, RouteUse, merged
 from qinfer.observability import stats
+from qinfer.observability.bridge_metrics import RouteTotals
 
 
 class MemoryControlStore:
@@ -28,6 +30,8 @@ class MemoryControlStore:
         self._signs: dict[tuple[str, str], float] = {}
         self._scalers: dict[str, tuple[float, ScalerRecord]] = {}
         self._scaler_counts: dict[str, int] = {}
+        self._bridges: dict[str, tuple[float, int, Mapping[str, RouteUse]]] = {}
+        self._routes: dict[str, dict[str, int]] = {}
         self._wakes = 0
         self._woken = asyncio.Event()
         self._seen: WeakKeyDictionary[asyncio.Task[object], int] = WeakKeyDictionary()
@@ -95,6 +99,19 @@ class MemoryControlStore:
     async def scaler_counts(self) -> dict[str, int]:
         """Returns what all autoscalers counted; the counts only grow."""
         return dict(self._scaler_counts)
+
+    async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
+        """Writes what a bridge has in hand, and adds what it counted, once."""
+        _, last, _ = self._bridges.get(report.process, (0.0, 0, {}))
+        self._bridges[report.process] = (self._clock.monotonic_s() + ttl_s, report.number, report.uses)
+        for route, counts in report.counts.items():
+            stats.add(self._routes.setdefault(route, {}), counts if report.number > last else {})
+
+    async def routes(self) -> dict[str, RouteTotals]:
+        """Returns what all bridges say of each route."""
+        now_s = self._clock.monotonic_s()
+        live = [uses for ends_s, _, uses in self._bridges.values() if ends_s > now_s]
+        return merged({route: dict(counts) for route, counts in self._routes.items()}, live)
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
         """Stores how fast a worker found a model version to be."""

@@ -15,9 +15,12 @@ from weakref import WeakKeyDictionary
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError
 
+from qinfer.control import redis_bridges
 from qinfer.control.base import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
+from qinfer.control.bridges import BridgeReport
 from qinfer.delivery import keys
 from qinfer.errors import BrokerUnavailable
+from qinfer.observability.bridge_metrics import RouteTotals
 from qinfer.observability.stats import LATEST
 
 logger = logging.getLogger(__name__)
@@ -186,6 +189,16 @@ class RedisControlStore:
         with _translated():
             values = await self._client.hgetall(keys.scaler_counts())
         return {_text(name): int(value) for name, value in values.items()}
+
+    async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
+        """Writes what a bridge has in hand, and adds what it counted, once."""
+        with _translated():
+            await redis_bridges.put(self._client, report, ttl_s)
+
+    async def routes(self) -> dict[str, RouteTotals]:
+        """Returns what all bridges say of each route."""
+        with _translated():
+            return await redis_bridges.read(self._client)
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
         """Stores how fast a worker found a model version to be."""

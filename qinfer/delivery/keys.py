@@ -25,6 +25,8 @@ JANITORS = b"janitors"
 READERS = b"readers"
 """The consumer group of every outbox that a program named."""
 
+_BRIDGES = "qinfer:{bridges}:"
+
 
 @lru_cache(maxsize=65536)  # one call per request
 def lane(of: Lane) -> bytes:
@@ -155,6 +157,24 @@ def scaler_counts() -> str:
 def signs(program: str) -> str:
     """Returns the sorted set of the live processes of a program, by when their last sign of life is over."""
     return f"qinfer:signs:{program}"
+
+
+def bridges() -> str:
+    """Returns the hash of bridges: until when each lives (ms of Redis' time), its last report, what it has in hand.
+
+    It, `routes` and `route_counts` share a hash tag, so that one script may touch them.
+    """
+    return f"{_BRIDGES}live"
+
+
+def routes() -> str:
+    """Returns the sorted set of the routes of bridges by the time of their last report."""
+    return f"{_BRIDGES}routes"
+
+
+def route_counts(route: str) -> str:
+    """Returns the hash of what all bridges counted for a route."""
+    return f"{_BRIDGES}counts:{route}"
 
 
 def reply(reply_to: str) -> str:

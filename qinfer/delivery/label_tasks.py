@@ -120,6 +120,10 @@ class LabelTasks(Protocol):
         """Returns how many tasks of a project are in each state."""
         ...
 
+    async def unfinished(self, model: str) -> int:
+        """Returns how many tasks of a model, of all its boards, are neither done nor failed."""
+        ...
+
     async def boards(self, model: str) -> list[Board]:
         """Returns the boards of a model that have tasks, or had some lately."""
         ...

@@ -73,6 +73,11 @@ class MemoryLabelTasks:
         states = [entry.state for entry in self._entries.get(board, {}).values()]
         return {state: states.count(state) for state in LabelState}
 
+    async def unfinished(self, model: str) -> int:
+        """See `LabelTasks.unfinished`."""
+        boards = await self.boards(model)
+        return sum(not entry.state.is_over for board in boards for entry in self._entries[board].values())
+
     async def boards(self, model: str) -> list[Board]:
         """See `LabelTasks.boards`."""
         return [board for board in self._entries if board.model == model]

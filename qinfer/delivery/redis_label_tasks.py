@@ -3,6 +3,7 @@
 put, move   label_step.lua        claim   label_claim.lua        get, page, counts, boards   plain reads
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -70,7 +71,12 @@ class RedisLabelTasks:
 
     async def counts(self, board: Board) -> Mapping[LabelState, int]:
         """See `LabelTasks.counts`."""
-        return {state: int(await self._call(board)(b"ZCARD", _key(board, state.value))) for state in _STATES}
+        return {state: await self._count(board, state) for state in _STATES}
+
+    async def unfinished(self, model: str) -> int:
+        """See `LabelTasks.unfinished`."""
+        boards, states = await self.boards(model), [state for state in _STATES if not state.is_over]
+        return sum(await asyncio.gather(*(self._count(board, state) for board in boards for state in states)))
 
     async def boards(self, model: str) -> list[Board]:
         """See `LabelTasks.boards`."""
@@ -98,6 +104,9 @@ class RedisLabelTasks:
             found = await (self._durability.write(board.model, 0, write) if is_promise else write(self._call(board)))
             stored += map(bool, found)
         return stored
+
+    async def _count(self, board: Board, state: LabelState) -> int:
+        return int(await self._call(board)(b"ZCARD", _key(board, state.value)))
 
     def _call(self, board: Board) -> Callable[..., Awaitable[Any]]:
         return partial(self._router.call, keys.slot(_key(board, "entries")))

@@ -1,9 +1,10 @@
-"""The metrics of a bridge, which it serves on a port of its own: plain integers, counted by route.
+"""The metrics of bridges: what one counts by route, and how all of them together are shown.
 
-Each number is written by one thread of the bridge and read at a scrape.
+A bridge counts in plain integers (`RouteTally`), each written by one of its threads, and read by others. It serves them
+on a port of its own, and adds them up in the control store, where all bridges' make `RouteTotals` that only grow.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,6 +12,14 @@ from prometheus_client.registry import Collector
 
 from qinfer.observability import catalogue
 from qinfer.observability.catalogue import Info
+from qinfer.observability.exposition import Family
+
+RECEIVED, ACCEPTED, REPEATED, UNIDENTIFIED = "received", "accepted", "repeated", "unidentified"
+"""Fields of what a route counted, as `RouteTally` has them."""
+PAUSED_MS = "paused_ms"
+"""`paused_s`, in whole milliseconds."""
+REFUSED, REPLIED, UNROUTABLE = "refused:", "replied:", "unroutable:"
+"""What the fields of the counts by code, state and place begin with: `refused:<error code>`, …"""
 
 
 @dataclass(slots=True)
@@ -45,6 +54,38 @@ class RouteTally:
     unconfirmed: int = 0
     connected: dict[str, bool] = field(default_factory=dict)
 
+    def counts(self) -> dict[str, int]:
+        """Returns all that only grows, by field."""
+        counts = {
+            RECEIVED: self.received,
+            ACCEPTED: self.accepted,
+            REPEATED: self.repeated,
+            UNIDENTIFIED: self.unidentified,
+            PAUSED_MS: int(self.paused_s * 1000),
+        }
+        for prefix, by in ((REFUSED, self.refused), (REPLIED, self.replied), (UNROUTABLE, self.unroutable)):
+            counts.update((prefix + key, value) for key, value in list(by.items()))
+        return counts
+
+
+@dataclass(slots=True)
+class RouteTotals:
+    """What all bridges say of one route.
+
+    Attributes:
+        counts: What they counted, those too that have ended: field → sum.
+        processes: Bridges that live, and of these
+        unacknowledged: the messages that sources wait for,
+        unconfirmed: ended requests whose replies are not confirmed,
+        connected: connection → how many stand.
+    """
+
+    counts: Mapping[str, int]
+    processes: int = 0
+    unacknowledged: int = 0
+    unconfirmed: int = 0
+    connected: dict[str, int] = field(default_factory=dict)
+
 
 def count(counts: dict[str, int], key: str, by: int = 1) -> None:
     """Adds to one of several counts."""
@@ -55,55 +96,93 @@ class BridgeCollector(Collector):
     """What a scrape of a bridge gives.
 
     Args:
+        process: The bridge's name.
         tallies: Of the routes.
     """
 
-    def __init__(self, tallies: Sequence[RouteTally]) -> None:
+    def __init__(self, process: str, tallies: Sequence[RouteTally]) -> None:
+        self._process = process
         self._tallies = tallies
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics."""
-        for info, counted in _COUNTERS:
-            family = CounterMetricFamily(info.name, info.text, labels=info.labels)
-            for tally in self._tallies:
-                family.add_metric((tally.route,), counted(tally))
-            yield family
-        for info, counts in _COUNTERS_BY:
-            family = CounterMetricFamily(info.name, info.text, labels=info.labels)
-            is_first = info.labels[0] == "route"
-            for tally in self._tallies:
-                for key, value in counts(tally):
-                    family.add_metric((tally.route, key) if is_first else (key, tally.route), value)
-            yield family
-        for info, gauged in _GAUGES:
-            gauge = GaugeMetricFamily(info.name, info.text, labels=info.labels)
-            for tally in self._tallies:
-                gauge.add_metric((tally.route,), gauged(tally))
-            yield gauge
-        connected = catalogue.BRIDGE_CONNECTED
-        up = GaugeMetricFamily(connected.name, connected.text, labels=connected.labels)
-        for tally in self._tallies:
-            for key, is_up in list(tally.connected.items()):
-                up.add_metric((key, tally.route), float(is_up))
-        yield up
+        own = {
+            tally.route: RouteTotals(
+                counts=tally.counts(),
+                processes=1,
+                unacknowledged=tally.unacknowledged,
+                unconfirmed=tally.unconfirmed,
+                connected={key: int(is_up) for key, is_up in list(tally.connected.items())},
+            )
+            for tally in self._tallies
+        }
+        own_infos = {info.name: info for info in catalogue.OF_BRIDGES}
+        for family in _families(own):
+            info = own_infos[family.info.name]
+            kind = CounterMetricFamily if info.kind == "counter" else GaugeMetricFamily
+            shown = kind(info.name, info.text, labels=info.labels)
+            for _, labels, value in family.samples:
+                words = {**dict(labels), "process": self._process}
+                shown.add_metric([words[name] for name in info.labels], value)
+            yield shown
 
 
-_Counted = Callable[[RouteTally], float]
-_Counts = Callable[[RouteTally], Iterable[tuple[str, int]]]
+def families(routes: Mapping[str, RouteTotals]) -> Iterator[Family]:
+    """Yields the metrics of all bridges together.
 
-_COUNTERS: tuple[tuple[Info, _Counted], ...] = (
-    (catalogue.BRIDGE_RECEIVED, lambda tally: tally.received),
-    (catalogue.BRIDGE_ACCEPTED, lambda tally: tally.accepted),
-    (catalogue.BRIDGE_REPEATED, lambda tally: tally.repeated),
-    (catalogue.BRIDGE_UNIDENTIFIED, lambda tally: tally.unidentified),
-    (catalogue.BRIDGE_PAUSED, lambda tally: tally.paused_s),
+    Args:
+        routes: Route → what is said of it.
+    """
+    yield from _families(routes)
+    living = Family(catalogue.BRIDGE_PROCESSES)
+    for route, totals in routes.items():
+        living.add(totals.processes, route=route)
+    yield living
+
+
+def _families(routes: Mapping[str, RouteTotals]) -> Iterator[Family]:
+    yield from _counted(routes)
+    for info, gauged in _GAUGES:
+        family = Family(info)
+        for route, totals in routes.items():
+            if totals.processes:
+                family.add(gauged(totals), route=route)
+        yield family
+    connected = Family(catalogue.BRIDGE_CONNECTED)
+    for route, totals in routes.items():
+        for connection, standing in totals.connected.items():
+            connected.add(standing, connection=connection, route=route)
+    yield connected
+
+
+def _counted(routes: Mapping[str, RouteTotals]) -> Iterator[Family]:
+    for info, name, scale in _COUNTERS:
+        family = Family(info)
+        for route, totals in routes.items():
+            family.add(totals.counts.get(name, 0) / scale, route=route)
+        yield family
+    for info, prefix, label in _COUNTERS_BY:
+        family = Family(info)
+        for route, totals in routes.items():
+            for name in totals.counts:
+                if name.startswith(prefix):
+                    family.add(totals.counts[name], **{"route": route, label: name.removeprefix(prefix)})
+        yield family
+
+
+_COUNTERS: tuple[tuple[Info, str, int], ...] = (
+    (catalogue.BRIDGE_RECEIVED, RECEIVED, 1),
+    (catalogue.BRIDGE_ACCEPTED, ACCEPTED, 1),
+    (catalogue.BRIDGE_REPEATED, REPEATED, 1),
+    (catalogue.BRIDGE_UNIDENTIFIED, UNIDENTIFIED, 1),
+    (catalogue.BRIDGE_PAUSED, PAUSED_MS, 1000),
 )
-_COUNTERS_BY: tuple[tuple[Info, _Counts], ...] = (
-    (catalogue.BRIDGE_REFUSED, lambda tally: list(tally.refused.items())),
-    (catalogue.BRIDGE_REPLIED, lambda tally: list(tally.replied.items())),
-    (catalogue.BRIDGE_UNROUTABLE, lambda tally: list(tally.unroutable.items())),
+_COUNTERS_BY: tuple[tuple[Info, str, str], ...] = (
+    (catalogue.BRIDGE_REFUSED, REFUSED, "reason"),
+    (catalogue.BRIDGE_REPLIED, REPLIED, "state"),
+    (catalogue.BRIDGE_UNROUTABLE, UNROUTABLE, "place"),
 )
-_GAUGES: tuple[tuple[Info, _Counted], ...] = (
-    (catalogue.BRIDGE_UNACKNOWLEDGED, lambda tally: tally.unacknowledged),
-    (catalogue.BRIDGE_UNCONFIRMED, lambda tally: tally.unconfirmed),
+_GAUGES: tuple[tuple[Info, Callable[[RouteTotals], int]], ...] = (
+    (catalogue.BRIDGE_UNACKNOWLEDGED, lambda totals: totals.unacknowledged),
+    (catalogue.BRIDGE_UNCONFIRMED, lambda totals: totals.unconfirmed),
 )

@@ -2,7 +2,8 @@
 
 A metric of the *cluster* is about the whole installation: it is made of what is in Redis, so that every gateway shows
 the same numbers and it is to be scraped once. One of a *process* is about the gateway that is asked, and has its name
-in the label `process`; Triton's own have no labels but Triton's. Bridges show theirs on ports of their own.
+in the label `process`; Triton's own have no labels but Triton's. Those of bridges are of the cluster, and each bridge
+shows its own, with its name in the label `process`, on a port of its own (`OF_BRIDGES`).
 
 The reference page is made of this module. Labels are in alphabetical order.
 """
@@ -238,51 +239,71 @@ NV_CPU_UTILIZATION = _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1
 NV_CPU_MEMORY_TOTAL = _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", (), _PROCESS)
 NV_CPU_MEMORY_USED = _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", (), _PROCESS)
 BRIDGE_RECEIVED = _counter(
-    "qinfer_bridge_received_messages_total", "Messages that came from the source, each delivery.", _ROUTE, _BRIDGE
+    "qinfer_bridge_received_messages_total", "Messages that came from the source, each delivery.", _ROUTE
 )
-BRIDGE_ACCEPTED = _counter("qinfer_bridge_accepted_messages_total", "Messages that became requests.", _ROUTE, _BRIDGE)
+BRIDGE_ACCEPTED = _counter("qinfer_bridge_accepted_messages_total", "Messages that became requests.", _ROUTE)
 BRIDGE_REPEATED = _counter(
     "qinfer_bridge_repeated_messages_total",
     "Messages that had been accepted before, recognised by their id.",
     _ROUTE,
-    _BRIDGE,
 )
 BRIDGE_UNIDENTIFIED = _counter(
     "qinfer_bridge_unidentified_messages_total",
     "Messages without an id, which can't be recognised when they come again.",
     _ROUTE,
-    _BRIDGE,
 )
 BRIDGE_PAUSED = _counter(
     "qinfer_bridge_paused_seconds_total",
     "Seconds without accepting messages, because the model's lane was full or the queue away.",
     _ROUTE,
-    _BRIDGE,
 )
 BRIDGE_REFUSED = _counter(
     "qinfer_bridge_refused_messages_total",
     "Messages put with the dead letters because they could not become requests.",
     ("reason", "route"),
-    _BRIDGE,
 )
 BRIDGE_REPLIED = _counter(
     "qinfer_bridge_replies_total",
     "Requests whose reply or dead letter the other broker has confirmed, by their state.",
     ("route", "state"),
-    _BRIDGE,
 )
 BRIDGE_UNROUTABLE = _counter(
     "qinfer_bridge_unroutable_messages_total",
     "Published messages that no queue took: reply (its caller is gone), sink or dead_letter (tried again).",
     ("place", "route"),
-    _BRIDGE,
 )
 BRIDGE_UNACKNOWLEDGED = _gauge(
-    "qinfer_bridge_unacknowledged_messages", "Messages in hand that the source still holds.", _ROUTE, _BRIDGE
+    "qinfer_bridge_unacknowledged_messages", "Messages in hand that the source still holds.", _ROUTE
 )
 BRIDGE_UNCONFIRMED = _gauge(
-    "qinfer_bridge_unconfirmed_replies", "Ended requests in hand whose reply is not confirmed.", _ROUTE, _BRIDGE
+    "qinfer_bridge_unconfirmed_replies", "Ended requests in hand whose reply is not confirmed.", _ROUTE
 )
 BRIDGE_CONNECTED = _gauge(
-    "qinfer_bridge_connected", "1 while a connection to a queue stands.", ("connection", "route"), _BRIDGE
+    "qinfer_bridge_connected",
+    "Connections to a queue that stand; of the cluster, as many as live bridges where all is well.",
+    ("connection", "route"),
+)
+OF_BRIDGES = tuple(
+    info._replace(labels=tuple(sorted((*info.labels, *_OWN))), scope=_BRIDGE)
+    for info in ALL
+    if info.name.startswith("qinfer_bridge_")
+)
+"""What a bridge shows of itself."""
+BRIDGE_PROCESSES = _gauge("qinfer_bridge_processes", "Live bridges that serve a route.", _ROUTE)
+LABEL_QUEUED = _counter(
+    "qinfer_labeling_queued_tasks_total", "Tasks of Label Studio that were stored in order to push predictions of them."
+)
+LABEL_PUSHED = _counter("qinfer_labeling_pushed_tasks_total", "Tasks whose prediction Label Studio has taken.")
+LABEL_RETRIES = _counter(
+    "qinfer_labeling_push_retries_total",
+    "Predictions that are to be pushed again, because Label Studio was away or failed, each time.",
+)
+LABEL_FAILED = _counter(
+    "qinfer_labeling_failed_tasks_total",
+    "Tasks of Label Studio that failed: no request was made of them (not_queued), it gave no prediction "
+    "(not_predicted), Label Studio refused it (refused) or failed too often (push_failed).",
+    _REASON,
+)
+LABEL_WAITING = _gauge(
+    "qinfer_labeling_waiting_tasks", "Tasks of Label Studio that are stored and neither pushed nor failed.", ("model",)
 )

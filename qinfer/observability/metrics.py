@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from qinfer.errors import ErrorCode, InvalidRequest
-from qinfer.observability import catalogue, exposition, stats, triton_metrics
+from qinfer.observability import bridge_metrics, catalogue, exposition, stats, triton_metrics, worker_metrics
+from qinfer.observability.bridge_metrics import RouteTotals
 from qinfer.observability.catalogue import Info, MetricScope
-from qinfer.observability.devices import GpuUse
 from qinfer.observability.exposition import CONTENT_TYPE, Family
 from qinfer.observability.host import HostUse
 from qinfer.observability.process_use import ProcessUse
+from qinfer.observability.worker_metrics import WorkerLoad
 
 __all__ = ["CONTENT_TYPE", "GatewayTally", "Snapshot", "WorkerLoad", "render", "scopes_of"]
 
@@ -102,29 +103,6 @@ class GatewayTally:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
-    """A live worker as the metrics show it, as of its last heartbeat.
-
-    Attributes:
-        device: What it runs on.
-        executing: Requests in its batches.
-        ready: Model versions that it has ready.
-        renewals: Leases that it has renewed.
-        leases_lost: Leases that it has lost.
-        use: CPU time and memory; `None` = not known.
-        gpus: Its GPUs, where they can be asked.
-    """
-
-    device: str
-    executing: int
-    ready: int = 0
-    renewals: int = 0
-    leases_lost: int = 0
-    use: ProcessUse | None = None
-    gpus: tuple[GpuUse, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """What the shared store said at a scrape.
 
@@ -144,6 +122,8 @@ class Snapshot:
         jobs: State → bulk jobs.
         scaled: Direction → decisions of all autoscalers.
         wanted_workers: How many workers the live autoscalers want; `None` = none lives.
+        routes: Route → what bridges counted for it, and what those that live have in hand.
+        labeling: Model → labeling tasks that are not over; of models that have labeling tasks.
         host: What the gateway's machine uses; `None` = not known.
         use: What the gateway itself uses; `None` = not known.
     """
@@ -163,6 +143,8 @@ class Snapshot:
     jobs: Mapping[str, int] = field(default_factory=dict)
     scaled: Mapping[str, int] = field(default_factory=dict)
     wanted_workers: int | None = None
+    routes: Mapping[str, RouteTotals] = field(default_factory=dict)
+    labeling: Mapping[str, int] = field(default_factory=dict)
     host: HostUse | None = None
     use: ProcessUse | None = None
 
@@ -196,8 +178,10 @@ class Snapshot:
         if self.wanted_workers is not None:
             target.add(self.wanted_workers)
         yield from (jobs, decisions, target)
-        yield from self._of_workers()
+        yield from worker_metrics.families(self.workers)
+        yield from bridge_metrics.families(self.routes)
         yield from self._counted()
+        yield from self._of_labeling()
 
     def of_triton(self, wanted: triton_metrics.Wanted = triton_metrics.USUAL) -> Iterator[Family]:
         """Yields the metrics of the installation that have Triton's names; `wanted` are those that can be chosen."""
@@ -208,33 +192,6 @@ class Snapshot:
         pending = {key: max(depth - self.executing.get(key, 0), 0) for key, depth in waiting.items()}
         yield from triton_metrics.families(self.stats, pending, self.load_s, wanted)
         yield from triton_metrics.of_gpus(gpu for load in self.workers.values() for gpu in load.gpus)
-
-    def _of_workers(self) -> Iterator[Family]:
-        up, used, total, busy = map(
-            Family,
-            (
-                catalogue.WORKER_UP,
-                catalogue.DEVICE_MEMORY_USED,
-                catalogue.DEVICE_MEMORY_TOTAL,
-                catalogue.DEVICE_UTILIZATION,
-            ),
-        )
-        for worker, load in self.workers.items():
-            up.add(1, worker=worker, device=load.device)
-            for gpu in load.gpus:
-                device = f"gpu {gpu.number}"
-                used.add(gpu.memory_used_bytes, worker=worker, device=device)
-                total.add(gpu.memory_total_bytes, worker=worker, device=device)
-                busy.add(gpu.utilization, worker=worker, device=device)
-        yield up
-        for info, value in _OF_WORKERS:
-            family = Family(info)
-            for worker, load in self.workers.items():
-                known = value(load)
-                if known is not None:
-                    family.add(known, worker=worker)
-            yield family
-        yield from (used, total, busy)
 
     def _counted(self) -> Iterator[Family]:
         """Yields what is made of the statistics."""
@@ -259,6 +216,19 @@ class Snapshot:
             for key, fields in self.stats.items():
                 family.add_histogram(stats.buckets(fields, histogram), total(fields), **_labels(key))
             yield family
+
+    def _of_labeling(self) -> Iterator[Family]:
+        """Yields what is about tasks whose predictions are pushed, of models that ever had some."""
+        waiting, failed = Family(catalogue.LABEL_WAITING), Family(catalogue.LABEL_FAILED)
+        for model, tasks in self.labeling.items():
+            waiting.add(tasks, model=model)
+        of = {key: fields for key, fields in self.stats.items() if any(map(fields.get, stats.LABELING))}
+        for key, fields in of.items():
+            for reason in stats.LabelFailure:
+                failed.add(fields.get(stats.LABEL_FAILED + reason, 0), reason=reason.value, **_labels(key))
+        yield from (waiting, failed)
+        for info, field_name in _LABELING:
+            yield _by_model(info, {key: fields.get(field_name, 0) for key, fields in of.items()})
 
 
 def scopes_of(text: str) -> frozenset[MetricScope]:
@@ -323,19 +293,16 @@ def _cumulative(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[fl
     return pairs
 
 
-_OF_WORKERS: tuple[tuple[Info, Callable[[WorkerLoad], float | None]], ...] = (
-    (catalogue.WORKER_EXECUTING, lambda load: load.executing),
-    (catalogue.WORKER_READY_MODELS, lambda load: load.ready),
-    (catalogue.WORKER_RENEWALS, lambda load: load.renewals),
-    (catalogue.WORKER_LEASES_LOST, lambda load: load.leases_lost),
-    (catalogue.WORKER_CPU, lambda load: load.use and load.use.cpu_s),
-    (catalogue.WORKER_MEMORY, lambda load: load.use and load.use.memory_bytes),
-)
 _FIELDS = (
     (catalogue.EXECUTED_REQUESTS, stats.SUCCESS_COUNT),
     (catalogue.RETRIES, stats.RETRIES),
     (catalogue.REDELIVERIES, stats.REDELIVERIES),
     (catalogue.DEAD_LETTERS_TOTAL, stats.DEAD_LETTERS),
+)
+_LABELING = (
+    (catalogue.LABEL_QUEUED, stats.LABEL_QUEUED),
+    (catalogue.LABEL_PUSHED, stats.LABEL_PUSHED),
+    (catalogue.LABEL_RETRIES, stats.LABEL_RETRIES),
 )
 _HISTOGRAMS: tuple[tuple[Info, str, Callable[[Mapping[str, int]], float]], ...] = (
     (catalogue.QUEUE_WAIT, stats.QUEUE, lambda fields: fields.get(stats.QUEUE_NS, 0) / 1e9),

@@ -10,6 +10,7 @@ about a second of counts.
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
 from qinfer.observability.latencies import FIRST_RESPONSE, FIRST_RESPONSE_BUCKETS_MS, LatencyTally
@@ -87,6 +88,10 @@ FAILURES = "failures:"
 REFUSALS = "refusals:"
 """Requests that a gateway ended, so that no worker counts them: refused by the queue, given up at their deadline,
 cancelled. By reason: `refusals:<error code>`."""
+LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES = "label_queued", "label_pushed", "label_retries"
+"""Labeling tasks whose predictions are pushed: stored, pushed, and pushes that are to be tried again, each time."""
+LABEL_FAILED = "label_failed:"
+"""Those that failed, by `LabelFailure`: `label_failed:<reason>`."""
 BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
     "batch_count:",
     "batch_input_ns:",
@@ -94,6 +99,19 @@ BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
     "batch_output_ns:",
 )
 """Executions by batch size, and nanoseconds of them: `batch_count:<rows>`, …"""
+
+
+class LabelFailure(StrEnum):
+    """Why a labeling task has failed: it made no request, that no prediction, or Label Studio refused or failed."""
+
+    NOT_QUEUED = "not_queued"
+    NOT_PREDICTED = "not_predicted"
+    REFUSED = "refused"
+    PUSH_FAILED = "push_failed"
+
+
+LABELING = (LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES, *(LABEL_FAILED + reason for reason in LabelFailure))
+"""All of labeling's fields."""
 
 
 class BatchTotals(NamedTuple):

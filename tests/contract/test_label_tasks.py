@@ -121,6 +121,18 @@ async def test_boards_are_known(queue: Queue) -> None:
     assert await delivery.label_tasks.boards("unknown") == []
 
 
+async def test_what_is_not_over_is_counted(queue: Queue) -> None:
+    """Of all boards of a model: what waits, is open or is being sent."""
+    delivery = await queue.connect()
+    await delivery.label_tasks.put(BOARD, [task(number) for number in range(1, 6)], ttl_s=DAY_S)
+    await delivery.label_tasks.put(Board(BOARD.model, "another", 7), [task(1)], ttl_s=DAY_S)
+    for number, state in enumerate((DONE, FAILED, OPEN, LabelState.SENDING), 1):
+        assert await moved(delivery, number, state)
+
+    assert await delivery.label_tasks.unfinished(BOARD.model) == 4
+    assert await delivery.label_tasks.unfinished("unknown") == 0
+
+
 async def test_many_tasks_are_stored_in_steps(queue: Queue) -> None:
     """More than one script takes."""
     delivery = await queue.connect()

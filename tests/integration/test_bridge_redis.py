@@ -1,6 +1,7 @@
 """The bridge between kombu's queues on a real Redis and the workers: in, out, again, refused, full, stopped, killed."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 from kombu import Connection
 from pydantic import SecretStr
 
+from qinfer.control.base import BRIDGE
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
@@ -340,6 +342,8 @@ async def test_a_killed_bridge_loses_nothing_and_scores_nothing_twice(
             (message,) = await broker.take()
             known = told.setdefault(message.properties["message_id"], message)
             assert (known.body, headers_of(known)) == (message.body, headers_of(message))
+        name = f"qinfer-bridge-{process.pid}@{socket.gethostname()}"  # the health check looks for it
+        assert name in await scene.store.signs(BRIDGE)
         process.terminate()
         assert await asyncio.to_thread(process.wait, 15) == 0
     finally:
@@ -385,7 +389,8 @@ async def test_metrics_are_served_by_route(scene: Stage, broker: Broker) -> None
         async with httpx.AsyncClient() as client:
             text = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
 
-    assert 'qinfer_bridge_received_messages_total{route="route"} 2.0' in text
-    assert 'qinfer_bridge_refused_messages_total{reason="invalid_request",route="route"} 1.0' in text
-    assert 'qinfer_bridge_replies_total{route="route",state="succeeded"} 1.0' in text
-    assert 'qinfer_bridge_connected{connection="source",route="route"} 1.0' in text
+    own = f'process="{one.process}"'
+    assert f'qinfer_bridge_received_messages_total{{{own},route="route"}} 2.0' in text
+    assert f'qinfer_bridge_refused_messages_total{{{own},reason="invalid_request",route="route"}} 1.0' in text
+    assert f'qinfer_bridge_replies_total{{{own},route="route",state="succeeded"}} 1.0' in text
+    assert f'qinfer_bridge_connected{{connection="source",{own},route="route"}} 1.0' in text

@@ -92,11 +92,12 @@ def test_the_guide_knows_no_other_alerts() -> None:
 
 
 def test_the_installation_is_scraped_once() -> None:
-    """Shared series come from one address, each gateway's own from all."""
+    """Shared series come from one address, those of bridges too; each gateway's own from all."""
     jobs = {
         job["job_name"]: job for job in yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
     }
 
+    assert set(jobs) == {"qinfer-cluster", "qinfer-gateways", "prometheus"}
     assert jobs["qinfer-cluster"]["params"] == {"scope": ["cluster"]}
     assert len(jobs["qinfer-cluster"]["static_configs"][0]["targets"]) == 1
     assert jobs["qinfer-gateways"]["params"] == {"scope": ["process"]}

@@ -3,10 +3,12 @@
 from itertools import pairwise
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.observability import catalogue
+from qinfer.observability.bridge_metrics import BridgeCollector, RouteTally, RouteTotals
 from qinfer.observability.catalogue import MetricScope
 from qinfer.observability.devices import GpuUse
 from qinfer.observability.host import HostUse
@@ -17,6 +19,7 @@ from qinfer.observability.triton_metrics import Wanted
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
+ROUTE = {"accepted": 5, "paused_ms": 1500, "refused:conflict": 3, "replied:succeeded": 2, "unroutable:sink": 1}
 M1 = (("model", "m"), ("version", "1"))
 OURS = (("model", "m"), ("process", "g"), ("version", "1"))
 
@@ -169,6 +172,7 @@ def everything() -> tuple[GatewayTally, Snapshot]:
         energy_j=9.0,
     )
     fields = dict(busy_snapshot.stats["m", 1]) | {"job_rows_done": 7, "job_rows_failed": 2, "redeliveries": 1}
+    fields |= {"label_queued": 9, "label_pushed": 2, "label_failed:refused": 1}
     publishing = PublishTally()
     publishing.published("m", 1, 3_000_000)
     add(fields, publishing.drain()["m", 1])
@@ -199,6 +203,8 @@ def everything() -> tuple[GatewayTally, Snapshot]:
         wanted_workers=2,
         host=HostUse(0.5, 100, 50),
         use=ProcessUse(1.5, 2048),
+        routes={"r": RouteTotals(ROUTE, processes=2, unacknowledged=7, unconfirmed=4, connected={"source": 1})},
+        labeling={"m": 6},
     )
 
 
@@ -230,9 +236,57 @@ def test_what_workers_and_queues_tell() -> None:
     assert value(catalogue.WORKER_MEMORY, worker="w") == 4096
     assert value(catalogue.DEVICE_MEMORY_USED, worker="w", device="gpu 1") == 10
     assert value(catalogue.DEVICE_UTILIZATION, worker="w", device="gpu 1") == 0.25
+    assert value(catalogue.BRIDGE_ACCEPTED, route="r") == 5
+    assert value(catalogue.BRIDGE_PAUSED, route="r") == 1.5
+    assert value(catalogue.BRIDGE_REFUSED, reason="conflict", route="r") == 3
+    assert value(catalogue.BRIDGE_REPLIED, route="r", state="succeeded") == 2
+    assert value(catalogue.BRIDGE_UNACKNOWLEDGED, route="r") == 7
+    assert value(catalogue.BRIDGE_UNCONFIRMED, route="r") == 4
+    assert value(catalogue.BRIDGE_CONNECTED, connection="source", route="r") == 1
+    assert value(catalogue.BRIDGE_PROCESSES, route="r") == 2
+    assert value(catalogue.LABEL_WAITING, model="m") == 6
+    assert value(catalogue.LABEL_QUEUED, **model) == 9
+    assert value(catalogue.LABEL_PUSHED, **model) == 2
+    assert value(catalogue.LABEL_FAILED, reason="refused", **model) == 1
+    assert value(catalogue.LABEL_FAILED, reason="not_queued", **model) == 0
     assert value(catalogue.PROCESS_CPU, process="g") == 1.5
     assert shown["qinfer_publish_seconds_sum", M1] == 0.003
     assert shown["qinfer_assemble_seconds_sum", M1] == 0.001
+
+
+def test_a_route_without_a_bridge_keeps_its_counts() -> None:
+    """What nobody has in hand is not shown, not even as 0; that nobody serves the route is."""
+    shown = {
+        name
+        for (name, labels) in series(GatewayTally(), Snapshot(routes={"r": RouteTotals(ROUTE)}))
+        if ("route", "r") in labels
+    }
+
+    assert {catalogue.BRIDGE_ACCEPTED.name, catalogue.BRIDGE_RECEIVED.name, catalogue.BRIDGE_PROCESSES.name} <= shown
+    assert not shown & {info.name for info in catalogue.OF_BRIDGES if info.kind == "gauge"}
+
+
+def test_a_bridge_shows_its_own_with_its_name() -> None:
+    """The same series as of the cluster, from the port of the bridge, but for how many live."""
+    tally = RouteTally("r", received=3, refused={"conflict": 1}, paused_s=0.5, connected={"source": True})
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(BridgeCollector("b1", [tally]))
+    page = text_string_to_metric_families(generate_latest(registry).decode())
+    shown = {sample.name: (sample.labels, sample.value) for family in page for sample in family.samples}
+
+    assert shown[catalogue.BRIDGE_RECEIVED.name] == ({"process": "b1", "route": "r"}, 3)
+    assert shown[catalogue.BRIDGE_PAUSED.name] == ({"process": "b1", "route": "r"}, 0.5)
+    assert shown[catalogue.BRIDGE_REFUSED.name] == ({"process": "b1", "reason": "conflict", "route": "r"}, 1)
+    assert shown[catalogue.BRIDGE_CONNECTED.name] == ({"connection": "source", "process": "b1", "route": "r"}, 1)
+    assert catalogue.BRIDGE_PROCESSES.name not in shown
+    assert all(list(info.labels) == sorted(info.labels) and "process" in info.labels for info in catalogue.OF_BRIDGES)
+
+
+def test_models_without_labeling_have_no_series_of_it() -> None:
+    """They would be many, and all 0."""
+    page = render(GatewayTally(), Snapshot(stats={("m", 1): {"success_count": 1}})).decode()
+
+    assert "qinfer_labeling_queued_tasks_total{" not in page
 
 
 def test_what_expired_and_what_was_refused() -> None:
@@ -295,8 +349,6 @@ def test_the_catalogue_is_what_is_shown() -> None:
 
     for info in catalogue.ALL:
         assert list(info.labels) == sorted(info.labels), info.name
-        if info.scope is MetricScope.BRIDGE:
-            continue
         family = families.pop((info.name.removesuffix("_total"), info.kind))
         assert family.documentation == info.text
         assert family.samples, info.name

@@ -20,6 +20,14 @@ from qinfer.delivery.label_tasks import MAX_DATA_BYTES, Board, LabelState, Label
 from qinfer.errors import DeliveryError, InferenceFailed, InvalidRequest, Overloaded, QinferError
 from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.messages import Failure
+from qinfer.observability.stats import (
+    LABEL_FAILED,
+    LABEL_PUSHED,
+    LABEL_QUEUED,
+    LABEL_RETRIES,
+    LabelFailure,
+    ModelCounts,
+)
 from qinfer.repository.config_spec import MAX_TIMEOUT
 from qinfer.settings import Settings
 from qinfer_api.auth import Context
@@ -44,6 +52,7 @@ _TOO_SLOW = f"its files took longer than {_SUBMIT_S:g} s to fetch"
 _LATER_S = 10.0
 _MUCH_LATER_S = 600.0
 _ASKED_AGAIN_S = 60.0
+_COUNTED = {LabelState.DONE: LABEL_PUSHED, LabelState.SENDING: LABEL_RETRIES}
 
 
 class Notes(msgspec.Struct, frozen=True, array_like=True):
@@ -76,12 +85,13 @@ class Intake:
         book: The mappings.
         files: Where the files of tasks come from.
         studio: Label Studio; `None` = nothing can be pushed from here.
+        counts: What this gateway adds to the models' statistics.
 
     Attributes:
         arrived: Set when there are new tasks here, for whoever feeds.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords: what a task passes through
         self,
         settings: Settings,
         *,
@@ -90,6 +100,7 @@ class Intake:
         book: MappingBook,
         files: Files,
         studio: LabelStudio | None,
+        counts: ModelCounts,
     ) -> None:
         self._settings = settings.labeling
         self._limits = settings.requests
@@ -98,6 +109,7 @@ class Intake:
         self._book = book
         self._files = files
         self._studio = studio
+        self._counts = counts
         self.arrived = asyncio.Event()
 
     async def put(
@@ -115,6 +127,7 @@ class Intake:
         stored = await self._tasks.put(board, entries, ttl_s=self._settings.record_ttl_s) if entries else []
         if any(stored):
             self.arrived.set()
+            self._counts.add(board.model, served.version, LABEL_QUEUED, sum(stored))
         return sum(stored)
 
     def _entries(
@@ -180,11 +193,10 @@ class Intake:
             if error.retryable:
                 await self._wait(board, entry, error.message, self._pause_s(entry))
             else:
-                await self.move(board, entry, LabelState.FAILED, error=error.message)
+                await self.fail(board, entry, error.message)
         except Exception as error:  # the boundary of a task: the others go on, whatever it is
             logger.exception("task can't be queued", extra={"model": board.model, "request_id": entry.request_id})
-            failure = InferenceFailed(Failure.of(error).message)
-            await self.move(board, entry, LabelState.FAILED, error=failure.message)
+            await self.fail(board, entry, InferenceFailed(Failure.of(error).message).message)
         else:
             await self.move(board, entry, LabelState.OPEN)
         return True
@@ -227,16 +239,35 @@ class Intake:
         """Stores where a task is now."""
         await self.move_all(board, [msgspec.structs.replace(entry, error=error)], state, wait_s=wait_s)
 
-    async def move_all(
-        self, board: Board, entries: Sequence[LabelTask], state: LabelState, *, wait_s: float = 0.0
+    async def fail(
+        self, board: Board, entry: LabelTask, error: str, reason: LabelFailure = LabelFailure.NOT_QUEUED
     ) -> None:
-        """Stores where tasks are now, with the error or score that they have; data goes where they are over."""
+        """Stores that a task has failed; the error is for people, the reason is counted."""
+        entry = msgspec.structs.replace(entry, error=error)
+        await self.move_all(board, [entry], LabelState.FAILED, field=LABEL_FAILED + reason)
+
+    async def move_all(
+        self, board: Board, entries: Sequence[LabelTask], state: LabelState, *, wait_s: float = 0.0, field: str = ""
+    ) -> None:
+        """Stores where tasks are now, with the error or score that they have; data goes where they are over.
+
+        Args:
+            board: Which project's.
+            entries: The tasks, as they were.
+            state: Where they are.
+            wait_s: Those that wait are not taken up for so long.
+            field: What is counted of each that was not over before; empty = what the state says, if anything.
+        """
         now_s = self._requests.now_s()
-        entries = [
+        moved = [
             msgspec.structs.replace(each, state=state, updated_at=now_s, data=b"" if state.is_over else each.data)
             for each in entries
         ]
-        await self._tasks.move(board, entries, ttl_s=self._settings.record_ttl_s, wait_s=wait_s)
+        stored = await self._tasks.move(board, moved, ttl_s=self._settings.record_ttl_s, wait_s=wait_s)
+        if field := field or _COUNTED.get(state, ""):
+            for each, is_stored in zip(entries, stored, strict=True):
+                if is_stored and each.version and not each.state.is_over:
+                    self._counts.add(board.model, each.version, field)
 
     def _pause_s(self, entry: LabelTask) -> float:
         """Returns how long to wait with a task: as long as it is tried already, within bounds."""
@@ -245,7 +276,7 @@ class Intake:
     async def _wait(self, board: Board, entry: LabelTask, error: str, wait_s: float) -> None:
         """Puts a task back for a while, unless it has waited for as long as it may."""
         if self._requests.now_s() - entry.created_at > self._settings.task_timeout_s:
-            await self.move(board, entry, LabelState.FAILED, error=f"it was not queued in time: {error}")
+            await self.fail(board, entry, f"it was not queued in time: {error}")
         else:
             await self.move(board, entry, LabelState.WAITING, error=error, wait_s=wait_s)
 

@@ -3,6 +3,7 @@
 from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Delivery
 from qinfer.errors import SettingsError
+from qinfer.observability.stats import ModelCounts
 from qinfer.settings import LabelingSettings, Settings
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.files import Files, targets_of
@@ -27,6 +28,7 @@ class LabelingParts:
         catalog: The models.
         dispatcher: Takes infer requests.
         requests: Takes asynchronous ones.
+        counts: What this gateway adds to the models' statistics.
         consumer: This process's name.
 
     Attributes:
@@ -37,13 +39,14 @@ class LabelingParts:
         SettingsError: A mapping can't be read, a file host is none, or Label Studio's URL or token is wrong.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a gateway is made of
         self,
         settings: Settings,
         delivery: Delivery,
         catalog: Catalog,
         dispatcher: Dispatcher,
         requests: AsyncRequests,
+        counts: ModelCounts,
         *,
         consumer: str,
     ) -> None:
@@ -58,6 +61,7 @@ class LabelingParts:
             book=book,
             files=self._files,
             studio=self._studio,
+            counts=counts,
         )
         self.labeling = Labeling(
             dispatcher=dispatcher,

@@ -22,6 +22,7 @@ from qinfer.delivery.requests import Ending, RequestState
 from qinfer.errors import CorruptEntry, DeliveryError, InferenceFailed, QinferError, QueueFull
 from qinfer.labeling.label_config import parse_label_config
 from qinfer.messages import Failure
+from qinfer.observability.stats import LabelFailure
 from qinfer.settings import Settings
 from qinfer_api.labeling.intake import OUTBOX, Intake, Notes
 from qinfer_api.labeling.mappings import MappingBook
@@ -219,10 +220,10 @@ class Pusher:
         except StudioFailed as error:
             await self._try_later(board, ending, entry, error)
         except QinferError as error:
-            await self._fail(board, ending, entry, error.message)
+            await self._fail(board, ending, entry, error.message, LabelFailure.NOT_PREDICTED)
         except Exception as error:  # the boundary of a task: the others go on, whatever it is
             logger.exception("prediction can't be made", extra={"request_id": entry.request_id, "model": board.model})
-            await self._fail(board, ending, entry, Failure.of(error).message)
+            await self._fail(board, ending, entry, Failure.of(error).message, LabelFailure.NOT_PREDICTED)
         return None
 
     async def _item(self, board: Board, ending: Ending, entry: LabelTask) -> dict[str, Any]:
@@ -293,9 +294,9 @@ class Pusher:
             if await self._studio.push(board.project, [made.item]):
                 await self._done(board, [made])
             else:
-                await self._fail(board, made.ending, made.entry, _NOT_TAKEN)
+                await self._fail(board, made.ending, made.entry, _NOT_TAKEN, LabelFailure.REFUSED)
         except StudioRefused as error:
-            await self._fail(board, made.ending, made.entry, error.message)
+            await self._fail(board, made.ending, made.entry, error.message, LabelFailure.REFUSED)
         except StudioFailed as error:
             await self._try_later(board, made.ending, made.entry, error)
 
@@ -318,8 +319,8 @@ class Pusher:
         await self._intake.move_all(board, entries, LabelState.DONE)
         await self._confirm(board.model, [each.ending.id for each in made])
 
-    async def _fail(self, board: Board, ending: Ending, entry: LabelTask, error: str) -> None:
-        await self._intake.move(board, entry, LabelState.FAILED, error=error)
+    async def _fail(self, board: Board, ending: Ending, entry: LabelTask, error: str, why: LabelFailure) -> None:
+        await self._intake.fail(board, entry, error, why)
         await self._confirm(board.model, [ending.id])
 
     async def _try_later(self, board: Board, ending: Ending, entry: LabelTask, error: StudioFailed) -> None:
@@ -327,7 +328,7 @@ class Pusher:
             self._failures.clear()  # what other gateways pushed stays there
         self._failures[ending.id] += 1  # not its deliveries: while Label Studio is away, they are many
         if self._failures[ending.id] >= self._settings.max_attempts:
-            await self._fail(board, ending, entry, error.message)
+            await self._fail(board, ending, entry, error.message, LabelFailure.PUSH_FAILED)
         else:
             self._finished.add(ending.id)
             await self._intake.move(board, entry, LabelState.SENDING, error=error.message)

@@ -11,7 +11,7 @@ from qinfer.cli.checks import fleet, host, redis_server, runtimes, storage
 from qinfer.cli.checks.permissions import examine_permissions
 from qinfer.cli.checks.report import Finding, ok, problem, without
 from qinfer.cli.overview import redis_settings
-from qinfer.control.base import BULK, Desired, StoredModel, WorkerRecord
+from qinfer.control.base import BEAT, BULK, Desired, StoredModel, WorkerRecord
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.address import Address, parse_place
 from qinfer.delivery.clients import admin_client, blocking_client
@@ -22,6 +22,7 @@ from qinfer.settings import RedisSettings, Settings, driver_variables, load_sett
 class _Fleet(NamedTuple):
     workers: list[WorkerRecord]
     bulk_workers: list[str]
+    beats: list[str]
     desired: dict[str, Desired]
     stored: dict[str, StoredModel]
 
@@ -103,7 +104,7 @@ def _fleet_findings(settings: Settings) -> list[Finding]:
         return [problem("workers", f"the records can't be read: {error.message}")]
     needs_bulk = bool(settings.bulk.enabled and settings.stores.allow)
     return [
-        *fleet.examine_workers(found.workers, found.bulk_workers, needs_bulk=needs_bulk),
+        *fleet.examine_workers(found.workers, found.bulk_workers, found.beats, needs_bulk=needs_bulk),
         *fleet.examine_models(found.desired, found.stored, found.workers),
     ]
 
@@ -112,7 +113,8 @@ async def _read_fleet(settings: RedisSettings) -> _Fleet:
     store = RedisControlStore(admin_client(settings))
     try:
         desired = await store.desired()
-        return _Fleet(await store.workers(), await store.signs(BULK), desired, await store.models(sorted(desired)))
+        workers, bulk, beats = await store.workers(), await store.signs(BULK), await store.signs(BEAT)
+        return _Fleet(workers, bulk, beats, desired, await store.models(sorted(desired)))
     finally:
         await store.close()
 

@@ -12,13 +12,14 @@ _SHOWN = 5
 
 
 def examine_workers(
-    workers: Sequence[WorkerRecord], bulk_workers: Sequence[str], *, needs_bulk: bool
+    workers: Sequence[WorkerRecord], bulk_workers: Sequence[str], beats: Sequence[str], *, needs_bulk: bool
 ) -> Iterator[Finding]:
     """Yields the findings about the workers.
 
     Args:
         workers: The live ones.
         bulk_workers: The live bulk workers.
+        beats: The live processes that have Celery's beat in them.
         needs_bulk: Bulk jobs can be submitted.
     """
     if workers:
@@ -38,6 +39,9 @@ def examine_workers(
         yield warning("bulk workers", "none is live: bulk jobs wait", "start python -m qinfer_workers.bulk")
     elif bulk_workers:
         yield ok("bulk workers", f"{len(bulk_workers)} live")
+    if bulk_workers and not beats:
+        remedy = "start python -m qinfer_workers.bulk.beat, or set QINFER_BULK__BEAT=true for bulk workers"
+        yield warning("beat", "none is live: nobody looks for bulk jobs that are stuck or expired", remedy)
 
 
 def examine_models(

@@ -11,7 +11,7 @@ import redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from qinfer.cli.checks.report import Finding, ok, problem
-from qinfer.control.base import BULK
+from qinfer.control.base import BEAT, BRIDGE, BULK
 from qinfer.delivery import keys
 from qinfer.settings import RedisSettings
 
@@ -100,7 +100,13 @@ def _places(nonce: str) -> Iterator[Words]:
     yield from (
         ("HDEL", name, nonce) for name in (keys.desired(), keys.completions(), keys.settings(), keys.job_places())
     )
-    yield from (("ZREM", name, nonce) for name in (keys.workers(), keys.signs(BULK), keys.jobs(), keys.open_jobs()))
+    signs = map(keys.signs, (BULK, BEAT, BRIDGE))
+    yield from (("ZREM", name, nonce) for name in (keys.workers(), *signs, keys.jobs(), keys.open_jobs()))
+    yield from (
+        ("HDEL", keys.bridges(), nonce),
+        ("ZREM", keys.routes(), nonce),
+        ("HDEL", keys.route_counts(nonce), nonce),
+    )
     yield ("XDEL", keys.control(), "0-1")
     yield ("HDEL", keys.worker(nonce), nonce)
     yield ("XDEL", keys.reply(f"reply:{nonce}"), "0-1")

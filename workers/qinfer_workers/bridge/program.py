@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from qinfer.control.base import BRIDGE, ControlStore
 from qinfer.control.catalog import Catalog
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.base import Delivery
@@ -19,7 +22,9 @@ from qinfer.settings import Settings
 from qinfer_workers.bridge.bodies import BodyCodec
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.opening import look
+from qinfer_workers.bridge.reporter import Reporter
 from qinfer_workers.bridge.route import Route
+from qinfer_workers.signs import give_signs
 
 logger = logging.getLogger("qinfer_workers.bridge")
 
@@ -32,13 +37,17 @@ class Bridge:
         delivery: The queue.
         catalog: The models.
         settings: Limits.
+
+    Attributes:
+        process: Its name.
+        routes: Its routes.
     """
 
     def __init__(self, config: BridgeConfig, delivery: Delivery, catalog: Catalog, settings: Settings) -> None:
         self._config = config
         self._delivery = delivery
         self._catalog = catalog
-        self._owner = f"bridge-{IdFactory().ulid()}"
+        self.process = f"bridge-{IdFactory().ulid()}"
         inline_max_bytes = settings.limits.inline_max_bytes
         self.routes = [
             Route(
@@ -46,7 +55,7 @@ class Bridge:
                 config=config,
                 requests=delivery.requests,
                 catalog=catalog,
-                owner=self._owner,
+                owner=self.process,
                 inline_max_bytes=inline_max_bytes,
             )
             for options in config.routes
@@ -57,7 +66,7 @@ class Bridge:
         self._serve_metrics()
         async with asyncio.TaskGroup() as group:
             background = [
-                group.create_task(self._delivery.listen(self._owner, self._on_hint)),
+                group.create_task(self._delivery.listen(self.process, self._on_hint)),
                 group.create_task(self._catalog.run()),
                 group.create_task(self._refresh_tallies()),
             ]
@@ -89,7 +98,7 @@ class Bridge:
         if not config.metrics_port:
             return
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(BridgeCollector([route.tally for route in self.routes]))
+        registry.register(BridgeCollector(self.process, [route.tally for route in self.routes]))
         try:
             start_http_server(config.metrics_port, config.metrics_host, registry)
         except OSError as error:
@@ -107,10 +116,19 @@ async def serve(config: BridgeConfig, settings: Settings, stop: asyncio.Event) -
         SettingsError: Redis refuses, or the port of the metrics can't be had.
     """
     async with AsyncExitStack() as opened:
-        delivery, catalog = await _open(settings, opened)
+        delivery, store, catalog = await _open(settings, opened)
         bridge = Bridge(config, delivery, catalog, settings)
+        tallies = [route.tally for route in bridge.routes]
+        reporter = Reporter(bridge.process, tallies, lambda: RedisControlStore(admin_client(settings.redis)))
+        reporter.start()
+        opened.push_async_callback(asyncio.to_thread, reporter.close)
         logger.info("bridge started", extra={"routes": [route.name for route in config.routes]})
-        await bridge.run(stop)
+        signs = asyncio.create_task(give_signs(store, f"qinfer-bridge-{os.getpid()}@{socket.gethostname()}", BRIDGE))
+        try:
+            await bridge.run(stop)
+        finally:
+            signs.cancel()
+            await asyncio.wait([signs])
     logger.info("bridge stopped")
 
 
@@ -130,19 +148,19 @@ async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], N
         SettingsError: Redis refuses.
     """
     async with AsyncExitStack() as opened:
-        _, catalog = await _open(settings, opened)
+        _, _, catalog = await _open(settings, opened)
         results = [await _check_route(route, catalog, say) for route in config.routes]
     return all(results)
 
 
-async def _open(settings: Settings, opened: AsyncExitStack) -> tuple[Delivery, Catalog]:
+async def _open(settings: Settings, opened: AsyncExitStack) -> tuple[Delivery, ControlStore, Catalog]:
     delivery = await RedisDelivery.connect(settings.redis, settings.limits)
     opened.push_async_callback(delivery.close)
     store = RedisControlStore(admin_client(settings.redis))
     opened.push_async_callback(store.close)
     catalog = Catalog(store, settings.limits)
     await catalog.refresh()
-    return delivery, catalog
+    return delivery, store, catalog
 
 
 async def _check_route(route: RouteOptions, catalog: Catalog, say: Callable[[str], None]) -> bool:

@@ -1,0 +1,121 @@
+"""What a bridge adds to the installation's metrics: nothing is lost while the store is away, nothing counted twice."""
+
+import threading
+from collections.abc import Callable
+
+from qinfer.control.bridges import BridgeReport, Reports
+from qinfer.control.memory_store import MemoryControlStore
+from qinfer.errors import BrokerUnavailable
+from qinfer.observability.bridge_metrics import RouteTally, count
+from qinfer_workers.bridge.reporter import Reporter
+
+WAIT_S = 20.0
+
+
+class WeakStore(MemoryControlStore):
+    """Fails where it is told to, before it writes or after.
+
+    Attributes:
+        fails: How often it is away; a report is lost.
+        forgets: How often it stores a report and does not say so.
+        asked: Set at each report that has come.
+    """
+
+    def __init__(self, fails: int = 0, forgets: int = 0) -> None:
+        super().__init__()
+        self.fails, self.forgets = fails, forgets
+        self.asked = threading.Semaphore(0)
+
+    async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
+        try:
+            if self.fails:
+                self.fails -= 1
+                raise BrokerUnavailable("Redis can't be reached")
+            await super().put_bridge(report, ttl_s)
+            if self.forgets:
+                self.forgets -= 1
+                raise BrokerUnavailable("no reply within 5 s")
+        finally:
+            self.asked.release()
+
+    def counted(self, field: str = "accepted") -> int:
+        return self._routes["r"].get(field, 0)
+
+
+def reported(store: WeakStore, work: Callable[[RouteTally], None]) -> RouteTally:
+    """Runs a reporter while a route counts: 2 accepted, then what `work` counts after the first report has come."""
+    tally = RouteTally("r", accepted=2)
+    reporter = Reporter("b1", [tally], lambda: store, every_s=0.001)
+    reporter.start()
+    try:
+        for _ in range(3):
+            assert store.asked.acquire(timeout=WAIT_S)
+        work(tally)
+    finally:
+        reporter.close()
+    return tally
+
+
+def add(tally: RouteTally) -> None:
+    tally.accepted += 5
+    count(tally.refused, "conflict")
+
+
+async def test_all_is_stored_at_the_end() -> None:
+    """What was counted since the last report too; the bridge does not live then."""
+    store = WeakStore()
+    reported(store, add)
+
+    totals = (await store.routes())["r"]
+    assert (totals.counts["accepted"], totals.counts["refused:conflict"], totals.processes) == (7, 1, 0)
+
+
+def test_a_store_that_is_away_loses_nothing() -> None:
+    """The counts are stored when it is back."""
+    store = WeakStore(fails=3)
+    tally = reported(store, add)
+
+    assert store.counted() == tally.accepted == 7
+
+
+def test_a_report_that_was_stored_unsaid_counts_once() -> None:
+    """It is sent again as it was, and what came meanwhile afterwards."""
+    store = WeakStore(forgets=2)
+    tally = reported(store, add)
+
+    assert store.counted() == tally.accepted == 7
+
+
+def test_the_last_report_comes_after_one_that_failed() -> None:
+    """That one is sent once more, and then the rest."""
+    store = WeakStore()
+
+    def break_store(tally: RouteTally) -> None:
+        store.forgets = 1
+        while store.forgets:
+            assert store.asked.acquire(timeout=WAIT_S)
+        add(tally)
+
+    reported(store, break_store)
+
+    assert store.counted() == 7
+
+
+def test_a_report_is_the_same_until_it_is_stored() -> None:
+    """Its counts; what is in hand is as of now."""
+    tally = RouteTally("r", received=4, paused_s=1.2345, connected={"source": False})
+    reports = Reports("b1", [tally])
+    first = reports.next()
+    tally.received, tally.unacknowledged = 9, 3
+    tally.connected["source"] = True
+    again = reports.next()
+    reports.stored()
+    second = reports.next()
+    reports.stored()
+
+    assert first.counts == again.counts == {"r": {"received": 4, "paused_ms": 1234}}
+    assert (first.number, again.number, second.number) == (1, 1, 2)
+    assert (first.uses["r"].unacknowledged, again.uses["r"].unacknowledged) == (0, 3)
+    assert again.uses["r"].connected == {"source": 1}
+    assert second.counts == {"r": {"received": 5}}
+    assert reports.is_complete
