@@ -6,6 +6,7 @@ its response.
 """
 
 import asyncio
+import logging
 import math
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Delivery
 from qinfer.errors import Cancelled, QinferError
 from qinfer.messages import Failure, InferRequest, Response, Timing
+from qinfer.observability.fence import Fence
 from qinfer.observability.metrics import GatewayTally
 from qinfer.observability.tracing import ATTEMPT, BATCH_SIZE, MODEL, REQUEST_ID, VERSION, Span, Tracer
 from qinfer.settings import LimitSettings, TraceSettings
@@ -25,6 +27,7 @@ from qinfer_api.http.infer import InferCodec
 from qinfer_api.sinks import Pending, Sink
 from qinfer_api.trace_file import Sampling, Stamps, TraceFile
 
+_FENCE = Fence(logging.getLogger(__name__), "traces lost, requests go on without")
 _MOST_TEXT = 256  # characters of what a client sends: thousands of traces are held before they are written
 
 
@@ -111,13 +114,9 @@ class TracedDispatcher(Dispatcher):
 
     def submit(self, context: Context, request: InferRequest, sink: Sink, within_s: float = math.inf) -> Pending:
         """Submits a request, as `Dispatcher.submit`; what it causes is part of its span from here on."""
-        sampling = None if self._file is None else self._file.sample(request.model)
-        span = None
-        if self._tracer is not None:
-            begin_s = self._server_clock.now_s()
-            if isinstance(sink, TracedCall):
-                begin_s -= time.monotonic() - sink.received_s
-            span = self._tracer.start("request", context.trace, begin_s)
+        sampling = self._sample(request.model)
+        span = self._begin(context, sink)
+        if span is not None:
             context = context._replace(trace=span.trace)
             if not span.is_recorded:
                 span = None
@@ -132,6 +131,21 @@ class TracedDispatcher(Dispatcher):
         traced.submitted(pending)
         return pending
 
+    def _sample(self, model: str) -> Sampling | None:
+        with _FENCE:  # the request goes on without
+            return None if self._file is None else self._file.sample(model)
+        return None
+
+    def _begin(self, context: Context, sink: Sink) -> Span | None:
+        if self._tracer is None:
+            return None
+        begin_s = self._server_clock.now_s()
+        if isinstance(sink, TracedCall):
+            begin_s -= time.monotonic() - sink.received_s
+        with _FENCE:  # as above
+            return self._tracer.start("request", context.trace, begin_s)
+        return None
+
     def cancel(self, pending: Pending) -> None:
         """Forgets a request whose caller went away, as `Dispatcher.cancel`."""
         super().cancel(pending)
@@ -143,9 +157,11 @@ class TracedDispatcher(Dispatcher):
         if self._tracer is None:
             return context.trace
         now_s = self._server_clock.now_s()
-        span = self._tracer.start("accept", context.trace, now_s)
-        span.end(now_s, {MODEL: model, VERSION: version, REQUEST_ID: request_id})
-        return span.trace
+        with _FENCE:  # the request is accepted without
+            span = self._tracer.start("accept", context.trace, now_s)
+            span.end(now_s, {MODEL: model, VERSION: version, REQUEST_ID: request_id})
+            return span.trace
+        return context.trace
 
 
 def trace_of(dispatcher: Dispatcher, context: Context, model: str, version: int, request_id: str) -> str:
@@ -204,7 +220,7 @@ class TracedSink:
             self.end(response.failure, response, end_s)
 
     def end(self, failure: Failure | None, response: Response | None = None, end_s: float = 0.0) -> None:
-        """Ends the traces; nothing happens if they have ended.
+        """Ends the traces; nothing happens if they have ended. What can't be traced is lost, and the log says so.
 
         Args:
             failure: Why there is no answer, if there is none.
@@ -214,21 +230,34 @@ class TracedSink:
         request, self._request = self._request, None
         if request is None:
             return
-        now_s, model = self._clock.now_s(), request.model[:_MOST_TEXT]
+        now_s = self._clock.now_s()
         if self._span is not None:
-            about: dict[str, str | int] = {MODEL: model, VERSION: request.version, REQUEST_ID: request.id}
-            if response is not None:
-                about[ATTEMPT] = response.attempt
-                if response.timing is not None:
-                    about[BATCH_SIZE] = response.timing.batch_size
-            self._span.end(now_s, about, None if failure is None else (failure.code, failure.message))
+            with _FENCE:  # the answer is worth more than what is told of it
+                self._end_span(self._span, request, failure, response, now_s)
         if self._sampling is not None:
-            about = {"model_name": model, "model_version": request.version}
-            if request.client_id or request.id:
-                about["request_id"] = (request.client_id or request.id)[:_MOST_TEXT]
-            timing = None if response is None else response.timing
-            self._sampling.add(about, self._stamps(timing, end_s or now_s, now_s))
+            with _FENCE:  # as above
+                self._add_trace(self._sampling, request, response, end_s or now_s, now_s)
         self._pending = None  # breaks the cycle with it, which would wait for the garbage collector
+
+    def _end_span(
+        self, span: Span, request: InferRequest, failure: Failure | None, response: Response | None, now_s: float
+    ) -> None:
+        model = request.model[:_MOST_TEXT]
+        about: dict[str, str | int] = {MODEL: model, VERSION: request.version, REQUEST_ID: request.id}
+        if response is not None:
+            about[ATTEMPT] = response.attempt
+            if response.timing is not None:
+                about[BATCH_SIZE] = response.timing.batch_size
+        span.end(now_s, about, None if failure is None else (failure.code, failure.message))
+
+    def _add_trace(
+        self, sampling: Sampling, request: InferRequest, response: Response | None, end_s: float, now_s: float
+    ) -> None:
+        about: dict[str, str | int] = {"model_name": request.model[:_MOST_TEXT], "model_version": request.version}
+        if request.client_id or request.id:
+            about["request_id"] = (request.client_id or request.id)[:_MOST_TEXT]
+        timing = None if response is None else response.timing
+        sampling.add(about, self._stamps(timing, end_s, now_s))
 
     def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
         """Returns when was what, in order: what two clocks disagree about (a millisecond) is put straight."""

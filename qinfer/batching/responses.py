@@ -1,5 +1,6 @@
 """Execution → responses: pairs each item with its answer, checks the outputs, charges the time."""
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,9 +10,12 @@ from qinfer.batching.execution import Answer, Execution, Pending
 from qinfer.batching.ports import Observer
 from qinfer.errors import OutputMismatch, QinferError
 from qinfer.messages import Failure, Response, Timing
+from qinfer.observability.fence import Fence
 from qinfer.observability.stats import StatsTally
 from qinfer.repository.spec import ModelSpec
 from qinfer.tensors import Tensor
+
+_FENCE = Fence(logging.getLogger(__name__), "observer failed, requests are answered all the same")
 
 
 class Responder:
@@ -20,7 +24,7 @@ class Responder:
     Args:
         spec: The model's configuration, against which outputs are checked.
         version: The version that answers.
-        observer: Told of every execution; `None` = nobody is.
+        observer: Told of every execution; `None` = nobody is. What it raises is logged.
     """
 
     def __init__(self, spec: ModelSpec, version: int, observer: Observer | None = None) -> None:
@@ -77,7 +81,8 @@ class Responder:
         if failed_ns:
             tally.spent_failing(failed_ns)
         if self._observer is not None:
-            self._observer.executed(execution, begin_s)
+            with _FENCE:  # the answers are worth more than what is told of them
+                self._observer.executed(execution, begin_s)
         return items, responses
 
     def failures(self, items: Sequence[Pending], error: QinferError, now_s: float, tally: StatsTally) -> list[Response]:
@@ -93,7 +98,8 @@ class Responder:
         tally.failed(failure.code, len(items))
         tally.spent_failing(int(sum(max(now_s - item.enqueued_s, 0.0) for item in items) * 1e9))
         if self._observer is not None:
-            self._observer.refused(items, error, now_s)
+            with _FENCE:  # as above
+                self._observer.refused(items, error, now_s)
         return [
             Response(
                 request_id=item.request.id,

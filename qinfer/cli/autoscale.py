@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from qinfer.cli.console import JsonOption
 from qinfer.cli.status import DataDirOption, RedisOption
 
 EXAMPLE = "Example: qinfer autoscale --min 0 --max 4 --redis redis://queue:6379/0"
@@ -47,6 +48,28 @@ CooldownOption = Annotated[
         help="Seconds after a step up without a step down; 1.5 times the load time, if that is more.",
     ),
 ]
+RecordOption = Annotated[
+    str,
+    typer.Option(
+        envvar="QINFER_AUTOSCALE__RECORD",
+        metavar="FILE",
+        help="Add a line of JSON with what is seen and decided each second to this file.",
+    ),
+]
+ReplayOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Start nothing: tell what these options would have made of the traffic of a --record.",
+    ),
+]
+LateOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="With --replay: seconds above which a wait is late; default: --target-s and the start of a worker.",
+    ),
+]
 
 
 def autoscale(
@@ -58,6 +81,10 @@ def autoscale(
     down_after_s: DownAfterOption = 60.0,
     idle_s: IdleOption = 300.0,
     cooldown_s: CooldownOption = 30.0,
+    record: RecordOption = "",
+    replay: ReplayOption = None,
+    late_s: LateOption = None,
+    as_json: JsonOption = False,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
 ) -> None:
@@ -71,10 +98,14 @@ def autoscale(
 
     While Redis is away what runs is kept.
 
-    Exit codes: 0 stopped; 2 a setting is wrong.
+    With --replay nothing is started and no Redis is asked: a simulation of the same policy tells the seconds of workers
+    and the late rows that the options would have meant, beside what really was. --late-s and --json belong to it.
+
+    Exit codes: 0 stopped, or replayed; 2 a setting or a record is wrong.
     """
     from qinfer.cli.autoscaling import run_autoscaler
     from qinfer.cli.overview import redis_settings
+    from qinfer.cli.scaling_replay import run_replay
 
     options = {
         "min_workers": least,
@@ -85,4 +116,9 @@ def autoscale(
         "idle_s": idle_s,
         "cooldown_s": cooldown_s,
     }
-    run_autoscaler(redis_settings(redis, data_dir), options)
+    if replay is not None:
+        run_replay(replay, options, late_s, as_json=as_json)
+        return
+    if as_json or late_s is not None:
+        raise typer.BadParameter("it belongs to --replay", param_hint="--json" if as_json else "--late-s")
+    run_autoscaler(redis_settings(redis, data_dir), {**options, "record": record})

@@ -13,7 +13,7 @@ from qinfer.settings import RedisSettings, load_settings
 logger = logging.getLogger("qinfer.autoscale")
 
 
-def run_autoscaler(redis: RedisSettings, options: Mapping[str, float]) -> None:
+def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> None:
     """Runs until a signal asks to stop, then drains all workers.
 
     Args:
@@ -21,7 +21,7 @@ def run_autoscaler(redis: RedisSettings, options: Mapping[str, float]) -> None:
         options: Fields of `AutoscaleSettings` in place of the environment's.
 
     Raises:
-        SettingsError: The limits make no sense together, or a variable is wrong.
+        SettingsError: The limits make no sense together, a variable is wrong, or the record can't be written.
     """
     settings = load_settings()
     scaling = settings.autoscale.model_copy(update=dict(options))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from qinfer.cli.fleet import MODULE, Fleet
@@ -9,6 +10,7 @@ from qinfer.cli.machine import share_cpus, usable_cpus
 from qinfer.cli.queue_watch import QueueWatch
 from qinfer.cli.restart import RestartPolicy
 from qinfer.cli.scaler import Autoscaler, crowded, policy_of
+from qinfer.cli.scaling_file import ScalingFile
 from qinfer.cli.supervisor import Process, Program, Supervisor
 from qinfer.settings import Settings
 
@@ -94,7 +96,7 @@ def autoscaler(
         say: Called with lines for people; without it they are logged.
 
     Raises:
-        SettingsError: The limits make no sense together.
+        SettingsError: The limits make no sense together, or the record can't be written.
     """
     policy = policy_of(settings.autoscale)
     if warning := crowded(policy):
@@ -106,4 +108,5 @@ def autoscaler(
     stop_s = settings.worker.drain_s + KILL_MARGIN_S
     fleet = Fleet(supervisor, env, shares, stop_s=stop_s, policy=WORKER_POLICY)
     watch = QueueWatch(settings.redis, settings.worker.models, settings.autoscale.every_s, supervisor.poke)
-    return Autoscaler(policy, fleet, watch, settings.worker.models, say)
+    record = ScalingFile(Path(settings.autoscale.record)) if settings.autoscale.record else None
+    return Autoscaler(policy, fleet, watch, settings.worker.models, say, record=record)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from qinfer.cli.fleet import Fleet
 from qinfer.cli.machine import usable_cpus
 from qinfer.cli.queue_watch import Away, QueueWatch, Reading
+from qinfer.cli.scaling_file import ScalingFile
 from qinfer.cli.supervisor import Process
 from qinfer.clock import Clock, SystemClock
 from qinfer.control.base import KILLED, RESTARTED, SCALED_DOWN, SCALED_UP, ScalerRecord
@@ -67,6 +68,7 @@ class Autoscaler:
         say: Called with a line for people about each decision that changes something, and all that is odd. Without it
             what is odd is logged, as decisions are anyway.
         clock: Tells the time.
+        record: Gets what is seen and decided; `None` = nobody wants it.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Autoscaler:
         places: Sequence[str],
         say: Callable[[str], None] | None = None,
         clock: Clock | None = None,
+        *,
+        record: ScalingFile | None = None,
     ) -> None:
         self._policy = policy
         self._fleet = fleet
@@ -84,6 +88,7 @@ class Autoscaler:
         self._places = tuple(places)
         self._say = say
         self._clock = clock or SystemClock()
+        self._record = record
         self._host = socket.gethostname()
         self._id = f"{self._host}-{secrets.token_hex(4)}"
         self._throughput = Throughput()
@@ -138,6 +143,7 @@ class Autoscaler:
         before = self._state.target
         decision, self._state = decide(self._policy, self._state, seen)
         self._tell(decision, seen, before)
+        self._write(reading, decision, seen, before)
         try:
             self._fleet.resize(decision.target)
         except (QinferError, OSError) as error:
@@ -196,6 +202,15 @@ class Autoscaler:
         logger.info("workers scaled", extra=numbers)
         if self._say is not None:
             self._say(f"{decision.target} worker{'s' * (decision.target != 1)} instead of {before}: {decision.reason}")
+
+    def _write(self, reading: Reading, decision: Decision, seen: Observation, before: int) -> None:
+        if self._record is None:
+            return
+        problem = self._record.add(
+            seen, decision, before=before, draining=self._fleet.draining, work=reading.work, rows=reading.rows
+        )
+        if problem:
+            self._note("record not written", f"the record can't be written: {problem}", {"reason": problem})
 
     def _note(self, event: str, text: str, about: Mapping[str, object]) -> None:
         if self._say is not None:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import redis
 
+from qinfer.control.scaling_record import decode, traffic_of
 from qinfer.delivery import keys
 from qinfer.testing import wait_until
 from tests import models, servers
@@ -183,7 +184,8 @@ def test_autoscale_beside_a_gateway(
     url = gateway(QINFER_REPOSITORY__MIN_WORKERS="0")
     wait_until(lambda: is_ready(url), WITHIN_S, "a gateway that is ready without a worker")
     words = ("autoscale", "--min", "0", "--max", "2", "--idle-s", "10", "--redis", outside.url)
-    scaler = start("qinfer.cli.main", *words, QINFER_REPOSITORY__PATH=str(repository))
+    more = {"QINFER_AUTOSCALE__RECORD": str(repository.with_name("record.jsonl"))}
+    scaler = start("qinfer.cli.main", *words, QINFER_REPOSITORY__PATH=str(repository), **more)
 
     assert burst(url, 40) == {200}
     scaler.says('"workers scaled".*"to": ?2')
@@ -217,6 +219,10 @@ def test_autoscale_beside_a_gateway(
     assert counts["up"] == sum(before < after for before, after in steps)
     assert counts["down"] == sum(before > after for before, after in steps)
     assert counts["restarts"] == 1
+    with Path(more["QINFER_AUTOSCALE__RECORD"]).open("rb") as file:
+        recorded = decode(file)
+    assert [(one.before, one.target) for one in recorded if one.before != one.target] == steps
+    assert sum(traffic_of(recorded).arrivals) >= 40
 
 
 def test_a_model_that_wants_a_worker_keeps_one(

@@ -41,7 +41,7 @@ class Scene:
         self._made.clear()
         self.running.requests.clear()
         for path in self._file.parent.iterdir():
-            path.unlink()
+            path.unlink(missing_ok=True)  # one that is being written has two names for a moment
 
     @property
     def spans(self) -> list[ReadableSpan]:
@@ -170,3 +170,34 @@ async def test_what_a_client_sends_is_kept_short(scene: Scene, client: httpx.Asy
     assert known["request_id"] == "i" * 256
     assert unknown["model_name"] == "m" * 256
     assert len(str((scene.spans[1].attributes or {})["qinfer.model"])) == 256
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "qinfer.observability.tracing.Tracer.start",
+        "qinfer.observability.tracing.Span.end",
+        "qinfer_api.trace_file.TraceFile.sample",
+        "qinfer_api.trace_file.Sampling.add",
+    ],
+)
+async def test_what_can_not_be_traced_is_served(
+    scene: Scene, client: httpx.AsyncClient, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers, refusals and asynchronous requests are what they are without traces, whatever part of these breaks."""
+    await client.post("/v2/trace/setting", json=ON)
+    asked = 0
+
+    def boom(*_: object, **__: object) -> None:
+        nonlocal asked
+        asked += 1
+        raise RuntimeError("it can't be traced")
+
+    monkeypatch.setattr(broken, boom)
+
+    assert (await client.post("/v2/models/echo/infer", json=QUESTION)).status_code == 200
+    assert (await client.post("/v2/models/nothing/infer", json=QUESTION)).status_code == 404
+    assert asked == 2
+    apart = await client.post("/v2/models/echo/infer", json=QUESTION, headers={"Prefer": "respond-async"})
+    assert apart.status_code == 202
+    await eventually(lambda: len(scene.files()) == (0 if "trace_file" in broken else 2), 3.0)

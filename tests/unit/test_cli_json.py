@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from qinfer.cli.complete import model_names
 from qinfer.cli.main import app
 
-RUNS_ON = {"up", "bridge", "autoscale"}
+RUNS_ON = {"up", "bridge"}
 """Programs: they run until they are stopped, and log."""
 
 WRITES_FILES = {"label"}

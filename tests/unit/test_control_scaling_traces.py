@@ -6,7 +6,8 @@ The bounds are a little above what it does now: a change of the policy that make
 import pytest
 
 from qinfer.control.scaling import ScalingPolicy
-from tests.scaling_simulation import Machine, burst, diurnal, ramp, recorded, run, steady
+from qinfer.control.scaling_simulation import Machine, simulate
+from tests.scaling_traces import burst, diurnal, ramp, steady, wandering
 
 POLICY = ScalingPolicy(max_workers=8, target_s=10, down_after_s=60, idle_s=300, cooldown_s=30)
 LOAD_S = Machine().load_s
@@ -16,7 +17,7 @@ LATE_S = POLICY.target_s + LOAD_S
 
 def test_a_burst_is_served_and_then_there_is_nobody() -> None:
     """All workers come for it at once, and leave once; nobody is there at the end."""
-    outcome = run(POLICY, burst())
+    outcome = simulate(POLICY, burst())
 
     assert outcome.left == 0
     assert outcome.late(LATE_S) == 0
@@ -28,7 +29,7 @@ def test_a_burst_is_served_and_then_there_is_nobody() -> None:
 
 def test_a_ramp_is_followed() -> None:
     """Up and down again, once."""
-    outcome = run(POLICY, ramp())
+    outcome = simulate(POLICY, ramp())
 
     assert outcome.left == 0
     assert outcome.late(POLICY.target_s) <= 0.01
@@ -39,7 +40,7 @@ def test_a_ramp_is_followed() -> None:
 
 def test_a_day_is_followed() -> None:
     """With few changes: at most one for each worker that the day needs, each way."""
-    outcome = run(POLICY, diurnal())
+    outcome = simulate(POLICY, diurnal())
 
     assert outcome.left <= 100
     assert outcome.late(POLICY.target_s) <= 0.005
@@ -48,9 +49,9 @@ def test_a_day_is_followed() -> None:
     assert outcome.excess <= 1.3
 
 
-def test_a_recorded_hour_is_served() -> None:
+def test_an_hour_that_wanders_is_served() -> None:
     """With spikes, and minutes of silence that are shorter than what counts as idle."""
-    outcome = run(POLICY, recorded())
+    outcome = simulate(POLICY, wandering())
 
     assert outcome.left <= 100
     assert outcome.late(LATE_S) <= 0.01
@@ -62,7 +63,7 @@ def test_a_recorded_hour_is_served() -> None:
 @pytest.mark.parametrize("rate", [9.0, 25.0, 48.0])
 def test_a_steady_load_is_left_alone(rate: float, speed_error: float) -> None:
     """There is no backlog where workers keep up, and they stay; even where the speed that is measured is wrong."""
-    outcome = run(POLICY, steady(rate), Machine(speed_error=speed_error))
+    outcome = simulate(POLICY, steady(rate), Machine(speed_error=speed_error))
 
     assert outcome.late(LATE_S) == 0
     assert outcome.turns <= 1
@@ -73,7 +74,7 @@ def test_a_steady_load_is_left_alone(rate: float, speed_error: float) -> None:
 @pytest.mark.parametrize(("load_s", "turns"), [(1.0, 1), (60.0, 3), (180.0, 5)])
 def test_slow_loads_make_no_flapping(load_s: float, turns: int) -> None:
     """The cooldown is longer than the load, whatever it is set to; what piles up meanwhile has to be worked off."""
-    outcome = run(POLICY, diurnal(), Machine(load_s=load_s))
+    outcome = simulate(POLICY, diurnal(), Machine(load_s=load_s))
 
     assert outcome.left <= 100
     assert outcome.turns <= turns
@@ -84,7 +85,7 @@ def test_a_request_now_and_then_keeps_one_worker() -> None:
     """None of them is seen in the queue, and all are answered at once, but for the first."""
     trace = [int(second % 200 == 7) for second in range(4000)]
 
-    outcome = run(POLICY, trace)
+    outcome = simulate(POLICY, trace)
 
     assert outcome.changes == 1
     assert outcome.late(1.0) == 1 / sum(trace)
@@ -92,7 +93,7 @@ def test_a_request_now_and_then_keeps_one_worker() -> None:
 
 def test_sight_of_the_backlog_alone_would_flap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why the throughput counts: the proof that these traces can tell."""
-    monkeypatch.setattr("tests.scaling_simulation.Throughput.observe", lambda *_: 0.0)
+    monkeypatch.setattr("qinfer.control.scaling.Throughput.observe", lambda *_: 0.0)
     monkeypatch.setattr("qinfer.control.scaling.MAX_PATIENCE", 1)
 
-    assert run(POLICY, steady(25.0)).turns > 20
+    assert simulate(POLICY, steady(25.0)).turns > 20

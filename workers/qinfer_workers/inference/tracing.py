@@ -8,11 +8,13 @@
 A batch belongs to the trace of its first recorded request, so that the trace of a request that ran alone has all of it.
 """
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from qinfer.batching.execution import Execution, Pending
 from qinfer.clock import ServerClock
 from qinfer.errors import QinferError
+from qinfer.observability.fence import Fence
 from qinfer.observability.tracing import (
     ATTEMPT,
     BATCH_ID,
@@ -21,10 +23,12 @@ from qinfer.observability.tracing import (
     REQUEST_ID,
     VERSION,
     Attributes,
+    Span,
     Tracer,
     is_sampled,
 )
 
+_FENCE = Fence(logging.getLogger(__name__), "spans lost")
 _Work = Callable[[], Awaitable[None]]
 
 
@@ -88,7 +92,7 @@ class Spans:
         about: Attributes = {MODEL: lane.model, VERSION: lane.version}
 
         async def recorded() -> None:
-            spans = [self._tracer.start("publish", batch, self._now_s()) for batch in batches]
+            spans = self._publishing(batches)
             error = None
             try:
                 await publish()
@@ -96,10 +100,19 @@ class Spans:
                 error = _told(raised)
                 raise
             finally:
-                for span in spans:
-                    span.end(self._now_s(), about, error)
+                self._published(spans, about, error)
 
         return recorded
+
+    def _publishing(self, batches: Sequence[str]) -> list[Span]:
+        with _FENCE:  # it is published all the same
+            return [self._tracer.start("publish", batch, self._now_s()) for batch in batches]
+        return []
+
+    def _published(self, spans: Sequence[Span], about: Attributes, error: tuple[str, str] | None) -> None:
+        with _FENCE:  # it was published, and is not to be tried again
+            for span in spans:
+                span.end(self._now_s(), about, error)
 
 
 def _about(item: Pending) -> Attributes:
