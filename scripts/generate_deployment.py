@@ -52,6 +52,7 @@ MANAGED = frozenset(
         "BULK__ENABLED",
         "BULK__BROKER_URL",
         "BULK__SPOOL_DIR",
+        "BULK__BEAT",
         "WORKER__MODELS",
         "WORKER__DRAIN_S",
         "REPOSITORY__PATH",
@@ -62,6 +63,14 @@ MANAGED = frozenset(
     )
 )
 """Settings that values of their own set: as `settings` they would contradict these."""
+
+ADDED = {
+    "bridge": ("bridge.yaml",),
+    "bulk": ("beat.yaml", "bulk.yaml"),
+    "keda": ("keda.yaml",),
+    "monitoring": ("monitoring.yaml",),
+}
+"""The files of the chart that overlays add to the base."""
 
 NOTICE = (
     "# Made by scripts/generate_deployment.py from deploy/helm/qinfer; change the chart, or patch this in an overlay.\n"
@@ -159,9 +168,10 @@ def kustomize(helm: Path) -> dict[Path, str]:
     """Returns the files of the kustomize base, and of the overlays that add objects of the chart."""
     base = KUSTOMIZE / "base"
     made = {base / name: text for name, text in without_helm(template(helm, base / "values.yaml")).items()}
-    for overlay, name in (("keda", "keda.yaml"), ("monitoring", "monitoring.yaml")):
+    for overlay, names in ADDED.items():
         folder = KUSTOMIZE / "overlays" / overlay
-        made[folder / name] = without_helm(template(helm, base / "values.yaml", folder / "values.yaml"))[name]
+        files = without_helm(template(helm, base / "values.yaml", folder / "values.yaml"))
+        made |= {folder / name: files[name] for name in names}
     return made
 
 

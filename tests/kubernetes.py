@@ -159,6 +159,8 @@ def references(objects: Sequence[Object]) -> set[Reference]:
         for volume in spec.get("volumes", []):
             if "secret" in volume:
                 found.add(Reference("Secret", volume["secret"]["secretName"]))
+            if "configMap" in volume:
+                found.add(Reference("ConfigMap", volume["configMap"]["name"]))
             if "persistentVolumeClaim" in volume:
                 found.add(Reference("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]))
     return found

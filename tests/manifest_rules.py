@@ -7,16 +7,20 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from pathlib import PurePosixPath
 from typing import Any
 from unittest.mock import patch
 from urllib.parse import urlsplit
 
 import kubernetes_validate
 import typer
+import yaml
 from kubernetes_validate import utils as kubernetes_validate_files
 
 from qinfer.cli.main import app
+from qinfer.errors import SettingsError
 from qinfer.settings import Settings, load_settings
+from qinfer_workers.bridge.config_file import parse_config
 from scripts.reference_http import document
 from tests import custom_resources
 from tests.kubernetes import Object, containers, environment, of_kind, pods
@@ -79,7 +83,9 @@ def is_command(words: Sequence[str]) -> bool:
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
     options = {option for parameter in command.params for option in parameter.opts}
-    return not hasattr(command, "commands") and set(rest) <= options
+    given = [word for word in rest if not word.startswith("-")]
+    taken = sum(parameter.param_type_name == "argument" for parameter in command.params)
+    return not hasattr(command, "commands") and set(rest) - set(given) <= options and len(given) <= taken
 
 
 def _has_main(module: str) -> bool:
@@ -172,12 +178,34 @@ def path_problems(objects: Sequence[Object]) -> list[str]:
         read = [settings.auth.keys_file, settings.http.tls_certfile, settings.grpc.tls_keyfile]
         if settings.repository.path.startswith("/"):
             read.append(settings.repository.path)
-        if container["name"] != "bulk":
+        if container["name"] not in ("bulk", "beat", "bridge"):
             found += [
                 f"{one['metadata']['name']}: no volume at {path}"
                 for path in read
                 if path and not any(path == mount or path.startswith(f"{mount}/") for mount in mounts)
             ]
+    return found
+
+
+def bridge_problems(objects: Sequence[Object]) -> list[str]:
+    """Returns the bridges that could not read their routes: the file, and the variables in it."""
+    found = []
+    for one, spec, container in containers(objects):
+        if container["name"] != "bridge":
+            continue
+        name, path = one["metadata"]["name"], PurePosixPath(container["args"][2])
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        source = volumes.get(mounts.get(str(path.parent), ""), {})
+        if "secret" in source:  # whose file is not here
+            found += [f"{name}: {path}"] * ([item["path"] for item in source["secret"]["items"]] != [path.name])
+            continue
+        made = {each["metadata"]["name"]: each["data"] for each in of_kind(objects, "ConfigMap")}
+        text = made.get(source.get("configMap", {}).get("name", ""), {}).get(path.name)
+        try:
+            parse_config(None if text is None else yaml.safe_load(text), environment(objects, container))
+        except SettingsError as error:
+            found.append(f"{name}: {path}: {error.message}")
     return found
 
 
@@ -246,6 +274,7 @@ def all_problems(objects: Sequence[Object], namespace: str = "serving") -> list[
         *grace_problems(objects),
         *security_problems(objects),
         *path_problems(objects),
+        *bridge_problems(objects),
         *port_problems(objects),
         *scaling_problems(objects, namespace),
     ]

@@ -6,6 +6,7 @@ Celery plans, finishes and looks after jobs; the rows never pass through it. It 
 
 import threading
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
@@ -97,6 +98,24 @@ class BulkTasks:
     def finalise(self, job_id: str) -> None:
         """Has a job finished whose shards are all settled; raises as `plan`."""
         self._send(FINALISE, job_id)
+
+    def waiting(self) -> int:
+        """Returns how many tasks wait that no bulk worker has taken.
+
+        Raises:
+            BrokerUnavailable: It can't be asked.
+        """
+        from kombu.exceptions import ChannelError, KombuError
+        from redis.exceptions import RedisError
+
+        try:
+            with closing(self._producer().connection_for_read()) as connection:
+                answer = connection.channel().queue_declare(QUEUE, passive=True)
+        except ChannelError:  # a queue without tasks is not there
+            return 0
+        except (KombuError, RedisError, OSError):
+            raise BrokerUnavailable("the queue of the bulk tasks can't be reached; try again") from None
+        return int(answer.message_count)
 
     def close(self) -> None:
         """Closes the connections."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from qinfer.cli.machine import local_url
-from qinfer.control.base import BULK, State, WorkerRecord
+from qinfer.control.base import State, WorkerRecord
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.settings import load_settings
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FORBIDDEN = (401, 403)
+_CALLED = {"bulk": "bulk worker"}
 
 
 class Health(NamedTuple):
@@ -79,22 +80,24 @@ def worker_health(place: RedisPlace, *, ready: bool, timeout_s: float) -> Health
     return judge(workers, socket.gethostname(), ready=ready, strict=strict)
 
 
-def bulk_health(place: RedisPlace, *, ready: bool, timeout_s: float) -> Health:
-    """Looks for the sign of life of a bulk worker of this host.
+def sign_health(program: str, place: RedisPlace, *, ready: bool, timeout_s: float) -> Health:
+    """Looks for the sign of life of a process of this host.
 
     Args:
+        program: What it is: `BULK`, `BEAT` or `BRIDGE`.
         place: Where Redis is.
         ready: Whether Redis is there as well.
         timeout_s: How long Redis has to answer.
     """
     try:
-        names = _asked(place, lambda store: store.signs(BULK), timeout_s)
+        names = _asked(place, lambda store: store.signs(program), timeout_s)
     except QinferError as error:
         return _unasked(error, ready=ready)
     host = socket.gethostname()
     if here := [name for name in names if name.partition("@")[2] == host]:
         return Health(True, f"{', '.join(here)} lives")
-    return Health(False, f"no bulk worker of host {host} gives a sign of life; {len(names)} of other hosts do")
+    called = _CALLED.get(program, program)
+    return Health(False, f"no {called} of host {host} gives a sign of life; {len(names)} of other hosts do")
 
 
 def judge(workers: Sequence[WorkerRecord], host: str, *, ready: bool, strict: bool) -> Health:

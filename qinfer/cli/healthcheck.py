@@ -15,8 +15,11 @@ app = typer.Typer(
 GATEWAY_EXAMPLE = "Example: qinfer healthcheck gateway   or   qinfer healthcheck gateway --ready"
 WORKER_EXAMPLE = "Example: qinfer healthcheck worker   or   qinfer healthcheck worker --ready"
 BULK_EXAMPLE = "Example: qinfer healthcheck bulk"
+BEAT_EXAMPLE = "Example: qinfer healthcheck beat"
+BRIDGE_EXAMPLE = "Example: qinfer healthcheck bridge"
 
 TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds that it may take.")]
+ReadyOption = Annotated[bool, typer.Option("--ready", help="Is Redis there, too?")]
 UrlOption = Annotated[
     str, typer.Option("--url", help="The gateway; default: the one of this machine, by QINFER_HTTP__PORT.")
 ]
@@ -57,7 +60,7 @@ def worker(
 @app.command("bulk", epilog=BULK_EXAMPLE)
 def bulk(
     *,
-    ready: Annotated[bool, typer.Option("--ready", help="Is Redis there, too?")] = False,
+    ready: ReadyOption = False,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     timeout: TimeoutOption = 3.0,
@@ -67,9 +70,47 @@ def bulk(
 
     While Redis is away a bulk worker counts as alive, for a restart would not help; with --ready it does not.
     """
-    from qinfer.cli.health import RedisPlace, bulk_health
+    _tell_of_sign("bulk", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
 
-    _tell("bulk", bulk_health(RedisPlace(redis, data_dir), ready=ready, timeout_s=timeout), as_json=as_json)
+
+@app.command("beat", epilog=BEAT_EXAMPLE)
+def beat(
+    *,
+    ready: ReadyOption = False,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    timeout: TimeoutOption = 3.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Look for the sign of life of Celery's beat on this host: of its own program, or of a bulk worker that has it.
+
+    While Redis is away it counts as alive, for a restart would not help; with --ready it does not.
+    """
+    _tell_of_sign("beat", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
+
+
+@app.command("bridge", epilog=BRIDGE_EXAMPLE)
+def bridge(
+    *,
+    ready: ReadyOption = False,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    timeout: TimeoutOption = 3.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Look for the sign of life of a bridge of this host. Its queues' brokers are not asked.
+
+    While Redis is away a bridge counts as alive, for a restart would not help; with --ready it does not.
+    """
+    _tell_of_sign("bridge", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
+
+
+def _tell_of_sign(program: str, redis: str, data_dir: Path, *, ready: bool, timeout_s: float, as_json: bool) -> None:
+    """Tells whether a program that `sign`s does so on this host."""
+    from qinfer.cli.health import RedisPlace, sign_health
+
+    health = sign_health(program, RedisPlace(redis, data_dir), ready=ready, timeout_s=timeout_s)
+    _tell(program, health, as_json=as_json)
 
 
 def _tell(program: str, health: "tuple[bool, str]", *, as_json: bool) -> None:

@@ -182,6 +182,9 @@ class BulkSettings(_Section):
     max_jobs: int = Field(1000, gt=0, description="Jobs that may be unfinished; more are refused.")
     record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that an ended job can be asked for.")
     sweep_every_s: float = Field(10.0, gt=0, description="Seconds between looks for jobs that are stuck or expired.")
+    beat: bool = Field(
+        True, description="Bulk workers have Celery's beat within; false where `qinfer_workers.bulk.beat` runs instead."
+    )
 
 
 class LabelingSettings(_Section):
@@ -322,6 +325,11 @@ class AutoscaleSettings(_Section):
         description="Seconds after a step up in which there is no step down; 1.5 times the load time, if that is more.",
     )
     every_s: float = Field(1.0, gt=0, description="Seconds between two looks at the queue.")
+    record: str = Field(
+        "",
+        description="File to which a line of JSON with what was seen and decided is added at each look, for "
+        "`qinfer autoscale --replay`; empty = none.",
+    )
 
 
 class LogSettings(_Section):

@@ -8,7 +8,7 @@ from qinfer.control.base import BULK
 from qinfer.control.memory_store import MemoryControlStore
 from qinfer.errors import BrokerUnavailable
 from qinfer.testing import wait_until
-from qinfer_workers.bulk import sign
+from qinfer_workers import signs
 from qinfer_workers.bulk.bridge import Bridge
 
 
@@ -26,11 +26,11 @@ class Shaky(MemoryControlStore):
 
 def test_signs_are_given_for_as_long_as_the_loop_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Redis that is away does not end them; they count as no task, which the watch goes by; the close ends them."""
-    monkeypatch.setattr(sign, "EVERY_S", 0.001)
+    monkeypatch.setattr(signs, "EVERY_S", 0.001)
     store, bridge = Shaky(), Bridge()
     quiet_since_s = bridge.quiet_s()
 
-    bridge.start(sign.give_signs(store, "b@host"))
+    bridge.start(signs.give_signs(store, "b@host", BULK))
     wait_until(lambda: store.asked >= 3, 10.0, lambda: "three signs")
     running, quiet_s = bridge.running, bridge.quiet_s()
     bridge.close()

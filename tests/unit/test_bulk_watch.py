@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qinfer.errors import BrokerUnavailable
 from qinfer.testing import eventually
 from qinfer_workers.bulk import watch
 from qinfer_workers.bulk.bridge import Bridge, TimedOut
@@ -82,6 +83,27 @@ async def test_a_celery_that_takes_no_tasks_is_trouble(
     monkeypatch.setattr(bridge, "quiet_s", lambda: 301.0)
 
     assert one.trouble().startswith("no task has come for 301 s")
+
+
+async def test_without_a_beat_of_its_own_only_what_waits_is_trouble(
+    tmp_path: Path, bridge: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may take all the sweeps, or there is no beat; what waits now and then is about to be taken."""
+    waiting = [0]
+
+    def ask() -> int:
+        if waiting[0] < 0:
+            raise BrokerUnavailable("away")
+        return waiting[0]
+
+    one = Watch(bridge, (await bench(tmp_path)).office, lambda: None, ask)
+    monkeypatch.setattr(bridge, "quiet_s", lambda: 301.0)
+    seen = [0, *[3] * (watch.WAITING_LOOKS - 1), 0, *[3] * (watch.WAITING_LOOKS - 1), -1]
+    for waiting[0] in [*seen, *[3] * (watch.WAITING_LOOKS - 1)]:
+        assert one.trouble() == ""
+    waiting[0] = 3
+
+    assert one.trouble() == "no task has come for 301 s, and 3 wait"
 
 
 async def test_a_process_in_trouble_is_asked_to_stop(

@@ -65,7 +65,7 @@ def test_clocks_are_compared(offset_s: float, level: Level) -> None:
     """Redis' with this machine's, and each worker's with Redis'."""
     node = levels(list(examine_node(Node("h:1", INFO, CONFIG, offset_s), RedisSettings())))
     workers = [WORKER, msgspec.structs.replace(WORKER, id="w2", clock_offset_s=offset_s)]
-    fleet = levels(list(examine_workers(workers, [], needs_bulk=False)))
+    fleet = levels(list(examine_workers(workers, [], [], needs_bulk=False)))
 
     assert node["clock of Redis"] is level
     assert fleet.get("clock of a worker", Level.OK) is level
@@ -81,10 +81,19 @@ def test_what_is_forbidden_is_said_not_to_be_checked() -> None:
 def test_workers_that_can_not_read_what_gateways_write_are_a_problem() -> None:
     """They must be upgraded first."""
     old = msgspec.structs.replace(WORKER, id="old", frame_versions=(0,))
-    findings = list(examine_workers([WORKER, old], ["b@h"], needs_bulk=True))
+    findings = list(examine_workers([WORKER, old], ["b@h"], ["b@h"], needs_bulk=True))
 
     (frames,) = (finding for finding in findings if finding.subject == "frame versions")
     assert (frames.level, "old" in frames.text, "w1" in frames.text) == (Level.PROBLEM, True, False)
+
+
+def test_bulk_workers_without_a_beat_are_told() -> None:
+    """Jobs run without one; only what is stuck stays so."""
+    without = levels(list(examine_workers([WORKER], ["b@h"], [], needs_bulk=True)))
+    beside = levels(list(examine_workers([WORKER], ["b@h"], ["beat@other"], needs_bulk=True)))
+
+    assert (without["bulk workers"], without["beat"]) == (Level.OK, Level.WARNING)
+    assert "beat" not in beside
 
 
 def test_missing_workers_and_failed_models_are_named() -> None:
@@ -92,7 +101,7 @@ def test_missing_workers_and_failed_models_are_named() -> None:
     desired, stored = {"m": Desired("m", 1)}, {"m": StoredModel("m", 1, "{}", (1,))}
     failed = msgspec.structs.replace(WORKER, models={"m": {1: VersionState(State.UNAVAILABLE, 1, "no file")}})
 
-    nobody = levels(list(examine_workers([], [], needs_bulk=True)))
+    nobody = levels(list(examine_workers([], [], [], needs_bulk=True)))
     (waits,) = examine_models(desired, stored, [])
     (broken,) = examine_models(desired, stored, [failed])
 

@@ -243,6 +243,13 @@ def test_no_secret_is_in_anything_but_secrets() -> None:
             },
             "an API key for the backlog",
         ),
+        ({"bridges": [{"name": "a", "existingSecret": {"name": "r"}}] * 2}, "two have the name"),
+        ({"bridges": [{"name": "a"}]}, "has no routes"),
+        ({"bridges": [{"name": "a", "existingSecret": {"name": "r"}, "config": {"retry_s": 5}}]}, "keep one"),
+        (
+            {"bridges": [{"name": "a", "existingSecret": {"name": "r"}, "terminationGracePeriodSeconds": 9}]},
+            "at least 60",
+        ),
         ({"gatway": {}}, "Additional property gatway is not allowed"),
         ({"settings": {"QINFER_LIMITS__LANE_CAPACTIY": 1}}, "QINFER_LIMITS__LANE_CAPACTIY"),
     ],

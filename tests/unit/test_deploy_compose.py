@@ -137,11 +137,13 @@ def test_each_program_is_asked_how_it_is() -> None:
     programs = {name: service["healthcheck"]["test"][-1] for name, service in OURS.items() if name not in disabled}
 
     assert disabled == {*ONE_SHOT, "autoscale"}
-    assert {name: programs[name] for name in ("gateway", "worker", "worker-gpu", "bulk")} == {
+    assert programs == {
         "gateway": "gateway",
         "worker": "worker",
         "worker-gpu": "worker",
         "bulk": "bulk",
+        "beat": "beat",
+        "bridge": "bridge",
     }
     assert all("healthcheck" in service for service in SERVICES.values())
 
@@ -198,6 +200,16 @@ def test_images_are_pinned(name: str) -> None:
         assert build["target"] in stages(ROOT / build["dockerfile"])
 
 
+def test_beat_runs_once_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that there may be several bulk workers, which have none of their own."""
+    more = compose(variables=SECRETS | {"BULK_WORKERS": "3"})["services"]
+    monkeypatch.setenv("QINFER_BULK__BEAT", more["bulk"]["environment"]["QINFER_BULK__BEAT"])
+
+    assert not load_settings().bulk.beat
+    assert (more["bulk"]["deploy"]["replicas"], "replicas" in more["beat"]["deploy"]) == ("3", False)
+    assert command_of(more["beat"])[-1] == "qinfer_workers.bulk.beat"
+
+
 def test_only_three_are_published_and_on_loopback() -> None:
     """The gateway, Prometheus and Grafana; Redis and the store are in a network without a way out."""
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
@@ -206,7 +218,8 @@ def test_only_three_are_published_and_on_loopback() -> None:
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
     assert compose()["networks"]["back"] == {"internal": True}
     assert all(
-        "front" not in SERVICES[name]["networks"] for name in ("redis", "store", "worker", "bulk", "models-sync")
+        "front" not in SERVICES[name]["networks"]
+        for name in ("redis", "store", "worker", "bulk", "beat", "models-sync")
     )
 
 
@@ -222,12 +235,12 @@ def test_ports_are_those_of_the_gateway() -> None:
 
 def test_hosts_are_services_that_can_be_reached() -> None:
     """Each host in a URL is a service in a network of who asks it."""
-    asked = [("prometheus", "gateway"), ("prometheus", "bridge"), ("grafana", "prometheus")]
+    asked = [("prometheus", "gateway"), ("grafana", "prometheus")]
     for name, service in SERVICES.items():
         urls = [urlsplit(value) for value in service.get("environment", {}).values() if "://" in value]
         asked += [(name, url.hostname or "") for url in urls if url.scheme in ("http", "redis")]
 
-    assert {host for _, host in asked} == {"gateway", "bridge", "prometheus", "redis", "store"}
+    assert {host for _, host in asked} == {"gateway", "prometheus", "redis", "store"}
     for name, host in asked:
         assert set(SERVICES[name]["networks"]) & set(SERVICES[host]["networks"]), f"{name} can't reach {host}"
 
@@ -256,7 +269,7 @@ def test_paths_are_there() -> None:
         files = [value for key, value in service.get("environment", {}).items() if key.endswith("KEYS_FILE")]
         files += [word for word in command_of(service) if word.startswith("/etc/")] if name in OURS else []
         assert set(files) <= set(targets), name
-        if name in OURS and name not in ("store-bucket", "bridge"):
+        if name in OURS and name not in ("store-bucket", "bridge", "beat"):
             assert image_environment()["QINFER_REPOSITORY__PATH"] in targets, name
 
 

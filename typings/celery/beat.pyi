@@ -1,6 +1,10 @@
 from threading import Thread
+from typing import Any
 
 from celery import Celery
+
+class Scheduler:
+    def apply_async(self, *args: Any, **kwargs: Any) -> Any: ...
 
 class Service:
     def stop(self, wait: bool = ...) -> None: ...
@@ -8,4 +12,4 @@ class Service:
 class _Threaded(Thread):
     service: Service
 
-def EmbeddedService(app: Celery, *, thread: bool, scheduler_cls: str = ...) -> _Threaded: ...
+def EmbeddedService(app: Celery, *, thread: bool, scheduler_cls: str | type[Scheduler] = ...) -> _Threaded: ...

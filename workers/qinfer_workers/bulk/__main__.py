@@ -1,6 +1,7 @@
 """The bulk worker's composition root: `python -m qinfer_workers.bulk`.
 
-One Celery worker with beat embedded; configured by `QINFER_…` variables. Any number may run: tasks are idempotent.
+One Celery worker, with beat embedded unless `bulk.beat` is off; configured by `QINFER_…` variables. Any number may run,
+beats too: tasks are idempotent.
 SIGTERM and SIGINT end it: what it had in hand goes back to the queue, for the next one. It also ends where it can't do
 its work any more (`watch`), to be started again.
 
@@ -16,14 +17,15 @@ import sys
 import threading
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from celery import Celery
 from celery.beat import EmbeddedService
 from celery.worker import state
 
 from qinfer.bulk.queue import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
 from qinfer.bulk.store import store_for
-from qinfer.control.base import ControlStore
+from qinfer.control.base import BEAT, BULK, ControlStore
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.clients import admin_client
@@ -36,9 +38,9 @@ from qinfer_workers.bulk.bridge import Bridge
 from qinfer_workers.bulk.finalise import Finaliser
 from qinfer_workers.bulk.office import Office
 from qinfer_workers.bulk.plan import Planner
-from qinfer_workers.bulk.sign import give_signs
 from qinfer_workers.bulk.sweep import Sweeper
 from qinfer_workers.bulk.watch import TASKS_AT_ONCE, Watch
+from qinfer_workers.signs import give_signs
 
 logger = logging.getLogger("qinfer_workers.bulk")
 
@@ -78,7 +80,6 @@ def serve(settings: Settings) -> int:
         app = make_app(settings, bridge, use_cases)
         app.set_default()  # the threads of the pool find their tasks in it
         _stop_on_signals(bridge)
-        beat = EmbeddedService(app, thread=True, scheduler_cls="celery.beat:Scheduler")  # which needs no file
         name = f"qinfer-bulk-{os.getpid()}@{socket.gethostname()}"
         worker = app.WorkController(
             hostname=name,
@@ -88,15 +89,17 @@ def serve(settings: Settings) -> int:
             without_mingle=True,
             without_gossip=True,
         )
-        watch = Watch(bridge, office, partial(_stop, bridge, os.EX_SOFTWARE))
-        bridge.start(give_signs(store, name))
-        beat.start()
-        threading.Thread(target=_end_with, args=(beat,), name="beat-watch", daemon=True).start()
+        has_beat = settings.bulk.beat
+        stop = partial(_stop, bridge, os.EX_SOFTWARE)
+        watch = Watch(bridge, office, stop, waiting=None if has_beat else tasks.waiting)
+        bridge.start(give_signs(store, name, BULK, *([BEAT] if has_beat else [])))
+        beat = _start_beat(app) if has_beat else None
         watch.start()
         logger.info("bulk worker started")
         worker.start()
         watch.end()
-        beat.service.stop(wait=False)
+        if beat is not None:
+            beat.service.stop(wait=False)
         tasks.close()
     finally:
         bridge.close(store.close(), delivery.close())
@@ -136,6 +139,13 @@ def _stop_on_signals(bridge: Bridge) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+
+
+def _start_beat(app: Celery) -> Any:  # Any: celery's stubs know no embedded beat
+    beat = EmbeddedService(app, thread=True, scheduler_cls="celery.beat:Scheduler")  # which needs no file
+    beat.start()
+    threading.Thread(target=_end_with, args=(beat,), name="beat-watch", daemon=True).start()
+    return beat
 
 
 def _end_with(beat: threading.Thread) -> None:

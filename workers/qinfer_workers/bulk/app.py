@@ -47,6 +47,23 @@ def make_app(settings: Settings, runner: Runner, use_cases: Mapping[str, UseCase
     Raises:
         SettingsError: The broker can't be used.
     """
+    app = plain_app(settings)
+    for name in (PLAN, FINALISE, SWEEP):
+        limit_s = SWEEP_LIMIT_S if name == SWEEP else settings.bulk.plan_timeout_s + _TASK_MARGIN_S
+        _register(app, name, partial(_run, runner, use_cases[name], limit_s), longest_pause_s(settings))
+    app.finalize()
+    return app
+
+
+def plain_app(settings: Settings) -> Celery:
+    """Makes the app without its tasks: all that beat needs, which sends them by name.
+
+    Args:
+        settings: Where the broker is, and how often to sweep.
+
+    Raises:
+        SettingsError: The broker can't be used.
+    """
     broker = broker_of(settings)
     app = Celery("qinfer", set_as_current=False, broker=broker.url)
     longest_s = settings.bulk.plan_timeout_s + _VISIBILITY_MARGIN_S  # else a task that runs would be run again
@@ -85,10 +102,6 @@ def make_app(settings: Settings, runner: Runner, use_cases: Mapping[str, UseCase
             }
         },
     )
-    for name in (PLAN, FINALISE, SWEEP):
-        limit_s = SWEEP_LIMIT_S if name == SWEEP else settings.bulk.plan_timeout_s + _TASK_MARGIN_S
-        _register(app, name, partial(_run, runner, use_cases[name], limit_s), longest_pause_s(settings))
-    app.finalize()
     return app
 
 

@@ -1,8 +1,9 @@
 """Notices when the process can't do its work any more, and ends it: whoever supervises it starts it again.
 
 Three things must not go unseen, for then jobs would wait for ever: an event loop that hangs, threads that a store never
-answers, and a Celery that takes no tasks though beat sends a sweep every few seconds, such as one whose own loop waits
-for a connection. Tasks may be repeated, so that an end is no harm.
+answers, and a Celery that takes no tasks, such as one whose own loop waits for a connection. With beat within, there is
+a sweep every few seconds; where beat runs elsewhere others may take them all, and only tasks that wait and are not
+taken tell. Tasks may be repeated, so that an end is no harm.
 """
 
 import faulthandler
@@ -11,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from qinfer.errors import QinferError
 from qinfer_workers.bulk.bridge import Bridge
 from qinfer_workers.bulk.office import Office
 
@@ -27,6 +29,9 @@ HANGING_S = 600.0
 STOP_S = 10.0
 """How long the process gets to stop in order."""
 
+WAITING_LOOKS = 6
+"""So many times in a row tasks must be seen waiting: now and then one is seen just before it is taken."""
+
 _QUIET_SWEEPS = 30
 _QUIET_S = 300.0
 
@@ -38,12 +43,17 @@ class Watch:
         bridge: Where its tasks run.
         office: Its threads.
         stop: Has it stop in order, with an exit code that is no success; for any thread.
+        waiting: Returns how many tasks wait; `None` = beat runs in this process, so that there must be some to take.
     """
 
-    def __init__(self, bridge: Bridge, office: Office, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, bridge: Bridge, office: Office, stop: Callable[[], None], waiting: Callable[[], int] | None = None
+    ) -> None:
         self._bridge = bridge
         self._office = office
         self._stop = stop
+        self._waiting = waiting
+        self._looks = 0  # in a row, at which it was quiet and tasks waited
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -61,11 +71,23 @@ class Watch:
             return "the event loop hangs"
         if 2 * (hanging := self._office.hanging(HANGING_S)) >= settings.plan_threads:
             return f"{hanging} threads wait for stores that never answer"
+        return self._deaf()
+
+    def _deaf(self) -> str:
+        """Says why it seems that Celery takes no tasks; empty = it does."""
+        every_s = self._office.settings.sweep_every_s
         quiet_s = self._bridge.quiet_s()
-        is_idle = self._bridge.running < TASKS_AT_ONCE
-        if is_idle and quiet_s > max(_QUIET_S, _QUIET_SWEEPS * settings.sweep_every_s):
-            return f"no task has come for {quiet_s:.0f} s, and there should be a sweep every {settings.sweep_every_s:g}"
-        return ""
+        if self._bridge.running >= TASKS_AT_ONCE or quiet_s <= max(_QUIET_S, _QUIET_SWEEPS * every_s):
+            self._looks = 0
+            return ""
+        if self._waiting is None:
+            return f"no task has come for {quiet_s:.0f} s, and there should be a sweep every {every_s:g}"
+        try:
+            waiting = self._waiting()
+        except QinferError:
+            waiting = 0  # it can't be told
+        self._looks = self._looks + 1 if waiting else 0
+        return f"no task has come for {quiet_s:.0f} s, and {waiting} wait" if self._looks >= WAITING_LOOKS else ""
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):

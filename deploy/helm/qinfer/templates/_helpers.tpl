@@ -10,13 +10,16 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Labels that select: (dict "root" $ "component" "gateway" "group" "") */}}
+{{/* Labels that select: (dict "root" $ "component" "gateway" "group" "" "bridge" "") */}}
 {{- define "qinfer.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- with .group }}
 qinfer.dev/worker-group: {{ . }}
+{{- end }}
+{{- with .bridge }}
+qinfer.dev/bridge: {{ . }}
 {{- end }}
 {{- end -}}
 
@@ -124,5 +127,27 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- fail (printf "workerGroups: two groups have the name %q" .name) -}}
 {{- end -}}
 {{- $_ := set $names .name true -}}
+{{- end -}}
+{{- include "qinfer.checkBridges" . -}}
+{{- end -}}
+
+{{- define "qinfer.checkBridges" -}}
+{{- $names := dict -}}
+{{- range $own := .Values.bridges -}}
+{{- if hasKey $names .name -}}
+{{- fail (printf "bridges: two have the name %q" .name) -}}
+{{- end -}}
+{{- $_ := set $names .name true -}}
+{{- $bridge := fromYaml (include "qinfer.merge" (list $.Values.bridgeDefaults $own)) -}}
+{{- if and $bridge.existingSecret.name $bridge.config -}}
+{{- fail (printf "bridges: %q has existingSecret.name and config; keep one" .name) -}}
+{{- end -}}
+{{- if not (or $bridge.existingSecret.name $bridge.config) -}}
+{{- fail (printf "bridges: %q has no routes: set existingSecret.name (a Secret with the file), or config" .name) -}}
+{{- end -}}
+{{- $written := regexReplaceAll "\\$\\{\\w+\\}" (toJson $bridge.config) "" -}}
+{{- if regexMatch "://[^/@\"]*:[^/@\"]+@|\"password\":\"[^\"]+\"" $written -}}
+{{- fail (printf "bridges: the config of %q has a password, and a ConfigMap is no place for one: write ${NAME} and set secretEnv.NAME, or use existingSecret" .name) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}

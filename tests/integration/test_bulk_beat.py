@@ -1,0 +1,85 @@
+"""Beat as a process of its own beside bulk workers that have none, on a real Redis."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from qinfer.bulk.job import JobState
+from qinfer.bulk.queue import BulkTasks
+from qinfer.control.base import BEAT, BULK
+from qinfer.errors import BrokerUnavailable
+from qinfer.settings import RedisSettings, Settings
+from qinfer.testing import eventually
+from tests.bulk_office import record_of, spec, write_inputs
+from tests.bulk_plant import WITHIN_S, Plant, check_output, opened
+from tests.servers import RedisServer, free_port, system_redis
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(system_redis(), tmp_path_factory.mktemp("redis"), "--appendonly", "yes") as one:
+        yield one
+
+
+@pytest.fixture
+async def plant(server: RedisServer, tmp_path: Path) -> AsyncIterator[Plant]:
+    write_inputs(tmp_path / "in", [20, 5])
+    async with opened(server, tmp_path) as one:
+        await one.jobs.create(record_of(spec(tmp_path)))
+        yield one
+
+
+async def test_beats_move_a_job_on_that_nobody_sent_a_task_for(plant: Plant) -> None:
+    """A worker without a beat looks for nothing by itself; beats that overlap for a moment are no harm."""
+    worker = plant.run("qinfer_workers.bulk", QINFER_BULK__BEAT="false")
+    await eventually(lambda: plant.signed(BULK, [worker]), WITHIN_S, f"the worker; see {plant.log}")
+    assert await plant.store.signs(BEAT) == []
+
+    beats = [plant.run("qinfer_workers.bulk.beat") for _ in range(2)]
+    await plant.becomes(JobState.RUNNING)
+    assert await plant.signed(BEAT, beats)
+    await plant.settle()
+    await plant.becomes(JobState.COMPLETED)
+
+    check_output(plant.directory)
+    for beat, number in zip(beats, (signal.SIGTERM, signal.SIGINT), strict=True):
+        beat.send_signal(number)
+        assert await plant.ended(beat) == 0, plant.log.read_text()
+    assert worker.poll() is None
+
+
+def test_what_waits_is_counted(server: RedisServer) -> None:
+    """Also where there has never been a task, and none where nobody can be asked."""
+    with server.client() as client:
+        client.flushall()
+    tasks = BulkTasks(Settings(redis=RedisSettings(url=SecretStr(server.url))))
+    nobody = RedisSettings(url=SecretStr(f"redis://127.0.0.1:{free_port()}"), connect_timeout_s=1.0)
+
+    before = tasks.waiting()
+    tasks.plan("a")
+    tasks.finalise("b")
+
+    assert (before, tasks.waiting()) == (0, 2)
+    tasks.close()
+    with pytest.raises(BrokerUnavailable):
+        BulkTasks(Settings(redis=nobody)).waiting()
+
+
+def test_a_broker_that_celery_can_not_use_is_told() -> None:
+    """As by bulk workers, with the exit code for wrong settings."""
+    env = {**os.environ, "QINFER_REDIS__URL": "redis://:secret@127.0.0.1", "QINFER_REDIS__CLUSTER": "true"}
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "qinfer_workers.bulk.beat"], env=env, capture_output=True, text=True, check=False
+    )
+
+    assert (ended.returncode, "QINFER_BULK__BROKER_URL is not set" in ended.stderr) == (2, True)
+    assert "secret" not in ended.stderr
