@@ -43,6 +43,9 @@ ModelArgument = Annotated[str, typer.Argument(help="The model's name.", autocomp
 def sync_models(
     *,
     model_repository: RepositoryOption = None,
+    may_empty: Annotated[
+        bool, typer.Option("--may-empty", help="Unload all models if the repository has none; else that is an error.")
+    ] = False,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
@@ -54,7 +57,7 @@ def sync_models(
     repository = load_settings().repository
     if model_repository:
         repository = repository.model_copy(update={"path": ",".join(model_repository)})
-    synced = run_sync(redis_settings(redis, data_dir), repository)
+    synced = run_sync(redis_settings(redis, data_dir), repository, may_empty=may_empty)
     if as_json:
         import msgspec
 

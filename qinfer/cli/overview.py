@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from qinfer.delivery.base import Delivery
 from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import SettingsError
+from qinfer.repository.base import Repository
 from qinfer.repository.open import open_repositories
 from qinfer.settings import RedisSettings, RepositorySettings, load_settings
 
@@ -171,14 +173,21 @@ def run_overview(settings: RedisSettings, *, max_up_s: float = math.inf) -> Over
     return asyncio.run(_overview(settings, max_up_s))
 
 
-def run_sync(settings: RedisSettings, repository: RepositorySettings) -> list[SyncedModel]:
+def run_sync(settings: RedisSettings, repository: RepositorySettings, *, may_empty: bool) -> list[SyncedModel]:
     """Writes what the repositories hold as the desired state, whatever the control mode.
+
+    Args:
+        settings: The way to Redis.
+        repository: Where models come from.
+        may_empty: See `control.sync.sync`.
 
     Raises:
         BrokerUnavailable: Redis can't be reached.
-        SettingsError: A repository can't be read.
+        SettingsError: A repository can't be read, or none has a model.
     """
-    return asyncio.run(_sync(settings, repository, start_only=False))
+    return asyncio.run(
+        _sync(settings, repository, partial(sync, min_workers=repository.min_workers, may_empty=may_empty))
+    )
 
 
 def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[SyncedModel]:
@@ -188,7 +197,7 @@ def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[S
         BrokerUnavailable: Redis can't be reached.
         SettingsError: A repository can't be read, or has no model of a name to load.
     """
-    return asyncio.run(_sync(settings, repository, start_only=True))
+    return asyncio.run(_sync(settings, repository, partial(start, settings=repository, again=True)))
 
 
 async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float = math.inf) -> Overview:
@@ -267,14 +276,16 @@ async def _overview(settings: RedisSettings, max_up_s: float) -> Overview:
         await delivery.close()
 
 
-async def _sync(settings: RedisSettings, repository: RepositorySettings, *, start_only: bool) -> list[SyncedModel]:
+async def _sync(
+    settings: RedisSettings,
+    repository: RepositorySettings,
+    way: Callable[[Repository, ControlStore, Delivery], Awaitable[list[SyncedModel]]],
+) -> list[SyncedModel]:
     source = open_repositories(repository)
     delivery = await RedisDelivery.connect(settings)
     store = RedisControlStore(admin_client(settings))
     try:
-        if start_only:
-            return await start(source, store, delivery, repository, again=True)
-        return await sync(source, store, delivery, min_workers=repository.min_workers)
+        return await way(source, store, delivery)
     finally:
         await store.close()
         await delivery.close()

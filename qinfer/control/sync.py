@@ -7,6 +7,7 @@ half-written files must not take a model down. A model that is gone is unloaded.
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -19,8 +20,20 @@ from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.repository.base import Repository, RepositoryModel
 from qinfer.settings import RepositorySettings
 
+logger = logging.getLogger(__name__)
+
 ALL = "*"
 """In `repository.load_models`: every model of the repositories."""
+
+_TOLD = 5
+_EMPTY = (
+    "the model repository has no model, and {count} are to be served ({names}): nothing was changed; is it mounted? "
+    "To unload all of them: qinfer models sync --may-empty"
+)
+
+
+class EmptyRepository(SettingsError):
+    """A repository without any model, where models are to be served."""
 
 
 class Source(Protocol):
@@ -52,7 +65,7 @@ class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def sync(
-    repository: Source, store: ControlStore, delivery: Delivery, *, min_workers: int = 1
+    repository: Source, store: ControlStore, delivery: Delivery, *, min_workers: int = 1, may_empty: bool = True
 ) -> list[SyncedModel]:
     """Writes what the repository holds as the desired state, and wakes everyone if anything changed.
 
@@ -61,13 +74,16 @@ async def sync(
         store: The control store.
         delivery: Where lanes are made.
         min_workers: `RepositorySettings.min_workers`.
+        may_empty: Whether a repository without any model unloads all. Mostly it is one that is not mounted.
 
     Raises:
-        SettingsError: The repository can't be read; nothing is changed then.
+        SettingsError: The repository can't be read, or may not be empty; nothing is changed then.
         BrokerUnavailable: The store or the queue can't be reached; the next sync completes this one.
     """
     found = await asyncio.to_thread(repository.scan)
     desired = await store.desired()
+    if not found and not may_empty and (served := sorted(name for name, wish in desired.items() if wish.load)):
+        raise EmptyRepository(_EMPTY.format(count=len(served), names=", ".join(served[:_TOLD])))
     workers = await store.workers()
     synced = [
         await _sync_model(model, desired.get(model.name), workers, store, delivery, min_workers) for model in found
@@ -104,7 +120,7 @@ async def start(
         BrokerUnavailable: The store or the queue can't be reached.
     """
     if settings.control_mode != "explicit":
-        return await sync(repository, store, delivery, min_workers=settings.min_workers)
+        return await _sync_at_start(repository, store, delivery, settings, again=again)
     desired, workers = await store.desired(), await store.workers()
     synced: list[SyncedModel] = []
     for name in await asyncio.to_thread(_names_to_load, repository, settings.load_models):
@@ -114,6 +130,18 @@ async def start(
     if any(model.changed for model in synced):
         await store.wake()
     return synced
+
+
+async def _sync_at_start(
+    repository: Source, store: ControlStore, delivery: Delivery, settings: RepositorySettings, *, again: bool
+) -> list[SyncedModel]:
+    """Syncs; a gateway that joins others and finds no model leaves what they serve, until a poll says so again."""
+    may_empty = again or settings.control_mode == "poll"
+    try:
+        return await sync(repository, store, delivery, min_workers=settings.min_workers, may_empty=may_empty)
+    except EmptyRepository as error:
+        logger.warning("models left as they were", extra={"reason": error.message})
+        return []
 
 
 def _names_to_load(repository: Repository, named: tuple[str, ...]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from qinfer.control.base import ControlStore, Desired, Speed, State, StoredModel
 from qinfer.control.capacity import Capacity
 from qinfer.control.catalog import Catalog
 from qinfer.control.memory_store import MemoryControlStore
-from qinfer.control.sync import SyncedModel, sync
+from qinfer.control.sync import SyncedModel, start, sync
 from qinfer.delivery.base import Lane
 from qinfer.delivery.jobs import bulk_lanes
 from qinfer.delivery.memory import MemoryDelivery
-from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
+from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError, SettingsError
 from qinfer.repository.open import open_repositories
 from qinfer.settings import LimitSettings, RepositorySettings
 
@@ -388,6 +389,24 @@ async def test_a_changed_file_raises_the_generation(stack: Stack) -> None:
 
     assert second["m"].changed
     assert second["m"].generation > first["m"].generation
+
+
+async def test_an_empty_repository_unloads_nothing_unasked(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """Mostly it is one that is not mounted: a sync says so, a gateway that joins others leaves what they serve."""
+    stack.write("m", 1)
+    await stack.sync()
+    shutil.rmtree(stack.path / "m")
+
+    with pytest.raises(SettingsError, match=r"no model, and 1 are to be served \(m\).*--may-empty"):
+        await sync(stack.repository, stack.store, stack.delivery, may_empty=False)
+    assert await start(stack.repository, stack.store, stack.delivery, RepositorySettings()) == []
+    assert "models left as they were" in caplog.messages
+    assert (await stack.store.desired())["m"].load
+
+    again = await start(stack.repository, stack.store, stack.delivery, RepositorySettings(), again=True)
+    assert [(model.model, model.removed) for model in again] == [("m", True)]
+    assert not (await stack.store.desired())["m"].load
+    assert await sync(stack.repository, stack.store, stack.delivery, may_empty=False) == []  # nothing is served now
 
 
 async def test_a_model_that_is_gone_is_forgotten(stack: Stack) -> None:
