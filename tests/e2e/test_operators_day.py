@@ -1,9 +1,8 @@
-"""An operator's day, under load from morning to evening: what was accepted is answered, whatever is done."""
+"""An operator's day, from the installation on and under load: what was accepted is answered, whatever is done."""
 
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,13 +12,15 @@ import httpx
 import pytest
 
 from qinfer.testing import wait_until
+from scripts import clean_room
+from scripts.rooms import INSTALL_WITHIN_S, Room
 from tests import models
 from tests.chaos.repository import write_stub
 from tests.e2e.async_load import Load, wrong
 from tests.e2e.conftest import clean_environment, free_port
 from tests.servers import RedisServer, system_redis
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(INSTALL_WITHIN_S + 300)]
 
 FAST, SLOW = "add_sub", "slow"
 WITHIN_S = 60.0
@@ -32,13 +33,15 @@ class Operator:
 
     Args:
         directory: Where the models, the data and the logs are.
+        python: The interpreter of the environment into which qinfer is installed.
         redis: The queue.
     """
 
-    def __init__(self, directory: Path, redis: RedisServer) -> None:
+    def __init__(self, directory: Path, python: Path, redis: RedisServer) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._directory = directory
+        self._python = (str(python), "-I", "-m")  # none of this checkout's code
         self._environment = clean_environment() | {
             "QINFER_REDIS__URL": redis.url,
             "QINFER_REPOSITORY__PATH": str(directory / "models"),
@@ -54,8 +57,7 @@ class Operator:
         """Runs a program; it must drain and end with 0 when it is asked to, if it was not before."""
         log = self._directory / "log"
         with log.open("ab") as output:
-            argv = (sys.executable, "-m", *argv)
-            process = subprocess.Popen(argv, env=self._environment, stdout=output, stderr=output)
+            process = subprocess.Popen([*self._python, *argv], env=self._environment, stdout=output, stderr=output)
         try:
             yield process
         finally:
@@ -65,7 +67,7 @@ class Operator:
 
     def qinfer(self, *argv: str) -> Any:
         """Runs a command; returns what it prints as JSON."""
-        command = [sys.executable, "-m", "qinfer.cli.main", *argv, "--json"]
+        command = [*self._python, "qinfer.cli.main", *argv, "--json"]
         done = subprocess.run(command, env=self._environment, capture_output=True, check=False, timeout=WITHIN_S)
         assert done.returncode == 0, (argv, done.stderr.decode(), done.stdout.decode())
         return json.loads(done.stdout)
@@ -102,13 +104,15 @@ def autoscale(*, at_most: int) -> tuple[str, ...]:
 
 
 def test_nothing_is_lost_from_morning_to_evening(tmp_path: Path) -> None:
-    """Two models are loaded, depth rises, workers follow, a worker and a model are upgraded and rolled back; drain."""
+    """Install, load two models, depth rises, workers follow, upgrade a worker and a model, roll both back, drain."""
+    room = Room(tmp_path / "room")
+    room.install(f"{clean_room.make_wheel(tmp_path)}[{clean_room.SERVER}]")
     models.add_sub(tmp_path / "models", FAST)
     write_stub(tmp_path / "models", SLOW, dim=4, max_batch_size=2, delay_s=0.3)
     (tmp_path / "overlay").mkdir()
     server = RedisServer(system_redis(), tmp_path, "--appendonly", "yes", "--maxmemory-policy", "noeviction")
     with server, ExitStack() as day:
-        operator = Operator(tmp_path, server)
+        operator = Operator(tmp_path, room.bin / "python", server)
         assert {finding["level"] for finding in operator.qinfer("doctor", "--no-runtimes")["findings"]} <= {
             "ok",
             "warning",
