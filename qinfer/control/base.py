@@ -245,7 +245,8 @@ class ControlStore(Protocol):
     async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
         """Writes what a bridge has in hand, and adds what it counted; of reports with one number, the first's only.
 
-        What it has in hand disappears `ttl_s` seconds after the last write; 0 takes it away at once.
+        One that comes after its successor changes nothing. What it has in hand disappears `ttl_s` seconds after the
+        last write; 0 takes it away at once.
         """
         ...
 

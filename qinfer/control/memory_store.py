@@ -103,6 +103,8 @@ class MemoryControlStore:
     async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
         """Writes what a bridge has in hand, and adds what it counted, once."""
         _, last, _ = self._bridges.get(report.process, (0.0, 0, {}))
+        if report.number < last:
+            return
         self._bridges[report.process] = (self._clock.monotonic_s() + ttl_s, report.number, report.uses)
         for route, counts in report.counts.items():
             stats.add(self._routes.setdefault(route, {}), counts if report.number > last else {})

@@ -23,6 +23,7 @@ _REPORT = (
 local remembered_ms, kept_ms, process, ttl_ms, number = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
 local known = redis.call('HGET', KEYS[1], process)
 local last = known and tonumber(string.match(known, '^%d+ (%d+) ')) or 0
+if number < last then return end
 redis.call('HSET', KEYS[1], process, string.format('%.0f %d %s', now_ms + ttl_ms, number, ARGV[6]))
 redis.call('PEXPIRE', KEYS[1], ttl_ms + remembered_ms)
 local found = redis.call('HGETALL', KEYS[1])

@@ -1,9 +1,11 @@
 """The metrics of bridges: what one counts by route, and how all of them together are shown.
 
-A bridge counts in plain integers (`RouteTally`), each written by one of its threads, and read by others. It serves them
-on a port of its own, and adds them up in the control store, where all bridges' make `RouteTotals` that only grow.
+A bridge counts in plain integers (`RouteTally`), each written by one of its threads, and read by others; what several
+threads count goes through `count`. It serves them on a port of its own, and adds them up in the control store, where
+all bridges' make `RouteTotals` that only grow.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +22,8 @@ PAUSED_MS = "paused_ms"
 """`paused_s`, in whole milliseconds."""
 REFUSED, REPLIED, UNROUTABLE = "refused:", "replied:", "unroutable:"
 """What the fields of the counts by code, state and place begin with: `refused:<error code>`, …"""
+
+_COUNTING = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -88,8 +92,9 @@ class RouteTotals:
 
 
 def count(counts: dict[str, int], key: str, by: int = 1) -> None:
-    """Adds to one of several counts."""
-    counts[key] = counts.get(key, 0) + by
+    """Adds to one of several counts; for any thread: a count that fell back would be taken for a restart."""
+    with _COUNTING:
+        counts[key] = counts.get(key, 0) + by
 
 
 class BridgeCollector(Collector):

@@ -71,6 +71,21 @@ async def test_a_report_that_comes_again_adds_nothing(stores: Pair) -> None:
     assert (found.counts, found.processes, found.unacknowledged) == ({"accepted": 17}, 2, 9)
 
 
+async def test_a_report_that_comes_after_its_successor_changes_nothing(stores: Pair) -> None:
+    """Nor may the successor add anything once more."""
+    second = report("b1", 2, accepted=4, unacknowledged=9)
+    await stores.one.put_bridge(report(accepted=3), LONG_S)
+    await stores.one.put_bridge(second, LONG_S)
+
+    await stores.one.put_bridge(report(accepted=3, unacknowledged=1), SHORT_S)
+    late = (await stores.other.routes())["r"]
+    await stores.one.put_bridge(second, LONG_S)
+
+    again = (await stores.other.routes())["r"]
+    assert (late.counts, late.processes, late.unacknowledged) == ({"accepted": 7}, 1, 9)
+    assert again.counts == {"accepted": 7}
+
+
 async def test_what_is_in_hand_is_of_live_bridges(stores: Pair) -> None:
     """The sum over those whose time is not over; counts stay."""
     await stores.one.put_bridge(report("b1", accepted=1, unacknowledged=5), LONG_S)

@@ -101,6 +101,31 @@ def test_the_last_report_comes_after_one_that_failed() -> None:
     assert store.counted() == 7
 
 
+def test_threads_that_count_the_same_lose_nothing() -> None:
+    """A route refuses messages in the thread of its source and on its loop."""
+    reading, counted = threading.Event(), threading.Event()
+
+    class Slow(dict[str, int]):
+        """Reads a count, and returns it only when the other thread has counted, or can't."""
+
+        def get(self, key: str, default: int = 0) -> int:  # type: ignore[override]  # of one kind of default
+            value = super().get(key, default)
+            if not reading.is_set():
+                reading.set()
+                counted.wait(0.1)
+            return value
+
+    counts = Slow()
+    first = threading.Thread(target=count, args=(counts, "conflict"))
+    first.start()
+    assert reading.wait(WAIT_S)
+    count(counts, "conflict")
+    counted.set()
+    first.join(WAIT_S)
+
+    assert counts == {"conflict": 2}
+
+
 def test_a_report_is_the_same_until_it_is_stored() -> None:
     """Its counts; what is in hand is as of now."""
     tally = RouteTally("r", received=4, paused_s=1.2345, connected={"source": False})
