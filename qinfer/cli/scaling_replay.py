@@ -1,5 +1,6 @@
 """What `qinfer autoscale --replay` does: the policy on recorded traffic, beside what really was."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *
     Raises:
         SettingsError: The file can't be read or is no record, or the options make no sense together.
     """
+    if late_s is not None and not math.isfinite(late_s):
+        raise SettingsError(f"--late-s must be a number of seconds, got {late_s}")
     policy = policy_of(AutoscaleSettings().model_copy(update=dict(options)))
     try:
         with path.open("rb") as file:

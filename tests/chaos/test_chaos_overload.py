@@ -29,7 +29,7 @@ WIDTH = 16_384
 SHORT_LIVED = {"QINFER_REQUESTS__RESULT_TTL_S": "2", "QINFER_REQUESTS__TOMBSTONE_TTL_S": "2"}
 BOUND = {"more": f'parameters {{ key: "qinfer.lane_capacity" value {{ string_value: "{CAPACITY}" }} }}'}
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(SECONDS + 180)]
+pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(SECONDS + 180)]
 
 
 @dataclass

@@ -82,7 +82,7 @@ def test_one_huge_row_group(scene: Scene) -> None:
     assert status.shards == 11
 
 
-@pytest.mark.parametrize("files", [400, 10_000])
+@pytest.mark.parametrize("files", [400, pytest.param(10_000, marks=pytest.mark.long)])
 def test_many_tiny_files(scene: Scene, files: int) -> None:
     """They are put together: a few parts, each row in its place."""
     table = rows_of(0, files * 3, files * 3)

@@ -16,7 +16,7 @@ from examples import digits
 from tests import real_models
 from tests.e2e.conftest import running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 Array = npt.NDArray[Any]
 

@@ -11,11 +11,12 @@ import pytest
 from pydantic import SecretStr
 
 from qinfer.bulk.job import JobState
-from qinfer.bulk.queue import BulkTasks
+from qinfer.bulk.queue import QUEUE, BulkTasks
 from qinfer.control.base import BEAT, BULK
 from qinfer.errors import BrokerUnavailable
-from qinfer.settings import RedisSettings, Settings
-from qinfer.testing import eventually
+from qinfer.settings import BulkSettings, RedisSettings, Settings
+from qinfer.testing import eventually, wait_until
+from qinfer_workers.bulk.beat import __main__ as program
 from tests.bulk_office import record_of, spec, write_inputs
 from tests.bulk_plant import WITHIN_S, Plant, check_output, opened
 from tests.servers import RedisServer, free_port, system_redis
@@ -71,6 +72,36 @@ def test_what_waits_is_counted(server: RedisServer) -> None:
     tasks.close()
     with pytest.raises(BrokerUnavailable):
         BulkTasks(Settings(redis=nobody)).waiting()
+
+
+def test_beat_sends_no_more_than_is_of_use(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a bulk worker nobody takes what it sends, and Redis would fill; where tasks were taken it goes on."""
+    with server.client() as client:
+        client.flushall()
+    settings = Settings(redis=RedisSettings(url=SecretStr(server.url)), bulk=BulkSettings(sweep_every_s=0.01))
+    monkeypatch.setattr(program, "MOST_WAITING", 3)
+    tasks = BulkTasks(settings)
+    asked = 0
+
+    def count(one: BulkTasks) -> int:
+        nonlocal asked
+        asked += 1
+        return waiting(one)
+
+    waiting = BulkTasks.waiting
+    monkeypatch.setattr(BulkTasks, "waiting", count)
+    beat = program.Beat(settings)
+    beat.start()
+    try:
+        for _ in range(2):
+            seen = asked
+            wait_until(lambda seen=seen: asked >= seen + 10, WITHIN_S, lambda: "ten looks")
+            assert waiting(tasks) == 3
+            with server.client() as client:
+                client.delete(QUEUE)
+    finally:
+        beat.stop()
+        tasks.close()
 
 
 def test_a_broker_that_celery_can_not_use_is_told() -> None:

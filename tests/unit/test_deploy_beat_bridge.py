@@ -95,6 +95,9 @@ def test_faults_in_routes_are_found(tmp_path: Any, changed: dict[str, Any], what
         config("amqp://one//;" + PASSWORD),
         config("redis://:hunter2@queue/0"),
         config("redis://queue/0", options={"sentinel_kwargs": {"password": "hunter2"}}),
+        config("sqs://", options={"predefined_queues": {"tasks": {"url": "https://q", "secret_access_key": "hunter2"}}}),
+        config("confluentkafka://queue", options={"sasl.password": "hunter2"}),
+        config("redis://queue/0?password=hunter2&health_check_interval=10"),
     ],
 )
 def test_a_password_does_not_get_into_a_config_map(tmp_path: Any, given: dict[str, Any]) -> None:
@@ -106,7 +109,16 @@ def test_a_password_does_not_get_into_a_config_map(tmp_path: Any, given: dict[st
 
 
 @pytest.mark.parametrize(
-    "url", ["amqp://rabbitmq:5672//", "sqs://", "amqp://u:${A}@h//", "redis://:${A}@h:6379/0", "${URL}"]
+    "url",
+    [
+        "amqp://rabbitmq:5672//",
+        "sqs://",
+        "amqp://u:${A}@h//",
+        "redis://:${A}@h:6379/0",
+        "${URL}",
+        "redis://h/0?password=${A}&timeout=3",
+        "amqp://secrets-queue//?heartbeat=30",
+    ],
 )
 def test_urls_without_a_password_pass(tmp_path: Any, url: str) -> None:
     assert of_kind(render(tmp_path, {"bridges": [{"name": "a", "config": config(url)}]}), "ConfigMap")

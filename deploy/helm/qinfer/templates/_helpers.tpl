@@ -145,8 +145,16 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- if not (or $bridge.existingSecret.name $bridge.config) -}}
 {{- fail (printf "bridges: %q has no routes: set existingSecret.name (a Secret with the file), or config" .name) -}}
 {{- end -}}
+{{- $links := list -}}
+{{- range $route := $bridge.config.routes -}}
+{{- range $link := list $route.source $route.sink -}}
+{{- if kindIs "map" $link }}{{ $links = append $links (pick $link "url" "options") }}{{ end -}}
+{{- end -}}
+{{- end -}}
 {{- $written := regexReplaceAll "\\$\\{\\w+\\}" (toJson $bridge.config) "" -}}
-{{- if regexMatch "://[^/@\"]*:[^/@\"]+@|\"password\":\"[^\"]+\"" $written -}}
+{{- $linked := regexReplaceAll "\\$\\{\\w+\\}" (toJson $links) "" -}}
+{{- $secrets := "(?i)(password|passwd|secret|token)([^\"]*\":\"[^\"]+\"|[a-z_]*=[^\"\\\\])" -}}
+{{- if or (regexMatch "://[^/@\"]*:[^/@\"]+@|\"password\":\"[^\"]+\"" $written) (regexMatch $secrets $linked) -}}
 {{- fail (printf "bridges: the config of %q has a password, and a ConfigMap is no place for one: write ${NAME} and set secretEnv.NAME, or use existingSecret" .name) -}}
 {{- end -}}
 {{- end -}}

@@ -8,6 +8,7 @@ Exit codes: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 where it can't 
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 from celery.beat import EmbeddedService, Scheduler
 
+from qinfer.bulk.queue import BulkTasks
 from qinfer.control.base import BEAT, ControlStore
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.clients import admin_client
@@ -32,12 +34,15 @@ logger = logging.getLogger("qinfer_workers.bulk.beat")
 QUIET_S = 300.0
 """So long it may send nothing while Redis answers; longer where sweeps are rare."""
 
+MOST_WAITING = 100
+"""While so many tasks wait it sends none: without bulk workers Redis would fill, for expired tasks stay in its list."""
+
 _QUIET_SWEEPS = 5
 _LEVELS = {"celery.beat": logging.WARNING}  # it has a line for each sweep
 
 
 class Beat:
-    """Celery's beat in a thread, and when it last sent something.
+    """Celery's beat in a thread, and when it last sent something, or saw that enough waits.
 
     Args:
         settings: Where to, and how often.
@@ -48,12 +53,16 @@ class Beat:
 
     def __init__(self, settings: Settings) -> None:
         self._sent_s = time.monotonic()
-        outer = self
+        outer, tasks = self, BulkTasks(settings)
 
         class Telling(Scheduler):  # the plain one keeps its schedule in memory
-            """Tells when something was sent."""
+            """Sends where few tasks wait, and tells when it did its part."""
 
             def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+                with contextlib.suppress(BrokerUnavailable):  # sending tells what is wrong
+                    if tasks.waiting() >= MOST_WAITING:
+                        outer.excuse()
+                        return None
                 result = super().apply_async(*args, **kwargs)
                 outer.excuse()
                 return result
