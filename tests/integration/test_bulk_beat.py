@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -88,19 +89,22 @@ def test_beat_sends_no_more_than_is_of_use(server: RedisServer, monkeypatch: pyt
         asked += 1
         return waiting(one)
 
+    def has_asked(times: int) -> bool:
+        return asked >= times
+
     waiting = BulkTasks.waiting
     monkeypatch.setattr(BulkTasks, "waiting", count)
     beat = program.Beat(settings)
     beat.start()
     try:
         for _ in range(2):
-            seen = asked
-            wait_until(lambda seen=seen: asked >= seen + 10, WITHIN_S, lambda: "ten looks")
+            wait_until(partial(has_asked, asked + 10), WITHIN_S, lambda: "ten looks more")
             assert waiting(tasks) == 3
             with server.client() as client:
                 client.delete(QUEUE)
     finally:
         beat.stop()
+        wait_until(lambda: not beat.is_alive, WITHIN_S, lambda: "the end of beat")
         tasks.close()
 
 

@@ -95,7 +95,9 @@ def test_faults_in_routes_are_found(tmp_path: Any, changed: dict[str, Any], what
         config("amqp://one//;" + PASSWORD),
         config("redis://:hunter2@queue/0"),
         config("redis://queue/0", options={"sentinel_kwargs": {"password": "hunter2"}}),
-        config("sqs://", options={"predefined_queues": {"tasks": {"url": "https://q", "secret_access_key": "hunter2"}}}),
+        config(
+            "sqs://", options={"predefined_queues": {"tasks": {"url": "https://q", "secret_access_key": "hunter2"}}}
+        ),
         config("confluentkafka://queue", options={"sasl.password": "hunter2"}),
         config("redis://queue/0?password=hunter2&health_check_interval=10"),
     ],

@@ -30,8 +30,8 @@ STOP_S = 10.0
 """How long the process gets to stop in order."""
 
 WAITING_LOOKS = 12
-"""So many times in a row tasks must be seen waiting: one may be about to be taken, and after a Redis was away Celery may
-need half a minute to try again (kombu's longest pause)."""
+"""So many times in a row tasks must be seen waiting: one may be about to be taken, and after Redis was away Celery may
+take half a minute to try again (kombu's longest pause)."""
 
 _QUIET_SWEEPS = 30
 _QUIET_S = 300.0
