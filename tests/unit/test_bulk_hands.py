@@ -1,14 +1,8 @@
-"""What a worker may hold at a time, and the threads that do bulk work."""
+"""What a worker may hold at a time."""
 
 import asyncio
-import os
-import sys
-import threading
-
-import pytest
 
 from qinfer_workers.inference.bulk.hands import Hands
-from qinfer_workers.inference.bulk.priority import LowThreads
 
 
 async def test_a_suspect_waits_until_hands_are_empty() -> None:
@@ -53,34 +47,3 @@ async def test_hands_are_alone_until_the_suspect_has_ended() -> None:
     await asyncio.wait([task, ready])
 
     assert order == ["put", "over"]
-
-
-def test_calls_run_at_once_in_threads_that_are_kept() -> None:
-    """As many as there are calls; none is started for a call that follows."""
-    threads, both = LowThreads(), threading.Barrier(2, timeout=10)
-    seen: list[int] = []
-
-    def call() -> None:
-        seen.append(threading.get_ident())
-        both.wait()
-
-    callers = [threading.Thread(target=threads.run, args=(call,)) for _ in range(2)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    threads.run(lambda: seen.append(threading.get_ident()))
-
-    assert seen[0] != seen[1]
-    assert seen[2] in seen[:2]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-def test_bulk_threads_give_way() -> None:
-    """The thread that asks keeps its priority."""
-    niceness: list[int] = []
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    LowThreads().run(lambda: niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-
-    assert niceness[0] > before or niceness == [19]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

@@ -84,7 +84,7 @@ class Ground:
         self.batcher = Batcher(self.loaded, self.clock, self.bench)
         self.arbiter = DeviceArbiter()
         self.arbiter.place(self.batcher, [DeviceSpec()])
-        self.free, self.hurry = asyncio.Event(), asyncio.Event()
+        self.free, self.hurry, self.line = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 
     def task(self, shard: Shard, spec: JobSpec, **options: Any) -> Task:
         head = decode_plan_head(plan_head([shard], "h"))
@@ -101,7 +101,7 @@ class Ground:
     def run(self, shard: Shard, spec: JobSpec, *, is_again: bool = False, **options: Any) -> ShardRun:
         files = ShardFiles(self.task(shard, spec, **options))
         size = BatchSize(self.spec.max_batch_size, 1.0)
-        device = Device(batcher=self.batcher, arbiter=self.arbiter, size=size, hurry=self.hurry)
+        device = Device(batcher=self.batcher, arbiter=self.arbiter, size=size, line=self.line, hurry=self.hurry)
         purpose = Purpose(model=self.loaded, clock=self.clock, request_id="job1-0")
         return ShardRun(files, purpose, device, self.free, is_again=is_again)
 
@@ -342,6 +342,57 @@ async def test_online_requests_go_first_at_each_batch(tmp_path: Path) -> None:
     assert order[1] == "a"
     assert set(order[2:]) == {"bulk"}
     assert [item.request.id for item, _ in ground.bench.answered] == ["a", "b"]
+
+
+async def test_the_next_shard_may_begin_while_the_last_rows_are_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before everything is read, and there is little left at the pace of the rows before."""
+    monkeypatch.setattr("qinfer_workers.inference.bulk.chunks.AHEAD_S", 1e9)
+    ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 200)
+    execute, proceed, is_free = ground.model.execute, threading.Semaphore(1), []
+
+    def noted(batch: Batch, ctx: Context) -> None:
+        proceed.acquire()
+        is_free.append(ground.free.is_set())
+        execute(batch, ctx)
+
+    ground.model.execute = noted  # type: ignore[method-assign]
+    run = asyncio.create_task(ground.run(shard, spec).run())
+    await eventually(ground.free.is_set, description="leave for the next, after the first batch")
+    is_over = run.done()
+    proceed.release(1000)
+    await run
+
+    assert (is_over, is_free[0], is_free[-1]) == (False, False, True)
+
+
+async def test_a_shard_is_scored_after_the_one_before(tmp_path: Path) -> None:
+    """It is read meanwhile."""
+    ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 200)
+    await ground.line.acquire()
+    shard_run = ground.run(shard, spec)
+    chunks = shard_run._chunks  # what was read shows nowhere else
+    run = asyncio.create_task(shard_run.run())
+    await eventually(lambda: chunks.has_work, description="rows")
+    before = list(ground.model.sizes)
+    ground.line.release()
+
+    assert (before, await run, ground.line.locked()) == ([], ShardOutcome(0, 200, 0), False)
+
+
+async def test_a_shard_is_left_to_others_when_the_one_before_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model hangs, say."""
+    monkeypatch.setattr("qinfer_workers.inference.bulk.shard_run.WAITS_S", 0.01)
+    ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 200)
+    await ground.line.acquire()
+
+    with pytest.raises(PutOff, match="shard before"):
+        await ground.run(shard, spec).run()
+
+    assert (ground.model.sizes, ground.left(), ground.line.locked()) == ([], [], True)
 
 
 async def test_a_model_that_was_loaded_anew_does_not_go_on_with_a_part(tmp_path: Path) -> None:

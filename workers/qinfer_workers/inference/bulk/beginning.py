@@ -37,6 +37,7 @@ class Place:
         batcher: Its batcher.
         arbiter: Gives turns on its devices.
         size: How many rows a batch should have.
+        line: Held by the shard that is scored.
         clock: The broker's time.
         model_hash: What the model's files are.
         spool: A folder for parts until they are committed.
@@ -47,6 +48,7 @@ class Place:
     batcher: Batcher
     arbiter: DeviceArbiter
     size: BatchSize
+    line: asyncio.Lock
     clock: ServerClock
     model_hash: str
     spool: Path
@@ -85,6 +87,6 @@ def begin(place: Place, held: HeldShard, ticket: ShardTicket, record: JobRecord,
     )
     name = f"{record.id}-{ticket.shard.index}"
     purpose = Purpose(model=model, clock=place.clock, request_id=name, tenant=record.tenant, progress=progress)
-    device = Device(batcher=place.batcher, arbiter=place.arbiter, size=place.size, hurry=place.hurry)
+    device = Device(batcher=place.batcher, arbiter=place.arbiter, size=place.size, line=place.line, hurry=place.hurry)
     is_again = held.lease.suspect or held.lease.deliveries > 1
     return ShardRun(ShardFiles(task), purpose, device, free, is_again=is_again)

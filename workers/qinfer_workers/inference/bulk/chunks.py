@@ -9,6 +9,7 @@ One condition guards it all: it is entered once or twice for each batch, which t
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -24,6 +25,12 @@ from qinfer_workers.inference.bulk.batch_size import BatchSize
 
 DEPTH = 3
 """Chunks at once: one is read, one is scored and one is written."""
+
+AHEAD_S = 0.05
+"""The next shard is begun so long before the last row of one is scored: its first rows are read meanwhile."""
+
+SHARED_AHEAD_S = 1.0
+"""The same beside online requests, which reading gives way to."""
 
 Outputs = Mapping[str, Array]
 """Output tensor → array, with the rows first."""
@@ -128,11 +135,18 @@ class Chunks:
     Args:
         size: How many rows a batch should have.
         on_work: Called, in any thread, when there is something to take that nobody takes, and when all was taken.
+        on_last_rows: Called once, in any thread, when what is left will soon be scored; not after `stop`.
     """
 
-    def __init__(self, size: BatchSize, on_work: Callable[[], None]) -> None:
+    def __init__(
+        self, size: BatchSize, on_work: Callable[[], None], on_last_rows: Callable[[], None] = lambda: None
+    ) -> None:
         self._size = size
         self._on_work = on_work
+        self._on_last_rows = on_last_rows
+        self._began_s = 0.0
+        self._rows_scored = 0
+        self._is_told = False
         self._changed = threading.Condition()
         self._chunks: deque[Chunk] = deque()
         self._to_cut: deque[Slice] = deque()
@@ -217,6 +231,7 @@ class Chunks:
         with self._changed:
             if self.is_stopped:
                 return None
+            self._began_s = self._began_s or time.monotonic()
             if self._again:
                 return self._again.popleft()
             if not self._to_cut:
@@ -234,8 +249,13 @@ class Chunks:
             if not part.is_apart:
                 self._size.observe(part.rows, seconds)
             part.chunk.put(part, outputs)
+            self._rows_scored += part.rows
             if not part.chunk.left:
                 self._changed.notify_all()
+            is_news = not self._is_told and self._are_last_rows()
+            self._is_told |= is_news
+        if is_news:
+            self._on_last_rows()
 
     def cut(self, part: Slice) -> None:
         """Has the halves of a batch that failed run by themselves."""
@@ -260,6 +280,14 @@ class Chunks:
         with self._changed:
             self._chunks.popleft()
             self._changed.notify_all()
+
+    def _are_last_rows(self) -> bool:
+        """Tells whether the rows that are left will be scored in a moment, at the pace of those before."""
+        if not self._has_ended or self.is_stopped:
+            return False
+        left = sum(chunk.left for chunk in self._chunks)
+        ahead_s = SHARED_AHEAD_S if self._size.is_shared else AHEAD_S
+        return left * (time.monotonic() - self._began_s) <= ahead_s * self._rows_scored
 
     def _is_next_ready(self) -> bool:
         return self.is_stopped or (not self._chunks[0].left if self._chunks else self._has_ended)

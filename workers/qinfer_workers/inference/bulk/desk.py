@@ -72,4 +72,4 @@ class Run(Protocol):
 
 
 Begin = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], Run]
-"""Makes the run of a shard, which sets the event as soon as the model has no more to do for it."""
+"""Makes the run of a shard, which sets the event when the model has no more to do for it, or will have in a moment."""

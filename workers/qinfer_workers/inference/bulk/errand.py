@@ -45,7 +45,7 @@ class Errand:
         begin: Makes the run of the shard.
 
     Attributes:
-        free: Set once the model has no more to do for it.
+        free: Set when the next may begin: the model has no more to do for it, or will have in a moment.
         was_put_off: Whether the shard could not be run now.
     """
 

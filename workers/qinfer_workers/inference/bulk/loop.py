@@ -1,7 +1,8 @@
 """Fetches the shards of one model version, and has each seen through (`errand`).
 
-One shard is scored at a time. The next is fetched when the last row of one is scored, so that it begins while the part
-of the one before is still being committed; nothing else is hoarded that an idle worker could run.
+One shard is scored at a time. The next is fetched when the last rows of one are scored in a moment, so that its first
+rows are read meanwhile, and it begins while the part of the one before is still being committed; nothing else is
+hoarded that an idle worker could run.
 """
 
 import asyncio
@@ -89,7 +90,7 @@ class BulkLoop:
         return [lease for lease in leases if not desk.keeper.holds(lease.entry)]
 
     async def _see_through(self, lease: Lease) -> None:
-        """Runs a shard that is in hand; returns when it is scored, and the one before has ended."""
+        """Runs a shard that is in hand; returns when it is scored in a moment, and the one before has ended."""
         errand = Errand(self._desk, lease, self._begin)
         before = list(self._errands)
         task = asyncio.create_task(self._do(errand))

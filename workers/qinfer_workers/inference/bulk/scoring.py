@@ -30,14 +30,11 @@ from qinfer.messages import InferRequest, Response, Scalar
 from qinfer.tensors import to_numpy
 from qinfer_workers.inference.bulk.arbiter import Turn
 from qinfer_workers.inference.bulk.chunks import Chunks, Outputs, Slice
-from qinfer_workers.inference.bulk.priority import LowThreads
 
 logger = logging.getLogger(__name__)
 
 EXECUTION_FAILED = "execution_failed"
 """The `error_code` of rows with which the model raised."""
-
-_threads = LowThreads()
 
 _OWN_WORK = 0.2
 """A thread that works for less of the time waits for a device, or for another process."""
@@ -173,9 +170,6 @@ class Borrowed:
 
     def run(self, instance: Backend) -> None:
         """Scores slices until the turn is over, or there are none."""
-        _threads.run(lambda: self._run(instance))
-
-    def _run(self, instance: Backend) -> None:
         chunks = self._scorer.chunks
         chunks.begin()
         try:

@@ -22,7 +22,6 @@ from qinfer.delivery.jobs import ShardOutcome
 from qinfer.errors import Conflict, StoreNotFound, StoreUnavailable
 from qinfer.repository.spec import ModelSpec
 from qinfer_workers.inference.bulk.chunks import DEPTH, Chunk, Chunks
-from qinfer_workers.inference.bulk.priority import lower
 
 SPOOL_PREFIX = "qinfer-part-"
 """What the names of parts begin with that are not committed yet."""
@@ -118,7 +117,6 @@ class ShardFiles:
         Raises:
             QinferError: The model or a file changed, a file is damaged, or a store fails.
         """
-        lower()
         task = self._task
         if task.model_hash != task.head.model_hash:
             raise Conflict(MODEL_CHANGED.format(model=task.model.name))
@@ -149,7 +147,6 @@ class ShardFiles:
             TooManyFailed: See there; nothing was committed.
             OSError: The spool folder can't be written.
         """
-        lower()
         task = self._task
         path = task.spool / f"{SPOOL_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         first = chunks.next_scored()

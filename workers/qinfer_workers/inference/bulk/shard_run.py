@@ -7,8 +7,10 @@ The event loop only gives out turns; rows never pass through it.
 
 import asyncio
 import logging
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from qinfer.batching.batcher import Batcher
@@ -25,6 +27,9 @@ from qinfer_workers.inference.executor import Loan, ThreadExecutor, in_thread
 
 logger = logging.getLogger(__name__)
 
+WAITS_S = 30.0
+"""A shard that was begun while the one before was to end in a moment is left to others when that lasts so long."""
+
 _BROKEN = "the shard could not be run; the worker's log says why"
 
 
@@ -36,12 +41,14 @@ class Device:
         batcher: Its batcher.
         arbiter: Gives turns on its devices.
         size: How many rows a batch should have; it learns.
+        line: Held by the shard that is scored; the one behind it is read meanwhile.
         hurry: Set when nobody waits any longer for executions to end.
     """
 
     batcher: Batcher
     arbiter: DeviceArbiter
     size: BatchSize
+    line: asyncio.Lock
     hurry: asyncio.Event
 
 
@@ -52,7 +59,7 @@ class ShardRun:
         files: Reads and writes.
         purpose: The model, and what for.
         device: Where.
-        free: Set once the model has no more to do.
+        free: Set when the next shard may begin: the model has no more to do for this one in a moment.
         is_again: The shard was run before: its part may be there.
 
     Attributes:
@@ -67,7 +74,7 @@ class ShardRun:
         self._files = files
         self._purpose = purpose
         self._device = device
-        self._chunks = Chunks(device.size, self._wake)
+        self._chunks = Chunks(device.size, partial(self._set, self._more), partial(self._set, free))
         self._scorer = Scorer(purpose, self._chunks)
         self._free = free
         self._is_again = is_again
@@ -77,9 +84,9 @@ class ShardRun:
         """See `Run.stop`."""
         self._chunks.stop()
 
-    def _wake(self) -> None:
+    def _set(self, event: asyncio.Event) -> None:
         with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._more.set)
+            self._loop.call_soon_threadsafe(event.set)
 
     async def run(self) -> ShardOutcome:
         """See `Run.run`; what is wrong with the shard itself is in its outcome."""
@@ -124,14 +131,29 @@ class ShardRun:
 
     async def _score(self) -> None:
         """Takes turns until everything is scored."""
-        while not self._chunks.has_ended:
-            await self._more.wait()
-            self._more.clear()
-            while self._chunks.has_work:
-                async with self._device.arbiter.turn(self._device.batcher) as turn:
-                    self._chunks.share(is_shared=turn.is_shared)
-                    await self._lend(turn)
+        async with self._in_line():
+            while not self._chunks.has_ended:
+                await self._more.wait()
+                self._more.clear()
+                while self._chunks.has_work:
+                    async with self._device.arbiter.turn(self._device.batcher) as turn:
+                        self._chunks.share(is_shared=turn.is_shared)
+                        await self._lend(turn)
         self._free.set()
+
+    @asynccontextmanager
+    async def _in_line(self) -> AsyncIterator[None]:
+        """Waits until the shard before is scored."""
+        line = self._device.line
+        try:
+            async with asyncio.timeout(WAITS_S):
+                await line.acquire()
+        except TimeoutError:
+            raise PutOff("the shard before does not come to its end") from None
+        try:
+            yield
+        finally:
+            line.release()
 
     async def _lend(self, turn: Turn) -> None:
         """Has every instance score until the turn is over; cancelled, it waits for them, unless there is a hurry."""

@@ -42,12 +42,13 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """A model version that is served, and its loop."""
+    """A model version that is served, its loop, and the line in which its shards are scored."""
 
     batcher: Batcher
     loaded: Loaded
     size: BatchSize
     is_open: asyncio.Event
+    line: asyncio.Lock
     loop: "asyncio.Task[None] | None" = None
 
 
@@ -130,7 +131,7 @@ class BulkWork:
         known = self._served.get(key)
         size = BatchSize(loaded.spec.max_batch_size, self._settings.batch_ms / 1000)
         if known is None:
-            known = Served(batcher=batcher, loaded=loaded, size=size, is_open=asyncio.Event())
+            known = Served(batcher=batcher, loaded=loaded, size=size, is_open=asyncio.Event(), line=asyncio.Lock())
             self._served[key] = known
         elif loaded.identity != known.loaded.identity:
             known.size = size
@@ -181,6 +182,7 @@ class BulkWork:
             batcher=served.batcher,
             arbiter=self._arbiter,
             size=served.size,
+            line=served.line,
             clock=self._desk.delivery.clock,
             model_hash=served.loaded.content_hash,
             spool=self._spool,
