@@ -19,7 +19,7 @@ from qinfer.delivery.clients import admin_client
 from qinfer.delivery.jobs import bulk_lanes
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import BulkSettings, RedisSettings, Settings
-from tests.bulk_office import MODEL, Bench
+from tests.bulk_office import MODEL, Bench, record_of, spec, write_inputs
 from tests.servers import RedisServer, free_port
 
 ROOT = Path(__file__).parents[1]
@@ -81,6 +81,8 @@ class Plant(Bench):
 
 @asynccontextmanager
 async def opened(server: RedisServer, directory: Path) -> AsyncIterator[Plant]:
+    """An emptied server, and a job on it, of which nobody was told."""
+    write_inputs(directory / "in", [20, 5])
     with server.client() as client:
         client.flushall()
     settings = RedisSettings(url=SecretStr(server.url))
@@ -89,6 +91,7 @@ async def opened(server: RedisServer, directory: Path) -> AsyncIterator[Plant]:
     await delivery.ensure(bulk_lanes("stub", 1))
     one = Plant(directory, delivery, store, server.url)
     try:
+        await one.jobs.create(record_of(spec(directory)))
         yield one
     finally:
         for process in one.processes:

@@ -4,12 +4,16 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import redis
 
+from qinfer.control.base import ControlStore
+from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.base import Delivery
+from qinfer.delivery.clients import admin_client
 from qinfer.delivery.memory import MemoryDelivery
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import LimitSettings, RedisSettings
@@ -161,3 +165,23 @@ async def own_redis(tmp_path: Path) -> AsyncIterator[RedisQueue]:
         queue = RedisQueue([server])
         yield queue
         await queue.close()
+
+
+class ControlPair(NamedTuple):
+    """One store, as two processes have it."""
+
+    one: ControlStore
+    other: ControlStore
+
+
+@pytest.fixture
+async def stores(queue: MemoryQueue | RedisQueue) -> AsyncIterator[ControlPair]:
+    """The control store, on each kind of server and without one."""
+    if isinstance(queue, MemoryQueue):
+        shared = MemoryControlStore()
+        yield ControlPair(shared, shared)
+        return
+    pair = ControlPair(*(RedisControlStore(admin_client(queue.settings)) for _ in range(2)))
+    yield pair
+    for store in pair:
+        await store.close()

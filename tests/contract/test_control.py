@@ -1,8 +1,6 @@
 """The control contract on every adapter, as two processes see it."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -10,7 +8,6 @@ import pytest
 from qinfer.control.base import (
     SCALED_DOWN,
     SCALED_UP,
-    ControlStore,
     Desired,
     ScalerRecord,
     Speed,
@@ -19,7 +16,6 @@ from qinfer.control.base import (
     VersionState,
     WorkerRecord,
 )
-from qinfer.control.memory_store import MemoryControlStore
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import sync
 from qinfer.delivery import keys
@@ -29,7 +25,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.repository.base import RepositoryModel
 from qinfer.repository.config import normalise, parse
 from qinfer.settings import RedisSettings
-from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.contract.conftest import ControlPair, MemoryQueue, RedisQueue
 from tests.servers import free_port
 
 LONG_S, SHORT_S = 30.0, 0.05
@@ -45,26 +41,7 @@ WORKER = WorkerRecord(
 )
 
 
-class Pair(NamedTuple):
-    """One store, as two processes have it."""
-
-    one: ControlStore
-    other: ControlStore
-
-
-@pytest.fixture
-async def stores(queue: MemoryQueue | RedisQueue) -> AsyncIterator[Pair]:
-    if isinstance(queue, MemoryQueue):
-        shared = MemoryControlStore()
-        yield Pair(shared, shared)
-        return
-    pair = Pair(*(RedisControlStore(admin_client(queue.settings)) for _ in range(2)))
-    yield pair
-    for store in pair:
-        await store.close()
-
-
-async def test_desired_state_is_seen_by_all(stores: Pair) -> None:
+async def test_desired_state_is_seen_by_all(stores: ControlPair) -> None:
     """What one writes the other reads, model by model."""
     await stores.one.set_desired(Desired("a", 1))
     await stores.one.set_desired(Desired("b", 2, load=False))
@@ -72,7 +49,7 @@ async def test_desired_state_is_seen_by_all(stores: Pair) -> None:
     assert await stores.other.desired() == {"a": Desired("a", 1), "b": Desired("b", 2, load=False)}
 
 
-async def test_an_older_wish_replaces_no_newer_one(stores: Pair) -> None:
+async def test_an_older_wish_replaces_no_newer_one(stores: ControlPair) -> None:
     """A slow writer can't undo what a faster one wrote; the same generation may change its action."""
     await stores.one.set_desired(Desired("m", 5))
     await stores.other.set_desired(Desired("m", 4))
@@ -81,7 +58,7 @@ async def test_an_older_wish_replaces_no_newer_one(stores: Pair) -> None:
     assert await stores.one.desired() == {"m": Desired("m", 5, load=False)}
 
 
-async def test_a_model_comes_back_as_it_was_put(stores: Pair) -> None:
+async def test_a_model_comes_back_as_it_was_put(stores: ControlPair) -> None:
     """Every field survives."""
     assert await stores.one.model("m") is None
     assert await stores.one.put_model(STORED)
@@ -90,7 +67,7 @@ async def test_a_model_comes_back_as_it_was_put(stores: Pair) -> None:
 
 
 @pytest.mark.parametrize("generation", [2, 3])
-async def test_the_first_writer_of_a_generation_wins(stores: Pair, generation: int) -> None:
+async def test_the_first_writer_of_a_generation_wins(stores: ControlPair, generation: int) -> None:
     """An equal or older generation is refused, and its writer learns it."""
     await stores.one.put_model(STORED)
 
@@ -100,7 +77,7 @@ async def test_the_first_writer_of_a_generation_wins(stores: Pair, generation: i
     assert await stores.one.model("m") == STORED
 
 
-async def test_models_are_read_together(stores: Pair) -> None:
+async def test_models_are_read_together(stores: ControlPair) -> None:
     """Each by its name; those that nobody has stored are left out."""
     second = msgspec.structs.replace(STORED, model="second", generation=1)
     await stores.one.put_model(STORED)
@@ -110,7 +87,7 @@ async def test_models_are_read_together(stores: Pair) -> None:
     assert await stores.other.models([]) == {}
 
 
-async def test_a_worker_is_live_while_it_beats(stores: Pair) -> None:
+async def test_a_worker_is_live_while_it_beats(stores: ControlPair) -> None:
     """Its last record is what others see, until it retires."""
     await stores.one.heartbeat(WORKER, LONG_S)
     await stores.one.heartbeat(WorkerRecord(id="w2", started_at=1.0, models={}), LONG_S)
@@ -122,7 +99,7 @@ async def test_a_worker_is_live_while_it_beats(stores: Pair) -> None:
     assert [worker.id for worker in await stores.other.workers()] == ["w2"]
 
 
-async def test_a_silent_worker_disappears(stores: Pair) -> None:
+async def test_a_silent_worker_disappears(stores: ControlPair) -> None:
     """Its record ends with its time to live, and the other worker stays."""
     await stores.one.heartbeat(WORKER, 0.001)
     await stores.one.heartbeat(WorkerRecord(id="w2", started_at=1.0, models={}), LONG_S)
@@ -134,7 +111,7 @@ async def test_a_silent_worker_disappears(stores: Pair) -> None:
     assert [worker.id for worker in live] == ["w2"]
 
 
-async def test_a_speed_outlives_its_worker(stores: Pair) -> None:
+async def test_a_speed_outlives_its_worker(stores: ControlPair) -> None:
     """The last one counts; each version has its own."""
     assert await stores.one.speeds([("m", 1)]) == {}
     await stores.one.put_speed("m", 1, Speed(2.5))
@@ -145,7 +122,7 @@ async def test_a_speed_outlives_its_worker(stores: Pair) -> None:
     assert await stores.one.speeds([("m", 2), ("m", 3), ("other", 1), ("m", 1)]) == speeds
 
 
-async def test_a_wake_before_the_wait_counts(stores: Pair) -> None:
+async def test_a_wake_before_the_wait_counts(stores: ControlPair) -> None:
     """Nothing that happens between reading and waiting is missed."""
     await stores.other.wait(SHORT_S)
     await stores.one.wake()
@@ -154,7 +131,7 @@ async def test_a_wake_before_the_wait_counts(stores: Pair) -> None:
         await stores.other.wait(2 * LONG_S)
 
 
-async def test_a_wake_ends_a_wait(stores: Pair) -> None:
+async def test_a_wake_ends_a_wait(stores: ControlPair) -> None:
     """Everyone who waits goes on at once."""
     await stores.one.wait(SHORT_S)
     await stores.other.wait(SHORT_S)
@@ -166,7 +143,7 @@ async def test_a_wake_ends_a_wait(stores: Pair) -> None:
         await stores.one.wake()
 
 
-async def test_a_wake_is_seen_once(stores: Pair) -> None:
+async def test_a_wake_is_seen_once(stores: ControlPair) -> None:
     """After it the next wait lasts until its timeout."""
     await stores.one.wake()
     await stores.other.wait(LONG_S)
@@ -178,7 +155,7 @@ async def test_a_wake_is_seen_once(stores: Pair) -> None:
     assert loop.time() - before_s >= SHORT_S * 0.9
 
 
-async def test_statistics_add_up(stores: Pair) -> None:
+async def test_statistics_add_up(stores: ControlPair) -> None:
     """Deltas of all workers make one total for each version."""
     await stores.one.add_stats("m", 1, {"success_count": 2, "queue:0.001": 1})
     await stores.other.add_stats("m", 1, {"success_count": 3})
@@ -188,7 +165,7 @@ async def test_statistics_add_up(stores: Pair) -> None:
     assert await stores.one.stats("m", 2) == {}
 
 
-async def test_of_the_last_inference_the_latest_stays(stores: Pair) -> None:
+async def test_of_the_last_inference_the_latest_stays(stores: ControlPair) -> None:
     """It is no sum, and a worker whose news comes late does not turn it back."""
     for store, at_ms in ((stores.one, 1_700_000_000_500), (stores.other, 1_700_000_000_700), (stores.one, 5)):
         await store.add_stats("m", 1, {"last_inference_ms": at_ms, "success_count": 1})
@@ -210,7 +187,7 @@ def model(content_hash: str) -> RepositoryModel:
     return RepositoryModel(name="m", config=normalise(parse(text), "m"), versions=(1,), content_hash=content_hash)
 
 
-async def test_concurrent_syncs_end_in_one_state(queue: MemoryQueue | RedisQueue, stores: Pair) -> None:
+async def test_concurrent_syncs_end_in_one_state(queue: MemoryQueue | RedisQueue, stores: ControlPair) -> None:
     """Gateways that start together do not fight: one configuration, its wish, and a quiet next sync."""
     delivery = await queue.connect()
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
@@ -278,7 +255,7 @@ async def test_many_models_are_one_round_trip(redis_queue: RedisQueue) -> None:
     await store.close()
 
 
-async def test_each_who_waits_sees_every_wake(stores: Pair) -> None:
+async def test_each_who_waits_sees_every_wake(stores: ControlPair) -> None:
     """Several tasks of one process share a store: what one has seen, another has not."""
 
     async def see(times: int) -> int:
@@ -292,7 +269,7 @@ async def test_each_who_waits_sees_every_wake(stores: Pair) -> None:
         assert await asyncio.create_task(see(1)) == 1
 
 
-async def test_signs_of_life_are_seen_while_they_hold(stores: Pair) -> None:
+async def test_signs_of_life_are_seen_while_they_hold(stores: ControlPair) -> None:
     """By program; one that is given again holds on, one that is over is gone."""
     await stores.one.sign("bulk", "b@host", LONG_S)
     await stores.one.sign("bulk", "a@host", LONG_S)
@@ -304,7 +281,7 @@ async def test_signs_of_life_are_seen_while_they_hold(stores: Pair) -> None:
     assert await stores.other.signs("nobody") == []
 
 
-async def test_autoscalers_say_what_they_do_while_they_live(stores: Pair) -> None:
+async def test_autoscalers_say_what_they_do_while_they_live(stores: ControlPair) -> None:
     """Each has a record that ends by itself, or at once; what all counted stays, and adds up."""
     record = ScalerRecord(id="b", places=("m*",), target=2, reason="23.1 s of work", work_s=23.1)
     await stores.one.put_scaler(record, {SCALED_UP: 1}, LONG_S)

@@ -1,39 +1,13 @@
 """What bridges report, on every control store, as two processes see it."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import NamedTuple
 
-import pytest
-
-from qinfer.control.base import ControlStore
 from qinfer.control.bridges import BridgeReport, RouteUse
-from qinfer.control.memory_store import MemoryControlStore
-from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery import keys
 from qinfer.delivery.clients import admin_client
-from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.contract.conftest import ControlPair, MemoryQueue, RedisQueue
 
 LONG_S, SHORT_S = 30.0, 0.05
-
-
-class Pair(NamedTuple):
-    """One store, as two processes have it."""
-
-    one: ControlStore
-    other: ControlStore
-
-
-@pytest.fixture
-async def stores(queue: MemoryQueue | RedisQueue) -> AsyncIterator[Pair]:
-    if isinstance(queue, MemoryQueue):
-        shared = MemoryControlStore()
-        yield Pair(shared, shared)
-        return
-    pair = Pair(*(RedisControlStore(admin_client(queue.settings)) for _ in range(2)))
-    yield pair
-    for store in pair:
-        await store.close()
 
 
 def report(
@@ -43,7 +17,7 @@ def report(
     return BridgeReport(process=process, number=number, counts={route: counts}, uses={route: use})
 
 
-async def test_counts_of_all_bridges_add_up(stores: Pair) -> None:
+async def test_counts_of_all_bridges_add_up(stores: ControlPair) -> None:
     """By route; a route that counted nothing yet is there."""
     await stores.one.put_bridge(report(accepted=3, received=4), LONG_S)
     await stores.other.put_bridge(report("b2", accepted=5), LONG_S)
@@ -57,7 +31,7 @@ async def test_counts_of_all_bridges_add_up(stores: Pair) -> None:
     assert found["{é}:r"].counts == {}
 
 
-async def test_a_report_that_comes_again_adds_nothing(stores: Pair) -> None:
+async def test_a_report_that_comes_again_adds_nothing(stores: ControlPair) -> None:
     """Not even once the bridge's time is over; what it has in hand is the latest."""
     await stores.one.put_bridge(report(accepted=3), SHORT_S)
     await stores.one.put_bridge(report(accepted=3), SHORT_S)
@@ -71,7 +45,7 @@ async def test_a_report_that_comes_again_adds_nothing(stores: Pair) -> None:
     assert (found.counts, found.processes, found.unacknowledged) == ({"accepted": 17}, 2, 9)
 
 
-async def test_a_report_that_comes_after_its_successor_changes_nothing(stores: Pair) -> None:
+async def test_a_report_that_comes_after_its_successor_changes_nothing(stores: ControlPair) -> None:
     """Nor may the successor add anything once more."""
     second = report("b1", 2, accepted=4, unacknowledged=9)
     await stores.one.put_bridge(report(accepted=3), LONG_S)
@@ -86,7 +60,7 @@ async def test_a_report_that_comes_after_its_successor_changes_nothing(stores: P
     assert again.counts == {"accepted": 7}
 
 
-async def test_what_is_in_hand_is_of_live_bridges(stores: Pair) -> None:
+async def test_what_is_in_hand_is_of_live_bridges(stores: ControlPair) -> None:
     """The sum over those whose time is not over; counts stay."""
     await stores.one.put_bridge(report("b1", accepted=1, unacknowledged=5), LONG_S)
     await stores.one.put_bridge(report("b2", accepted=1, unacknowledged=7), LONG_S)
@@ -104,7 +78,7 @@ async def test_what_is_in_hand_is_of_live_bridges(stores: Pair) -> None:
     assert (found.counts, ended.counts) == ({"accepted": 3}, {"accepted": 4})
 
 
-async def test_nothing_is_kept_for_ever(queue: MemoryQueue | RedisQueue, stores: Pair) -> None:
+async def test_nothing_is_kept_for_ever(queue: MemoryQueue | RedisQueue, stores: ControlPair) -> None:
     """In Redis: a dead bridge goes after an hour, a route that nobody reports after a month."""
     if isinstance(queue, MemoryQueue):
         return  # its process keeps it as long as it lives

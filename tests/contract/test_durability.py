@@ -235,9 +235,8 @@ async def test_a_failover_loses_no_confirmed_write(tmp_path: Path) -> None:
             old.kill()
             await _write_until(durability, safe, 1000)
 
-        new = setup.primary()
-        assert new is not old
-        with new.client() as client:
+        await eventually(lambda: setup.primary() is not old, description="the Sentinel that is asked to know it")
+        with setup.primary().client() as client:
             there = {int(member) for member in client.smembers(KEY)}
         assert safe <= there
     finally:
@@ -262,7 +261,7 @@ async def test_a_failover_loses_no_accepted_request(tmp_path: Path) -> None:
         assert {record.state for record in records if record is not None} == {RequestState.QUEUED}
         assert None not in records
         assert await _read(partial(delivery.depth, [Lane("m", 1)])) == [200]
-        assert setup.primary() is not old
+        await eventually(lambda: setup.primary() is not old, description="the Sentinel that is asked to know it")
         await delivery.close()
     finally:
         setup.stop()

@@ -18,7 +18,6 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.settings import BulkSettings, RedisSettings, Settings
 from qinfer.testing import eventually, wait_until
 from qinfer_workers.bulk.beat import __main__ as program
-from tests.bulk_office import record_of, spec, write_inputs
 from tests.bulk_plant import WITHIN_S, Plant, check_output, opened
 from tests.servers import RedisServer, free_port, system_redis
 
@@ -33,9 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def plant(server: RedisServer, tmp_path: Path) -> AsyncIterator[Plant]:
-    write_inputs(tmp_path / "in", [20, 5])
     async with opened(server, tmp_path) as one:
-        await one.jobs.create(record_of(spec(tmp_path)))
         yield one
 
 

@@ -268,7 +268,7 @@ async def test_a_failover(repository: Path, tmp_path: Path) -> None:
             await load.refused()
             await load.answered()
             await asyncio.to_thread(old.start)  # it comes back as a replica
-        assert setup.primary() is not old
+        await eventually(lambda: setup.primary() is not old, description="the Sentinel that is asked to know it")
     finally:
         if server is not None:
             server.stop()

@@ -15,7 +15,7 @@ _QUICK = 4
 _SLOW = 2
 _GAIN = 0.97
 """A size is better than a smaller one if a row costs at most so much of what it costs there."""
-_SHARED_TIME = 0.35
+_SHARED_TIME = 0.25
 """Beside online requests a batch takes so much of the limit at most. Smaller ones than that would not help these: they
 take turns with bulk, and what comes during a turn makes one batch, which is the cheaper the larger it is."""
 _MISSES = 2
