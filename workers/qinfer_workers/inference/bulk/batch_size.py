@@ -1,9 +1,9 @@
 """How many rows a bulk batch has: the fewest that are about as fast a row as any, within a time. Pure arithmetic.
 
 It begins with one row and grows while more rows make a row cheaper. Larger batches than that would only make online
-requests wait longer, which wait for the one that runs; while there are some, a batch has less time. Later it tries a
-neighbouring size now and then, for the first look may have been while the machine was busy, and other rows may cost
-more.
+requests wait longer, which wait for the one that runs; while there are some, batches are smaller, and bulk a bit
+slower. Later it tries a neighbouring size now and then, for the first look may have been while the machine was busy,
+and other rows may cost more.
 """
 
 _TRIALS = 3
@@ -15,9 +15,10 @@ _QUICK = 4
 _SLOW = 2
 _GAIN = 0.97
 """A size is better than a smaller one if a row costs at most so much of what it costs there."""
+_SHARED_GAIN = 0.85
+"""The same beside online requests."""
 _SHARED_TIME = 0.25
-"""Beside online requests a batch takes so much of the limit at most. Smaller ones than that would not help these: they
-take turns with bulk, and what comes during a turn makes one batch, which is the cheaper the larger it is."""
+"""Beside online requests a batch takes so much of the limit."""
 _MISSES = 2
 """So many sizes in a row that are no better end the search: one may be a chance."""
 _EVERY = 64
@@ -103,12 +104,11 @@ class BatchSize:
         """Goes to the best size known."""
         self.is_settled = True
         known = self._row_s
-        enough_s = min(known.values(), default=0.0) / _GAIN
-        best = min((rows for rows, row_s in known.items() if row_s <= enough_s), default=1)
         if self.is_shared:
             limit_s = self._limit_s * _SHARED_TIME
-            best = max((rows for rows, row_s in known.items() if rows <= best and rows * row_s <= limit_s), default=1)
-        self._home = self.rows = best
+            known = {rows: row_s for rows, row_s in known.items() if rows * row_s <= limit_s}
+        enough_s = min(known.values(), default=0.0) / (_SHARED_GAIN if self.is_shared else _GAIN)
+        self._home = self.rows = min((rows for rows, row_s in known.items() if row_s <= enough_s), default=1)
 
     def _stay(self) -> None:
         """Stays with a size; after a while tries the next larger or smaller one, in turn."""
