@@ -7,8 +7,8 @@ long: an idle worker may have it.
 from qinfer.batching.policy import NEVER_S
 
 PATIENCE_S = 0.25
-"""Requests that have waited so long for a lent instance are given back to the queue. Bulk batches take a tenth of it,
-even where the machine has too few cores; and what is given back begins its way anew."""
+"""Requests that have waited so long for a lent instance are given back to the queue. Nearly all bulk batches take a
+tenth of it, even where the machine has too few cores; and what is given back begins its way anew."""
 
 FETCH_EVERY_S = 0.003
 """The pause between two fetches while requests wait."""

@@ -138,9 +138,7 @@ class Chunks:
         on_last_rows: Called once, in any thread, when what is left will soon be scored; not after `stop`.
     """
 
-    def __init__(
-        self, size: BatchSize, on_work: Callable[[], None], on_last_rows: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, size: BatchSize, on_work: Callable[[], None], on_last_rows: Callable[[], None]) -> None:
         self._size = size
         self._on_work = on_work
         self._on_last_rows = on_last_rows
@@ -182,6 +180,7 @@ class Chunks:
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
+        self._tell_of_last_rows()
         self._on_work()
 
     def stop(self) -> None:
@@ -252,10 +251,7 @@ class Chunks:
             self._rows_scored += part.rows
             if not part.chunk.left:
                 self._changed.notify_all()
-            is_news = not self._is_told and self._are_last_rows()
-            self._is_told |= is_news
-        if is_news:
-            self._on_last_rows()
+        self._tell_of_last_rows()
 
     def cut(self, part: Slice) -> None:
         """Has the halves of a batch that failed run by themselves."""
@@ -281,13 +277,17 @@ class Chunks:
             self._chunks.popleft()
             self._changed.notify_all()
 
-    def _are_last_rows(self) -> bool:
-        """Tells whether the rows that are left will be scored in a moment, at the pace of those before."""
-        if not self._has_ended or self.is_stopped:
-            return False
-        left = sum(chunk.left for chunk in self._chunks)
-        ahead_s = SHARED_AHEAD_S if self._size.is_shared else AHEAD_S
-        return left * (time.monotonic() - self._began_s) <= ahead_s * self._rows_scored
+    def _tell_of_last_rows(self) -> None:
+        """Tells, once, that the rows that are left will be scored in a moment, at the pace of those before."""
+        with self._changed:
+            if self._is_told or self.is_stopped or not self._has_ended:
+                return
+            left = sum(chunk.left for chunk in self._chunks)
+            ahead_s = SHARED_AHEAD_S if self._size.is_shared else AHEAD_S
+            self._is_told = left * (time.monotonic() - self._began_s) <= ahead_s * self._rows_scored
+            if not self._is_told:
+                return
+        self._on_last_rows()
 
     def _is_next_ready(self) -> bool:
         return self.is_stopped or (not self._chunks[0].left if self._chunks else self._has_ended)
