@@ -128,7 +128,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32
 _PAIRS = tuple(a + b for a in _ALPHABET for b in _ALPHABET)
-_LOW_BITS = 20
+_LAST = (1 << 20) - 1
 
 
 def _base32(value: int, characters: int) -> str:
@@ -150,14 +150,14 @@ class IdFactory:
     def ulid(self) -> str:
         """Returns a new ULID of 26 characters (github.com/ulid/spec)."""
         millisecond = time.time_ns() // 1_000_000
-        if not self._counter:
+        counter = self._counter
+        if not counter:
             self._random = _base32(int.from_bytes(os.urandom(8), "big") >> 4, 12)
-        if millisecond != self._millisecond or not self._counter:
+        if millisecond != self._millisecond or not counter:
             self._millisecond = millisecond
             self._prefix = _base32(millisecond, 10) + self._random
-        counter = self._counter
-        self._counter = (counter + 1) & ((1 << _LOW_BITS) - 1)
-        return self._prefix + _PAIRS[counter >> 10] + _PAIRS[counter & 1023]
+        self._counter = (counter + 1) & _LAST
+        return f"{self._prefix}{_PAIRS[counter >> 10]}{_PAIRS[counter & 1023]}"
 
     def request_id(self, model: str, partition: int = 0) -> str:
         """Returns a new request id, `<ulid>.<partition>.<model>`."""

@@ -21,8 +21,8 @@ from qinfer.control.admission import queue_timeout_s
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Catalog, Served
 from qinfer.control.routes import Route
-from qinfer.delivery.base import Delivery, Entry, Payload, reply_address
-from qinfer.delivery.layout import lay_out, tensor_bytes
+from qinfer.delivery.base import Delivery, Entry, reply_address
+from qinfer.delivery.layout import Kind, Layouts, kind_of
 from qinfer.errors import (
     CorruptEntry,
     DeadlineExceeded,
@@ -80,11 +80,11 @@ class Dispatcher:
         self._catalog = catalog
         self._tally = tally
         self._max_in_flight = limits.max_in_flight
-        self._inline_max_bytes = limits.inline_max_bytes
         self._auth = auth
         self._clock = SystemClock()
         self._reply_to = reply_address(owner)
         self._new_id = IdFactory().request_id
+        self._layouts = Layouts(limits.inline_max_bytes)
         self._sinks = SinkTable(self._clock, asyncio.get_running_loop().call_later, self._expired)
         self._aftercare = Aftercare(delivery, self._sinks, self._withdrawn, self._receive, self._fail)
         self.backlog = Backlog(delivery, catalog)
@@ -161,40 +161,35 @@ class Dispatcher:
             context = self._auth.admit(context)
         served = self.resolve(request.model, request.version)
         spec = served.spec
+        route = None if served.routes.are_plain else served.routes.of(request.priority)
+        lane = served.lane if route is None else route.lane
         if len(self._sinks) >= self._max_in_flight:
             raise QueueFull(of_request(request.client_id) + "Exceeds maximum queue size")
-        if not request.generation or request.generation != served.generation:
-            self.check(request, served)
+        kind = form = None
         timeout_s = spec.default_timeout_s
         if within_s < timeout_s:
             timeout_s = max(within_s, _SHORTEST_S)
-        lane, route = served.lane, None
-        if not served.routes.are_plain:
-            route = served.routes.of(request.priority)
-            lane = route.lane
+        elif route is None and not context.trace:
+            kind = kind_of(request, lane, served.generation, context.tenant)
+            form = None if kind is None else self._layouts.find(kind)
+        if form is None and (not request.generation or request.generation != served.generation):
+            self.check(request, served)
         load = self.backlog.load(served, lane)
         if route is not None or load.own + load.others >= load.most:
             self._judge(request, served, route or served.routes.default, timeout_s)
-        request.queue_timeout_s = 0.0 if route is None else queue_timeout_s(route.policy, request.timeout_s)
         request.id = self._new_id(spec.name, lane.partition)
         request.version = served.version
-        request.partition = lane.partition
-        request.timeout_s = timeout_s
-        request.reply_to = self._reply_to
-        request.tenant = context.tenant
-        request.trace = context.trace
         now_s = self._clock.monotonic_s()
         pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
         pending.load = load
         if context.principal is not None:
             pending.quota = context.principal.quota
-        frame, payload = lay_out(request, tensor_bytes(request), self._inline_max_bytes)
         try:
-            if route is None and payload is None:
-                self._sinks.add(pending, now_s + timeout_s)
-                self._delivery.submit(lane, frame, partial(self._submitted, pending))
+            if form is None:
+                self._submit_anew(pending, request, route or served.routes.default, timeout_s, context, kind)
             else:
-                self._submit_specially(pending, request, route or served.routes.default, frame, payload)
+                self._sinks.add(pending, now_s + timeout_s)
+                self._delivery.submit(lane, form.fill(request), partial(self._submitted, pending))
         except QinferError:
             self._sinks.remove(pending)
             raise
@@ -273,13 +268,17 @@ class Dispatcher:
             refusal.args = (of_request(request.client_id) + refusal.message,)
             raise refusal
 
-    def _submit_specially(
-        self, pending: Pending, request: InferRequest, route: Route, frame: bytes, payload: Payload | None
+    def _submit_anew(
+        self, pending: Pending, request: InferRequest, route: Route, first_s: float, context: Context, kind: Kind | None
     ) -> None:
-        """Submits a request that has a queue policy, or whose tensors are too large for the stream."""
-        first_s, policy = request.timeout_s, route.policy
+        """Stamps, lays out and submits a request that is the first of its kind, special, large, or has a policy."""
+        policy = route.policy
+        request.queue_timeout_s, request.timeout_s = queue_timeout_s(policy, request.timeout_s), first_s
+        request.partition, request.reply_to = route.lane.partition, self._reply_to
+        request.tenant, request.trace = context.tenant, context.trace
+        frame, payload = self._layouts.lay_out(request, kind)
         if not policy.delay and 0 < request.queue_timeout_s < first_s:
-            pending.deadline_s, first_s = pending.started_s + request.timeout_s, request.queue_timeout_s
+            pending.deadline_s, first_s = pending.started_s + first_s, request.queue_timeout_s
         self._sinks.add(pending, pending.started_s + first_s)
         done = partial(self._submitted, pending)
         self._delivery.submit(route.lane, frame, done, payload=payload, limit=policy.max_queue_size)

@@ -137,11 +137,7 @@ class SinkTable:
         """Removes a request; tells whether it was still there."""
         if self._pending.pop(pending.request_id, None) is None:
             return False
-        bucket = self._buckets[pending.bucket]
-        del bucket[pending.request_id]
-        if not bucket:
-            del self._buckets[pending.bucket]
-        _uncount(pending)
+        self._forget(pending)
         return True
 
     def take(self, response: Response) -> Pending | None:
@@ -158,7 +154,8 @@ class SinkTable:
         elif pending.attempt != response.attempt:
             return None
         if response.final and not response.stored:
-            self.remove(pending)
+            del self._pending[response.request_id]
+            self._forget(pending)
         return pending
 
     def clear(self) -> list[Pending]:
@@ -172,6 +169,13 @@ class SinkTable:
             self._timer.cancel()
             self._timer = None
         return everyone
+
+    def _forget(self, pending: Pending) -> None:
+        bucket = self._buckets[pending.bucket]
+        del bucket[pending.request_id]
+        if not bucket:
+            del self._buckets[pending.bucket]
+        _uncount(pending)
 
     def _set_timer(self, number: int) -> None:
         if self._timer is not None:

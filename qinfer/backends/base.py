@@ -6,11 +6,11 @@ many slots. It knows nothing of queues; it gets assembled arrays and answers eac
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy.typing as npt
 
 from qinfer.errors import OutputMismatch, QinferError
@@ -21,8 +21,7 @@ from qinfer.tensors import Tensor, from_numpy
 Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What one execution gets.
 
     Attributes:
@@ -142,7 +141,7 @@ def respond_rows(
         OutputMismatch: An output's first dimension is not the batch's size, or an output that is wanted is missing.
     """
     columns = {name: _split(name, array, batch, datatypes.get(name)) for name, array in outputs.items()}
-    if not skip and not any(request.outputs for request in batch.requests):
+    if not skip and not [True for request in batch.requests if request.outputs]:
         for item, tensors in enumerate(zip(*columns.values(), strict=True)):
             ctx.respond(item, tensors)
         return
@@ -161,17 +160,20 @@ def _split(name: str, array: Array, batch: Batch, datatype: str | None) -> list[
     narrow = datatype if datatype == "BF16" else None  # every other datatype shows in the array's dtype
     if len(batch.requests) == 1:
         return [from_numpy(name, array, narrow)]
-    size = batch.size
+    rows_of, size = batch.rows, batch.size
     if array.ndim == 0 or array.shape[0] != size:
         raise OutputMismatch(
             f"output '{name}' has shape {list(array.shape)} for a batch of {size}; its first dimension must be {size}"
         )
-    ends = list(accumulate(batch.rows))
+    ends = list(accumulate(rows_of))
     if array.dtype.kind in "OSU":
-        return [from_numpy(name, array[end - rows : end]) for rows, end in zip(batch.rows, ends, strict=True)]
+        return [from_numpy(name, array[end - rows : end]) for rows, end in zip(rows_of, ends, strict=True)]
     whole = from_numpy(name, array, narrow)
-    data, tail, stride = whole.data, whole.shape[1:], whole.nbytes // size
+    wire, data, tail, stride = whole.datatype, whole.data, whole.shape[1:], whole.nbytes // size
+    if stride and rows_of.count(1) == len(rows_of):
+        shape = (1, *tail)  # the same object for all: it is compared with itself when they are checked
+        return [Tensor(name, wire, shape, data[at : at + stride]) for at in range(0, size * stride, stride)]
     return [
-        Tensor(name, whole.datatype, (rows, *tail), data[(end - rows) * stride : end * stride])
-        for rows, end in zip(batch.rows, ends, strict=True)
+        Tensor(name, wire, (rows, *tail), data[(end - rows) * stride : end * stride])
+        for rows, end in zip(rows_of, ends, strict=True)
     ]

@@ -47,6 +47,7 @@ _LEVELS = {
 _EXECUTION_MODES = {"0": ort.ExecutionMode.ORT_SEQUENTIAL, "1": ort.ExecutionMode.ORT_PARALLEL}
 _SHRINK = "memory.enable_memory_arena_shrinkage"
 _DEVICE_INITIALIZERS = "session.use_device_allocator_for_initializers"
+_NOBODY: frozenset[int] = frozenset()
 _FATAL = 4  # ORT's own log would show paths and repeat what is raised anyway
 
 
@@ -94,7 +95,7 @@ class OnnxBackend:
         Raises:
             InferenceFailed: onnxruntime refused the batch, or returned strings that are not UTF-8.
         """
-        inputs, refused = batch.inputs, frozenset[int]()
+        inputs, refused = batch.inputs, _NOBODY
         if self._strings:
             inputs, refused = self._decoded(batch, ctx)
         names = self._wanted(batch)

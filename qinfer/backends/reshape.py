@@ -4,8 +4,9 @@ A wrapper around any backend, so that none has to know of it. Elements stay in p
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from qinfer.backends.base import Backend, Batch, Context
 from qinfer.errors import OutputMismatch, QinferError
@@ -42,7 +43,8 @@ class _Reshaped:
         for name, shape in self._model_shapes.items():
             if name in inputs:
                 inputs[name] = inputs[name].reshape(inputs[name].shape[: self._lead] + shape)
-        self._backend.execute(replace(batch, inputs=inputs), _Answers(ctx, self._client_shapes, self._lead))
+        seen = msgspec.structs.replace(batch, inputs=inputs)
+        self._backend.execute(seen, _Answers(ctx, self._client_shapes, self._lead))
 
     def unload(self) -> None:
         """Unloads the model."""

@@ -24,13 +24,14 @@ def key_function(spec: ModelSpec) -> KeyFunction:
     batch dimension. Inputs with `allow_ragged_batch` count too: rows of different shapes can't be stacked.
     """
     if all(-1 not in i.dims and not i.optional for i in spec.inputs):
-        return _no_key
+        return no_key
     if len(spec.inputs) == 1:
         return _single_input_key
     return _many_inputs_key
 
 
-def _no_key(_: InferRequest) -> Hashable:
+def no_key(_: InferRequest) -> Hashable:
+    """Any two requests may share a batch."""
     return None
 
 
@@ -70,9 +71,8 @@ def assemble(requests: Sequence[InferRequest], rows: Sequence[int]) -> Batch:
 def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[Tensor]:
     """Returns each request's tensor of that name; requests mostly list their inputs in the same order."""
     column = [request.inputs[position] for request in requests]
-    for index, tensor in enumerate(column):
-        if tensor.name != name:
-            column[index] = next(t for t in requests[index].inputs if t.name == name)
+    for index in [index for index, tensor in enumerate(column) if tensor.name != name]:
+        column[index] = next(t for t in requests[index].inputs if t.name == name)
     return column
 
 

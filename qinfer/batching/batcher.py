@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from qinfer.batching import policy
-from qinfer.batching.assemble import KeyFunction, assemble, key_function
+from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key
 from qinfer.batching.execution import Execution, Pending
 from qinfer.batching.halves import Halves
 from qinfer.batching.latency import LatencyModel
@@ -94,9 +94,8 @@ class Batcher:
 
         A suspect may wait on: it was executed before. `enqueued_s`, `alone`, `lease` and `request` must be set.
         """
-        item.key = self._key_of(item.request)
-        batching = self.model.spec.batching
-        if batching is None or self._rules.prefetch:
+        item.key = None if self._key_of is no_key else self._key_of(item.request)
+        if self._rules.prefetch or (batching := self.model.spec.batching) is None:
             return
         item.level = batching.level(item.request.priority)
         item.delayed = item.lease.entry.lane.name.endswith(DELAYED)
@@ -113,7 +112,7 @@ class Batcher:
         if items and not self._rules.prefetch:
             items = self._delay(items)
         if items:
-            self._rows_per_item = max(sum(item.rows for item in items), 1) / len(items)
+            self._rows_per_item = max(sum([item.rows for item in items]), 1) / len(items)
             self._pending.extend(items)
         self._pump()
 
@@ -123,7 +122,7 @@ class Batcher:
 
     def room(self) -> tuple[int, float]:
         """Tells how many entries to fetch now, and for how many seconds to wait for the first (maybe `NEVER_S`)."""
-        batches = max(self._slots().idle, 1)
+        batches = max(self._idle_count(), 1)
         if not self._rules.merge:
             return max(batches - len(self._pending), 1), self._fetch_wait_s
         rows = batches * self._rules.max_rows - sum(item.rows for item in self._pending)
@@ -181,8 +180,11 @@ class Batcher:
         self.paused = False
         self._pump()
 
+    def _idle_count(self) -> int:
+        return self.model.executor.count - len(self.expected_ends) - self._loans.count
+
     def _slots(self) -> Slots:
-        idle = self.model.executor.count - len(self.expected_ends) - self._loans.count
+        idle = self._idle_count()
         return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.prefetch and not self._loans.count else 0)
 
     def _pump(self) -> None:
@@ -193,7 +195,7 @@ class Batcher:
             self._recall()
         while self._pending or self._halves:
             if self._halves:
-                self._start_halves()
+                self._start_halves(now_s)
             slots = Slots(0) if self._halves else self._slots()
             decision = policy.decide(self._pending, now_s, slots, self._rules, self._latency)
             self._pending = list(decision.keep)
@@ -210,31 +212,30 @@ class Batcher:
             self._timer.cancel()
         wait_s = min(wake_at_s, self._ahead_until_s) - now_s
         self._timer = None if wait_s == NEVER_S else self._loop.call_later(max(wait_s, 0.0), self._pump)
-        ended, self._unanswered = self._unanswered, []
-        for execution in ended:
-            self._answer(self._responder, execution)
+        while self._unanswered:
+            self._answer(self._responder, self._unanswered.pop(0))
 
     def _set_gate(self, now_s: float, wake_at_s: float) -> float:
         """Opens or closes the fetch gate; returns when to look at it again."""
         open_at_s = again_at_s = NEVER_S
-        slots = self._slots()
-        if self._loans.count and not (slots.idle or self.expected_ends or self.paused):
+        is_idle = self._idle_count() > 0
+        if self._loans.count and not (is_idle or self.expected_ends or self.paused):
             return self._wait_for_loans(now_s)
-        if not (self.paused or slots.idle) and self._latency.known:
+        if not (self.paused or is_idle) and self._latency.known:
             expected_s = min(self.expected_ends.values())
             overdue_at_s = expected_s + max(OVERDUE_S, self._latency.estimate_s(1))
             if now_s >= overdue_at_s:
                 # Nobody knows how long the instances stay busy: let idle workers have what waits behind them.
                 self._recall()
                 self._give_back()
-                slots = self._slots()
+                is_idle = self._idle_count() > 0
             else:
                 again_at_s = overdue_at_s
                 may_grow = self._rules.may_grow(sum(item.rows for item in self._pending))
-                if (slots.ahead or may_grow) and not self._halves:
+                if (self._slots().ahead or may_grow) and not self._halves:
                     open_at_s = expected_s - FETCH_LEAD_S
                     self._fetch_wait_s = FETCH_LEAD_S
-        if slots.idle and not self.paused:
+        if is_idle and not self.paused:
             open_at_s = now_s
             self._fetch_wait_s = max(wake_at_s - now_s, 0.001)
         if open_at_s <= now_s:
@@ -266,7 +267,7 @@ class Batcher:
             return
         execution = Execution(items, batch, time.perf_counter_ns() - begin_ns, self.model.caller, apart=apart)
         begins_s = now_s
-        if not self._slots().idle:
+        if self._idle_count() <= 0:
             begins_s = min(self.expected_ends.values())
             self._ahead_until_s = min(item.deadline_s for item in items)
         expected_s = self._latency.estimate_s(sum(rows))
@@ -278,13 +279,12 @@ class Batcher:
         else:
             self.model.executor.start(execution, self._done)
 
-    def _start_halves(self) -> None:
+    def _start_halves(self, now_s: float) -> None:
         """Starts halves on idle instances, those of their items left out that are too late now."""
-        now_s = self._clock.now_s()
         late = self._halves.take_late(now_s + self._latency.floor_s(now_s))
         if late:
             self.fail(late, DeadlineExceeded("Request timeout expired"))
-        while self._halves and self._slots().idle:
+        while self._halves and self._idle_count() > 0:
             self._start(self._halves.popleft(), now_s, apart=True)
 
     def _count(self, execution: Execution) -> None:

@@ -42,7 +42,7 @@ Answer = tuple[Tensor, ...] | QinferError
 """What an item gets: its outputs, or why there are none."""
 
 
-class Pending(Item, kw_only=True, eq=False):
+class Pending(Item, kw_only=True, eq=False, gc=False):
     """A request in a worker's hands.
 
     Attributes:
@@ -177,9 +177,10 @@ class Execution:
         self.begin_ns = time.perf_counter_ns()
         try:
             backend.execute(self.batch, self)
-            if None in self.answers:
+            # Not `None in`, which would ask each tuple whether it equals None.
+            if unanswered := len([True for answer in self.answers if answer is None]):
                 self.error = OutputMismatch(
-                    f"the model answered {len(self.items) - self.answers.count(None)} of the {len(self.items)} items "
+                    f"the model answered {len(self.items) - unanswered} of the {len(self.items)} items "
                     "of its batch; every item needs a final answer"
                 )
         except QinferError as error:

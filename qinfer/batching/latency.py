@@ -18,6 +18,7 @@ class LatencyModel:
         self._base_s = 0.0
         self._per_row_s = 0.0
         self._floors = (float("inf"), float("inf"))
+        self._floor_s = 0.0
         self._in_window = 0
         self._observed_at_s = float("-inf")
 
@@ -43,7 +44,9 @@ class LatencyModel:
         current, previous = self._floors
         if self._in_window == _WINDOW:
             current, previous, self._in_window = seconds, current, 0
-        self._floors = (min(current, seconds), previous)
+        current = min(current, seconds)
+        self._floors = (current, previous)
+        self._floor_s = 0.0 if previous == float("inf") else min(current, previous)
         self._in_window += 1
         self._observed_at_s = now_s
 
@@ -53,9 +56,7 @@ class LatencyModel:
 
     def floor_s(self, now_s: float) -> float:
         """Returns the shortest of the last 32 to 64 executions; 0 before there were so many, or when they are old."""
-        if self._floors[1] == float("inf") or now_s - self._observed_at_s > _FRESH_S:
-            return 0.0
-        return min(self._floors)
+        return 0.0 if now_s - self._observed_at_s > _FRESH_S else self._floor_s
 
     def _fit(self) -> None:
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight

@@ -10,7 +10,7 @@ simulators drive what production runs.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -107,14 +107,14 @@ class Rules:
         return not self.prefetch and 0 < rows < self.max_rows
 
 
-class Slots(NamedTuple):
+class Slots(msgspec.Struct, frozen=True):
     """Where a batch can go now: to idle instances, or to the one place ahead of busy ones."""
 
     idle: int
     ahead: int = 0
 
 
-class Decision(NamedTuple, Generic[T]):
+class Decision(msgspec.Struct, Generic[T], frozen=True):
     """What to do now.
 
     Attributes:
@@ -157,6 +157,8 @@ def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, laten
         return Decision(expired, [], live, wake_at_s)
     delayed_too_long = rules.delay_s > 0 and now_s - _oldest_s(live, rules, walk) >= rules.delay_s
     count = walk.best if walk.best and not delayed_too_long else walk.items
+    if count == len(live):
+        return Decision(expired, list(live), [], NEVER_S)
     return Decision(expired, list(live[:count]), live[count:], NEVER_S)
 
 
@@ -178,7 +180,7 @@ def _rank(item: Item, now_s: float) -> tuple[int, float]:
     return item.level, -NEVER_S
 
 
-class _Walk(NamedTuple):
+class _Walk(msgspec.Struct, frozen=True):
     """What the walk found: items that fit, their rows, the best mark among them (0 = none), whether more could join."""
 
     items: int

@@ -29,12 +29,13 @@ from qinfer.tensors import Bytes, Tensor
 
 FRAME_VERSION = 1
 OLDEST_READABLE = 1
+ALIGNMENT = 8
+"""Of a tensor, in bytes from the frame's start."""
 
 _REQUEST, _RESPONSES = 0, 1
 _PRELUDE = struct.Struct("<BBHI")
-_ALIGNMENT = 8
 _BESIDE = "redis"
-_PADDING = tuple(bytes(n) for n in range(_ALIGNMENT))
+_PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -276,7 +277,7 @@ def _corrupt(error: Exception) -> CorruptEntry:
 
 
 def _aligned(position: int) -> int:
-    return (position + _ALIGNMENT - 1) & -_ALIGNMENT
+    return (position + ALIGNMENT - 1) & -ALIGNMENT
 
 
 def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[list[_TensorHeader], int]:
@@ -288,7 +289,7 @@ def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[l
         headers.append(_TensorHeader(tensor.name, tensor.datatype, tensor.shape, cursor, size))
         parts.append(data)
         cursor += size
-        if padding := -cursor % _ALIGNMENT:
+        if padding := -cursor % ALIGNMENT:
             parts.append(_PADDING[padding])
             cursor += padding
     return headers, cursor
@@ -297,7 +298,7 @@ def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[l
 def _join(kind: int, header: bytes, parts: list[Bytes]) -> bytes:
     size = len(header)
     prelude = _PRELUDE.pack(FRAME_VERSION, kind, 0, size)
-    return b"".join((prelude, header, _PADDING[-size % _ALIGNMENT], *parts))
+    return b"".join((prelude, header, _PADDING[-size % ALIGNMENT], *parts))
 
 
 def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
@@ -314,6 +315,13 @@ def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
     if end > len(view):
         raise CorruptEntry(f"frame header of {size} bytes is cut off")
     return view, end
+
+
+def tensor_places(frame: Bytes) -> tuple[int, list[tuple[int, int]]]:
+    """Returns where in a whole frame of a request its tensors' area begins, and from where to where in it each is."""
+    view, end = _open(frame, _REQUEST)
+    headers = _request_decoder.decode(view[_PRELUDE.size : end]).inputs
+    return _aligned(end), [(header.offset, header.offset + header.size) for header in headers]
 
 
 def _cut(headers: list[_TensorHeader], area: memoryview, cursor: int) -> tuple[tuple[Tensor, ...], int]:

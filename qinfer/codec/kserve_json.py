@@ -10,7 +10,7 @@ rounded twice). NaN and Infinity travel as these words, both ways, as with Trito
 
 import json
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -23,14 +23,12 @@ from qinfer.codec.json_depth import check_depth
 from qinfer.codec.kserve_parameters import apply_parameters
 from qinfer.codec.kserve_types import NAMES, UNPARSABLE, AnyInput, InputParameters, Output, parse
 from qinfer.codec.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepare, read_special
+from qinfer.codec.packing import STRUCT_CODES, packing_of
 from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch
 from qinfer.messages import InferRequest, Response, Scalar
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 
 _NO_PARAMETERS = InputParameters()
-
-# Datatypes whose JSON elements `struct` packs; BYTES has its own layout, FP16 and BF16 travel as binary only.
-_STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in ("FP16", "BF16", "BYTES")}
 
 
 class InferReply(msgspec.Struct, frozen=True, gc=False):
@@ -64,7 +62,7 @@ def decode_infer(
         UnsupportedDatatype: An input's datatype is unknown.
         QinferError: A shared memory region is not registered or too small, or shared memory is off.
     """
-    text, tail = _split(body, json_length)
+    text, tail = (body, b"") if json_length is None and isinstance(body, bytes) else _split(body, json_length)
     check_depth(text, max_depth)
     try:
         parsed = parse(text)
@@ -186,12 +184,18 @@ def pack(entry: AnyInput) -> bytes:
         InvalidRequest: Its datatype does not travel as JSON, or a value is out of its range.
         MalformedJson: There are not as many elements as the shape says.
     """
+    data: Any = entry.data
+    datatype = NAMES[type(entry)]
+    packing = packing_of(datatype, entry.shape)
+    if packing is not None and len(data) == packing.elements:
+        try:
+            return packing.pack(*data)
+        except (struct.error, OverflowError):
+            pass  # what is wrong is told below
     count = _elements_of(entry.name, entry.shape)
     if not count:
         return b""
-    datatype = NAMES[type(entry)]
-    code = _STRUCT_CODES.get(datatype)
-    data: Any = entry.data
+    code = STRUCT_CODES.get(datatype)
     if code is None:
         if datatype == "BYTES":
             return pack_bytes(element.encode() for element in data)
@@ -266,20 +270,30 @@ def elements(tensor: Tensor) -> bytes:
         InvalidRequest: Its elements can't travel as JSON.
         OutputMismatch: Its bytes do not fill its shape.
     """
-    code = _STRUCT_CODES.get(tensor.datatype)
+    packing = packing_of(tensor.datatype, tensor.shape)
+    if packing is not None and len(tensor.data) == packing.nbytes:
+        values: Sequence[Any] = packing.unpack(tensor.data)
+    else:
+        values = _unusual_elements(tensor)
+    text = _encoder.encode(values)
+    if text.find(b"n") >= 0:  # null, which msgspec writes for NaN and infinities, and Triton as words
+        text = json.dumps(values, separators=(",", ":")).encode()
+    return text
+
+
+def _unusual_elements(tensor: Tensor) -> Sequence[Any]:
+    """Returns the elements of strings, and of shapes that are not worth remembering."""
+    code = STRUCT_CODES.get(tensor.datatype)
     if code is None:
         if tensor.datatype == "BYTES":
-            return _encoder.encode(_strings(tensor))
+            return _strings(tensor)
         raise InvalidRequest(
             f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
         )
     if len(tensor.data) != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
         raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
-    values = memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload]  # any struct code
-    text = _encoder.encode(values)
-    if text.find(b"n") >= 0:  # null, which msgspec writes for NaN and infinities, and Triton as words
-        text = json.dumps(values, separators=(",", ":")).encode()
-    return text
+    values: list[Any] = memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload]  # any struct code
+    return values
 
 
 def _strings(tensor: Tensor) -> list[str]:

@@ -157,12 +157,12 @@ def _leases_of_read(lanes: Sequence[Lane], consumer: str, reply: Any) -> list[Le
     """Makes leases of the reply to XREADGROUP; none of an error, or of nothing."""
     if not isinstance(reply, list):
         return []
-    names = [keys.lane(lane) for lane in lanes]
-    return leases_of(
-        lanes,
-        consumer,
-        [(names.index(name) + 1, entry_id, fields, 1) for name, entries in reply for entry_id, fields in entries],
-    )
+    by_key = {keys.lane(lane): lane for lane in lanes}
+    leases: list[Lease] = []
+    for key, entries in reply:
+        lane = by_key[key]
+        leases += [Lease(_entry(lane, entry_id, fields), consumer, fields[1]) for entry_id, fields in entries]
+    return leases
 
 
 def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool = False) -> list[Lease]:

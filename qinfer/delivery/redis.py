@@ -197,11 +197,11 @@ class RedisDelivery:
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
         """See `Delivery.publish`."""
-        key = keys.reply(reply_to).encode()
-        call = partial(self._router.call, keys.slot(key))
+        slot, key = _reply_stream(reply_to)
         try:
-            added = await call(b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
+            added = await self._router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
         except QueueFull:  # full of what is to be answered: only answers make room
+            call = partial(self._router.call, slot)
             added = await scripts.run(call, scripts.PUBLISH, [key], REPLY_TTL_MS, packable(blob))
         return added is not None
 
@@ -287,6 +287,13 @@ class RedisDelivery:
         if not isinstance(reply, QinferError):
             seconds, microseconds = reply
             self.clock.observe(int(seconds) + int(microseconds) / 1e6, sent_s, self._monotonic_s())
+
+
+@lru_cache(maxsize=1024)
+def _reply_stream(reply_to: str) -> tuple[int, bytes]:
+    """Returns the slot and the key of a reply stream."""
+    key = keys.reply(reply_to).encode()
+    return keys.slot(key), key
 
 
 @lru_cache(maxsize=65536)  # one call per request

@@ -74,7 +74,7 @@ class RedisEntries:
                 self._values.forget(gone)
                 removed.update(entry for entry, count in zip(part, counts, strict=True) if count)
 
-        await _all([run(lane, group) for lane, group in grouped(entries, _lane_of)])
+        await _all([run(lane, group) for lane, group in _by_lane(entries)])
         return [entry in removed for entry in entries]
 
     async def in_flight(self, lane: Lane) -> int:
@@ -131,7 +131,7 @@ class RedisEntries:
 
     async def finish(self, entries: Sequence[Entry]) -> None:
         """See `Delivery.finish`."""
-        await _all([self._run(lane, scripts.FINISH, (), group) for lane, group in grouped(entries, _lane_of)])
+        await _all([self._run(lane, scripts.FINISH, (), group) for lane, group in _by_lane(entries)])
 
     async def _kept(self, entry: Entry) -> Reference | None:
         """Copies an entry's payload to be kept as long as a dead letter is, where it is an object.
@@ -173,7 +173,7 @@ class RedisEntries:
     ) -> None:
         """Runs a script on entries of one lane; does nothing where the lane was deleted."""
         try:
-            for part in _parts(entries):
+            for part in (entries,) if len(entries) <= _MAX_IDS else _parts(entries):
                 names = [keys.lane(lane), *(_payloads(part) if script is scripts.FINISH else ())]
                 gone = await self._script(lane, script, names, arguments, part)
                 if gone and script is scripts.FINISH:
@@ -199,7 +199,12 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> Iterable[tuple[K, list
     """Returns the items with the same key together."""
     groups: dict[K, list[T]] = {}
     for item in items:
-        groups.setdefault(key(item), []).append(item)
+        its_key = key(item)
+        group = groups.get(its_key)
+        if group is None:
+            groups[its_key] = [item]
+        else:
+            group.append(item)
     return groups.items()
 
 
@@ -208,8 +213,12 @@ def owner_of(lease: Lease) -> tuple[Lane, str, bool]:
     return lease.entry.lane, lease.consumer, lease.suspect
 
 
-def _lane_of(entry: Entry) -> Lane:
-    return entry.lane
+def _by_lane(entries: Sequence[Entry]) -> Iterable[tuple[Lane, list[Entry]]]:
+    """Returns the entries of each lane together; mostly all are of one."""
+    lane = entries[0].lane if entries else None
+    if lane is not None and not [True for entry in entries if entry.lane is not lane]:
+        return ((lane, list(entries)),)
+    return grouped(entries, lambda entry: entry.lane)
 
 
 def _payloads(entries: Sequence[Entry]) -> list[bytes]:

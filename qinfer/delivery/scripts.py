@@ -67,9 +67,7 @@ JOB_TOP_UP = _load("job_top_up", "now_ms", "job")
 JOB_WITHDRAW = _load("job_withdraw", "now_ms", "job")
 
 
-async def run(
-    call: Callable[..., Awaitable[Any]], script: Script, keys: Sequence[bytes], *arguments: Argument, **options: Any
-) -> Any:
+async def run(call: Callable[..., Awaitable[Any]], script: Script, keys: Sequence[bytes], *arguments: Argument) -> Any:
     """Runs a script.
 
     Args:
@@ -77,17 +75,16 @@ async def run(
         script: Which.
         keys: Its KEYS, all in one cluster slot.
         arguments: Its ARGV.
-        options: Passed on to `call`.
 
     Raises:
         QinferError: What the script or `call` raises.
     """
     try:
-        return await call(b"EVALSHA", script.sha, len(keys), *keys, *arguments, **options)
+        return await call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
     except Refused as error:
         if error.kind != "NOSCRIPT":
             raise
-    return await call(b"EVAL", script.text, len(keys), *keys, *arguments, **options)
+    return await call(b"EVAL", script.text, len(keys), *keys, *arguments)
 
 
 class Words(NamedTuple):

@@ -36,6 +36,7 @@ STEP_BUCKETS_S = (
     1.0,
     5.0,
 )
+_QUEUE_BUCKETS_NS = tuple(round(bound_s * 1e9) for bound_s in QUEUE_BUCKETS_S)
 FILL_BUCKETS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
 QUEUE, EXECUTION, BATCH = "queue", "execution", "batch"
@@ -166,9 +167,6 @@ class StatsTally:
         deltas, batch_ns = self._deltas, input_ns + infer_ns + output_ns
         requests, waited_ns = len(queue_ns), sum(queue_ns)
         deltas[SUCCESS_COUNT] += requests
-        deltas[INFERENCE_COUNT] += rows
-        deltas[EXECUTION_COUNT] += 1
-        deltas[EXECUTION_NS] += batch_ns
         deltas[SUCCESS_NS] += waited_ns + batch_ns * requests
         deltas[QUEUE_NS] += waited_ns
         deltas[INPUT_NS] += input_ns * requests
@@ -176,9 +174,8 @@ class StatsTally:
         deltas[OUTPUT_NS] += output_ns * requests
         queue = self._queue
         for item_ns in queue_ns:
-            queue[bisect_left(QUEUE_BUCKETS_S, item_ns / 1e9)] += 1
+            queue[bisect_left(_QUEUE_BUCKETS_NS, item_ns)] += 1
         self._execution[bisect_left(EXECUTION_BUCKETS_S, batch_ns / 1e9)] += 1
-        self._batch[bisect_left(BATCH_BUCKETS, rows)] += 1
         self._assemble[bisect_left(STEP_BUCKETS_S, input_ns / 1e9)] += 1
         if self.max_rows:
             self._fill[bisect_left(FILL_BUCKETS, rows / self.max_rows)] += 1
@@ -216,6 +213,7 @@ class StatsTally:
 
     def drain(self) -> dict[str, int]:
         """Returns what was added since the last drain, without zeros."""
+        sizes = self._drain_sizes()
         deltas = {name: value for name, value in self._deltas.items() if value}
         self._deltas.clear()
         for name, bounds, counts in (
@@ -228,15 +226,26 @@ class StatsTally:
             fields = zip(bucket_fields(name, bounds), counts, strict=True)
             deltas.update((field, count) for field, count in fields if count)
             counts[:] = [0] * len(counts)
-        for rows, totals in self._sizes.items():
-            deltas.update((f"{name}{rows}", total) for name, total in zip(_BATCH_FIELDS, totals, strict=True) if total)
-        self._sizes.clear()
+        deltas.update(sizes)
         if self.latencies is not None:
             deltas.update(self.latencies.drain())
         if self._last_s:
             deltas[LAST_INFERENCE_MS] = int(self._last_s * 1000)
             self._last_s = 0.0
         return deltas
+
+    def _drain_sizes(self) -> dict[str, int]:
+        """Returns the fields of each batch size, and adds up what all sizes have in common: it needs no own count."""
+        fields: dict[str, int] = {}
+        for rows, totals in self._sizes.items():
+            executions, *ns = totals
+            self._batch[bisect_left(BATCH_BUCKETS, rows)] += executions
+            self._deltas[INFERENCE_COUNT] += rows * executions
+            self._deltas[EXECUTION_COUNT] += executions
+            self._deltas[EXECUTION_NS] += sum(ns)
+            fields.update((f"{name}{rows}", total) for name, total in zip(_BATCH_FIELDS, totals, strict=True) if total)
+        self._sizes.clear()
+        return fields
 
 
 class ModelCounts:
@@ -247,16 +256,19 @@ class ModelCounts:
 
     def add(self, model: str, version: int, field: str, count: int = 1) -> None:
         """Adds to a field of a model version."""
-        deltas = self._deltas.get((model, version))
-        if deltas is None:
-            deltas = self._deltas[model, version] = defaultdict(int)
-        deltas[field] += count
+        self._of(model, version)[field] += count
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:
         """Returns what was added since the last drain, by model and version."""
         drained: dict[tuple[str, int], dict[str, int]] = {key: dict(deltas) for key, deltas in self._deltas.items()}
         self._deltas.clear()
         return drained
+
+    def _of(self, model: str, version: int) -> defaultdict[str, int]:
+        deltas = self._deltas.get((model, version))
+        if deltas is None:
+            deltas = self._deltas[model, version] = defaultdict(int)
+        return deltas
 
 
 class RefusalTally(ModelCounts):
@@ -280,8 +292,9 @@ class PublishTally(ModelCounts):
 
     def published(self, model: str, version: int, ns: int) -> None:
         """Counts the answers of a batch, which took so many nanoseconds to be published or stored."""
-        self.add(model, version, _PUBLISH_FIELDS[bisect_left(STEP_BUCKETS_S, ns / 1e9)])
-        self.add(model, version, PUBLISH_NS, ns)
+        deltas = self._of(model, version)
+        deltas[_PUBLISH_FIELDS[bisect_left(STEP_BUCKETS_S, ns / 1e9)]] += 1
+        deltas[PUBLISH_NS] += ns
 
 
 def add(totals: MutableMapping[str, int], deltas: Mapping[str, int]) -> None:

@@ -52,7 +52,7 @@ class Queue:
         self.finished: list[Entry] = []
         self.down = False
 
-    def submit(self, lane: Lane, frame: Bytes, done: Callable[[Entry | QinferError], None]) -> None:
+    def submit(self, lane: Lane, frame: Bytes, done: Callable[[Entry | QinferError], None], **_: Any) -> None:
         if self.down:
             raise BrokerUnavailable("Redis can't be reached")
         self.receipts.append(done)

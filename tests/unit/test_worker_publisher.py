@@ -15,6 +15,7 @@ from qinfer.messages import Failure, InferRequest, Response
 from qinfer.observability.stats import StatsTally
 from qinfer.tensors import Bytes
 from qinfer.testing import MemoryDelivery, eventually
+from qinfer_workers.inference import publisher
 from qinfer_workers.inference.leases import LeaseKeeper, place_of
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.renewals import ThreadRenewals
@@ -59,16 +60,21 @@ class Noting(MemoryDelivery):
 
     Attributes:
         seen: The ids of requests whose answers were published or stored.
+        finished: The ids of entries, those that were finished together in one list.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.finished: list[list[str]] = []
         self.requests.settle = self._settle  # type: ignore[method-assign]  # it is the test's own
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
         self.seen += [response.request_id for response in decode_responses(blob)]
         return True
+
+    async def finish(self, entries: Sequence[Entry]) -> None:
+        self.finished.append([entry.entry_id for entry in entries])
 
     async def _settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         self.seen += [settlement.address.id for settlement in settlements]
@@ -163,3 +169,55 @@ async def test_a_refused_release_is_left_to_the_end_of_its_lease(caplog: pytest.
 
     assert not keeper.holds(item.lease.entry)
     assert "refused by the broker" in caplog.text
+
+
+def responses(items: Sequence[Pending]) -> list[Response]:
+    return [Response(request_id=item.request.id) for item in items]
+
+
+async def test_a_few_published_items_are_finished_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script call for each batch of one would cost Redis as much as the answers do."""
+    monkeypatch.setattr(publisher, "FINISH_DELAY_S", 600.0)
+    delivery = Noting()
+    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 60.0), delivery.clock, 60.0, list, lambda item: None)
+    async with asyncio.TaskGroup() as tasks:
+        outlet = Publisher(delivery, keeper, tasks)
+        outlet.answer([pending(1)], responses([pending(1)]))
+        await eventually(lambda: len(delivery.seen) == 1)
+        outlet.answer([pending(2)], responses([pending(2)]))
+        await eventually(lambda: len(delivery.seen) == 2)
+        assert delivery.finished == []
+        await outlet.settle()
+
+    assert delivery.finished == [["1000-1", "1000-2"]]
+
+
+async def test_many_published_items_are_finished_with_the_next_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same write; nothing waits for the timer."""
+    monkeypatch.setattr(publisher, "FINISH_DELAY_S", 600.0)
+    delivery = Noting()
+    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 60.0), delivery.clock, 60.0, list, lambda item: None)
+    many = [pending(number) for number in range(publisher.FINISH_COUNT)]
+    async with asyncio.TaskGroup() as tasks:
+        outlet = Publisher(delivery, keeper, tasks)
+        outlet.answer(many, responses(many))
+        await eventually(lambda: len(delivery.seen) == len(many))
+        outlet.answer([pending(100)], responses([pending(100)]))
+        await eventually(lambda: len(delivery.seen) > len(many))
+        assert delivery.finished == [[item.lease.entry.entry_id for item in many]]
+        await outlet.settle()
+
+
+async def test_what_nothing_comes_after_is_finished_all_the_same() -> None:
+    """After a moment, whether or not the timer had been set for what came before it."""
+    delivery = Noting()
+    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 60.0), delivery.clock, 60.0, list, lambda item: None)
+    many = [pending(number) for number in range(publisher.FINISH_COUNT)]
+    async with asyncio.TaskGroup() as tasks:
+        outlet = Publisher(delivery, keeper, tasks)
+        outlet.answer(many, responses(many))
+        await eventually(lambda: len(delivery.seen) == len(many))
+        outlet.answer([pending(100)], responses([pending(100)]))
+        await eventually(lambda: sum(map(len, delivery.finished)) == len(many) + 1)
+
+        await outlet.settle()

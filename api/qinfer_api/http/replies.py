@@ -12,6 +12,7 @@ from qinfer_api.status import http_status, retry_after_s
 
 Headers = Sequence[tuple[bytes, bytes]]
 
+_JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
 
 
@@ -35,7 +36,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     def head(self) -> bytes:
         """Returns the reply's own header lines."""
         if self.json_length is None:
-            head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(self.body)
+            head = b"%b%d\r\n" % (_JSON_BEGIN, len(self.body))
         else:
             head = (
                 b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
@@ -76,18 +77,20 @@ class Writer:
 
     def __init__(self) -> None:
         self._common: Headers = ()
-        self._block = b""
+        self._block = self._json = b""
 
     def render(self, reply: Reply, common: Headers, *, close: bool) -> bytes:
         """Returns the whole reply: status line, common headers, its own headers, body."""
         if common is not self._common:
             self._common, self._block = common, b"".join([b"%b: %b\r\n" % pair for pair in common])
-        return b"".join(
-            (
-                _STATUS_LINES[reply.status],
-                self._block,
-                reply.head(),
-                b"connection: close\r\n\r\n" if close else b"\r\n",
-                reply.body,
-            )
-        )
+            self._json = b"".join((_STATUS_LINES[200], self._block, _JSON_BEGIN))
+        body = reply.body
+        if (
+            reply.status == 200
+            and reply.json_length is None
+            and reply.encoding is None
+            and not (close or reply.retry_after_s)
+        ):
+            return b"%b%d\r\n\r\n%b" % (self._json, len(body), body)
+        end = b"connection: close\r\n\r\n" if close else b"\r\n"
+        return b"".join((_STATUS_LINES[reply.status], self._block, reply.head(), end, body))

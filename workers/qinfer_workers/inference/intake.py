@@ -8,6 +8,7 @@ from typing import NamedTuple
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
 from qinfer.codec.frame import NewerFrame, PayloadApart, decode_request
+from qinfer.codec.request_form import RequestReader
 from qinfer.delivery.base import Delivery, Lease
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError
 from qinfer.messages import Failure, InferRequest, Response
@@ -44,23 +45,30 @@ class Intake:
         self._delivery = delivery
         self._publisher = publisher
         self._most = max(max_deliveries, LEAST_DELIVERIES)
+        self._reader = RequestReader()
         self._trouble = Trouble(logger, "payloads not read, trying again", "payloads are read again")
 
     def items(self, batcher: Batcher, leases: Iterable[Lease]) -> Taken:
         """Decodes leases; those that can't be executed are buried, answered or released, and left out."""
         taken = Taken([], [])
+        generation = batcher.model.generation
         for lease in leases:
-            item = self._item(batcher, lease)
-            if item is None:
+            try:
+                request = self._reader.decode(lease.frame)
+            except PayloadApart as apart:
+                request = apart.request
+            except CorruptEntry as error:
+                self._unreadable(batcher, lease, error)
                 continue
-            if lease.deliveries > 1:
-                batcher.tally.redelivered()
-            if lease.deliveries > self._most:
-                text = f"the request was given up: {lease.deliveries - 1} executions did not end"
-                self._bury(batcher, item, InferenceFailed(text))
-            elif item.request.payload:
+            item = self._pending(batcher, lease, request)
+            if lease.deliveries > 1 and not self._is_tried(batcher, item):
+                continue
+            if request.payload:
                 taken.apart.append(item)
-            elif item.request.generation == batcher.model.generation or self.fits(batcher, item):
+            elif request.generation == generation:
+                self._measure(batcher, item)
+                taken.whole.append(item)
+            elif self.fits(batcher, item):
                 taken.whole.append(item)
         return taken
 
@@ -112,21 +120,22 @@ class Intake:
         batcher.classify(item)
         return True
 
-    def _item(self, batcher: Batcher, lease: Lease) -> Pending | None:
-        try:
-            request = decode_request(lease.frame)
-        except PayloadApart as apart:
-            return self._pending(batcher, lease, apart.request)
-        except NewerFrame:
+    def _is_tried(self, batcher: Batcher, item: Pending) -> bool:
+        """Counts an item that was handed out before; gives up, and tells so, what was too often."""
+        batcher.tally.redelivered()
+        if item.lease.deliveries <= self._most:
+            return True
+        text = f"the request was given up: {item.lease.deliveries - 1} executions did not end"
+        self._bury(batcher, item, InferenceFailed(text))
+        return False
+
+    def _unreadable(self, batcher: Batcher, lease: Lease, error: CorruptEntry) -> None:
+        """Releases an entry of a newer qinfer's, and buries one that is damaged."""
+        if isinstance(error, NewerFrame):
             self._release_newer(batcher, lease)
-            return None
-        except CorruptEntry as error:
-            logger.error("corrupt entry", extra={**_told(lease), "reason": error.message})
-            self._publisher.bury(lease, error, batcher.tally)
-            return None
-        item = self._pending(batcher, lease, request)
-        self._measure(batcher, item)
-        return item
+            return
+        logger.error("corrupt entry", extra={**_told(lease), "reason": error.message})
+        self._publisher.bury(lease, error, batcher.tally)
 
     def _pending(self, batcher: Batcher, lease: Lease, request: InferRequest) -> Pending:
         enqueued_s = lease.entry.enqueued_s
@@ -143,8 +152,8 @@ class Intake:
     def _measure(self, batcher: Batcher, item: Pending) -> None:
         """Sets what the tensors say."""
         inputs = item.request.inputs
-        if batcher.model.spec.max_batch_size and inputs and inputs[0].shape:
-            item.rows = inputs[0].shape[0]
+        if inputs and (shape := inputs[0].shape) and batcher.model.spec.max_batch_size:
+            item.rows = shape[0]
         batcher.classify(item)
 
     def _release_newer(self, batcher: Batcher, lease: Lease) -> None:

@@ -100,7 +100,8 @@ class LeaseKeeper:
         """Has these renewed from now on."""
         now_s = time.monotonic()
         with self._lock:
-            self._held.update(dict.fromkeys(items, now_s))
+            for item in items:
+                self._held[item] = now_s
 
     def drop(self, items: Iterable[Held]) -> None:
         """Has these renewed no longer."""

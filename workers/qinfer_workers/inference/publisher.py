@@ -40,11 +40,15 @@ FINISH_DELAY_S = 0.01
 wake Redis costs more than what it is woken for. After a crash in between others execute them again, unseen: the gateway
 has followed the first attempt."""
 
+FINISH_COUNT = 16
+"""Fewer are left to later answers, unless half of that time is over: to finish costs as much for one as for these."""
+
 _Work = Callable[[], Awaitable[None]]
 _After = Callable[[Sequence[Pending]], None]
 _Answer = tuple[Pending, Response]
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 2.0
+_TICK_S = 0.001  # of an event loop's clock
 
 
 class Publisher:
@@ -70,7 +74,9 @@ class Publisher:
         self.durations = PublishTally()
         self._open: set[asyncio.Task[None]] = set()
         self._published: list[Pending] = []
+        self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._finish_at_s = 0.0
         self._later: dict[Pending, asyncio.TimerHandle] = {}
         self._trouble = Trouble(logger, "broker unavailable, trying again", "the broker takes answers again")
         self._closed = False
@@ -78,14 +84,12 @@ class Publisher:
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
         """Publishes responses and then finishes the items' entries; settles asynchronous requests."""
         begin_ns = time.perf_counter_ns()
-        for item in items:
-            if not item.request.reply_to:
-                self._answer_apart(items, responses, begin_ns)
-                break
+        if [True for item in items if not item.request.reply_to]:
+            self._answer_apart(items, responses, begin_ns)
         else:
-            work = self._recorded(items, lambda: self._publish(items, responses, begin_ns))
-            self._spawn(work, items, self._finish_soon)
-        self._finish_now()
+            self._publish_soon(items, responses, begin_ns)
+        if len(self._published) >= FINISH_COUNT or self._loop.time() >= self._finish_at_s - FINISH_DELAY_S / 2:
+            self._finish_now()
 
     def give_back(self, items: Sequence[Pending]) -> None:
         """Releases items that did not begin to execute; suspects stay suspects."""
@@ -135,7 +139,7 @@ class Publisher:
     def release_later(self, item: Pending, delay_s: float) -> None:
         """Releases what this worker can't read; not at once, or it would be the next to fetch it."""
         self._keeper.hold([item])
-        self._later[item] = asyncio.get_running_loop().call_later(delay_s, self._release, item)
+        self._later[item] = self._loop.call_later(delay_s, self._release, item)
 
     async def settle(self) -> None:
         """Waits until everything handed over is done; what is to be released later is released now."""
@@ -170,8 +174,10 @@ class Publisher:
         waiting = [item for item in items if item.request.reply_to]
         if waiting:
             theirs = [response for response in responses if response.request_id not in by_id]
-            work = self._recorded(waiting, lambda: self._publish(waiting, theirs, begin_ns))
-            self._spawn(work, waiting, self._finish_soon)
+            self._publish_soon(waiting, theirs, begin_ns)
+
+    def _publish_soon(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
+        self._spawn(self._recorded(items, lambda: self._publish(items, responses, begin_ns)), items, self._finish_soon)
 
     async def _publish(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
         if not self._keeper.is_sure(items):
@@ -223,21 +229,25 @@ class Publisher:
 
     def _finish_soon(self, items: Sequence[Pending]) -> None:
         """Finishes published items together with those of the next batches."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FINISH_DELAY_S, self._finish_now)
+        if not self._published:
+            self._finish_at_s = self._loop.time() + FINISH_DELAY_S
+            if self._timer is None:
+                self._timer = self._loop.call_at(self._finish_at_s, self._finish_due)
         self._published.extend(items)
 
+    def _finish_due(self) -> None:
+        """Finishes what nothing came after; the timer is set once for many batches, and so it may be too early."""
+        self._timer = None
+        if self._published and self._loop.time() + _TICK_S < self._finish_at_s:
+            self._timer = self._loop.call_at(self._finish_at_s, self._finish_due)
+        else:
+            self._finish_now()
+
     def _finish_now(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         if self._published:
             items, self._published = self._published, []
             self._keeper.drop(items)  # before they are finished: a renewal just after would find their leases lost
-            self._spawn(lambda: self._finish(items), items)
-
-    async def _finish(self, items: Sequence[Pending]) -> None:
-        await self._delivery.finish([item.lease.entry for item in items if not item.lost])
+            self._spawn(lambda: self._delivery.finish([item.lease.entry for item in items if not item.lost]), items)
 
     def _count(self, items: Sequence[Pending], begin_ns: int) -> None:
         lane = items[0].lease.entry.lane
@@ -270,7 +280,7 @@ class Publisher:
         for another reason is left to the end of the leases of `held`.
         """
         pause_s = _FIRST_RETRY_S
-        while not items or not all(item.lost for item in items):
+        while not _are_lost(items):
             try:
                 await work()
                 if pause_s > _FIRST_RETRY_S:
@@ -289,6 +299,11 @@ class Publisher:
             after(items)
 
 
+def _are_lost(items: Sequence[Pending]) -> bool:
+    """Tells whether there are items and the leases of all are lost; mostly the first one's is not."""
+    return bool(items) and items[0].lost and all(item.lost for item in items)
+
+
 def _nbytes(response: Response) -> int:
     return sum(tensor.nbytes for tensor in response.outputs)
 
@@ -300,11 +315,12 @@ def _failed(response: Response, error: QinferError) -> Response:
 def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
     """Cuts what each waiting process gets into chunks; a response whose outputs are too large is one by itself."""
     for address, group in _by_address(items, responses).items():
+        if sum([len(tensor.data) for response in group for tensor in response.outputs]) <= CHUNK_BYTES:
+            yield address, group, False
+            continue
         begin = size = 0
         for end, response in enumerate(group):
-            nbytes = 0
-            for tensor in response.outputs:
-                nbytes += tensor.nbytes
+            nbytes = _nbytes(response)
             if size + nbytes > CHUNK_BYTES:
                 if end > begin:
                     yield address, group[begin:end], False
@@ -320,10 +336,7 @@ def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator
 def _by_address(items: Sequence[Pending], responses: Sequence[Response]) -> dict[str, Sequence[Response]]:
     """Sorts responses by who waits for them: mostly one gateway, which waits for all of a batch."""
     address = items[0].request.reply_to
-    for item in items:
-        if item.lost or item.request.reply_to != address:
-            break
-    else:
+    if not [True for item in items if item.lost or item.request.reply_to != address]:
         return {address: responses}
     address_of = {item.request.id: item.request.reply_to for item in items if not item.lost}
     groups: dict[str, list[Response]] = {}
