@@ -1,5 +1,7 @@
 """Frames of requests that are alike: what differs is the id and the tensors' bytes, all else is looked at once."""
 
+from collections.abc import Hashable
+
 import msgspec
 
 from qinfer.codec.frame import ALIGNMENT, decode_request, encode_request, tensor_places
@@ -11,6 +13,22 @@ _LONG_ID = b"\xdc\x00\x11\xd9"  # how its header begins: an array of 17, a text 
 _ID_AT = 13  # behind these, the header's size between them, and the text's size
 _MAX_KNOWN = 1024
 _SMALL_BYTES = 16 * 1024  # up to here a copy is cheaper than a view
+
+
+class Repeats:
+    """Tells what comes again: to remember what comes once only would cost more than it gains."""
+
+    def __init__(self) -> None:
+        self._seen: set[Hashable] = set()
+
+    def has(self, key: Hashable) -> bool:
+        """Tells whether it came before, and notes that it did."""
+        if key in self._seen:
+            return True
+        if len(self._seen) >= _MAX_KNOWN:
+            self._seen.clear()
+        self._seen.add(key)
+        return False
 
 
 class RequestForm:
@@ -60,6 +78,7 @@ class RequestReader:
     def __init__(self) -> None:
         self._spans: dict[bytes, tuple[int, int, int]] = {}
         self._known: dict[bytes, _Known] = {}
+        self._repeats = Repeats()
 
     def decode(self, frame: Bytes) -> InferRequest:
         """Decodes a request as `decode_request` does; small tensors are copied."""
@@ -85,15 +104,17 @@ class RequestReader:
         return msgspec.structs.replace(known.request, id=name, inputs=tuple(tensors), parameters={})
 
     def _learn(self, frame: bytes) -> InferRequest:
-        """Decodes a request, and remembers what its frame says around its id."""
+        """Decodes a request, and remembers what its frame says around its id, if it comes again."""
         request = decode_request(frame)
         is_special = request.client_id or request.trace or request.parameters or request.sequence is not None
         if is_special or frame[:4] != _PLAIN or frame[8:12] != _LONG_ID:
             return request
+        begin, end = _ID_AT + frame[_ID_AT - 1], 8 + int.from_bytes(frame[4:8], "little")
+        if not self._repeats.has(frame[begin:end]):
+            return request
         if max(len(self._known), len(self._spans)) >= _MAX_KNOWN:
             self._known.clear()
             self._spans.clear()
-        begin, end = _ID_AT + frame[_ID_AT - 1], 8 + int.from_bytes(frame[4:8], "little")
         area, places = tensor_places(frame)
         tensors = [
             (tensor.name, tensor.datatype, tensor.shape, first, last)

@@ -4,7 +4,7 @@ What is not tensors (ids, names, parameters) is always in the entry, and bounded
 """
 
 from qinfer.codec.frame import encode_request, encode_request_apart
-from qinfer.codec.request_form import RequestForm
+from qinfer.codec.request_form import Repeats, RequestForm
 from qinfer.delivery.base import Lane, Payload
 from qinfer.errors import PayloadTooLarge
 from qinfer.messages import InferRequest
@@ -32,13 +32,14 @@ class Layouts:
     def __init__(self, inline_max_bytes: int) -> None:
         self._inline_max_bytes = inline_max_bytes
         self._forms: dict[Kind, RequestForm] = {}
+        self._repeats = Repeats()
 
     def find(self, kind: Kind) -> RequestForm | None:
         """Returns the form of requests of that kind."""
         return self._forms.get(kind)
 
     def lay_out(self, request: InferRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
-        """Encodes a stamped request that fits its model, as `lay_out` does, and remembers it for others of its kind.
+        """Encodes a stamped request that fits its model, as `lay_out` does; remembers the second of its kind.
 
         An equal kind means equal names, datatypes, shapes and sizes: they fit, too.
 
@@ -46,7 +47,7 @@ class Layouts:
             PayloadTooLarge: It is too large without its tensors.
         """
         frame, payload = lay_out(request, tensor_bytes(request), self._inline_max_bytes)
-        if kind is not None and payload is None:
+        if kind is not None and payload is None and self._repeats.has(kind):
             if len(self._forms) >= _MAX_KNOWN:
                 self._forms.clear()
             self._forms[kind] = RequestForm(request)
