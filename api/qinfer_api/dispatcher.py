@@ -271,7 +271,7 @@ class Dispatcher:
     def _submit_anew(
         self, pending: Pending, request: InferRequest, route: Route, first_s: float, context: Context, kind: Kind | None
     ) -> None:
-        """Stamps, lays out and submits a request that is the first of its kind, special, large, or has a policy."""
+        """Stamps, lays out and submits a request of no known kind: new, special, large, or under a policy."""
         policy = route.policy
         request.queue_timeout_s, request.timeout_s = queue_timeout_s(policy, request.timeout_s), first_s
         request.partition, request.reply_to = route.lane.partition, self._reply_to

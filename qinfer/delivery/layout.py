@@ -39,7 +39,7 @@ class Layouts:
         return self._forms.get(kind)
 
     def lay_out(self, request: InferRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
-        """Encodes a stamped request that fits its model, as `lay_out` does; remembers the second of its kind.
+        """Encodes a stamped request that fits its model, as `lay_out` does; the second of its kind makes it known.
 
         An equal kind means equal names, datatypes, shapes and sizes: they fit, too.
 

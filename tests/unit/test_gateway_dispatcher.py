@@ -1,16 +1,18 @@
 """The dispatcher between a catalog, a queue and sinks, without HTTP."""
 
+import struct
 from collections.abc import Callable
 from typing import Any, cast
 
+import msgspec
 import pytest
 
-from qinfer.codec.frame import encode_responses
+from qinfer.codec.frame import decode_request, encode_responses
 from qinfer.control.capacity import Capacity
 from qinfer.control.catalog import Catalog, Served
 from qinfer.control.routes import Routes
 from qinfer.delivery.base import Delivery, Entry, Lane
-from qinfer.errors import BrokerUnavailable, ModelNotFound, Overloaded, QinferError, QuotaExceeded
+from qinfer.errors import BrokerUnavailable, InvalidRequest, ModelNotFound, Overloaded, QinferError, QuotaExceeded
 from qinfer.messages import InferRequest, Response
 from qinfer.observability.metrics import GatewayTally, Snapshot, render
 from qinfer.repository.spec import ModelSpec, TensorSpec
@@ -48,6 +50,7 @@ class Queue:
     """A delivery that keeps what it gets."""
 
     def __init__(self) -> None:
+        self.frames: list[Bytes] = []
         self.receipts: list[Callable[[Entry | QinferError], None]] = []
         self.finished: list[Entry] = []
         self.down = False
@@ -55,6 +58,7 @@ class Queue:
     def submit(self, lane: Lane, frame: Bytes, done: Callable[[Entry | QinferError], None], **_: Any) -> None:
         if self.down:
             raise BrokerUnavailable("Redis can't be reached")
+        self.frames.append(frame)
         self.receipts.append(done)
 
     async def finish(self, entries: list[Entry]) -> None:
@@ -76,8 +80,9 @@ class Setup:
         self.queue = Queue()
         self.tally = GatewayTally()
         self.sink = Sink()
+        self.models = Models()
         self.dispatcher = Dispatcher(
-            cast(Delivery, self.queue), cast(Catalog, Models()), self.tally, LimitSettings(), "me"
+            cast(Delivery, self.queue), cast(Catalog, self.models), self.tally, LimitSettings(), "me"
         )
 
     def submit(self, **changes: Any) -> Any:
@@ -243,3 +248,65 @@ async def test_a_caller_can_shorten_the_timeout(within_s: float, timeout_s: floa
     setup.dispatcher.submit(ANONYMOUS, request, setup.sink, within_s)
 
     assert request.timeout_s == timeout_s
+
+
+def submit_alike(setup: Setup, count: int) -> list[InferRequest]:
+    """Submits requests that differ in their elements only."""
+    requests = [request_of(Tensor("x", "FP32", (1,), struct.pack("<f", number))) for number in range(count)]
+    for request in requests:
+        setup.dispatcher.submit(ANONYMOUS, request, setup.sink)
+    return requests
+
+
+def request_of(tensor: Tensor) -> InferRequest:
+    return InferRequest(model="m", inputs=(tensor,))
+
+
+async def test_requests_that_are_alike_reach_the_queue_as_the_first_did() -> None:
+    """Stamped alike, each with its own id and elements."""
+    setup = Setup()
+
+    requests = submit_alike(setup, 4)
+
+    first, *others = [decode_request(frame) for frame in setup.queue.frames]
+    assert (first.timeout_s, first.reply_to, first.generation) == (60.0, "reply:me", 5)
+    assert [request.id for request in (first, *others)] == [request.id for request in requests]
+    assert len({request.id for request in requests}) == 4
+    assert [bytes(request.inputs[0].data) for request in (first, *others)] == [r.inputs[0].data for r in requests]
+    plain = msgspec.structs.replace(first, id="", inputs=())
+    assert all(msgspec.structs.replace(other, id="", inputs=()) == plain for other in others)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        Tensor("y", "FP32", (1,), bytes(4)),
+        Tensor("x", "INT32", (1,), bytes(4)),
+        Tensor("x", "FP32", (2,), bytes(8)),
+        Tensor("x", "FP32", (1, 1), bytes(4)),
+    ],
+)
+async def test_what_is_not_alike_is_checked_all_the_same(tensor: Tensor) -> None:
+    """However many came before it that fitted, and as often as it comes."""
+    setup = Setup()
+    submit_alike(setup, 3)
+
+    for _ in range(3):
+        with pytest.raises(InvalidRequest):
+            setup.dispatcher.submit(ANONYMOUS, request_of(tensor), setup.sink)
+
+    assert len(setup.queue.frames) == setup.dispatcher.in_flight == 3
+
+
+async def test_a_model_that_changed_is_asked_again() -> None:
+    """What fitted the old one may not fit the new one."""
+    setup = Setup()
+    submit_alike(setup, 3)
+    port = TensorSpec(name="x", datatype="FP32", dims=(2,))
+    spec = ModelSpec(name="m", backend="stub", inputs=(port,), outputs=(port,))
+    setup.models.served = Served(spec=spec, version=3, generation=6, lane=LANE, routes=Routes(spec, 3))
+
+    with pytest.raises(InvalidRequest):
+        submit_alike(setup, 1)
+
+    assert len(setup.queue.frames) == 3

@@ -1,7 +1,8 @@
 """What becomes of answers and entries when the broker refuses, or when time has passed unnoticed."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -87,10 +88,14 @@ def pending(number: int = 0, reply_to: str = "reply:g") -> Pending:
     return Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
 
 
+def keeper_of(delivery: MemoryDelivery, lease_s: float = 10.0) -> LeaseKeeper:
+    return LeaseKeeper(ThreadRenewals(delivery.renew, lease_s / 10), delivery.clock, lease_s, list, lambda _: None)
+
+
 async def test_what_can_not_be_read_is_held_until_it_is_released() -> None:
     """However long the pause is, beside the lease; nobody else takes what comes back in a moment."""
     delivery = Releasing()
-    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 1.0), delivery.clock, 10.0, list, lambda _: None)
+    keeper = keeper_of(delivery)
     first, second = pending(1), pending(2)
 
     async with asyncio.TaskGroup() as tasks:
@@ -108,7 +113,7 @@ async def test_what_can_not_be_read_is_held_until_it_is_released() -> None:
 async def test_a_lease_is_held_while_its_entry_is_buried() -> None:
     """Its tensors may take longer than a lease to be copied; after that it is renewed no longer, buried or refused."""
     delivery = Burying()
-    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 1.0), delivery.clock, 10.0, list, lambda _: None)
+    keeper = keeper_of(delivery)
     items = [pending(1), pending(2)]
     error = InferenceFailed("it was given up")
 
@@ -158,7 +163,7 @@ async def test_nothing_is_answered_while_leases_may_have_ended(reply_to: str) ->
 async def test_a_refused_release_is_left_to_the_end_of_its_lease(caplog: pytest.LogCaptureFixture) -> None:
     """It is logged, its lease is renewed no longer, and nothing else ends."""
     delivery = Refusing()
-    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 1.0), delivery.clock, 10.0, list, lambda _: None)
+    keeper = keeper_of(delivery)
     item = pending()
     keeper.hold([item])
 
@@ -175,19 +180,25 @@ def responses(items: Sequence[Pending]) -> list[Response]:
     return [Response(request_id=item.request.id) for item in items]
 
 
+@asynccontextmanager
+async def publishing(delivery: MemoryDelivery) -> AsyncIterator[Publisher]:
+    """A publisher with leases that last; what it has begun has ended when the block has."""
+    async with asyncio.TaskGroup() as tasks:
+        outlet = Publisher(delivery, keeper_of(delivery, lease_s=60.0), tasks)
+        yield outlet
+        await outlet.settle()
+
+
 async def test_a_few_published_items_are_finished_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script call for each batch of one would cost Redis as much as the answers do."""
     monkeypatch.setattr(publisher, "FINISH_DELAY_S", 600.0)
     delivery = Noting()
-    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 60.0), delivery.clock, 60.0, list, lambda item: None)
-    async with asyncio.TaskGroup() as tasks:
-        outlet = Publisher(delivery, keeper, tasks)
+    async with publishing(delivery) as outlet:
         outlet.answer([pending(1)], responses([pending(1)]))
         await eventually(lambda: len(delivery.seen) == 1)
         outlet.answer([pending(2)], responses([pending(2)]))
         await eventually(lambda: len(delivery.seen) == 2)
         assert delivery.finished == []
-        await outlet.settle()
 
     assert delivery.finished == [["1000-1", "1000-2"]]
 
@@ -196,28 +207,21 @@ async def test_many_published_items_are_finished_with_the_next_answers(monkeypat
     """In the same write; nothing waits for the timer."""
     monkeypatch.setattr(publisher, "FINISH_DELAY_S", 600.0)
     delivery = Noting()
-    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 60.0), delivery.clock, 60.0, list, lambda item: None)
     many = [pending(number) for number in range(publisher.FINISH_COUNT)]
-    async with asyncio.TaskGroup() as tasks:
-        outlet = Publisher(delivery, keeper, tasks)
+    async with publishing(delivery) as outlet:
         outlet.answer(many, responses(many))
         await eventually(lambda: len(delivery.seen) == len(many))
         outlet.answer([pending(100)], responses([pending(100)]))
         await eventually(lambda: len(delivery.seen) > len(many))
         assert delivery.finished == [[item.lease.entry.entry_id for item in many]]
-        await outlet.settle()
 
 
 async def test_what_nothing_comes_after_is_finished_all_the_same() -> None:
     """After a moment, whether or not the timer had been set for what came before it."""
     delivery = Noting()
-    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 60.0), delivery.clock, 60.0, list, lambda item: None)
     many = [pending(number) for number in range(publisher.FINISH_COUNT)]
-    async with asyncio.TaskGroup() as tasks:
-        outlet = Publisher(delivery, keeper, tasks)
+    async with publishing(delivery) as outlet:
         outlet.answer(many, responses(many))
         await eventually(lambda: len(delivery.seen) == len(many))
         outlet.answer([pending(100)], responses([pending(100)]))
         await eventually(lambda: sum(map(len, delivery.finished)) == len(many) + 1)
-
-        await outlet.settle()
