@@ -44,7 +44,7 @@ _AWAY_S = 0.5
 _VICTIMS = (Role.BRIDGE, Role.RABBITMQ, Role.WORKER, Role.BRIDGE, Role.WORKER, Role.BRIDGE, Role.BROKER, Role.BRIDGE)
 _OTHERS = ((Kind.STOP, Role.BRIDGE), (Kind.END, Role.BRIDGE), (Kind.END, Role.RABBITMQ), (Kind.CUT, Role.BROKER))
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 2 + WITHIN_S + 120)]
+pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 2 + WITHIN_S + 120)]
 
 
 class BridgeChaos(Chaos):

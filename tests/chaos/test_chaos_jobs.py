@@ -35,7 +35,7 @@ KILLS = round(int(os.environ.get("CHAOS_KILLS", "30")) / 5)
 SEED = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
 STORES = ["file", "s3"] if "CHAOS_SECONDS" in os.environ else ["file"]  # the latter takes long
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 2 + 240)]
+pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(SECONDS * 2 + 240)]
 
 WITHIN_S = 150.0
 ROWS = 1600

@@ -19,7 +19,7 @@ from tests.chaos.member import Member, Role
 from tests.chaos.repository import write_models
 from tests.chaos.verdict import expected
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(180)]
 
 CALLERS = 8
 TRIES = 50
