@@ -8,7 +8,6 @@ share is judged by its rows per second beside the stream, against those it has a
 """
 
 import argparse
-import asyncio
 import dataclasses
 import shutil
 import statistics
@@ -18,12 +17,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import httpx
-import numpy as np
 
 from benchmarks import environments, load, processes
 from benchmarks.bodies import BINARY, Body, write_body
 from benchmarks.bulk.contestants import Qinfer, RunFailed, serving
 from benchmarks.bulk.data import DATA_SETS
+from benchmarks.bulk.stream import Latencies, stream
 from benchmarks.machine import describe
 from benchmarks.models import MODELS
 
@@ -33,48 +32,7 @@ DATA = dataclasses.replace(DATA_SETS["lists"], name="mixed", group_rows=5000)
 """Small row groups, and parts of one each, so that the count of its rows moves often."""
 SHARE = 1 / 3
 CONNECTIONS = 64
-STREAM_CONNECTIONS = 256
-"""Opened before a stream begins: to open one costs client and gateway several times what a request does, and a moment
-of high latency, in which each request would open one, would prolong itself."""
 P99_BAR, JOB_BAR = 2.0, 0.6
-
-
-class Latencies(NamedTuple):
-    """Of one stream of requests, in milliseconds, and how many of them failed."""
-
-    p50: float
-    p99: float
-    failed: int
-
-
-async def stream(port: int, request: bytes, rate: float, seconds: float) -> Latencies:
-    """Sends requests at a fixed rate, each when it is due, over as many connections as it takes."""
-    free = [await asyncio.open_connection("127.0.0.1", port) for _ in range(STREAM_CONNECTIONS)]
-    latencies: list[float] = []
-    failed = 0
-
-    async def ask(due_s: float) -> None:
-        nonlocal failed
-        reader, writer = free.pop() if free else await asyncio.open_connection("127.0.0.1", port)
-        writer.write(request)
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
-        await reader.readexactly(int(length.partition(b":")[2]))
-        failed += not head.startswith(b"HTTP/1.1 200")
-        latencies.append(time.perf_counter() - due_s)
-        free.append((reader, writer))
-
-    begin_s = time.perf_counter()
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(int(rate * seconds)):
-            due_s = begin_s + number / rate
-            if (early_s := due_s - time.perf_counter()) > 0:
-                await asyncio.sleep(early_s)
-            tasks.create_task(ask(due_s))
-    for _, writer in free:
-        writer.close()
-    p50, p99 = np.percentile(np.array(latencies) * 1000, [50, 99])
-    return Latencies(float(p50), float(p99), failed)
 
 
 def raw_request(body: Body) -> bytes:
@@ -145,12 +103,12 @@ def measure(rounds: int, seconds: float, rows: int) -> tuple[float, list[Round]]
         rate, request = capacity * SHARE, raw_request(body)
         print(f"capacity {capacity:,.0f} requests/s; the stream has {rate:,.0f}", flush=True)
         for number in range(rounds):
-            alone = asyncio.run(stream(port, request, rate, seconds))
+            alone = stream(port, request, rate, seconds)
             job = Job(qinfer, files, number)
             job.rows_per_s()
             time.sleep(seconds)
             job_alone = job.rows_per_s()
-            beside = asyncio.run(stream(port, request, rate, seconds))
+            beside = stream(port, request, rate, seconds)
             found.append(Round(alone, beside, job_alone, job.rows_per_s()))
             job.cancel()
             print(found[-1], flush=True)
