@@ -395,6 +395,25 @@ async def test_a_shard_is_left_to_others_when_the_one_before_does_not_end(
     assert (ground.model.sizes, ground.left(), ground.line.locked()) == ([], [], True)
 
 
+@pytest.mark.parametrize("when", ["before it waits", "while it waits"])
+async def test_a_shard_that_waits_for_the_one_before_can_be_stopped(tmp_path: Path, when: str) -> None:
+    """At once: its job may have been cancelled, and the shard before may be at work for a while."""
+    ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 200)
+    await ground.line.acquire()
+    run = ground.run(shard, spec)
+    if when == "before it waits":
+        run.stop()
+    running = asyncio.create_task(run.run())
+    if when == "while it waits":
+        await eventually(lambda: bool(ground.line._waiters), description="a shard in line")  # it shows nowhere else
+        run.stop()
+
+    with pytest.raises(Abandoned):
+        await running
+
+    assert (ground.model.sizes, ground.left(), ground.line.locked()) == ([], [], True)
+
+
 async def test_a_model_that_was_loaded_anew_does_not_go_on_with_a_part(tmp_path: Path) -> None:
     """One part, one model."""
     gate = threading.Event()

@@ -71,6 +71,7 @@ class ShardRun:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
+        self._patience: asyncio.Timeout | None = None  # while it waits for the shard before
         self._files = files
         self._purpose = purpose
         self._device = device
@@ -83,6 +84,8 @@ class ShardRun:
     def stop(self) -> None:
         """See `Run.stop`."""
         self._chunks.stop()
+        if self._patience is not None:
+            self._patience.reschedule(self._loop.time())
 
     def _set(self, event: asyncio.Event) -> None:
         with suppress(RuntimeError):  # the loop is closed
@@ -143,13 +146,17 @@ class ShardRun:
 
     @asynccontextmanager
     async def _in_line(self) -> AsyncIterator[None]:
-        """Waits until the shard before is scored."""
+        """Waits until the shard before is scored; no longer, once it is told to stop."""
         line = self._device.line
         try:
-            async with asyncio.timeout(WAITS_S):
+            async with asyncio.timeout(0 if self._chunks.is_stopped else WAITS_S) as self._patience:
                 await line.acquire()
         except TimeoutError:
+            if self._chunks.is_stopped:
+                raise Abandoned from None
             raise PutOff("the shard before does not come to its end") from None
+        finally:
+            self._patience = None
         try:
             yield
         finally:
