@@ -29,8 +29,8 @@ whoever counted: they never fall while Redis keeps its data, and what a killed p
 of counts, is missing. A counter of one worker, with the label `worker`, ends with that worker: a worker that is started
 again is another one. `increase` and `rate` of such counters are right; to compare totals use those of the models.
 
-While Redis is away a gateway still answers: `qinfer_store_up` is 0, and totals and backlogs are left out rather than 0.
-Make alerts on them tell a missing series from a small one.
+While Redis is away, or does not answer within 3 s, a gateway still answers: `qinfer_store_up` is 0, and totals and
+backlogs are left out rather than 0. Make alerts on them tell a missing series from a small one.
 
 A scrape takes a few round trips to Redis, however many models there are. Depths and ages are of the moment; what
 workers say of themselves (`qinfer_worker_*`, `qinfer_executing_requests`, devices) is up to a few seconds old.

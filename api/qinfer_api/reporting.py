@@ -19,7 +19,7 @@ from qinfer.observability.stats import add
 from qinfer.observability.triton_metrics import Wanted
 from qinfer.settings import Settings
 from qinfer_api.letter_counts import LetterCounts
-from qinfer_api.scrape import take_snapshot
+from qinfer_api.scrape import ANSWERS_WITHIN_S, take_snapshot
 from qinfer_api.server_settings import LogSettings, TraceSettings
 from qinfer_api.statistics import Statistics
 from qinfer_api.trace_file import TraceFile
@@ -102,8 +102,9 @@ class Reporting:
 
     async def _is_store_up(self) -> bool:
         try:
-            await self._store.settings()
-        except BrokerUnavailable:
+            async with asyncio.timeout(ANSWERS_WITHIN_S):
+                await self._store.settings()
+        except (BrokerUnavailable, TimeoutError):
             return False
         return True
 

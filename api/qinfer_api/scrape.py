@@ -16,6 +16,9 @@ from qinfer.observability.process_use import ProcessUse
 from qinfer.observability.stats import LABELING
 from qinfer_api.letter_counts import LetterCounts
 
+ANSWERS_WITHIN_S = 3.0
+"""A store that does not answer within it counts as away: whoever scrapes may wait for five seconds only."""
+
 _OPEN_STATES = ("validating", "planning", "running", "finalizing", "cancelling")
 _ENDED_STATES = ("completed", "failed", "cancelled", "expired")
 _LaneKey = tuple[str, int, str]
@@ -44,15 +47,16 @@ async def take_snapshot(
     ready, records = catalog.readiness(), catalog.workers()
     letters = letters or LetterCounts(delivery.dead_letters)
     try:
-        work, stats, waiting, jobs, (scalers, scaled, routes) = await asyncio.gather(
-            read_work(store, delivery),
-            read_stats(store, list(ready)),
-            letters.read(catalog.known()),
-            delivery.jobs.states(),
-            asyncio.gather(store.scalers(), store.scaler_counts(), store.routes()),
-        )
-        labeling = await _unfinished(delivery.label_tasks, stats)
-    except BrokerUnavailable:
+        async with asyncio.timeout(ANSWERS_WITHIN_S):
+            work, stats, waiting, jobs, (scalers, scaled, routes) = await asyncio.gather(
+                read_work(store, delivery),
+                read_stats(store, list(ready)),
+                letters.read(catalog.known()),
+                delivery.jobs.states(),
+                asyncio.gather(store.scalers(), store.scaler_counts(), store.routes()),
+            )
+            labeling = await _unfinished(delivery.label_tasks, stats)
+    except (BrokerUnavailable, TimeoutError):
         return Snapshot(
             store_up=False,
             ready=ready,

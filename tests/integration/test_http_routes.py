@@ -1,5 +1,6 @@
 """The routes besides infer: health, metadata, configuration, metrics, documentation."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 
@@ -128,15 +129,19 @@ async def test_metrics(client: httpx.AsyncClient, running: Running) -> None:
     assert 'qinfer_model_ready{model="loading",version="1"} 0.0' in text
 
 
+@pytest.mark.parametrize("trouble", ["away", "hangs"])
 async def test_metrics_without_the_store(
-    client: httpx.AsyncClient, running: Running, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, running: Running, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    """When Redis is away, what is known is still shown, and that it is away."""
+    """When Redis is away or hangs, what is known is still shown, and that it is away."""
 
-    async def away(self: MemoryDelivery, lanes: list[Lane]) -> list[int]:
+    async def sizes(self: MemoryDelivery, lanes: list[Lane]) -> list[int]:
+        if trouble == "hangs":
+            await asyncio.Event().wait()
         raise BrokerUnavailable("no Redis")
 
-    monkeypatch.setattr(MemoryDelivery, "sizes", away)
+    monkeypatch.setattr("qinfer_api.scrape.ANSWERS_WITHIN_S", 0.01)
+    monkeypatch.setattr(MemoryDelivery, "sizes", sizes)
 
     reply = await client.get("/metrics")
 
