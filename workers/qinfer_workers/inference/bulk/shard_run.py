@@ -84,7 +84,7 @@ class ShardRun:
     def stop(self) -> None:
         """See `Run.stop`."""
         self._chunks.stop()
-        if self._patience is not None:
+        if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(self._loop.time())
 
     def _set(self, event: asyncio.Event) -> None:
