@@ -12,6 +12,7 @@ from qinfer.control.base import ControlStore, ScalerRecord, WorkerRecord
 from qinfer.control.placement import is_placed
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.scaling import Version
+from qinfer.control.scaling_shares import RECORD_TTL_S
 from qinfer.control.work import VersionWork, read_work
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.clients import admin_client
@@ -22,8 +23,6 @@ from qinfer.settings import RedisSettings
 
 logger = logging.getLogger(__name__)
 
-RECORD_TTL_S = 15.0
-"""Seconds for which what an autoscaler said holds."""
 CLOSE_S = 10.0
 
 
@@ -38,6 +37,7 @@ class Reading:
         workers: The heartbeats of all live workers.
         load_s: The longest time that one of the models took to load.
         floors: Model → live workers that it wants in order to be READY; those that want none are left out.
+        scalers: The records of all live autoscalers, whatever their models.
     """
 
     at_s: float
@@ -46,6 +46,7 @@ class Reading:
     workers: tuple[WorkerRecord, ...]
     load_s: float
     floors: Mapping[str, int]
+    scalers: tuple[ScalerRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ async def read(store: ControlStore, delivery: Delivery, globs: Sequence[str], cl
     """
     work = tuple(one for one in await read_work(store, delivery) if is_placed(one.model, globs))
     versions = [(one.model, one.version) for one in work]
-    workers, counts, speeds = await asyncio.gather(
-        store.workers(), store.some_stats(versions, (INFERENCE_COUNT,)), store.speeds(versions)
+    workers, counts, speeds, scalers = await asyncio.gather(
+        store.workers(), store.some_stats(versions, (INFERENCE_COUNT,)), store.speeds(versions), store.scalers()
     )
     stored = await store.models(sorted({model for model, _ in versions}))
     measured = [worker.load_s.get(model, {}).get(version, 0.0) for worker in workers for model, version in versions]
@@ -75,6 +76,7 @@ async def read(store: ControlStore, delivery: Delivery, globs: Sequence[str], cl
         workers=tuple(workers),
         load_s=max([*measured, *(speed.load_s for speed in speeds.values())], default=0.0),
         floors={name: one.min_workers for name, one in stored.items() if one.min_workers and not one.error},
+        scalers=tuple(scalers),
     )
 
 
@@ -100,6 +102,7 @@ class QueueWatch:
         self._counts: dict[str, int] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
+        self._said = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="queue-watch", daemon=True)
 
     def start(self) -> None:
@@ -113,19 +116,25 @@ class QueueWatch:
         return latest
 
     def say(self, record: ScalerRecord, counts: Mapping[str, int]) -> None:
-        """Has a record written with the next reading, and counts added."""
+        """Has a record written at once, or before the first reading, and counts added."""
         with self._lock:
             self._record = record
             self._add(counts)
+        with contextlib.suppress(RuntimeError):  # it has just ended
+            self._loop.call_soon_threadsafe(self._said.set)
 
     def close(self) -> None:
         """Takes the record away and ends the thread; gives up on a Redis that does not answer."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._stop.set)
+                self._loop.call_soon_threadsafe(self._end)
             self._thread.join(CLOSE_S)
         elif not self._loop.is_closed():
             self._loop.close()
+
+    def _end(self) -> None:
+        self._stop.set()
+        self._said.set()
 
     def _run(self) -> None:
         with contextlib.closing(self._loop):
@@ -146,16 +155,17 @@ class QueueWatch:
         delivery = await RedisDelivery.connect(self._redis)
         store = RedisControlStore(admin_client(self._redis))
         try:
+            await self._publish(store, RECORD_TTL_S)  # first: so those that start together know one another
             while not self._stop.is_set():
                 self._put(await read(store, delivery, self._globs, self._clock))
-                await self._publish(store, RECORD_TTL_S)
-                await self._pause()
+                await self._publish_until_next(store)
             await self._publish(store, 0.0)
         finally:
             await store.close()
             await delivery.close()
 
     async def _publish(self, store: ControlStore, ttl_s: float) -> None:
+        self._said.clear()
         with self._lock:
             record, counts, self._counts = self._record, self._counts, {}
         if record is None:
@@ -166,6 +176,16 @@ class QueueWatch:
             with self._lock:
                 self._add(counts)
             raise
+
+    async def _publish_until_next(self, store: ControlStore) -> None:
+        """Waits for the time of the next reading; meanwhile writes what is said, at once: others go by it."""
+        next_s = self._loop.time() + self._every_s
+        while not self._stop.is_set() and (left_s := next_s - self._loop.time()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._said.wait()
+            if self._said.is_set() and not self._stop.is_set():
+                await self._publish(store, RECORD_TTL_S)
 
     async def _pause(self) -> None:
         with contextlib.suppress(TimeoutError):

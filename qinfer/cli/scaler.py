@@ -1,15 +1,18 @@
 """What `qinfer autoscale` does, and `qinfer up --autoscale`: looks at the queue, decides, starts and drains workers.
 
-    QueueWatch (thread): Redis ──▶ Reading ──▶ decide (pure) ──▶ Fleet: worker processes, under the supervisor
+    QueueWatch (thread): Redis ──▶ Reading ──▶ decide_share (pure) ──▶ Fleet: worker processes, under the supervisor
 
-While the queue can't be read nothing is decided: what runs is kept. A decision is a line of the log with its numbers;
-the latest is in Redis too, and how many there were.
+Autoscalers of the same models share the work: each knows the others by their records, decides for all, and does its
+share. While the queue can't be read nothing is decided: what runs is kept. A decision is a line of the log with its
+numbers; the latest is in Redis too, and how many there were.
 """
 
 import logging
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
 
 from qinfer.cli.fleet import Fleet
 from qinfer.cli.machine import usable_cpus
@@ -18,14 +21,8 @@ from qinfer.cli.scaling_file import ScalingFile
 from qinfer.cli.supervisor import Process
 from qinfer.clock import Clock, SystemClock
 from qinfer.control.base import KILLED, RESTARTED, SCALED_DOWN, SCALED_UP, ScalerRecord
-from qinfer.control.scaling import (
-    Decision,
-    Observation,
-    ScalingPolicy,
-    ScalingState,
-    Throughput,
-    decide,
-)
+from qinfer.control.scaling import Observation, ScalingPolicy, ScalingState, Throughput
+from qinfer.control.scaling_shares import Peers, SharedDecision, decide_share, policy_of_all
 from qinfer.errors import QinferError
 from qinfer.settings import AutoscaleSettings
 
@@ -92,7 +89,9 @@ class Autoscaler:
         self._host = socket.gethostname()
         self._id = f"{self._host}-{secrets.token_hex(4)}"
         self._throughput = Throughput()
+        self._peers = Peers(self._id, places)
         self._state = ScalingState.begin(self._clock.monotonic_s(), policy.min_workers)
+        self._share = policy.min_workers
         self._away = False
         self._wanting: frozenset[str] = frozenset()
         self._told = {RESTARTED: 0, KILLED: 0}
@@ -118,7 +117,8 @@ class Autoscaler:
 
     def start(self) -> None:
         """Starts the fewest workers, and begins to look."""
-        self._fleet.resize(self._state.target)
+        self._fleet.resize(self._share)
+        self._watch.say(self._about_us(), {})
         self._watch.start()
 
     def close(self) -> None:
@@ -138,30 +138,34 @@ class Autoscaler:
             self._state = self._state.blind(reading.at_s)
             self._note("queue read again", "the queue can be read again", {})
         self._fleet.note(reading.workers)
+        self._peers.see(reading.at_s, reading.scalers)
         self._tell_floors(reading)
         seen = self._observation(reading)
-        before = self._state.target
-        decision, self._state = decide(self._policy, self._state, seen)
-        self._tell(decision, seen, before)
-        self._write(reading, decision, seen, before)
+        others, share = self._peers.others, self._share
+        decided = decide_share(self._policy, self._state, seen, self._about_us(), others, is_left=self._peers.is_left)
+        self._state, self._share = decided.state, decided.share
+        self._tell(decided, seen, share)
+        self._write(reading, decided, seen)
         try:
-            self._fleet.resize(decision.target)
+            self._fleet.resize(self._share)
         except (QinferError, OSError) as error:
             self._note("worker not started", f"a worker could not be started: {error}", {"reason": str(error)})
-        self._publish(decision, seen, before)
+        self._publish(decided, seen, share)
 
     def _observation(self, reading: Reading) -> Observation:
+        """Returns what is seen of all workers: one's own, and those of the others."""
         speeds = {(one.model, one.version): one.rows_per_s for one in reading.work}
         work_s = sum(one.work_s for one in reading.work)
-        used = self._throughput.observe(reading.at_s, reading.rows, speeds, self._fleet.live, work_s)
+        live = self._fleet.live + sum(one.live for one in self._peers.others)
+        used = self._throughput.observe(reading.at_s, reading.rows, speeds, live, work_s)
         return Observation(
             now_s=reading.at_s,
             work_s=work_s,
             entries=sum((one.requests + one.bulk_rows) or int(one.rows > 0) for one in reading.work),
             executed=self._throughput.executed,
             used=used,
-            live=self._fleet.live,
-            starting=self._fleet.starting,
+            live=live,
+            starting=self._fleet.starting + sum(one.starting for one in self._peers.others),
             load_s=max(reading.load_s, self._fleet.start_s),
             floor=max(reading.floors.values(), default=0),
         )
@@ -169,12 +173,14 @@ class Autoscaler:
     def _blind(self, reason: str) -> None:
         if not self._away:
             self._away = True
+            self._peers.doubt()
             numbers = {"reason": reason, "kept": self._fleet.size}
             self._note("queue not read", f"the queue can't be read, the workers are kept: {reason}", numbers)
 
     def _tell_floors(self, reading: Reading) -> None:
         """Says once which models keep workers alive above the fewest."""
-        wanting = frozenset(name for name, count in reading.floors.items() if count > self._policy.min_workers)
+        least = policy_of_all(self._policy, self._peers.others).min_workers
+        wanting = frozenset(name for name, count in reading.floors.items() if count > least)
         if wanting - self._wanting:
             names = ", ".join(sorted(wanting))
             remedy = "QINFER_REPOSITORY__MIN_WORKERS=0 for all gateways, or qinfer.min_workers of the models"
@@ -182,35 +188,44 @@ class Autoscaler:
             self._note("models want live workers", text, {"models": sorted(wanting), "remedy": remedy})
         self._wanting = wanting
 
-    def _tell(self, decision: Decision, seen: Observation, before: int) -> None:
+    def _tell(self, decided: SharedDecision, seen: Observation, before: int) -> None:
+        share, total = decided.share, decided.total
         numbers = {
             "from": before,
-            "to": decision.target,
-            "reason": decision.reason,
-            "wanted": decision.wanted,
+            "to": share,
+            "reason": total.reason,
+            "wanted": total.wanted,
             "work_s": round(seen.work_s, 3),
             "entries": seen.entries,
             "used": round(seen.used, 2),
             "live": seen.live,
             "starting": seen.starting,
-            "draining": self._fleet.draining,
+            "draining": self._draining,
             "load_s": round(seen.load_s, 3),
         }
-        if decision.target == before:
+        with_others = ""
+        if self._peers.others:
+            numbers |= {"total": total.target, "autoscalers": len(self._peers.others) + 1}
+            with_others = f", {total.target} with those of other autoscalers"
+        if share == before:
             logger.debug("workers kept", extra=numbers)
             return
         logger.info("workers scaled", extra=numbers)
         if self._say is not None:
-            self._say(f"{decision.target} worker{'s' * (decision.target != 1)} instead of {before}: {decision.reason}")
+            self._say(f"{share} worker{'s' * (share != 1)} instead of {before}{with_others}: {total.reason}")
 
-    def _write(self, reading: Reading, decision: Decision, seen: Observation, before: int) -> None:
+    def _write(self, reading: Reading, decided: SharedDecision, seen: Observation) -> None:
         if self._record is None:
             return
         problem = self._record.add(
-            seen, decision, before=before, draining=self._fleet.draining, work=reading.work, rows=reading.rows
+            seen, decided.total, before=decided.before, draining=self._draining, work=reading.work, rows=reading.rows
         )
         if problem:
             self._note("record not written", f"the record can't be written: {problem}", {"reason": problem})
+
+    @property
+    def _draining(self) -> int:
+        return self._fleet.draining + sum(one.draining for one in self._peers.others)
 
     def _note(self, event: str, text: str, about: Mapping[str, object]) -> None:
         if self._say is not None:
@@ -218,24 +233,24 @@ class Autoscaler:
         else:
             logger.warning(event, extra=dict(about))
 
-    def _publish(self, decision: Decision, seen: Observation, before: int) -> None:
+    def _publish(self, decided: SharedDecision, seen: Observation, before: int) -> None:
         totals = {RESTARTED: self._fleet.restarts, KILLED: self._fleet.kills}
         counts = {name: total - self._told[name] for name, total in totals.items() if total > self._told[name]}
         self._told = totals
-        if decision.target != before:
-            counts[SCALED_UP if decision.target > before else SCALED_DOWN] = 1
-        record = ScalerRecord(
+        if self._share != before:
+            counts[SCALED_UP if self._share > before else SCALED_DOWN] = 1
+        seen_of = {"reason": decided.total.reason, "work_s": round(seen.work_s, 3), "entries": seen.entries}
+        self._watch.say(msgspec.structs.replace(self._about_us(), **seen_of), counts)
+
+    def _about_us(self) -> ScalerRecord:
+        return ScalerRecord(
             id=self._id,
             host=self._host,
             places=self._places,
             min_workers=self._policy.min_workers,
             max_workers=self._policy.max_workers,
-            target=decision.target,
-            reason=decision.reason,
+            target=self._share,
             live=self._fleet.live,
             starting=self._fleet.starting,
             draining=self._fleet.draining,
-            work_s=round(seen.work_s, 3),
-            entries=seen.entries,
         )
-        self._watch.say(record, counts)

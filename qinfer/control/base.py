@@ -153,8 +153,8 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
         places: Globs of the models that its workers load.
         min_workers: The fewest workers that it may have.
         max_workers: The most.
-        target: How many it decided on.
-        reason: Why, for people.
+        target: How many it is to have: of those that all of these models are to have, its share.
+        reason: Why it is that many in all, for people.
         live: Workers of its own that serve.
         starting: Those that were started and do not serve yet.
         draining: Those that end what they have in hand.

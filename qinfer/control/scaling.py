@@ -165,6 +165,17 @@ def decide(policy: ScalingPolicy, state: ScalingState, seen: Observation) -> tup
     return decision, replace(state, target=decision.target, shrunk_at_s=shrunk_at_s)
 
 
+def adopt(policy: ScalingPolicy, state: ScalingState, now_s: float, target: int) -> ScalingState:
+    """Returns the state after others have changed the number of workers to `target`; unchanged where they have not."""
+    if target > state.target:
+        is_first = state.shrunk_at_s > state.grown_at_s  # of the steps up that take a step down back
+        patience = _patience(policy, state, now_s) if is_first else state.patience
+        return replace(state, target=target, grown_at_s=now_s, patience=patience)
+    if target < state.target:
+        return replace(state, target=target, shrunk_at_s=now_s if target else state.shrunk_at_s)
+    return state
+
+
 def wanted_workers(policy: ScalingPolicy, seen: Observation) -> int:
     """Returns how many workers the present work asks for, within the limits."""
     by_work = math.ceil(min(seen.work_s / policy.target_s, policy.max_workers))
@@ -197,11 +208,15 @@ def _up(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted: i
         reason = f"{wanted} are wanted for {seen.now_s - short_since_s:.0f} s of {policy.up_after_s:g} s"
         return Decision(target=target, wanted=wanted, reason=reason), state
     why = _why_so_many(policy, seen, wanted)
-    again_s = seen.now_s - state.shrunk_at_s
-    was_hasty = again_s < 2 * policy.down_after_s * state.patience
-    patience = min(state.patience * 2, MAX_PATIENCE) if was_hasty else 1
+    patience = _patience(policy, state, seen.now_s)
     grown = replace(state, target=target, grown_at_s=seen.now_s, short_since_s=None, patience=patience)
     return Decision(target=target, wanted=wanted, reason=why), grown
+
+
+def _patience(policy: ScalingPolicy, state: ScalingState, now_s: float) -> int:
+    """Returns the patience after a step up: more, if it takes back a step down that was not long ago."""
+    was_hasty = now_s - state.shrunk_at_s < 2 * policy.down_after_s * state.patience
+    return min(state.patience * 2, MAX_PATIENCE) if was_hasty else 1
 
 
 def _why_so_many(policy: ScalingPolicy, seen: Observation, wanted: int) -> str:

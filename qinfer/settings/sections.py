@@ -324,7 +324,7 @@ class AutoscaleSettings(_Section):
         ge=0,
         description="Seconds after a step up in which there is no step down; 1.5 times the load time, if that is more.",
     )
-    every_s: float = Field(1.0, gt=0, description="Seconds between two looks at the queue.")
+    every_s: float = Field(1.0, gt=0, le=5, description="Seconds between two looks at the queue; 5 at most.")
     record: str = Field(
         "",
         description="File to which a line of JSON with what was seen and decided is added at each look, for "

@@ -225,6 +225,28 @@ def test_autoscale_beside_a_gateway(
     assert sum(traffic_of(recorded).arrivals) >= 40
 
 
+def test_two_autoscalers_share_the_work(
+    start: Start, gateway: Callable[..., str], repository: Path, outside: servers.RedisServer
+) -> None:
+    """One of them starts the worker that is asked for; when it ends, the other takes over."""
+    url = gateway(QINFER_REPOSITORY__MIN_WORKERS="0")
+    wait_until(lambda: is_ready(url), WITHIN_S, "a gateway that is ready without a worker")
+    words = ("autoscale", "--max", "2", "--target-s", "1000", "--idle-s", "600", "--redis", outside.url)
+    scalers = [start("qinfer.cli.main", *words, QINFER_REPOSITORY__PATH=str(repository)) for _ in range(2)]
+    with redis.Redis.from_url(outside.url) as client:
+        wait_until(lambda: client.hlen(keys.scalers()) == 2, WITHIN_S, "both autoscalers")
+
+    assert burst(url, 40) == {200}
+    one, other = sorted(scalers, key=lambda scaler: -len(scaler.workers))
+    assert [len(scaler.workers) for scaler in (one, other)] == [1, 0]
+    assert (one.decisions(), other.decisions()) == ([(0, 1)], [])
+
+    assert one.stop() == 0
+    other.says('"workers scaled".*"to": ?1')
+    assert "those of an autoscaler that is gone are taken over" in other.printed
+    assert infer(url) == 200
+
+
 def test_a_model_that_wants_a_worker_keeps_one(
     start: Start, gateway: Callable[..., str], repository: Path, outside: servers.RedisServer
 ) -> None:

@@ -69,6 +69,7 @@ class Scene:
         file = None if record is None else ScalingFile(record)
         self.scaler = Autoscaler(POLICY, self.fleet, self.eyes, ("*",), self.lines.append, self.clock, record=file)
         self.scaler.start()
+        self.eyes.said.clear()  # that it is there
 
     def see(self, work_s: float, *, rows: int = 0, floors: dict[str, int] | None = None) -> int:
         """Has it see so much work a second later; returns how many workers there are then."""
