@@ -179,7 +179,7 @@ class Gateway:
             examine=examine_here,
         )
         self._labeling = LabelingParts(
-            settings, delivery, self.catalog, self.dispatcher, self.requests, tally.refusals, consumer=self._owner
+            settings, delivery, self.dispatcher, self.requests, tally.refusals, auth, consumer=self._owner
         )
         self._job_janitor = self._janitor_of_jobs(settings)
         self.dispatcher.unclaimed = self.requests.waits.wake

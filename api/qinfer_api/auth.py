@@ -4,6 +4,7 @@ A presented key is hashed and compared with every known hash in constant time, s
 """
 
 import hmac
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -42,14 +43,24 @@ class Quota:
         """
         if not self._rate:
             return
-        self._tokens = min(self._tokens + (now_s - self._filled_at_s) * self._rate, self._burst)
-        self._filled_at_s = now_s
+        self._fill(now_s)
         if self._tokens < 1.0:
             raise QuotaExceeded(
                 f"tenant '{self._tenant}' has used up its rate of {self._rate:g} requests a second; send fewer",
                 (1.0 - self._tokens) / self._rate,
             )
         self._tokens -= 1.0
+
+    def give_back(self) -> None:
+        """Takes the last charge back."""
+        self._tokens = min(self._tokens + 1.0, self._burst)
+
+    def spare(self, now_s: float) -> float:
+        """Returns how many requests that nobody waits for have room: half of the burst is kept for the others."""
+        if not self._rate:
+            return math.inf
+        self._fill(now_s)
+        return max(self._tokens - self._burst // 2, 0.0)
 
     def check_in_flight(self) -> None:
         """Checks that one more request may be in flight.
@@ -62,6 +73,10 @@ class Quota:
                 f"tenant '{self._tenant}' has {self.in_flight} requests in flight, as many as it may; "
                 "wait for an answer first"
             )
+
+    def _fill(self, now_s: float) -> None:
+        self._tokens = min(self._tokens + (now_s - self._filled_at_s) * self._rate, self._burst)
+        self._filled_at_s = now_s
 
 
 class Principal:
@@ -116,9 +131,9 @@ class Auth:
 
     def __init__(self, keys: Iterable[ApiKey], clock: Clock | None = None) -> None:
         self._now_s = (clock or SystemClock()).monotonic_s
-        quotas: dict[str, Quota] = {}
+        self._quotas: dict[str, Quota] = {}
         self._known = [
-            (key.sha256, Principal(key, quotas.setdefault(key.tenant, Quota(key, self._now_s())))) for key in keys
+            (key.sha256, Principal(key, self._quotas.setdefault(key.tenant, Quota(key, self._now_s())))) for key in keys
         ]
 
     def authorize(self, context: Context, scope: Scope) -> Context:
@@ -154,6 +169,24 @@ class Auth:
             QuotaExceeded: The rate is used up.
         """
         principal.quota.charge(self._now_s())
+
+    def charge_tenant(self, tenant: str) -> None:
+        """Counts a request that the server makes for a tenant; one that has no key any more has no rate.
+
+        Raises:
+            QuotaExceeded: The rate is used up.
+        """
+        if tenant in self._quotas:
+            self._quotas[tenant].charge(self._now_s())
+
+    def give_back(self, tenant: str) -> None:
+        """Takes the last charge of a tenant back: its request was not accepted."""
+        if tenant in self._quotas:
+            self._quotas[tenant].give_back()
+
+    def spare(self, tenant: str) -> float:
+        """Returns how many requests of a tenant that nobody waits for have room now: see `Quota.spare`."""
+        return self._quotas[tenant].spare(self._now_s()) if tenant in self._quotas else math.inf
 
     def admit(self, context: Context) -> Context:
         """Authorizes an infer request, if that was not done before, and checks the quotas of its tenant.

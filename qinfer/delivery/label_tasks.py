@@ -10,10 +10,11 @@ test in `tests/contract/`:
 3. `move` of a task whose entry is about another request by now changes nothing; nor does one that comes late, to
    `waiting` or `open`, of a task that has come further.
 4. What boards a model has is known as long as one of its tasks is.
+5. No more tasks wait on a board than `put` is told may, however many put at once; what was not stored is said.
 """
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Protocol
 
 import msgspec
@@ -41,6 +42,14 @@ class LabelState(StrEnum):
     def is_over(self) -> bool:
         """Whether nothing more is done for the task."""
         return self in (LabelState.DONE, LabelState.FAILED)
+
+
+class Placed(IntEnum):
+    """What became of a task that was put: it is as it was | it waits | it was not stored, because too many wait."""
+
+    KNOWN = 0
+    STORED = 1
+    REFUSED = 2
 
 
 class Board(msgspec.Struct, frozen=True):
@@ -82,11 +91,17 @@ class LabelTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class LabelTasks(Protocol):
     """The port; every coroutine raises `BrokerUnavailable` when the broker can't be reached."""
 
-    async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float) -> list[bool]:
-        """Stores tasks that wait, in one step; entries about other requests are replaced.
+    async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, limit: int) -> list[Placed]:
+        """Stores tasks that wait, the first of them first, as many as may; entries about other requests are replaced.
+
+        Args:
+            board: Which project's.
+            tasks: The tasks.
+            ttl_s: How long those that are over can be looked at.
+            limit: How many of the board may wait. One that takes the place of one that waits needs no room.
 
         Returns:
-            For each, whether it is new: False = its entry is about this request already, wherever that is.
+            For each, what became of it; known = its entry is about this request already, wherever that is.
         """
         ...
 

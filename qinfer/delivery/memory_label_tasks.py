@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from qinfer.clock import ServerClock
-from qinfer.delivery.label_tasks import MAX_BOARD_PAGE, PRUNED, Board, LabelState, LabelTask
+from qinfer.delivery.label_tasks import MAX_BOARD_PAGE, PRUNED, Board, LabelState, LabelTask, Placed
 
 
 class MemoryLabelTasks:
@@ -21,17 +21,21 @@ class MemoryLabelTasks:
         self._due: dict[Board, dict[int, float]] = {}
         self._ended: dict[Board, dict[int, float]] = {}
 
-    async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float) -> list[bool]:
+    async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, limit: int) -> list[Placed]:
         """See `LabelTasks.put`."""
-        entries = self._entries.setdefault(board, {})
-        wanted = []
+        entries, due = self._entries.setdefault(board, {}), self._due.setdefault(board, {})
+        placed = []
         for task in tasks:
             known = entries.get(task.task)
-            wanted.append(known is None or known.request_id != task.request_id)
-            if wanted[-1]:
+            if known is not None and known.request_id == task.request_id:
+                placed.append(Placed.KNOWN)
+            elif task.task not in due and len(due) >= limit:
+                placed.append(Placed.REFUSED)
+            else:
+                placed.append(Placed.STORED)
                 self._store(board, task, 0.0)
         self._prune(board, ttl_s)
-        return wanted
+        return placed
 
     async def claim(self, board: Board, count: int, *, lease_s: float) -> list[LabelTask]:
         """See `LabelTasks.claim`."""

@@ -12,7 +12,7 @@ import msgspec
 
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.durability import Durability
-from qinfer.delivery.label_tasks import MAX_BOARD_PAGE, Board, LabelState, LabelTask
+from qinfer.delivery.label_tasks import MAX_BOARD_PAGE, Board, LabelState, LabelTask, Placed
 from qinfer.delivery.router import Router
 
 _STATES = tuple(LabelState)
@@ -33,9 +33,9 @@ class RedisLabelTasks:
         self._router = router
         self._durability = durability
 
-    async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float) -> list[bool]:
+    async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, limit: int) -> list[Placed]:
         """See `LabelTasks.put`."""
-        return await self._step("put", board, tasks, ttl_s, 0.0)
+        return [Placed(each) for each in await self._step("put", board, tasks, ttl_s, limit=limit)]
 
     async def claim(self, board: Board, count: int, *, lease_s: float) -> list[LabelTask]:
         """See `LabelTasks.claim`."""
@@ -45,7 +45,7 @@ class RedisLabelTasks:
 
     async def move(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, wait_s: float = 0.0) -> list[bool]:
         """See `LabelTasks.move`."""
-        return await self._step("move", board, tasks, ttl_s, wait_s)
+        return [bool(each) for each in await self._step("move", board, tasks, ttl_s, wait_s)]
 
     async def get(self, board: Board, ids: Sequence[int], *, with_data: bool = False) -> list[LabelTask | None]:
         """See `LabelTasks.get`."""
@@ -86,12 +86,12 @@ class RedisLabelTasks:
         return [Board(model, tenant, int(project)) for project, _, tenant in named]
 
     async def _step(
-        self, what: str, board: Board, tasks: Sequence[LabelTask], ttl_s: float, wait_s: float
-    ) -> list[bool]:
+        self, what: str, board: Board, tasks: Sequence[LabelTask], ttl_s: float, wait_s: float = 0.0, limit: int = 0
+    ) -> list[int]:
         names = [_key(board, part) for part in ("entries", "data", "due", "ended")]
         names += [keys.label_boards(board.model).encode(), *(_key(board, state.value) for state in _STATES)]
-        about = (what, f"{board.project}:{board.tenant}", int(wait_s * 1000), max(int(ttl_s * 1000), 1))
-        stored: list[bool] = []
+        about = (what, f"{board.project}:{board.tenant}", int(wait_s * 1000), max(int(ttl_s * 1000), 1), limit)
+        placed: list[int] = []
         for words in _steps(tasks):
             arguments = (*about, len(_STATES), *(state.value for state in _STATES), *words)
 
@@ -102,8 +102,8 @@ class RedisLabelTasks:
 
             is_promise = what == "put"
             found = await (self._durability.write(board.model, 0, write) if is_promise else write(self._call(board)))
-            stored += map(bool, found)
-        return stored
+            placed += found
+        return placed
 
     async def _count(self, board: Board, state: LabelState) -> int:
         return int(await self._call(board)(b"ZCARD", _key(board, state.value)))

@@ -213,6 +213,12 @@ class LabelingSettings(_Section):
     )
     result_ttl_s: float = Field(
         7 * 86400.0, gt=0, description="Seconds that a prediction waits for Label Studio to take it."
+    max_waiting_tasks: int = Field(
+        100_000,
+        gt=0,
+        description="Tasks of a project, for one model and tenant, that may wait to become requests; more are refused. "
+        "Each has at most 64 KiB of data in Redis.",
+    )
     )
     record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that a task which has ended can be asked for.")
     call_timeout_s: float = Field(30.0, gt=0, description="Seconds that Label Studio has to answer a call.")

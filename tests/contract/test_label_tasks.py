@@ -1,5 +1,6 @@
 """The contract of labeling tasks (the numbered promises of `qinfer.delivery.label_tasks`) on every adapter."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from qinfer.delivery import scripts
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.durability import Durability
-from qinfer.delivery.label_tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask
+from qinfer.delivery.label_tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, Placed
 from qinfer.errors import QueueFull
 from qinfer.testing import eventually
 from tests.contract.conftest import MemoryQueue, RedisQueue
@@ -18,7 +19,9 @@ Queue = MemoryQueue | RedisQueue
 
 BOARD = Board("digits", "acme", 7)
 DAY_S = 86400.0
+LIMIT = 2000
 DONE, FAILED, OPEN, WAITING = LabelState.DONE, LabelState.FAILED, LabelState.OPEN, LabelState.WAITING
+KNOWN, STORED, REFUSED = Placed
 
 
 def task(number: int, request_id: str = "", **changes: object) -> LabelTask:
@@ -36,7 +39,7 @@ async def test_what_was_put_is_there(queue: Queue) -> None:
     delivery, other = await queue.connect(), await queue.connect()
     entries = [task(number, data=b'{"text": "a"}') for number in (30, 4, 100)]
 
-    assert await delivery.label_tasks.put(BOARD, entries, ttl_s=DAY_S) == [True, True, True]
+    assert await delivery.label_tasks.put(BOARD, entries, ttl_s=DAY_S, limit=LIMIT) == [STORED, STORED, STORED]
 
     tasks = other.label_tasks
     assert await tasks.get(BOARD, [4, 5], with_data=True) == [entries[1], None]
@@ -53,12 +56,12 @@ async def test_the_same_request_again_changes_nothing(queue: Queue) -> None:
     """Wherever it is by then; another request for the task takes its place."""
     delivery = await queue.connect()
     tasks = delivery.label_tasks
-    await tasks.put(BOARD, [task(1)], ttl_s=DAY_S)
+    await tasks.put(BOARD, [task(1)], ttl_s=DAY_S, limit=LIMIT)
     await moved(delivery, 1, DONE)
 
-    assert await tasks.put(BOARD, [task(1), task(2)], ttl_s=DAY_S) == [False, True]
+    assert await tasks.put(BOARD, [task(1), task(2)], ttl_s=DAY_S, limit=LIMIT) == [KNOWN, STORED]
     assert (await tasks.get(BOARD, [1]))[0] == task(1, state="done")
-    assert await tasks.put(BOARD, [task(1, "changed")], ttl_s=DAY_S) == [True]
+    assert await tasks.put(BOARD, [task(1, "changed")], ttl_s=DAY_S, limit=LIMIT) == [STORED]
     assert (await tasks.get(BOARD, [1]))[0] == task(1, "changed")
     assert await tasks.counts(BOARD) == {state: 2 if state is WAITING else 0 for state in LabelState}
 
@@ -66,7 +69,7 @@ async def test_the_same_request_again_changes_nothing(queue: Queue) -> None:
 async def test_a_task_is_claimed_by_one(queue: Queue) -> None:
     """Until its lease is over, or it has moved on."""
     delivery, other = await queue.connect(), await queue.connect()
-    await delivery.label_tasks.put(BOARD, [task(1), task(2)], ttl_s=DAY_S)
+    await delivery.label_tasks.put(BOARD, [task(1), task(2)], ttl_s=DAY_S, limit=LIMIT)
 
     first = await delivery.label_tasks.claim(BOARD, 1, lease_s=60.0)
     second = await other.label_tasks.claim(BOARD, 5, lease_s=0.0)
@@ -84,8 +87,8 @@ async def test_a_task_is_claimed_by_one(queue: Queue) -> None:
 async def test_what_is_late_changes_nothing(queue: Queue) -> None:
     """A task that is asked for again meanwhile stays so; one that is gone is told of nevertheless."""
     delivery = await queue.connect()
-    await delivery.label_tasks.put(BOARD, [task(1, "old")], ttl_s=DAY_S)
-    await delivery.label_tasks.put(BOARD, [task(1, "new")], ttl_s=DAY_S)
+    await delivery.label_tasks.put(BOARD, [task(1, "old")], ttl_s=DAY_S, limit=LIMIT)
+    await delivery.label_tasks.put(BOARD, [task(1, "new")], ttl_s=DAY_S, limit=LIMIT)
 
     assert not await moved(delivery, 1, DONE, "old")
     assert (await delivery.label_tasks.get(BOARD, [1]))[0] == task(1, "new")
@@ -99,7 +102,7 @@ async def test_what_is_late_changes_nothing(queue: Queue) -> None:
 async def test_what_is_over_is_forgotten(queue: Queue) -> None:
     """After its time, with the next step; what is not over stays."""
     delivery = await queue.connect()
-    await delivery.label_tasks.put(BOARD, [task(1), task(2)], ttl_s=DAY_S)
+    await delivery.label_tasks.put(BOARD, [task(1), task(2)], ttl_s=DAY_S, limit=LIMIT)
     await moved(delivery, 1, DONE)
 
     async def is_forgotten() -> bool:
@@ -115,7 +118,7 @@ async def test_boards_are_known(queue: Queue) -> None:
     delivery = await queue.connect()
     boards = [Board("digits", "", 1), Board("digits", "a.b-c_~", 22), Board("other", "", 3)]
     for board in boards:
-        await delivery.label_tasks.put(board, [task(1)], ttl_s=DAY_S)
+        await delivery.label_tasks.put(board, [task(1)], ttl_s=DAY_S, limit=LIMIT)
 
     assert sorted(await delivery.label_tasks.boards("digits"), key=lambda board: board.project) == boards[:2]
     assert await delivery.label_tasks.boards("unknown") == []
@@ -124,8 +127,8 @@ async def test_boards_are_known(queue: Queue) -> None:
 async def test_what_is_not_over_is_counted(queue: Queue) -> None:
     """Of all boards of a model: what waits, is open or is being sent."""
     delivery = await queue.connect()
-    await delivery.label_tasks.put(BOARD, [task(number) for number in range(1, 6)], ttl_s=DAY_S)
-    await delivery.label_tasks.put(Board(BOARD.model, "another", 7), [task(1)], ttl_s=DAY_S)
+    await delivery.label_tasks.put(BOARD, [task(number) for number in range(1, 6)], ttl_s=DAY_S, limit=LIMIT)
+    await delivery.label_tasks.put(Board(BOARD.model, "another", 7), [task(1)], ttl_s=DAY_S, limit=LIMIT)
     for number, state in enumerate((DONE, FAILED, OPEN, LabelState.SENDING), 1):
         assert await moved(delivery, number, state)
 
@@ -133,13 +136,53 @@ async def test_what_is_not_over_is_counted(queue: Queue) -> None:
     assert await delivery.label_tasks.unfinished("unknown") == 0
 
 
+async def test_so_many_wait_and_no_more(queue: Queue) -> None:
+    """The first of those that come. What is known, or waits already, needs no room; what moves on makes some."""
+    delivery = await queue.connect()
+    tasks = delivery.label_tasks
+    await tasks.put(BOARD, [task(1), task(2), task(3)], ttl_s=DAY_S, limit=4)
+    await moved(delivery, 3, OPEN)
+
+    placed = await tasks.put(BOARD, [task(number) for number in range(1, 7)], ttl_s=DAY_S, limit=4)
+
+    assert placed == [KNOWN, KNOWN, KNOWN, STORED, STORED, REFUSED]
+    assert (await tasks.get(BOARD, [6]))[0] is None
+    again = [task(1, "changed"), task(3, "changed"), task(6)]
+    assert await tasks.put(BOARD, again, ttl_s=DAY_S, limit=4) == [STORED, REFUSED, REFUSED]
+    assert (await tasks.get(BOARD, [3]))[0] == task(3, state="open")
+    assert await tasks.put(Board(BOARD.model, "other", 7), [task(6)], ttl_s=DAY_S, limit=4) == [STORED]
+    await moved(delivery, 2, OPEN)
+    assert await tasks.put(BOARD, [task(6), task(7)], ttl_s=DAY_S, limit=4) == [STORED, REFUSED]
+    assert (await tasks.counts(BOARD))[WAITING] == 4
+
+
+async def test_what_is_put_at_once_is_bounded(queue: Queue) -> None:
+    """By several processes, and by more steps than one; a limit that was lowered meanwhile removes nothing."""
+    deliveries = [await queue.connect() for _ in range(3)]
+    parts = [[task(number) for number in range(start, start + 700)] for start in (1, 701, 1401)]
+
+    placed = await asyncio.gather(
+        *(
+            each.label_tasks.put(BOARD, part, ttl_s=DAY_S, limit=1000)
+            for each, part in zip(deliveries, parts, strict=True)
+        )
+    )
+
+    assert [each for part in placed for each in part].count(STORED) == 1000
+    tasks = deliveries[0].label_tasks
+    assert await tasks.put(BOARD, [task(9999)], ttl_s=DAY_S, limit=1) == [REFUSED]
+    assert (await tasks.counts(BOARD))[WAITING] == 1000
+
+
 async def test_many_tasks_are_stored_in_steps(queue: Queue) -> None:
     """More than one script takes."""
     delivery = await queue.connect()
 
-    stored = await delivery.label_tasks.put(BOARD, [task(number) for number in range(1, 1202)], ttl_s=DAY_S)
+    stored = await delivery.label_tasks.put(
+        BOARD, [task(number) for number in range(1, 1202)], ttl_s=DAY_S, limit=LIMIT
+    )
 
-    assert stored == [True] * 1201
+    assert stored == [STORED] * 1201
     assert (await delivery.label_tasks.counts(BOARD))[WAITING] == 1201
     assert len(await delivery.label_tasks.page(BOARD, None, 0, 5000)) == 1000
 
@@ -148,7 +191,7 @@ async def test_data_is_kept_until_a_task_is_over(queue: Queue) -> None:
     """Who takes it up has it, and who asks for it; who looks where tasks are does not read all of it."""
     tasks = (await queue.connect()).label_tasks
     whole = task(1, data=b'{"text": "a"}')
-    await tasks.put(BOARD, [whole], ttl_s=DAY_S)
+    await tasks.put(BOARD, [whole], ttl_s=DAY_S, limit=LIMIT)
 
     assert await tasks.claim(BOARD, 1, lease_s=60.0) == [whole]
     assert await tasks.page(BOARD, None, 0, 10) == [task(1)]
@@ -162,11 +205,11 @@ async def test_data_is_kept_until_a_task_is_over(queue: Queue) -> None:
 async def test_full_memory_refuses_tasks_and_lets_them_end(redis_queue: RedisQueue) -> None:
     """What was pushed can be confirmed, which makes room."""
     delivery = await redis_queue.connect()
-    await delivery.label_tasks.put(BOARD, [task(1, data=b"{}")], ttl_s=DAY_S)
+    await delivery.label_tasks.put(BOARD, [task(1, data=b"{}")], ttl_s=DAY_S, limit=LIMIT)
     redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "1")
     try:
         with pytest.raises(QueueFull, match="memory is full"):
-            await delivery.label_tasks.put(BOARD, [task(2)], ttl_s=DAY_S)
+            await delivery.label_tasks.put(BOARD, [task(2)], ttl_s=DAY_S, limit=LIMIT)
         assert await moved(delivery, 1, DONE)
     finally:
         redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
@@ -183,7 +226,7 @@ async def test_what_was_put_is_as_safe_as_a_request(redis_queue: RedisQueue, mon
         return await write(self, model, partition, operation)
 
     monkeypatch.setattr(Durability, "write", noted)
-    await delivery.label_tasks.put(BOARD, [task(1)], ttl_s=DAY_S)
+    await delivery.label_tasks.put(BOARD, [task(1)], ttl_s=DAY_S, limit=LIMIT)
 
     assert written == [("digits", 0)]
 
@@ -199,7 +242,7 @@ async def test_large_tasks_are_stored_a_few_at_a_time(redis_queue: RedisQueue, m
     monkeypatch.setattr(scripts, "run", sized)
     entries = [task(number, data=b"x" * MAX_DATA_BYTES) for number in range(1, 101)]
 
-    assert await delivery.label_tasks.put(BOARD, entries, ttl_s=DAY_S) == [True] * 100
+    assert await delivery.label_tasks.put(BOARD, entries, ttl_s=DAY_S, limit=LIMIT) == [STORED] * 100
     assert len(sizes) > 5
     assert max(sizes) < 2 * 2**20
     assert await delivery.label_tasks.get(BOARD, [100], with_data=True) == [entries[-1]]

@@ -1,5 +1,6 @@
 """Who calls: keys, scopes and quotas, without HTTP."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -129,3 +130,36 @@ def test_the_mode_decides(tmp_path: Path) -> None:
     assert load_auth(AuthSettings(mode="keys", keys_file=str(tmp_path / "keys.json")), "0.0.0.0") is not None
     with pytest.raises(SettingsError, match="QINFER_AUTH__KEYS_FILE is not set"):
         load_auth(AuthSettings(mode="keys"), "127.0.0.1")
+
+
+def test_half_of_the_burst_is_kept_for_callers() -> None:
+    """From what the server does for a tenant, which is charged to the same bucket; a burst of 1 is not halved."""
+    clock = FakeClock()
+    auth = Auth([key("one", rate_per_s=2.0, burst=5), key("single", tenant="single", rate_per_s=0.5)], clock)
+
+    assert (auth.spare("acme"), auth.spare("single")) == (3.0, 1.0)
+    for _ in range(3):
+        auth.charge_tenant("acme")
+    assert auth.spare("acme") == 0.0
+    for _ in range(2):
+        auth.admit(Context(key="one"))
+    with pytest.raises(QuotaExceeded, match="tenant 'acme' has used up its rate"):
+        auth.charge_tenant("acme")
+    assert auth.spare("acme") == 0.0
+    clock.advance(1.5)
+    assert auth.spare("acme") == 1.0
+    auth.give_back("acme")
+    assert auth.spare("acme") == 2.0
+    clock.advance(3600.0)
+    auth.give_back("acme")
+    assert auth.spare("acme") == 3.0
+
+
+def test_without_a_rate_there_is_room_for_all() -> None:
+    """A tenant whose keys have none, and one that has no keys any more."""
+    auth = Auth([key("free", tenant="free")])
+
+    for tenant in ("free", "gone", ""):
+        auth.charge_tenant(tenant)
+        auth.give_back(tenant)
+        assert auth.spare(tenant) == math.inf

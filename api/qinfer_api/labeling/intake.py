@@ -10,14 +10,22 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from qinfer.codec.outputs import OutputPlan
 from qinfer.control.catalog import Served
-from qinfer.delivery.label_tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks
-from qinfer.errors import DeliveryError, InferenceFailed, InvalidRequest, Overloaded, QinferError
+from qinfer.delivery.label_tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks, Placed
+from qinfer.errors import (
+    DeliveryError,
+    InferenceFailed,
+    InvalidRequest,
+    Overloaded,
+    QinferError,
+    QueueFull,
+    QuotaExceeded,
+)
 from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.messages import Failure
 from qinfer.observability.stats import (
@@ -30,9 +38,10 @@ from qinfer.observability.stats import (
 )
 from qinfer.repository.config_spec import MAX_TIMEOUT
 from qinfer.settings import Settings
-from qinfer_api.auth import Context
+from qinfer_api.auth import Auth, Context
 from qinfer_api.labeling.files import Files
 from qinfer_api.labeling.mappings import MappingBook
+from qinfer_api.labeling.pace import Pace
 from qinfer_api.labeling.predict import request_of
 from qinfer_api.labeling.studio import LabelStudio
 from qinfer_api.labeling.wire import task_id
@@ -75,6 +84,18 @@ class Reason(Enum):
     ORDERED = "ordered"
 
 
+class Taken(NamedTuple):
+    """What became of tasks that came in.
+
+    Attributes:
+        queued: How many are new, or are to be scored again.
+        refused: How many of those are not stored, because too many wait.
+    """
+
+    queued: int
+    refused: int
+
+
 class Intake:
     """One per gateway.
 
@@ -86,9 +107,10 @@ class Intake:
         files: Where the files of tasks come from.
         studio: Label Studio; `None` = nothing can be pushed from here.
         counts: What this gateway adds to the models' statistics.
+        auth: Which rates tenants have; `None` = none.
 
     Attributes:
-        arrived: Set when there are new tasks here, for whoever feeds.
+        arrived: Set when there are new tasks here, or room for those that wait may be, for whoever feeds.
     """
 
     def __init__(  # noqa: PLR0913 - keywords: what a task passes through
@@ -101,6 +123,7 @@ class Intake:
         files: Files,
         studio: LabelStudio | None,
         counts: ModelCounts,
+        auth: Auth | None,
     ) -> None:
         self._settings = settings.labeling
         self._limits = settings.requests
@@ -111,11 +134,12 @@ class Intake:
         self._studio = studio
         self._counts = counts
         self.arrived = asyncio.Event()
+        self._pace = Pace(auth, self.arrived.set)
 
     async def put(
         self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
-    ) -> int:
-        """Stores tasks; returns how many of them are new, or are to be scored again.
+    ) -> Taken:
+        """Stores tasks, as many as there is room for.
 
         Raises:
             InvalidRequest: A task has no id.
@@ -124,11 +148,25 @@ class Intake:
         ids = [task_id(task) for task in tasks]
         known = await self._tasks.get(board, ids)
         entries = await asyncio.to_thread(self._entries, board, mapping, served.version, tasks, known, reason)
-        stored = await self._tasks.put(board, entries, ttl_s=self._settings.record_ttl_s) if entries else []
-        if any(stored):
+        if not entries:
+            return Taken(0, 0)
+        ttl_s, limit = self._settings.record_ttl_s, self._settings.max_waiting_tasks
+        placed = await self._tasks.put(board, entries, ttl_s=ttl_s, limit=limit)
+        taken = Taken(placed.count(Placed.STORED), placed.count(Placed.REFUSED))
+        if taken.queued:
             self.arrived.set()
-            self._counts.add(board.model, served.version, LABEL_QUEUED, sum(stored))
-        return sum(stored)
+            self._counts.add(board.model, served.version, LABEL_QUEUED, taken.queued)
+        return taken
+
+    def full(self, board: Board, taken: Taken) -> QueueFull:
+        """Returns what to tell whoever sent tasks that there was no room for."""
+        return QueueFull(
+            f"{taken.refused} tasks of project {board.project} were not queued for model '{board.model}', "
+            f"{taken.queued} were: {self._settings.max_waiting_tasks} wait, as many as "
+            "QINFER_LABELING__MAX_WAITING_TASKS allows; queue the others later by "
+            f"POST /v1/label-studio/{board.model}/projects/{board.project}/tasks",
+            _LATER_S,
+        )
 
     def _entries(
         self,
@@ -166,12 +204,16 @@ class Intake:
     async def feed(self, board: Board) -> int:
         """Makes requests of some tasks of a board that wait; returns how many it took up.
 
-        0 = none waits, or the lane is full: the rest would be refused too.
+        0 = none waits, or the lane is full, or the tenant's rate is used up: the rest would be refused too.
 
         Raises:
             DeliveryError: The queue can't be reached.
         """
-        claimed = await self._tasks.claim(board, _AT_ONCE, lease_s=LEASE_S)
+        room = self._pace.room(board, _AT_ONCE)
+        if not room:
+            return 0
+        claimed = await self._tasks.claim(board, room, lease_s=LEASE_S)
+        self._pace.took(board, len(claimed), room)
         fed = await asyncio.gather(*(self._feed(board, entry) for entry in claimed), return_exceptions=True)
         if error := next((each for each in fed if isinstance(each, BaseException)), None):
             raise error
@@ -186,6 +228,9 @@ class Intake:
             raise
         except TimeoutError:
             await self._wait(board, entry, _TOO_SLOW, self._pause_s(entry))
+        except QuotaExceeded as error:  # which is no reason to fail, however long it takes
+            await self.move(board, entry, LabelState.WAITING, error=error.message, wait_s=error.retry_after_s)
+            return False
         except Overloaded as error:
             await self._wait(board, entry, error.message, error.retry_after_s)
             return False
@@ -216,7 +261,8 @@ class Intake:
             notes=msgspec.msgpack.encode(Notes(board.tenant, board.project, entry.task)),
             result_ttl_s=self._settings.result_ttl_s,
         )
-        await self._requests.submit(Context(board.tenant), request, OutputPlan(), submission)
+        with self._pace.charged(board.tenant):
+            await self._requests.submit(Context(board.tenant), request, OutputPlan(), submission)
 
     async def task_of(self, board: Board, entry: LabelTask) -> dict[str, Any]:
         """Returns a task with its data: as it was stored, or as Label Studio has it.

@@ -1,10 +1,10 @@
 """The parts of Label Studio's side, made and put together; the gateway's composition root calls it."""
 
-from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Delivery
 from qinfer.errors import SettingsError
 from qinfer.observability.stats import ModelCounts
 from qinfer.settings import LabelingSettings, Settings
+from qinfer_api.auth import Auth
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.files import Files, targets_of
 from qinfer_api.labeling.intake import Intake
@@ -25,10 +25,10 @@ class LabelingParts:
     Args:
         settings: The gateway's settings.
         delivery: The queue.
-        catalog: The models.
         dispatcher: Takes infer requests.
         requests: Takes asynchronous ones.
         counts: What this gateway adds to the models' statistics.
+        auth: Which rates tenants have; `None` = none.
         consumer: This process's name.
 
     Attributes:
@@ -43,10 +43,10 @@ class LabelingParts:
         self,
         settings: Settings,
         delivery: Delivery,
-        catalog: Catalog,
         dispatcher: Dispatcher,
         requests: AsyncRequests,
         counts: ModelCounts,
+        auth: Auth | None,
         *,
         consumer: str,
     ) -> None:
@@ -62,11 +62,12 @@ class LabelingParts:
             files=self._files,
             studio=self._studio,
             counts=counts,
+            auth=auth,
         )
         self.labeling = Labeling(
             dispatcher=dispatcher,
             requests=requests,
-            catalog=catalog,
+            catalog=requests.catalog,
             book=book,
             studio=self._studio,
             predictor=Predictor(dispatcher, self._files, own.predict_timeout_s),

@@ -106,7 +106,7 @@ class Pusher:
         count = 0
         fed: set[Board] = set()
         while left := [b for model in await self._mapped() for b in await self._tasks.boards(model) if b not in fed]:
-            for board in left:
+            for board in random.sample(left, len(left)):  # what one takes of a tenant's rate the others lack
                 taken = await self._intake.feed(board)
                 count += taken
                 if not taken:

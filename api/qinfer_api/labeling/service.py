@@ -1,6 +1,7 @@
 """The use case behind `/label-studio` and `/v1/label-studio`: who may ask, for which model, by which mapping."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +98,7 @@ class Labeling:
         version = model_version(model, served.version)
         if mapping.mode == PUSH:
             project = asked.project or _project_of(asked)
-            await self.intake.put(self._board(context, model, project), mapping, served, asked.tasks, Reason.ASKED)
+            await self._take(self._board(context, model, project), mapping, served, asked.tasks, Reason.ASKED)
             return {"results": [[] for _ in asked.tasks], "model_version": version}
         config = parse_label_config(asked.label_config) if asked.label_config.strip() else None
         mapping.check(served.spec, config)
@@ -114,6 +115,7 @@ class Labeling:
         """Takes a webhook: new tasks of a project whose predictions are pushed are queued, and safe once this returns.
 
         Raises:
+            QueueFull: Too many of the project's tasks wait; as many of these were queued as there was room for.
             QinferError: There is no such model or mapping, or the queue can't be reached.
         """
         if event.action != TASKS_CREATED:
@@ -125,7 +127,7 @@ class Labeling:
         if event.tasks is None:
             raise InvalidRequest("the webhook tells no tasks; switch on its payload in Label Studio")
         board = self._board(context, model, event.project)
-        queued = await self.intake.put(board, mapping, served, event.tasks, Reason.TOLD)
+        queued = await self._take(board, mapping, served, event.tasks, Reason.TOLD)
         return {"action": event.action, "queued": queued}
 
     async def order(self, context: Context, model: str, project: int, page: int, *, every: bool) -> dict[str, Any]:
@@ -139,9 +141,11 @@ class Labeling:
             every: The others too, unless they were scored with the same version.
 
         Returns:
-            `{"found": …, "queued": …, "next": …}`; `next` is the page to go on with, `None` where all are queued.
+            `{"found": …, "queued": …, "next": …}`; `next` is the page to go on with, `None` where all are queued. It
+            is one that was begun where no more tasks of the project may wait.
 
         Raises:
+            QueueFull: As many of the project's tasks wait as may, and none was queued.
             QinferError: It can't be done; what was queued before stays.
         """
         mapping, served = await self._found(context, model, project)
@@ -161,7 +165,12 @@ class Labeling:
                 if wanted and (every or not each):
                     found += len(wanted)
                     reason = Reason.TOLD if each else Reason.ORDERED
-                    queued += await self.intake.put(board, mapping, served, wanted, reason)
+                    taken = await self.intake.put(board, mapping, served, wanted, reason)
+                    queued += taken.queued
+                    if taken.refused and not queued:
+                        raise self.requests.refuse(model, served.version, self.intake.full(board, taken))
+                    if taken.refused:
+                        return {"found": found, "queued": queued, "next": following}
             following = following + 1 if has_more else None
             if time.monotonic() >= ends_s:
                 break
@@ -178,6 +187,19 @@ class Labeling:
         """Returns where a task is: see `Statuses.one`."""
         await self._known(model)
         return await self.statuses.one(Board(model, context.tenant, project), task)
+
+    async def _take(
+        self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
+    ) -> int:
+        """Queues tasks; returns how many were not before.
+
+        Raises:
+            QueueFull: There was no room for all of them.
+        """
+        taken = await self.intake.put(board, mapping, served, tasks, reason)
+        if taken.refused:
+            raise self.requests.refuse(board.model, served.version, self.intake.full(board, taken))
+        return taken.queued
 
     async def _known(self, model: str) -> None:
         await self.book.current()

@@ -111,7 +111,9 @@ class LabelOrder(BaseModel):
 
     found: int = Field(description="Tasks that were looked at.")
     queued: int = Field(description="Those of them that are queued now, and were not before.")
-    next: int | None = Field(description="The `page` to go on with; null when that was all.")
+    next: int | None = Field(
+        description="The `page` to go on with, one that was begun where no more tasks may wait; null when that was all."
+    )
 
 
 def _query(name: str, description: str, **schema: Any) -> dict[str, Any]:
@@ -131,12 +133,14 @@ _TASKS = {"type": "array", "items": {"type": "object", "required": ["id", "data"
 _REFUSALS = errors(400, 401, 403, 404, 500, 501, 503)
 
 
-def _about(summary: str, status: int, model: type[BaseModel], description: str, **more: Any) -> dict[str, Any]:
+def _about(
+    summary: str, status: int, model: type[BaseModel], description: str, *refusals: int, **more: Any
+) -> dict[str, Any]:
     return {
         "summary": summary,
         "status_code": status,
         "response_class": HttpResponse,
-        "responses": {status: {"model": model, "description": description}, **_REFUSALS},
+        "responses": {status: {"model": model, "description": description}, **_REFUSALS, **errors(*refusals)},
         **more,
     }
 
@@ -201,6 +205,7 @@ ORDER = _about(
     202,
     LabelOrder,
     "They are queued.",
+    429,
     openapi_extra={
         "parameters": [
             _query("page", "`next` of the call before.", type="integer", minimum=1),

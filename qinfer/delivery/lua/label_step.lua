@@ -1,16 +1,17 @@
 -- Stores tasks of a labeling project, and removes what has been over for too long.
 -- KEYS: entries, data, due, ended, boards, then the index of each state.
 -- ARGV: what (put: only for other requests | move: only for the same), this board's name, milliseconds: until those that
---   wait may be claimed, time to live; the number of the states; their names; then by fives: task, request, state, entry,
---   data.
--- Returns whether each was stored, 1 or 0.
+--   wait may be claimed, time to live; how many may wait, for put; the number of the states; their names; then by fives:
+--   task, request, state, entry, data.
+-- Returns what became of each: 1 stored, 0 left as it was, 2 not stored: as many wait as may.
 local entries, data, due, ended, boards = unpack(KEYS, 1, 5)
-local what, board, wait, ttl, count = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local now, stored = now_ms(), {}
+local what, board, wait, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local room, count = tonumber(ARGV[5]) - redis.call('ZCARD', due), tonumber(ARGV[6])
+local now, placed = now_ms(), {}
 
 local function index(task, state)
   for i = 1, count do
-    if ARGV[5 + i] == state then
+    if ARGV[6 + i] == state then
       redis.call('ZADD', KEYS[5 + i], task, task)
     else
       redis.call('ZREM', KEYS[5 + i], task)
@@ -25,7 +26,7 @@ local function index(task, state)
 end
 
 if what == 'move' then redis.call('HDEL', data, '') end -- after a write full memory stops no script: tasks end
-for i = 6 + count, #ARGV, 5 do
+for i = 7 + count, #ARGV, 5 do
   local task, request, state = ARGV[i], ARGV[i + 1], ARGV[i + 2]
   local known = redis.call('HGET', entries, task)
   local is_same = known and string.sub(known, 1, #request + 1) == request .. '\n'
@@ -33,12 +34,18 @@ for i = 6 + count, #ARGV, 5 do
   if what == 'move' and (state == 'open' or state == 'waiting') then
     is_wanted = is_same and redis.call('ZSCORE', due, task) -- else it has come further
   end
-  if is_wanted then
+  local adds = is_wanted and what == 'put' and not redis.call('ZSCORE', due, task)
+  if adds and room < 1 then
+    placed[#placed + 1] = 2
+  elseif is_wanted then
+    if adds then room = room - 1 end
     redis.call('HSET', entries, task, request .. '\n' .. ARGV[i + 3])
     if ARGV[i + 4] == '' then redis.call('HDEL', data, task) else redis.call('HSET', data, task, ARGV[i + 4]) end
     index(task, state)
+    placed[#placed + 1] = 1
+  else
+    placed[#placed + 1] = 0
   end
-  stored[#stored + 1] = is_wanted and 1 or 0
 end
 
 for _, task in ipairs(redis.call('ZRANGEBYSCORE', ended, '-inf', now - ttl, 'LIMIT', 0, 100)) do
@@ -49,4 +56,4 @@ end
 redis.call('ZADD', boards, now + math.max(2 * ttl, 60000), board)
 redis.call('ZREMRANGEBYSCORE', boards, '-inf', now)
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, math.max(2 * ttl, 60000)) end
-return stored
+return placed
