@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from qinfer.bulk.job import JobSpec, JobState
+from qinfer.bulk.job import PRIORITIES, JobSpec, JobState, encode_spec
 from qinfer.delivery.jobs import JobRecord, LogLine
 from qinfer.errors import InvalidRequest, JobNotFound
 from qinfer_api.records import instant
@@ -117,6 +117,38 @@ def shown_job_id(record: JobRecord) -> str:
 def job_path(record: JobRecord) -> str:
     """Returns the path of a job."""
     return f"/v1/jobs/{quote(shown_job_id(record), safe='')}"
+
+
+def new_record(job_id: str, spec: JobSpec, *, tenant: str, now_s: float, kept_s: float, trace: str) -> JobRecord:
+    """Returns the record of a job that is to be planned.
+
+    Args:
+        job_id: Its id inside.
+        spec: What is asked for, its version known.
+        tenant: Whose it is.
+        now_s: The broker's time.
+        kept_s: How long it is known after its end.
+        trace: W3C `traceparent` of its creation; empty = nobody records it.
+    """
+    return JobRecord(
+        id=job_id,
+        model=spec.model,
+        version=spec.version,
+        tenant=tenant,
+        state=JobState.PLANNING,
+        priority=PRIORITIES[spec.priority],
+        deadline_at=deadline_at(spec, now_s),
+        spec=encode_spec(spec),
+        max_parallel=spec.max_parallel,
+        kept_s=kept_s,
+        trace=trace,
+        webhook=spec.webhook,
+    )
+
+
+def deadline_at(spec: JobSpec, now_s: float) -> float:
+    """Returns when a job expires that is created or resumed now; 0 = never."""
+    return now_s + spec.deadline_s if spec.deadline_s else 0.0
 
 
 def spec_of(record: JobRecord) -> JobSpec:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from qinfer.bulk.job import PRIORITIES, TERMINAL, JobSpec, JobState, encode_spec
+from qinfer.bulk.job import TERMINAL, JobSpec, JobState, encode_spec
 from qinfer.control.catalog import Served
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.jobs import JobRecord, LogLine
@@ -30,12 +30,14 @@ from qinfer.errors import (
     UnsupportedFeature,
 )
 from qinfer.messages import IdFactory
+from qinfer.observability.tracing import JOB_ID
 from qinfer.settings import Settings
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.job_intake import Changes, Examine, changed, decode_job
-from qinfer_api.job_records import chosen_id, inner_id, keyed_id, spec_of, unknown_job
+from qinfer_api.job_records import chosen_id, deadline_at, inner_id, keyed_id, new_record, spec_of, unknown_job
 from qinfer_api.requests import Targets
+from qinfer_api.tracing import trace_of
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +140,15 @@ class BulkJobs:
             await self.targets.check(spec.webhook)
         await self._examined(spec, served)
         spec = msgspec.structs.replace(spec, version=served.version)
-        record = self._record(context, job_id or self.ids.ulid(), spec)
+        job_id = job_id or self.ids.ulid()
+        record = new_record(
+            job_id,
+            spec,
+            tenant=context.tenant,
+            now_s=self.now_s(),
+            kept_s=self.settings.bulk.record_ttl_s,
+            trace=trace_of(self.dispatcher, context, served, {JOB_ID: job_id}),
+        )
         if not await self.delivery.jobs.create(record):
             known = await self._known(record.id)
             return _again(context, known, spec)
@@ -204,7 +214,7 @@ class BulkJobs:
         fields: dict[str, str | bytes | float] = {
             "spec": encode_spec(spec),
             "max_parallel": spec.max_parallel,
-            "deadline_at": self._deadline_at(spec),
+            "deadline_at": deadline_at(spec, self.now_s()),
             "resumed_at": self.now_s(),
             "rows_before": record.rows_done + record.rows_failed,
         }
@@ -295,24 +305,6 @@ class BulkJobs:
                 f"the stores of '{spec.inputs[0]}' and '{spec.output.url}' did not answer within {EXAMINE_S:g} s; "
                 "try again"
             ) from None
-
-    def _record(self, context: Context, job_id: str, spec: JobSpec) -> JobRecord:
-        return JobRecord(
-            id=job_id,
-            model=spec.model,
-            version=spec.version,
-            tenant=context.tenant,
-            state=JobState.PLANNING,
-            priority=PRIORITIES[spec.priority],
-            deadline_at=self._deadline_at(spec),
-            spec=encode_spec(spec),
-            max_parallel=spec.max_parallel,
-            kept_s=self.settings.bulk.record_ttl_s,
-            webhook=spec.webhook,
-        )
-
-    def _deadline_at(self, spec: JobSpec) -> float:
-        return self.now_s() + spec.deadline_s if spec.deadline_s else 0.0
 
     async def _planned(self, job_id: str) -> None:
         """Has a new job planned; where Celery can't be told, there is no job."""

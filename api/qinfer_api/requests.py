@@ -42,6 +42,7 @@ from qinfer.errors import (
 )
 from qinfer.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.observability.metrics import GatewayTally
+from qinfer.observability.tracing import REQUEST_ID
 from qinfer.repository.config_spec import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from qinfer.settings import RequestSettings
 from qinfer_api.auth import Context
@@ -275,7 +276,7 @@ class AsyncRequests:
             timeout_s=acceptance.timeout_s,
             inline_max_bytes=self.inline_max_bytes,
             tenant=context.tenant,
-            trace=trace_of(self.dispatcher, context, served.spec.name, served.version, acceptance.address.id),
+            trace=trace_of(self.dispatcher, context, served, {REQUEST_ID: acceptance.address.id}),
             route=route,
         )
         is_large = tensor_bytes(request) > self.inline_max_bytes

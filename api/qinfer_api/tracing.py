@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 from qinfer.clock import ServerClock
-from qinfer.control.catalog import Catalog
+from qinfer.control.catalog import Catalog, Served
 from qinfer.delivery.base import Delivery
 from qinfer.errors import Cancelled, QinferError
 from qinfer.messages import Failure, InferRequest, Response, Timing
 from qinfer.observability.fence import Fence
 from qinfer.observability.metrics import GatewayTally
-from qinfer.observability.tracing import ATTEMPT, BATCH_SIZE, MODEL, REQUEST_ID, VERSION, Span, Tracer
+from qinfer.observability.tracing import ATTEMPT, BATCH_SIZE, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer
 from qinfer.settings import LimitSettings, TraceSettings
 from qinfer_api.auth import Auth, Context
 from qinfer_api.dispatcher import Dispatcher
@@ -152,30 +152,29 @@ class TracedDispatcher(Dispatcher):
         if isinstance(pending.sink, TracedSink):
             pending.sink.end(Failure.of(Cancelled("the caller went away")))
 
-    def accepted(self, context: Context, model: str, version: int, request_id: str) -> str:
-        """Makes a span of an asynchronous request that is about to be enqueued; returns what it is now part of."""
+    def accepted(self, context: Context, served: Served, name: Attributes) -> str:
+        """Makes a span of a request or job that is about to be accepted; returns what it is now part of."""
         if self._tracer is None:
             return context.trace
         now_s = self._server_clock.now_s()
         with _FENCE:  # the request is accepted without
             span = self._tracer.start("accept", context.trace, now_s)
-            span.end(now_s, {MODEL: model, VERSION: version, REQUEST_ID: request_id})
+            span.end(now_s, {MODEL: served.spec.name, VERSION: served.version, **name})
             return span.trace
         return context.trace
 
 
-def trace_of(dispatcher: Dispatcher, context: Context, model: str, version: int, request_id: str) -> str:
-    """Returns the `traceparent` that the frame of an asynchronous request carries.
+def trace_of(dispatcher: Dispatcher, context: Context, served: Served, name: Attributes) -> str:
+    """Returns the `traceparent` that the frame of an asynchronous request carries, or the record of a job.
 
     Args:
         dispatcher: That of the gateway, which traces or does not.
         context: Who asks.
-        model: The model it is for.
-        version: The version it is for.
-        request_id: Its id.
+        served: The model version it is for.
+        name: Its id, by its attribute.
     """
     if isinstance(dispatcher, TracedDispatcher):
-        return dispatcher.accepted(context, model, version, request_id)
+        return dispatcher.accepted(context, served, name)
     return context.trace
 
 

@@ -10,7 +10,7 @@ from qinfer.delivery.job_records import MAX_LINE_CHARACTERS, JobRecord, LogLine,
 from qinfer.errors import InvalidRequest
 
 _INSTANTS = frozenset({"created_at", "started_at", "ended_at", "resumed_at", "deadline_at", "updated_at"})
-_TEXTS = frozenset({"model", "tenant", "state", "error", "webhook", "webhook_state"})
+_TEXTS = frozenset({"model", "tenant", "state", "error", "trace", "webhook", "webhook_state"})
 _BYTES = frozenset({"spec", "head"})
 _KEPT = "kept_s"
 _SETTABLE = frozenset(

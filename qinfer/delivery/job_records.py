@@ -62,6 +62,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         error: Why it failed; empty otherwise.
         max_errors: How many rows may fail before it does; -1 = all.
         kept_s: How long it is known after its end.
+        trace: W3C `traceparent` of what created it; empty = nobody records it.
         webhook: Where its end is told; empty = nowhere.
         webhook_state: `` | pending | delivered | failed.
         revision: Raised by each change.
@@ -94,6 +95,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     max_errors: int = -1
     kept_s: float = KEPT_S
+    trace: str = ""
     webhook: str = ""
     webhook_state: str = ""
     revision: int = 0

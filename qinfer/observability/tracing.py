@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 GATEWAY, WORKER = "qinfer-gateway", "qinfer-worker"
 """The names of the services; `OTEL_SERVICE_NAME` goes before."""
 
-MODEL, VERSION, REQUEST_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, ERROR = (
+MODEL, VERSION, REQUEST_ID, JOB_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, ERROR = (
     "qinfer.model",
     "qinfer.version",
     "qinfer.request_id",
+    "qinfer.job_id",
     "qinfer.batch_id",
     "qinfer.batch_size",
     "qinfer.attempt",

@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tritonclient.grpc
 
@@ -53,7 +55,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def stack(collector: Collector, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where jobs may read and write."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def stack(collector: Collector, folder: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     repository = tmp_path_factory.mktemp("models")
     models.add_sub(repository)
     models.add_sub(repository, "slow")
@@ -67,6 +75,7 @@ def stack(collector: Collector, folder: Path, tmp_path_factory: pytest.TempPathF
         OTEL_EXPORTER_OTLP_ENDPOINT=collector.url,
         OTEL_BSP_SCHEDULE_DELAY="50",
         QINFER_TRACE__FILE=str(folder / "trace.json"),
+        QINFER_STORES__ALLOW=json.dumps([data.as_uri()]),
     ) as stack:
         yield stack
 
@@ -196,6 +205,31 @@ def test_an_asynchronous_request_keeps_its_context(client: httpx.Client, collect
     spans = collector.wait(trace, "accept", "queue", "batch", "publish")
     assert (spans["accept"].parent, spans["queue"].parent) == (CLIENT_SPAN, spans["accept"].id)
     assert accepted.json()["id"] == spans["queue"].attributes["qinfer.request_id"]
+
+
+def test_a_job_s_shards_are_part_of_its_trace(client: httpx.Client, collector: Collector, data: Path) -> None:
+    """From the client's span on: its acceptance, and each execution of a shard by a worker."""
+    trace = secrets.token_hex(16)
+    rows = pa.array([[1.0, 2.0, 3.0, 4.0]] * 5, pa.list_(pa.float32(), 4))
+    pq.write_table(pa.table({"a": rows, "b": rows}), data / "in.parquet")
+    job = {
+        "model": "add_sub",
+        "inputs": [(data / "in.parquet").as_uri()],
+        "output": {"url": (data / "out").as_uri()},
+    }
+
+    created = client.post("/v1/jobs", json=job, headers=traceparent(trace))
+    assert created.status_code == 201, created.text
+    spans = collector.wait(trace, "accept", "shard")
+
+    accept, shard = spans["accept"], spans["shard"]
+    assert (accept.parent, shard.parent, shard.error) == (CLIENT_SPAN, accept.id, "")
+    assert (accept.service, shard.service) == ("qinfer-gateway", "qinfer-worker")
+    assert accept.attributes["qinfer.job_id"] == shard.attributes["qinfer.job_id"] == created.json()["id"]
+    told = {name: shard.attributes[f"qinfer.{name}"] for name in ("model", "version", "attempt")}
+    assert told == {"model": "add_sub", "version": 1, "attempt": 1}
+    told = {name: shard.attributes[f"qinfer.{name}"] for name in ("shard", "rows", "failed_rows")}
+    assert told == {"shard": 0, "rows": 5, "failed_rows": 0}
 
 
 def set_trace(client: httpx.Client, **settings: Any) -> dict[str, Any]:

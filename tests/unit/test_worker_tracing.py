@@ -1,5 +1,6 @@
 """The worker's spans: what they are part of, and that requests which nobody records make none."""
 
+import asyncio
 import logging
 
 import numpy as np
@@ -11,12 +12,19 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from qinfer.backends.base import Batch
 from qinfer.backends.stub import StubBackend
 from qinfer.batching.execution import Execution, Pending
+from qinfer.bulk.plan import Shard, ShardTicket, encode_ticket
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
+from qinfer.delivery.jobs import JobRecord, ShardOutcome
 from qinfer.errors import BrokerUnavailable, DeadlineExceeded, InferenceFailed
 from qinfer.messages import InferRequest
 from qinfer.observability.tracing import Tracer
-from qinfer.testing import FakeClock
+from qinfer.testing import FakeClock, MemoryDelivery
+from qinfer_workers.inference.bulk.desk import Abandoned, Desk, PutOff
+from qinfer_workers.inference.bulk.errand import Errand
+from qinfer_workers.inference.bulk.hands import Hands
+from qinfer_workers.inference.leases import LeaseKeeper
+from qinfer_workers.inference.renewals import ThreadRenewals
 from qinfer_workers.inference.tracing import Spans
 
 
@@ -168,3 +176,82 @@ def test_a_batch_that_raises_names_itself_in_the_log(caplog: pytest.LogCaptureFi
     said = vars(caplog.records[0])
     assert (said["model"], said["version"], said["items"], said["request_ids"]) == ("m", 3, 2, ["r0", "r1"])
     assert said["batch_id"] == run.batch_id != other.batch_id
+
+
+class Ran:
+    """The run of a shard that ends at once."""
+
+    is_stuck = False
+
+    def __init__(self, end: ShardOutcome | BaseException) -> None:
+        self._end = end
+
+    async def run(self) -> ShardOutcome:
+        if isinstance(self._end, BaseException):
+            raise self._end
+        return self._end
+
+    def stop(self) -> None:
+        """Nothing is to be stopped."""
+
+
+async def run_shard(bench: Bench, end: ShardOutcome | BaseException, trace: str) -> ShardOutcome | None:
+    """Runs a shard of three rows of a job, of which it is the second execution."""
+    delivery = MemoryDelivery()
+    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 1.0), delivery.clock, 10.0, list, lambda _: None)
+    desk = Desk(
+        delivery=delivery,
+        keeper=keeper,
+        worker_id="w",
+        hands=Hands(),
+        lease_s=10.0,
+        max_deliveries=3,
+        max_wait_s=1.0,
+        spans=bench.spans,
+    )
+    record = JobRecord(id="j", model="m", version=3, state="running", trace=trace)
+    await delivery.jobs.create(record)
+    ticket = ShardTicket("j", Shard(1, "part-1", 3, ()))
+    lease = Lease(Entry(record.lane, "1000-0"), "w", encode_ticket(ticket), deliveries=2)
+    errand = Errand(desk, lease, lambda *_: Ran(end))
+    return await errand._recorded(Ran(end), ticket, record)
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "failed_rows"),
+    [
+        (ShardOutcome(1, 3, 2), None, 2),
+        (ShardOutcome(1, 3, 3, "the file was replaced"), "inference_failed", 3),
+        (Abandoned(), "abandoned", None),
+        (PutOff("the store is away"), "put_off", None),
+        (asyncio.CancelledError(), "cancelled", None),
+        (RuntimeError("a defect"), "internal", None),
+    ],
+)
+async def test_each_execution_of_a_shard_is_part_of_its_job_s_trace(
+    end: ShardOutcome | BaseException, error: str | None, failed_rows: int | None
+) -> None:
+    """However it ends; what it ends with goes on."""
+    bench = Bench()
+
+    (outcome,) = await asyncio.gather(run_shard(bench, end, traceparent(1)), return_exceptions=True)
+
+    assert type(outcome) is (type(None) if isinstance(end, Abandoned) else type(end))
+    (shard,) = bench.named("shard")
+    assert parent_of(shard) == 1
+    assert shard.attributes is not None
+    assert {name: shard.attributes[f"qinfer.{name}"] for name in ("job_id", "shard", "rows", "attempt")} == {
+        "job_id": "j",
+        "shard": 1,
+        "rows": 3,
+        "attempt": 2,
+    }
+    assert (shard.attributes.get("error.type"), shard.attributes.get("qinfer.failed_rows")) == (error, failed_rows)
+
+
+async def test_a_job_that_nobody_records_makes_no_spans() -> None:
+    """Its shards are run all the same."""
+    bench = Bench()
+
+    assert await run_shard(bench, ShardOutcome(1, 3), "") == ShardOutcome(1, 3)
+    assert bench.count == 0

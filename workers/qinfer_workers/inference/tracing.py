@@ -6,19 +6,23 @@
                                 └─ publish
 
 A batch belongs to the trace of its first recorded request, so that the trace of a request that ran alone has all of it.
+Each execution of a job's shard is a span `shard` in the trace of the request that created the job.
 """
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 from qinfer.batching.execution import Execution, Pending
 from qinfer.clock import ServerClock
+from qinfer.delivery.jobs import JobRecord, ShardOutcome
 from qinfer.errors import QinferError
 from qinfer.observability.fence import Fence
 from qinfer.observability.tracing import (
     ATTEMPT,
     BATCH_ID,
     BATCH_SIZE,
+    JOB_ID,
     MODEL,
     REQUEST_ID,
     VERSION,
@@ -30,6 +34,22 @@ from qinfer.observability.tracing import (
 
 _FENCE = Fence(logging.getLogger(__name__), "spans lost")
 _Work = Callable[[], Awaitable[None]]
+
+
+class ShardPlace(NamedTuple):
+    """Which execution of which shard.
+
+    Attributes:
+        record: Its job.
+        number: Which shard of it.
+        rows: How many rows it has.
+        deliveries: How often it was handed out, this time included.
+    """
+
+    record: JobRecord
+    number: int
+    rows: int
+    deliveries: int
 
 
 class Spans:
@@ -77,6 +97,33 @@ class Spans:
             if is_sampled(item.request.trace):
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s)
                 queue.end(max(now_s, item.enqueued_s), _about(item), _told(error))
+
+    def shard(
+        self, place: ShardPlace, outcome: ShardOutcome | None, begin_s: float, error: tuple[str, str] | None
+    ) -> None:
+        """Takes note of an execution of a shard that has just ended.
+
+        Args:
+            place: Which.
+            outcome: What became of it, if it came to its end.
+            begin_s: When it began, in the broker's time.
+            error: Code and text of what went wrong.
+        """
+        record = place.record
+        if not is_sampled(record.trace):
+            return
+        about: Attributes = {
+            MODEL: record.model,
+            VERSION: record.version,
+            JOB_ID: record.id,
+            ATTEMPT: place.deliveries,
+            "qinfer.shard": place.number,
+            "qinfer.rows": place.rows,
+        }
+        if outcome is not None:
+            about = {**about, "qinfer.failed_rows": outcome.failed_rows}
+        with _FENCE:  # what was scored counts all the same
+            self._tracer.start("shard", record.trace, begin_s).end(self._now_s(), about, error)
 
     def around(self, items: Sequence[Pending], publish: _Work) -> _Work:
         """Returns work that publishes answers and makes a span of each try, or the same where nobody records any.

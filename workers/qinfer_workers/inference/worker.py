@@ -93,7 +93,7 @@ class Worker:
             self._intake = Intake(self._delivery, self._publisher, self._settings.max_deliveries)
             self._caller = Caller(self._delivery, self._catalog, self._id, tasks, self._called, self._inline_max_bytes)
             renewals = tasks.create_task(self._keeper.run())
-            bulk = self._bulk.start(tasks)
+            bulk = self._bulk.start(tasks, self.spans)
             models = tasks.create_task(self._models.run(self._heartbeat.changed))
             heartbeat = tasks.create_task(self._heartbeat.run())
             reclaimer = tasks.create_task(self._reclaim_loop())

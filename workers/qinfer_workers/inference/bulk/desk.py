@@ -11,6 +11,7 @@ from qinfer.delivery.jobs import JobRecord, ShardOutcome
 from qinfer.observability.stats import ModelCounts
 from qinfer_workers.inference.bulk.hands import Hands, HeldShard
 from qinfer_workers.inference.leases import LeaseKeeper
+from qinfer_workers.inference.tracing import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Desk:
         max_wait_s: See there.
         hurry: Set when nobody waits any longer for executions to end.
         counts: The rows that were settled.
+        spans: Records what becomes of shards; `None` = nobody wants to know.
     """
 
     delivery: Delivery
@@ -38,6 +40,7 @@ class Desk:
     max_wait_s: float
     hurry: asyncio.Event = field(default_factory=asyncio.Event)
     counts: ModelCounts = field(default_factory=ModelCounts)
+    spans: Spans | None = None
 
 
 class PutOff(Exception):

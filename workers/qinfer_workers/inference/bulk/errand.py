@@ -16,6 +16,7 @@ from qinfer.errors import BrokerUnavailable, CorruptEntry, ErrorCode, QinferErro
 from qinfer.observability.stats import DEAD_LETTERS, ROWS_DONE, ROWS_FAILED
 from qinfer_workers.inference.bulk.desk import Abandoned, Begin, Desk, PutOff, Run
 from qinfer_workers.inference.bulk.hands import HeldShard
+from qinfer_workers.inference.tracing import ShardPlace
 from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
@@ -120,11 +121,8 @@ class Errand:
         run = self._run = self._begin(self._held, ticket, record, self.free)
         self._held.on_lost = run.stop
         watch = asyncio.create_task(self._watch(run, record.id))
-        outcome: ShardOutcome | None = None
         try:
-            outcome = await run.run()
-        except Abandoned:
-            pass
+            outcome = await self._recorded(run, ticket, record)
         finally:
             watch.cancel()
             self.free.set()
@@ -134,6 +132,28 @@ class Errand:
             await self._insist(lambda: jobs.drop_shard(record.id, lease, ticket.shard.index))
         else:
             await self._finish(record, outcome)
+
+    async def _recorded(self, run: Run, ticket: ShardTicket, record: JobRecord) -> ShardOutcome | None:
+        """Runs the shard, which is a span where somebody records the job; `None` = it was abandoned."""
+        spans, now_s = self._desk.spans, self._desk.delivery.clock.now_s
+        begin_s, outcome = now_s(), None
+        error: tuple[str, str] | None = ErrorCode.INTERNAL.value, "the worker's log says why"
+        try:
+            outcome = await run.run()
+            error = (ErrorCode.INFERENCE_FAILED.value, outcome.error) if outcome.error else None
+        except Abandoned:
+            error = "abandoned", "nobody wants the shard any more, or another worker has it"
+        except PutOff as raised:
+            error = "put_off", str(raised)
+            raise
+        except asyncio.CancelledError:
+            error = "cancelled", "it was handed back: the worker drains, or the model goes"
+            raise
+        finally:
+            if spans is not None:
+                place = ShardPlace(record, ticket.shard.index, ticket.shard.rows, self._lease.deliveries)
+                spans.shard(place, outcome, begin_s, error)
+        return outcome
 
     async def _finish(self, record: JobRecord, outcome: ShardOutcome) -> None:
         jobs = self._desk.delivery.jobs

@@ -9,7 +9,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from qinfer_workers.inference.bulk.loop import BulkLoop
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.loader import Loaded
+from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
@@ -83,13 +84,15 @@ class BulkWork:
         self._is_paused = False
         self._is_prepared = False
 
-    def start(self, tasks: asyncio.TaskGroup) -> "asyncio.Task[None]":
+    def start(self, tasks: asyncio.TaskGroup, spans: Spans | None = None) -> "asyncio.Task[None]":
         """Begins to look for jobs; returns the task that does, to be cancelled.
 
         Args:
             tasks: Owns it, and the loops.
+            spans: Records what becomes of shards; `None` = nobody wants to know.
         """
         self._tasks = tasks
+        self._desk = replace(self._desk, spans=spans)
         return tasks.create_task(self._look())
 
     async def _look(self) -> None:
