@@ -29,11 +29,11 @@ from qinfer.observability.metrics import GatewayTally
 from qinfer.observability.tracing import GATEWAY, open_tracer
 from qinfer.settings import HttpSettings, RepositorySettings, Settings
 from qinfer_api.auth import load_auth
+from qinfer_api.examiner import Examiner
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.protocol import FastPath
 from qinfer_api.http.server import HttpServer
 from qinfer_api.janitor import Janitor
-from qinfer_api.job_intake import examine_here
 from qinfer_api.job_janitor import JobJanitor
 from qinfer_api.jobs import BulkJobs
 from qinfer_api.labeling.parts import LabelingParts, check_labeling
@@ -169,6 +169,7 @@ class Gateway:
         self._reporting = Reporting(settings, self.catalog, store, delivery, tally, self._tracing.file)
         self.requests, self._janitor = self._asynchronous(settings, tally)
         self._tasks = BulkTasks(settings)
+        self._examiner = Examiner(settings, os.environ)
         self.jobs = BulkJobs(
             delivery=delivery,
             resolve=self.requests.resolve,
@@ -176,7 +177,7 @@ class Gateway:
             settings=settings,
             targets=self.requests.targets,
             tasks=self._tasks,
-            examine=examine_here,
+            examine=self._examiner,
         )
         self._labeling = LabelingParts(
             settings, delivery, self.dispatcher, self.requests, tally.refusals, auth, consumer=self._owner
@@ -269,6 +270,7 @@ class Gateway:
                     group.create_task(self.dispatcher.run()),
                     group.create_task(self._janitor.run()),
                     group.create_task(self._reporting.run()),
+                    group.create_task(self._examiner.run(self.started)),
                 ]
                 if self.metrics is not None:
                     tasks.append(group.create_task(self.metrics.serve()))

@@ -1,14 +1,12 @@
-"""What is looked at before a bulk job is taken: its JSON, its URLs, its inputs and output. All of it blocks."""
+"""What a client sends of a bulk job: its JSON, its URLs, and what is to be changed of it."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from qinfer.bulk.job import JobSpec, check_spec, decode_spec
-from qinfer.control.catalog import Served
-from qinfer.errors import InvalidRequest, UnsupportedFeature
-from qinfer.settings import Settings
+from qinfer.errors import InvalidRequest
 from qinfer.stores import check_url
 
 
@@ -18,24 +16,6 @@ class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error_threshold: float | None = None
     max_parallel: int | None = None
     deadline_s: float | None = None
-
-
-Examine = Callable[[JobSpec, Served, Settings], None]
-"""Looks at a job's inputs and output, and refuses what does not fit the model. It blocks."""
-
-
-def examine_here(spec: JobSpec, served: Served, settings: Settings) -> None:
-    """Looks at a job's inputs and output with `qinfer.bulk.intake`, which is loaded at the first job.
-
-    Raises:
-        QinferError: They do not fit the model; the text names the column or URL.
-        UnsupportedFeature: A library is missing that reads them.
-    """
-    try:
-        from qinfer.bulk.intake import examine
-    except ImportError as error:
-        raise UnsupportedFeature(f"bulk jobs need {error.name}: pip install 'qinfer[bulk]'") from None
-    examine(spec, served.spec, settings.stores.allow)
 
 
 def decode_job(body: bytes, allow: Sequence[str]) -> tuple[JobSpec, str]:

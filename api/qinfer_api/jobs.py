@@ -6,7 +6,7 @@ Planning and finishing it is Celery's, its shards the workers', its record the q
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -31,10 +31,11 @@ from qinfer.errors import (
 )
 from qinfer.messages import IdFactory
 from qinfer.observability.tracing import JOB_ID
+from qinfer.repository.spec import ModelSpec
 from qinfer.settings import Settings
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.job_intake import Changes, Examine, changed, decode_job
+from qinfer_api.job_intake import Changes, changed, decode_job
 from qinfer_api.job_records import chosen_id, deadline_at, inner_id, keyed_id, new_record, spec_of, unknown_job
 from qinfer_api.requests import Targets
 from qinfer_api.tracing import trace_of
@@ -54,8 +55,7 @@ _RESUMABLE = frozenset(TERMINAL - {JobState.COMPLETED})
 _STATES = tuple(state.value for state in JobState)
 _FULL_AGAIN_S = 30.0
 _WAITS = "waits for a bulk worker, which plans it"
-_threads = ThreadPoolExecutor(8, "bulk-jobs")  # a store that hangs may not keep the threads that decode bodies, …
-_task_threads = ThreadPoolExecutor(4, "bulk-tasks")  # … nor those that send tasks
+_threads = ThreadPoolExecutor(4, "bulk-tasks")  # a Redis that hangs may not keep the threads that decode bodies
 
 
 class Tasks(Protocol):
@@ -88,7 +88,7 @@ class BulkJobs:
         settings: The limits of jobs, and which stores they may use.
         targets: Where webhooks may go.
         tasks: Celery.
-        examine: Looks at inputs and output.
+        examine: Looks at inputs and output, and refuses what does not fit the model; `Examiner` is the one.
         ids: Makes ids.
         watchers: How many follow a job now.
     """
@@ -99,7 +99,7 @@ class BulkJobs:
     settings: Settings
     targets: Targets
     tasks: Tasks
-    examine: Examine
+    examine: Callable[[JobSpec, ModelSpec], Awaitable[None]]
     ids: IdFactory = field(default_factory=IdFactory)
     watchers: int = 0
 
@@ -134,11 +134,11 @@ class BulkJobs:
             return _again(context, known, spec)
         served = self.resolve(spec.model, spec.version)
         self.dispatcher.charge(context)
-        await _in_thread(_task_threads, self._check_tasks)
+        await _in_thread(self._check_tasks)
         await self._check_count()
         if spec.webhook:
             await self.targets.check(spec.webhook)
-        await self._examined(spec, served)
+        await self._examined(spec, served.spec)
         spec = msgspec.structs.replace(spec, version=served.version)
         job_id = job_id or self.ids.ulid()
         record = new_record(
@@ -209,7 +209,7 @@ class BulkJobs:
         spec = changed(spec_of(record), changes)
         self.resolve(record.model, record.version)
         self.dispatcher.charge(context)
-        await _in_thread(_task_threads, self._check_tasks)
+        await _in_thread(self._check_tasks)
         await self._check_count()
         fields: dict[str, str | bytes | float] = {
             "spec": encode_spec(spec),
@@ -296,10 +296,10 @@ class BulkJobs:
                 _FULL_AGAIN_S,
             )
 
-    async def _examined(self, spec: JobSpec, served: Served) -> None:
+    async def _examined(self, spec: JobSpec, model: ModelSpec) -> None:
         try:
             async with asyncio.timeout(EXAMINE_S):
-                await _in_thread(_threads, self.examine, spec, served, self.settings)
+                await self.examine(spec, model)
         except TimeoutError:
             raise StoreUnavailable(
                 f"the stores of '{spec.inputs[0]}' and '{spec.output.url}' did not answer within {EXAMINE_S:g} s; "
@@ -309,7 +309,7 @@ class BulkJobs:
     async def _planned(self, job_id: str) -> None:
         """Has a new job planned; where Celery can't be told, there is no job."""
         try:
-            await _in_thread(_task_threads, self.tasks.plan, job_id)
+            await _in_thread(self.tasks.plan, job_id)
         except QinferError:
             await self.delivery.jobs.stop(job_id, JobState.CANCELLED, in_hand=True)
             await self.delivery.jobs.delete(job_id)
@@ -318,7 +318,7 @@ class BulkJobs:
     async def _sent(self, job_id: str) -> None:
         """Has a job planned that is known; where Celery can't be told now, its sweep sees to it later."""
         try:
-            await _in_thread(_task_threads, self.tasks.plan, job_id)
+            await _in_thread(self.tasks.plan, job_id)
         except BrokerUnavailable as error:
             logger.warning("job waits to be planned", extra={"job_id": job_id, "error": error.message})
 
@@ -329,8 +329,8 @@ class BulkJobs:
         return record
 
 
-async def _in_thread(threads: ThreadPoolExecutor, call: Callable[..., T], *arguments: object) -> T:
-    return await asyncio.get_running_loop().run_in_executor(threads, call, *arguments)
+async def _in_thread(call: Callable[..., T], *arguments: object) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_threads, call, *arguments)
 
 
 def _again(context: Context, known: JobRecord, spec: JobSpec) -> Ticket:

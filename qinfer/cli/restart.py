@@ -3,6 +3,8 @@
 import signal
 from dataclasses import dataclass
 
+from qinfer.children import signal_name
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
@@ -56,9 +58,6 @@ def describe_exit(code: int) -> str:
     """Says how a process ended: `ended with exit code 3`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = signal_name(-code) or f"signal {-code}"
     hint = " (by hand, or by the system for lack of memory)" if -code == signal.SIGKILL else ""
     return f"was killed by {name}{hint}"

@@ -180,6 +180,11 @@ class BulkSettings(_Section):
     plan_threads: int = Field(16, gt=0, description="Footers that are read at once when a job is planned.")
     plan_timeout_s: float = Field(3600.0, gt=0, description="Seconds that planning or finishing a job may take.")
     max_jobs: int = Field(1000, gt=0, description="Jobs that may be unfinished; more are refused.")
+    max_examine_bytes: int = Field(
+        768 * 2**20,
+        ge=512 * 2**20,
+        description="Memory that a process may take which looks at new jobs' files; a gateway has one of them, or two.",
+    )
     record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that an ended job can be asked for.")
     sweep_every_s: float = Field(10.0, gt=0, description="Seconds between looks for jobs that are stuck or expired.")
     beat: bool = Field(
@@ -208,17 +213,17 @@ class LabelingSettings(_Section):
     predict_timeout_s: float = Field(
         90.0, gt=0, description="Seconds that one call of predict may take; Label Studio waits for 100."
     )
-    task_timeout_s: float = Field(
-        86400.0, gt=0, description="Timeout of a task whose prediction is pushed; a model's own longest goes before."
-    )
-    result_ttl_s: float = Field(
-        7 * 86400.0, gt=0, description="Seconds that a prediction waits for Label Studio to take it."
     max_waiting_tasks: int = Field(
         100_000,
         gt=0,
         description="Tasks of a project, for one model and tenant, that may wait to become requests; more are refused. "
         "Each has at most 64 KiB of data in Redis.",
     )
+    task_timeout_s: float = Field(
+        86400.0, gt=0, description="Timeout of a task whose prediction is pushed; a model's own longest goes before."
+    )
+    result_ttl_s: float = Field(
+        7 * 86400.0, gt=0, description="Seconds that a prediction waits for Label Studio to take it."
     )
     record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that a task which has ended can be asked for.")
     call_timeout_s: float = Field(30.0, gt=0, description="Seconds that Label Studio has to answer a call.")

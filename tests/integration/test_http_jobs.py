@@ -212,37 +212,6 @@ async def test_a_server_without_bulk(
     assert after == before
 
 
-async def test_a_library_that_is_missing(
-    client: httpx.AsyncClient, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """501, and how to install it."""
-    monkeypatch.setitem(__import__("sys").modules, "qinfer.bulk.intake", None)
-
-    reply = await client.post(JOBS, json=place.job())
-
-    assert (reply.status_code, "pip install 'qinfer[bulk]'" in reply.json()["error"]) == (501, True), reply.text
-
-
-async def test_a_store_that_hangs(
-    running: Running, client: httpx.AsyncClient, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """503 in time, with the URLs."""
-    hanging = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(use_case, "EXAMINE_S", 0.05)
-    monkeypatch.setattr(
-        running.gateway.jobs,
-        "examine",
-        lambda *_: asyncio.run_coroutine_threadsafe(hanging.wait(), loop).result(),
-    )
-
-    reply = await client.post(JOBS, json=place.job())
-    hanging.set()
-
-    assert (reply.status_code, "did not answer" in reply.json()["error"]) == (503, True)
-    assert reply.headers["retry-after"] == "1"
-
-
 async def test_too_many_jobs(redis_server: RedisServer, place: Place) -> None:
     """429, and when to come back; those that were created can be created again."""
     settings = job_settings(redis_server, place.url, database=1, max_jobs=1)

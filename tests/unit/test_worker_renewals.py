@@ -18,6 +18,7 @@ import pytest
 from pydantic import SecretStr
 
 from qinfer.batching.execution import Pending
+from qinfer.children import LENGTH, packed
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.errors import BrokerUnavailable
@@ -28,7 +29,7 @@ from qinfer_workers.inference import renewals
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.renewals import ProcessRenewals, ThreadRenewals
 from qinfer_workers.inference.trouble import Trouble
-from qinfer_workers.renewer import LENGTH, Held, Hello, Report, packed
+from qinfer_workers.renewer import Held, Hello, Report
 
 LANE = Lane("stub", 1)
 NOWHERE = "redis://127.0.0.1:1"

@@ -10,6 +10,7 @@ import pytest
 from redis.exceptions import ConnectionError as Away
 from redis.exceptions import ResponseError
 
+from qinfer.children import packed
 from qinfer.testing import wait_until
 from qinfer_workers import renewer
 from qinfer_workers.renewer import Held, Hello, Renewer, Secret
@@ -160,7 +161,7 @@ def test_it_ends_with_the_process_that_started_it_and_not_by_its_signals() -> No
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     assert child.stdin is not None
     try:
-        child.stdin.write(renewer.packed(HELLO))
+        child.stdin.write(packed(HELLO))
         child.stdin.flush()
         wait_until(lambda: _ignores(child.pid, signal.SIGTERM), description="a renewer that ignores SIGTERM")
         child.terminate()

@@ -15,7 +15,6 @@ It imports no part of qinfer that would bring numpy or pydantic along.
 import os
 import select
 import signal
-import struct
 import sys
 import time
 from typing import TYPE_CHECKING, Any, cast
@@ -23,13 +22,11 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
+from qinfer.children import LENGTH, packed
 from qinfer.delivery.clients import blocking_client
 
 if TYPE_CHECKING:
     from qinfer.settings import RedisSettings
-
-LENGTH = struct.Struct("<I")
-"""Each message is msgpack, and begins with its length."""
 
 TELLS_PER_RENEWAL = 3
 """So often does a worker tell what it holds between two renewals."""
@@ -232,12 +229,6 @@ class _Outbox:
             os.write(sys.stdout.fileno(), packed(report))
         self._unsent = [] if ready else report.lost
         self._untold = 0 if ready else report.renewed
-
-
-def packed(message: msgspec.Struct) -> bytes:
-    """Returns a message as it travels."""
-    body = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(body)) + body
 
 
 def _redis_of(hello: Hello) -> _Redis:

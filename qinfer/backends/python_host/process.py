@@ -18,6 +18,7 @@ import msgspec
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.messages import Finalize
 from qinfer.backends.python_host.services import LINE_BYTES, MARK
+from qinfer.children import signal_name
 from qinfer.errors import BackendUnavailable
 
 logger = logging.getLogger("qinfer.backends.python")
@@ -130,7 +131,7 @@ class HostProcess:
             self.sweep()
             return "it broke its connection and lived on"
         code = self._process.returncode
-        return f"exit code {code}" if code >= 0 else f"signal {-code}: {_signal_name(-code)}"
+        return f"exit code {code}" if code >= 0 else f"signal {-code}: {signal_name(-code) or 'unknown'}"
 
     def stop(self, finalize_s: float | None = None) -> None:
         """Has the model finalised and ends the process, by force if need be.
@@ -209,10 +210,3 @@ def logged(record: str) -> tuple[int, str]:
     except msgspec.MsgspecError:  # the model printed the mark itself
         return logging.INFO, record
     return logging.getLevelNamesMapping().get(level, logging.INFO), message
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

@@ -14,13 +14,14 @@ from contextlib import suppress
 
 import msgspec
 
+from qinfer.children import packed, received
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import Lane, Lease
 from qinfer.errors import BrokerUnavailable
 from qinfer.settings import Settings
 from qinfer_workers.inference.leases import LeaseKeeper, Place
 from qinfer_workers.inference.trouble import Trouble
-from qinfer_workers.renewer import LENGTH, TELLS_PER_RENEWAL, Held, Hello, Report, packed
+from qinfer_workers.renewer import TELLS_PER_RENEWAL, Held, Hello, Report
 
 logger = logging.getLogger(__name__)
 
@@ -191,8 +192,7 @@ class ProcessRenewals:
         decoder = msgspec.msgpack.Decoder(Report)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-                report = decoder.decode(await process.stdout.readexactly(size))
+                report = decoder.decode(await received(process.stdout))
                 self._pause_s = _RETRY_S
                 self._endings.over()
                 for reason in report.failed.values():
