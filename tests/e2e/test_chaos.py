@@ -14,7 +14,7 @@ from scripts.load import Answer, ask_all
 from tests import models
 from tests.e2e.conftest import Stack, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(120)]
 
 SHORT_LEASES = {"QINFER_WORKER__LEASE_S": "2", "QINFER_WORKER__RENEW_EVERY_S": "0.5"}
 ITEMS, ROUNDS = 100, 60

@@ -72,6 +72,7 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in contents.items() if len(content) >= SHORTEST}
 
 
+@pytest.mark.long
 def test_it_goes_on_where_it_was_killed(made: Path, stack: Stack) -> None:
     """Nothing is scored twice, the file is complete and in order, and says of each file what magika itself says."""
     out = made / "labels.jsonl"
