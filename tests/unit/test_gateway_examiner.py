@@ -351,4 +351,4 @@ def test_the_gateways_event_loop_leaves_nothing_open(lake: str) -> None:
         before = psutil.Process().num_fds()
         runner.run(use(["fine", "crash", "fine", "hang", "fine"]))
         gc.collect()
-        assert psutil.Process().num_fds() == before
+        assert psutil.Process().num_fds() <= before  # what other tests have left may go meanwhile
