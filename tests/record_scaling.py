@@ -23,8 +23,8 @@ import httpx
 
 from qinfer.testing import wait_until
 from tests.chaos.repository import write_stub
-from tests.e2e.conftest import clean_environment, free_port
-from tests.servers import RedisServer, system_redis
+from tests.e2e.conftest import clean_environment
+from tests.servers import RedisServer, free_port, system_redis
 
 ROW_S = 0.1
 MODEL = "slow"

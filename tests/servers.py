@@ -21,6 +21,8 @@ from typing import Any, Self
 import pytest
 import redis
 
+from qinfer.cli.machine import Address, claim_ports
+
 _START_S = 20.0
 _SLOTS = 16384
 
@@ -276,9 +278,9 @@ def make_certificate(directory: Path) -> tuple[Path, Path]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a port that no outgoing connection takes before a server does."""
+    (port,) = claim_ports([Address("127.0.0.1", 0)], lambda: False)
+    return port
 
 
 def is_listening(port: int) -> bool:

@@ -2,14 +2,21 @@
 
 import errno
 import os
+import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from qinfer.errors import SettingsError
+
+CHOSEN_PORTS = range(16384, 32768)
+"""A free port is one of these, if possible: the kernel gives the higher ones to outgoing connections, which could have
+it before the gateway does, or while one that crashed is started again."""
+
+_TRIES = 16
 
 LAYOUT = """\
 a model repository looks like this:
@@ -74,10 +81,9 @@ def claim_ports(addresses: Sequence[Address], try_again: Callable[[], bool]) -> 
 
 def _bound(address: Address, try_again: Callable[[], bool]) -> socket.socket:
     host, port, option = address
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         try:
-            return socket.create_server((host, port), family=family)
+            return _listener(host, port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 if try_again():
@@ -87,6 +93,15 @@ def _bound(address: Address, try_again: Callable[[], bool]) -> socket.socket:
                     f"{option} {port + 1 if port < 65535 else 0} (0 picks a free one)"
                 ) from None
             raise SettingsError(f"port {port} of {host} can't be bound: {error.strerror or error}") from None
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Binds a port, or, if it is 0, one that is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for _ in range(0 if port else _TRIES):
+        with suppress(OSError):
+            return socket.create_server((host, secrets.choice(CHOSEN_PORTS)), family=family)
+    return socket.create_server((host, port), family=family)
 
 
 def local_url(host: str, port: int, *, tls: bool = False) -> str:

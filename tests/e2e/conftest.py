@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +15,7 @@ import pytest
 from qinfer.testing import wait_until
 from tests import models
 from tests.rabbitmq import RabbitServer, running_rabbitmq
+from tests.servers import free_port
 
 READY_WITHIN_S = 50.0
 STOP_WITHIN_S = 40.0
@@ -38,12 +38,6 @@ class Stack:
     def grpc_address(self) -> str:
         """The address of its gRPC side."""
         return f"127.0.0.1:{self.grpc_port}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def clean_environment() -> dict[str, str]:

@@ -11,8 +11,8 @@ import httpx
 
 from qinfer.testing import wait_until
 from tests import models
-from tests.e2e.conftest import clean_environment, free_port, is_ready
-from tests.servers import RedisCluster, system_redis
+from tests.e2e.conftest import clean_environment, is_ready
+from tests.servers import RedisCluster, free_port, system_redis
 
 MODELS = 4
 """Enough for their slots to lie on several nodes."""

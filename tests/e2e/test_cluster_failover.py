@@ -8,9 +8,9 @@ from qinfer.delivery import keys
 from qinfer.testing import wait_until
 from tests import models
 from tests.e2e.async_load import Load, wrong
-from tests.e2e.conftest import clean_environment, free_port, is_ready
+from tests.e2e.conftest import clean_environment, is_ready
 from tests.e2e.test_cluster import program
-from tests.servers import RedisCluster, system_redis
+from tests.servers import RedisCluster, free_port, system_redis
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 

@@ -17,8 +17,8 @@ from scripts.rooms import INSTALL_WITHIN_S, Room
 from tests import models
 from tests.chaos.repository import write_stub
 from tests.e2e.async_load import Load, wrong
-from tests.e2e.conftest import clean_environment, free_port
-from tests.servers import RedisServer, system_redis
+from tests.e2e.conftest import clean_environment
+from tests.servers import RedisServer, free_port, system_redis
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(INSTALL_WITHIN_S + 300)]
 

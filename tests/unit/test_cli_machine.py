@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.cli.machine import Address, check_repository, child_environment, claim_ports, local_url, share_cpus
+from qinfer.cli import machine
+from qinfer.cli.machine import (
+    CHOSEN_PORTS,
+    Address,
+    check_repository,
+    child_environment,
+    claim_ports,
+    local_url,
+    share_cpus,
+)
 from qinfer.errors import SettingsError
 
 
@@ -24,10 +33,20 @@ def test_repository_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_port_zero_becomes_a_real_port() -> None:
-    """The number is told to people before the gateway binds it."""
+    """The number is told to people before the gateway binds it; meanwhile no outgoing connection can get it."""
     ports = claim_ports([Address("127.0.0.1", 0), Address("127.0.0.1", 0, "--grpc-port")], lambda: False)
 
-    assert len(set(ports) - {0}) == 2
+    assert len(set(ports)) == 2
+    assert all(port in CHOSEN_PORTS for port in ports)
+
+
+def test_port_zero_is_any_port_where_all_the_others_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the kernel chooses."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(machine, "CHOSEN_PORTS", [port])
+
+        assert claim_ports([Address("127.0.0.1", 0)], lambda: False)[0] not in {0, port}
 
 
 def test_port_in_use_names_it_and_another() -> None:
