@@ -101,6 +101,22 @@ def test_a_batch_is_recorded_for_those_who_record() -> None:
     assert queues[1].attributes == about | {"qinfer.request_id": "r2", "qinfer.attempt": 2}
 
 
+def test_a_batch_never_begins_before_its_requests_came() -> None:
+    """Gateways stamp requests by a clock that may be ahead of the worker's by milliseconds."""
+    bench, run = Bench(), execution(traceparent(1), traceparent(2))
+    run.items[1].enqueued_s = 10.75
+
+    bench.spans.executed(run, 11.0)
+
+    spans = [*bench.named("queue"), *bench.named("batch"), *bench.named("execute")]
+    assert [(span.start_time, span.end_time) for span in spans] == [
+        (1_000_000_000, 10_750_000_000),
+        (10_750_000_000, 10_750_000_000),
+        (10_750_000_000, 15_250_000_000),
+        (11_250_000_000, 15_250_000_000),
+    ]
+
+
 @pytest.mark.parametrize("trace", ["", traceparent(1, "00"), "nonsense"])
 async def test_what_nobody_records_makes_no_spans(trace: str) -> None:
     """Nor does it publish through anything else."""

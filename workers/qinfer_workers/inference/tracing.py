@@ -69,7 +69,9 @@ class Spans:
         recorded = [item for item in execution.items if is_sampled(item.request.trace)]
         if not recorded:
             return
-        begins_s = begin_s - execution.input_ns / 1e9
+        input_s = execution.input_ns / 1e9
+        begin_s = max(begin_s, max(item.enqueued_s for item in recorded) + input_s)  # clocks differ a bit
+        begins_s = begin_s - input_s
         end_s = begin_s + (execution.end_ns - execution.begin_ns) / 1e9
         lane = recorded[0].lease.entry.lane
         about: Attributes = {
@@ -84,7 +86,7 @@ class Spans:
         if not execution.apart:  # what runs again has waited before
             for item in recorded:
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s, (batch.trace,))
-                queue.end(max(begins_s, item.enqueued_s), {**about, **_about(item)})
+                queue.end(begins_s, {**about, **_about(item)})
         self._tracer.start("execute", batch.trace, begin_s).end(end_s, about, error)
         batch.end(end_s, {**about, "qinfer.requests": len(execution.items)}, error)
         for item, answer in zip(execution.items, execution.answers, strict=True):
