@@ -14,7 +14,7 @@ from tests.servers import free_port
 from tests.stage import Stage
 
 REPLIES = "replies"
-OPTIONS = {"region": "eu-central-1", "is_secure": False, "wait_time_seconds": 1, "visibility_timeout": 1}
+OPTIONS = {"region": "eu-central-1", "is_secure": False, "wait_time_seconds": 1, "visibility_timeout": 5}
 
 pytestmark = pytest.mark.parametrize("scene", ["memory"], indirect=True)
 
