@@ -22,7 +22,6 @@ _LOOKS = 10  # of a listing: a page that few jobs fit ends before it is full
 _PAGE = 100
 _TOGETHER = 20  # records that are read at once
 _PAGE_BYTES = 8 * 2**20  # of specifications in a page: a job's may be megabytes
-_PLACES_KEPT = 10_000
 
 
 class Place(NamedTuple):
@@ -59,13 +58,16 @@ class JobIndex:
     def __init__(self, router: Router, clock: ServerClock) -> None:
         self._router = router
         self._clock = clock
-        self._places: dict[str, Place] = {}  # they never change
 
     async def add(self, place: Place, created_ms: int, deadline_at: float) -> bool:
-        """Adds a job, open; False when there is one of that id elsewhere."""
+        """Adds a job, open; False when there is one of that id elsewhere. One whose record is gone makes room."""
         where = f"{place.partition} {place.model}".encode()
         if not await self._call(b"HSETNX", _PLACES, place.job_id, where):
             known = await self.find(place.job_id)
+            if known is not None and not await self._call(b"EXISTS", known.record):
+                await self.forget(place.job_id)
+                await self._call(b"HSETNX", _PLACES, place.job_id, where)
+                known = await self.find(place.job_id)
             if known != place:
                 return False
         await self._call(b"ZADD", _JOBS, b"NX", created_ms, place.job_id)
@@ -74,17 +76,15 @@ class JobIndex:
 
     async def find(self, job_id: str) -> Place | None:
         """Returns where a job is; `None` when it is unknown."""
-        place = self._places.get(job_id)
-        if place is None:
-            found = await self._call(b"HGET", _PLACES, job_id)
-            if found is None:
-                return None
-            partition, _, model = found.decode().partition(" ")
-            place = Place(model, int(partition), job_id)
-            while len(self._places) >= _PLACES_KEPT:
-                del self._places[next(iter(self._places))]
-            self._places[job_id] = place
+        (place,) = await self._find_all([job_id])
         return place
+
+    async def _find_all(self, job_ids: Sequence[str]) -> list[Place | None]:
+        """Returns where jobs are. They are asked for each time: an id may be used again, for another model."""
+        if not job_ids:
+            return []
+        found = await self._call(b"HMGET", _PLACES, *job_ids)
+        return [where and _place(job_id, where) for job_id, where in zip(job_ids, found, strict=True)]
 
     async def open(self, job_id: str, deadline_at: float) -> None:
         """Notes that a job has not ended, and its deadline; 0 = none."""
@@ -100,12 +100,12 @@ class JobIndex:
         ids = [found.decode() for found in await self._call(b"ZRANGEBYSCORE", _OPEN, b"-inf", end)]
         if model is None:
             return ids
-        places = await asyncio.gather(*map(self.find, ids))
+        places = await self._find_all(ids)
         return [job_id for job_id, place in zip(ids, places, strict=True) if place is not None and place.model == model]
 
     async def models(self) -> Sequence[tuple[str, int]]:
         """Returns the models and partitions of the jobs that may not have ended."""
-        places = await asyncio.gather(*map(self.find, await self.open_ids()))
+        places = await self._find_all(await self.open_ids())
         return list(dict.fromkeys(place[:2] for place in places if place is not None))
 
     async def states(self, newest: int) -> Mapping[str, int]:
@@ -113,13 +113,13 @@ class JobIndex:
         words = (b"ZREVRANGE", _JOBS, 0, newest - 1)
         open_ids, latest = await asyncio.gather(self.open_ids(), self._call(*words))
         ids = list(dict.fromkeys([*open_ids, *(job_id.decode() for job_id in latest)]))
-        places = [place for place in await asyncio.gather(*map(self.find, ids)) if place is not None]
+        places = [place for place in await self._find_all(ids) if place is not None]
         states = await asyncio.gather(*(self._call(b"HGET", place.record, b"state") for place in places))
         return Counter(state.decode() for state in states if state is not None)
 
     async def open_rows(self) -> Sequence[OpenRows]:
         """Returns of each job that has not ended what it has yet to do."""
-        places = await asyncio.gather(*map(self.find, await self.open_ids()))
+        places = await self._find_all(await self.open_ids())
         known = [place for place in places if place is not None]
         read = await asyncio.gather(*(self._call(b"HMGET", place.record, *_COUNTS) for place in known))
         now_s = self._clock.now_s()
@@ -174,7 +174,10 @@ class JobIndex:
     async def forget(self, job_id: str, created_ms: int | None = None) -> None:
         """Drops a job without a record, unless it may just be being created."""
         if created_ms is None:
-            created_ms = int(float(await self._call(b"ZSCORE", _JOBS, job_id) or 0))
+            score = await self._call(b"ZSCORE", _JOBS, job_id)
+            if score is None:  # it is not there yet, or not any more
+                return
+            created_ms = int(float(score))
         if created_ms / 1000 < self._clock.now_s() - _CREATION_S:
             await self.remove(job_id)
 
@@ -183,7 +186,6 @@ class JobIndex:
         await self.close(job_id)
         await self._call(b"ZREM", _JOBS, job_id)
         await self._call(b"HDEL", _PLACES, job_id)
-        self._places.pop(job_id, None)
 
     async def _behind(self, place: tuple[int, str] | None) -> tuple[list[tuple[int, str]], bool]:
         """Returns jobs older than the one at `place`, the newest first, as (created, id); and whether these are all."""
@@ -202,3 +204,9 @@ class JobIndex:
 
     async def _call(self, command: bytes, key: bytes, *words: str | int | bytes) -> Any:
         return await self._router.call(keys.slot(key), command, key, *words)
+
+
+def _place(job_id: str, where: bytes) -> Place:
+    """Reads a place as `add` writes it."""
+    partition, _, model = where.decode().partition(" ")
+    return Place(model, int(partition), job_id)

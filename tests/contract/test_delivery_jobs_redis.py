@@ -219,3 +219,37 @@ async def test_ten_thousand_shards_delay_no_job_of_higher_priority(redis_queue: 
     assert await delivery.jobs.stop("low", "cancelled", in_hand=True)
     assert delivery.renew(held) == held
     assert await delivery.depth(LANES) == [2, 0, 0]
+
+
+async def test_an_id_that_is_used_again_is_found_where_it_is_now(redis_queue: RedisQueue) -> None:
+    """By processes too that knew the job of that id before, which was another model's."""
+    one, other = await redis_queue.connect(), await redis_queue.connect()
+    await one.jobs.create(record(created_at=1000.0))
+    before = await other.jobs.models()
+    await one.jobs.stop("j1", "cancelled")
+    await one.jobs.delete("j1")
+
+    await one.jobs.create(record(model="letters", created_at=1000.0))
+
+    assert (before, await other.jobs.models()) == ([("digits", 0)], [("letters", 0)])
+    assert [found.model for found in await other.jobs.unfinished()] == ["letters"]
+    found = await other.jobs.get("j1")
+    assert found is not None
+    assert found.model == "letters"
+    assert [found.id for found in (await one.jobs.list()).records] == ["j1"]
+
+
+@pytest.mark.parametrize("model", ["digits", "letters"])
+async def test_an_id_whose_record_is_gone_is_a_new_jobs(redis_queue: RedisQueue, model: str) -> None:
+    """It is as old as its creation, whatever is left of the other in the index."""
+    delivery = await redis_queue.connect()
+    await delivery.jobs.create(record(created_at=1000.0))
+    await delivery.jobs.create(record("j2", created_at=2000.0))
+    redis_queue.on_owner("PEXPIRE", RECORD, 0)
+
+    created = await delivery.jobs.create(record(model=model, created_at=3000.0))
+
+    assert created
+    assert [found.id for found in (await delivery.jobs.list()).records] == ["j1", "j2"]
+    assert {found.id for found in await delivery.jobs.unfinished()} == {"j1", "j2"}
+    assert not await delivery.jobs.create(record(model="else", created_at=3000.0))
