@@ -180,6 +180,10 @@ class Delivery(Protocol):
         """
         ...
 
+    async def leave(self, lanes: Sequence[Lane]) -> None:
+        """Frees what `fetch` keeps for these lanes, of which no fetch is under way; another may come later."""
+        ...
+
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """Renews leases; blocking, for a thread of its own, over a connection of its own.
 

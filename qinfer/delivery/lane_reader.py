@@ -70,6 +70,11 @@ class LaneReader:
                     await self._link.call(b"PING")  # answered after the cancelled read
                     await self._router.call(self._slot, b"PING")  # answered after the release that this caused
 
+    async def close(self) -> None:
+        """Settles, and closes the connection."""
+        await self.settle()
+        await self._link.close()
+
     async def _fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
         until_s = self._monotonic_s() + wait_s
         while True:

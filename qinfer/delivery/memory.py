@@ -78,6 +78,9 @@ class MemoryDelivery:
             except TimeoutError:
                 return []
 
+    async def leave(self, lanes: Sequence[Lane]) -> None:
+        """See `Delivery.leave`: nothing is kept."""
+
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """See `Delivery.renew`."""
         return [lease for lease in leases if not self._lanes.renew(lease)]

@@ -126,14 +126,18 @@ class RedisDelivery:
         """See `Delivery.fetch`."""
         if count <= 0:
             return []
-        first = lanes[0]
-        place = (first.model, first.version, first.partition, first.name in BULK_LANES)
-        reader = self._readers.get(place)
+        reader = self._readers.get(place := _reading(lanes))
         if reader is None:
-            slot = keys.lane_slot(first)
+            slot = keys.lane_slot(lanes[0])
             reader = LaneReader(self._router, slot, self.ensure, self._entries.give_back, self._monotonic_s)
             self._readers[place] = reader
         return await reader.fetch(lanes, consumer, count, wait_s)
+
+    async def leave(self, lanes: Sequence[Lane]) -> None:
+        """See `Delivery.leave`."""
+        reader = self._readers.pop(_reading(lanes), None)
+        if reader is not None:
+            await reader.close()
 
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
         """See `Delivery.renew`."""
@@ -287,6 +291,12 @@ class RedisDelivery:
         if not isinstance(reply, QinferError):
             seconds, microseconds = reply
             self.clock.observe(int(seconds) + int(microseconds) / 1e6, sent_s, self._monotonic_s())
+
+
+def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, bool]:
+    """Returns what tells one reader of lanes from another."""
+    first = lanes[0]
+    return first.model, first.version, first.partition, first.name in BULK_LANES
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ taken over); commands follow MOVED and ASK meanwhile. Sentinel is another `resol
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from qinfer.delivery.address import Address, Sentinels, parse_place
@@ -41,7 +42,7 @@ class Router:
         self._links: dict[str, Link] = {}
         first = self._sentinel_link(place) if isinstance(place, Sentinels) else self._link(place)
         self._table: list[Link] = [first] * SLOTS
-        self._blocking: list[Link] = []
+        self._blocking: set[Link] = set()
         self._keeper: asyncio.Task[None] | None = None
 
     @classmethod
@@ -95,8 +96,8 @@ class Router:
 
         link = Link(resolve, self._settings, name=name, block_s=block_s, on_trouble=self._in_doubt.set)
         link.start()
-        self._blocking.append(link)
-        return BlockingLink(link, self._target)
+        self._blocking.add(link)
+        return BlockingLink(link, self._target, partial(self._blocking.discard, link))
 
     def nodes(self) -> list[Link]:
         """Returns the links to the nodes that are known now."""
@@ -194,11 +195,15 @@ class BlockingLink:
     Args:
         link: The connection.
         target: Reads MOVED and ASK; see `Router`.
+        on_close: Called when it is closed.
     """
 
-    def __init__(self, link: Link, target: Callable[[Refused], tuple[Link, bool] | None]) -> None:
+    def __init__(
+        self, link: Link, target: Callable[[Refused], tuple[Link, bool] | None], on_close: Callable[[], None]
+    ) -> None:
         self._link = link
         self._target = target
+        self._on_close = on_close
 
     @property
     def client_id(self) -> int:
@@ -233,6 +238,7 @@ class BlockingLink:
 
     async def close(self) -> None:
         """Closes the connection."""
+        self._on_close()
         await self._link.close()
 
     def _move(self, error: Refused) -> None:

@@ -262,3 +262,21 @@ async def test_what_is_given_back_to_a_lane_that_is_gone_is_forgotten(redis_queu
     redis_queue.on_every_node("FLUSHALL")
 
     await delivery.release(leases)
+
+
+async def test_lanes_that_were_left_keep_no_connection(redis_queue: RedisQueue) -> None:
+    """A worker may serve thousands of versions, one after the other; and each of them again."""
+    delivery = await ready(redis_queue, b"x", b"y")
+
+    def readers() -> int:
+        return sum(listed.count(b"name=qinfer-lanes") for listed in redis_queue.on_every_node("CLIENT", "LIST"))
+
+    others = readers()
+    first = await fetch(delivery, count=1)
+    open_then = readers()
+    await delivery.leave([HIGH])
+    await eventually(lambda: readers() == others)
+
+    assert open_then == others + 1
+    assert frames(first + await fetch(delivery)) == [b"x", b"y"]
+    await delivery.leave([LOW])

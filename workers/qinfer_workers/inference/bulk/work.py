@@ -146,6 +146,7 @@ class BulkWork:
         served = self._served.pop((batcher.model.spec.name, batcher.model.version), None)
         if served is not None:
             await _ended([served])
+            await self._desk.delivery.leave(bulk_lanes(served.loaded.spec.name, served.loaded.version))
         self._arbiter.forget(batcher)
 
     async def pause(self) -> None:
