@@ -164,3 +164,25 @@ async def test_the_thread_renews_lane_by_lane(lost: list[Held]) -> None:
     assert lost == [mine]
     assert keeper.held() == [others]
     assert {lease.entry.lane for some in calls for lease in some} == {LANE, OTHER}
+
+
+async def test_nothing_is_fetched_from_lanes_that_can_not_be_renewed(
+    keeper: LeaseKeeper, clock: FakeClock, asked: Asked
+) -> None:
+    """Though nothing of them is held, and the others are well."""
+    keeper.renewed(clock.monotonic_s(), set(), [OTHER])
+    assert keeper.can_renew([LANE])
+    assert not keeper.can_renew([LANE, OTHER])
+
+    waiting = asyncio.create_task(keeper.watch([OTHER]))
+    await asyncio.sleep(0)
+    clock.advance(1)
+    keeper.renewed(clock.monotonic_s(), set(), [OTHER])
+    await asyncio.sleep(0)
+    was_done = waiting.done()
+    clock.advance(1)
+    keeper.renewed(clock.monotonic_s(), set())
+    await waiting
+
+    assert not was_done
+    assert keeper.can_renew([OTHER])

@@ -134,7 +134,7 @@ async def test_a_renewer_that_can_not_be_started_is_tried_again(
     keeper = keeper_of(ProcessRenewals(Settings(redis=RedisSettings(url=SecretStr(NOWHERE))), "w"))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(keeper.run())
-        await keeper.watch()
+        await keeper.watch([])
         running.cancel()
 
     assert tries == 4

@@ -146,7 +146,7 @@ class Renewer:
                     self._look(lane, began_s)
                 both = entries | self._untold.get(lane, {})
                 ids = [entry_id for entry_id, until_s in both.items() if until_s > began_s]
-                for start in range(0, len(ids), _PAGE):
+                for start in range(0, max(len(ids), 1), _PAGE):  # with none, too: is the node there?
                     page = ids[start : start + _PAGE]
                     gone = self._renew(lane, page)
                     report.lost += [(lane, entry_id) for entry_id in gone]

@@ -89,12 +89,20 @@ class LeaseKeeper:
         """Has the leases renewed until cancelled."""
         await self._renewals.run(self)
 
-    async def watch(self) -> None:
+    async def watch(self, lanes: Collection[Lane]) -> None:
         """Waits until what is fetched from the lanes from now on will be renewed, whatever the model's code does."""
         asked_s = time.monotonic()
-        while self._renewed_at < asked_s:
+        while self._renewed_at < asked_s or not self.can_renew(lanes):
             self._renewals.ask()
             await self._renewed.wait()
+
+    def can_renew(self, lanes: Iterable[Lane]) -> bool:
+        """Tells whether leases on these lanes were renewed when it was last tried, and not too long ago.
+
+        Where they can't be, nothing is to be fetched: other workers would have it while it executes here.
+        """
+        is_fresh = self._renewed_at > time.monotonic() - self._lease_s
+        return is_fresh and (not self._failing or self._failing.keys().isdisjoint(lanes))
 
     def hold(self, items: Iterable[Held]) -> None:
         """Has these renewed from now on."""

@@ -167,10 +167,10 @@ class Worker:
         """Fetches whenever the batcher has room."""
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
         trouble = Trouble(logger, "nothing fetched", "fetching again")
-        await self._keeper.watch()
+        await self._keeper.watch(serving.lanes)
         while True:
-            if not self._keeper.is_sure(()):
-                await self._keeper.watch()
+            if not self._keeper.can_renew(serving.lanes):
+                await self._keeper.watch(serving.lanes)
             await batcher.fetchable()
             count, wait_s = batcher.room()
             if serving.readings and not (count := await serving.readings.room(count)):

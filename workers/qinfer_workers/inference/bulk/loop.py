@@ -64,6 +64,8 @@ class BulkLoop:
     async def _step(self) -> None:
         """Looks for a suspect when it is time, else for a shard; returns when the model is free for the next."""
         desk, now_s = self._desk, time.monotonic()
+        if not desk.keeper.can_renew(self._lanes):
+            await desk.keeper.watch(self._lanes)
         if now_s >= self._reclaim_at_s:
             self._reclaim_at_s = now_s + desk.lease_s / 2
             if leases := await self._reclaim():
