@@ -153,6 +153,8 @@ class Worker:
             await self._bulk.retire(serving.batcher)
             await self._pause(serving)
             serving.fetcher.cancel()
+            await asyncio.wait([serving.fetcher])
+            await self._delivery.leave(serving.lanes)
             del self._serving[model, version]
         serving.batcher.model.executor.retire()
         self._heartbeat.collect(serving.batcher)
