@@ -173,6 +173,10 @@ class DeadlineInfeasible(Overloaded):
     code = ErrorCode.DEADLINE_INFEASIBLE
 
 
+TIMED_OUT = "Request timeout expired"
+"""Triton's text for a request whose deadline has passed."""
+
+
 class DeadlineExceeded(QinferError):
     """The request's deadline passed before it was executed."""
 

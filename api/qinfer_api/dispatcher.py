@@ -24,6 +24,7 @@ from qinfer.control.routes import Route
 from qinfer.delivery.base import Delivery, Entry, reply_address
 from qinfer.delivery.layout import Kind, Layouts, kind_of
 from qinfer.errors import (
+    TIMED_OUT,
     CorruptEntry,
     DeadlineExceeded,
     Forbidden,
@@ -46,7 +47,6 @@ from qinfer_api.status import of_request
 
 logger = logging.getLogger(__name__)
 
-_TIMED_OUT = "Request timeout expired"
 _SHORTEST_S = 0.001  # a timeout of 0 means none
 
 
@@ -328,7 +328,7 @@ class Dispatcher:
     def _expired(self, pending: Pending) -> None:
         if not pending.deadline_s:
             self._abandon(pending)
-            self._fail(pending, DeadlineExceeded(_TIMED_OUT))
+            self._fail(pending, DeadlineExceeded(TIMED_OUT))
             return
         # Its queue timeout is over: that concerns it only while it waits. Otherwise it has until its deadline.
         deadline_s, pending.deadline_s = pending.deadline_s, 0.0
@@ -340,7 +340,7 @@ class Dispatcher:
     def _withdrawn(self, pending: Pending) -> None:
         """Answers a request that waited too long, after it was taken out of the queue."""
         if self._sinks.remove(pending):
-            self._fail(pending, DeadlineExceeded(_TIMED_OUT))
+            self._fail(pending, DeadlineExceeded(TIMED_OUT))
 
     def _abandon(self, pending: Pending) -> None:
         pending.abandoned = True

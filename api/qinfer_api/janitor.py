@@ -20,7 +20,7 @@ from qinfer.control.lanes import NAMES
 from qinfer.delivery.base import Delivery, Entry, Lane
 from qinfer.delivery.dead_letters import head_of
 from qinfer.delivery.requests import Notice, RequestState, Settlement
-from qinfer.errors import DeadlineExceeded, DeliveryError, QinferError, QueueFull
+from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferError, QueueFull
 from qinfer.observability.metrics import GatewayTally
 from qinfer_api.requests import failed_outcome
 from qinfer_api.webhooks import Webhooks
@@ -41,7 +41,6 @@ _BATCH = 200  # requests settled in one write
 _MODELS = 100  # looked at together
 _ORPHANS = 20  # frames read at a look: they may hold tensors
 _ORPHANS_EVERY_S = 5.0
-_TIMED_OUT = "Request timeout expired"
 
 
 class Janitor:
@@ -166,7 +165,7 @@ class Janitor:
             late = await requests.due(model, _PARTITION, _BATCH)
             if not late:
                 return count
-            error = DeadlineExceeded(_TIMED_OUT)
+            error = DeadlineExceeded(TIMED_OUT)
             settlements = [
                 Settlement(address=address, outcome=failed_outcome(address, RequestState.EXPIRED, error))
                 for address in late

@@ -26,7 +26,7 @@ from qinfer.batching.ports import LoadedModel, Outlet
 from qinfer.batching.responses import Responder
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import DELAYED
-from qinfer.errors import DeadlineExceeded, QinferError
+from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
 from qinfer.observability.stats import StatsTally
 
 FETCH_LEAD_S = 0.003
@@ -200,7 +200,7 @@ class Batcher:
             decision = policy.decide(self._pending, now_s, slots, self._rules, self._latency)
             self._pending = list(decision.keep)
             if decision.expired:
-                self.fail(decision.expired, DeadlineExceeded("Request timeout expired"))
+                self.fail(decision.expired, DeadlineExceeded(TIMED_OUT))
             if not decision.run:
                 wake_at_s = min(decision.wake_at_s, self._halves.first_deadline_s)
                 break
@@ -283,7 +283,7 @@ class Batcher:
         """Starts halves on idle instances, those of their items left out that are too late now."""
         late = self._halves.take_late(now_s + self._latency.floor_s(now_s))
         if late:
-            self.fail(late, DeadlineExceeded("Request timeout expired"))
+            self.fail(late, DeadlineExceeded(TIMED_OUT))
         while self._halves and self._idle_count() > 0:
             self._start(self._halves.popleft(), now_s, apart=True)
 

@@ -99,6 +99,8 @@ def problem_of_reply(reply: httpx.Response, not_found: type[QinferError]) -> Pro
     text, code = _body(reply)
     retry_after_s = _retry_after_s(reply)
     named = BY_CODE.get(code)
+    if named is None and reply.status_code == 503 and retry_after_s is None and text.endswith(errors.TIMED_OUT):
+        named = errors.DeadlineExceeded  # to be told by its text only; to ask again would have it executed again
     error_class = named or (not_found if reply.status_code == 404 else _by_status(reply.status_code))
     return Problem(make(error_class, text, retry_after_s), retry_after_s, named is not None)
 

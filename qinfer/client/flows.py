@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import httpx
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from qinfer.client.failures import BY_CODE, Problem, make
-from qinfer.client.results import Array, InferResult, ModelMetadata, RequestHandle, RequestStatus
+from qinfer.client.results import Array, InferResult, ModelMetadata, RequestHandle, RequestStatus, path_part
 from qinfer.client.steps import Flow, Pause, Policy, Send, call
 from qinfer.codec.kserve_client import JSON_LENGTH_HEADER, decode_response, encode_request
 from qinfer.errors import (
@@ -61,13 +61,10 @@ class Ask:
             InvalidRequest: An input is no array, or another argument is not of its type.
             UnsupportedDatatype: No wire datatype holds an array's dtype.
         """
+        self._check()
         parameters = dict(self.parameters or {})
         if self.priority:
             parameters["priority"] = self.priority
-        if not isinstance(self.inputs, Mapping):
-            raise InvalidRequest(f"inputs are of type {type(self.inputs).__name__}; make them a dict of arrays by name")
-        if isinstance(self.outputs, str):  # a sequence of strings too, of one letter each
-            raise InvalidRequest(f"outputs is the text '{self.outputs}'; make it a list of names")
         body, json_length = encode_request(
             [_tensor(name, value) for name, value in self.inputs.items()],
             outputs=self.outputs or (),
@@ -76,6 +73,21 @@ class Ask:
         )
         headers = {JSON_LENGTH_HEADER: str(json_length), "Content-Type": "application/octet-stream"} | headers
         return Send("POST", path, headers, body)
+
+    def _check(self) -> None:
+        """Looks at the types of all but the inputs: the gateway would tell of its own format only."""
+        if not isinstance(self.inputs, Mapping):
+            raise InvalidRequest(f"inputs are of type {type(self.inputs).__name__}; make them a dict of arrays by name")
+        if isinstance(self.outputs, str):  # a sequence of strings too, of one letter each
+            raise InvalidRequest(f"outputs is the text '{self.outputs}'; make it a list of names")
+        if not all(isinstance(name, str) for name in self.outputs or ()):
+            raise InvalidRequest(f"outputs is {self.outputs!r}; make it a list of names")
+        if self.parameters is not None and not isinstance(self.parameters, Mapping):
+            raise InvalidRequest(f"parameters are of type {type(self.parameters).__name__}; make them a dict by name")
+        if not isinstance(self.priority, int) or self.priority < 0:
+            raise InvalidRequest(f"priority is {self.priority!r}; make it 0 or a positive integer")
+        if self.id is not None and not isinstance(self.id, str):
+            raise InvalidRequest(f"id is {self.id!r}; make it a text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,22 +105,24 @@ class Submission:
         Raises:
             InvalidRequest: A value can't be sent as a header.
         """
-        key = self.idempotency_key or ("" if self.request_id else str(uuid4()))
+        is_named = self.idempotency_key is not None or self.request_id is not None
         found = {
-            "Idempotency-Key": key,
+            "Idempotency-Key": self.idempotency_key if is_named else str(uuid4()),
             "Request-Id": self.request_id,
-            "Request-Timeout": "" if self.timeout_s is None else f"{self.timeout_s:.6f}".rstrip("0").rstrip("."),
+            "Request-Timeout": None if self.timeout_s is None else _seconds(self.timeout_s),
             "Webhook-Url": self.webhook,
         }
-        return {name: header_value(name, value) for name, value in found.items() if value}
+        return {name: header_value(name, value) for name, value in found.items() if value is not None}
 
 
 def header_value(name: str, value: str) -> str:
     """Checks a header's value; the message does not show it, for it may be secret.
 
     Raises:
-        InvalidRequest: It has other than printable ASCII characters, or is empty.
+        InvalidRequest: It is no text, has other than printable ASCII characters, or is empty.
     """
+    if not isinstance(value, str):
+        raise InvalidRequest(f"the value for {name} is of type {type(value).__name__}; make it a text")
     if not (value.isascii() and value.isprintable() and value.strip() == value and value):
         raise InvalidRequest(f"the value for {name} has to be printable ASCII text without spaces around it")
     return value
@@ -208,8 +222,12 @@ def is_live() -> Flow[bool]:
 
 
 def model_path(model: str, version: int | None = None, api: str = "v2") -> str:
-    """Returns the path of a model, or of one version of it; no version, or 0, is the highest ready one."""
-    path = f"/{api}/models/{quote(model, safe='')}"
+    """Returns the path of a model, or of one version of it; no version, or 0, is the highest ready one.
+
+    Raises:
+        InvalidRequest: The name can't be part of a path.
+    """
+    path = f"/{api}/models/{path_part('the model', model)}"
     return f"{path}/versions/{version}" if version else path
 
 
@@ -232,9 +250,18 @@ def _final(error_class: type[QinferError], message: str) -> QinferError:
     return InferenceFailed(message) if error_class.retryable else make(error_class, message)
 
 
+def _seconds(value: float) -> str:
+    try:
+        return f"{value:.6f}".rstrip("0").rstrip(".")
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"timeout_s is {value!r}; make it a number of seconds") from None
+
+
 def _tensor(name: str, value: Array | Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value if value.name == name else Tensor(name, value.datatype, value.shape, value.data)
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidRequest(f"input '{name}' is a masked array; fill it first: array.filled(value)")
     if not isinstance(value, np.ndarray):
         raise InvalidRequest(
             f"input '{name}' is of type {type(value).__name__}; make it a numpy array of the model's datatype"

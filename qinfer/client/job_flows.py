@@ -24,6 +24,8 @@ FIRST_POLL_S, LAST_POLL_S = 0.1, 2.0
 """Seconds between two looks at a job that is waited for: they grow from the first to the last."""
 PAGE = 500
 """The most jobs that are asked for at once."""
+LEAST_LOOK_S = 1.0
+"""A look at a job may take so long, though less is left to wait."""
 WAIT_RETRIES = 8
 """How often each of these looks is repeated, at least."""
 
@@ -206,7 +208,10 @@ def newest_jobs(policy: Policy, state: str, limit: int) -> Flow[list[JobStatus]]
 def change_job(policy: Policy, job_id: str, what: str, **changes: float | None) -> Flow[JobStatus]:
     """Cancels a job or resumes it; `what` is the last part of the path, changes that are `None` are none."""
     given = {name: value for name, value in changes.items() if value is not None}
-    body = msgspec.json.encode(given) if given else b""
+    try:
+        body = msgspec.json.encode(given) if given else b""
+    except TypeError as error:
+        raise InvalidRequest(f"the changes can't be written as JSON: {error}") from None
     headers = {"Content-Type": "application/json"} if given else {}
     reply = yield from call(policy, Send("POST", f"{job_path(job_id)}/{what}", headers, body), not_found=JobNotFound)
     return _status(policy, reply)
@@ -231,7 +236,8 @@ def wait_for_job(policy: Policy, job_id: str, timeout_s: float, told: Told) -> F
     patient = policy._replace(max_retries=max(policy.max_retries, WAIT_RETRIES))
     pause_s = FIRST_POLL_S
     while True:
-        status = yield from job(patient, job_id)
+        left_s = max(LEAST_LOOK_S, ends_s - now_s())
+        status = yield from job(patient._replace(timeout_s=min(policy.timeout_s, left_s)), job_id)
         told(status)
         if status.has_ended:
             return status

@@ -7,10 +7,14 @@ from urllib.parse import quote
 
 import numpy.typing as npt
 
+from qinfer.errors import InvalidRequest
 from qinfer.messages import Response
 from qinfer.tensors import Tensor, to_numpy
 
 Array = npt.NDArray[Any]
+
+MAX_NAME_CHARACTERS = 4096
+"""Of a name in a path; gateways take fewer."""
 
 _ENDED = ("succeeded", "failed", "expired", "cancelled")
 
@@ -78,17 +82,34 @@ class RequestHandle:
     @classmethod
     def of(cls, request_id: str) -> "RequestHandle":
         """Names a request by an id that the server made, for instance in another process."""
-        return cls(id=request_id, url=f"/v1/requests/{quote(request_id, safe='')}")
+        return cls(id=request_id, url=f"/v1/requests/{path_part('the request id', request_id)}")
 
     @classmethod
     def named(cls, model: str, request_id: str) -> "RequestHandle":
         """Names a request by the id that its caller chose, which is unique within its model."""
-        return cls(id=request_id, url=f"/v1/models/{quote(model, safe='')}/requests/{quote(request_id, safe='')}")
+        path = f"/v1/models/{path_part('the model', model)}/requests/{path_part('the request id', request_id)}"
+        return cls(id=request_id, url=path)
 
 
 def handle_of(request: RequestHandle | str) -> RequestHandle:
     """Returns a handle for itself, or for an id that the server made."""
-    return RequestHandle.of(request) if isinstance(request, str) else request
+    return request if isinstance(request, RequestHandle) else RequestHandle.of(request)
+
+
+def path_part(what: str, name: str) -> str:
+    """Quotes a name that becomes part of a path.
+
+    Raises:
+        InvalidRequest: It is no text, too long for a path, or can't be written as UTF-8.
+    """
+    if not isinstance(name, str):
+        raise InvalidRequest(f"{what} is of type {type(name).__name__}; make it a text")
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise InvalidRequest(f"{what} has {len(name)} characters; {MAX_NAME_CHARACTERS} are the most")
+    try:
+        return quote(name, safe="")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{what} can't be written as UTF-8: {error.reason}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

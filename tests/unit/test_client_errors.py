@@ -65,6 +65,16 @@ def test_every_status_has_its_error(status: int, raised: type[QinferError]) -> N
     assert type(caught.value) is raised
 
 
+def test_a_request_that_expired_is_not_sent_again() -> None:
+    """Triton's protocol tells it from a full queue by its text only; to repeat it would execute it again."""
+    server = Server(reply(503, error="[request id: 7] Request timeout expired"))
+
+    with pytest.raises(errors.DeadlineExceeded, match="Request timeout expired"):
+        server.client().infer("m", {"x": X})
+
+    assert len(server.requests) == 1
+
+
 def test_the_table_of_statuses_is_tested_whole() -> None:
     """A row more in the table is a row more in the test."""
     assert set(BY_STATUS) <= {status for status, _ in STATUSES}
@@ -161,15 +171,58 @@ def test_an_input_that_is_no_array(value: Any) -> None:
         {"outputs": "label"},
         {"inputs": [X]},
         {"inputs": {"x": np.array(["\ud800"], dtype=object)}},
+        {"inputs": {"x": np.ma.masked_array([1.0], [True])}},
+        {"parameters": [1]},
+        {"id": 5},
+        {"outputs": [1]},
+        {"priority": -1},
+        {"priority": "high"},
+        {"model": None},
+        {"model": "\ud800"},
+        {"model": "m" * 100_000},
     ],
-    ids=["parameter", "surrogate", "id", "outputs", "inputs", "bytes"],
 )
 def test_what_can_not_be_sent(wrong: dict[str, Any]) -> None:
     """It is an error of qinfer's, so that a stream goes on with the next input; nothing is sent."""
     server = Server(answer())
 
     with pytest.raises(errors.InvalidRequest):
-        server.client().infer("m", **{"inputs": {"x": X}, **wrong})
+        server.client().infer(**{"model": "m", "inputs": {"x": X}, **wrong})
+
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"idempotency_key": 0}, {"idempotency_key": ""}, {"request_id": 5}, {"timeout_s": "600"}, {"webhook": ""}],
+    ids=str,
+)
+def test_what_a_request_can_not_be_submitted_with(wrong: dict[str, Any]) -> None:
+    """A key that is empty is none that the caller meant: another in its place would have the request run again."""
+    server = Server(answer())
+
+    with pytest.raises(errors.InvalidRequest):
+        server.client().submit("m", {"x": X}, **wrong)
+
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda c: c.result(None),
+        lambda c: c.status("x" * 100_000),
+        lambda c: c.job(None).status(),
+        lambda c: c.job("j1").resume(error_threshold=np.float32(0.1)),
+    ],
+    ids=["no request", "long id", "no job", "change"],
+)
+def test_wrong_names_and_changes(ask: Callable[[qinfer.Client], Any]) -> None:
+    """No error of httpx or msgspec reaches the caller."""
+    server = Server(answer())
+
+    with pytest.raises(errors.InvalidRequest):
+        ask(server.client())
 
     assert server.requests == []
 

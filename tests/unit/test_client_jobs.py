@@ -230,6 +230,17 @@ def test_a_wait_has_an_end() -> None:
     assert sum(server.pauses) == pytest.approx(5)
 
 
+def test_a_wait_has_an_end_though_nobody_answers() -> None:
+    """A look may take a second longer than what is left of the time, no more."""
+    server = Server(httpx.ConnectError("refused"))
+    began_s = server.clock.monotonic_s()
+
+    with pytest.raises(errors.Unreachable):
+        server.client().job("j1").wait(timeout_s=3)
+
+    assert server.clock.monotonic_s() - began_s <= 4
+
+
 def test_a_gateway_that_restarts_is_waited_for() -> None:
     """Also by a client that repeats nothing else."""
     server = Server(job(), httpx.ConnectError("refused"), reply(503, error="Server exiting"), job("completed"))
