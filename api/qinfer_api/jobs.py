@@ -335,7 +335,10 @@ async def _in_thread(call: Callable[..., T], *arguments: object) -> T:
 
 def _again(context: Context, known: JobRecord, spec: JobSpec) -> Ticket:
     """Returns a job that was created before, if it is what is asked for."""
+    mine = spec_of(known)
     asked = msgspec.structs.replace(spec, version=spec.version or known.version)
-    if known.tenant != context.tenant or spec_of(known) != asked:
+    if known.resumed_at:  # perhaps with other limits than it was created with
+        asked = msgspec.structs.replace(asked, **{name: getattr(mine, name) for name in Changes.__struct_fields__})
+    if known.tenant != context.tenant or mine != asked:
         raise Conflict("the id or Idempotency-Key belongs to another job; repeat that one's body, or choose another")
     return Ticket(known, is_new=False)

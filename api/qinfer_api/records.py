@@ -14,7 +14,7 @@ from qinfer.errors import InvalidRequest, RequestNotFound
 from qinfer.messages import parse_request_id
 from qinfer.repository.base import is_model_name
 
-_CHOSEN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+_CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # clients drop . and .. from paths
 _MAX_ID_CHARACTERS = 512
 _CHOSEN_PARTITION = 0
 
@@ -27,7 +27,8 @@ def chosen_address(model: str, request_id: str, tenant: str) -> Address:
     """
     if not _CHOSEN.fullmatch(request_id):
         raise InvalidRequest(
-            f"'{request_id[:100]}' can't be a request id; use 1 to 128 letters, digits, '.', '_', '~' and '-'"
+            f"'{request_id[:100]}' can't be a request id; use 1 to 128 letters, digits, '.', '_', '~' and '-', and not "
+            "'.' or '..' alone"
         )
     if _made_by_server(request_id + "@") is not None:
         raise InvalidRequest(f"'{request_id}' has the form of the ids that the server makes; choose another")

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from qinfer.errors import BrokerUnavailable
 from qinfer.testing import eventually
 from qinfer_api.rest import events
 from tests.gateway import Running, running_gateway
@@ -59,6 +60,28 @@ async def test_events_follow_a_request_to_its_end(client: httpx.AsyncClient, run
 
     assert seen == ["queued", "cancelled"]
     assert running.gateway.requests.waits._events == {}
+
+
+async def test_a_stream_ends_when_the_queue_is_away(
+    client: httpx.AsyncClient, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Properly, so that whoever listens comes again."""
+    record = await submitted(client, "stuck")
+    monkeypatch.setattr(events, "HEARTBEAT_S", 0.01)
+
+    async def away(*_: object) -> None:
+        raise BrokerUnavailable("the queue can't be reached")
+
+    async with client.stream("GET", record["links"]["events"]) as reply:
+        lines = reply.aiter_lines()
+        first = await anext(lines)
+        monkeypatch.setattr(running.gateway.requests.waits._requests, "record", away)
+        rest = [line async for line in lines]
+    monkeypatch.undo()
+    await client.delete(record["links"]["self"])
+
+    assert (first, reply.status_code) == ("event: state", 200)
+    assert states("\n".join(rest)) == ["queued"]
 
 
 async def test_the_events_of_a_request_that_has_ended(client: httpx.AsyncClient) -> None:

@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from qinfer.bulk.queue import PLAN, QUEUE
 from qinfer.control.api_keys import Scope, add_key
 from qinfer.delivery.redis import RedisDelivery
+from qinfer.errors import BrokerUnavailable
 from qinfer.settings import AuthSettings, BulkSettings, RedisSettings, Settings, StoreSettings
 from qinfer.testing import eventually
 from qinfer_api import jobs as use_case
@@ -438,6 +439,22 @@ async def test_a_job_is_resumed_with_changes(client: httpx.AsyncClient, running:
     assert [line["text"] for line in log] == [f"created; {waits}", "failed: 1 rows failed", f"resumed; {waits}"]
 
 
+async def test_a_job_that_was_resumed_with_changes_is_found_again(
+    client: httpx.AsyncClient, running: Running, place: Place
+) -> None:
+    """By the body that it was created with, as what repeats it does not know of the changes; not by another."""
+    body = place.job(id="nightly", error_threshold=0.5)
+    job = await created(client, body)
+    await running.delivery.jobs.stop(job["id"], "failed", error="1 rows failed")
+    await client.post(job["links"]["self"] + "/resume", json={"error_threshold": -1})
+
+    again = await client.post("/v1/jobs", json=body)
+    other = await client.post("/v1/jobs", json=body | {"priority": "high"})
+
+    assert (again.status_code, again.json()["id"]) == (200, job["id"])
+    assert other.status_code == 409
+
+
 async def test_a_completed_job_is_not_resumed(client: httpx.AsyncClient, running: Running, place: Place) -> None:
     """Its manifest is where it says; there is nothing left to do."""
     job = await created(client, place.job())
@@ -476,6 +493,27 @@ async def test_events_follow_a_job_to_its_end(client: httpx.AsyncClient, running
     assert (again.status_code, again.content) == (204, b"")
     assert running.gateway.jobs.watchers == 0
     assert (await client.get(job["links"]["self"])).json()["error"] == "it broke"
+
+
+async def test_a_stream_ends_when_the_queue_is_away(
+    client: httpx.AsyncClient, running: Running, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Properly, so that whoever listens comes again; before it would begin, the refusal says when."""
+    job = await created(client, place.job())
+
+    async def away(*_: object) -> None:
+        raise BrokerUnavailable("the queue can't be reached")
+
+    async with client.stream("GET", job["links"]["events"]) as reply:
+        lines = reply.aiter_lines()
+        first = await anext(lines)
+        monkeypatch.setattr(running.delivery.jobs, "wait_for_change", away)
+        await running.delivery.jobs.note(job["id"], "something else")
+        await running.delivery.jobs.plan(job["id"], [(0, b"frame")], rows=3, complete=True)
+        rest = [line async for line in lines]
+
+    assert (first, reply.status_code) == ("event: progress", 200)
+    assert rest[-1] == ""
 
 
 async def test_a_quiet_stream_is_kept_alive(

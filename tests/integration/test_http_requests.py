@@ -263,6 +263,8 @@ async def test_a_model_has_timeouts_of_its_own(client: httpx.AsyncClient) -> Non
         ({"idempotency-key": "k" * 256}, "1 to 255 visible ASCII characters"),
         ({"request-id": ""}, "the Request-Id is empty"),
         ({"request-id": "a@b"}, "'a@b' can't be a request id"),
+        ({"request-id": ".."}, "'..' can't be a request id"),
+        ({"request-id": "."}, "'.' can't be a request id"),
         ({"request-id": "i" * 129}, "can't be a request id; use 1 to 128"),
         ({"request-id": "01ARZ3NDEKTSV4RRFFQ69G5FAV.0.echo"}, "has the form of the ids that the server makes"),
         ({"webhook-url": "https://example.org/hook"}, "webhooks may not go to 'example.org'; QINFER_WEBHOOKS__ALLOW"),

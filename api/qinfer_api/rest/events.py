@@ -8,6 +8,7 @@ so by 204, which stops it; others are not told again what they know.
 """
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import msgspec
 from fastapi import APIRouter
@@ -16,7 +17,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.responses import StreamingResponse
 
 from qinfer.delivery.requests import Address, RequestRecord
-from qinfer.errors import Overloaded
+from qinfer.errors import DeliveryError, Overloaded
 from qinfer_api.auth import Context
 from qinfer_api.records import shown_record
 from qinfer_api.rest.request_schema import EVENTS
@@ -64,13 +65,14 @@ async def _events(services: Services, request: Request, request_id: str, model: 
 
 
 async def _stream(services: Services, context: Context, address: Address, seen: str) -> AsyncIterator[bytes]:
-    async for record in services.requests.waits.changes(address, HEARTBEAT_S):
-        if record is None:
-            yield _HEARTBEAT
-        elif record.tenant == context.tenant and _event_id(record) != seen:
-            seen = _event_id(record)
-            data = msgspec.json.encode(shown_record(record, services.requests.now_s()))
-            yield b"event: state\nid: %b\ndata: %b\n\n" % (seen.encode(), data)
+    with suppress(DeliveryError):  # the stream ends; whoever listens comes again, and is told then
+        async for record in services.requests.waits.changes(address, HEARTBEAT_S):
+            if record is None:
+                yield _HEARTBEAT
+            elif record.tenant == context.tenant and _event_id(record) != seen:
+                seen = _event_id(record)
+                data = msgspec.json.encode(shown_record(record, services.requests.now_s()))
+                yield b"event: state\nid: %b\ndata: %b\n\n" % (seen.encode(), data)
 
 
 def _event_id(record: RequestRecord) -> str:

@@ -1,6 +1,7 @@
 """`/v1/jobs`: bulk jobs over HTTP (docs/reference/jobs-api.md)."""
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import msgspec
 from fastapi import APIRouter
@@ -11,7 +12,7 @@ from starlette.responses import StreamingResponse
 from qinfer.codec.json_depth import check_depth
 from qinfer.control.api_keys import Scope
 from qinfer.delivery.jobs import JobRecord
-from qinfer.errors import InvalidRequest
+from qinfer.errors import DeliveryError, InvalidRequest
 from qinfer_api.auth import Context
 from qinfer_api.http.replies import Reply
 from qinfer_api.job_intake import decode_changes
@@ -124,13 +125,14 @@ async def _events(services: Services, request: Request, job_id: str) -> HttpResp
 
 
 async def _stream(services: Services, record: JobRecord, seen: str) -> AsyncIterator[bytes]:
-    async for changed in services.jobs.changes(record, HEARTBEAT_S):
-        if changed is None:
-            yield _HEARTBEAT
-        elif str(changed.revision) != seen:
-            seen = str(changed.revision)
-            data = msgspec.json.encode(_body(services, changed))
-            yield b"event: progress\nid: %b\ndata: %b\n\n" % (seen.encode(), data)
+    with suppress(DeliveryError):  # the stream ends; whoever listens comes again, and is told then
+        async for changed in services.jobs.changes(record, HEARTBEAT_S):
+            if changed is None:
+                yield _HEARTBEAT
+            elif str(changed.revision) != seen:
+                seen = str(changed.revision)
+                data = msgspec.json.encode(_body(services, changed))
+                yield b"event: progress\nid: %b\ndata: %b\n\n" % (seen.encode(), data)
 
 
 def _context(services: Services, request: Request) -> Context:
