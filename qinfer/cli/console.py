@@ -31,8 +31,14 @@ class ErrorsAsText(TyperGroup):
         try:
             return super().invoke(ctx)
         except QinferError as error:
-            print_error(error.message)
+            print_error(error.message + (_key_remedy() if isinstance(error, Unauthorized) else ""))
             raise typer.Exit(2 if isinstance(error, _REFUSALS) else 1) from None
+
+
+def _key_remedy() -> str:
+    from qinfer.settings.loading import API_KEY_VARIABLE
+
+    return f"; the command line sends the key that is in {API_KEY_VARIABLE}"
 
 
 def print_error(message: str) -> None:

@@ -127,4 +127,9 @@ def _read_value(wanted: TensorMetadata, value: str) -> Array:
 
 
 def _to_bytes(element: object) -> bytes:
-    return element if isinstance(element, bytes) else str(element).encode()
+    if isinstance(element, bytes):
+        return element
+    if isinstance(element, str | int | float) and not isinstance(element, bool):
+        return str(element).encode()
+    what = "lists of different lengths" if isinstance(element, list) else json.dumps(element)
+    raise ValueError(f"{what} in place of a text")

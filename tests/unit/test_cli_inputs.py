@@ -86,6 +86,21 @@ def test_bad_option_says_what_to_do(options: list[str], message: str) -> None:
         read_inputs(options, [IMAGE, IDS], "m")
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ('[["a"], ["b", "c"]]', "input 'text' can't be read as BYTES: lists of different lengths"),
+        ("[[null]]", "BYTES: null in place of a text"),
+        ("[[true]]", "BYTES: true in place of a text"),
+        ('[[{"a": 1}]]', "BYTES: {.a.: 1} in place of a text"),
+    ],
+)
+def test_what_is_no_text_is_refused(value: str, message: str) -> None:
+    """Python's way to write it is nobody's input."""
+    with pytest.raises(InvalidRequest, match=message):
+        read_inputs([f"text={value}"], [TEXT], "m")
+
+
 def test_pickled_array_is_refused(tmp_path: Path) -> None:
     """A .npy file of objects would run code when it is read."""
     np.save(tmp_path / "evil.npy", np.array([{}], dtype=object), allow_pickle=True)
