@@ -26,6 +26,8 @@ CLIENT_SPAN = "00f067aa0ba902b7"
 QUESTION = {
     "inputs": [{"name": name, "shape": [1, 4], "datatype": "FP32", "data": [1.0, 2.0, 3.0, 4.0]} for name in ("a", "b")]
 }
+CLOCKS_NS = 20_000_000
+"""Gateway and worker each know the broker's time to half a round trip, which takes milliseconds on a busy machine."""
 ROW = np.ones((1, 4), np.float32)
 HTTP_ORDER = [
     "HTTP_RECV_START",
@@ -64,6 +66,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stack(collector: Collector, folder: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     repository = tmp_path_factory.mktemp("models")
     models.add_sub(repository)
+    models.add_sub(repository, "alone")
     models.add_sub(repository, "slow")
     config = repository / "slow" / "config.pbtxt"
     batching = "dynamic_batching { preferred_batch_size: [2] max_queue_delay_microseconds: 1000000 }"
@@ -114,8 +117,8 @@ def test_a_request_is_one_trace(client: httpx.Client, collector: Collector) -> N
     for span in spans.values():
         assert (span.attributes["qinfer.model"], span.attributes["qinfer.version"], span.error) == ("add_sub", 1, "")
         assert not [name for name in span.attributes if "tenant" in name]
-    assert queue.begin_ns <= queue.end_ns <= batch.begin_ns + 1_000_000 <= batch.end_ns + 1_000_000
-    assert spans["execute"].end_ns == batch.end_ns <= request.end_ns
+    assert queue.begin_ns <= queue.end_ns <= batch.begin_ns <= batch.end_ns == spans["execute"].end_ns
+    assert batch.end_ns <= request.end_ns + CLOCKS_NS
 
 
 async def test_a_batch_is_linked_to_its_requests(stack: Stack, collector: Collector) -> None:
@@ -151,17 +154,18 @@ def test_what_the_client_does_not_record_is_not_recorded(client: httpx.Client, c
 def test_without_a_context_a_trace_begins_here(
     client: httpx.Client, collector: Collector, header: dict[str, str]
 ) -> None:
-    """The gateway's span has no parent then; no other test before this one asks without a context."""
+    """The gateway's span has no parent then; no other test asks this model, which tells the request's spans."""
     before = {span.trace for span in collector.spans}
 
-    assert infer(client, **header).status_code == 200
+    assert infer(client, "alone", **header).status_code == 200
 
     def seen() -> list[Seen]:
-        roots = [span for span in collector.spans if span.name == "request" and span.parent == ""]
-        return [span for span in roots if span.trace not in before]
+        mine = [span for span in collector.spans if span.attributes.get("qinfer.model") == "alone"]
+        return [span for span in mine if span.name == "request" and span.trace not in before]
 
-    wait_until(lambda: bool(seen()), 20, "a span of the request without a parent")
+    wait_until(lambda: bool(seen()), 20, "a span of the request")
     (request,) = seen()
+    assert request.parent == ""
     collector.wait(request.trace, "request", "publish")
 
 
