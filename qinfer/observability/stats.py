@@ -4,7 +4,7 @@ They travel as integer deltas of named fields (`HINCRBY` on `stats:<version>`), 
 worker dies and however many there are. A histogram is one field per bucket, `<histogram>:<upper bound>`, not
 cumulative; the bound is in the name, so that a changed list of buckets can't misread old counts. One field is no sum
 but an instant, of which the latest stays (`LATEST`). What a process had not sent when it is killed is lost: at most
-about a second of counts.
+about a second of counts. What it had sent and Redis did not confirm in time is sent again, and may count twice.
 """
 
 from bisect import bisect_left

@@ -78,7 +78,7 @@ def test_what_was_told_is_renewed_until_its_end(redis: FakeRedis) -> None:
 
     report = one.renew()
 
-    assert redis.renewed == [(LANE, [b"1-0", b"3-0"]), (OTHER, [])]
+    assert redis.renewed == [(LANE, [b"1-0", b"3-0"])]
     assert (report.began_s, report.lost, report.failed) == (1000.0, [(LANE, b"3-0")], {})
 
 
@@ -139,13 +139,20 @@ def test_a_node_that_is_away_is_told_and_the_others_renewed(redis: FakeRedis) ->
     assert report.failed == {LANE: "ConnectionError"}
 
 
-def test_a_node_that_is_away_is_told_though_nothing_is_held_there(redis: FakeRedis) -> None:
-    """Or the worker would fetch what can't be renewed."""
+def test_a_node_that_was_away_is_told_until_it_is_there_again(redis: FakeRedis) -> None:
+    """Though nothing is held there any more: or the worker would fetch what can't be renewed."""
     one = Renewer(HELLO, redis)
-    one.tell(Held({LANE: {}}))
+    one.tell(Held({LANE: {b"1-0": 2000.0}}))
     redis.errors[LANE] = Away("to 10.0.0.1:6379")
+    one.renew()
+    one.tell(Held({LANE: {}}))
 
-    assert one.renew().failed == {LANE: "ConnectionError"}
+    still = one.renew()
+    del redis.errors[LANE]
+
+    assert still.failed == {LANE: "ConnectionError"}
+    assert [one.renew().failed for _ in range(2)] == [{}, {}]
+    assert redis.renewed == [(LANE, [])]
 
 
 def test_entries_of_a_deleted_lane_are_lost(redis: FakeRedis) -> None:

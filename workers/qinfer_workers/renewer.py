@@ -128,6 +128,7 @@ class Renewer:
         self._told = Held({})
         self._told_s = time.monotonic()
         self._untold: dict[bytes, dict[bytes, float]] = {}
+        self._failed: set[bytes] = set()
 
     def tell(self, held: Held) -> None:
         """Takes what the worker holds now."""
@@ -146,13 +147,14 @@ class Renewer:
                     self._look(lane, began_s)
                 both = entries | self._untold.get(lane, {})
                 ids = [entry_id for entry_id, until_s in both.items() if until_s > began_s]
-                for start in range(0, max(len(ids), 1), _PAGE):  # with none, too: is the node there?
+                for start in range(0, max(len(ids), int(lane in self._failed)), _PAGE):  # is the node there again?
                     page = ids[start : start + _PAGE]
                     gone = self._renew(lane, page)
                     report.lost += [(lane, entry_id) for entry_id in gone]
                     report.renewed += len(page) - len(gone)
             except (RedisError, RedisClusterException, OSError) as error:  # of this lane's node: the others may be well
                 report.failed[lane] = type(error).__name__
+        self._failed = set(report.failed)
         return report
 
     def _look(self, lane: bytes, now_s: float) -> None:
