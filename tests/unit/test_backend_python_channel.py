@@ -72,7 +72,7 @@ def test_memory_that_somebody_looks_at_stays(ends: Ends) -> None:
         (buffer,) = ends[1].receive()[1]
         views.append((buffer.view("<i4").reshape(-1, 4)[1:], buffer.data[10:20])[value % 2])
         del buffer
-        gc.collect()
+        gc.collect(0)  # young as it is; all generations take seconds in a large suite
         ends[1].send(Loaded())
         ends[0].receive()
 
