@@ -29,6 +29,7 @@ from qinfer_api.trace_file import Sampling, Stamps, TraceFile
 
 _FENCE = Fence(logging.getLogger(__name__), "traces lost, requests go on without")
 _MOST_TEXT = 256  # characters of what a client sends: thousands of traces are held before they are written
+_ROUNDING_S = 1e-6  # a float holds seconds since 1970 to a quarter of a microsecond
 
 
 class Tracing:
@@ -247,7 +248,17 @@ class TracedSink:
             about[ATTEMPT] = response.attempt
             if response.timing is not None:
                 about[BATCH_SIZE] = response.timing.batch_size
+                now_s = max(now_s, self._executed_s(response.timing))  # clocks differ a bit
         span.end(now_s, about, None if failure is None else (failure.code, failure.message))
+
+    def _executed_s(self, timing: Timing) -> float:
+        """Returns when the worker's execution ended, by the worker's clock."""
+        took_ns = timing.queue_ns + timing.input_ns + timing.infer_ns + timing.output_ns
+        return self._queued_s() + took_ns / 1e9 + _ROUNDING_S
+
+    def _queued_s(self) -> float:
+        entry = None if self._pending is None else self._pending.entry
+        return self._begin_s if entry is None else entry.enqueued_s
 
     def _add_trace(
         self, sampling: Sampling, request: InferRequest, response: Response | None, end_s: float, now_s: float
@@ -270,8 +281,7 @@ class TracedSink:
         stamps = [(f"{receive}_START", received_s), (f"{receive}_END", read_s)] if receive else []
         stamps.append(("REQUEST_START", begin_s))
         if timing is not None:
-            entry = None if self._pending is None else self._pending.entry
-            queued_s = begin_s if entry is None else entry.enqueued_s
+            queued_s = self._queued_s()
             stamps.append(("QUEUE_START", queued_s))
             compute_s = queued_s + timing.queue_ns / 1e9
             for name, ns in (

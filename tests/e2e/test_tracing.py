@@ -26,8 +26,6 @@ CLIENT_SPAN = "00f067aa0ba902b7"
 QUESTION = {
     "inputs": [{"name": name, "shape": [1, 4], "datatype": "FP32", "data": [1.0, 2.0, 3.0, 4.0]} for name in ("a", "b")]
 }
-CLOCKS_NS = 20_000_000
-"""Gateway and worker each know the broker's time to half a round trip, which takes milliseconds on a busy machine."""
 ROW = np.ones((1, 4), np.float32)
 HTTP_ORDER = [
     "HTTP_RECV_START",
@@ -118,7 +116,7 @@ def test_a_request_is_one_trace(client: httpx.Client, collector: Collector) -> N
         assert (span.attributes["qinfer.model"], span.attributes["qinfer.version"], span.error) == ("add_sub", 1, "")
         assert not [name for name in span.attributes if "tenant" in name]
     assert queue.begin_ns <= queue.end_ns <= batch.begin_ns <= batch.end_ns == spans["execute"].end_ns
-    assert batch.end_ns <= request.end_ns + CLOCKS_NS
+    assert batch.end_ns <= request.end_ns
 
 
 async def test_a_batch_is_linked_to_its_requests(stack: Stack, collector: Collector) -> None:
