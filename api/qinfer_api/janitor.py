@@ -22,7 +22,7 @@ from qinfer.delivery.dead_letters import head_of
 from qinfer.delivery.requests import Notice, RequestState, Settlement
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferError, QueueFull
 from qinfer.observability.metrics import GatewayTally
-from qinfer_api.requests import failed_outcome
+from qinfer_api.records import failed_outcome
 from qinfer_api.webhooks import Webhooks
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""How asynchronous requests look: their ids, their paths, their records as `/v1`, events and webhooks have them.
+"""How asynchronous requests look: their ids, paths and errors, their records as `/v1`, events and webhooks have them.
 
 A server-made id is shown as it is. An id that the client chose is `<id>@<tenant>` inside, so that tenants can't meet;
 outside it is what the client chose, and lives below its model: `/v1/models/{model}/requests/{id}`.
@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
-from qinfer.delivery.requests import Address, RequestRecord, RequestState
-from qinfer.errors import InvalidRequest, RequestNotFound
-from qinfer.messages import parse_request_id
+from qinfer.codec.frame import encode_responses
+from qinfer.delivery.requests import Address, Outcome, RequestRecord, RequestState
+from qinfer.errors import Conflict, InvalidRequest, QinferError, RequestNotFound, ResultExpired
+from qinfer.messages import Failure, Response, parse_request_id
 from qinfer.repository.base import is_model_name
 
 _CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # clients drop . and .. from paths
@@ -66,6 +67,35 @@ def unknown(request_id: str) -> RequestNotFound:
         f"request '{request_id[:100]}' is not known: it was not accepted, or it ended too long ago; "
         "a request with an id of your own is below its model: /v1/models/<model>/requests/<id>"
     )
+
+
+def own_record(tenant: str, address: Address, record: RequestRecord | None) -> RequestRecord:
+    """Returns a record if it is the tenant's.
+
+    Raises:
+        RequestNotFound: There is none, or it is another's.
+    """
+    if record is None or record.tenant != tenant:
+        raise unknown(shown_id(address))
+    return record
+
+
+def conflict(request_id: str) -> Conflict:
+    """Returns the error for an id, or where it is empty for an idempotency key, that another body came with."""
+    what = f"request id '{request_id}'" if request_id else "Idempotency-Key"
+    return Conflict(f"the {what} belongs to a request with another body; repeat that body, or choose another")
+
+
+def expired(record: RequestRecord) -> ResultExpired:
+    """Returns the error for a result that was there."""
+    return ResultExpired(f"the result of request '{shown_id(record.address)}' was there; its time to live is over")
+
+
+def failed_outcome(address: Address, state: RequestState, error: QinferError, version: int = 0) -> Outcome:
+    """Returns how a request ends without being executed."""
+    failure = Failure.of(error)
+    response = Response(request_id=address.id, model=address.model, version=version, failure=failure)
+    return Outcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
 
 
 def shown_id(address: Address) -> str:

@@ -14,31 +14,28 @@ from typing import Protocol
 
 import msgspec
 
-from qinfer.codec.frame import decode_responses, encode_responses
+from qinfer.codec.frame import decode_responses
 from qinfer.codec.outputs import OutputPlan
 from qinfer.control.acceptance import prepare
 from qinfer.control.catalog import Catalog, Served
-from qinfer.delivery.base import Delivery
+from qinfer.delivery.base import Delivery, Lane
 from qinfer.delivery.layout import tensor_bytes
 from qinfer.delivery.requests import (
     NOTHING_NEW,
     Acceptance,
     Accepted,
     Address,
-    Outcome,
     RequestRecord,
     RequestState,
     Settlement,
 )
 from qinfer.errors import (
     Cancelled,
-    Conflict,
     CorruptEntry,
     InvalidRequest,
     Overloaded,
     QinferError,
     QueueFull,
-    ResultExpired,
 )
 from qinfer.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.observability.metrics import GatewayTally
@@ -47,7 +44,7 @@ from qinfer.repository.config_spec import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from qinfer.settings import RequestSettings
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.records import chosen_address, shown_id, unknown
+from qinfer_api.records import chosen_address, conflict, expired, failed_outcome, own_record, shown_id
 from qinfer_api.status import of_request
 from qinfer_api.tracing import trace_of
 from qinfer_api.waits import Waits
@@ -175,11 +172,27 @@ class AsyncRequests:
         except Overloaded as error:
             error.args = (of_request(request.client_id) + error.message,)
             raise
-        if accepted.body_hash != submission.body_hash:
-            raise Conflict(_conflict(accepted.id == acceptance.address.id, submission.request_id))
-        found = msgspec.structs.replace(acceptance.address, id=accepted.id)
-        record = None if accepted.is_new else await self.delivery.requests.record(found)
-        return Ticket(record or self._first_record(found, acceptance), accepted.is_new)
+        return await self._ticket(acceptance, accepted, submission)
+
+    async def repeated(self, context: Context, model: str, submission: Submission) -> Ticket | None:
+        """Finds what was accepted before with the same id or idempotency key, also of a model that is not there now.
+
+        Raises:
+            QinferError: The queue can't be asked; or `Conflict`, as `submit`.
+        """
+        acceptance = Acceptance(
+            address=self._address(context, Lane(model, 0), submission.request_id),
+            lane=Lane(model, 0),
+            frame=b"",
+            timeout_s=0,
+            body_hash=submission.body_hash,
+            tenant=context.tenant,
+            idempotency_key=submission.idempotency_key,
+            limit=NOTHING_NEW,
+        )
+        with contextlib.suppress(QueueFull):  # there is none
+            return await self._ticket(acceptance, await self.delivery.requests.accept(acceptance), submission)
+        return None
 
     async def record(self, context: Context, address: Address) -> RequestRecord:
         """Returns what is known of a request.
@@ -187,7 +200,7 @@ class AsyncRequests:
         Raises:
             RequestNotFound: Nothing is, or it is another tenant's.
         """
-        return _own(context, address, await self.delivery.requests.record(address))
+        return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
         """Returns what is known of a request once it has ended, or after `wait_s` seconds, or when too many wait here.
@@ -198,7 +211,8 @@ class AsyncRequests:
         record = await self.record(context, address)
         if record.state.is_terminal or wait_s <= 0 or self.waits.is_full:
             return record
-        return _own(context, address, await self.waits.ended(address, min(wait_s, self.settings.max_wait_s)))
+        wait_s = min(wait_s, self.settings.max_wait_s)
+        return own_record(context.tenant, address, await self.waits.ended(address, wait_s))
 
     async def result(self, record: RequestRecord) -> tuple[Response, OutputPlan]:
         """Returns the response of a request that ended, outputs or failure, as a synchronous call would have had it.
@@ -210,14 +224,14 @@ class AsyncRequests:
         plan = msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
         if record.state is not RequestState.SUCCEEDED:
             if record.expires_at <= self.now_s():
-                raise _expired(record)
+                raise expired(record)
             failure = Failure(record.code, of_request(record.client_id) + record.message)
             return Response(request_id=record.address.id, failure=failure), plan
         blob = None
         with contextlib.suppress(CorruptEntry):  # it was deleted in the payload store, before its time
             blob = await self.delivery.requests.result(record.address)
         if blob is None:
-            raise _expired(record)
+            raise expired(record)
         (response,) = decode_responses(blob)
         return response, plan
 
@@ -250,11 +264,17 @@ class AsyncRequests:
             )
         return asked_s
 
-    def _address(self, context: Context, served: Served, chosen: str) -> Address:
-        model, partition = served.spec.name, served.lane.partition
+    def _address(self, context: Context, lane: Lane, chosen: str) -> Address:
         if chosen:
-            return chosen_address(model, chosen, context.tenant)
-        return Address(model, partition, self.ids.request_id(model, partition))
+            return chosen_address(lane.model, chosen, context.tenant)
+        return Address(lane.model, lane.partition, self.ids.request_id(lane.model, lane.partition))
+
+    async def _ticket(self, acceptance: Acceptance, accepted: Accepted, submission: Submission) -> Ticket:
+        if accepted.body_hash != submission.body_hash:
+            raise conflict(submission.request_id if accepted.id == acceptance.address.id else "")
+        found = msgspec.structs.replace(acceptance.address, id=accepted.id)
+        record = None if accepted.is_new else await self.delivery.requests.record(found)
+        return Ticket(record or self._first_record(found, acceptance), accepted.is_new)
 
     async def _accept(
         self, context: Context, request: InferRequest, served: Served, acceptance: Acceptance
@@ -295,7 +315,7 @@ class AsyncRequests:
         settings = self.settings
         kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
         return Acceptance(
-            address=self._address(context, served, submission.request_id),
+            address=self._address(context, served.lane, submission.request_id),
             lane=served.lane,
             frame=b"",
             timeout_s=self._timeout_s(served, submission.timeout_s),
@@ -326,25 +346,3 @@ class AsyncRequests:
             deadline_at=now_s + acceptance.timeout_s,
             webhook=acceptance.webhook,
         )
-
-
-def failed_outcome(address: Address, state: RequestState, error: QinferError, version: int = 0) -> Outcome:
-    """Returns how a request ends without being executed."""
-    failure = Failure.of(error)
-    response = Response(request_id=address.id, model=address.model, version=version, failure=failure)
-    return Outcome(state=state, blob=encode_responses([response]), code=failure.code, message=failure.message)
-
-
-def _own(context: Context, address: Address, record: RequestRecord | None) -> RequestRecord:
-    if record is None or record.tenant != context.tenant:
-        raise unknown(shown_id(address))
-    return record
-
-
-def _conflict(by_id: bool, request_id: str) -> str:  # noqa: FBT001 - which of two texts
-    what = f"request id '{request_id}'" if by_id else "Idempotency-Key"
-    return f"the {what} belongs to a request with another body; repeat that body, or choose another"
-
-
-def _expired(record: RequestRecord) -> ResultExpired:
-    return ResultExpired(f"the result of request '{shown_id(record.address)}' was there; its time to live is over")

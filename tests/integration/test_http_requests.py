@@ -8,6 +8,7 @@ import struct
 from collections.abc import AsyncIterator
 from datetime import datetime
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -15,8 +16,8 @@ import pytest_asyncio
 
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.delivery.requests import Address
-from qinfer.errors import QueueFull
-from qinfer.settings import RedisSettings, RequestSettings
+from qinfer.errors import InvalidRequest, ModelNotFound, QueueFull
+from qinfer.settings import HttpSettings, RedisSettings, RequestSettings
 from qinfer.testing import eventually
 from tests.gateway import Running, running_gateway, settings_of
 from tests.servers import RedisServer
@@ -345,6 +346,44 @@ async def test_a_repetition_is_answered_however_full_the_lane_is(
     assert other.json()["error"] == "[request id: mine] Exceeds maximum queue size"
     if is_known:
         assert (again.json()["id"], again.headers["idempotent-replayed"]) == (first.json()["id"], "true")
+
+
+@pytest.mark.parametrize("name", ["idempotency-key", "request-id"])
+@pytest.mark.parametrize("since", ["unloaded", "changed"])
+async def test_a_repetition_is_answered_whatever_became_of_its_model(
+    running: Running, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, name: str, since: str
+) -> None:
+    """A caller that was cut off would take a refusal for the answer: that its request was never accepted."""
+    headers = {name: f"{since}-{name}"}
+    first = await client.post(ECHO, json=BODY, headers=headers)
+    if since == "unloaded":
+        monkeypatch.setattr(running.gateway.catalog, "accepting", Mock(side_effect=ModelNotFound("no such model")))
+    else:
+        monkeypatch.setattr(running.gateway.dispatcher, "check", Mock(side_effect=InvalidRequest("no such input")))
+
+    again = await client.post(ECHO, json=BODY, headers=headers)
+    conflicting = await client.post(ECHO, json={**BODY, "id": "2"}, headers=headers)
+    others = [await client.post(ECHO, json=BODY, headers={name: "new"}), await client.post(ECHO, json=BODY)]
+
+    assert (again.status_code, again.json()["id"]) == (202, first.json()["id"])
+    assert again.headers["idempotent-replayed"] == "true"
+    assert conflicting.status_code == 409
+    assert [other.status_code for other in others] == [404 if since == "unloaded" else 400] * 2
+
+
+async def test_a_body_that_is_too_large_is_refused_with_a_key_too() -> None:
+    """It can't be compared with what was accepted; it is read once."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield bytes(100)
+
+    settings = settings_of().model_copy(update={"http": HttpSettings(max_input_bytes=1000)})
+    async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
+        for model in ("echo", "unknown"):
+            path = f"/v1/models/{model}/requests"
+            reply = await client.post(path, content=parts(), headers={"idempotency-key": "large"})
+            assert (reply.status_code, "1000" in reply.json()["error"]) == (400, True)
 
 
 async def test_results_and_tombstones_end() -> None:

@@ -15,7 +15,7 @@ from qinfer.delivery.memory import MemoryDelivery
 from qinfer.delivery.requests import Acceptance, Address, Notice, RequestState, Settlement
 from qinfer.errors import DeadlineExceeded, InvalidRequest, SettingsError
 from qinfer.settings import WebhookSettings
-from qinfer_api.requests import failed_outcome
+from qinfer_api.records import failed_outcome
 from qinfer_api.targets import Targets, is_public
 from qinfer_api.webhooks import MAX_DELIVERIES, Webhooks, read_secret, sign, webhook_id
 from tests.receiver import Receiver, receiving

@@ -17,7 +17,7 @@ from qinfer.codec.outputs import OutputPlan
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Served
 from qinfer.delivery.requests import Address, RequestRecord
-from qinfer.errors import InvalidRequest, QinferError
+from qinfer.errors import InvalidRequest, ModelError, QinferError, RequestError
 from qinfer.messages import InferRequest
 from qinfer.tensors import Bytes
 from qinfer_api.auth import Context
@@ -26,7 +26,7 @@ from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, Target, parse_version, with_headers
 from qinfer_api.http.replies import Reply
 from qinfer_api.records import address_of, path_of, shown_record
-from qinfer_api.requests import Submission
+from qinfer_api.requests import Submission, Ticket
 from qinfer_api.rest.bodies import encoded_reply, read_body, send_encoded, unless_left
 from qinfer_api.rest.preferences import Preferences, read_preferences
 from qinfer_api.rest.request_schema import CANCEL, RECORD, RESULT, SUBMIT
@@ -85,20 +85,10 @@ def request_routes(services: Services) -> APIRouter:
 
 async def submit(services: Services, target: Target, request: Request, preferences: Preferences) -> HttpResponse:
     """Accepts an asynchronous request; answers with its result if it ends while its client prefers to wait."""
-    requests, headers = services.requests, request.headers
+    requests = services.requests
     try:
         context = services.dispatcher.authorize(context_of(request), Scope.INFER)
-        submission = _submission(request)
-        served = requests.resolve(target.model, target.version)  # before a large body is read for nothing
-        body = await read_body(request, services.settings.http.max_input_bytes)
-        decoding = (services, served, target, body, headers.get(JSON_LENGTH_HEADER))
-        if len(body) > MAX_FAST_BYTES or services.codec.shares_memory:
-            decoded, plan, body_hash = await asyncio.to_thread(_decode, *decoding)
-        else:
-            decoded, plan, body_hash = _decode(*decoding)
-        submission = msgspec.structs.replace(submission, body_hash=body_hash)
-        with_headers(decoded, headers_forwarded(services, request))
-        ticket = await requests.submit(context, decoded, plan, submission)
+        ticket = await _accepted(services, context, target, request, _submission(request))
     except ClientDisconnect:
         return HttpResponse()  # nobody reads it
     except QinferError as error:
@@ -134,6 +124,50 @@ def located(services: Services, request: Request, request_id: str, model: str | 
 
 def _preferences(request: Request) -> Preferences:
     return read_preferences(request.headers.getlist("prefer"))
+
+
+async def _accepted(
+    services: Services, context: Context, target: Target, request: Request, submission: Submission
+) -> Ticket:
+    """Accepts a request, or finds that it was accepted before: also by a model that is gone, or has changed, since."""
+    requests = services.requests
+    try:
+        served = requests.resolve(target.model, target.version)  # before a large body is read for nothing
+    except (RequestError, ModelError):
+        if ticket := await _repeated(services, context, target, request, submission):
+            return ticket
+        raise
+    body = await read_body(request, services.settings.http.max_input_bytes)
+    try:
+        decoding = (services, served, target, body, request.headers.get(JSON_LENGTH_HEADER))
+        if len(body) > MAX_FAST_BYTES or services.codec.shares_memory:
+            decoded, plan, body_hash = await asyncio.to_thread(_decode, *decoding)
+        else:
+            decoded, plan, body_hash = _decode(*decoding)
+        with_headers(decoded, headers_forwarded(services, request))
+        return await requests.submit(context, decoded, plan, msgspec.structs.replace(submission, body_hash=body_hash))
+    except (RequestError, ModelError):
+        if ticket := await _repeated(services, context, target, request, submission, body):
+            return ticket
+        raise
+
+
+async def _repeated(
+    services: Services,
+    context: Context,
+    target: Target,
+    request: Request,
+    submission: Submission,
+    body: Bytes | None = None,
+) -> Ticket | None:
+    """Finds what was accepted before with the same id or key and the same body; reads the body where it was not."""
+    if not (submission.request_id or submission.idempotency_key):
+        return None
+    if body is None:
+        body = await read_body(request, services.settings.http.max_input_bytes)
+    body_hash = await asyncio.to_thread(_body_hash, target, body, request.headers.get(JSON_LENGTH_HEADER))
+    known = msgspec.structs.replace(submission, body_hash=body_hash)
+    return await services.requests.repeated(context, target.model, known)
 
 
 async def _record(services: Services, request: Request, request_id: str, model: str | None) -> HttpResponse:
@@ -177,12 +211,17 @@ async def _outcome(services: Services, request: Request, record: RequestRecord) 
 def _decode(
     services: Services, served: Served, target: Target, body: Bytes, json_length: str | None
 ) -> tuple[InferRequest, OutputPlan, str]:
-    """Decodes and checks a body, and identifies what it asks: the same body is the same, however it was compressed."""
+    """Decodes and checks a body, and identifies what it asks."""
     decoded, plan = services.codec.decode(target, body, json_length, served)
     services.dispatcher.check(decoded, served)
+    return decoded, plan, _body_hash(target, body, json_length)
+
+
+def _body_hash(target: Target, body: Bytes, json_length: str | None) -> str:
+    """Identifies what a request asks: the same body is the same, however it was compressed."""
     content = hashlib.sha256(msgspec.json.encode([target.model, target.version, json_length]))
     content.update(body)
-    return decoded, plan, content.hexdigest()
+    return content.hexdigest()
 
 
 def _submission(request: Request) -> Submission:
