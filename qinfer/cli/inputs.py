@@ -94,14 +94,29 @@ def as_array(name: str, wire: str, value: object) -> Array:
         if wire == "BYTES":
             elements: Array = np.vectorize(_to_bytes, otypes=[object])(np.array(value, dtype=object))
             return elements
-        natural = np.asarray(value)
-        with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found by the comparison
-            array = natural.astype(numpy_dtype(wire))
-        lossless = array.dtype.kind == "f" or bool(np.all(array == natural))
+        return _numbers(numpy_dtype(wire), value)
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequest(f"input '{name}' can't be read as {wire}: {error}") from None
-    if not lossless or natural.dtype.kind not in "biuf":
-        raise InvalidRequest(f"input '{name}' is {wire}; its value holds elements that do not fit")
+
+
+def _numbers(wanted: np.dtype[Any], value: object) -> Array:
+    """Converts numbers; refuses what would become another number than was given, but for a float's usual rounding."""
+    natural = np.asarray(value)
+    if wanted.kind in "iu" and not isinstance(value, np.ndarray):  # numpy makes floats of [1, 2**63]
+        integers: Array = np.vectorize(_to_int, otypes=[object])(np.array(value, dtype=object))
+        return integers.astype(wanted)
+    if natural.dtype.kind not in "biuf":
+        raise ValueError("its elements are no numbers")
+    with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found by the comparisons
+        array = natural.astype(wanted)
+        if wanted.kind == "f":
+            fits = np.isinf(array) <= np.isinf(natural.astype(np.float64))
+        elif wanted.kind in "iu" and natural.dtype.kind == "f":
+            fits = (array == natural) & (natural < float(np.iinfo(wanted).max) + 1)
+        else:
+            fits = array == natural
+    if not np.all(fits):
+        raise ValueError(f"{natural[~fits].flat[0]} does not fit")
     return array
 
 
@@ -120,10 +135,18 @@ def _read_value(wanted: TensorMetadata, value: str) -> Array:
         return as_array(wanted.name, wanted.datatype, json.loads(text))
     except OSError as error:
         raise InvalidRequest(f"input '{wanted.name}': {value} can't be read: {error.strerror or error}") from None
-    except ValueError as error:  # of json, of numpy, of UTF-8
+    except (ValueError, EOFError) as error:  # of json, of numpy, of UTF-8
+        shown = value if value.endswith((".npy", ".json")) else f"'{value[:60]}'"
         raise InvalidRequest(
-            f"input '{wanted.name}': '{value[:60]}' is no .npy file, no .json file and no JSON text ({error})"
+            f"input '{wanted.name}': {shown} is no .npy file, no .json file and no JSON text ({error})"
         ) from None
+
+
+def _to_int(element: object) -> int:
+    if isinstance(element, int) or (isinstance(element, float) and element.is_integer()):
+        return int(element)
+    what = "lists of different lengths" if isinstance(element, list) else json.dumps(element)
+    raise ValueError(f"{what} in place of a whole number")
 
 
 def _to_bytes(element: object) -> bytes:

@@ -137,7 +137,7 @@ def load_model(
 
     parameters: dict[str, str] = {}
     if config:
-        parameters["config"] = config if config.lstrip().startswith("{") else _read(config).decode()
+        parameters["config"] = config if config.lstrip().startswith("{") else _text(config)
     for entry in files or []:
         name, _, path = entry.partition("=")
         if not path:
@@ -183,6 +183,13 @@ def _read(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise CommandFailed(f"{path} can't be read: {error.strerror}") from None
+
+
+def _text(path: str) -> str:
+    try:
+        return _read(path).decode()
+    except UnicodeDecodeError:
+        raise CommandFailed(f"{path} is no text; --config takes a model configuration in JSON") from None
 
 
 def _print_synced(synced: "list[SyncedModel]") -> None:

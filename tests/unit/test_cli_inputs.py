@@ -1,8 +1,11 @@
 """`--input name=VALUE` becomes the tensor that the model asks for, or an error that says what to do."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from qinfer.cli.client import as_json_object
@@ -76,8 +79,12 @@ def test_zeros_fill_variable_dimensions_with_one() -> None:
         (["image=[1, 2"], "no JSON text"),
         (["image=[[1, 2], [3]]"], "can't be read as FP32"),
         (['image=["a"]'], "can't be read as FP32"),
-        (["ids=[1.5, 2]"], "INT64.*do not fit"),
-        (["ids=[18446744073709551615, 0]"], "INT64.*do not fit"),
+        (['ids=["a", 2]'], 'can\'t be read as INT64: "a" in place of a whole number'),
+        (["ids=[1.5, 2]"], "can't be read as INT64: 1.5 in place of a whole number"),
+        (["ids=[[1], [2, 3]]"], "can't be read as INT64"),
+        (["ids=[18446744073709551615, 0]"], "can't be read as INT64: .*too large"),
+        (["image=[1e39, 0, 0]"], r"can't be read as FP32: 1e\+39 does not fit"),
+        (["image=[null, 0, 0]"], "can't be read as FP32: its elements are no numbers"),
     ],
 )
 def test_bad_option_says_what_to_do(options: list[str], message: str) -> None:
@@ -155,5 +162,44 @@ def test_answer_in_json_is_read_too() -> None:
 def test_bool_from_json() -> None:
     """True and false are BOOL; 2 is not."""
     assert as_array("x", "BOOL", [True, 0]).tolist() == [True, False]
-    with pytest.raises(InvalidRequest, match="do not fit"):
+    with pytest.raises(InvalidRequest, match="2 does not fit"):
         as_array("x", "BOOL", [2])
+
+
+@pytest.mark.parametrize(
+    ("wire", "value"),
+    [
+        ("UINT64", [1, 2**63 + 1]),
+        ("UINT64", [2**64 - 1, 0]),
+        ("INT64", [2**53 + 1, 1.0]),
+        ("INT8", []),
+        ("UINT8", 5),
+        ("FP32", [math.inf, 0.5]),
+    ],
+)
+def test_numbers_stay_the_numbers_that_were_given(wire: str, value: object) -> None:
+    """Numpy makes floats of a list with a number that no INT64 holds."""
+    assert as_array("x", wire, value).tolist() == value
+
+
+@pytest.mark.parametrize(
+    ("wire", "array"),
+    [
+        ("UINT64", np.array([2.0**64])),
+        ("UINT8", np.array([-1])),
+        ("FP16", np.array([70_000.0])),
+        ("FP32", np.array([1j])),
+    ],
+)
+def test_arrays_of_another_dtype_fit_or_are_refused(wire: str, array: npt.NDArray[Any]) -> None:
+    """No element becomes another number silently."""
+    with pytest.raises(InvalidRequest, match=f"can't be read as {wire}"):
+        as_array("x", wire, array)
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    """Of a download that failed, for instance."""
+    (tmp_path / "empty.npy").touch()
+
+    with pytest.raises(InvalidRequest, match=r"/empty\.npy is no \.npy file"):
+        read_inputs([f"image={tmp_path}/empty.npy"], [IMAGE], "m")
