@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class AsyncClient(AsyncJobCalls):
-    """Asks a gateway, from an event loop; an `infer` that is cancelled cancels its request on the server.
+    """Asks a gateway, from one event loop; an `infer` that is cancelled cancels its request on the server.
 
     Args:
         url: As of `Client`, and so the rest.

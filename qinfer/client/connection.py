@@ -96,9 +96,10 @@ def options(url: str, api_key: str | None, timeout_s: float, max_retries: int, c
         raise errors.InvalidRequest(
             f"'{_shown(base_url)}' is no URL of a gateway; expected something like http://127.0.0.1:8000"
         )
-    if not 0 < timeout_s < math.inf or max_retries < 0:
+    is_typed = isinstance(timeout_s, int | float) and isinstance(max_retries, int)
+    if not is_typed or not 0 < timeout_s < math.inf or max_retries < 0:
         raise errors.InvalidRequest(
-            f"timeout_s is {timeout_s} and max_retries {max_retries}; expected a finite time > 0 and a number >= 0"
+            f"timeout_s is {timeout_s!r} and max_retries {max_retries!r}; expected a finite time > 0 and a number >= 0"
         )
     # Compressed tensors cost both sides more time than they save, and take the gateway's slower way.
     headers = {"Accept-Encoding": "identity", "User-Agent": "qinfer-python"}

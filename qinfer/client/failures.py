@@ -75,6 +75,10 @@ BY_STATUS: dict[int, type[QinferError]] = {
 }
 
 
+_WRONG_TYPE = "attempt to access JSON"
+"""How Triton tells, with status 500, that a value in the request is of the wrong type: the model has not seen it."""
+
+
 class Problem(NamedTuple):
     """Why a try failed.
 
@@ -101,6 +105,8 @@ def problem_of_reply(reply: httpx.Response, not_found: type[QinferError]) -> Pro
     named = BY_CODE.get(code)
     if named is None and reply.status_code == 503 and retry_after_s is None and text.endswith(errors.TIMED_OUT):
         named = errors.DeadlineExceeded  # to be told by its text only; to ask again would have it executed again
+    if named is None and reply.status_code == 500 and _WRONG_TYPE in text:
+        named = errors.MalformedJson
     error_class = named or (not_found if reply.status_code == 404 else _by_status(reply.status_code))
     return Problem(make(error_class, text, retry_after_s), retry_after_s, named is not None)
 

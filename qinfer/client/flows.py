@@ -78,14 +78,16 @@ class Ask:
         """Looks at the types of all but the inputs: the gateway would tell of its own format only."""
         if not isinstance(self.inputs, Mapping):
             raise InvalidRequest(f"inputs are of type {type(self.inputs).__name__}; make them a dict of arrays by name")
+        if not all(isinstance(name, str) for name in self.inputs):
+            raise InvalidRequest(f"inputs have the names {list(self.inputs)}; make each a text")
         if isinstance(self.outputs, str):  # a sequence of strings too, of one letter each
             raise InvalidRequest(f"outputs is the text '{self.outputs}'; make it a list of names")
         if not all(isinstance(name, str) for name in self.outputs or ()):
             raise InvalidRequest(f"outputs is {self.outputs!r}; make it a list of names")
         if self.parameters is not None and not isinstance(self.parameters, Mapping):
             raise InvalidRequest(f"parameters are of type {type(self.parameters).__name__}; make them a dict by name")
-        if not isinstance(self.priority, int) or self.priority < 0:
-            raise InvalidRequest(f"priority is {self.priority!r}; make it 0 or a positive integer")
+        if not isinstance(self.priority, int) or not 0 <= self.priority < 2**64:
+            raise InvalidRequest(f"priority is {self.priority!r}; make it 0 or a positive integer below 2**64")
         if self.id is not None and not isinstance(self.id, str):
             raise InvalidRequest(f"id is {self.id!r}; make it a text")
 
@@ -148,6 +150,8 @@ def submit(policy: Policy, ask: Ask, submission: Submission) -> Flow[RequestHand
 
 def result(policy: Policy, handle: RequestHandle, wait_s: float) -> Flow[InferResult]:
     """Waits for a request's end, and returns its result."""
+    if not isinstance(wait_s, int | float) or math.isnan(wait_s):
+        raise InvalidRequest(f"wait_s is {wait_s!r}; make it a number of seconds, 0 to only look, or math.inf")
     now_s = policy.clock.monotonic_s
     ends_s = now_s() + wait_s
 

@@ -7,6 +7,7 @@ A reply may mix binary outputs with outputs in JSON, whatever was asked: other s
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ def encode_request(
     Raises:
         InvalidRequest: A parameter is no scalar, or a tensor can't travel as JSON: FP16 or BF16.
     """
-    merged: dict[str, Any] = dict(parameters or {})
+    merged: dict[str, Any] = {name: _scalar(name, value) for name, value in (parameters or {}).items()}
     if binary:
         merged["binary_data_output"] = True
     header = _RequestJson(
@@ -126,6 +127,16 @@ def decode_response(body: Bytes, json_length: int | None) -> tuple[Response, str
         position += size
     version = int(reply.model_version) if reply.model_version.isdecimal() else 0
     return Response(request_id="", model=reply.model_name, version=version, outputs=tuple(outputs)), reply.id
+
+
+def _scalar(name: str, value: Scalar) -> Any:
+    """Returns a parameter's value as JSON has it; NaN and infinities are words, which msgspec would write as null."""
+    if not isinstance(name, str) or not isinstance(value, str | int | float):
+        what = f"parameter {name!r} is of type {type(value).__name__}"
+        raise InvalidRequest(f"{what}; parameters are plain scalars by name: text, bool, int or float")
+    if isinstance(value, float) and not math.isfinite(value):
+        return msgspec.Raw(json.dumps(value).encode())
+    return value
 
 
 def _input(tensor: Tensor, *, binary: bool) -> _InputJson:

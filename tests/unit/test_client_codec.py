@@ -1,6 +1,7 @@
 """The client's half of the protocol against the server's: what one encodes the other decodes."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -50,6 +51,19 @@ def test_datatypes_arrive_as_json(datatype: str) -> None:
     assert length == len(body)
     assert to_numpy(request.inputs[0]).tolist() == to_numpy(sent).tolist()
     assert not plan.binary
+
+
+def test_parameters_arrive_as_they_were() -> None:
+    """NaN and infinities too, which JSON has as words with Triton."""
+    given = {"text": "é", "flag": True, "count": -(2**63), "share": 0.1, "most": math.inf, "least": -math.inf}
+
+    body, length = encode_request([tensor("FP32")], parameters={**given, "unknown": math.nan})
+    request, _ = decode_infer(body, length, "m", 1)
+
+    unknown = request.parameters.pop("unknown")
+    assert isinstance(unknown, float)
+    assert math.isnan(unknown)
+    assert request.parameters == given
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16"])

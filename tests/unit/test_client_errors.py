@@ -3,6 +3,7 @@
 import math
 import ssl
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import httpx
@@ -65,6 +66,14 @@ def test_every_status_has_its_error(status: int, raised: type[QinferError]) -> N
     assert type(caught.value) is raised
 
 
+def test_a_value_of_the_wrong_type_is_no_failure_of_the_model() -> None:
+    """Triton answers 500 to both."""
+    text = "Unable to parse 'timeout': attempt to access JSON non-unsigned-integer as unsigned-integer"
+
+    with pytest.raises(errors.MalformedJson, match="Unable to parse 'timeout'"):
+        Server(reply(500, error=text)).client().infer("m", {"x": X}, parameters={"timeout": 1.5})
+
+
 def test_a_request_that_expired_is_not_sent_again() -> None:
     """Triton's protocol tells it from a full queue by its text only; to repeat it would execute it again."""
     server = Server(reply(503, error="[request id: 7] Request timeout expired"))
@@ -121,6 +130,8 @@ def test_something_else_at_the_url(ask: Callable[[qinfer.Client], Any], body: by
         ("http://gateway:eighty", {}),
         ("http://gateway", {"timeout_s": 0}),
         ("http://gateway", {"timeout_s": math.inf}),
+        ("http://gateway", {"timeout_s": "5"}),
+        ("http://gateway", {"max_retries": None}),
         ("http://gateway", {"max_retries": -1}),
         ("http://gateway", {"api_key": "sec\nret"}),
         ("http://gateway", {"api_key": ""}),
@@ -166,16 +177,21 @@ def test_an_input_that_is_no_array(value: Any) -> None:
     "wrong",
     [
         {"parameters": {"count": np.int64(3)}},
+        {"parameters": {"raw": b"abc"}},
+        {"parameters": {"price": Decimal("1.5")}},
+        {"parameters": {1: "one"}},
         {"parameters": {"text": "\ud800"}},
         {"id": "\ud800"},
         {"outputs": "label"},
         {"inputs": [X]},
+        {"inputs": {1: X}},
         {"inputs": {"x": np.array(["\ud800"], dtype=object)}},
         {"inputs": {"x": np.ma.masked_array([1.0], [True])}},
         {"parameters": [1]},
         {"id": 5},
         {"outputs": [1]},
         {"priority": -1},
+        {"priority": 2**64},
         {"priority": "high"},
         {"model": None},
         {"model": "\ud800"},
@@ -211,11 +227,13 @@ def test_what_a_request_can_not_be_submitted_with(wrong: dict[str, Any]) -> None
     "ask",
     [
         lambda c: c.result(None),
+        lambda c: c.result("r1", wait_s=None),
+        lambda c: c.result("r1", wait_s=math.nan),
         lambda c: c.status("x" * 100_000),
         lambda c: c.job(None).status(),
         lambda c: c.job("j1").resume(error_threshold=np.float32(0.1)),
     ],
-    ids=["no request", "long id", "no job", "change"],
+    ids=["no request", "no time", "nan", "long id", "no job", "change"],
 )
 def test_wrong_names_and_changes(ask: Callable[[qinfer.Client], Any]) -> None:
     """No error of httpx or msgspec reaches the caller."""
