@@ -18,7 +18,7 @@ from typing import Protocol, Self
 
 from qinfer.cli.restart import RestartPolicy, after_exit, describe_exit
 from qinfer.clock import Clock, SystemClock
-from qinfer.errors import QinferError
+from qinfer.errors import QinferError, SettingsError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POKE = b"\0"  # the number of no signal
@@ -175,6 +175,7 @@ class Supervisor:
 
         Raises:
             GaveUp: A process that must run does not.
+            SettingsError: Nor will it with these settings.
         """
         due = [at_s for c in self._children for at_s in (c.restart_at_s, c.kill_at_s) if at_s is not None]
         if due:
@@ -208,6 +209,7 @@ class Supervisor:
 
         Raises:
             GaveUp: A process that must run does not.
+            SettingsError: Nor will it with these settings.
         """
         while not self.stop_asked:
             self.wait()
@@ -281,7 +283,8 @@ class Supervisor:
             child.ended = True
             if self._stopping:
                 return
-            raise GaveUp(f"{child.process.name} {how}; its own message is above")
+            reason = SettingsError if code in child.policy.hopeless_codes else GaveUp
+            raise reason(f"{child.process.name} {how}; its own message is above")
         self._say(f"{child.process.name} {how}; restarting it in {verdict.delay_s:g} s")
         child.restart_at_s = now_s + verdict.delay_s
 

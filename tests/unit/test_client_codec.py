@@ -11,7 +11,7 @@ from qinfer.codec.kserve_client import decode_response, encode_request
 from qinfer.codec.kserve_json import decode_infer, encode_infer
 from qinfer.codec.outputs import OutputPlan
 from qinfer.errors import InvalidRequest, OutputMismatch
-from qinfer.messages import Response
+from qinfer.messages import Response, Scalar
 from qinfer.tensors import DATATYPES, Tensor, from_numpy, to_numpy
 
 TEXTS = np.array([["a", "grüße"]], dtype=object)
@@ -55,15 +55,23 @@ def test_datatypes_arrive_as_json(datatype: str) -> None:
 
 def test_parameters_arrive_as_they_were() -> None:
     """NaN and infinities too, which JSON has as words with Triton."""
-    given = {"text": "é", "flag": True, "count": -(2**63), "share": 0.1, "most": math.inf, "least": -math.inf}
+    given: dict[str, Scalar] = {
+        "text": "é",
+        "flag": True,
+        "count": -(2**63),
+        "share": 0.1,
+        "most": math.inf,
+        "least": -math.inf,
+    }
 
     body, length = encode_request([tensor("FP32")], parameters={**given, "unknown": math.nan})
     request, _ = decode_infer(body, length, "m", 1)
 
-    unknown = request.parameters.pop("unknown")
+    arrived = dict(request.parameters)
+    unknown = arrived.pop("unknown")
     assert isinstance(unknown, float)
     assert math.isnan(unknown)
-    assert request.parameters == given
+    assert arrived == given
 
 
 @pytest.mark.parametrize("datatype", ["FP16", "BF16"])
