@@ -74,7 +74,7 @@ class Server:
 
     def start(self) -> None:
         """Starts it and waits until the model is ready."""
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -151,7 +151,9 @@ def run(options: Options, console: Console) -> None:
         server.stop()
         raise
     if options.keep:
-        console.print(f"\nThe server stays up. To stop it: kill {server.process.pid}")
+        console.print("\nThe server stays up. For the command line: source .venv/bin/activate, then for instance")
+        console.print(f"    qinfer status --data-dir {shown(options.directory / 'data')}", soft_wrap=True, markup=False)
+        console.print(f"To stop it: kill {server.process.pid}")
     else:
         server.stop()
         console.print("\nStopped; the queue is empty. make demo KEEP=1 leaves it up.")

@@ -53,7 +53,7 @@ def score(url: str, data: digits.Digits, directory: Path, console: Console) -> N
     console.print(f"    {shlex.join(shown)}", soft_wrap=True, markup=False)
     program = str(Path(sys.executable).with_name(command[0]))
     done = subprocess.run([program, *command[1:]], capture_output=True, text=True, check=False, timeout=300)
-    for line in (done.stdout + done.stderr).strip().splitlines():
+    for line in (done.stderr + done.stdout).strip().splitlines():
         console.print(f"    {line}", soft_wrap=True, markup=False)
     if done.returncode:
         raise BulkDemoFailed(f"the job did not complete: {(done.stderr or done.stdout).strip()}")
