@@ -1,4 +1,4 @@
-"""What `qinfer up` prints when all is ready: where, which models, how to ask, how to stop."""
+"""What `qinfer up` prints when models are loaded, or failed: where, which models, how to ask, how to stop."""
 
 import json
 import shlex
@@ -45,8 +45,10 @@ def print_summary(
         jobs: Whether there are bulk jobs, in words; empty = not worth a line.
     """
     ready = sum(model.state is State.READY for model in overview.models)
+    others = len(overview.models) - ready
+    state = ("is ready", "") if not others else (f"runs; models that are not ready: {others}", "yellow")
     lines = [
-        Text.assemble(("qinfer", "bold"), f" {__version__} is ready"),
+        Text.assemble(("qinfer", "bold"), f" {__version__} ", state),
         Text(),
         _fact("URL", (url, "bold cyan"), ("   /docs and /metrics too", "dim")),
         *([_fact("gRPC", (grpc, "cyan"))] if grpc else []),

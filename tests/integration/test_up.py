@@ -336,6 +336,14 @@ def test_gateway_that_can_not_start_ends_it(up: Callable[..., Up], tmp_path: Pat
     assert not (one.data_dir / "redis" / "redis.sock").exists()
 
 
+def test_settings_that_the_gateway_refuses_end_it_with_2(up: Callable[..., Up], tmp_path: Path) -> None:
+    """A service manager does not start it again then."""
+    one = up(QINFER_GRPC__TLS_KEYFILE=str(tmp_path / "nowhere.pem"))
+
+    assert one.process.wait(WITHIN_S) == 2
+    assert "QINFER_GRPC__TLS_CERTFILE is not set" in one.log.read_text()
+
+
 def test_model_that_can_not_be_loaded_does_not_hold_up_the_others(up: Callable[..., Up], repository: Path) -> None:
     """The summary says which and why."""
     shutil.copytree(repository / "add_sub", repository / "broken")
@@ -343,7 +351,9 @@ def test_model_that_can_not_be_loaded_does_not_hold_up_the_others(up: Callable[.
 
     one = up().wait_ready()
 
-    assert "1 of 2 ready" in one.log.read_text()
+    log = one.log.read_text()
+    assert "runs; models that are not ready: 1" in log
+    assert "1 of 2 ready" in log
     assert infer(one.url) == ANSWER
 
 

@@ -33,10 +33,40 @@ def test_it_does_not_exceed_the_time() -> None:
 
 
 def test_one_row_that_takes_longer_than_the_time_is_a_batch() -> None:
-    """There is no smaller one."""
+    """There is no smaller one, and two rows that take twice as long gain nothing."""
     size, tried = settled(64, 0.020, lambda rows: rows * 0.5)
 
-    assert (size.rows, tried) == (1, [1])
+    assert (size.rows, tried) == (1, [1, 1, 1, 2, 2, 2])
+
+
+def test_rows_that_cost_nothing_more_are_scored_together_however_long_one_takes() -> None:
+    """An online request waits for one of them in any case; beside online requests there is one row a batch."""
+    size, _ = settled(64, 0.020, lambda rows: 0.050 + rows * 1e-4)
+
+    assert size.rows == 64
+    size.share(is_shared=True)
+    assert size.rows == 1
+    size.share(is_shared=False)
+    assert size.rows == 64
+
+
+def test_online_requests_wait_for_no_search_beyond_the_time() -> None:
+    """What they would wait for once they wait for again and again."""
+    size = BatchSize(64, 0.020)
+    size.share(is_shared=True)
+    while not size.is_settled:
+        assert size.rows == 1
+        size.observe(1, 0.050)
+
+    assert size.rows == 1
+
+
+def test_no_more_rows_than_take_twice_as_long_as_one() -> None:
+    """Each row adds a tenth."""
+    size, tried = settled(64, 0.020, lambda rows: 0.050 + (rows - 1) * 5e-3)
+
+    assert size.rows == 8
+    assert max(tried) == 16
 
 
 def test_it_stays_within_the_model_s_limit() -> None:

@@ -4,6 +4,9 @@ It begins with one row and grows while more rows make a row cheaper. Larger batc
 requests wait longer, which wait for the one that runs; while there are some, batches are smaller, and bulk a bit
 slower. Later it tries a neighbouring size now and then, for the first look may have been while the machine was busy,
 and other rows may cost more.
+
+Where a single row takes longer than the limit, an online request waits that long anyway: while there are none, up to
+twice as long is allowed then, or a model that scores many rows as fast as one would score one at a time.
 """
 
 _TRIALS = 3
@@ -11,6 +14,7 @@ _MOST_TRIALS = 32
 _ENOUGH_S = 0.03
 """A size is known after a few batches that took so long together: on a busy machine one says little."""
 _HOPELESS = 4
+_SINGLE_ROWS = 2
 _QUICK = 4
 _SLOW = 2
 _GAIN = 0.97
@@ -78,7 +82,8 @@ class BatchSize:
     def _is_enough(self) -> bool:
         """Tells whether enough is known of the size that is tried."""
         count, whole_s = len(self._seconds), sum(self._seconds)
-        if self._seconds[-1] > _HOPELESS * self._limit_s or (count >= _TRIALS and whole_s >= _ENOUGH_S):
+        is_hopeless = self.rows > 1 and self._seconds[-1] > _HOPELESS * self._longest_s()
+        if is_hopeless or (count >= _TRIALS and whole_s >= _ENOUGH_S):
             return True
         return count >= _MOST_TRIALS
 
@@ -88,14 +93,19 @@ class BatchSize:
         is_better = not self._row_s or seconds / self.rows <= _GAIN * min(self._row_s.values())
         self._misses = 0 if is_better else self._misses + 1
         self._note(seconds)
-        if self.is_settled or seconds > self._limit_s or self._misses == _MISSES or self.rows == self._most:
+        is_over = seconds > self._longest_s() or (self._misses > 0 and seconds > self._limit_s)
+        if self.is_settled or is_over or self._misses == _MISSES or self.rows == self._most:
             self._settle()
         else:
-            factor = _QUICK if seconds * _QUICK * _SLOW < self._limit_s else _SLOW
+            factor = _QUICK if seconds * _QUICK * _SLOW < self._longest_s() else _SLOW
             self.rows = min(self.rows * factor, self._most)
 
+    def _longest_s(self) -> float:
+        """Returns how long a batch may take, but for the quarter that it gets beside online requests."""
+        return self._limit_s if self.is_shared else max(self._limit_s, _SINGLE_ROWS * self._row_s.get(1, 0.0))
+
     def _note(self, seconds: float) -> None:
-        if seconds <= self._limit_s or self.rows == 1:
+        if seconds <= self._longest_s() or self.rows == 1:
             self._row_s[self.rows] = seconds / self.rows
         else:
             self._row_s.pop(self.rows, None)
