@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("tutorials", "how-to")
 EXECUTED = ("sh", "bash", "python")
 
 _BLOCK = re.compile(
@@ -67,8 +68,8 @@ class Block:
 
 
 def guides() -> list[Path]:
-    """Returns the pages whose code is executed: tutorials and how-to guides."""
-    return sorted(path for folder in ("tutorials", "how-to") for path in (ROOT / "docs" / folder).glob("*.md"))
+    """Returns the pages whose code is executed: README, tutorials and how-to guides."""
+    return [ROOT / "README.md", *sorted(path for folder in FOLDERS for path in (ROOT / "docs" / folder).glob("*.md"))]
 
 
 def blocks(page: Path) -> list[Block]:

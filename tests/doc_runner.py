@@ -157,7 +157,7 @@ def follow(page: Path, directory: Path) -> None:
         terminal = Terminal(directory, environment)
         try:
             if scene.serves:
-                terminal.serve("qinfer up --model-repository models --allow-store .")
+                terminal.serve(scene.serves)
             for block in blocks(page):
                 terminal.run(block)
         finally:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from examples import digits
 from tests import object_stores
 
+UP = "qinfer up --model-repository models --allow-store ."
 ROWS = 100
 SENTIMENT_CONFIG = """
 backend: "python"
@@ -43,13 +44,13 @@ class Scene:
 
     Attributes:
         prepare: Makes files in the working directory.
-        serves: Whether a server of `models` runs, which the page tells to start elsewhere.
+        serves: The command of a server that runs, which the page tells to start elsewhere; empty = there is none.
         bucket: The bucket of an object store; empty = there is none.
         upload: Fills the bucket.
     """
 
     prepare: Callable[[Path], None] = lambda _: None
-    serves: bool = False
+    serves: str = ""
     bucket: str = ""
     upload: Callable[[object_stores.ObjectStore, Path], None] = lambda _, __: None
 
@@ -78,6 +79,14 @@ def digits_model(directory: Path) -> None:
     np.save(directory / "digit.npy", data.images[:1])
 
 
+def demo(directory: Path) -> None:
+    """Makes what `make demo` leaves."""
+    (directory / ".demo").mkdir()
+    digits_model(directory / ".demo")
+    body = json.loads((directory / ".demo" / "digit.json").read_text()) | {"outputs": [{"name": "label"}]}
+    (directory / ".demo" / "digit.json").write_text(json.dumps(body))
+
+
 def replacements(directory: Path) -> None:
     """Makes `models/digits`, and what takes its place."""
     digits_model(directory)
@@ -104,14 +113,15 @@ def another_model(store: object_stores.ObjectStore, directory: Path) -> None:
 
 
 SCENES = {
-    "docs/how-to/asynchronous-requests.md": Scene(prepare=digits_model, serves=True),
+    "README.md": Scene(prepare=demo, serves=UP.replace("models", ".demo/models --data-dir .demo/data")),
+    "docs/how-to/asynchronous-requests.md": Scene(prepare=digits_model, serves=UP),
     "docs/how-to/autoscale.md": Scene(prepare=digits_model),
     "docs/how-to/bulk-jobs.md": Scene(prepare=digits_model),
-    "docs/how-to/call-from-python.md": Scene(prepare=digits_model, serves=True),
+    "docs/how-to/call-from-python.md": Scene(prepare=digits_model, serves=UP),
     "docs/how-to/control-models.md": Scene(prepare=replacements),
     "docs/how-to/model-repositories.md": Scene(prepare=digits_model, bucket="bucket", upload=another_model),
     "docs/how-to/move-from-triton.md": Scene(prepare=digits_model),
-    "docs/how-to/pre-annotations.md": Scene(prepare=reviews, serves=True),
+    "docs/how-to/pre-annotations.md": Scene(prepare=reviews, serves=UP),
     "docs/how-to/python-models.md": Scene(prepare=digits_model),
     "docs/how-to/store-on-s3.md": Scene(prepare=digits_model, bucket="my-bucket"),
 }

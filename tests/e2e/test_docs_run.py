@@ -1,4 +1,4 @@
-"""Tutorials and how-to guides are followed literally, in a directory and a network of their own.
+"""README, tutorials and how-to guides are followed literally, in a directory and a network of their own.
 
 What a page does not have run is listed as skipped, with the page's reason.
 """

@@ -1,4 +1,4 @@
-"""Code of tutorials and how-to guides is executed, or says why not; tests/e2e/test_docs_run.py executes it."""
+"""Code of README, tutorials and how-to guides is executed, or says why not; tests/e2e/test_docs_run.py executes it."""
 
 import ast
 import subprocess
