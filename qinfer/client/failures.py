@@ -140,7 +140,10 @@ def problem_of_connection(error: httpx.RequestError, url: str, timeout_s: float)
                 f"no server answers at {url}; start one with `qinfer up --model-repository DIR`, or give its URL"
             )
         )
-    return Problem(errors.Unreachable(f"the connection to {url} failed: {str(error) or type(error).__name__}"))
+    hint = ""
+    if isinstance(error, httpx.RemoteProtocolError) and url.startswith("http://"):
+        hint = "; if the server has TLS, its URL begins with https://"
+    return Problem(errors.Unreachable(f"the connection to {url} failed: {str(error) or type(error).__name__}{hint}"))
 
 
 def _is_tls(error: BaseException | None) -> bool:

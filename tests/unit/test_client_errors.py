@@ -23,10 +23,11 @@ from tests.scripted_gateway import Server, X, answer, reply
         (httpx.ConnectError("refused"), errors.Unreachable, "no server answers at http://gateway; start one"),
         (httpx.ConnectTimeout("late"), errors.Unreachable, "no server answers"),
         (httpx.ReadError(""), errors.Unreachable, "the connection to http://gateway failed: ReadError"),
+        (httpx.RemoteProtocolError("no reply"), errors.Unreachable, "no reply; if the server has TLS, .* https://"),
         (httpx.ReadTimeout("late"), errors.DeadlineExceeded, "no answer within 60 s"),
         (httpx.DecodingError("bad gzip"), errors.Unreachable, "bad gzip"),
     ],
-    ids=["refused", "connect-timeout", "cut", "read-timeout", "gzip"],
+    ids=["refused", "connect-timeout", "cut", "no-http", "read-timeout", "gzip"],
 )
 def test_what_breaks_a_connection_is_named(error: Exception, raised: type[QinferError], message: str) -> None:
     """No error of httpx reaches the caller."""
