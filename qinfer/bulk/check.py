@@ -3,9 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from io import BytesIO
 from itertools import islice
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from qinfer.bulk.columns import InputColumns
 from qinfer.bulk.job import JobSpec, shown
@@ -47,6 +49,8 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
     yield from _column_problems("passthrough", [name for name in spec.passthrough if name != "*"], names)
     yield from _column_problems("exclude", spec.exclude, names)
     yield from _collisions(spec, outputs, schema)
+    if spec.output.format == "parquet":
+        yield from _unwritable(spec, schema)
 
 
 def is_left_out(spec: JobSpec, tensor: TensorSpec, schema: pa.Schema) -> bool:
@@ -95,6 +99,29 @@ def _collisions(spec: JobSpec, outputs: Sequence[str], schema: pa.Schema) -> Ite
             yield f"the copied column '{shown(name)}' and {taken[name]} would have the same name; {remedy}"
         elif count > 1:
             yield f"the inputs have {count} columns named '{shown(name)}'; exclude or rename them"
+
+
+def _unwritable(spec: JobSpec, schema: pa.Schema) -> Iterator[str]:
+    """Finds copied columns of types that Parquet does not have."""
+    known = {field.name: field for field in schema}
+    fields = [known[name] for name in copied_columns(spec, schema) if name in known]
+    for field in () if _parquet_has(fields) else fields:
+        if not _parquet_has([field]):
+            name = field.name
+            remedy = "exclude it" if "*" in spec.passthrough else "leave it out of 'passthrough'"
+            remedy = "name another 'key'" if name == spec.key else remedy
+            yield (
+                f"the copied column '{shown(name)}' is of type {shown(str(field.type))}, which Parquet does not have; "
+                f"{remedy}, or make 'output.format' arrow"
+            )
+
+
+def _parquet_has(fields: Sequence[pa.Field]) -> bool:
+    try:
+        pq.ParquetWriter(BytesIO(), pa.schema(fields)).close()
+    except (pa.ArrowException, OSError):
+        return False
+    return True
 
 
 def _instead(name: str, known: list[str]) -> str:

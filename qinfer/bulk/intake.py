@@ -10,6 +10,7 @@ from qinfer.bulk.check import check
 from qinfer.bulk.job import JobSpec
 from qinfer.bulk.source import FileFormat, find_files, format_of, read_schema
 from qinfer.bulk.store import Stat, store_for
+from qinfer.bulk.store_local import local_path
 from qinfer.errors import InvalidRequest
 from qinfer.repository.spec import ModelSpec
 from qinfer.stores import check_url
@@ -81,16 +82,28 @@ def check_output_empty(url: str) -> None:
     """Checks that nothing is in a job's output folder.
 
     Raises:
-        InvalidRequest: Something is, or a file has that name.
+        InvalidRequest: Something is, or a file has that name or the name of a folder above.
         StoreError: The store can't be read.
     """
     store = store_for(url)
     if store.stat(url) is not None:
         raise InvalidRequest(f"output '{url}' is a file; name a folder")
+    if file := _file_above(url):
+        raise InvalidRequest(f"output '{url}' would be beneath '{file}', which is a file; name a folder")
     found = next(iter(store.scan(url)), None)
     if found is not None:
         name = found.url.removeprefix(url).lstrip("/")
         raise InvalidRequest(f"output '{url}' is not empty, it has '{name}'; name a new folder, or empty this one")
+
+
+def _file_above(url: str) -> str:
+    """Returns the URL of the file that is where a folder above would have to be; empty = there is none.
+
+    Only directories have such: in an object store a name may go on after an object's.
+    """
+    path = local_path(url)
+    above = next((folder for folder in path.parents if folder.is_file()), None) if path else None
+    return f"file://{above}" if above else ""
 
 
 def common_format(files: Sequence[Stat], spec: JobSpec) -> FileFormat:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import StrEnum
+from fractions import Fraction
 from typing import Literal, get_args
 
 import msgspec
@@ -124,7 +125,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.error_threshold < 0:
             return -1
         share = self.error_threshold < 1
-        return math.floor(self.error_threshold * rows) if share else int(self.error_threshold)
+        return math.floor(Fraction(str(self.error_threshold)) * rows) if share else int(self.error_threshold)
 
 
 class JobState(StrEnum):

@@ -55,6 +55,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         parts: The parts in the order of the inputs' rows.
         sources: The input files in order.
         created_at: When the manifest was made, in seconds since 1970.
+        ended_at: Of an output that is not complete: the end of the job after which these parts were there, for the job
+            may be resumed and end again; in seconds since 1970.
     """
 
     format: Literal[1] = 1
@@ -70,6 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Part, ...]
     sources: tuple[Source, ...]
     created_at: float
+    ended_at: float | msgspec.UnsetType = msgspec.UNSET
 
 
 class Success(msgspec.Struct, frozen=True, kw_only=True):

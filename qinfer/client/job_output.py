@@ -2,14 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import fsspec
 import msgspec
 
-from qinfer.client.job_flows import JobStatus
+from qinfer.client.job_flows import FIRST_POLL_S, LAST_POLL_S, JobStatus
 from qinfer.drivers import remedy
-from qinfer.errors import QinferError, ResultNotFound, StoreError, UnsupportedFeature
+from qinfer.errors import InvalidRequest, QinferError, ResultNotFound, StoreError, UnsupportedFeature
 
 if TYPE_CHECKING:
     import pandas
@@ -18,7 +20,11 @@ if TYPE_CHECKING:
 MANIFEST, PARTIAL = "_manifest.json", "_manifest.partial.json"
 """The names of the list of parts, of a complete output and of one that is not."""
 
+LISTED_S = 10.0
+"""So long the list of an output that is not complete is waited for: it is made after the job's end."""
+
 _THREADS = 8
+_SAME_END_S = 0.001  # statuses have milliseconds
 
 
 class _Part(msgspec.Struct):
@@ -32,6 +38,7 @@ class _Manifest(msgspec.Struct):
     output_format: str
     rows: int
     parts: list[_Part]
+    ended_at: float = 0.0
 
 
 def read_output(
@@ -40,16 +47,19 @@ def read_output(
     """Reads a job's output; see `Job.to_arrow`.
 
     Raises:
+        InvalidRequest: No column is asked for.
         ResultNotFound: The job has not ended, or its output is not there, or there are other rows than it says.
         UnsupportedFeature: A library is missing.
         StoreError: The store can't be read.
     """
+    if columns is not None and not columns:
+        raise InvalidRequest("columns is empty; name at least one, or leave it out to read all")
     if status.state != "completed" and not (partial and status.has_ended):
         raise ResultNotFound(f"job '{status.id}' is {status.state}: {_remedy(status)}")
     name = MANIFEST if status.state == "completed" else PARTIAL
     files, folder = open_folder(status.output_url, storage_options or {})
     try:
-        manifest = msgspec.json.decode(files.cat_file(f"{folder}/{name}"), type=_Manifest)
+        manifest = _manifest(files, f"{folder}/{name}") if name == MANIFEST else _listed(files, folder, status)
         table = _read(files, folder, manifest, columns)
     except QinferError:
         raise
@@ -77,6 +87,42 @@ def as_pandas(table: "pyarrow.Table") -> "pandas.DataFrame":
         return table.to_pandas()
     except ImportError:
         raise UnsupportedFeature("a data frame needs pandas: pip install pandas; or take to_arrow()") from None
+
+
+def _manifest(files: Any, path: str) -> _Manifest:
+    return msgspec.json.decode(files.cat_file(path), type=_Manifest)
+
+
+def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
+    """Returns the list of what is there after a job's end, and waits for it where there is that of an earlier end.
+
+    Raises:
+        ResultNotFound: There is none.
+    """
+    ends_s, pause_s = monotonic() + LISTED_S, FIRST_POLL_S
+    while True:
+        try:
+            manifest = _manifest(files, f"{folder}/{PARTIAL}")
+            if _is_of_end(manifest, status):
+                return manifest
+        except FileNotFoundError:
+            if not status.shards:
+                text = f"job '{status.id}' was {status.state} before it was planned; it has written nothing"
+                raise ResultNotFound(text) from None
+        left_s = ends_s - monotonic()
+        if left_s <= 0:
+            raise ResultNotFound(
+                f"job '{status.id}' is {status.state}, and the list of what is there, {PARTIAL}, is still being made; "
+                "try again, or resume() the job"
+            )
+        sleep(min(pause_s, left_s))
+        pause_s = min(pause_s * 1.5, LAST_POLL_S)
+
+
+def _is_of_end(manifest: _Manifest, status: JobStatus) -> bool:
+    """Tells whether a list was made after the job's last end, and not before it was resumed."""
+    ended_at = status.fields.get("ended_at")
+    return not ended_at or abs(datetime.fromisoformat(ended_at).timestamp() - manifest.ended_at) < _SAME_END_S
 
 
 def _remedy(status: JobStatus) -> str:

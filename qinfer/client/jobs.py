@@ -111,11 +111,13 @@ class Job:
 
         Args:
             columns: Only these; `None` = all.
-            partial: Of a job that failed, expired or was cancelled, read the parts that there are.
+            partial: Of a job that failed, expired or was cancelled, read the parts that there are; their list, which
+                is made after the end, is waited for, but not for long.
             storage_options: What fsspec needs to open the store, besides what is in the environment.
 
         Raises:
-            ResultNotFound: The job is not completed, or its output is not there.
+            InvalidRequest: `columns` is empty.
+            ResultNotFound: The job is not completed, or its output is not there, or not listed yet.
             UnsupportedFeature: A library is missing; the text says how to install it.
             QinferError: The store can't be read.
         """

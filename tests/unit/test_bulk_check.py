@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 from qinfer.bulk.check import check, copied_columns
-from qinfer.bulk.job import Columns, JobSpec, Output
+from qinfer.bulk.job import Columns, JobSpec, Output, OutputFormat
 from qinfer.errors import InvalidRequest
 from qinfer.repository.spec import ModelSpec, TensorSpec
 
@@ -48,9 +48,10 @@ def job(
     exclude: tuple[str, ...] = (),
     columns: dict[str, Given] | None = None,
     outputs: dict[str, str] | None = None,
+    output_format: OutputFormat = "parquet",
 ) -> JobSpec:
     given = dict(columns or {}) | ({"pixels": pixels} if pixels is not None else {})
-    output = Output("file:///out", columns=outputs or {})
+    output = Output("file:///out", output_format, columns=outputs or {})
     return JobSpec(
         model="digits", inputs=("*",), output=output, columns=given, key=key, passthrough=passthrough, exclude=exclude
     )
@@ -153,3 +154,44 @@ def test_copied_columns_are_those_asked_for_and_the_key_last() -> None:
     assert copied_columns(job(key="a"), schema) == ("a",)
     assert copied_columns(job(passthrough=("c", "b"), key="a"), schema) == ("c", "b", "a")
     assert copied_columns(job(passthrough=("*",), exclude=("b",), key="a"), schema) == ("a", "c")
+
+
+UNWRITABLE = [
+    pa.struct([]),
+    pa.list_(pa.struct([("a", pa.struct([]))])),
+    pa.run_end_encoded(pa.int32(), pa.string()),
+    pa.dense_union([pa.field("a", pa.int8()), pa.field("b", pa.string())]),
+    pa.month_day_nano_interval(),
+    pa.binary(0),
+]
+
+
+@pytest.mark.parametrize("kind", UNWRITABLE, ids=str)
+def test_a_copied_column_that_parquet_can_not_hold_is_refused(kind: pa.DataType) -> None:
+    """Each shard would fail; what is not copied may be there, and Arrow has all types."""
+    schema = pa.schema([("age", pa.float64()), ("meta", kind), ("id", pa.int64())])
+
+    with pytest.raises(InvalidRequest) as caught:
+        check(job("age", passthrough=("id", "meta")), model(1), schema)
+    check(job("age", passthrough=("id",)), model(1), schema)
+    check(job("age", passthrough=("id", "meta"), output_format="arrow"), model(1), schema)
+
+    assert caught.value.message.startswith("the copied column 'meta' is of type ")
+    assert "leave it out of 'passthrough', or make 'output.format' arrow" in caught.value.message
+    assert "'id'" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (job("age", passthrough=("*",)), "exclude it, or"),
+        (job("age", key="meta"), "name another 'key', or"),
+        (job("age", passthrough=("*",), key="meta"), "name another 'key', or"),
+    ],
+)
+def test_what_to_do_about_it_goes_with_what_the_job_says(spec: JobSpec, said: str) -> None:
+    """All columns, or the key."""
+    schema = pa.schema([("age", pa.float64()), ("meta", pa.struct([]))])
+
+    with pytest.raises(InvalidRequest, match=rf"'meta' is of type struct<>, which Parquet does not have; {said}"):
+        check(spec, model(1), schema)

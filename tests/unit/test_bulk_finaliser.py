@@ -30,6 +30,11 @@ def manifest_of(directory: Path) -> Manifest:
     return decode_manifest(data)
 
 
+def partial_of(directory: Path) -> Manifest:
+    """Returns the list of the parts of an output that is not complete."""
+    return decode_manifest((directory / "out" / "_manifest.partial.json").read_bytes())
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "out").iterdir())
 
@@ -187,7 +192,7 @@ async def test_a_shard_that_was_given_up_fails_the_job(tmp_path: Path) -> None:
     record = await one.record()
     assert record.state == JobState.FAILED
     assert record.error == "1 of 3 shards were given up; the first, 1: input 'in-0.parquet' has changed"
-    partial = decode_manifest((tmp_path / "out" / "_manifest.partial.json").read_bytes())
+    partial = partial_of(tmp_path)
     assert [part.name for part in partial.parts] == ["part-00000.parquet", "part-00002.parquet"]
     assert partial.rows == 15
     assert "_SUCCESS" not in names(tmp_path)
@@ -219,9 +224,18 @@ async def test_a_cancelled_job_lists_what_is_there(tmp_path: Path) -> None:
 
     await one.finaliser().run("job")
 
-    partial = decode_manifest((tmp_path / "out" / "_manifest.partial.json").read_bytes())
+    partial = partial_of(tmp_path)
     assert [part.rows for part in partial.parts] == [10]
     assert (await one.record()).state == JobState.CANCELLED
+
+
+async def test_a_complete_output_says_nothing_of_an_end(tmp_path: Path) -> None:
+    """There is one list only."""
+    one = await scored(tmp_path)
+
+    await one.finaliser().run("job")
+
+    assert b"ended_at" not in (tmp_path / "out" / "_manifest.json").read_bytes()
 
 
 async def test_a_resumed_job_has_its_broken_part_made_again_and_no_partial_list(tmp_path: Path) -> None:

@@ -81,6 +81,13 @@ def test_an_output_that_is_a_file_is_refused(lake: str) -> None:
         examine(job(f"{lake}/b.parquet", output=f"{lake}/a.parquet"), MODEL, [lake])
 
 
+def test_an_output_beneath_a_file_is_refused_with_the_file(lake: str) -> None:
+    """However deep: planning could not make the folders."""
+    said = f"output '{lake}/a.parquet/deep/out' would be beneath '{lake}/a.parquet', which is a file; name a folder"
+    with pytest.raises(InvalidRequest, match=said):
+        examine(job(f"{lake}/b.parquet", output=f"{lake}/a.parquet/deep/out"), MODEL, [lake])
+
+
 def test_inputs_of_several_formats_are_refused_with_one_of_each(lake: str) -> None:
     """Unless the job says what they are, as files without an extension need."""
     folder = Path(lake.removeprefix("file://"))

@@ -102,10 +102,20 @@ def test_what_is_no_job_is_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("threshold", "rows", "allowed"), [(0, 100, 0), (7, 100, 7), (0.05, 100, 5), (0.05, 10, 0), (-1, 100, -1)]
+    ("threshold", "rows", "allowed"),
+    [
+        (0, 100, 0),
+        (7, 100, 7),
+        (0.05, 100, 5),
+        (0.05, 10, 0),
+        (0.29, 100, 29),
+        (0.57, 1_000_000, 570_000),
+        (1e-6, 2_999_999, 2),
+        (-1, 100, -1),
+    ],
 )
 def test_a_threshold_is_a_number_a_fraction_or_none(threshold: float, rows: int, allowed: int) -> None:
-    """A fraction is one of the job's rows."""
+    """A fraction is one of the job's rows, in the decimals that it was written with."""
     spec = msgspec.structs.replace(decode_spec(with_fields()), error_threshold=threshold)
     assert spec.max_errors(rows) == allowed
 

@@ -17,7 +17,7 @@ import pytest
 
 import qinfer
 from qinfer import errors
-from qinfer.client import JobStatus, job_flows
+from qinfer.client import JobStatus, job_flows, job_output
 from qinfer.client.job_flows import job_body
 from qinfer.client.job_output import MANIFEST, PARTIAL, read_output
 from qinfer.client.job_progress import Lines, progress_line, shown_progress
@@ -373,6 +373,64 @@ def test_part_of_an_output_is_read(tmp_path: Path) -> None:
     assert made.to_arrow(partial=True).num_rows == 3
     with pytest.raises(errors.ResultNotFound, match="partial=True"):
         made.to_arrow()
+
+
+ENDED = "2026-01-31T12:00:00.250Z"
+ENDED_S = 1769860800.25
+
+
+def listed(folder: Path, ended_s: float) -> None:
+    """Writes the list that is made after an end."""
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    (folder / PARTIAL).write_text(json.dumps({**manifest, "ended_at": ended_s}))
+
+
+@pytest.mark.parametrize("earlier", [[], [ENDED_S - 9]])
+def test_the_list_of_the_last_end_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: list[float]
+) -> None:
+    """It is made after the end; that of an end before the job was resumed has fewer parts."""
+    status = status_of("cancelled", output_url=written(tmp_path), ended_at=ENDED)
+    for ended_s in earlier:
+        listed(tmp_path, ended_s)
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            listed(tmp_path, ENDED_S)
+
+    monkeypatch.setattr(job_output, "sleep", pause)
+
+    assert read_output(status, None, None, partial=True).num_rows == 3
+    assert pauses == pytest.approx([0.1, 0.15, 0.225])
+
+
+@pytest.mark.parametrize("earlier", [[], [ENDED_S - 9]])
+def test_a_list_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: list[float]) -> None:
+    """Is not waited for without end, and nothing else is taken for it."""
+    status = status_of("failed", output_url=written(tmp_path), ended_at=ENDED)
+    for ended_s in earlier:
+        listed(tmp_path, ended_s)
+    monkeypatch.setattr(job_output, "LISTED_S", 0.0)
+
+    with pytest.raises(errors.ResultNotFound, match=f"{PARTIAL}, is still being made; try again"):
+        read_output(status, None, None, partial=True)
+
+
+def test_a_job_that_ended_before_it_was_planned(tmp_path: Path) -> None:
+    """Has no list, and there will be none."""
+    shards = {"total": None, "done": 0, "failed": 0}
+    status = status_of("cancelled", output_url=f"file://{tmp_path}", ended_at=ENDED, shards=shards)
+
+    with pytest.raises(errors.ResultNotFound, match="was cancelled before it was planned; it has written nothing"):
+        read_output(status, None, None, partial=True)
+
+
+def test_no_columns_can_be_read(tmp_path: Path) -> None:
+    """A table of no columns would lose how many rows there are."""
+    with pytest.raises(errors.InvalidRequest, match="columns is empty; name at least one"):
+        read_output(status_of("completed", output_url=written(tmp_path)), [], None, partial=False)
 
 
 def test_a_job_that_runs_has_no_output() -> None:

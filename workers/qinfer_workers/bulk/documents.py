@@ -113,13 +113,16 @@ def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], n
     raise CorruptEntry(f"others write to output '{plan.spec.output.url}'; make a new job with an empty output")
 
 
-def write_partial(store_for: StoreFor, plan: Plan, found: Sequence[tuple[Shard, PartInfo]], now_s: float) -> None:
+def write_partial(
+    store_for: StoreFor, plan: Plan, found: Sequence[tuple[Shard, PartInfo]], ended_at: float, now_s: float
+) -> None:
     """Writes `_manifest.partial.json`: the parts that are there of a job that has ended before it was complete.
 
     Args:
         store_for: Returns the store of a URL.
         plan: The job's plan.
         found: Shards with their parts, checked, in the shards' order.
+        ended_at: Which end of the job that is: its instant, in seconds since 1970.
         now_s: Seconds since 1970.
 
     Raises:
@@ -127,7 +130,8 @@ def write_partial(store_for: StoreFor, plan: Plan, found: Sequence[tuple[Shard, 
     """
     shards = tuple(shard for shard, _ in found)
     there = msgspec.structs.replace(plan, shards=shards, rows=sum(shard.rows for shard in shards))
-    data = encode_manifest(make_manifest(there, [part for _, part in found], now_s))
+    manifest = make_manifest(there, [part for _, part in found], now_s)
+    data = encode_manifest(msgspec.structs.replace(manifest, ended_at=ended_at))
     url = url_of(plan.spec.output.url, PARTIAL_NAME)
     store = store_for(url)
     store.delete(url)  # that of an earlier end

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from qinfer.bulk.failures import too_many, why_failed
-from qinfer.bulk.job import TERMINAL, JobState
-from qinfer.bulk.parts import PartInfo
+from qinfer.bulk.job import JobState
 from qinfer.bulk.plan import Plan, Shard, ShardTicket, encode_ticket
 from qinfer.delivery.jobs import JobRecord
-from qinfer.errors import InvalidRequest, QinferError
+from qinfer.errors import InvalidRequest
 from qinfer_workers.bulk.attempts import FINISHING, PLANNING
-from qinfer_workers.bulk.documents import PLAN_GONE, read_plan, spec_of, write_manifest, write_partial
+from qinfer_workers.bulk.documents import PLAN_GONE, read_plan, spec_of, write_manifest
+from qinfer_workers.bulk.early_end import leave_partial
 from qinfer_workers.bulk.office import NotWanted, Office
 from qinfer_workers.bulk.part_check import part_of, set_aside
 from qinfer_workers.bulk.turn import fail, take_turn
@@ -47,18 +47,10 @@ class Finaliser:
         Raises:
             QinferError: It did not work for now, and is to be tried again.
         """
-        jobs = self._office.jobs
-        record = await jobs.get(job_id)
+        record = await self._office.jobs.get(job_id)
         if record is not None and record.state == JobState.FINALIZING:
             await take_turn(self._office, FINISHING, record, partial(self._finish, record))
-            record = await jobs.get(job_id)
-        if record is not None and record.state in TERMINAL - {JobState.COMPLETED}:
-            try:
-                await self._leave_partial(record)
-            except QinferError as error:
-                if self._office.clock.now_s() - record.ended_at < self._office.settings.plan_timeout_s:
-                    raise
-                logger.warning("no partial manifest", extra={"job": record.id, "reason": error.message})
+        await leave_partial(self._office, job_id)
 
     async def _finish(self, record: JobRecord) -> None:
         office, jobs = self._office, self._office.jobs
@@ -109,15 +101,3 @@ class Finaliser:
         for line in await self._office.jobs.log(record.id):
             rounds = 0 if line.text == PLANNING.began else rounds + (_BROKEN in line.text)
         return rounds
-
-    async def _leave_partial(self, record: JobRecord) -> None:
-        office = self._office
-        try:
-            plan = await office.in_thread(read_plan, office.store_for, record.id, spec_of(record).output.url)
-        except InvalidRequest:  # the output is another's: that is why the job failed
-            return
-        if plan is None:
-            return
-        parts = await office.each_in_thread(partial(part_of, office.store_for, plan), plan.shards)
-        found = [(shard, part) for shard, part in zip(plan.shards, parts, strict=True) if isinstance(part, PartInfo)]
-        await office.in_thread(write_partial, office.store_for, plan, found, office.clock.now_s())

@@ -23,6 +23,7 @@ from qinfer.repository.config import from_json, to_spec
 from qinfer.settings import LimitSettings
 from qinfer_workers.bulk.attempts import PLANNING
 from qinfer_workers.bulk.documents import MAX_BYTES, PLAN_NAME, StoreFor, read_plan, spec_of, url_of
+from qinfer_workers.bulk.early_end import leave_partial
 from qinfer_workers.bulk.office import NotWanted, Office
 from qinfer_workers.bulk.part_check import part_of, set_aside
 from qinfer_workers.bulk.speed import rows_per_s
@@ -44,15 +45,15 @@ class Planner:
         self._limits = limits
 
     async def run(self, job_id: str) -> None:
-        """Plans a job; one that is in another state is left alone.
+        """Plans a job, where it is to be planned; where it has ended early, by that or before, lists its parts.
 
         Raises:
             QinferError: It did not work for now, and is to be tried again.
         """
         record = await self._office.jobs.get(job_id)
-        if record is None or record.state != JobState.PLANNING:
-            return
-        await take_turn(self._office, PLANNING, record, lambda: self._plan(record))
+        if record is not None and record.state == JobState.PLANNING:
+            await take_turn(self._office, PLANNING, record, partial(self._plan, record))
+        await leave_partial(self._office, job_id)
 
     async def _plan(self, record: JobRecord) -> None:
         office, jobs = self._office, self._office.jobs
