@@ -65,6 +65,7 @@ def _print_table(report: "Report", model: str) -> None:
     table.add_row("requests a second", f"{report.requests_per_s:,.0f}")
     for percent in (50, 95, 99):
         table.add_row(f"p{percent}", f"{report.percentile_s(percent) * 1000:.2f} ms")
+    table.add_row("longest", f"{report.percentile_s(100) * 1000:.2f} ms")
     table.add_row("mean batch", "unknown" if report.mean_batch is None else f"{report.mean_batch:.1f}")
     console = Console()
     console.print(table)

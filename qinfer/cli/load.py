@@ -96,6 +96,7 @@ class Report:
             "first_error": self.first_error,
             "requests_per_s": round(self.requests_per_s, 1),
             **{f"p{p}_ms": round(self.percentile_s(p) * 1000, 3) for p in (50, 95, 99)},
+            "longest_ms": round(self.percentile_s(100) * 1000, 3),
             "mean_batch": self.mean_batch,
         }
 

@@ -107,6 +107,7 @@ def test_percentiles_are_by_nearest_rank() -> None:
     figures = report.as_json()
 
     assert (figures["p50_ms"], figures["p95_ms"], figures["p99_ms"]) == (51.0, 96.0, 100.0)
+    assert figures["longest_ms"] == 100.0
     assert figures["requests_per_s"] == 50.0
 
 
