@@ -11,6 +11,7 @@ from qinfer.bulk.job import JobSpec
 from qinfer.bulk.source import FileFormat, find_files, format_of, read_schema
 from qinfer.bulk.store import Stat, store_for
 from qinfer.bulk.store_local import local_path
+from qinfer.bulk.text_types import TextTypes, text_types
 from qinfer.errors import InvalidRequest
 from qinfer.repository.spec import ModelSpec
 from qinfer.stores import check_url
@@ -56,7 +57,7 @@ def examine(spec: JobSpec, model: ModelSpec, allow: Sequence[str]) -> Examined:
     check_output_empty(spec.output.url)
     files = find_files(spec.inputs, enough=ENOUGH_FILES, within_s=LISTING_S)
     format_ = common_format(files, spec)
-    file, schema = first_schema(files, format_)
+    file, schema = first_schema(files, format_, text_types(spec, model))
     try:
         check(spec, model, schema)
     except InvalidRequest as error:
@@ -121,15 +122,20 @@ def common_format(files: Sequence[Stat], spec: JobSpec) -> FileFormat:
     return first
 
 
-def first_schema(files: Sequence[Stat], format_: FileFormat) -> tuple[Stat, pa.Schema]:
+def first_schema(files: Sequence[Stat], format_: FileFormat, types: TextTypes) -> tuple[Stat, pa.Schema]:
     """Returns the first file that has any columns, and these.
+
+    Args:
+        files: The files in order.
+        format_: What they are.
+        types: What the job needs of the columns of CSV and JSON lines.
 
     Raises:
         InvalidRequest: The files are empty, or damaged.
         StoreError: A store can't be read.
     """
     for file in files[:_MOST_EMPTY]:
-        schema = read_schema(file, format_)
+        schema = read_schema(file, format_, types)
         if schema.names:
             return file, schema
     raise InvalidRequest(

@@ -16,6 +16,7 @@ from qinfer.bulk.schemas import common_type, encode_schema
 from qinfer.bulk.shards import Pace, plan_shards, shard_sizes
 from qinfer.bulk.source import FileFormat, Footer, find_files, read_footer
 from qinfer.bulk.store import Stat
+from qinfer.bulk.text_types import TextTypes, text_types, without_null
 from qinfer.errors import Cancelled, InvalidRequest
 from qinfer.repository.spec import ModelSpec
 
@@ -56,9 +57,10 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, is_wanted: Calla
     spec = job.spec
     files = find_files(spec.inputs)
     format_ = common_format(files, spec)
-    columns = _CommonColumns(spec, job.model)
+    columns = _CommonColumns(spec, job.model, is_csv=format_ == "csv")
+    types = text_types(spec, job.model)
     planned: list[InputFile] = []
-    for file, footer in _footers(files, format_, threads):
+    for file, footer in _footers(files, format_, types, threads):
         if not is_wanted():
             raise Cancelled(f"job '{job.job_id}' is not wanted any more")
         columns.add(len(planned), file, footer)
@@ -76,13 +78,15 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, is_wanted: Calla
     )
 
 
-def _footers(files: Sequence[Stat], format_: FileFormat, threads: int) -> Iterator[tuple[Stat, Footer]]:
+def _footers(
+    files: Sequence[Stat], format_: FileFormat, types: TextTypes, threads: int
+) -> Iterator[tuple[Stat, Footer]]:
     """Reads the files' footers some files ahead; the first error in the files' order ends it."""
     waiting: deque[tuple[Stat, Future[Footer]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="qinfer-footer") as pool:
         try:
             for file in files:
-                waiting.append((file, pool.submit(read_footer, file, format_)))
+                waiting.append((file, pool.submit(read_footer, file, format_, types)))
                 if len(waiting) >= threads * _AHEAD:
                     first, footer = waiting.popleft()
                     yield first, footer.result()
@@ -97,9 +101,10 @@ def _footers(files: Sequence[Stat], format_: FileFormat, threads: int) -> Iterat
 class _CommonColumns:
     """What the columns of a job's files have in common: a type for each, which the values of all files have or get."""
 
-    def __init__(self, spec: JobSpec, model: ModelSpec) -> None:
+    def __init__(self, spec: JobSpec, model: ModelSpec, *, is_csv: bool) -> None:
         self._spec = spec
         self._model = model
+        self._is_csv = is_csv
         self._first = ""  # the URL of the first file with rows; of one without until there is one that has some
         self._schema = pa.schema([])
         self._has_rows = False
@@ -133,8 +138,9 @@ class _CommonColumns:
         Raises:
             InvalidRequest: The model can't be fed with those.
         """
-        check(self._spec, self._model, self._schema)
-        return self._schema
+        schema = without_null(self._schema) if self._is_csv else self._schema
+        check(self._spec, self._model, schema)
+        return schema
 
     def _merge(self, url: str, schema: pa.Schema) -> None:
         copied = {*copied_columns(self._spec, schema), *copied_columns(self._spec, self._schema)}
@@ -148,6 +154,8 @@ class _CommonColumns:
                 )
             here, there = schema.field(name).type, self._schema.field(name).type
             common = common_type(here, there)
+            if common is None and self._is_csv and name not in fed:
+                common = pa.string()  # which all values of CSV are
             if common is None:
                 raise InvalidRequest(
                     f"column '{shown(name)}' is {here} in '{url}' and {there} in '{self._first}'; convert one of them"

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from qinfer.bulk.plan import Range
 from qinfer.bulk.schemas import common_type
 from qinfer.bulk.source import FileFormat
-from qinfer.bulk.text_rows import open_text, text_schema
+from qinfer.bulk.text_rows import open_text
 from qinfer.errors import InvalidRequest
 
 CHUNK_BYTES = 16 * 2**20
@@ -146,19 +146,19 @@ class _Arrow:
 
 
 class _Text:
+    """CSV or JSON lines, in the types of the plan: whether columns have them shows as they are read."""
+
     def __init__(self, content: BinaryIO, format_: FileFormat, wanted: pa.Schema, url: str) -> None:
         assert format_ in ("csv", "jsonl")
-        self._content, self._url = content, url
-        self._columns = _Columns(text_schema(content, format_), wanted, url)
-        content.seek(0)
-        self._reader = open_text(content, format_, types=wanted)
+        self._content, self._wanted, self._url = content, wanted, url
+        self._reader = open_text(content, format_, wanted)
         self._read = iter(self._reader) if self._reader is not None else iter(())
         self._row = 0  # the first that was not read yet
 
     def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
         end = wanted.first_row + wanted.rows
         for record in _within(self._read, wanted.first_row - self._row, wanted.rows, self._url, self._put_back):
-            yield self._columns.of(record)
+            yield record.select(self._wanted.names)
         self._row = end
 
     def _put_back(self, rest: pa.RecordBatch) -> None:

@@ -15,6 +15,7 @@ from qinfer.bulk.arrow_footer import batch_rows
 from qinfer.bulk.job import InputFormat
 from qinfer.bulk.shards import MAX_FILES
 from qinfer.bulk.store import Stat, store_for
+from qinfer.bulk.text_types import NOTHING_WANTED, TextTypes, check_key
 from qinfer.errors import InvalidRequest, StoreUnavailable
 
 FileFormat = Literal["parquet", "arrow", "csv", "jsonl"]
@@ -101,27 +102,37 @@ def format_of(url: str, input_format: InputFormat) -> FileFormat:
     return _EXTENSIONS[extension]
 
 
-def read_footer(file: Stat, format_: FileFormat) -> Footer:
-    """Reads what planning needs of a file; CSV and JSON lines are read to their end to count their rows.
+def read_footer(file: Stat, format_: FileFormat, types: TextTypes = NOTHING_WANTED) -> Footer:
+    """Reads what planning needs of a file; CSV and JSON lines are read to their end.
+
+    Args:
+        file: The file.
+        format_: What it is.
+        types: What the job needs of the columns of CSV and JSON lines.
 
     Raises:
         InvalidRequest: It is damaged, or not of this format.
         StoreError: It can't be read.
     """
-    return _read(file, format_, rows=True)
+    return _read(file, format_, types, rows=True)
 
 
-def read_schema(file: Stat, format_: FileFormat) -> pa.Schema:
-    """Reads a file's columns; no column where a CSV or JSON lines file is empty.
+def read_schema(file: Stat, format_: FileFormat, types: TextTypes = NOTHING_WANTED) -> pa.Schema:
+    """Reads a file's columns, of CSV and JSON lines those of the first block; an empty one has none.
+
+    Args:
+        file: The file.
+        format_: What it is.
+        types: What the job needs of the columns of CSV and JSON lines.
 
     Raises:
         InvalidRequest: It is damaged, or not of this format.
         StoreError: It can't be read.
     """
-    return _read(file, format_, rows=False).schema
+    return _read(file, format_, types, rows=False).schema
 
 
-def _read(file: Stat, format_: FileFormat, *, rows: bool) -> Footer:
+def _read(file: Stat, format_: FileFormat, types: TextTypes, *, rows: bool) -> Footer:
     if not file.size_bytes:
         if format_ in ("csv", "jsonl"):
             return Footer(pa.schema([]), 0, None)
@@ -132,10 +143,12 @@ def _read(file: Stat, format_: FileFormat, *, rows: bool) -> Footer:
                 return _parquet(content)
             if format_ == "arrow":
                 return _arrow(content, file, rows=rows)
-            return _text(content, format_, rows=rows)
+            footer = _text(content, format_, types, rows=rows)
     except (pa.ArrowException, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
         raise InvalidRequest(f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason}") from None
+    check_key(footer.schema, types, file.url)
+    return footer
 
 
 def _sequential(format_: FileFormat, *, rows: bool) -> bool:
@@ -161,12 +174,10 @@ def _arrow(content: BinaryIO, file: Stat, *, rows: bool) -> Footer:
     return Footer(reader.schema, sum(groups), groups)
 
 
-def _text(content: BinaryIO, format_: Literal["csv", "jsonl"], *, rows: bool) -> Footer:
-    schema = text_rows.text_schema(content, format_)
+def _text(content: BinaryIO, format_: Literal["csv", "jsonl"], types: TextTypes, *, rows: bool) -> Footer:
     if not rows:
-        return Footer(schema, 0, None)
-    content.seek(0)
-    return Footer(schema, text_rows.count_rows(content, format_), None)
+        return Footer(text_rows.text_schema(content, format_, types), 0, None)
+    return Footer(*text_rows.read_through(content, format_, types), None)
 
 
 def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, until_s: float) -> dict[str, list[Stat]]:

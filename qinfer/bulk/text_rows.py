@@ -1,17 +1,21 @@
 """CSV and JSON lines: their columns, their rows, and how many there are. Options are the same wherever they are read.
 
-The first line of a CSV file names its columns; a value in quotes may hold line ends. What is in the first block of a
-file decides the types of its columns. Blank lines are no rows.
+The first line of a CSV file names its columns; a value in quotes may hold line ends. Blank lines are no rows. Which
+types columns get is decided in `text_types`.
+
+A reader of pyarrow reads ahead in a thread of its own, for as long as it likes: a file that was given to one is never
+used again, not even after the reader was closed.
 """
 
-from collections.abc import Sequence
-from typing import BinaryIO, Literal
+from collections.abc import Iterator
+from typing import BinaryIO, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.json
 
 from qinfer.bulk.json_nesting import Nesting
+from qinfer.bulk.text_types import TextTypes, csv_schema, joined, json_schema, loses
 
 TextFormat = Literal["csv", "jsonl"]
 
@@ -24,39 +28,67 @@ MAX_COLUMNS = 10_000
 _LINE_ENDS = bytes.maketrans(b"\r", b"\n")
 
 
-def text_schema(file: BinaryIO, format_: TextFormat) -> pa.Schema:
-    """Returns a file's columns; an empty file has none.
+class Contents(NamedTuple):
+    """What planning needs of a file.
 
-    Raises:
-        pyarrow.ArrowInvalid: It is not what it should be.
+    Attributes:
+        schema: Its columns; an empty file has none.
+        rows: Its rows.
     """
-    reader = open_text(file, format_)
-    return reader.schema if reader is not None else pa.schema([])
+
+    schema: pa.Schema
+    rows: int
 
 
-def count_rows(file: BinaryIO, format_: TextFormat) -> int:
-    """Reads a file to its end, and returns how many rows it has; their values are not looked at.
+def text_schema(file: BinaryIO, format_: TextFormat, types: TextTypes) -> pa.Schema:
+    """Returns a file's columns, as its first block shows them; an empty file has none.
+
+    Args:
+        file: The file, at its beginning; it is read from, and no reader has it afterwards.
+        format_: What it is.
+        types: What the job needs of its columns.
 
     Raises:
         pyarrow.ArrowInvalid: It is not what it should be.
     """
     if format_ == "csv":
-        reader = open_text(file, "csv", types=_first_column(file))
-    else:
-        reader = open_text(file, "jsonl", columns=())
-    return sum(batch.num_rows for batch in reader) if reader is not None else 0
+        return _csv_schema(file.read(2 * BLOCK_BYTES), types)  # a row that begins in the first block ends in the second
+    return next((schema for schema, _ in _json_parts(file) if schema.names), pa.schema([]))
 
 
-def open_text(
-    file: BinaryIO, format_: TextFormat, *, types: pa.Schema | None = None, columns: Sequence[str] | None = None
-) -> pa.RecordBatchReader | None:
+def read_through(file: BinaryIO, format_: TextFormat, types: TextTypes) -> Contents:
+    """Reads a file to its end: how many rows it has, and its columns; JSON lines' are those of all lines.
+
+    The values of CSV are not looked at beyond the first block.
+
+    Args:
+        file: The file, at its beginning; a reader has it afterwards.
+        format_: What it is.
+        types: What the job needs of its columns.
+
+    Raises:
+        pyarrow.ArrowInvalid: It is not what it should be.
+    """
+    if format_ == "csv":
+        schema = text_schema(file, "csv", types)
+        file.seek(0)
+        only = pa.schema([(schema.names[0], pa.binary())]) if schema.names else None  # converts nothing else
+        reader = open_text(file, "csv", only)
+        return Contents(schema, sum(batch.num_rows for batch in reader) if reader is not None else 0)
+    schema, rows = pa.schema([]), 0
+    for found, count in _json_parts(file):
+        schema, rows = joined(schema, found), rows + count
+    return Contents(schema, rows)
+
+
+def open_text(file: BinaryIO, format_: TextFormat, types: pa.Schema | None) -> pa.RecordBatchReader | None:
     """Reads a file's rows as they are asked for.
 
     Args:
-        file: The file, at its beginning.
+        file: The file, at its beginning; the reader has it from here on.
         format_: What it is.
-        types: The types of columns where they are known; the others' follow from the first block.
-        columns: The columns that are wanted; `None` = those of `types`, or all without.
+        types: The columns that are wanted, and their types; `None` = all columns of a CSV file, in types that the first
+            block looks like.
 
     Returns:
         The reader; `None` = the file is empty.
@@ -64,7 +96,6 @@ def open_text(
     Raises:
         pyarrow.ArrowInvalid: It is not what it should be; reading raises it, too.
     """
-    wanted = list(columns) if columns is not None else list(types.names) if types is not None else None
     try:
         if format_ == "csv":
             _check_header(file)
@@ -72,20 +103,72 @@ def open_text(
                 file,
                 read_options=pyarrow.csv.ReadOptions(block_size=BLOCK_BYTES),
                 parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
-                convert_options=pyarrow.csv.ConvertOptions(column_types=types, include_columns=wanted),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    column_types=types, include_columns=types.names if types is not None else None
+                ),
             )
-        known = types if types is not None else pa.schema([]) if wanted == [] else None
         return pyarrow.json.open_json(
             _Objects(file),
             read_options=pyarrow.json.ReadOptions(block_size=BLOCK_BYTES),
-            parse_options=pyarrow.json.ParseOptions(
-                explicit_schema=known, unexpected_field_behavior="ignore" if known is not None else "infer"
-            ),
+            parse_options=pyarrow.json.ParseOptions(explicit_schema=types, unexpected_field_behavior="ignore"),
         )
     except pa.ArrowInvalid as error:
         if str(error).startswith(("Empty CSV", "Empty JSON")):
             return None
         raise
+
+
+def _csv_schema(head: bytes, types: TextTypes) -> pa.Schema:
+    reader = open_text(pa.BufferReader(head), "csv", None)
+    if reader is None:
+        return pa.schema([])
+    schema = csv_schema(reader.schema, types)
+    numbers = [
+        name
+        for name, kind in zip(schema.names, schema.types, strict=True)
+        if types.wanted.get(name) is None and (pa.types.is_integer(kind) or pa.types.is_floating(kind))
+    ]
+    return _with_text(schema, head, numbers) if numbers else schema
+
+
+def _with_text(schema: pa.Schema, head: bytes, numbers: list[str]) -> pa.Schema:
+    """Returns the columns of a CSV file with text for those that numbers would lose something of."""
+    reader = open_text(pa.BufferReader(head), "csv", pa.schema([(name, pa.string()) for name in numbers]))
+    assert reader is not None
+    first = next(iter(reader), None)
+    for name, values in zip(numbers, first.columns if first is not None else (), strict=False):
+        index = schema.names.index(name)
+        if loses(values, schema.field(index).type):
+            schema = schema.set(index, pa.field(name, pa.string()))
+    return schema
+
+
+def _json_parts(file: BinaryIO) -> Iterator[tuple[pa.Schema, int]]:
+    """Reads a file of JSON lines by blocks: the fields of each, and how many rows it has."""
+    for block in _lines(_Objects(file)):
+        table = pyarrow.json.read_json(
+            pa.BufferReader(block), pyarrow.json.ReadOptions(use_threads=False, block_size=len(block))
+        )
+        yield json_schema(table.schema), table.num_rows
+
+
+def _lines(file: "_Objects") -> Iterator[bytes]:
+    """Reads a file by blocks of whole lines.
+
+    Raises:
+        pyarrow.ArrowInvalid: A line is longer than may be.
+    """
+    rest = b""
+    while block := file.read(BLOCK_BYTES):
+        end = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
+        if not end and len(block) == BLOCK_BYTES:
+            raise pa.ArrowInvalid(f"a line is longer than {BLOCK_BYTES} bytes")
+        if end:
+            yield rest + block[:end]
+            rest = b""
+        rest += block[end:]
+    if rest:
+        yield rest
 
 
 def _check_header(file: BinaryIO) -> None:
@@ -139,10 +222,3 @@ class _Objects:
 
     def close(self) -> None:
         """Leaves the file to who opened it."""
-
-
-def _first_column(file: BinaryIO) -> pa.Schema | None:
-    """Returns the first column as bytes, so that counting converts nothing else; the file is at its beginning again."""
-    names = text_schema(file, "csv").names
-    file.seek(0)
-    return pa.schema([(names[0], pa.binary())]) if names else None
