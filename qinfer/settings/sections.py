@@ -169,10 +169,7 @@ class BulkSettings(_Section):
     )
     spool_dir: str = Field("", description="Where parts are written before they are uploaded; empty = the system's.")
     batch_ms: float = Field(
-        20.0,
-        gt=0,
-        description="Longest execution of a bulk batch: online requests wait for one at most. Where one row takes "
-        "longer, twice its time.",
+        20.0, gt=0, description="Longest bulk batch, or twice a row's time: online requests wait for one at most."
     )
     shard_s: float = Field(30.0, gt=0, description="Seconds of work in one shard, once the model's speed is known.")
     default_rows_per_shard: int = Field(250_000, gt=0, description="Rows of a shard before it is.")
