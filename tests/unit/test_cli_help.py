@@ -100,3 +100,13 @@ def test_a_tenant_that_can_not_be_is_named(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "1 to 64 letters, digits and ._~-" in " ".join(result.stderr.split())
     assert "got 'a b'" in " ".join(result.stderr.split())
+
+
+def test_a_configuration_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """Somebody gave the model in its place."""
+    (tmp_path / "model.onnx").write_bytes(b"\x08\xff\xfe")
+
+    result = CliRunner().invoke(app, ["models", "load", "digits", "--config", str(tmp_path / "model.onnx")])
+
+    assert result.exit_code == 1
+    assert "model.onnx is no text; --config takes a model configuration in JSON" in result.stderr
