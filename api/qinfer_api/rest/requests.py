@@ -17,7 +17,7 @@ from qinfer.codec.outputs import OutputPlan
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Served
 from qinfer.delivery.requests import Address, RequestRecord
-from qinfer.errors import InvalidRequest, ModelError, QinferError, RequestError
+from qinfer.errors import Conflict, InvalidRequest, ModelError, QinferError, RequestError
 from qinfer.messages import InferRequest
 from qinfer.tensors import Bytes
 from qinfer_api.auth import Context
@@ -146,6 +146,8 @@ async def _accepted(
             decoded, plan, body_hash = _decode(*decoding)
         with_headers(decoded, headers_forwarded(services, request))
         return await requests.submit(context, decoded, plan, msgspec.structs.replace(submission, body_hash=body_hash))
+    except Conflict:  # it was found, with another body
+        raise
     except (RequestError, ModelError):
         if ticket := await _repeated(services, context, target, request, submission, body):
             return ticket
