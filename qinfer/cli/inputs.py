@@ -101,10 +101,10 @@ def as_array(name: str, wire: str, value: object) -> Array:
 
 def _numbers(wanted: np.dtype[Any], value: object) -> Array:
     """Converts numbers; refuses what would become another number than was given, but for a float's usual rounding."""
-    natural = np.asarray(value)
     if wanted.kind in "iu" and not isinstance(value, np.ndarray):  # numpy makes floats of [1, 2**63]
         integers: Array = np.vectorize(_to_int, otypes=[object])(np.array(value, dtype=object))
         return integers.astype(wanted)
+    natural = np.asarray(value)
     if natural.dtype.kind not in "biuf":
         raise ValueError("its elements are no numbers")
     with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found by the comparisons
@@ -145,8 +145,7 @@ def _read_value(wanted: TensorMetadata, value: str) -> Array:
 def _to_int(element: object) -> int:
     if isinstance(element, int) or (isinstance(element, float) and element.is_integer()):
         return int(element)
-    what = "lists of different lengths" if isinstance(element, list) else json.dumps(element)
-    raise ValueError(f"{what} in place of a whole number")
+    raise ValueError(f"{_shown(element)} in place of a whole number")
 
 
 def _to_bytes(element: object) -> bytes:
@@ -154,5 +153,8 @@ def _to_bytes(element: object) -> bytes:
         return element
     if isinstance(element, str | int | float) and not isinstance(element, bool):
         return str(element).encode()
-    what = "lists of different lengths" if isinstance(element, list) else json.dumps(element)
-    raise ValueError(f"{what} in place of a text")
+    raise ValueError(f"{_shown(element)} in place of a text")
+
+
+def _shown(element: object) -> str:
+    return "lists of different lengths" if isinstance(element, list) else json.dumps(element)

@@ -81,7 +81,7 @@ def test_zeros_fill_variable_dimensions_with_one() -> None:
         (['image=["a"]'], "can't be read as FP32"),
         (['ids=["a", 2]'], 'can\'t be read as INT64: "a" in place of a whole number'),
         (["ids=[1.5, 2]"], "can't be read as INT64: 1.5 in place of a whole number"),
-        (["ids=[[1], [2, 3]]"], "can't be read as INT64"),
+        (["ids=[[1], [2, 3]]"], "can't be read as INT64: lists of different lengths in place of a whole number"),
         (["ids=[18446744073709551615, 0]"], "can't be read as INT64: .*too large"),
         (["image=[1e39, 0, 0]"], r"can't be read as FP32: 1e\+39 does not fit"),
         (["image=[null, 0, 0]"], "can't be read as FP32: its elements are no numbers"),
