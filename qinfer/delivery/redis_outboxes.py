@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from qinfer.delivery import keys, scripts
-from qinfer.delivery.request_fields import RECORD_FIELDS, record_of
+from qinfer.delivery.request_scripts import RECORD_FIELDS, record_of
 from qinfer.delivery.requests import Address, Ending
 from qinfer.delivery.router import Router
 from qinfer.delivery.values import LARGE_BYTES, Values

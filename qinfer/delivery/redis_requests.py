@@ -1,9 +1,7 @@
 """Asynchronous requests on Redis: each step is one Lua script, and a request's keys share a slot (DESIGN.md §3).
 
-accept   accept.lua: record, payload, deadline, entry        settle   settle.lua, for each request
-accept_all   each.lua: the same, for several                settle of several   each.lua
-record, watch   record.lua       due   due.lua               notices, confirm   notices.lua, confirm.lua
-endings, confirm_endings         see `redis_outboxes`
+accept, settle, record, due   see `request_scripts`        notices, confirm   notices.lua, confirm.lua
+endings, confirm_endings      see `redis_outboxes`
 
 A payload or result too large for the common connection is *staged* first: stored over a connection of its own, or in
 the object store, under a name that nobody knows. The script then renames it, or removes it. Where the script never
@@ -17,27 +15,24 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from qinfer.delivery import keys, scripts
+from qinfer.delivery import keys, request_scripts, scripts
 from qinfer.delivery.base import FULL
 from qinfer.delivery.connection import Refused, pack
 from qinfer.delivery.durability import Durability
 from qinfer.delivery.redis_outboxes import CONSUMER_GONE_MS, RedisOutboxes
-from qinfer.delivery.request_fields import record_of
-from qinfer.delivery.request_words import (
+from qinfer.delivery.request_scripts import (
     AT_ONCE_BYTES,
+    AcceptReply,
     Value,
     given,
     parts_of,
     payload_name,
     record_key,
     result_name,
-    to_accept,
-    to_settle,
 )
 from qinfer.delivery.requests import (
     LONGEST_RETRY_S,
     MARGIN_S,
-    MAX_WATCHERS,
     Acceptance,
     Accepted,
     Address,
@@ -82,12 +77,9 @@ class RedisRequests:
         address = acceptance.address
         kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
         payload = await self._staged(payload_name(address), acceptance.payload, kept_s)
-        names, arguments = to_accept(acceptance, payload)
-
-        async def write(call: Callable[..., Awaitable[Any]]) -> Any:
-            return await scripts.run(call, scripts.ACCEPT, names, *arguments)
-
-        accepted = self._accepted(*await self._durability.write(address.model, address.partition, write))
+        write = partial(request_scripts.accept, requests=[(acceptance, payload)])
+        (reply,) = await self._durability.write(address.model, address.partition, write)
+        accepted = self._accepted(reply)
         if isinstance(accepted, QinferError):
             raise accepted
         return accepted
@@ -121,7 +113,7 @@ class RedisRequests:
         for part, answers in zip(parts, ended, strict=True):
             for number, waiting in zip(part, answers if not isinstance(answers, BaseException) else (), strict=False):
                 firsts[number] = waiting is not None
-                for reply_to in (waiting or "").split():
+                for reply_to in waiting or ():
                     waiters.setdefault(reply_to, []).append(settlements[number].address)
         for reply_to, addresses in waiters.items():
             self._tell(reply_to, addresses)
@@ -132,7 +124,7 @@ class RedisRequests:
 
     async def record(self, address: Address) -> RequestRecord | None:
         """See `Requests.record`."""
-        return await self._record(address, "")
+        return await request_scripts.record(self._call(record_key(address)), address)
 
     async def result(self, address: Address) -> bytes | None:
         """See `Requests.result`."""
@@ -141,13 +133,11 @@ class RedisRequests:
 
     async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
         """See `Requests.watch`."""
-        return await self._record(address, reply_to)
+        return await request_scripts.record(self._call(record_key(address)), address, reply_to)
 
     async def due(self, model: str, partition: int, count: int) -> list[Address]:
         """See `Requests.due`."""
-        name = keys.due(model, partition).encode()
-        ids = await scripts.run(self._call(name), scripts.DUE, [name], count)
-        return [Address(model, partition, found.decode()) for found in ids]
+        return await request_scripts.due(self._call(keys.due(model, partition).encode()), model, partition, count)
 
     async def notices(
         self, model: str, partition: int, consumer: str, count: int, *, retry_s: float = 1.0
@@ -196,30 +186,24 @@ class RedisRequests:
                 return [await self.accept(acceptances[0])]
             for acceptance in acceptances:
                 check_outbox(acceptance)
-            words = [to_accept(each, given(payload_name(each.address), each.payload)) for each in acceptances]
-
-            async def write(call: Callable[..., Awaitable[Any]]) -> Any:
-                return await scripts.run_each(call, scripts.ACCEPT_EACH, words)
-
-            answers = await self._durability.write(first.model, first.partition, write)
+            requests = [(each, given(payload_name(each.address), each.payload)) for each in acceptances]
+            write = partial(request_scripts.accept, requests=requests)
+            replies = await self._durability.write(first.model, first.partition, write)
         except (InvalidRequest, Refused) as error:  # of one of them
             if len(acceptances) == 1:
                 return [error]
             return [answer for each in acceptances for answer in await self._accept_part([each])]
         except QinferError as error:
             return [error] * len(acceptances)
-        return [self._accepted(*answer) for answer in answers]
+        return [self._accepted(reply) for reply in replies]
 
-    def _accepted(
-        self, what: bytes, request_id: bytes, body_hash: bytes, gone: Sequence[bytes]
-    ) -> Accepted | QinferError:
-        """Reads what accept.lua returns."""
-        self._values.forget(gone)
-        if what == b"full":
+    def _accepted(self, reply: AcceptReply) -> Accepted | QinferError:
+        self._values.forget(reply.objects)
+        if reply.what == "full":
             return QueueFull(FULL)
-        if what == b"gone":
+        if reply.what == "gone":
             return BrokerUnavailable(_NOT_IN_TIME)
-        return Accepted(request_id.decode(), is_new=what == b"new", body_hash=body_hash.decode())
+        return Accepted(reply.id, is_new=reply.what == "new", body_hash=reply.body_hash)
 
     def _call(self, key: bytes) -> Callable[..., Awaitable[Any]]:
         return partial(self._router.call, keys.slot(key))
@@ -255,23 +239,19 @@ class RedisRequests:
         await self._values.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s)
         return Value(b"staged", b"", staged)
 
-    async def _settle(self, settlements: Sequence[Settlement], results: Sequence[Value]) -> list[str | None]:
+    async def _settle(self, settlements: Sequence[Settlement], results: Sequence[Value]) -> list[Sequence[str] | None]:
         """Ends requests of one partition in one step; returns for each who waits for it, `None` = it had ended before.
 
         Raises:
             BrokerUnavailable: A result that was stored first is gone; the other requests have ended.
         """
-        words = [to_settle(settlement, result) for settlement, result in zip(settlements, results, strict=True)]
-        call = self._call(words[0].keys[0])
-        if len(words) == 1:
-            answers = [await scripts.run(call, scripts.SETTLE, words[0].keys, *words[0].arguments)]
-        else:
-            answers = await scripts.run_each(call, scripts.SETTLE_EACH, words)
-        for _, _, gone in answers:
-            self._values.forget(gone)
-        if any(what == b"gone" for what, _, _ in answers):
+        call = self._call(record_key(settlements[0].address))
+        replies = await request_scripts.settle(call, list(zip(settlements, results, strict=True)))
+        for reply in replies:
+            self._values.forget(reply.objects)
+        if any(reply.what == "gone" for reply in replies):
             raise BrokerUnavailable(_NOT_IN_TIME)
-        return [waiters.decode() if what == b"first" else None for what, waiters, _ in answers]
+        return [reply.watchers if reply.what == "first" else None for reply in replies]
 
     async def _settle_apart(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests one by one; raises what the first of them raised when all have been tried."""
@@ -291,15 +271,3 @@ class RedisRequests:
             self._router.send(keys.slot(key), packed, lambda _: None)
         except BrokerUnavailable:
             logger.warning("waiting callers could not be told", extra={"count": len(addresses)})
-
-    async def _record(self, address: Address, reply_to: str) -> RequestRecord | None:
-        name = record_key(address)
-        prefix = keys.prefix(address.model, address.partition)
-        names = [name, keys.result(address.model, address.partition, address.id).encode()]
-        arguments = (prefix, keys.GROUP, keys.RELEASED, keys.SUSPECTS, reply_to, MAX_WATCHERS)
-        found = await scripts.run(self._call(name), scripts.RECORD, names, *arguments)
-        if found is None:
-            return None
-        pairs, has_result, is_held, deliveries = found
-        fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        return record_of(address, fields, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)

@@ -1,4 +1,19 @@
-"""The Lua scripts of `lua/`, and how one is run: by its hash, and by its text where the server does not know it yet."""
+"""The Lua scripts of `lua/`, and how one is run: by its hash, and by its text where the server does not know it yet.
+
+A script is called as a Python function. To add one:
+
+1. Write `lua/<name>.lua`. Its header says what it does, and names KEYS, ARGV and the reply in order. Functions that
+   several scripts need are files of their own.
+2. In the `<subject>_scripts.py` of its subject, or beside the class that alone runs it, load it with the files that it
+   needs: `_DUE = scripts.load("due", "now_ms")`.
+3. Write the function beneath: `async def due(call: Call, model: str, …, count: int) -> list[Address]`. Its parameters
+   are what the script takes, in the types of the subject; its return type is what the reply is read as. Its body spells
+   keys (by `keys`) and arguments in the order of the header, and calls `run`. Durations are float seconds until
+   `ttl_ms` makes milliseconds of them.
+
+Nobody else runs that script, or knows the order of its arguments. `each.lua` runs a script, written as the function
+`one`, for several requests of one partition: load `each` with that file, and call `run_each`.
+"""
 
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha1
@@ -9,6 +24,9 @@ import msgspec
 
 from qinfer.delivery.connection import Argument, Refused
 
+Call = Callable[..., Awaitable[Any]]
+"""Sends one command and returns its reply, such as `Link.call`."""
+
 
 class Script(msgspec.Struct, frozen=True):
     """A Lua script: its text, and the SHA-1 by which Redis knows it."""
@@ -17,61 +35,55 @@ class Script(msgspec.Struct, frozen=True):
     sha: bytes
 
 
-def _load(name: str, *parts: str) -> Script:
+def load(name: str, *parts: str) -> Script:
     """Reads a script; `parts` are the files of the functions that it uses."""
     folder = files("qinfer.delivery").joinpath("lua")
     text = b"\n".join(folder.joinpath(f"{part}.lua").read_bytes() for part in (*parts, name))
     return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
-FETCH = _load("fetch")
-RECLAIM = _load("reclaim")
-RENEW = _load("renew")
-RELEASE = _load("release")
-SIZES = _load("sizes")
-FINISH = _load("finish", "drop")
-SUBMIT = _load("submit", "waiting")
-WITHDRAW = _load("withdraw", "drop")
-DELAY = _load("delay")
-BURY = _load("bury", "trim_letters")
-LETTERS = _load("letters")
-REPLAY = _load("replay", "now_ms", "drop")
-KEEP = _load("keep")
-PUBLISH = _load("publish")
-READ = _load("read")
-REFER = _load("refer", "drop")
-REMOVE = _load("remove", "drop")
-ACCEPT = _load("accept", "waiting", "now_ms", "drop", "tell", "accept_one")
-ACCEPT_EACH = _load("each", "waiting", "now_ms", "drop", "tell", "accept_one")
-SETTLE = _load("settle", "now_ms", "drop", "tell", "settle_one")
-SETTLE_EACH = _load("each", "now_ms", "drop", "tell", "settle_one")
-RECORD = _load("record")
-DUE = _load("due", "now_ms")
-NOTICES = _load("notices", "forget_consumers")
-CONFIRM = _load("confirm")
-ENDINGS = _load("endings", "forget_consumers")
-CONFIRM_ENDINGS = _load("confirm_endings")
+FETCH = load("fetch")
+RECLAIM = load("reclaim")
+RENEW = load("renew")
+RELEASE = load("release")
+SIZES = load("sizes")
+FINISH = load("finish", "drop")
+SUBMIT = load("submit", "waiting")
+WITHDRAW = load("withdraw", "drop")
+DELAY = load("delay")
+BURY = load("bury", "trim_letters")
+LETTERS = load("letters")
+REPLAY = load("replay", "now_ms", "drop")
+KEEP = load("keep")
+PUBLISH = load("publish")
+READ = load("read")
+REFER = load("refer", "drop")
+REMOVE = load("remove", "drop")
+NOTICES = load("notices", "forget_consumers")
+CONFIRM = load("confirm")
+ENDINGS = load("endings", "forget_consumers")
+CONFIRM_ENDINGS = load("confirm_endings")
 
-LABEL_STEP = _load("label_step", "now_ms")
-LABEL_CLAIM = _load("label_claim", "now_ms")
+LABEL_STEP = load("label_step", "now_ms")
+LABEL_CLAIM = load("label_claim", "now_ms")
 
-JOB_CREATE = _load("job_create", "now_ms")
-JOB_DELETE = _load("job_delete", "now_ms", "job")
-JOB_FINISH = _load("job_finish", "now_ms", "job", "trim_letters")
-JOB_MISSING = _load("job_missing")
-JOB_MOVE = _load("job_move", "now_ms", "job")
-JOB_NOTE = _load("job_note", "now_ms", "job")
-JOB_PLAN = _load("job_plan", "now_ms", "job")
-JOB_STOP = _load("job_stop", "now_ms", "job")
-JOB_TOP_UP = _load("job_top_up", "now_ms", "job")
-JOB_WITHDRAW = _load("job_withdraw", "now_ms", "job")
+JOB_CREATE = load("job_create", "now_ms")
+JOB_DELETE = load("job_delete", "now_ms", "job")
+JOB_FINISH = load("job_finish", "now_ms", "job", "trim_letters")
+JOB_MISSING = load("job_missing")
+JOB_MOVE = load("job_move", "now_ms", "job")
+JOB_NOTE = load("job_note", "now_ms", "job")
+JOB_PLAN = load("job_plan", "now_ms", "job")
+JOB_STOP = load("job_stop", "now_ms", "job")
+JOB_TOP_UP = load("job_top_up", "now_ms", "job")
+JOB_WITHDRAW = load("job_withdraw", "now_ms", "job")
 
 
-async def run(call: Callable[..., Awaitable[Any]], script: Script, keys: Sequence[bytes], *arguments: Argument) -> Any:
+async def run(call: Call, script: Script, keys: Sequence[bytes], *arguments: Argument) -> Any:
     """Runs a script.
 
     Args:
-        call: Sends one command and returns its reply, such as `Link.call`.
+        call: Sends a command to the node of its keys.
         script: Which.
         keys: Its KEYS, all in one cluster slot.
         arguments: Its ARGV.
@@ -87,6 +99,11 @@ async def run(call: Callable[..., Awaitable[Any]], script: Script, keys: Sequenc
     return await call(b"EVAL", script.text, len(keys), *keys, *arguments)
 
 
+def ttl_ms(seconds: float) -> int:
+    """Returns a time to live in milliseconds; Redis takes none of 0."""
+    return max(1, int(seconds * 1000))
+
+
 class Words(NamedTuple):
     """KEYS and ARGV of a script."""
 
@@ -94,7 +111,7 @@ class Words(NamedTuple):
     arguments: Sequence[Argument]
 
 
-async def run_each(call: Callable[..., Awaitable[Any]], script: Script, requests: Sequence[Words]) -> Any:
+async def run_each(call: Call, script: Script, requests: Sequence[Words]) -> Any:
     """Runs a script of `each.lua`; returns what it returns for each request.
 
     Args:

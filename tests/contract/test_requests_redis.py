@@ -7,7 +7,7 @@ import pytest
 from qinfer.delivery import keys
 from qinfer.delivery.base import Delivery, reply_address
 from qinfer.delivery.connection import Connection
-from qinfer.delivery.request_words import AT_ONCE
+from qinfer.delivery.request_scripts import AT_ONCE
 from qinfer.delivery.requests import MARGIN_S, MAX_WATCHERS, Notice, RequestState
 from qinfer.delivery.values import Values
 from qinfer.errors import BrokerUnavailable, QueueFull

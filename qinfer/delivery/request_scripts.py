@@ -1,0 +1,282 @@
+"""The scripts of asynchronous requests: a function for each, which spells its keys and arguments and reads its reply.
+
+accept, settle   each.lua with accept_one.lua, settle_one.lua: for several requests of one partition in one step
+record           record.lua
+due              due.lua
+
+An acceptance or a settlement is passed with its payload or result as a `Value`: given, or staged before.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from qinfer.delivery import keys, scripts
+from qinfer.delivery.base import DELAYED, Lane
+from qinfer.delivery.connection import Argument
+from qinfer.delivery.requests import (
+    MARGIN_S,
+    MAX_WATCHERS,
+    Acceptance,
+    Address,
+    RequestRecord,
+    RequestState,
+    Settlement,
+)
+from qinfer.delivery.scripts import Call, Words, ttl_ms
+from qinfer.delivery.values import packable
+from qinfer.tensors import Bytes
+
+AT_ONCE = 32
+"""So many requests one script takes at most: a millisecond of Redis, for which all others wait."""
+
+AT_ONCE_BYTES = 2**20
+"""Their values have so many bytes at most, but for a single one."""
+
+RECORD_FIELDS = (
+    *(b"state", b"version", b"tenant", b"client_id", b"attempts", b"created_at", b"deadline_at", b"finished_at"),
+    *(b"expires_at", b"code", b"message", b"plan", b"webhook", b"webhook_state"),
+)
+"""The fields that `record_of` reads; the state is the first."""
+
+_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "tell", "accept_one")
+_SETTLE = scripts.load("each", "now_ms", "drop", "tell", "settle_one")
+_RECORD = scripts.load("record")
+_DUE = scripts.load("due", "now_ms")
+
+
+class Value(NamedTuple):
+    """A payload or a result as a script takes it.
+
+    Attributes:
+        place: none | given | staged.
+        data: The bytes, where they are given.
+        staged: The name that they were stored under, where they are staged.
+    """
+
+    place: bytes
+    data: Bytes
+    staged: str
+
+
+class AcceptReply(NamedTuple):
+    """What became of an acceptance.
+
+    Attributes:
+        what: new | known | full | gone: its staged payload is.
+        id: The id of the request, or of the one that was there before, and
+        body_hash: the hash of its body.
+        objects: Names of objects that nothing refers to now.
+    """
+
+    what: str
+    id: str
+    body_hash: str
+    objects: Sequence[bytes]
+
+
+class SettleReply(NamedTuple):
+    """What became of a settlement.
+
+    Attributes:
+        what: first | late | gone: its staged result is, and nothing was done.
+        watchers: Reply addresses that are to be told.
+        objects: Names of objects that nothing refers to now.
+    """
+
+    what: str
+    watchers: Sequence[str]
+    objects: Sequence[bytes]
+
+
+async def accept(call: Call, requests: Sequence[tuple[Acceptance, Value]]) -> list[AcceptReply]:
+    """Stores and enqueues requests of one partition, unless they are known or their lane is full."""
+    words = [_acceptance(acceptance, payload) for acceptance, payload in requests]
+    return [
+        AcceptReply(what.decode(), known_id.decode(), body_hash.decode(), objects)
+        for what, known_id, body_hash, objects in await scripts.run_each(call, _ACCEPT, words)
+    ]
+
+
+async def settle(call: Call, requests: Sequence[tuple[Settlement, Value]]) -> list[SettleReply]:
+    """Ends requests of one partition, unless they have ended; removes their entries in any case."""
+    words = [_settlement(settlement, result) for settlement, result in requests]
+    return [
+        SettleReply(what.decode(), watchers.decode().split(), objects)
+        for what, watchers, objects in await scripts.run_each(call, _SETTLE, words)
+    ]
+
+
+async def record(call: Call, address: Address, watcher: str = "") -> RequestRecord | None:
+    """Reads what is known of a request, and notes who wants to be told of its end; `None` = nothing is."""
+    names = (record_key(address), result_name(address).encode())
+    prefix = keys.prefix(address.model, address.partition)
+    arguments = (prefix, keys.GROUP, keys.RELEASED, keys.SUSPECTS, watcher, MAX_WATCHERS)
+    found = await scripts.run(call, _RECORD, names, *arguments)
+    if found is None:
+        return None
+    pairs, has_result, is_held, deliveries = found
+    fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    return record_of(address, fields, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)
+
+
+async def due(call: Call, model: str, partition: int, count: int) -> list[Address]:
+    """Names requests whose deadline has passed, the oldest first."""
+    ids = await scripts.run(call, _DUE, [keys.due(model, partition).encode()], count)
+    return [Address(model, partition, found.decode()) for found in ids]
+
+
+def given(name: str, data: Bytes) -> Value:
+    """Returns a value that is passed to the script, which stores it under `name`."""
+    return Value(b"given" if data else b"none", data, keys.staged(name, ""))
+
+
+def parts_of(addresses: Sequence[Address], sizes: Sequence[int]) -> list[list[int]]:
+    """Cuts requests into parts for one script each.
+
+    Args:
+        addresses: Of the requests.
+        sizes: Of their values, in bytes.
+
+    Returns:
+        The numbers of the requests of each part, which are of one partition.
+    """
+    parts: list[list[int]] = []
+    open_parts: dict[tuple[str, int], tuple[list[int], int]] = {}
+    for number, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
+        place = address.model, address.partition
+        part, part_bytes = open_parts.get(place, ([], 0))
+        if not part or len(part) == AT_ONCE or part_bytes + size > AT_ONCE_BYTES:
+            part, part_bytes = [], 0
+            parts.append(part)
+        part.append(number)
+        open_parts[place] = part, part_bytes + size
+    return parts
+
+
+def record_key(address: Address) -> bytes:
+    """Returns the key of a request's record."""
+    return keys.request(address.model, address.partition, address.id).encode()
+
+
+def payload_name(address: Address) -> str:
+    """Returns the name of a request's payload."""
+    return keys.payload(address.model, address.partition, address.id)
+
+
+def result_name(address: Address) -> str:
+    """Returns the name of a request's result."""
+    return keys.result(address.model, address.partition, address.id)
+
+
+def record_of(
+    address: Address,
+    fields: Mapping[bytes, bytes | None],
+    *,
+    has_result: bool,
+    is_held: bool = False,
+    deliveries: int = 0,
+) -> RequestRecord:
+    """Reads a record.
+
+    Args:
+        address: Whose it is.
+        fields: Its fields; what is missing or `None` was not set.
+        has_result: Whether there is a result beside it.
+        is_held: Whether a consumer holds its entry.
+        deliveries: How often its entry was handed out; of one that ended the record tells it.
+    """
+
+    def text(name: bytes) -> str:
+        return (fields.get(name) or b"").decode()
+
+    def instant_s(name: bytes) -> float:
+        return int(fields.get(name) or 0) / 1000
+
+    state = RequestState(text(b"state"))
+    return RequestRecord(
+        address=address,
+        state=RequestState.RUNNING if is_held else state,
+        version=int(fields.get(b"version") or 0),
+        tenant=text(b"tenant"),
+        client_id=text(b"client_id"),
+        attempts=int(fields.get(b"attempts") or 0) if state.is_terminal else deliveries,
+        created_at=instant_s(b"created_at"),
+        deadline_at=instant_s(b"deadline_at"),
+        finished_at=instant_s(b"finished_at"),
+        expires_at=instant_s(b"expires_at"),
+        code=text(b"code"),
+        message=text(b"message"),
+        plan=fields.get(b"plan") or b"",
+        has_result=has_result,
+        webhook=text(b"webhook"),
+        webhook_state=text(b"webhook_state"),
+    )
+
+
+def _acceptance(acceptance: Acceptance, payload: Value) -> Words:
+    """Returns the words of accept_one.lua."""
+    address = acceptance.address
+    model, partition = address.model, address.partition
+    names = (
+        *_lane_keys(acceptance.lane),
+        record_key(address),
+        keys.due(model, partition).encode(),
+        payload_name(address).encode(),
+        payload.staged.encode(),
+        keys.idempotency(model, partition, acceptance.tenant, acceptance.idempotency_key).encode(),
+    )
+    times = (acceptance.timeout_s, acceptance.result_ttl_s, acceptance.tombstone_ttl_s, MARGIN_S)
+    arguments: list[Argument] = [
+        *(keys.GROUP, keys.RELEASED, keys.SUSPECTS),
+        *(address.id, packable(acceptance.frame), payload.place, packable(payload.data), acceptance.limit),
+        *map(ttl_ms, times),
+        ttl_ms(acceptance.idempotency_ttl_s) if acceptance.idempotency_key else 0,
+        acceptance.body_hash,
+    ]
+    for name, value in _accepted_fields(acceptance).items():
+        arguments += (name, value)
+    return Words(names, arguments)
+
+
+def _settlement(settlement: Settlement, result: Value) -> Words:
+    """Returns the words of settle_one.lua."""
+    address, entry, outcome = settlement.address, settlement.entry, settlement.outcome
+    model, partition = address.model, address.partition
+    names = (
+        record_key(address),
+        result_name(address).encode(),
+        result.staged.encode(),
+        keys.due(model, partition).encode(),
+        keys.outbox(model, partition).encode(),
+        payload_name(address).encode(),
+    )
+    where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")
+    fields = (b"state", outcome.state, b"code", outcome.code, b"message", outcome.message)
+    value = (result.place, packable(result.data))
+    return Words(
+        names, (keys.prefix(model, partition), keys.GROUP, address.id, *where, *value, outcome.attempt, *fields)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _lane_keys(lane: Lane) -> tuple[bytes, bytes]:
+    """Returns the keys of a lane, and of its lane for the delayed."""
+    return keys.lane(lane), keys.lane(Lane(lane.model, lane.version, lane.name + DELAYED, lane.partition))
+
+
+def _accepted_fields(acceptance: Acceptance) -> dict[bytes, Argument]:
+    """Returns the fields that a record has from the start, beside those that accept_one.lua computes."""
+    fields: dict[bytes, Argument] = {
+        b"version": acceptance.lane.version,
+        b"lane": acceptance.lane.name,
+        b"tenant": acceptance.tenant,
+        b"client_id": acceptance.client_id,
+        b"plan": acceptance.plan,
+        b"webhook": acceptance.webhook,
+    }
+    if acceptance.outbox:
+        fields |= {b"outbox": acceptance.outbox, b"notes": acceptance.notes}
+    if acceptance.watcher:
+        fields[b"waiters"] = acceptance.watcher
+    return fields
