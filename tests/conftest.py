@@ -1,12 +1,18 @@
-"""The garbage collector keeps off what collection makes.
+"""The queue that tests run against, and a garbage collector that keeps off what collection makes.
 
 8,000 tests and their modules are over a million objects that stay until the end. To look through all of them takes a
 second, and it was done again and again while they were made, and whenever a test asked for it.
 """
 
 import gc
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.testing import EmbeddedServer
+from tests.servers import Database
 
 _SELDOM = 1000
 """Collections of the middle generation before one of the oldest: with a million objects Python itself waits as long.
@@ -33,3 +39,37 @@ def pytest_unconfigure() -> None:
     """The interpreter ends as it always does."""
     gc.unfreeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Iterator[EmbeddedServer]:
+    """The server that all tests of a process share; each has databases of its own. Nobody moves its time."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
+def timed() -> Iterator[EmbeddedServer]:
+    """A server of the test's own, whose time it moves."""
+    with EmbeddedServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def database(request: pytest.FixtureRequest) -> AsyncIterator[Database]:
+    """An empty database: of the `timed` server if the test has one, of the common one otherwise."""
+    server: EmbeddedServer = request.getfixturevalue("timed" if "timed" in request.fixturenames else "embedded")
+    async with Database(server) as one:
+        yield one
+
+
+@pytest.fixture
+async def delivery(database: Database) -> RedisDelivery:
+    """A queue on the test's database."""
+    return await database.delivery()
+
+
+@pytest.fixture
+def store(database: Database) -> RedisControlStore:
+    """A control store on the test's database."""
+    return database.store()

@@ -14,14 +14,22 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import pytest
 import redis
 
 from qinfer.cli.machine import Address, claim_ports
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.clients import admin_client
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.settings import RedisSettings
+from qinfer.testing import EmbeddedServer
+
+D = TypeVar("D", bound=RedisDelivery)
+S = TypeVar("S", bound=RedisControlStore)
 
 _START_S = 20.0
 _SLOTS = 16384
@@ -52,6 +60,37 @@ def _missing(reason: str) -> Path:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+class Database:
+    """An empty database of an embedded server; what is opened on it is closed at the end of the block.
+
+    Args:
+        server: The server, whose clock the queues go by.
+    """
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self.settings = RedisSettings.model_validate({"url": server.database()})
+        self._server = server
+        self._opened = AsyncExitStack()
+
+    async def delivery(self, kind: type[D] = RedisDelivery) -> D:  # type: ignore[assignment]  # the default's type is D
+        """Connects another queue to it, of a class of the test's own if it is named."""
+        one = await kind.connect(self.settings, clock=self._server.clock)
+        self._opened.push_async_callback(one.close)
+        return one
+
+    def store(self, kind: type[S] = RedisControlStore) -> S:  # type: ignore[assignment]  # as above
+        """Opens another control store on it, of a class of the test's own if it is named."""
+        one = kind(admin_client(self.settings))
+        self._opened.push_async_callback(one.close)
+        return one
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._opened.aclose()
 
 
 class RedisServer:

@@ -19,7 +19,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Self
 from urllib.parse import quote
@@ -32,7 +32,7 @@ from qinfer.delivery.wire import MINIMUM_VERSION
 from qinfer.errors import BrokerUnavailable, SettingsError
 
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108 with its final zero (unix(7))
-_PAUSE_S = 0.02
+_PAUSE_S = 0.005
 _STOP_S = 30.0
 
 
@@ -78,6 +78,7 @@ class EmbeddedRedis:
         self._dir = self._data_dir / "redis"
         self._log = self._dir / "redis.log"
         self._socket = _socket_path(self._dir)
+        self._environment: Mapping[str, str] | None = None
         self._lock: IO[str] | None = None
 
     @property
@@ -161,6 +162,7 @@ class EmbeddedRedis:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[server_lock.fileno()],
+                env=self._environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for the supervisor: workers drain before Redis ends
             )
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Self
 
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
@@ -70,7 +70,7 @@ class RedisDelivery:
     @classmethod
     async def connect(
         cls, settings: RedisSettings, limits: LimitSettings | None = None, *, clock: Clock | None = None
-    ) -> "RedisDelivery":
+    ) -> Self:
         """Connects, takes the server's time, and tries the payload store if there is one.
 
         Args:
