@@ -136,6 +136,14 @@ ROWS = (
         ({"name": "<name>"},),
     ),
     Row(
+        keys.deliveries,
+        "stream",
+        "a day longer than the longest-kept record that an item of it is about",
+        "what is to be delivered, until it is; with `|later` behind, a sorted set of what was taken, by when it is due "
+        "again",
+        ({"kind": "<kind>"},),
+    ),
+    Row(
         keys.job,
         "hash",
         "from its end on, `QINFER_BULK__RECORD_TTL_S`",

@@ -99,6 +99,11 @@ def outbox(model: str, partition: int = 0, name: str = "") -> str:
     return f"{_partition(model, partition)}outbox" + (f":{name}" if name else "")
 
 
+def deliveries(model: str, partition: int, kind: str) -> str:
+    """Returns the stream of what is to be delivered of a kind; those taken are in a sorted set with `|later` behind."""
+    return f"{_partition(model, partition)}deliveries:{kind}"
+
+
 def confirm(model: str, partition: int = 0) -> str:
     """Returns the string that is written before the wait for replicas or the disk; see `durability`."""
     return f"{_partition(model, partition)}confirm"
