@@ -1,19 +1,19 @@
 """What the figures were measured on: machine, kernel, versions, commit."""
 
-import importlib.metadata
 import os
 import platform
 import shutil
 import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
+import qinfer
 from benchmarks import environments
 
 OUR_PACKAGES = (
-    "qinfer",
     "fastapi",
     "uvicorn",
     "uvloop",
@@ -37,7 +37,7 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "redis-server": _version("redis-server", "--version"),
         "wrk": _version("wrk", "--version"),
-        "qinfer": " ".join(f"{name} {importlib.metadata.version(name)}" for name in OUR_PACKAGES),
+        "qinfer": " ".join([f"qinfer {qinfer.__version__}", *(f"{name} {version(name)}" for name in OUR_PACKAGES)]),
         **{peer: " ".join(environments.requirements(peer)).replace("==", " ") for peer in environments.PEERS},
     }
 

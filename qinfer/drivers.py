@@ -35,4 +35,4 @@ def options_of(scheme: str) -> dict[str, Any]:
 def remedy(scheme: str) -> str:
     """Returns how the driver of a scheme is installed."""
     extra = _EXTRAS.get(scheme)
-    return f"pip install 'qinfer[{extra}]'" if extra else f"install fsspec's driver for {scheme}://"
+    return f"pip install 'qinfer-ml[{extra}]'" if extra else f"install fsspec's driver for {scheme}://"

@@ -60,7 +60,7 @@ those of requests that succeeded.
 second ago; `nv_model_load_duration_secs` is that of the worker in which the last load took longest. `nv_cpu_*` are of
 the machine of the gateway that is asked (scope `process`), on Linux; its utilisation is since the scrape before.
 `nv_gpu_*` and `nv_energy_consumption` are of the GPUs that workers tell of, each GPU once; workers read them with NVML
-every 2 seconds where `pip install 'qinfer[gpu]'` and NVIDIA's driver are there. Without them there is no such series.
+every 2 seconds where `pip install 'qinfer-ml[gpu]'` and NVIDIA's driver are there. Else there are no such series.
 
 Metrics of latencies can be chosen as with Triton's `--metrics-config`; give gateways and workers the same settings:
 

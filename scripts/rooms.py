@@ -53,6 +53,26 @@ class Room:
         command = [str(self.bin / program), *arguments]
         return _checked(command, self.work, self._environment() | settings, USE_WITHIN_S)
 
+    def fails(self, program: str, *arguments: str) -> str:
+        """Runs a program of the environment that has to fail, and returns what it printed about it.
+
+        Raises:
+            RoomFailed: It did not fail.
+        """
+        command = [str(self.bin / program), *arguments]
+        done = subprocess.run(
+            command,
+            check=False,
+            cwd=self.work,
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=USE_WITHIN_S,
+        )
+        if not done.returncode:
+            raise RoomFailed(f"{' '.join(command)} did not fail:\n{done.stdout}")
+        return done.stderr
+
     def python(self, code: str) -> str:
         """Runs a few lines of Python in the environment, and returns what they printed."""
         return self.run("python", "-W", "error::SyntaxWarning", "-c", code)

@@ -119,6 +119,6 @@ def _require(spec: ModelSpec, device: Device, provider: str, available: Collecti
     if provider not in available:
         raise ModelLoadFailed(
             f"model '{spec.name}' is for GPU {device.number}, which needs {provider}; the installed onnxruntime has "
-            f"{', '.join(sorted(available))}; run: pip install 'qinfer[onnx-gpu]' (and uninstall onnxruntime), "
+            f"{', '.join(sorted(available))}; run: pip install 'qinfer-ml[onnx-gpu]' (and uninstall onnxruntime), "
             "or set the instance group's kind to KIND_CPU"
         )

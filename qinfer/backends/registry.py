@@ -78,7 +78,7 @@ def _imported(name: str, built_in: _BuiltIn) -> object:
     except ImportError as error:
         raise BackendUnavailable(
             f"backend '{name}' needs a runtime that is not installed ({error}); "
-            f"run: pip install 'qinfer[{built_in.extra}]'"
+            f"run: pip install 'qinfer-ml[{built_in.extra}]'"
         ) from (None if isinstance(error, ModuleNotFoundError) else error)
     attribute: object = getattr(module, built_in.attribute)
     return attribute

@@ -129,7 +129,7 @@ def _loaded(allow: Sequence[str]) -> _Examine:
         name = error.name
 
         def refuse(*_: object) -> None:
-            raise UnsupportedFeature(f"bulk jobs need {name}: pip install 'qinfer[bulk]'")
+            raise UnsupportedFeature(f"bulk jobs need {name}: pip install 'qinfer-ml[bulk]'")
 
         return refuse
     import fsspec

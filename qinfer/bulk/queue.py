@@ -152,7 +152,7 @@ def _producer(settings: Settings) -> "Celery":
     try:
         from celery import Celery
     except ImportError:
-        raise SettingsError("bulk jobs need Celery: pip install 'qinfer[bulk]'") from None
+        raise SettingsError("bulk jobs need Celery: pip install 'qinfer-ml[bulk]'") from None
     half_s = settings.redis.connect_timeout_s / 2  # to connect, and to be answered
     app = Celery("qinfer", set_as_current=False, broker=broker.url)
     app.conf.update(

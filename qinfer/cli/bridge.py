@@ -39,7 +39,7 @@ def bridge(
     from qinfer.cli.overview import redis_settings
 
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise SettingsError(f"{' and '.join(missing)} is not installed: pip install 'qinfer[bridge]'")
+        raise SettingsError(f"{' and '.join(missing)} is not installed: pip install 'qinfer-ml[bridge]'")
     url = redis_settings(redis, data_dir).url.get_secret_value()
     words = [sys.executable, "-P", "-m", _MODULE, str(config), *(["--check"] if check else [])]
     environment = {**os.environ, "QINFER_REDIS__URL": url}

@@ -42,7 +42,7 @@ def why_no_bulk_worker(settings: Settings, redis_url: str) -> str:
     if not settings.stores.allow:
         return "give what they may read and write: --allow-store ./data"
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        return f"{' and '.join(missing)} is not installed: pip install 'qinfer[bulk]'"
+        return f"{' and '.join(missing)} is not installed: pip install 'qinfer-ml[bulk]'"
     try:
         broker_of(settings.model_copy(update={"redis": with_url(settings.redis, redis_url)}))
     except SettingsError as error:

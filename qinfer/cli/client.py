@@ -8,9 +8,9 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from qinfer.cli.console import API_KEY_VARIABLE
 from qinfer.client import Client, InferResult
 from qinfer.client.steps import Send, call
-from qinfer.settings import API_KEY_VARIABLE
 from qinfer.tensors import to_numpy
 
 TIMEOUT_S = 300.0
@@ -56,7 +56,7 @@ class GatewayClient(Client):
 
 
 def api_key() -> str | None:
-    """Returns the API key that commands present: an option would show it in the list of processes."""
+    """Returns the API key that commands present."""
     return os.environ.get(API_KEY_VARIABLE) or None
 
 

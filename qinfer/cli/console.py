@@ -11,6 +11,9 @@ from typer.core import TyperGroup
 
 from qinfer.errors import Forbidden, QinferError, RequestError, Restricted, SettingsError, Unauthorized
 
+API_KEY_VARIABLE = "QINFER_API_KEY"
+"""The key that commands present to gateways: an option would show it in the list of processes."""
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 UrlOption = Annotated[str, typer.Option("--url", help="The gateway.")]
@@ -24,7 +27,10 @@ class CommandFailed(QinferError):
 
 
 class ErrorsAsText(TyperGroup):
-    """Turns every `QinferError` of a command into one red line and an exit code; a traceback is a bug."""
+    """Turns each failure of a command into one red line and an exit code; a traceback is a bug.
+
+    The installation without extras has the client's packages only: a command that needs more says what to install.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
@@ -33,11 +39,15 @@ class ErrorsAsText(TyperGroup):
         except QinferError as error:
             print_error(error.message + (_key_remedy() if isinstance(error, Unauthorized) else ""))
             raise typer.Exit(2 if isinstance(error, _REFUSALS) else 1) from None
+        except ModuleNotFoundError as error:
+            package = (error.name or "qinfer").partition(".")[0]
+            if package.startswith("qinfer"):
+                raise
+            print_error(f"{package}, which this command needs, is not installed: pip install 'qinfer-ml[server]'")
+            raise typer.Exit(1) from None
 
 
 def _key_remedy() -> str:
-    from qinfer.settings.loading import API_KEY_VARIABLE
-
     return f"; the command line sends the key that is in {API_KEY_VARIABLE}"
 
 

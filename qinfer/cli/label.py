@@ -84,7 +84,7 @@ def label(
         from qinfer.cli.annotations import Chosen, chosen_fields, write_annotations
         from qinfer.cli.output_rows import JobRows
     except ImportError:
-        raise CommandFailed("reading a job's output needs pyarrow: pip install 'qinfer[bulk]'") from None
+        raise CommandFailed("reading a job's output needs pyarrow: pip install 'qinfer-ml[bulk]'") from None
     from qinfer.labeling.exports import FORMATS
     from qinfer.labeling.mapping import load_mapping
 

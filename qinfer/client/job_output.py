@@ -6,7 +6,6 @@ from datetime import datetime
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-import fsspec
 import msgspec
 
 from qinfer.client.job_flows import FIRST_POLL_S, LAST_POLL_S, JobStatus
@@ -133,6 +132,10 @@ def _remedy(status: JobStatus) -> str:
 
 def open_folder(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """Returns a folder's file system, and its path there."""
+    try:
+        import fsspec
+    except ImportError:
+        raise UnsupportedFeature("reading the output needs fsspec: pip install 'qinfer-ml[bulk]'") from None
     scheme = url.partition("://")[0]
     try:
         files, path = fsspec.core.url_to_fs(url, **options)
@@ -147,7 +150,7 @@ def _read(files: Any, folder: str, manifest: _Manifest, columns: Sequence[str] |
     try:
         import pyarrow as pa
     except ImportError:
-        raise UnsupportedFeature("reading the output needs pyarrow: pip install 'qinfer[bulk]'") from None
+        raise UnsupportedFeature("reading the output needs pyarrow: pip install 'qinfer-ml[bulk]'") from None
     if not manifest.parts:
         return pa.table({})
     paths = [f"{folder}/{part.name}" for part in manifest.parts]

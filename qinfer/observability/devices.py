@@ -1,6 +1,6 @@
 """What GPUs use, as NVIDIA's management library (NVML) tells it; nothing where it, or its driver, is not installed.
 
-`pynvml` comes with `pip install 'qinfer[gpu]'`, and is imported once a worker has a GPU.
+`pynvml` comes with `pip install 'qinfer-ml[gpu]'`, and is imported once a worker has a GPU.
 """
 
 import importlib
@@ -64,7 +64,7 @@ class GpuMeter:
         try:
             self._nvml = importlib.import_module("pynvml")
         except ImportError:
-            logger.info("GPUs are not measured: pip install 'qinfer[gpu]'")
+            logger.info("GPUs are not measured: pip install 'qinfer-ml[gpu]'")
             return
         try:
             self._nvml.nvmlInit()

@@ -80,7 +80,7 @@ def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") ->
     except ImportError:
         raise SettingsError(
             f"{_asking(environ)} asks for traces, and the packages for it are not installed; "
-            "pip install 'qinfer[tracing]', or set OTEL_SDK_DISABLED=true"
+            "pip install 'qinfer-ml[tracing]', or set OTEL_SDK_DISABLED=true"
         ) from None
     named = environ.get("OTEL_SERVICE_NAME") or "service.name=" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     attributes = {} if named else {"service.name": service}
@@ -224,7 +224,7 @@ def _otlp(environ: Mapping[str, str]) -> "OTLPSpanExporter":
     except ImportError:
         raise SettingsError(
             f"{_asking(environ)} asks for traces over OTLP, whose exporter is not installed; "
-            "pip install 'qinfer[tracing]'"
+            "pip install 'qinfer-ml[tracing]'"
         ) from None
     return OTLPSpanExporter()
 

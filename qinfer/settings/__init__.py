@@ -4,7 +4,6 @@
 """
 
 from qinfer.settings.loading import (
-    API_KEY_VARIABLE,
     PREFIX,
     Settings,
     driver_variables,
@@ -32,7 +31,6 @@ from qinfer.settings.sections import (
 from qinfer.settings.tracing import TraceSettings
 
 __all__ = [
-    "API_KEY_VARIABLE",
     "PREFIX",
     "AuthSettings",
     "AutoscaleSettings",

@@ -31,10 +31,10 @@ from qinfer.settings.tracing import TraceSettings
 
 PREFIX = "QINFER_"
 
-_DRIVERS = ("AWS_", "AZURE_", "BOTO_", "FSSPEC_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
+_OF_COMMANDS = "QINFER_API_KEY"
+"""The key that commands present (`qinfer.cli.console`); no setting, for it must not reach the programs."""
 
-API_KEY_VARIABLE = "QINFER_API_KEY"
-"""The key that the command line presents to gateways; no setting, for it must not reach the programs' own settings."""
+_DRIVERS = ("AWS_", "AZURE_", "BOTO_", "FSSPEC_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
 
 
 class Settings(BaseSettings):
@@ -126,7 +126,7 @@ def unknown_variables(names: Iterable[str]) -> list[str]:
     problems = []
     for name in sorted(names):
         upper = name.upper()
-        if not upper.startswith(PREFIX) or upper in known or upper in sections or upper == API_KEY_VARIABLE:
+        if not upper.startswith(PREFIX) or upper in known or upper in sections or upper == _OF_COMMANDS:
             continue
         nearest = difflib.get_close_matches(upper, known, n=1, cutoff=0.0)
         problems.append(f"{name} is no setting of qinfer; did you mean {nearest[0]}?")

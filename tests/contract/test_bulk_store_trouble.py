@@ -352,7 +352,7 @@ def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: st
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url.partition(":")[0], raising=False)
     monkeypatch.setitem(sys.modules, module, None)
 
-    with pytest.raises(UnsupportedFeature, match=re.escape(f"pip install 'qinfer[{extra}]'")):
+    with pytest.raises(UnsupportedFeature, match=re.escape(f"pip install 'qinfer-ml[{extra}]'")):
         store_for(url)
 
 

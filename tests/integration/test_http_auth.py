@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from qinfer.cli.client import GatewayClient
+from qinfer.cli.console import API_KEY_VARIABLE
 from qinfer.cli.main import app
 from qinfer.control.api_keys import Scope, add_key
 from qinfer.errors import Unauthorized
-from qinfer.settings import API_KEY_VARIABLE
 from qinfer.testing import eventually
 from tests.gateway import Running, running_gateway, settings_of
 

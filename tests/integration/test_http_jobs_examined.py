@@ -95,7 +95,7 @@ async def test_a_store_that_hangs(
 @pytest.mark.parametrize(
     ("command", "status", "text"),
     [
-        ((*STUB, "pyarrow"), 501, "bulk jobs need pyarrow: pip install 'qinfer[bulk]'"),
+        ((*STUB, "pyarrow"), 501, "bulk jobs need pyarrow: pip install 'qinfer-ml[bulk]'"),
         (
             ("/nowhere",),
             503,

@@ -66,4 +66,4 @@ def test_a_missing_extra_is_named_at_the_start(tmp_path: Path, program: str, cod
         command = [sys.executable, "-m", program]
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30, check=False)
 
-    assert (ended.returncode, "pip install 'qinfer[tracing]'" in ended.stderr) == (code, True), ended.stderr
+    assert (ended.returncode, "pip install 'qinfer-ml[tracing]'" in ended.stderr) == (code, True), ended.stderr

@@ -106,7 +106,7 @@ def test_accelerators_are_read_from_the_configuration() -> None:
 def test_a_gpu_without_its_build_of_onnxruntime(tmp_path: Path) -> None:
     """A build for CPUs refuses an instance on a GPU, with the package to install."""
     models.add_sub(tmp_path)
-    with pytest.raises(ModelLoadFailed, match=r"needs CUDAExecutionProvider; .* pip install 'qinfer\[onnx-gpu\]'"):
+    with pytest.raises(ModelLoadFailed, match=r"needs CUDAExecutionProvider; .* pip install 'qinfer-ml\[onnx-gpu\]'"):
         OnnxBackend().load(model(), tmp_path / "add_sub" / "1", GPU)
 
 

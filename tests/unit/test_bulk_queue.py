@@ -111,5 +111,5 @@ def test_a_missing_celery_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch
     """The extra is optional."""
     monkeypatch.setitem(sys.modules, "celery", None)
 
-    with pytest.raises(SettingsError, match=r"pip install 'qinfer\[bulk\]'"):
+    with pytest.raises(SettingsError, match=r"pip install 'qinfer-ml\[bulk\]'"):
         BulkTasks(settings()).check()

@@ -39,7 +39,9 @@ def test_the_worker_runs_unless_something_is_in_its_way(monkeypatch: pytest.Monk
     assert "QINFER_BULK__BROKER_URL is not set" in why_no_bulk_worker(cluster, REDIS)
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "celery" else name)
-    assert why_no_bulk_worker(Settings(stores=ALLOWED), REDIS) == "celery is not installed: pip install 'qinfer[bulk]'"
+    assert (
+        why_no_bulk_worker(Settings(stores=ALLOWED), REDIS) == "celery is not installed: pip install 'qinfer-ml[bulk]'"
+    )
 
 
 def test_the_summary_says_where_jobs_may_read_and_write() -> None:

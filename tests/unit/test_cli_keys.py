@@ -7,11 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from qinfer.cli.client import api_key
+from qinfer.cli.console import API_KEY_VARIABLE
 from qinfer.cli.load import Target
 from qinfer.cli.main import app
 from qinfer.control.api_keys import Scope, hash_key, read_keys
 from qinfer.errors import InvalidRequest
-from qinfer.settings import API_KEY_VARIABLE
 
 
 def run(*arguments: str) -> tuple[int, str, str]:

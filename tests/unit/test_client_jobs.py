@@ -489,8 +489,9 @@ def test_an_unknown_column(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "url", "said"),
     [
-        ("pyarrow", "", r"pip install 'qinfer\[bulk\]'"),
-        ("s3fs", "s3://b/out", r"pip install 'qinfer\[s3\]'"),
+        ("fsspec", "", r"pip install 'qinfer-ml\[bulk\]'"),
+        ("pyarrow", "", r"pip install 'qinfer-ml\[bulk\]'"),
+        ("s3fs", "s3://b/out", r"pip install 'qinfer-ml\[s3\]'"),
     ],
 )
 def test_a_library_that_is_missing(

@@ -351,7 +351,7 @@ async def test_a_missing_driver_is_named_with_its_remedy(
 
     monkeypatch.setattr(fsspec, "filesystem", missing)
 
-    with pytest.raises(SettingsError, match=re.escape(f"pip install 'qinfer[{extra}]'")):
+    with pytest.raises(SettingsError, match=re.escape(f"pip install 'qinfer-ml[{extra}]'")):
         await opened(f"{scheme}://bucket/x")
 
 

@@ -46,11 +46,10 @@ def last(instructions: list[Instruction], name: str) -> str:
 def wanted(*extras: str) -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
-    return [
-        requirement
-        for requirement in map(Requirement, lines)
-        if not requirement.marker or requirement.marker.evaluate()
-    ]
+    requirements = [each for each in map(Requirement, lines) if not each.marker or each.marker.evaluate()]
+    own = [each for each in requirements if each.name == project["name"]]
+    others = [each for each in requirements if each.name != project["name"]]
+    return others if not own else [*others, *wanted(*{extra for each in own for extra in each.extras})]
 
 
 def test_hadolint_finds_nothing() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from qinfer.cli.console import API_KEY_VARIABLE
 from qinfer.cli.main import app
-from qinfer.settings import API_KEY_VARIABLE, Settings
+from qinfer.settings import Settings
 from scripts import generate_reference
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -150,7 +150,7 @@ async def test_a_library_that_is_missing(lake: str) -> None:
         error = await told(examiner, job(lake, "a.parquet"))
 
     assert isinstance(error, UnsupportedFeature)
-    assert error.message == "bulk jobs need pyarrow: pip install 'qinfer[bulk]'"
+    assert error.message == "bulk jobs need pyarrow: pip install 'qinfer-ml[bulk]'"
 
 
 # --- what dies, and what hangs ---

@@ -65,7 +65,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, missing: st
     """With the extra that has them, and what asked for them."""
     monkeypatch.setitem(sys.modules, missing, None)
 
-    with pytest.raises(SettingsError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT asks .* pip install 'qinfer\[tracing\]'"):
+    with pytest.raises(SettingsError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT asks .* pip install 'qinfer-ml\[tracing\]'"):
         open_tracer(ENDPOINT, GATEWAY)
 
 

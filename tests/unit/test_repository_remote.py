@@ -74,10 +74,10 @@ def test_a_password_in_the_url_is_refused(url: str) -> None:
 @pytest.mark.parametrize(
     ("url", "remedy"),
     [
-        ("s3://bucket/models", r"pip install 'qinfer\[s3\]'"),
-        ("gs://bucket/models", r"pip install 'qinfer\[gcs\]'"),
-        ("az://container/models", r"pip install 'qinfer\[azure\]'"),
-        ("as://account/container/models", r"pip install 'qinfer\[azure\]'"),
+        ("s3://bucket/models", r"pip install 'qinfer-ml\[s3\]'"),
+        ("gs://bucket/models", r"pip install 'qinfer-ml\[gcs\]'"),
+        ("az://container/models", r"pip install 'qinfer-ml\[azure\]'"),
+        ("as://account/container/models", r"pip install 'qinfer-ml\[azure\]'"),
     ],
 )
 def test_a_missing_driver_is_named(url: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from qinfer.cli.console import API_KEY_VARIABLE
 from qinfer.errors import SettingsError
-from qinfer.settings import API_KEY_VARIABLE, Settings, load_settings, unknown_variables, variable_names
+from qinfer.settings import Settings, load_settings, unknown_variables, variable_names
 
 
 @pytest.fixture(autouse=True)

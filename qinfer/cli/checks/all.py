@@ -39,10 +39,14 @@ def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, runt
     Returns:
         What was found; without secrets.
     """
+    findings = [*host.examine_installation()]
     try:
         settings = load_settings()
     except SettingsError as error:
-        return [problem("settings", error.message, "correct the environment; docs/reference/settings.md has all")]
+        return [
+            *findings,
+            problem("settings", error.message, "correct the environment; docs/reference/settings.md has all"),
+        ]
     place = settings.repository.path
     settings = settings.model_copy(
         update={
@@ -50,7 +54,7 @@ def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, runt
             "repository": settings.repository.model_copy(update={"path": ",".join(repositories) or place}),
         }
     )
-    findings = [ok("settings", "every QINFER_ variable is known and has a possible value")]
+    findings.append(ok("settings", "every QINFER_ variable is known and has a possible value"))
     findings += _redis_findings(settings)
     findings += host.examine_gateway(settings, data_dir)
     found, models = storage.read_models(settings.repository)

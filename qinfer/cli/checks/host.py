@@ -3,7 +3,9 @@
 import resource
 import shutil
 import socket
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 
 from qinfer.cli import runfile
@@ -19,6 +21,22 @@ FILES_WARNING, FILES_PROBLEM = 8192, 512
 DISK_WARNING_BYTES, DISK_PROBLEM_BYTES = 2 * 2**30, 200 * 2**20
 
 _TIMEOUT_S = 3.0
+
+
+def examine_installation(path: Sequence[str] | None = None) -> Iterator[Finding]:
+    """Yields a problem where somebody else's distribution `qinfer` is installed into the same folder of modules.
+
+    Args:
+        path: Where distributions are looked for; default: where Python imports from.
+    """
+    where = sys.path if path is None else list(path)
+    for other in distributions(name="qinfer", path=where):
+        if any(file.parts[:1] == ("qinfer",) for file in other.files or ()):
+            yield problem(
+                "installation",
+                f"the distribution qinfer {other.version} is installed beside qinfer-ml, and both own `import qinfer`",
+                "pip uninstall --yes qinfer qinfer-ml, and install qinfer-ml with its extras again",
+            )
 
 
 def examine_files() -> Iterator[Finding]:

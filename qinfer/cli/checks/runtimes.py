@@ -73,7 +73,7 @@ def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Findi
             continue
         text = f"{runtime.module} {_version(runtime)}".rstrip()
         if error := loaded.get(name, Loaded(())).error:
-            remedy = f"install it anew: pip install --force-reinstall 'qinfer[{runtime.extra}]'"
+            remedy = f"install it anew: pip install --force-reinstall 'qinfer-ml[{runtime.extra}]'"
             yield problem(f"backend {name}", f"{text} is installed and can't be loaded: {error}", remedy)
         else:
             devices = ", ".join(loaded[name].devices) if name in loaded else ""
@@ -83,7 +83,9 @@ def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Findi
         yield ok(f"backend {name}", "of another package")
     if not installed:
         yield warning(
-            "backends", "no runtime is installed: a worker here runs python models only", "pip install 'qinfer[onnx]'"
+            "backends",
+            "no runtime is installed: a worker here runs python models only",
+            "pip install 'qinfer-ml[onnx]'",
         )
 
 
@@ -113,7 +115,7 @@ def examine_gpus(dev: Path = Path("/dev")) -> Iterator[Finding]:
     if find_spec("pynvml") is None:
         if here:
             text = f"{', '.join(here)}; its driver can't be asked"
-            yield warning("GPU", text, "pip install 'qinfer[gpu]', for the metrics of the GPU too")
+            yield warning("GPU", text, "pip install 'qinfer-ml[gpu]', for the metrics of the GPU too")
         else:
             yield ok("GPU", "none")
         return
@@ -142,7 +144,7 @@ def examine_gpus(dev: Path = Path("/dev")) -> Iterator[Finding]:
 
 
 def _absent(name: str, runtime: Runtime, model: str) -> Finding:
-    remedy = f"pip install 'qinfer[{runtime.extra}]'"
+    remedy = f"pip install 'qinfer-ml[{runtime.extra}]'"
     if model:
         text = f"not installed here, and model '{model}' needs it where workers run"
         return warning(f"backend {name}", text, remedy)

@@ -122,7 +122,7 @@ class BulkWork:
         try:
             from qinfer_workers.inference.bulk.beginning import clear_spool
         except ImportError as error:
-            logger.error("no bulk jobs here: pip install 'qinfer[bulk]'", extra={"missing": error.name})
+            logger.error("no bulk jobs here: pip install 'qinfer-ml[bulk]'", extra={"missing": error.name})
             return False
         clear_spool(self._spool, time.time() - _LEFT_S)
         return True
