@@ -27,7 +27,7 @@ _HOPELESS = 100
 
 
 class Chosen(NamedTuple):
-    """What is written.
+    """Output format.
 
     Attributes:
         labels: The mapping.
@@ -100,7 +100,7 @@ def write_annotations(rows: JobRows, chosen: Chosen, out: str, *, by_confidence:
 
     Args:
         rows: The output of the job.
-        chosen: What is written.
+        chosen: Output format.
         out: The file; `-` = stdout.
         by_confidence: The least sure rows first; by default they are in the output's order.
         limit: At most so many rows; 0 = all.

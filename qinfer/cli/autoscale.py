@@ -11,41 +11,42 @@ from qinfer.cli.status import DataDirOption, RedisOption
 EXAMPLE = "Example: qinfer autoscale --min 0 --max 4 --redis redis://queue:6379/0"
 
 MinOption = Annotated[
-    int, typer.Option("--min", envvar="QINFER_AUTOSCALE__MIN_WORKERS", min=0, help="The fewest workers.")
+    int, typer.Option("--min", envvar="QINFER_AUTOSCALE__MIN_WORKERS", min=0, help="Minimum number of workers.")
 ]
 MaxOption = Annotated[
     int,
     typer.Option(
-        "--max", envvar="QINFER_AUTOSCALE__MAX_WORKERS", min=0, help="The most workers; 0 = one for each core."
+        "--max", envvar="QINFER_AUTOSCALE__MAX_WORKERS", min=0, help="Maximum number of workers; 0 = one per core."
     ),
 ]
 TargetOption = Annotated[
     float,
-    typer.Option(envvar="QINFER_AUTOSCALE__TARGET_S", help="Seconds of work that one worker may have."),
+    typer.Option(envvar="QINFER_AUTOSCALE__TARGET_S", help="Seconds of waiting work per worker."),
 ]
 UpAfterOption = Annotated[
     float,
     typer.Option(
         envvar="QINFER_AUTOSCALE__UP_AFTER_S",
         min=0,
-        help="Seconds that more must be wanted; the first starts at once.",
+        help="Seconds of sustained demand before scaling up; the first worker starts at once.",
     ),
 ]
 DownAfterOption = Annotated[
-    float, typer.Option(envvar="QINFER_AUTOSCALE__DOWN_AFTER_S", min=0, help="Seconds that fewer must suffice.")
+    float,
+    typer.Option(
+        envvar="QINFER_AUTOSCALE__DOWN_AFTER_S", min=0, help="Seconds of sustained lower demand before scaling down."
+    ),
 ]
 IdleOption = Annotated[
     float,
-    typer.Option(
-        envvar="QINFER_AUTOSCALE__IDLE_S", min=0, help="Seconds of nothing to do, after which the fewest are left."
-    ),
+    typer.Option(envvar="QINFER_AUTOSCALE__IDLE_S", min=0, help="Idle seconds before scaling down to --min."),
 ]
 CooldownOption = Annotated[
     float,
     typer.Option(
         envvar="QINFER_AUTOSCALE__COOLDOWN_S",
         min=0,
-        help="Seconds after a step up without a step down; 1.5 times the load time, if that is more.",
+        help="Seconds without scaling down after scaling up; at least 1.5 times the models' load time.",
     ),
 ]
 RecordOption = Annotated[
@@ -53,21 +54,21 @@ RecordOption = Annotated[
     typer.Option(
         envvar="QINFER_AUTOSCALE__RECORD",
         metavar="FILE",
-        help="Add a line of JSON with what is seen and decided each second to this file.",
+        help="Append each second's measurements and decision to this file, as a line of JSON.",
     ),
 ]
 ReplayOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Start nothing: tell what these options would have made of the traffic of a --record.",
+        help="Start nothing; simulate these options on the traffic of a --record.",
     ),
 ]
 LateOption = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="With --replay: seconds above which a wait is late; default: --target-s and the start of a worker.",
+        help="With --replay: seconds after which a wait is late; default: --target-s plus a worker's start-up time.",
     ),
 ]
 
@@ -88,18 +89,18 @@ def autoscale(
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
 ) -> None:
-    """Run as many workers on this machine as the work asks for, beside a gateway and a Redis that are there.
+    """Run as many workers on this machine as the waiting work needs, beside an existing gateway and Redis.
 
-    It looks at the queue each second. What waits and executes, in seconds of one worker's work, divided by --target-s,
-    is how many workers there should be. Without a worker a model accepts requests if QINFER_REPOSITORY__MIN_WORKERS is
-    0 for the gateways, or qinfer.min_workers of its configuration; for others one worker is kept.
+    The autoscaler reads the queue each second. The wanted number of workers is the waiting and executing work, in
+    seconds of one worker, divided by --target-s. A model accepts requests without a worker if the gateways run with
+    QINFER_REPOSITORY__MIN_WORKERS=0 or its configuration sets qinfer.min_workers to 0; otherwise one worker is kept.
 
-    The workers take this command's environment. One that crashed is started again. SIGTERM ends it: all workers drain.
+    Workers inherit this command's environment. A crashed worker is restarted. SIGTERM drains all workers and exits.
 
-    While Redis is away what runs is kept.
+    While Redis is unreachable the number of workers does not change.
 
-    With --replay nothing is started and no Redis is asked: a simulation of the same policy tells the seconds of workers
-    and the late rows that the options would have meant, beside what really was. --late-s and --json belong to it.
+    With --replay nothing is started and Redis is not contacted: a simulation of the same policy prints the worker-
+    seconds and late rows of these options beside the recorded ones. --late-s and --json apply to it.
 
     Exit codes: 0 stopped, or replayed; 2 a setting or a record is wrong.
     """

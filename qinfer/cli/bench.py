@@ -19,17 +19,19 @@ def bench(
     url: UrlOption = DEFAULT_URL,
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=10_000, help="Connections.")] = 64,
     duration: Annotated[float, typer.Option("--duration", "-d", min=0.1, help="Seconds.")] = 10.0,
-    binary: Annotated[bool, typer.Option("--binary/--json-body", help="Tensors as binary, or all as JSON.")] = True,
+    binary: Annotated[
+        bool, typer.Option("--binary/--json-body", help="Send tensors as binary, or all as JSON.")
+    ] = True,
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", "-i", help="name=VALUE as in `qinfer infer`; default random data of one item."),
+        typer.Option("--input", "-i", help="name=VALUE as in `qinfer infer`; default: one item of random data."),
     ] = None,
     version: Annotated[int, typer.Option(min=0, help="The version; 0 is the highest ready one.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Load a model: one request after another on each connection, for a while. Ctrl-C prints what there is.
+    """Load-test a model: one request after another on each connection. Ctrl-C prints the result so far.
 
-    The client runs in one Python process: beyond some 20,000 requests a second it is what is measured.
+    The client runs in one Python process: beyond about 20,000 requests per second the client is the bottleneck.
     """
     from qinfer.cli.client import GatewayClient, api_key
     from qinfer.cli.inputs import fill, random, read_inputs

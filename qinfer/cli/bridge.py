@@ -16,9 +16,9 @@ EXAMPLE = "Example: qinfer bridge routes.yaml --check   and then   qinfer bridge
 _MODULE = "qinfer_workers.bridge"
 _NEEDED = ("kombu", "pyarrow", "yaml")
 
-ConfigArgument = Annotated[Path, typer.Argument(help="The routes: a YAML or TOML file.")]
+ConfigArgument = Annotated[Path, typer.Argument(help="Configuration of the routes: a YAML or TOML file.")]
 CheckOption = Annotated[
-    bool, typer.Option("--check", help="Try the file, the models and the queues, move no message, and exit.")
+    bool, typer.Option("--check", help="Check the file, the models and the queues without moving a message, then exit.")
 ]
 
 
@@ -31,10 +31,11 @@ def bridge(
 ) -> None:
     """Move messages from a queue to a model, and the predictions to a queue: RabbitMQ, Redis, SQS and others.
 
-    Any number may run, on one file too. SIGTERM ends it: what it has in hand is finished, the rest stays in its queue.
+    Any number of bridges may run, also with the same file. SIGTERM drains: messages in progress are finished, the
+    rest stay in their queue.
 
-    Exit codes: 0 stopped, or everything checked is well; 1 Redis is away, or a check failed; 2 something is wrong with
-    the file or a setting.
+    Exit codes: 0 stopped, or all checks passed; 1 Redis is unreachable, or a check failed; 2 the file or a setting is
+    wrong.
     """
     from qinfer.cli.overview import redis_settings
 

@@ -16,7 +16,7 @@ API_KEY_VARIABLE = "QINFER_API_KEY"
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
-UrlOption = Annotated[str, typer.Option("--url", help="The gateway.")]
+UrlOption = Annotated[str, typer.Option("--url", help="URL of the gateway.")]
 
 
 _REFUSALS = (SettingsError, RequestError, Unauthorized, Forbidden, Restricted)

@@ -12,7 +12,7 @@ from qinfer.cli.status import DataDirOption, RedisOption
 if TYPE_CHECKING:
     from qinfer.cli.letters import Letter, LetterRow
 
-app = typer.Typer(help="Dead letters: requests that were given up; list, look, put back, remove.", no_args_is_help=True)
+app = typer.Typer(help="Dead letters, requests that failed for good: list, show, replay, remove.", no_args_is_help=True)
 
 LIST_EXAMPLE = "Example: qinfer dlq list digits --count 20"
 SHOW_EXAMPLE = "Example: qinfer dlq show digits 1700000000123-0 --output ./letter"
@@ -27,15 +27,15 @@ IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="
 def list_letters(
     model: ModelArgument,
     *,
-    after: Annotated[str, typer.Option("--after", help="Begin behind this id: the last one of the page before.")] = "",
-    count: Annotated[int, typer.Option("--count", min=1, max=10_000, help="How many at most.")] = 100,
+    after: Annotated[str, typer.Option("--after", help="Start after this id, the last of the previous page.")] = "",
+    count: Annotated[int, typer.Option("--count", min=1, max=10_000, help="Maximum number to show.")] = 100,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """List a model's dead letters, the oldest first: what was given up, when, and why.
+    """List a model's dead letters, oldest first, with time and reason.
 
-    They are kept for 7 days, and as long as all of a model's take at most 256 MiB.
+    Dead letters are kept for 7 days, within 256 MiB per model.
     """
     import msgspec
 
@@ -54,11 +54,11 @@ def list_letters(
 @app.command("show", epilog=SHOW_EXAMPLE)
 def show_letter(
     model: ModelArgument,
-    letter_id: Annotated[str, typer.Argument(metavar="ID", help="Its id, as `dlq list` prints it.")],
+    letter_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the dead letter, as `dlq list` prints it.")],
     *,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A directory to write the tensors to: .npy, or .bin for BYTES."),
+        typer.Option("--output", "-o", help="Directory to write the tensors to, as .npy, or .bin for BYTES."),
     ] = None,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
@@ -82,15 +82,15 @@ def replay_letters(
     model: ModelArgument,
     ids: IdsArgument = None,
     *,
-    everything: Annotated[bool, typer.Option("--all", help="All that are there now.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Replay all of the model's dead letters.")] = False,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
     """Put dead letters back into their lanes, to be executed again.
 
-    An asynchronous request is queued again, with its timeout from now on. Nobody waits any more for the answer to a
-    synchronous one.
+    An asynchronous request is queued again, and its timeout starts anew. The answer to a synchronous request is
+    dropped, because its caller is gone.
     """
     from qinfer.cli import letters
     from qinfer.cli.overview import redis_settings
@@ -108,8 +108,8 @@ def purge_letters(
     model: ModelArgument,
     ids: IdsArgument = None,
     *,
-    everything: Annotated[bool, typer.Option("--all", help="All that are there.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it: what is removed can't be brought back.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all of the model's dead letters.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm the removal, which cannot be undone.")] = False,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,

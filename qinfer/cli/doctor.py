@@ -16,15 +16,15 @@ def doctor(
     *,
     model_repository: RepositoryOption = None,
     runtimes: Annotated[
-        bool, typer.Option("--runtimes/--no-runtimes", help="Load each backend's runtime, which takes seconds.")
+        bool, typer.Option("--runtimes/--no-runtimes", help="Also load each backend's runtime, which takes seconds.")
     ] = True,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """Look at Redis, workers, models, stores and this machine, as a program with these variables would find them.
+    """Check Redis, workers, models, stores and this machine with the present environment variables.
 
-    Each line is ok, a warning, or a problem, with what to do about it. Nothing is changed; secrets are not shown.
+    Each line is ok, a warning, or a problem with its remedy. Nothing is changed, and secrets are not shown.
 
     Exit codes: 0 no problem (there may be warnings), 1 a problem.
     """

@@ -8,9 +8,7 @@ import typer
 from qinfer.cli.console import JsonOption, print_json
 from qinfer.cli.status import DataDirOption, RedisOption
 
-app = typer.Typer(
-    help="Is the program of this machine or container well? Exit code 0 = yes, 1 = no.", no_args_is_help=True
-)
+app = typer.Typer(help="Health check for this host or container. Exit code 0: healthy, 1: not.", no_args_is_help=True)
 
 GATEWAY_EXAMPLE = "Example: qinfer healthcheck gateway   or   qinfer healthcheck gateway --ready"
 WORKER_EXAMPLE = "Example: qinfer healthcheck worker   or   qinfer healthcheck worker --ready"
@@ -18,22 +16,22 @@ BULK_EXAMPLE = "Example: qinfer healthcheck bulk"
 BEAT_EXAMPLE = "Example: qinfer healthcheck beat"
 BRIDGE_EXAMPLE = "Example: qinfer healthcheck bridge"
 
-TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds that it may take.")]
-ReadyOption = Annotated[bool, typer.Option("--ready", help="Is Redis there, too?")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, help="Timeout in seconds.")]
+ReadyOption = Annotated[bool, typer.Option("--ready", help="Also check that Redis is reachable.")]
 UrlOption = Annotated[
-    str, typer.Option("--url", help="The gateway; default: the one of this machine, by QINFER_HTTP__PORT.")
+    str, typer.Option("--url", help="URL of the gateway; default: this machine's, on QINFER_HTTP__PORT.")
 ]
 
 
 @app.command("gateway", epilog=GATEWAY_EXAMPLE)
 def gateway(
     *,
-    ready: Annotated[bool, typer.Option("--ready", help="Should it get requests? Without: does it live?")] = False,
+    ready: Annotated[bool, typer.Option("--ready", help="Check readiness instead of liveness.")] = False,
     url: UrlOption = "",
     timeout: TimeoutOption = 3.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask the gateway of this machine: GET /v2/health/live, or with --ready GET /v2/health/ready."""
+    """Check the gateway of this machine: GET /v2/health/live, or with --ready GET /v2/health/ready."""
     from qinfer.cli.health import gateway_health
 
     _tell("gateway", gateway_health(url, ready=ready, timeout_s=timeout), as_json=as_json)
@@ -42,15 +40,18 @@ def gateway(
 @app.command("worker", epilog=WORKER_EXAMPLE)
 def worker(
     *,
-    ready: Annotated[bool, typer.Option("--ready", help="Has it its models? Without: does it live?")] = False,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Check that its models are loaded, instead of liveness.")
+    ] = False,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     timeout: TimeoutOption = 3.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Look for the heartbeat of a worker of this host.
+    """Check that a worker on this host sends heartbeats.
 
-    While Redis is away a worker counts as alive, for a restart would not help; with --ready it counts as not ready.
+    While Redis is unreachable a worker counts as alive, because a restart would not help; with --ready it counts as not
+    ready.
     """
     from qinfer.cli.health import RedisPlace, worker_health
 
@@ -66,9 +67,10 @@ def bulk(
     timeout: TimeoutOption = 3.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Look for the sign of life of a bulk worker of this host.
+    """Check that a bulk worker on this host is alive.
 
-    While Redis is away a bulk worker counts as alive, for a restart would not help; with --ready it does not.
+    While Redis is unreachable a bulk worker counts as alive, because a restart would not help; with --ready it does
+    not.
     """
     _tell_of_sign("bulk", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
 
@@ -82,9 +84,9 @@ def beat(
     timeout: TimeoutOption = 3.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Look for the sign of life of Celery's beat on this host: of its own program, or of a bulk worker that has it.
+    """Check that Celery's beat is alive on this host, in its own program or within a bulk worker.
 
-    While Redis is away it counts as alive, for a restart would not help; with --ready it does not.
+    While Redis is unreachable it counts as alive, because a restart would not help; with --ready it does not.
     """
     _tell_of_sign("beat", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
 
@@ -98,9 +100,9 @@ def bridge(
     timeout: TimeoutOption = 3.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Look for the sign of life of a bridge of this host. Its queues' brokers are not asked.
+    """Check that a bridge on this host is alive. The brokers of its queues are not contacted.
 
-    While Redis is away a bridge counts as alive, for a restart would not help; with --ready it does not.
+    While Redis is unreachable a bridge counts as alive, because a restart would not help; with --ready it does not.
     """
     _tell_of_sign("bridge", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
 

@@ -19,17 +19,19 @@ def infer(
     inputs: Annotated[
         list[str] | None,
         typer.Option(
-            "--input", "-i", help="name=VALUE: a .npy file, a .json file, JSON text, or zeros. Once for each input."
+            "--input",
+            "-i",
+            help="name=VALUE, where VALUE is a .npy file, a .json file, JSON text, or zeros; once per input.",
         ),
     ] = None,
     url: UrlOption = DEFAULT_URL,
     version: Annotated[int, typer.Option(min=0, help="The version; 0 is the highest ready one.")] = 0,
     outputs: Annotated[
-        list[str] | None, typer.Option("--output", "-o", help="An output to return; all by default.")
+        list[str] | None, typer.Option("--output", "-o", help="An output to return; default: all.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask a model: send tensors, print what it answers.
+    """Run one inference: send tensors, print the response.
 
     Datatypes come from the model's metadata, and a missing batch dimension is added.
     """

@@ -10,7 +10,7 @@ from qinfer.cli.console import DEFAULT_URL, JsonOption, UrlOption, print_json
 if TYPE_CHECKING:
     from qinfer.client import Job, JobStatus
 
-app = typer.Typer(help="Bulk jobs: list, look, wait, cancel, resume, delete.", no_args_is_help=True)
+app = typer.Typer(help="Manage bulk jobs: list, show, wait, cancel, resume, delete.", no_args_is_help=True)
 
 LIST_EXAMPLE = "Example: qinfer jobs list --state running"
 SHOW_EXAMPLE = "Example: qinfer jobs show 01JX3M3TC8Z6Q5RYB7WS2K4D9F"
@@ -32,12 +32,12 @@ _COLOURS = {"completed": "green", "failed": "red", "expired": "red", "cancelled"
 @app.command("list", epilog=LIST_EXAMPLE)
 def list_jobs(
     *,
-    state: Annotated[str, typer.Option("--state", help="Only jobs in this state, such as running.")] = "",
-    count: Annotated[int, typer.Option("--count", min=1, max=10_000, help="How many at most.")] = 50,
+    state: Annotated[str, typer.Option("--state", help="Show only jobs in this state, such as running.")] = "",
+    count: Annotated[int, typer.Option("--count", min=1, max=10_000, help="Maximum number to show.")] = 50,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """List the jobs, the newest first."""
+    """List bulk jobs, newest first."""
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client:
@@ -50,7 +50,7 @@ def list_jobs(
 
 @app.command("show", epilog=SHOW_EXAMPLE)
 def show_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Show one job: where it is, and what was asked for."""
+    """Show one job: its state and its specification."""
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client:
@@ -59,9 +59,9 @@ def show_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonO
 
 @app.command("wait", epilog=WAIT_EXAMPLE)
 def wait_for_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Wait for the end of a job, and show how far it is.
+    """Wait until a job ends, and show progress.
 
-    Exit codes: 0 completed, 1 failed, cancelled or expired; 130 interrupted, and the job goes on.
+    Exit codes: 0 completed; 1 failed, cancelled or expired; 130 interrupted, and the job goes on.
     """
     from qinfer.cli.client import GatewayClient
 
@@ -71,7 +71,7 @@ def wait_for_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: J
 
 @app.command("cancel", epilog=CANCEL_EXAMPLE)
 def cancel_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Stop a job; what it has written stays, and it can be resumed."""
+    """Cancel a job; its output so far is kept, and it can be resumed."""
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client:
@@ -83,19 +83,19 @@ def resume_job(
     job_id: IdArgument,
     *,
     error_threshold: Annotated[
-        float | None, typer.Option("--error-threshold", min=-1, help="As of submit, from now on; -1 for no limit.")
+        float | None, typer.Option("--error-threshold", min=-1, help="As in submit, from now on; -1 for no limit.")
     ] = None,
     max_parallel: Annotated[
-        int | None, typer.Option("--max-parallel", min=0, help="As of submit, from now on; 0: all workers.")
+        int | None, typer.Option("--max-parallel", min=0, help="As in submit, from now on; 0: all workers.")
     ] = None,
     deadline: Annotated[
-        float | None, typer.Option("--deadline", min=0, help="Seconds from now until it expires; 0: never.")
+        float | None, typer.Option("--deadline", min=0, help="Seconds from now until the job expires; 0: never.")
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait for the end, and show how far it is.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job ends, and show progress.")] = False,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """Have a job go on that failed, expired or was cancelled; what is there is not done again."""
+    """Resume a failed, expired or cancelled job; finished work is kept."""
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client:
@@ -109,7 +109,7 @@ def resume_job(
 
 @app.command("delete", epilog=DELETE_EXAMPLE)
 def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Forget a job that has ended; its output stays."""
+    """Delete the record of an ended job; its output is kept."""
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client:
@@ -122,7 +122,7 @@ def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: Jso
 
 @app.command("logs", epilog=LOGS_EXAMPLE)
 def job_logs(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Show what happened to a job, the oldest first."""
+    """Show the log of a job, oldest first."""
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client:

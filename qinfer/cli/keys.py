@@ -8,7 +8,7 @@ import typer
 
 from qinfer.cli.console import JsonOption, print_json
 
-app = typer.Typer(help="API keys: who may ask this server.", no_args_is_help=True)
+app = typer.Typer(help="Manage API keys.", no_args_is_help=True)
 
 EXAMPLE = "Example: qinfer keys new --tenant acme --file keys.json"
 
@@ -23,24 +23,26 @@ class ScopeName(StrEnum):
 @app.command("new", epilog=EXAMPLE)
 def new_key(
     *,
-    tenant: Annotated[str, typer.Option("--tenant", "-t", help="Whose key it is: letters, digits and ._~-")],
+    tenant: Annotated[str, typer.Option("--tenant", "-t", help="Tenant of the key: letters, digits and ._~-")],
     scopes: Annotated[
         list[ScopeName] | None,
         typer.Option(
-            "--scope", "-s", help="What it allows, once for each: infer (the default), or admin = everything."
+            "--scope",
+            "-s",
+            help="Scope of the key, repeatable: infer (the default), or admin, which allows everything.",
         ),
     ] = None,
     file: Annotated[
         Path,
-        typer.Option("--file", "-f", envvar="QINFER_AUTH__KEYS_FILE", help="The file of keys; made if there is none."),
+        typer.Option("--file", "-f", envvar="QINFER_AUTH__KEYS_FILE", help="The key file; created if missing."),
     ] = Path("keys.json"),
-    key_id: Annotated[str, typer.Option("--id", help="What it is called in the file; a random name by default.")] = "",
+    key_id: Annotated[str, typer.Option("--id", help="Name of the key in the file; default: a random one.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key: print it once, and add its hash to the file.
+    """Create an API key: print it once, and add its hash to the key file.
 
-    Quotas are set by hand in the file: `rate_per_s`, `burst` and `max_in_flight`, 0 = none, the same for all keys of a
-    tenant. Gateways read the file when they start.
+    Quotas are edited in the file: `rate_per_s`, `burst` and `max_in_flight`, where 0 means no limit; they are the
+    same for all keys of a tenant. Gateways read the file at start.
     """
     from rich.console import Console
     from rich.text import Text

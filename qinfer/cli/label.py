@@ -34,29 +34,43 @@ class Order(StrEnum):
     CONFIDENCE = "confidence"
 
 
-JobArgument = Annotated[
-    str, typer.Argument(metavar="JOB", help="A job's id, or the folder of its output: a URL or a path.")
-]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its output folder as a URL or path.")]
 MappingOption = Annotated[
-    Path, typer.Option("--mapping", "-m", metavar="FILE", help="Which outputs are which labels (YAML or TOML).")
+    Path, typer.Option("--mapping", "-m", metavar="FILE", help="Mapping from outputs to labels (YAML or TOML).")
 ]
-FormatOption = Annotated[FormatName, typer.Option("--format", "-f", help="What is written.")]
+FormatOption = Annotated[FormatName, typer.Option("--format", "-f", help="Output format.")]
 OutOption = Annotated[
-    str, typer.Option("--out", "-o", metavar="FILE", help="A name that ends in .json has a JSON array; - is stdout.")
+    str,
+    typer.Option(
+        "--out",
+        "-o",
+        metavar="FILE",
+        help="Output file: a JSON array if it ends in .json, else JSON lines; - is stdout.",
+    ),
 ]
-OrderOption = Annotated[Order, typer.Option("--order", help="confidence: the least sure first.")]
-LimitOption = Annotated[int, typer.Option("--limit", min=0, help="At most so many rows; 0: all.")]
+OrderOption = Annotated[Order, typer.Option("--order", help="confidence: the least confident first.")]
+LimitOption = Annotated[int, typer.Option("--limit", min=0, help="Maximum number of rows; 0: all.")]
 FieldOption = Annotated[
     list[str] | None,
-    typer.Option("--field", metavar="NAME[=COLUMN]", help="A field of the tasks; by default all plain columns are."),
+    typer.Option(
+        "--field",
+        metavar="NAME[=COLUMN]",
+        help="A column to write as a field of the tasks; default: all plain columns.",
+    ),
 ]
 IdOption = Annotated[
-    str, typer.Option("--id", metavar="COLUMN", help="What tells rows apart; by default the job's key, or a number.")
+    str,
+    typer.Option(
+        "--id", metavar="COLUMN", help="The column that identifies rows; default: the job's key, or a number."
+    ),
 ]
 LabelConfigOption = Annotated[
-    Path | None, typer.Option("--label-config", metavar="FILE", help="The project's XML, to check labels against.")
+    Path | None,
+    typer.Option("--label-config", metavar="FILE", help="The project's label config (XML), to check labels against."),
 ]
-PartialOption = Annotated[bool, typer.Option("--partial", help="Of a job that ended early: what is there.")]
+PartialOption = Annotated[
+    bool, typer.Option("--partial", help="Accept a job that ended early, and write the rows that exist.")
+]
 
 
 def label(
@@ -73,10 +87,9 @@ def label(
     partial: PartialOption = False,
     url: UrlOption = DEFAULT_URL,
 ) -> None:
-    """Write pre-annotations for a labeling tool, of the output of a bulk job.
+    """Write pre-annotations for a labeling tool from the output of a bulk job.
 
-    Rows that the job has errors for are left out, and so are rows that the mapping does not fit; how many is said on
-    stderr.
+    Rows with errors and rows that the mapping does not fit are left out; their number is printed on stderr.
 
     Exit codes: 0 done, 1 no row could be written, 2 the mapping does not fit the job or the format.
     """

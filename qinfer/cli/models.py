@@ -15,9 +15,7 @@ from qinfer.errors import QinferError
 if TYPE_CHECKING:
     from qinfer.control.sync import SyncedModel
 
-app = typer.Typer(
-    help="The models: write the desired state from a repository, list it; load and unload.", no_args_is_help=True
-)
+app = typer.Typer(help="Manage models: sync with a repository, list, load, unload.", no_args_is_help=True)
 
 SYNC_EXAMPLE = "Example: qinfer models sync --model-repository ./models"
 LIST_EXAMPLE = "Example: qinfer models list --json"
@@ -33,7 +31,7 @@ RepositoryOption = Annotated[
     typer.Option(
         "--model-repository",
         "-m",
-        help="Directory or URL of the models; more than once for several. Default: QINFER_REPOSITORY__PATH, or models.",
+        help="Directory or URL of a model repository; repeatable. Default: QINFER_REPOSITORY__PATH, or models.",
     ),
 ]
 ModelArgument = Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)]
@@ -44,13 +42,14 @@ def sync_models(
     *,
     model_repository: RepositoryOption = None,
     may_empty: Annotated[
-        bool, typer.Option("--may-empty", help="Unload all models if the repository has none; else that is an error.")
+        bool,
+        typer.Option("--may-empty", help="Unload all models if the repository is empty; without it that is an error."),
     ] = False,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """Read a repository and tell everyone: new and changed models are loaded, models that are gone unloaded."""
+    """Make the desired state what a repository holds: load new and changed models, unload removed ones."""
     from qinfer.cli.overview import redis_settings, run_sync
     from qinfer.settings import load_settings
 
@@ -90,11 +89,11 @@ def list_models(
 @app.command("index", epilog=INDEX_EXAMPLE, short_help="Show every model of the repositories.")
 def show_index(
     *,
-    ready: Annotated[bool, typer.Option("--ready", help="Only versions that are ready.")] = False,
+    ready: Annotated[bool, typer.Option("--ready", help="Show only versions that are ready.")] = False,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every model of the repositories with the state of its versions, as a gateway tells it."""
+    """Show every model of the repositories and the state of its versions, as reported by a gateway."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -120,17 +119,19 @@ def load_model(
     model: ModelArgument,
     *,
     config: Annotated[
-        str, typer.Option(help="Configuration in JSON in place of the model's config.pbtxt: a file, or the text.")
+        str, typer.Option(help="JSON configuration (a file, or the text) that replaces the model's config.pbtxt.")
     ] = "",
     files: Annotated[
         list[str] | None,
-        typer.Option("--file", help="VERSION/NAME=FILE: in place of all files of the repository; with --config."),
+        typer.Option(
+            "--file", help="VERSION/NAME=FILE: replaces all files of the model in the repository; requires --config."
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for it.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait until the model is ready.")] = 600.0,
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """Load a model, or load it anew if it has changed; wait until it is ready. For control mode explicit."""
+    """Load a model, or reload it if it has changed, and wait until it is ready. Requires control mode explicit."""
     import base64
 
     from qinfer.cli.client import GatewayClient
@@ -153,7 +154,7 @@ def load_model(
 
 @app.command("unload", epilog=UNLOAD_EXAMPLE, short_help="Unload a model.")
 def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
-    """Unload a model: no request is accepted from now on, what waits is answered. For control mode explicit."""
+    """Unload a model: new requests are refused, waiting ones are answered. Requires control mode explicit."""
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client, _told_of_the_mode():

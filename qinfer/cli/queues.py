@@ -15,15 +15,17 @@ EXAMPLE = "Example: qinfer queues   or   qinfer queues --model digits --json"
 
 def queues(
     *,
-    model: Annotated[str, typer.Option("--model", "-m", help="Only this model's.", autocompletion=model_names)] = "",
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Show only this model's lanes.", autocompletion=model_names)
+    ] = "",
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """Show every lane: what waits and is in flight, how old the oldest is, and the work of each model version.
+    """Show every lane: depth, requests in flight, age of the oldest, and the work of each model version.
 
-    Of bulk lanes, which are there while a model has jobs, depth and in flight are shards. Work is the seconds that one
-    worker would need, as `GET /v1/models/MODEL/backlog` has it.
+    Bulk lanes exist while a model has jobs; their depth and in-flight counts are shards. Work is the seconds that one
+    worker needs, as in `GET /v1/models/MODEL/backlog`.
     """
     import msgspec
     from rich.console import Console

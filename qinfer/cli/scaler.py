@@ -103,7 +103,7 @@ class Autoscaler:
 
     @property
     def least(self) -> int:
-        """The fewest workers."""
+        """Minimum number of workers."""
         return self._policy.min_workers
 
     @property

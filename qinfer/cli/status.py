@@ -12,7 +12,9 @@ EXAMPLE = "Example: qinfer status --watch   or   qinfer status --redis redis://q
 RedisOption = Annotated[
     str,
     typer.Option(
-        "--redis", envvar="QINFER_REDIS__URL", help="The Redis to ask; default: that of a running `up` in --data-dir."
+        "--redis",
+        envvar="QINFER_REDIS__URL",
+        help="URL of the Redis; default: that of the `qinfer up` running in --data-dir.",
     ),
 ]
 DataDirOption = Annotated[Path, typer.Option("--data-dir", help="The data directory of a running `qinfer up`.")]
@@ -21,17 +23,17 @@ DataDirOption = Annotated[Path, typer.Option("--data-dir", help="The data direct
 def status(
     *,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C; with --json a document a line.")
+        bool, typer.Option("--watch", "-w", help="Repeat until Ctrl-C; with --json one document per line.")
     ] = False,
-    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 2.0,
+    interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two refreshes.")] = 2.0,
     redis: RedisOption = "",
     data_dir: DataDirOption = Path(".qinfer"),
     as_json: JsonOption = False,
 ) -> None:
-    """Show models with their state and work, lanes with what they hold, and workers.
+    """Show models, lanes and workers.
 
-    It asks Redis and needs no gateway. Depth counts what waits and what is being executed. Work is the seconds that
-    one worker would need for it; with a ? where nothing was ever executed, so that the speed is assumed.
+    Reads Redis and needs no gateway. Depth counts waiting and executing requests. Work is the seconds that one worker
+    needs for them, with a ? where the model has never been executed and its speed is assumed.
     """
     import msgspec
     from rich.console import Console

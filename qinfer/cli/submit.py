@@ -20,47 +20,47 @@ EXAMPLE = (
 ModelArgument = Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)]
 InputsArgument = Annotated[
     list[str],
-    typer.Argument(metavar="INPUT...", help="Files or patterns: URLs, or paths, which the workers must see too."),
+    typer.Argument(metavar="INPUT...", help="Files or patterns: URLs, or paths that the workers can read too."),
 ]
-OutputArgument = Annotated[str, typer.Argument(help="The folder of the output; nothing may be in it yet.")]
-FormatOption = Annotated[str, typer.Option("--format", help="Of the output: parquet or arrow.")]
+OutputArgument = Annotated[str, typer.Argument(help="The output folder; it must be empty.")]
+FormatOption = Annotated[str, typer.Option("--format", help="Output format: parquet or arrow.")]
 InputFormatOption = Annotated[
-    str, typer.Option("--input-format", help="parquet, arrow, csv or jsonl; by default what the names say.")
+    str, typer.Option("--input-format", help="parquet, arrow, csv or jsonl; default: by file extension.")
 ]
 ColumnOption = Annotated[
     list[str] | None,
     typer.Option(
         "--column",
         "-c",
-        help="TENSOR=COLUMN, or TENSOR=COLUMN,COLUMN,... of which each is an element. "
-        "By default the column has the input tensor's name.",
+        help="TENSOR=COLUMN, or TENSOR=COLUMN,COLUMN,... with one element each. "
+        "Default: the column named like the input tensor.",
     ),
 ]
 ShapeOption = Annotated[
     list[str] | None,
-    typer.Option("--shape", help="TENSOR=3,4: the shape of one row, without the batch; by default the tensor's."),
+    typer.Option(
+        "--shape", help="TENSOR=3,4: the shape of one row, without the batch dimension; default: the tensor's."
+    ),
 ]
 OutputColumnOption = Annotated[
     list[str] | None,
-    typer.Option("--output-column", help="TENSOR=COLUMN: the output's column; by default the tensor's name."),
+    typer.Option("--output-column", help="TENSOR=COLUMN: the column of an output; default: the tensor's name."),
 ]
 KeyOption = Annotated[
-    str, typer.Option("--key", help="The column that tells rows apart; by default file and row number are written.")
+    str, typer.Option("--key", help="The column that identifies rows; default: file and row number are written.")
 ]
 PassthroughOption = Annotated[
-    list[str] | None, typer.Option("--passthrough", help="A column to copy to the output; '*' is all.")
+    list[str] | None, typer.Option("--passthrough", help="A column to copy to the output; '*' copies all.")
 ]
 ExcludeOption = Annotated[
-    list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column not to copy.")
+    list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column to leave out.")
 ]
 CompressionOption = Annotated[
     str,
-    typer.Option(
-        "--compression", help="zstd, snappy, lz4, gzip, brotli or none; by default snappy, or zstd for arrow."
-    ),
+    typer.Option("--compression", help="zstd, snappy, lz4, gzip, brotli or none; default: snappy, or zstd for arrow."),
 ]
 RowsPerPartOption = Annotated[
-    int, typer.Option("--rows-per-part", min=0, help="At most so many rows in one file; 0: the server decides.")
+    int, typer.Option("--rows-per-part", min=0, help="Maximum rows per output file; 0: the server decides.")
 ]
 PriorityOption = Annotated[str, typer.Option("--priority", help="high, normal or low.")]
 ErrorThresholdOption = Annotated[
@@ -68,20 +68,24 @@ ErrorThresholdOption = Annotated[
     typer.Option(
         "--error-threshold",
         min=-1,
-        help="More failed rows than this fail the job: a number, a fraction below 1, or -1 for no limit.",
+        help="Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 for no limit.",
     ),
 ]
 MaxParallelOption = Annotated[
-    int, typer.Option("--max-parallel", min=0, help="Workers that score it at a time; 0: all.")
+    int, typer.Option("--max-parallel", min=0, help="Maximum workers that score the job at a time; 0: all.")
 ]
-DeadlineOption = Annotated[float, typer.Option("--deadline", min=0, help="Seconds until it expires; 0: never.")]
+DeadlineOption = Annotated[float, typer.Option("--deadline", min=0, help="Seconds until the job expires; 0: never.")]
 MetadataOption = Annotated[
-    list[str] | None, typer.Option("--metadata", help="NAME=TEXT: words of your own, kept with the job.")
+    list[str] | None, typer.Option("--metadata", help="NAME=TEXT: metadata to keep with the job.")
 ]
-WebhookOption = Annotated[str, typer.Option("--webhook", help="A URL to be told of the end.")]
-IdOption = Annotated[str, typer.Option("--id", help="An id of your own: the same command again finds the same job.")]
-VersionOption = Annotated[int, typer.Option("--version", min=0, help="The model's version; 0 is the newest.")]
-WaitOption = Annotated[bool, typer.Option("--wait", "-w", help="Wait for the end, and show how far it is.")]
+WebhookOption = Annotated[str, typer.Option("--webhook", help="A URL to notify when the job ends.")]
+IdOption = Annotated[
+    str, typer.Option("--id", help="Your own job id; repeating the command with it finds the same job.")
+]
+VersionOption = Annotated[
+    int, typer.Option("--version", min=0, help="The model's version; 0 is the highest ready one.")
+]
+WaitOption = Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job ends, and show progress.")]
 
 
 def submit(
@@ -111,12 +115,12 @@ def submit(
     url: UrlOption = DEFAULT_URL,
     as_json: JsonOption = False,
 ) -> None:
-    """Have a model score files: a bulk job, on the workers that serve it.
+    """Submit a bulk job: a model scores files on the workers that serve it.
 
-    Files are Parquet, Arrow, CSV or JSON lines, in any store that the server allows (QINFER_STORES__ALLOW).
+    Inputs are Parquet, Arrow, CSV or JSON lines in any location that the server allows (QINFER_STORES__ALLOW).
 
-    Exit codes: 0 submitted (with --wait: completed), 1 failed, cancelled or expired, 2 refused; 130 interrupted while
-    it waited, and the job goes on.
+    Exit codes: 0 submitted (with --wait: completed), 1 failed, cancelled or expired, 2 refused, 130 interrupted while
+    waiting; the job goes on.
     """
     from qinfer.cli.client import GatewayClient
 

@@ -38,7 +38,7 @@ class ControlMode(StrEnum):
 
 
 class Durability(StrEnum):
-    """What an accepted request survives."""
+    """Durability of accepted requests."""
 
     everysec = "everysec"
     always = "always"
@@ -48,29 +48,31 @@ DurabilityOption = Annotated[
     Durability,
     typer.Option(
         envvar="QINFER_REDIS__DURABILITY",
-        help="What an accepted request survives: everysec may lose about a second at power loss, always nothing, "
-        "and is slower.",
+        help="everysec may lose about the last second at power loss; always loses nothing and is slower.",
     ),
 ]
 ModelControlModeOption = Annotated[
     ControlMode,
     typer.Option(
         envvar="QINFER_REPOSITORY__CONTROL_MODE",
-        help="none: all models, as they are now. poll: all, and changes are followed. explicit: those of "
-        "--load-model, and what is loaded on request.",
+        help="none: load all models once. poll: load all and follow changes. explicit: load those of --load-model, "
+        "and others on request.",
     ),
 ]
 LoadModelOption = Annotated[
     list[str] | None,
-    typer.Option(help="A model to load at the start in mode explicit; more than once for several, * is all."),
+    typer.Option(help="A model to load at start in mode explicit; repeatable, * loads all."),
 ]
 RepositoryPollSecsOption = Annotated[
-    float, typer.Option(envvar="QINFER_REPOSITORY__POLL_S", min=0.1, help="Seconds between two looks in mode poll.")
+    float, typer.Option(envvar="QINFER_REPOSITORY__POLL_S", min=0.1, help="Seconds between two polls in mode poll.")
 ]
 StrictReadinessOption = Annotated[
-    bool, typer.Option(envvar="QINFER_REPOSITORY__STRICT_READINESS", help="Ready only when every model is.")
+    bool,
+    typer.Option(envvar="QINFER_REPOSITORY__STRICT_READINESS", help="Report ready only when every model is ready."),
 ]
-DataDirOption = Annotated[Path, typer.Option(help="Where the private Redis keeps the queue; one `up` at a time.")]
+DataDirOption = Annotated[
+    Path, typer.Option(help="Directory of the private Redis' data; one `up` at a time may use it.")
+]
 HostOption = Annotated[
     str, typer.Option(envvar="QINFER_HTTP__HOST", help="Address to bind; 0.0.0.0 serves other machines.")
 ]
@@ -88,21 +90,19 @@ AllowClientShmOption = Annotated[
     typer.Option(
         "--allow-client-shm",
         envvar="QINFER_ALLOW_CLIENT_SHM",
-        help="Clients on this host may pass tensors by system shared memory.",
+        help="Let clients on this host pass tensors in system shared memory.",
     ),
 ]
 RedisOption = Annotated[
     str,
     typer.Option(
         envvar="QINFER_REDIS__URL",
-        help="Use this Redis instead of a private one. A URL with a password belongs in the variable.",
+        help="Use this Redis instead of a private one. Put a URL with a password into the environment variable.",
     ),
 ]
 AllowStoreOption = Annotated[
     list[str] | None,
-    typer.Option(
-        help="What bulk jobs may read and write, such as ./data or s3://bucket/folder; more than once for several."
-    ),
+    typer.Option(help="A location bulk jobs may read and write, such as ./data or s3://bucket/folder; repeatable."),
 ]
 WorkersOption = Annotated[
     int | None, typer.Option("--workers", "-w", min=1, max=_MOST, show_default="1", help="Worker processes.")
@@ -111,15 +111,15 @@ AutoscaleOption = Annotated[
     str,
     typer.Option(
         metavar="MIN:MAX",
-        help="As many workers as the work asks for, in place of --workers; with 0:4 none where there is nothing to do. "
-        "QINFER_AUTOSCALE__TARGET_S and others say how.",
+        help="MIN:MAX workers, as the waiting work needs, in place of --workers; 0:4 stops all workers when idle. "
+        "Tuned by QINFER_AUTOSCALE__TARGET_S and its siblings.",
     ),
 ]
 LogFormatOption = Annotated[LogFormat, typer.Option(envvar="QINFER_LOG__FORMAT", help="Log format.")]
 LogLevelOption = Annotated[
-    LogLevel, typer.Option(envvar="QINFER_LOG__LEVEL", case_sensitive=False, help="Least severe level logged.")
+    LogLevel, typer.Option(envvar="QINFER_LOG__LEVEL", case_sensitive=False, help="Lowest level to log.")
 ]
-ReadyTimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds to wait for the models to load.")]
+ReadyTimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds to wait until the models are loaded.")]
 
 
 def up(
@@ -146,8 +146,8 @@ def up(
 ) -> None:
     """Run everything on this machine: a private Redis, the gateway, workers, the bulk worker; all supervised.
 
-    A crashed process is restarted. Ctrl-C drains: what was accepted is answered first. A second Ctrl-C
-    ends at once. What waits in the queue survives both, and kill -9.
+    A crashed process is restarted. Ctrl-C drains: accepted requests are answered first. A second Ctrl-C
+    ends at once. The queue survives both, and kill -9.
     """
     from qinfer.cli.stack import StackOptions, run_stack
 

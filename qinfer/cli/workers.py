@@ -16,7 +16,7 @@ def workers(
 ) -> None:
     """Show the live workers and bulk workers.
 
-    State is ready, loading, draining, or trouble where a model could not be loaded. Clock is Redis' time minus the
+    State is ready, loading, draining, or trouble if a model could not be loaded. Clock is Redis' time minus the
     worker's.
     """
     import msgspec
