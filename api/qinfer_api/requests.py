@@ -21,7 +21,6 @@ from qinfer.control.catalog import Catalog, Served
 from qinfer.delivery.base import Delivery, Lane
 from qinfer.delivery.layout import tensor_bytes
 from qinfer.delivery.requests import (
-    NOTHING_NEW,
     Acceptance,
     Accepted,
     Address,
@@ -35,7 +34,6 @@ from qinfer.errors import (
     InvalidRequest,
     Overloaded,
     QinferError,
-    QueueFull,
 )
 from qinfer.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.observability.metrics import GatewayTally
@@ -180,19 +178,15 @@ class AsyncRequests:
         Raises:
             QinferError: The queue can't be asked; or `Conflict`, as `submit`.
         """
-        acceptance = Acceptance(
-            address=self._address(context, Lane(model, 0), submission.request_id),
-            lane=Lane(model, 0),
-            frame=b"",
-            timeout_s=0,
-            body_hash=submission.body_hash,
-            tenant=context.tenant,
-            idempotency_key=submission.idempotency_key,
-            limit=NOTHING_NEW,
+        address = self._address(context, Lane(model, 0), submission.request_id)
+        found = await self.delivery.requests.find(
+            address, submission.body_hash, tenant=context.tenant, idempotency_key=submission.idempotency_key
         )
-        with contextlib.suppress(QueueFull):  # there is none
-            return await self._ticket(acceptance, await self.delivery.requests.accept(acceptance), submission)
-        return None
+        if found is None:
+            return None
+        _check_repetition(address, found, submission)
+        record = await self.delivery.requests.record(msgspec.structs.replace(address, id=found.id))
+        return None if record is None else Ticket(record, is_new=False)
 
     async def record(self, context: Context, address: Address) -> RequestRecord:
         """Returns what is known of a request.
@@ -270,8 +264,7 @@ class AsyncRequests:
         return Address(lane.model, lane.partition, self.ids.request_id(lane.model, lane.partition))
 
     async def _ticket(self, acceptance: Acceptance, accepted: Accepted, submission: Submission) -> Ticket:
-        if accepted.body_hash != submission.body_hash:
-            raise conflict(submission.request_id if accepted.id == acceptance.address.id else "")
+        _check_repetition(acceptance.address, accepted, submission)
         found = msgspec.structs.replace(acceptance.address, id=accepted.id)
         record = None if accepted.is_new else await self.delivery.requests.record(found)
         return Ticket(record or self._first_record(found, acceptance), accepted.is_new)
@@ -285,9 +278,16 @@ class AsyncRequests:
         except Overloaded as refusal:
             if not acceptance.idempotency_key and shown_id(acceptance.address) == acceptance.address.id:
                 raise  # its id was made just now
-            with contextlib.suppress(QueueFull):
-                return await self.delivery.requests.accept(acceptance)
-            raise refusal from None
+            found = await self.delivery.requests.find(
+                acceptance.address,
+                acceptance.body_hash,
+                tenant=context.tenant,
+                idempotency_key=acceptance.idempotency_key,
+                notes=acceptance.notes if acceptance.outbox else None,
+            )
+            if found is None:
+                raise refusal from None
+            return found
         stamp = functools.partial(
             prepare,
             request,
@@ -308,7 +308,7 @@ class AsyncRequests:
     def _acceptance(
         self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, submission: Submission
     ) -> Acceptance:
-        """Returns what is to be stored of a request, but for its frame: as it is, it only finds a repetition.
+        """Returns what is to be stored of a request, but for its lane, frame and payload.
 
         No idempotency key outlives the record that it leads to.
         """
@@ -330,7 +330,6 @@ class AsyncRequests:
             webhook=submission.webhook,
             outbox=submission.outbox,
             notes=submission.notes,
-            limit=NOTHING_NEW,
         )
 
     def _first_record(self, address: Address, acceptance: Acceptance) -> RequestRecord:
@@ -346,3 +345,9 @@ class AsyncRequests:
             deadline_at=now_s + acceptance.timeout_s,
             webhook=acceptance.webhook,
         )
+
+
+def _check_repetition(address: Address, accepted: Accepted, submission: Submission) -> None:
+    """Raises `Conflict` where the id or the key belongs to a request with another body."""
+    if accepted.body_hash != submission.body_hash:
+        raise conflict(submission.request_id if accepted.id == address.id else "")

@@ -9,7 +9,7 @@
 
 A header names each tensor's offset (from the end of the padded header) and size, so that `numpy.frombuffer` takes it
 from the frame without a copy. A reader accepts its own version and the one before, skips header fields that it does
-not know, and says `NewerFrame` to what comes after, for a newer worker to take. No pickle, ever.
+not know, and says `NewerVersion` to what comes after, for a newer worker to take. No pickle, ever.
 
 A request whose tensors are stored beside the stream (claim check) has its `payload` field set, and no tensors in the
 frame: the offsets are those in the payload, which is laid out as the tensors in a frame are. Fields that were appended
@@ -23,6 +23,7 @@ from typing import Annotated
 
 import msgspec
 
+from qinfer.codec.versions import NewerVersion
 from qinfer.errors import CorruptEntry, DeliveryError
 from qinfer.messages import Failure, InferRequest, Response, Scalar, Sequence, Timing
 from qinfer.tensors import Bytes, Tensor
@@ -38,10 +39,6 @@ _BESIDE = "redis"
 _PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
-
-
-class NewerFrame(CorruptEntry):
-    """The frame was written by a newer qinfer: release it to a worker that can read it."""
 
 
 class PayloadApart(DeliveryError):
@@ -166,7 +163,7 @@ def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
 
     Raises:
         PayloadApart: The tensors are beside the stream, and `payload` was not given; has the rest of the request.
-        NewerFrame: The frame's version is above `FRAME_VERSION`.
+        NewerVersion: The frame's version is above `FRAME_VERSION`.
         CorruptEntry: It is no frame, or it or the payload is damaged.
     """
     view, end = _open(frame, _REQUEST)
@@ -237,7 +234,7 @@ def decode_responses(blob: Bytes) -> list[Response]:
     """Decodes a batch's responses; their tensors are views into `blob`, which they keep alive.
 
     Raises:
-        NewerFrame: The blob's version is above `FRAME_VERSION`.
+        NewerVersion: The blob's version is above `FRAME_VERSION`.
         CorruptEntry: It is no such blob, or is damaged.
     """
     view, end = _open(blob, _RESPONSES)
@@ -308,7 +305,7 @@ def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
         raise CorruptEntry(f"frame of {len(view)} bytes is too short")
     version, found, _, size = _PRELUDE.unpack_from(view)
     if version > FRAME_VERSION:
-        raise NewerFrame(f"frame version {version} is newer than {FRAME_VERSION}")
+        raise NewerVersion("a frame", version, FRAME_VERSION)
     if version < OLDEST_READABLE or found != kind:
         raise CorruptEntry(f"not a frame of this kind: version {version}, kind {found}, expected kind {kind}")
     end: int = _PRELUDE.size + size

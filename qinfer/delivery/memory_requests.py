@@ -6,14 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from qinfer.clock import ServerClock
-from qinfer.delivery.base import FULL, Payload
+from qinfer.delivery.base import Lane, Payload
 from qinfer.delivery.memory_lanes import Item, MemoryLanes
 from qinfer.delivery.memory_outboxes import MemoryOutboxes
 from qinfer.delivery.requests import (
     LONGEST_RETRY_S,
     MARGIN_S,
     MAX_WATCHERS,
-    NOTHING_NEW,
     Acceptance,
     Accepted,
     Address,
@@ -26,7 +25,7 @@ from qinfer.delivery.requests import (
     check_outbox,
     hint,
 )
-from qinfer.errors import QinferError, QueueFull
+from qinfer.errors import QinferError
 
 _FORGET_EVERY_S = 60.0
 
@@ -91,14 +90,9 @@ class MemoryRequests:
         self._forget(now_s)
         address = acceptance.address
         key = (address.model, address.partition, acceptance.tenant, acceptance.idempotency_key)
-        until_s, earlier = self._by_key.get(key, (0.0, None))
-        if earlier is not None and now_s < until_s:
-            return self._repeated(acceptance, earlier)
-        known = self._known(address)
-        if known is not None:
-            return self._repeated(acceptance, Accepted(address.id, is_new=False, body_hash=known.accepted.body_hash))
-        if acceptance.limit == NOTHING_NEW:
-            raise QueueFull(FULL)
+        earlier = self._earlier(acceptance, now_s)
+        if earlier is not None:
+            return earlier
         lifetime_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
         payload = Payload(address.id, bytes(acceptance.payload), lifetime_s) if acceptance.payload else None
         item = self._lanes.add(acceptance.lane, acceptance.frame, payload, acceptance.limit)
@@ -110,6 +104,41 @@ class MemoryRequests:
             earlier = Accepted(address.id, is_new=False, body_hash=acceptance.body_hash)
             self._by_key[key] = (now_s + acceptance.idempotency_ttl_s, earlier)
         return Accepted(address.id, is_new=True, body_hash=acceptance.body_hash)
+
+    async def find(
+        self,
+        address: Address,
+        body_hash: str,
+        *,
+        tenant: str = "",
+        idempotency_key: str = "",
+        notes: bytes | None = None,
+    ) -> Accepted | None:
+        """See `Requests.find`."""
+        await asyncio.sleep(0)
+        asked = Acceptance(
+            address=address,
+            lane=Lane(address.model, 0),
+            frame=b"",
+            timeout_s=0.0,
+            body_hash=body_hash,
+            tenant=tenant,
+            idempotency_key=idempotency_key,
+            outbox="" if notes is None else "any",
+            notes=notes or b"",
+        )
+        return self._earlier(asked, self._clock.now_s())
+
+    def _earlier(self, acceptance: Acceptance, now_s: float) -> Accepted | None:
+        address = acceptance.address
+        key = (address.model, address.partition, acceptance.tenant, acceptance.idempotency_key)
+        until_s, earlier = self._by_key.get(key, (0.0, None))
+        if earlier is not None and now_s < until_s:
+            return self._repeated(acceptance, earlier)
+        known = self._known(address)
+        if known is None:
+            return None
+        return self._repeated(acceptance, Accepted(address.id, is_new=False, body_hash=known.accepted.body_hash))
 
     async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
         """See `Requests.accept_all`."""

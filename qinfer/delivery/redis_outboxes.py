@@ -92,8 +92,7 @@ def _ending(address: Address, fields: Sequence[Any], fetched: bytes | None) -> E
     blob = given if place == b"given" else fetched
     record = None
     if values[0] is not None:
-        known = dict(zip(RECORD_FIELDS, values, strict=True))
-        record = record_of(address, known, has_result=blob is not None)
+        record = record_of(address, values, has_result=blob is not None)
     return Ending(
         id=ending_id.decode(), request_id=address.id, record=record, notes=notes, blob=blob, deliveries=deliveries
     )

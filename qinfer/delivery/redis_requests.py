@@ -11,9 +11,8 @@ came, it expires.
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from qinfer.delivery import keys, request_scripts, scripts
 from qinfer.delivery.base import FULL
@@ -44,6 +43,7 @@ from qinfer.delivery.requests import (
     hint,
 )
 from qinfer.delivery.router import Router
+from qinfer.delivery.scripts import Call
 from qinfer.delivery.values import Values
 from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError, QueueFull
 from qinfer.tensors import Bytes
@@ -97,6 +97,22 @@ class RedisRequests:
             for number, accepted in zip(part, answer, strict=True):
                 found[number] = accepted
         return [each for each in found if each is not None]
+
+    async def find(
+        self,
+        address: Address,
+        body_hash: str,
+        *,
+        tenant: str = "",
+        idempotency_key: str = "",
+        notes: bytes | None = None,
+    ) -> Accepted | None:
+        """See `Requests.find`."""
+
+        async def look(call: Call) -> Accepted | None:
+            return await request_scripts.find(call, address, body_hash, tenant, idempotency_key, notes)
+
+        return await self._durability.write(address.model, address.partition, look)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """See `Requests.settle`."""
@@ -205,7 +221,7 @@ class RedisRequests:
             return BrokerUnavailable(_NOT_IN_TIME)
         return Accepted(reply.id, is_new=reply.what == "new", body_hash=reply.body_hash)
 
-    def _call(self, key: bytes) -> Callable[..., Awaitable[Any]]:
+    def _call(self, key: bytes) -> Call:
         return partial(self._router.call, keys.slot(key))
 
     async def _staged_results(self, settlements: Sequence[Settlement]) -> list[Value]:

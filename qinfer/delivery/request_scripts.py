@@ -1,16 +1,20 @@
 """The scripts of asynchronous requests: a function for each, which spells its keys and arguments and reads its reply.
 
 accept, settle   each.lua with accept_one.lua, settle_one.lua: for several requests of one partition in one step
+find             find.lua, for one that was accepted before
 record           record.lua
 due              due.lua
 
 An acceptance or a settlement is passed with its payload or result as a `Value`: given, or staged before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
+
+from qinfer.codec.versions import Record
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import DELAYED, Lane
 from qinfer.delivery.connection import Argument
@@ -18,6 +22,7 @@ from qinfer.delivery.requests import (
     MARGIN_S,
     MAX_WATCHERS,
     Acceptance,
+    Accepted,
     Address,
     RequestRecord,
     RequestState,
@@ -34,15 +39,36 @@ AT_ONCE_BYTES = 2**20
 """Their values have so many bytes at most, but for a single one."""
 
 RECORD_FIELDS = (
-    *(b"state", b"version", b"tenant", b"client_id", b"attempts", b"created_at", b"deadline_at", b"finished_at"),
-    *(b"expires_at", b"code", b"message", b"plan", b"webhook", b"webhook_state"),
+    *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
+    *(b"created_at", b"deadline_at", b"finished_at", b"expires_at"),
 )
-"""The fields that `record_of` reads; the state is the first."""
+"""The fields that `record_of` reads, in its order; the state is the first."""
 
-_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "tell", "accept_one")
+_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "tell", "known", "accept_one")
 _SETTLE = scripts.load("each", "now_ms", "drop", "tell", "settle_one")
+_FIND = scripts.load("find", "now_ms", "tell", "known")
 _RECORD = scripts.load("record")
 _DUE = scripts.load("due", "now_ms")
+
+
+class _Accepted(msgspec.Struct, array_like=True, frozen=True):
+    """What a record keeps of a request from the start, and no script reads."""
+
+    tenant: str
+    client_id: str
+    plan: bytes
+
+
+class _Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why a request failed; a request that succeeded has none."""
+
+    code: str
+    message: str
+
+
+_ACCEPTED = Record(_Accepted, "the record of a request")
+_FAILURE = Record(_Failure, "the failure of a request")
+_NO_FAILURE = _Failure("", "")
 
 
 class Value(NamedTuple):
@@ -107,17 +133,27 @@ async def settle(call: Call, requests: Sequence[tuple[Settlement, Value]]) -> li
     ]
 
 
+async def find(
+    call: Call, address: Address, body_hash: str, tenant: str, idempotency_key: str, notes: bytes | None
+) -> Accepted | None:
+    """Finds a request that was accepted before, by id or key; of one with the same body the end is told again."""
+    names = [record_key(address)]
+    if idempotency_key:
+        names.append(keys.idempotency(address.model, address.partition, tenant, idempotency_key).encode())
+    found = await scripts.run(call, _FIND, names, address.id, body_hash, *(() if notes is None else (notes,)))
+    return None if found is None else Accepted(found[0].decode(), is_new=False, body_hash=found[1].decode())
+
+
 async def record(call: Call, address: Address, watcher: str = "") -> RequestRecord | None:
     """Reads what is known of a request, and notes who wants to be told of its end; `None` = nothing is."""
     names = (record_key(address), result_name(address).encode())
     prefix = keys.prefix(address.model, address.partition)
     arguments = (prefix, keys.GROUP, keys.RELEASED, keys.SUSPECTS, watcher, MAX_WATCHERS)
-    found = await scripts.run(call, _RECORD, names, *arguments)
+    found = await scripts.run(call, _RECORD, names, *arguments, *RECORD_FIELDS)
     if found is None:
         return None
-    pairs, has_result, is_held, deliveries = found
-    fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
-    return record_of(address, fields, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)
+    values, has_result, is_held, deliveries = found
+    return record_of(address, values, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)
 
 
 async def due(call: Call, model: str, partition: int, count: int) -> list[Address]:
@@ -170,47 +206,42 @@ def result_name(address: Address) -> str:
 
 
 def record_of(
-    address: Address,
-    fields: Mapping[bytes, bytes | None],
-    *,
-    has_result: bool,
-    is_held: bool = False,
-    deliveries: int = 0,
+    address: Address, values: Sequence[bytes | None], *, has_result: bool, is_held: bool = False, deliveries: int = 0
 ) -> RequestRecord:
     """Reads a record.
 
     Args:
         address: Whose it is.
-        fields: Its fields; what is missing or `None` was not set.
+        values: Those of `RECORD_FIELDS`; `None` = it was not set.
         has_result: Whether there is a result beside it.
         is_held: Whether a consumer holds its entry.
         deliveries: How often its entry was handed out; of one that ended the record tells it.
+
+    Raises:
+        NewerVersion: A newer qinfer wrote it.
     """
-
-    def text(name: bytes) -> str:
-        return (fields.get(name) or b"").decode()
-
-    def instant_s(name: bytes) -> float:
-        return int(fields.get(name) or 0) / 1000
-
-    state = RequestState(text(b"state"))
+    state, version, attempts, webhook, webhook_state, accepted, failure = (value or b"" for value in values[:7])
+    created_s, deadline_s, finished_s, expires_s = (int(value or 0) / 1000 for value in values[7:])
+    about = _ACCEPTED.decode(accepted)
+    ended = _FAILURE.decode(failure) if failure else _NO_FAILURE
+    known = RequestState(state.decode())
     return RequestRecord(
         address=address,
-        state=RequestState.RUNNING if is_held else state,
-        version=int(fields.get(b"version") or 0),
-        tenant=text(b"tenant"),
-        client_id=text(b"client_id"),
-        attempts=int(fields.get(b"attempts") or 0) if state.is_terminal else deliveries,
-        created_at=instant_s(b"created_at"),
-        deadline_at=instant_s(b"deadline_at"),
-        finished_at=instant_s(b"finished_at"),
-        expires_at=instant_s(b"expires_at"),
-        code=text(b"code"),
-        message=text(b"message"),
-        plan=fields.get(b"plan") or b"",
+        state=RequestState.RUNNING if is_held else known,
+        version=int(version),
+        tenant=about.tenant,
+        client_id=about.client_id,
+        attempts=int(attempts or 0) if known.is_terminal else deliveries,
+        created_at=created_s,
+        deadline_at=deadline_s,
+        finished_at=finished_s,
+        expires_at=expires_s,
+        code=ended.code,
+        message=ended.message,
+        plan=about.plan,
         has_result=has_result,
-        webhook=text(b"webhook"),
-        webhook_state=text(b"webhook_state"),
+        webhook=webhook.decode(),
+        webhook_state=webhook_state.decode(),
     )
 
 
@@ -232,10 +263,10 @@ def _acceptance(acceptance: Acceptance, payload: Value) -> Words:
         *(address.id, packable(acceptance.frame), payload.place, packable(payload.data), acceptance.limit),
         *map(ttl_ms, times),
         ttl_ms(acceptance.idempotency_ttl_s) if acceptance.idempotency_key else 0,
-        acceptance.body_hash,
+        *(acceptance.body_hash, acceptance.lane.version, acceptance.lane.name),
+        _ACCEPTED.encode(_Accepted(acceptance.tenant, acceptance.client_id, acceptance.plan)),
+        *(acceptance.webhook, acceptance.outbox, acceptance.notes, acceptance.watcher),
     ]
-    for name, value in _accepted_fields(acceptance).items():
-        arguments += (name, value)
     return Words(names, arguments)
 
 
@@ -252,31 +283,13 @@ def _settlement(settlement: Settlement, result: Value) -> Words:
         payload_name(address).encode(),
     )
     where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")
-    fields = (b"state", outcome.state, b"code", outcome.code, b"message", outcome.message)
+    failure = _FAILURE.encode(_Failure(outcome.code, outcome.message)) if outcome.code or outcome.message else b""
     value = (result.place, packable(result.data))
-    return Words(
-        names, (keys.prefix(model, partition), keys.GROUP, address.id, *where, *value, outcome.attempt, *fields)
-    )
+    ended = (outcome.attempt, outcome.state, failure)
+    return Words(names, (keys.prefix(model, partition), keys.GROUP, address.id, *where, *value, *ended))
 
 
 @lru_cache(maxsize=1024)
 def _lane_keys(lane: Lane) -> tuple[bytes, bytes]:
     """Returns the keys of a lane, and of its lane for the delayed."""
     return keys.lane(lane), keys.lane(Lane(lane.model, lane.version, lane.name + DELAYED, lane.partition))
-
-
-def _accepted_fields(acceptance: Acceptance) -> dict[bytes, Argument]:
-    """Returns the fields that a record has from the start, beside those that accept_one.lua computes."""
-    fields: dict[bytes, Argument] = {
-        b"version": acceptance.lane.version,
-        b"lane": acceptance.lane.name,
-        b"tenant": acceptance.tenant,
-        b"client_id": acceptance.client_id,
-        b"plan": acceptance.plan,
-        b"webhook": acceptance.webhook,
-    }
-    if acceptance.outbox:
-        fields |= {b"outbox": acceptance.outbox, b"notes": acceptance.notes}
-    if acceptance.watcher:
-        fields[b"waiters"] = acceptance.watcher
-    return fields

@@ -7,8 +7,8 @@ The promises, each a test in `tests/contract/`:
 1. What `accept` confirmed ends in exactly one terminal state, whoever calls `settle`, and however often.
 2. `settle` stores the result, sets the times to live, appends to the outbox, and removes the entry with its payload, in
    one step; of several callers one is first, and only its outcome is ever visible.
-3. `accept` with an id or an idempotency key that is known already changes nothing and says which request it was; where
-   that has ended and has an outbox of its own, its end is told there again.
+3. `accept` and `find` with an id or an idempotency key that is known already change nothing and say which request it
+   was; where that has ended and has an outbox of its own, its end is told there again.
 4. A result can be read again and again until its time to live is over; afterwards a tombstone tells so for a while.
 5. `due` knows every request whose deadline passed, with zero workers too.
 6. What is in an outbox is handed out until it is confirmed. There is one for webhooks, and those that programs name.
@@ -31,9 +31,6 @@ LONGEST_RETRY_S = 900.0
 
 MARGIN_S = 86400.0
 """A request is known so much longer than its times need: nobody may be there to sweep at its deadline."""
-
-NOTHING_NEW = -1
-"""The `limit` of an acceptance that only looks whether the request was accepted before."""
 
 MAX_WATCHERS = 64
 """So many processes are told of one request's end; the latest that asked."""
@@ -91,8 +88,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
             that of the webhooks. All requests of an outbox should be kept equally long: it is trimmed by that.
         notes: For whoever reads the outbox: opaque, at most `MAX_NOTES_BYTES`.
         watcher: A reply address, told of its end as `watch` does: a reason to read the outbox now. Empty = nobody's.
-        limit: The lane takes no more when so many entries wait in it; 0 = no limit, `NOTHING_NEW` = it takes none at
-            all, and only a repetition is answered.
+        limit: The lane takes no more when so many entries wait in it; 0 = no limit.
     """
 
     address: Address
@@ -247,6 +243,31 @@ class Requests(Protocol):
 
     async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
         """As `accept`, for many at a fraction of the cost; returns what became of each, an error as a value."""
+        ...
+
+    async def find(
+        self,
+        address: Address,
+        body_hash: str,
+        *,
+        tenant: str = "",
+        idempotency_key: str = "",
+        notes: bytes | None = None,
+    ) -> Accepted | None:
+        """Finds a request that was accepted before, as `accept` does, and accepts none; `None` = there is none.
+
+        What is returned is as durable as the settings ask: the acceptance may not have been confirmed yet.
+
+        Args:
+            address: Where it is, by its id.
+            body_hash: Identifies the request's content; where it is the same, an end is told again.
+            tenant: Whose request it is.
+            idempotency_key: The hash of the caller's key, which goes before the id; empty without one.
+            notes: For whoever reads its outbox; `None` = those that it has.
+
+        Raises:
+            BrokerUnavailable: It can't be asked, or what was accepted is not safe yet.
+        """
         ...
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from qinfer.delivery import durability, keys
 from qinfer.delivery.base import Lane
 from qinfer.delivery.durability import Call, Durability
 from qinfer.delivery.redis import RedisDelivery
@@ -21,6 +22,7 @@ from tests.servers import RedisServer, SentinelSetup, command, system_redis, val
 
 KEY = "qinfer:{m#0}:written"
 ON_DISK = ("--appendonly", "yes", "--appendfsync")
+ADDRESS = Address("m", 0, "r1")
 SHORT = {"command_timeout_s": 0.5}
 
 T = TypeVar("T")
@@ -40,6 +42,15 @@ async def durable(server: RedisServer | SentinelSetup, **changes: Any) -> AsyncI
         yield durability
     finally:
         await router.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(server: RedisServer, **changes: Any) -> AsyncIterator[RedisDelivery]:
+    delivery = await RedisDelivery.connect(settings_of(server, **changes))
+    try:
+        yield delivery
+    finally:
+        await delivery.close()
 
 
 async def add(durability: Durability, member: int) -> None:
@@ -140,6 +151,39 @@ async def test_always_waits_for_the_disk_where_redis_syncs_each_second(tmp_path:
         assert client.scard(KEY) == 200
 
 
+async def test_a_repetition_waits_for_the_disk_where_redis_was_killed_before_the_first_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first acceptance was written and never confirmed; the repetition that finds it waits in its place."""
+    acceptance = Acceptance(address=ADDRESS, lane=Lane("m", 1), frame=b"frame", body_hash="same", timeout_s=600.0)
+    join = durability._Rounds.join
+
+    async def killed(rounds: durability._Rounds) -> None:
+        monkeypatch.setattr(durability._Rounds, "join", join)
+        server.kill()
+        await join(rounds)
+
+    with RedisServer(valkey(), tmp_path, *ON_DISK, "everysec") as server:
+        async with connected(server, durability="always") as delivery:
+            monkeypatch.setattr(durability._Rounds, "join", killed)
+            with pytest.raises(BrokerUnavailable, match="may have been accepted"):
+                await delivery.requests.accept(acceptance)
+        server.start()
+
+        async with connected(server, durability="always") as delivery:
+            with server.client() as client:
+                before = _waits(client)  # the check of the settings asked once
+                found = await delivery.requests.find(ADDRESS, "same")
+
+                assert _waits(client) == before + 1
+        assert found is not None
+        assert not found.is_new
+
+
+def _waits(client: Any) -> int:
+    return int(command(client, "INFO", "commandstats")["cmdstat_waitaof"]["calls"])
+
+
 # --- replicas ---
 
 
@@ -182,6 +226,26 @@ async def test_a_write_that_the_replica_has_not_is_in_doubt(pair: tuple[RedisSer
 
     with replica.client() as copy:
         assert copy.smembers(KEY) == {b"1"}
+
+
+async def test_a_repetition_that_the_replica_has_not_is_in_doubt(pair: tuple[RedisServer, RedisServer]) -> None:
+    """Found by another gateway, it is told only once a replica has it: then the primary may be lost."""
+    primary, replica = pair
+    acceptance = Acceptance(address=ADDRESS, lane=Lane("m", 1), frame=b"frame", body_hash="same", timeout_s=600.0)
+    with replica.paused():
+        async with connected(primary, min_replicas=1, **SHORT) as delivery:
+            with pytest.raises(BrokerUnavailable, match="only 0 of 1 replicas have it"):
+                await delivery.requests.accept(acceptance)
+        async with connected(primary, min_replicas=1, **SHORT) as delivery:
+            with pytest.raises(BrokerUnavailable, match="only 0 of 1 replicas have it"):
+                await delivery.requests.find(ADDRESS, "same")
+
+    async with connected(primary, min_replicas=1) as delivery:
+        assert await delivery.requests.find(ADDRESS, "same") is not None
+    primary.kill()
+
+    with replica.client() as copy:
+        assert copy.exists(keys.request("m", 0, ADDRESS.id)) == 1
 
 
 async def test_a_write_whose_connection_breaks_is_in_doubt(pair: tuple[RedisServer, RedisServer]) -> None:

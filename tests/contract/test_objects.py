@@ -12,7 +12,7 @@ from qinfer.delivery import keys
 from qinfer.delivery.base import Delivery, Entry, Payload
 from qinfer.delivery.dead_letters import MAX_AGE_S
 from qinfer.delivery.object_store import ObjectStore
-from qinfer.delivery.requests import MARGIN_S, NOTHING_NEW, RequestState
+from qinfer.delivery.requests import MARGIN_S, RequestState
 from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, QueueFull
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
@@ -208,10 +208,10 @@ async def test_a_repetition_keeps_the_first_object_and_not_its_own(object_queue:
 async def test_nothing_is_left_of_what_was_refused_or_late(object_queue: RedisQueue, tmp_path: Path) -> None:
     """A full lane; an end that another came before."""
     delivery = await ready(object_queue)
-    with pytest.raises(QueueFull):
-        await accept(delivery, payload=TENSORS, limit=NOTHING_NEW)
-    await gone(tmp_path)
     await accept(delivery)
+    with pytest.raises(QueueFull):
+        await accept(delivery, "r2", payload=TENSORS, limit=1)
+    await gone(tmp_path)
     await settle(delivery, ended(state=RequestState.CANCELLED, blob=b""))
 
     assert await settle(delivery, ended(blob=TENSORS)) == [False]

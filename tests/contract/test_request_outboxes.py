@@ -9,7 +9,7 @@ import pytest
 from qinfer.codec.frame import decode_responses
 from qinfer.delivery import keys
 from qinfer.delivery.base import Delivery, reply_address
-from qinfer.delivery.requests import MAX_NOTES_BYTES, NOTHING_NEW, Ending, RequestState
+from qinfer.delivery.requests import MAX_NOTES_BYTES, Accepted, Ending, RequestState
 from qinfer.errors import InvalidRequest
 from qinfer.testing import eventually
 from tests.contract.conftest import MemoryQueue, RedisQueue
@@ -222,9 +222,9 @@ async def test_what_is_confirmed_is_gone(queue: Queue) -> None:
 # --- repetitions (promise 3) ---
 
 
-@pytest.mark.parametrize("way", ["id", "key", "nothing new"])
+@pytest.mark.parametrize("way", ["id", "key", "found"])
 async def test_a_repetition_after_the_end_is_told_again(queue: Queue, way: str) -> None:
-    """The stored answer, without running the request again: by id or by key, in a lane that takes nothing too."""
+    """The stored answer, without running the request again: by id or by key, by a server that takes nothing too."""
     delivery = await queue.connect()
     same: dict[str, Any] = {
         "outbox": BOX,
@@ -235,10 +235,13 @@ async def test_a_repetition_after_the_end_is_told_again(queue: Queue, way: str) 
     await confirm(delivery, await told(delivery, **same))
     assert await take(delivery, retry_s=0.0) == []
 
-    again = await accept(
-        delivery, "r2" if way == "key" else "r1", **same, limit=NOTHING_NEW if way == "nothing new" else 0
-    )
+    again: Accepted | None
+    if way == "found":
+        again = await delivery.requests.find(address("r1"), "same", notes=b"n")
+    else:
+        again = await accept(delivery, "r2" if way == "key" else "r1", **same)
 
+    assert again is not None
     assert (again.id, again.is_new) == ("r1", False)
     [ending] = await take(delivery)
     assert (ending.request_id, ending.notes, ending.blob) == ("r1", b"n", b"blob of succeeded")

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.delivery.base import Lane, reply_address
-from qinfer.delivery.requests import NOTHING_NEW, Accepted, RequestState
+from qinfer.delivery.requests import Accepted, RequestState
 from qinfer.errors import QueueFull
 from qinfer.testing import eventually
 from tests.contract.conftest import MemoryQueue, RedisQueue
@@ -345,11 +345,11 @@ async def test_what_was_accepted_before_is_found_without_accepting_anything(queu
     delivery = await queue.connect()
     await accept(delivery, "r1", idempotency_key="k")
 
-    by_key = await accept(delivery, "r2", idempotency_key="k", limit=NOTHING_NEW)
-    by_id = await accept(delivery, "r1", limit=NOTHING_NEW)
-    with pytest.raises(QueueFull):
-        await accept(delivery, "r3", idempotency_key="other", payload=b"x", limit=NOTHING_NEW)
+    by_key = await delivery.requests.find(address("r2"), "hash of r2", idempotency_key="k")
+    by_id = await delivery.requests.find(address("r1"), "hash of r1")
+    neither = await delivery.requests.find(address("r3"), "hash of r3", idempotency_key="other")
 
+    assert neither is None
     assert by_key == by_id == Accepted("r1", is_new=False, body_hash="hash of r1")
     assert await delivery.requests.record(address("r3")) is None
     assert await delivery.depth([LANE]) == [1]

@@ -10,7 +10,6 @@ import pytest
 
 from qinfer.codec.frame import (
     FRAME_VERSION,
-    NewerFrame,
     PayloadApart,
     decode_request,
     decode_responses,
@@ -18,6 +17,7 @@ from qinfer.codec.frame import (
     encode_request_apart,
     encode_responses,
 )
+from qinfer.codec.versions import NewerVersion
 from qinfer.errors import CorruptEntry
 from qinfer.messages import Failure, InferRequest, Response, Sequence, Timing
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
@@ -173,9 +173,9 @@ def test_a_newer_frame_is_told_from_a_corrupt_one() -> None:
     """A worker releases what a newer writer wrote, instead of dead-lettering it."""
     frame = bytes([FRAME_VERSION + 1]) + encode_request(FULL)[1:]
 
-    with pytest.raises(NewerFrame, match="newer"):
+    with pytest.raises(NewerVersion, match=r"version 2 .* reads version 1: upgrade"):
         decode_request(frame)
-    with pytest.raises(NewerFrame, match="newer"):
+    with pytest.raises(NewerVersion, match=r"version 2 .* reads version 1: upgrade"):
         decode_responses(frame)
 
 

@@ -1,15 +1,16 @@
 -- Accepts an asynchronous request: stores its record, its payload and its deadline, and appends it to its lane.
 -- KEYS: lane, its lane for the delayed, record, due, payload, payload as it was staged, idempotency key.
 -- ARGV: group, consumer of what was released, of suspects, id, frame, payload's place (none | given | staged), payload,
---   limit (0 = none, -1 = nothing new), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
---   body hash, the record's further fields and values.
+--   limit (0 = none), ms: timeout, result's time to live, tombstone's, margin, idempotency key's (0 = there is no key),
+--   body hash, version and name of the lane, what the record keeps besides, webhook, outbox, notes, who wants to be told of the
+--   end ('' = none, nobody).
 -- Returns {what, id, body hash, names of objects that nothing refers to now}: what is new | known | full | gone (the staged
 --   payload).
 local function one(KEYS, ARGV)
-local DAY_MS = 86400000
 local lane, delayed, record, due, payload, staged, key = unpack(KEYS)
 local group, released, suspects, id, frame, place, body = unpack(ARGV, 1, 7)
-local limit, timeout, result_ttl, tombstone_ttl, margin, key_ttl, body_hash = unpack(ARGV, 8, 14)
+local limit, timeout, result_ttl, tombstone_ttl, margin, key_ttl, body_hash = tonumber(ARGV[8]), unpack(ARGV, 9, 14)
+local version, name, accepted, webhook, outbox, notes, watcher = unpack(ARGV, 15)
 
 local function refuse(what, known_id, known_hash)
   local objects = {}
@@ -17,39 +18,8 @@ local function refuse(what, known_id, known_hash)
   return {what, known_id or id, known_hash or '', objects}
 end
 
-local known_id, known_hash
-if key_ttl ~= '0' then
-  local known = redis.call('GET', key)
-  local cut = known and string.find(known, '\n', 1, true)
-  if known then known_id, known_hash = string.sub(known, 1, cut - 1), string.sub(known, cut + 1) end
-end
-if not known_id then
-  known_hash = redis.call('HGET', record, 'body_hash')
-  known_id = known_hash and id
-end
-if known_id then
-  -- A repetition changes nothing; the end of a request that has one is told again in its outbox, unless it waits there.
-  local answer = refuse('known', known_id, known_hash) -- a write: after one, full memory stops no script
-  if known_hash ~= body_hash then return answer end
-  local prefix = string.sub(record, 1, -#('request:' .. id) - 1)
-  local known_record = prefix .. 'request:' .. known_id
-  local known = redis.call('HMGET', known_record, 'state', 'outbox', 'notice', 'notes', 'result_ttl_ms', 'tombstone_ttl_ms')
-  if not known[2] or known[1] == 'queued' then return answer end
-
-  local outbox, kept, notes = prefix .. 'outbox:' .. known[2], known[5] + known[6] + DAY_MS, known[4]
-  for i = 15, #ARGV, 2 do
-    if ARGV[i] == 'notes' then notes = ARGV[i + 1] end
-  end
-  if notes ~= known[4] then
-    tell(outbox, known_id, notes, kept, now_ms())
-  elseif not known[3] or #redis.call('XRANGE', outbox, known[3], known[3]) == 0 then
-    redis.call('HSET', known_record, 'notice', tell(outbox, known_id, notes, kept, now_ms()))
-  end
-  return answer
-end
-
-limit = tonumber(limit)
-if limit < 0 then return refuse('full') end
+local known_id, known_hash = known(record, key_ttl ~= '0' and key, id, body_hash, outbox ~= '' and notes or nil)
+if known_id then return refuse('known', known_id, known_hash) end -- a repetition changes nothing
 if limit > 0 and redis.call('XLEN', lane) + redis.call('XLEN', delayed) >= limit then
   local count = waiting(lane, group, released, suspects) + waiting(delayed, group, released, suspects)
   if count >= limit then return refuse('full') end
@@ -71,9 +41,11 @@ end
 
 local entry = redis.call('XADD', lane, '*', unpack(fields))
 local created = now_ms()
-redis.call('HSET', record, 'state', 'queued', 'entry', entry, 'body_hash', body_hash, 'created_at', created,
-  'deadline_at', created + timeout, 'timeout_ms', timeout, 'result_ttl_ms', result_ttl,
-  'tombstone_ttl_ms', tombstone_ttl, unpack(ARGV, 15))
+redis.call('HSET', record, 'state', 'queued', 'entry', entry, 'version', version, 'lane', name, 'accepted', accepted,
+  'webhook', webhook, 'body_hash', body_hash, 'created_at', created, 'deadline_at', created + timeout,
+  'timeout_ms', timeout, 'result_ttl_ms', result_ttl, 'tombstone_ttl_ms', tombstone_ttl)
+if outbox ~= '' then redis.call('HSET', record, 'outbox', outbox, 'notes', notes) end
+if watcher ~= '' then redis.call('HSET', record, 'waiters', watcher) end
 redis.call('PEXPIRE', record, lifetime)
 redis.call('ZADD', due, created + timeout, id)
 if key_ttl ~= '0' then redis.call('SET', key, id .. '\n' .. body_hash, 'PX', key_ttl) end

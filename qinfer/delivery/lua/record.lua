@@ -1,26 +1,24 @@
 -- Reads what is known of an asynchronous request, and notes who wants to be told of its end.
 -- KEYS: record, result. ARGV: what the partition's keys begin with, group, consumer of what was released, of suspects,
---   who wants to be told ('' = nobody), how many may want it.
--- Returns {fields and values, whether there is a result, whether a consumer holds its entry, deliveries}, or nil.
+--   who wants to be told ('' = nobody), how many may want it, the fields that are read.
+-- Returns {values of the fields, whether there is a result, whether a consumer holds its entry, deliveries}, or nil.
 local record, result = unpack(KEYS)
 local prefix, group, released, suspects, reply_to, most = unpack(ARGV)
 
-local fields = redis.call('HGETALL', record)
-if #fields == 0 then return nil end
-local of = {}
-for i = 1, #fields, 2 do of[fields[i]] = fields[i + 1] end
+local state, version, name, entry, known = unpack(redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'waiters'))
+if not state then return nil end
 
 local is_held, deliveries = 0, 0
-if of.state == 'queued' then
-  local lane = prefix .. of.version .. ':' .. of.lane
-  local pending = redis.pcall('XPENDING', lane, group, of.entry, of.entry, 1) -- an error where there is no group yet
+if state == 'queued' then
+  local lane = prefix .. version .. ':' .. name
+  local pending = redis.pcall('XPENDING', lane, group, entry, entry, 1) -- an error where there is no group yet
   if pending[1] then
     local owner = pending[1][2]
     is_held, deliveries = owner ~= released and owner ~= suspects and 1 or 0, pending[1][4]
   end
 
   local waiters, count = {}, tonumber(most)
-  for waiter in string.gmatch(of.waiters or '', '[^\n]+') do
+  for waiter in string.gmatch(known or '', '[^\n]+') do
     if waiter ~= reply_to then waiters[#waiters + 1] = waiter end
   end
   if reply_to ~= '' then
@@ -29,4 +27,4 @@ if of.state == 'queued' then
     redis.pcall('HSET', record, 'waiters', line) -- where memory is full there will be no hint
   end
 end
-return {fields, redis.call('EXISTS', result), is_held, deliveries}
+return {redis.call('HMGET', record, unpack(ARGV, 7)), redis.call('EXISTS', result), is_held, deliveries}

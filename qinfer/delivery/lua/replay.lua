@@ -32,7 +32,7 @@ local gone = {body.object}
 if times[1] then
   local deadline = now_ms() + times[1]
   redis.call('HSET', record, 'state', 'queued', 'lane', name, 'entry', entry, 'deadline_at', deadline)
-  redis.call('HDEL', record, 'code', 'message', 'attempts', 'finished_at', 'expires_at', 'webhook_state', 'notice')
+  redis.call('HDEL', record, 'failure', 'attempts', 'finished_at', 'expires_at', 'webhook_state', 'notice')
   redis.call('PEXPIRE', record, ttl)
   drop(result, gone)
   redis.call('ZADD', due, deadline, request)

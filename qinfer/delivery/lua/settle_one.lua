@@ -1,13 +1,14 @@
 -- Ends an asynchronous request, unless it has ended, and removes its entry in any case.
 -- KEYS: record, result, result as it was staged, due, outbox of the webhooks, payload.
 -- ARGV: what the partition's keys begin with, group, id, the entry's lane and id ('' = those of the record), result's place
---   (none | given | staged), result, attempt (0 = it was not executed), the record's state and further fields and values.
+--   (none | given | staged), result, attempt (0 = it was not executed), the record's state, and
+--   why it failed ('' = it did not).
 -- Returns {what, who waits, by line, names of objects that nothing refers to now}: what is first | late | gone (the staged
 --   result: nothing was done).
 local function one(KEYS, ARGV)
 local DAY_MS = 86400000
 local record, result, staged, due, outbox, payload = unpack(KEYS)
-local prefix, group, id, given_lane, given_entry, place, blob, attempt = unpack(ARGV, 1, 8)
+local prefix, group, id, given_lane, given_entry, place, blob, attempt, state, failure = unpack(ARGV)
 
 local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters', 'outbox',
   'result_ttl_ms', 'tombstone_ttl_ms', 'notes')
@@ -35,7 +36,8 @@ if not is_first then
 end
 
 local result_ttl, lifetime, now = known[8], known[8] + known[9], now_ms()
-local fields = {'finished_at', now, 'expires_at', now + result_ttl, 'attempts', attempt, unpack(ARGV, 9)}
+local fields = {'finished_at', now, 'expires_at', now + result_ttl, 'attempts', attempt, 'state', state,
+  'failure', failure}
 if known[7] then
   local notice = tell(prefix .. 'outbox:' .. known[7], id, known[10], lifetime + DAY_MS, now)
   fields[#fields + 1], fields[#fields + 2] = 'notice', notice

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
-from qinfer.codec.frame import NewerFrame, PayloadApart, decode_request
+from qinfer.codec.frame import PayloadApart, decode_request
 from qinfer.codec.request_form import RequestReader
+from qinfer.codec.versions import NewerVersion
 from qinfer.delivery.base import Delivery, Lease
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError
 from qinfer.messages import Failure, InferRequest, Response
@@ -103,7 +104,7 @@ class Intake:
         """Tells whether an entry is none of a newer qinfer's; such a one is released, for another worker."""
         try:
             decode_request(lease.frame)
-        except NewerFrame:
+        except NewerVersion:
             self._release_newer(batcher, lease)
             return False
         except (PayloadApart, CorruptEntry):
@@ -131,7 +132,7 @@ class Intake:
 
     def _unreadable(self, batcher: Batcher, lease: Lease, error: CorruptEntry) -> None:
         """Releases an entry of a newer qinfer's, and buries one that is damaged."""
-        if isinstance(error, NewerFrame):
+        if isinstance(error, NewerVersion):
             self._release_newer(batcher, lease)
             return
         logger.error("corrupt entry", extra={**_told(lease), "reason": error.message})

@@ -1,0 +1,66 @@
+"""Wire versions: what a reader says to something that a newer qinfer wrote, and records as one versioned value.
+
+    record    a byte with its wire version, then msgpack: an array whose fields are only ever appended
+
+Readers skip fields that they do not know, and give those that are missing their defaults, so that a version rises only
+where an older reader would misread what is written.
+"""
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from qinfer.errors import CorruptEntry
+
+T = TypeVar("T")
+
+
+class NewerVersion(CorruptEntry):
+    """Something that a newer qinfer wrote; a process of that version can read it.
+
+    Args:
+        what: What was read, such as `a frame`.
+        found: Its wire version.
+        readable: The newest one that this program reads.
+    """
+
+    def __init__(self, what: str, found: int, readable: int) -> None:
+        super().__init__(
+            f"{what} of wire version {found} was written by a newer qinfer; this program reads version {readable}: "
+            "upgrade this program first"
+        )
+
+
+class Record(Generic[T]):
+    """How values of one type are written as bytes.
+
+    Args:
+        kind: The type: a struct with `array_like=True`.
+        what: What a value is called in errors, such as `the record of a request`.
+        version: The wire version that is written, and the newest that is read.
+    """
+
+    def __init__(self, kind: type[T], what: str, version: int = 1) -> None:
+        self._what = what
+        self._version = version
+        self._prefix = bytes([version])
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+
+    def encode(self, value: T) -> bytes:
+        """Returns a value as bytes."""
+        return self._prefix + self._encode(value)
+
+    def decode(self, raw: bytes) -> T:
+        """Reads what `encode` returned.
+
+        Raises:
+            NewerVersion: A newer qinfer wrote it.
+            CorruptEntry: It is damaged.
+        """
+        if raw[:1] > self._prefix:
+            raise NewerVersion(self._what, raw[0], self._version)
+        try:
+            return self._decode(memoryview(raw)[1:])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise CorruptEntry(f"{self._what} can't be decoded: {error}") from None
