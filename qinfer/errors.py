@@ -301,9 +301,14 @@ class ResultExpired(ResultError):
 
 
 class StoreError(QinferError):
-    """An object store refuses what was asked; the message names the URL, never credentials or an endpoint."""
+    """An object store refuses what was asked; the message names the URL, never credentials or an endpoint.
+
+    Attributes:
+        reason: What the store's driver said, for operators only; empty where qinfer itself found out.
+    """
 
     code = ErrorCode.STORE_REFUSED
+    reason: str = ""
 
 
 class StoreUnavailable(StoreError):

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 from qinfer.bulk.job import Columns, JobSpec, Output
 from qinfer.bulk.plan import InputFile, Range, Shard, Source
 from qinfer.bulk.source import format_of, read_footer
-from qinfer.bulk.store import store_for
 from qinfer.repository.spec import ModelSpec, TensorSpec
+from qinfer.storage.open import store_for
 
 JOB = "job-1"
 HASH = "model-hash"

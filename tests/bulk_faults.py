@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from qinfer.bulk.store_local import LocalStore
+from qinfer.storage.local import LocalStore
 from qinfer_workers.bulk import watch
 from qinfer_workers.bulk.__main__ import end, main
 from qinfer_workers.bulk.plan import Planner

@@ -11,12 +11,13 @@ import pyarrow.parquet as pq
 from qinfer.bulk.job import JobSpec, Output, encode_spec
 from qinfer.bulk.parts import PartWriter, part_metadata
 from qinfer.bulk.plan import Plan, Shard, decode_plan, decode_ticket
-from qinfer.bulk.store import ObjectStore, store_for
 from qinfer.control.base import ControlStore, State, StoredModel, VersionState, WorkerRecord
 from qinfer.delivery.base import Delivery, Lease
 from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import BulkSettings, LimitSettings, Settings
+from qinfer.storage.local import LocalStore
+from qinfer.storage.store import Outcome
 from qinfer.testing import FakeClock, MemoryControlStore, MemoryDelivery
 from qinfer_workers.bulk.finalise import Finaliser
 from qinfer_workers.bulk.office import Office
@@ -51,24 +52,21 @@ def record_of(job: JobSpec, job_id: str = "job", state: str = "planning", **chan
     return JobRecord(id=job_id, model=job.model, version=1, state=state, spec=encode_spec(job), **changes)
 
 
-class FaultyStore:
-    """An object store that does what a test says before or after an object of some name is made."""
+class FaultyStore(LocalStore):
+    """A directory that fails, as a test says, before an object of some name is made."""
 
-    def __init__(self, inner: ObjectStore) -> None:
-        self._inner = inner
+    def __init__(self) -> None:
+        super().__init__()
         self.before: dict[str, BaseException] = {}
         self.puts: list[str] = []
 
-    def put_if_absent(self, data: bytes, url: str) -> Any:
+    def put_if_absent(self, data: bytes, url: str) -> Outcome:
         name = url.rpartition("/")[2]
         if name in self.before:
             raise self.before.pop(name)
-        outcome = self._inner.put_if_absent(data, url)
+        outcome = super().put_if_absent(data, url)
         self.puts.append(name)
         return outcome
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 class Bench:
@@ -80,7 +78,7 @@ class Bench:
         self.directory = directory
         self.delivery = delivery
         self.store = store
-        self.objects = FaultyStore(store_for(f"file://{directory}"))
+        self.objects = FaultyStore()
         self.settings = Settings(bulk=BulkSettings(**{"sweep_every_s": 0.2, "plan_threads": 2, **bulk}))
         self.office = self.another_office()
         self.jobs = delivery.jobs

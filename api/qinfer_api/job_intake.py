@@ -7,7 +7,7 @@ import msgspec
 
 from qinfer.bulk.job import JobSpec, check_spec, decode_spec
 from qinfer.errors import InvalidRequest
-from qinfer.stores import check_url
+from qinfer.storage.urls import check_url
 
 
 class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -123,8 +123,8 @@ def _limit(max_bytes: int) -> None:
 def _loaded(allow: Sequence[str]) -> _Examine:
     """Loads what looks at jobs, and the drivers of the stores that they may use."""
     try:
-        from qinfer.bulk import store_local, store_open  # noqa: F401  what the first job would load else
         from qinfer.bulk.intake import examine
+        from qinfer.storage import local, open  # noqa: F401  what the first job would load else
     except ImportError as error:
         name = error.name
 

@@ -9,12 +9,13 @@ import pyarrow as pa
 from qinfer.bulk.check import check
 from qinfer.bulk.job import JobSpec
 from qinfer.bulk.source import FileFormat, find_files, format_of, read_schema
-from qinfer.bulk.store import Stat, store_for
-from qinfer.bulk.store_local import local_path
 from qinfer.bulk.text_types import TextTypes, text_types
 from qinfer.errors import InvalidRequest
 from qinfer.repository.spec import ModelSpec
-from qinfer.stores import check_url
+from qinfer.storage.local import local_path
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Stat
+from qinfer.storage.urls import check_url
 
 ENOUGH_FILES = 10_000
 """So many files of a folder are looked at here; planning looks at all."""

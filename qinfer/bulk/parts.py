@@ -24,8 +24,8 @@ from qinfer.bulk.arrow_footer import batch_rows
 from qinfer.bulk.check import ERROR_COLUMNS, PLACE_COLUMNS
 from qinfer.bulk.job import Output
 from qinfer.bulk.plan import Shard
-from qinfer.bulk.store import ObjectStore
 from qinfer.errors import QinferError, StoreError, StoreNotFound
+from qinfer.storage.store import Store
 
 METADATA_KEY = b"qinfer"
 
@@ -252,7 +252,7 @@ def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_dictionary(kind) or any(check(kind) for check in checks)
 
 
-def validate_part(store: ObjectStore, url: str, shard: Shard, job_id: str, model_hash: str) -> PartInfo:
+def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash: str) -> PartInfo:
     """Checks that the part of a shard is whole: its footer can be read and says what the plan does.
 
     Args:

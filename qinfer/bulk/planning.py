@@ -15,10 +15,10 @@ from qinfer.bulk.plan import InputFile, Plan, Source
 from qinfer.bulk.schemas import common_type, encode_schema
 from qinfer.bulk.shards import Pace, plan_shards, shard_sizes
 from qinfer.bulk.source import FileFormat, Footer, find_files, read_footer
-from qinfer.bulk.store import Stat
 from qinfer.bulk.text_types import TextTypes, text_types, without_null
 from qinfer.errors import Cancelled, InvalidRequest
 from qinfer.repository.spec import ModelSpec
+from qinfer.storage.store import Stat
 
 _AHEAD = 4
 _MOST_SCHEMAS = 64

@@ -14,10 +14,10 @@ from qinfer.bulk.plan import Range
 from qinfer.bulk.row_files import RowFile, SourceBroken, open_rows
 from qinfer.bulk.s3_native import open_native
 from qinfer.bulk.source import format_of
-from qinfer.bulk.store import ObjectStore
-from qinfer.bulk.store_errors import store_error
-from qinfer.bulk.store_local import local_path
 from qinfer.errors import QinferError, StoreChanged, StoreNotFound
+from qinfer.storage.errors import store_error
+from qinfer.storage.local import local_path
+from qinfer.storage.store import Store
 
 _AHEAD = 8
 _SMALL_BYTES = 4 * 2**20
@@ -42,7 +42,7 @@ class Source:
         is_far: Whether each read takes long.
     """
 
-    def __init__(self, url: str, etag: str, store: ObjectStore) -> None:
+    def __init__(self, url: str, etag: str, store: Store) -> None:
         self.url = url
         self._etag = etag
         self._store = store
@@ -98,7 +98,7 @@ class SourceFiles:
         ranges: Sequence[Range],
         wanted: pa.Schema,
         input_format: InputFormat,
-        store: Callable[[str], ObjectStore],
+        store: Callable[[str], Store],
     ) -> None:
         self._wanted = wanted
         self._format: InputFormat = input_format

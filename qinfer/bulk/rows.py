@@ -17,7 +17,8 @@ from qinfer.bulk.plan import Shard
 from qinfer.bulk.row_files import SourceBroken
 from qinfer.bulk.row_sources import SourceChanged, SourceFiles, explained
 from qinfer.bulk.schemas import without_dictionary
-from qinfer.bulk.store import ObjectStore, store_for
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Store
 
 __all__ = ["RowBatch", "Segment", "ShardReader", "SourceBroken", "SourceChanged"]
 
@@ -70,7 +71,7 @@ class ShardReader:
         columns: Sequence[str],
         schema: pa.Schema,
         input_format: InputFormat = "",
-        store: Callable[[str], ObjectStore] = store_for,
+        store: Callable[[str], Store] = store_for,
     ) -> None:
         fields = [schema.field(name) for name in dict.fromkeys(columns)]
         self.schema = pa.schema([(field.name, without_dictionary(field.type)) for field in fields])

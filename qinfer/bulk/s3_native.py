@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 
-from qinfer.bulk.store import ObjectStore
-from qinfer.drivers import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
+from qinfer.storage.open import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
+from qinfer.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ class _Way(NamedTuple):
 
 
 _lock = threading.Lock()
-_ways: "WeakKeyDictionary[ObjectStore, _Way | None]" = WeakKeyDictionary()
+_ways: "WeakKeyDictionary[Store, _Way | None]" = WeakKeyDictionary()
 
 
-def open_native(store: ObjectStore, url: str) -> pa.NativeFile | None:
+def open_native(store: Store, url: str) -> pa.NativeFile | None:
     """Opens an object of S3; `None` where it is to be read in another way.
 
     Args:

@@ -14,9 +14,10 @@ from qinfer.bulk import text_rows
 from qinfer.bulk.arrow_footer import batch_rows
 from qinfer.bulk.job import InputFormat
 from qinfer.bulk.shards import MAX_FILES
-from qinfer.bulk.store import Stat, store_for
 from qinfer.bulk.text_types import NOTHING_WANTED, TextTypes, check_key
 from qinfer.errors import InvalidRequest, StoreUnavailable
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Stat
 
 FileFormat = Literal["parquet", "arrow", "csv", "jsonl"]
 

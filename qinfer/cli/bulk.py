@@ -8,7 +8,7 @@ from qinfer.bulk.queue import broker_of
 from qinfer.cli.overview import with_url
 from qinfer.errors import SettingsError
 from qinfer.settings import Settings
-from qinfer.stores import normalised
+from qinfer.storage.urls import normalised
 
 _NEEDED = ("celery", "pyarrow")
 

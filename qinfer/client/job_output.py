@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from qinfer.client.job_flows import FIRST_POLL_S, LAST_POLL_S, JobStatus
-from qinfer.drivers import remedy
 from qinfer.errors import InvalidRequest, QinferError, ResultNotFound, StoreError, UnsupportedFeature
+from qinfer.storage.open import remedy
 
 if TYPE_CHECKING:
     import pandas

@@ -20,9 +20,9 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from qinfer.drivers import remedy
 from qinfer.errors import BrokerUnavailable, SettingsError
-from qinfer.stores import normalised
+from qinfer.storage.open import remedy
+from qinfer.storage.urls import normalised
 
 logger = logging.getLogger(__name__)
 

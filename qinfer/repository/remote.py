@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 
-from qinfer.drivers import is_bucket, options_of, remedy
 from qinfer.errors import SettingsError
 from qinfer.repository.files import IGNORED, MAX_FILES, Blob, Listing, Stamp
 from qinfer.repository.ranges import Ranges
+from qinfer.storage.open import driver_options, is_bucket, remedy
 
 Result = TypeVar("Result")
 
@@ -52,7 +52,7 @@ def place_of(url: str) -> Place:
             f"model repository '{shown}' may have no password in its URL; it comes from the store's own variables, "
             "such as AWS_SECRET_ACCESS_KEY"
         )
-    options = options_of(protocol)
+    options = driver_options(protocol)
     server = _S3_SERVER.fullmatch(url)
     if server is not None:
         host = server["host"] or server["server"]
@@ -62,7 +62,7 @@ def place_of(url: str) -> Place:
         account, _, path = rest.partition("/")
         if not account or not path.strip("/"):
             raise SettingsError(f"model repository '{shown}' must be as://<account>/<container>/<path>")
-        return Place(f"az://{path}", {**options_of("az"), "account_name": account}, shown)
+        return Place(f"az://{path}", {**driver_options("az"), "account_name": account}, shown)
     return Place(url, options, shown)
 
 

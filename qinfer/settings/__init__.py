@@ -6,7 +6,6 @@
 from qinfer.settings.loading import (
     PREFIX,
     Settings,
-    driver_variables,
     load_settings,
     unknown_variables,
     variable_names,
@@ -49,7 +48,6 @@ __all__ = [
     "TraceSettings",
     "WebhookSettings",
     "WorkerSettings",
-    "driver_variables",
     "load_settings",
     "unknown_variables",
     "variable_names",

@@ -34,8 +34,6 @@ PREFIX = "QINFER_"
 _OF_COMMANDS = "QINFER_API_KEY"
 """The key that commands present (`qinfer.cli.console`); no setting, for it must not reach the programs."""
 
-_DRIVERS = ("AWS_", "AZURE_", "BOTO_", "FSSPEC_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
-
 
 class Settings(BaseSettings):
     """Everything that can be set; each section's fields say what they mean."""
@@ -83,11 +81,6 @@ def load_settings() -> Settings:
             for e in error.errors()
         ]
         raise SettingsError("; ".join(problems)) from None
-
-
-def driver_variables() -> frozenset[tuple[str, str]]:
-    """Returns the variables that drivers of object stores read by themselves; their values are secret."""
-    return frozenset(variable for variable in os.environ.items() if variable[0].startswith(_DRIVERS))
 
 
 def _not_json(environment: Mapping[str, str]) -> str:

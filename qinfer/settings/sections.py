@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from qinfer.errors import SettingsError
-from qinfer.stores import normalised
+from qinfer.storage.urls import normalised
 
 
 class _Section(BaseModel):

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qinfer.bulk.store_fsspec import FsspecStore
-from qinfer.bulk.store_local import LocalStore
+from qinfer.storage.fsspec import FsspecStore
+from qinfer.storage.local import LocalStore
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 

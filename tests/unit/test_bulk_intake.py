@@ -9,8 +9,8 @@ import pytest
 
 from qinfer.bulk.intake import examine
 from qinfer.bulk.job import InputFormat, JobSpec, Output
-from qinfer.bulk.store import store_for
 from qinfer.errors import Forbidden, InvalidRequest, StoreNotFound
+from qinfer.storage.open import store_for
 from qinfer.testing import stub_spec
 from tests.s3_server import S3Server
 
@@ -132,7 +132,7 @@ def test_jobs_are_examined_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [file.url for file in examined.files] == [f"{bucket}/in/a.parquet", f"{bucket}/in/b.parquet"]
         assert examined.files[0] == store.stat(f"{bucket}/in/a.parquet")
         assert examined.files[0].etag
-        monkeypatch.setattr("qinfer.bulk.store_s3._PAGE", 2)
+        monkeypatch.setattr("qinfer.storage.s3._PAGE", 2)
         deep = examine(job(f"{bucket}/in*/**/*.parquet", output=f"{bucket}/out"), MODEL, allow)
         assert [file.url.removeprefix(f"{bucket}/") for file in deep.files] == [
             "in/a.parquet",

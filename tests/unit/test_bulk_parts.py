@@ -20,8 +20,8 @@ from qinfer.bulk.output_columns import OutputColumns, Scored
 from qinfer.bulk.parts import PartBroken, PartInfo, PartWriter, part_metadata, validate_part
 from qinfer.bulk.plan import Shard
 from qinfer.bulk.rows import ShardReader
-from qinfer.bulk.store import store_for
 from qinfer.errors import StoreNotFound
+from qinfer.storage.open import store_for
 from tests.bulk_data import HASH, JOB, job_of, model_of, shard_of, tensor, write
 
 MODEL = model_of(

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from qinfer.bulk.plan import Range, Shard
 from qinfer.bulk.rows import Segment, ShardReader, SourceBroken, SourceChanged
 from qinfer.bulk.s3_native import open_native
-from qinfer.bulk.store import Stat, store_for
 from qinfer.errors import StoreUnavailable
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Stat
 from tests import object_stores
 from tests.bulk_data import shard_of, write
 

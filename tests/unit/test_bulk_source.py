@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from qinfer.bulk.source import FileFormat, Footer, find_files, format_of, read_footer, read_schema
-from qinfer.bulk.store import store_for
 from qinfer.errors import InvalidRequest, StoreUnavailable
+from qinfer.storage.open import store_for
 
 TABLE = pa.table({"id": [1, 2, 3, 4, 5], "x": [0.5, None, 1.5, 2.5, 3.5], "v": [[1.0], None, [2.0, 3.0], [], [4.0]]})
 NESTED = pa.table(

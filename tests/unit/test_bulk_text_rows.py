@@ -17,10 +17,10 @@ from qinfer.bulk.rows import ShardReader
 from qinfer.bulk.schemas import decode_schema
 from qinfer.bulk.shards import Pace
 from qinfer.bulk.source import FileFormat, read_footer
-from qinfer.bulk.store import Stat
 from qinfer.bulk.text_types import text_types
 from qinfer.errors import InvalidRequest
 from qinfer.repository.spec import ModelSpec
+from qinfer.storage.store import Stat
 from tests.bulk_data import job_of, model_of, tensor
 
 PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)

@@ -14,10 +14,10 @@ from urllib.parse import unquote
 import httpx
 
 import qinfer
-from qinfer.bulk.store import store_for
 from qinfer.errors import InvalidRequest, PayloadTooLarge, Unreachable
 from qinfer.settings import LabelingSettings, StoreSettings, WebhookSettings
-from qinfer.stores import check_url
+from qinfer.storage.open import store_for
+from qinfer.storage.urls import check_url
 from qinfer_api.labeling.studio import LabelStudio
 from qinfer_api.targets import MAX_URL_CHARACTERS, Resolve, Targets, Words
 

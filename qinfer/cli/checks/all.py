@@ -16,7 +16,8 @@ from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.address import Address, parse_place
 from qinfer.delivery.clients import admin_client, blocking_client
 from qinfer.errors import QinferError, SettingsError
-from qinfer.settings import RedisSettings, Settings, driver_variables, load_settings
+from qinfer.settings import RedisSettings, Settings, load_settings
+from qinfer.storage.open import driver_variables
 
 
 class _Fleet(NamedTuple):

@@ -78,7 +78,7 @@ def _store(subject: str, url: str) -> Finding:
             return warning(subject, f"{path} can't be written by this user", "needed where jobs write")
         return ok(subject, "it can be read and written")
     try:
-        from qinfer.bulk.store import store_for
+        from qinfer.storage.open import store_for
 
         _within(lambda: next(iter(store_for(url).scan(url)), None))
     except QinferError as error:

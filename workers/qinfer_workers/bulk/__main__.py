@@ -24,7 +24,6 @@ from celery.beat import EmbeddedService
 from celery.worker import state
 
 from qinfer.bulk.queue import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
-from qinfer.bulk.store import store_for
 from qinfer.control.base import BEAT, BULK, ControlStore
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.base import Delivery
@@ -33,6 +32,7 @@ from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.observability import logs
 from qinfer.settings import Settings, load_settings
+from qinfer.storage.open import store_for
 from qinfer_workers.bulk.app import UseCase, make_app
 from qinfer_workers.bulk.bridge import Bridge
 from qinfer_workers.bulk.finalise import Finaliser

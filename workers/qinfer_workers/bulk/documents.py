@@ -21,11 +21,11 @@ from qinfer.bulk.manifest import (
 )
 from qinfer.bulk.parts import PartInfo
 from qinfer.bulk.plan import Plan, Shard, decode_plan
-from qinfer.bulk.store import ObjectStore, Outcome
 from qinfer.delivery.jobs import JobRecord
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
+from qinfer.storage.store import Outcome, Store
 
-StoreFor = Callable[[str], ObjectStore]
+StoreFor = Callable[[str], Store]
 
 PLAN_NAME = "_plan.json"
 PARTIAL_NAME = "_manifest.partial.json"
@@ -138,7 +138,7 @@ def write_partial(
     store.put_if_absent(data, url)
 
 
-def _read(store: ObjectStore, url: str) -> bytes | None:
+def _read(store: Store, url: str) -> bytes | None:
     try:
         return store.read(url, MAX_BYTES)
     except StoreNotFound:

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from qinfer.bulk.store import ObjectStore
 from qinfer.clock import ServerClock
 from qinfer.control.base import ControlStore
 from qinfer.control.capacity import capacity_of
 from qinfer.delivery.jobs import JobRecord, Jobs
 from qinfer.errors import QinferError
 from qinfer.settings import Settings
+from qinfer.storage.store import Store
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Office:
         jobs: Jobs,
         store: ControlStore,
         clock: ServerClock,
-        store_for: Callable[[str], ObjectStore],
+        store_for: Callable[[str], Store],
     ) -> None:
         self.settings = settings.bulk
         self.jobs = jobs

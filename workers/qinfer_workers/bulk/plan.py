@@ -16,11 +16,11 @@ from qinfer.bulk.job import JobSpec, JobState
 from qinfer.bulk.plan import Plan, Shard, ShardTicket, encode_plan, encode_plan_head, encode_ticket
 from qinfer.bulk.planning import Unplanned, make_plan
 from qinfer.bulk.shards import Pace
-from qinfer.bulk.store import Outcome
 from qinfer.delivery.jobs import JobRecord, ShardOutcome
 from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from qinfer.repository.config import from_json, to_spec
 from qinfer.settings import LimitSettings
+from qinfer.storage.store import Outcome
 from qinfer_workers.bulk.attempts import PLANNING
 from qinfer_workers.bulk.documents import MAX_BYTES, PLAN_NAME, StoreFor, read_plan, spec_of, url_of
 from qinfer_workers.bulk.early_end import leave_partial

@@ -17,10 +17,11 @@ from qinfer.bulk.parts import PartBroken, PartWriter, part_metadata, validate_pa
 from qinfer.bulk.plan import PlanHead, Shard
 from qinfer.bulk.rows import ShardReader
 from qinfer.bulk.schemas import decode_schema
-from qinfer.bulk.store import ObjectStore, Outcome, store_for
 from qinfer.delivery.jobs import ShardOutcome
 from qinfer.errors import Conflict, StoreNotFound, StoreUnavailable
 from qinfer.repository.spec import ModelSpec
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Outcome, Store
 from qinfer_workers.inference.bulk.chunks import DEPTH, Chunk, Chunks
 
 SPOOL_PREFIX = "qinfer-part-"
@@ -77,7 +78,7 @@ class Task:
     max_errors: int
     spool: Path
     read_bytes: int
-    store_for: Callable[[str], ObjectStore] = store_for
+    store_for: Callable[[str], Store] = store_for
 
     @property
     def url(self) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.bulk.store import Outcome
-from qinfer.bulk.store_local import LEFTOVER_S, LocalStore, local_path
 from qinfer.errors import StoreDenied, StoreError, StoreNotFound, StoreUnavailable
+from qinfer.storage.local import LEFTOVER_S, LocalStore, local_path
+from qinfer.storage.store import Outcome
 
 CONTENT = bytes(range(256)) * 100_000
 
@@ -18,7 +18,7 @@ CONTENT = bytes(range(256)) * 100_000
 KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
-from qinfer.bulk import store_local
+from qinfer.storage import local
 
 directory, way = Path(sys.argv[1]), sys.argv[2]
 left = 0
@@ -46,7 +46,7 @@ while True:
     child = os.fork()
     if child == 0:
         left = number
-        store_local.LocalStore().commit_if_absent(directory / "spool", f"file://{directory}/out-{number}/deep/part")
+        local.LocalStore().commit_if_absent(directory / "spool", f"file://{directory}/out-{number}/deep/part")
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     if status == 0:
@@ -58,7 +58,7 @@ print(number)
 RACER = """
 import sys
 from pathlib import Path
-from qinfer.bulk.store_local import LocalStore
+from qinfer.storage.local import LocalStore
 
 store, url, number = LocalStore(), sys.argv[1], int(sys.argv[2])
 spool = Path(sys.argv[3])

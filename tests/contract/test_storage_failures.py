@@ -15,9 +15,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qinfer.bulk import store_s3
-from qinfer.bulk.store import ObjectStore, Outcome, store_for
-from qinfer.bulk.store_fsspec import FsspecStore
 from qinfer.errors import (
     InvalidRequest,
     QinferError,
@@ -28,6 +25,10 @@ from qinfer.errors import (
     StoreUnavailable,
     UnsupportedFeature,
 )
+from qinfer.storage import s3
+from qinfer.storage.fsspec import FsspecStore
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Outcome, Store
 from tests import object_stores
 from tests.gcs_server import GcsServer
 from tests.s3_server import S3Server
@@ -53,7 +54,7 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
     for name, value in running.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(FsspecStore, "chunk_bytes", CHUNK_BYTES)
-    monkeypatch.setattr(store_s3, "_CONFLICT_S", 0.001)
+    monkeypatch.setattr(s3, "_CONFLICT_S", 0.001)
     yield running
     running.reset()
 
@@ -205,16 +206,25 @@ def test_without_conditional_writes_what_another_wrote_is_not_ours(
 # --- errors ---
 
 
-OPERATIONS: dict[str, Callable[[ObjectStore, str, Path], object]] = {
+OPERATIONS: dict[str, Callable[[Store, str, Path], object]] = {
     "commit": lambda store, url, path: store.commit_if_absent(path, url),
     "put": lambda store, url, _: store.put_if_absent(b"1", url),
+    "write": lambda store, url, _: store.write(b"1", url),
+    "copy": lambda store, url, _: store.copy(url, f"{url}-2"),
     "read": lambda store, url, _: store.read(url, 10),
+    "fetch": lambda store, url, path: store.fetch(url, path.with_name("fetched")),
+    "children": lambda store, url, _: store.children(url),
     "stat": lambda store, url, _: store.stat(url),
     "list": lambda store, url, _: list(store.list(url)),
     "set_aside": lambda store, url, _: store.set_aside(url),
     "open": lambda store, url, _: store.open(url).read(),
     "delete": lambda store, url, _: store.delete(url),
+    "delete_folder": lambda store, url, _: store.delete_folder(url),
 }
+
+
+IN_A_BUCKET = ["commit", "put", "write", "copy", "read", "fetch", "list", "open"]
+"""Operations that fail where there is no bucket; to the others, nothing is there."""
 
 
 def fails(url: str, tmp_path: Path, names: list[str], raised: type[StoreError]) -> None:
@@ -243,7 +253,7 @@ def test_a_bucket_of_s3_that_is_not_there(server: S3Server, tmp_path: Path) -> N
     """To look is no error, to list it is."""
     url = "s3://no-such-bucket/folder"
 
-    fails(url, tmp_path, ["commit", "put", "read", "list", "open"], StoreNotFound)
+    fails(url, tmp_path, IN_A_BUCKET, StoreNotFound)
     assert store_for(url).stat(url) is None
 
 
@@ -306,7 +316,12 @@ def test_what_google_denies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(logging.getLogger("gcsfs"), "disabled", True)  # it logs what it raises
     with GcsServer("bucket") as server:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint)
-        fails("gs://no-such-bucket/x", tmp_path, ["commit", "put", "read", "list", "open"], StoreNotFound)
+        fails(
+            "gs://no-such-bucket/x",
+            tmp_path,
+            IN_A_BUCKET,
+            StoreNotFound,
+        )
         server.denies = True
         fails("gs://bucket/x", tmp_path, list(OPERATIONS), StoreDenied)
 
@@ -319,7 +334,12 @@ def test_what_azure_denies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with object_stores.azure(tmp_path / "azurite", "bucket") as server:
         right = server.environment["AZURE_STORAGE_CONNECTION_STRING"]
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", right)
-        fails("az://no-such-container/x", tmp_path, ["commit", "put", "read", "list", "open"], StoreNotFound)
+        fails(
+            "az://no-such-container/x",
+            tmp_path,
+            IN_A_BUCKET,
+            StoreNotFound,
+        )
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", right.replace("AccountKey=Eby8", "AccountKey=AAAA"))
         fails("az://bucket/x", tmp_path, ["commit", "put", "read", "stat", "delete"], StoreDenied)
 
@@ -358,7 +378,7 @@ def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: st
 
 def test_a_store_for_each_environment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of threads that ask at the same moment, all get one."""
-    found: list[ObjectStore] = []
+    found: list[Store] = []
     threads = [threading.Thread(target=lambda: found.append(store_for("s3://bucket"))) for _ in range(8)]
     for thread in threads:
         thread.start()

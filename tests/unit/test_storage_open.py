@@ -2,43 +2,40 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
-from qinfer.bulk import store_open
-from qinfer.bulk.store import ObjectStore
-from qinfer.bulk.store_open import opened
+from qinfer.storage import open as opening
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Store
 
 LONG_S = 30.0
 
 
 @pytest.fixture(autouse=True)
 def nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_open, "_opened", {})
-
-
-def with_adapter(monkeypatch: pytest.MonkeyPatch, kind: str, make: Any) -> None:
-    monkeypatch.setattr(store_open, "_ADAPTERS", {**store_open._ADAPTERS, kind: make})
+    monkeypatch.setattr(opening, "_opened", {})
 
 
 def test_a_driver_that_takes_long_does_not_delay_other_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Google's looks for credentials over the network."""
     begun, go_on = threading.Event(), threading.Event()
 
-    def make(_: str) -> ObjectStore:
-        begun.set()
-        assert go_on.wait(LONG_S)
-        return cast(ObjectStore, object())
+    def make(url: str) -> tuple[Store, str]:
+        if url.startswith("gs"):
+            begun.set()
+            assert go_on.wait(LONG_S)
+        return cast(Store, object()), url
 
-    with_adapter(monkeypatch, "gcs", make)
+    monkeypatch.setattr(opening, "open_store", make)
     with ThreadPoolExecutor(2) as threads:
-        slow = threads.submit(opened, "gs://bucket/in")
+        slow = threads.submit(store_for, "gs://bucket/in")
         assert begun.wait(LONG_S)
-        threads.submit(opened, "file:///data").result(LONG_S)
+        threads.submit(store_for, "file:///data").result(LONG_S)
         assert not slow.done()
         go_on.set()
-        assert slow.result(LONG_S) is opened("gs://other/in")
+        assert slow.result(LONG_S) is store_for("gs://other/in")
 
 
 def test_threads_that_ask_at_once_get_one_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,15 +43,15 @@ def test_threads_that_ask_at_once_get_one_store(monkeypatch: pytest.MonkeyPatch)
     meet = threading.Barrier(4)
     made: list[str] = []
 
-    def make(url: str) -> ObjectStore:
+    def make(url: str) -> tuple[Store, str]:
         made.append(url)
-        return cast(ObjectStore, object())
+        return cast(Store, object()), url
 
-    def ask(_: int) -> ObjectStore:
+    def ask(_: int) -> Store:
         meet.wait(LONG_S)
-        return opened("memory://bucket/in")
+        return store_for("memory://bucket/in")
 
-    with_adapter(monkeypatch, "memory", make)
+    monkeypatch.setattr(opening, "open_store", make)
     with ThreadPoolExecutor(4) as threads:
         stores = set(threads.map(ask, range(4)))
 

@@ -1,4 +1,4 @@
-"""What every object store of a bulk job promises: the port of `qinfer/bulk/store.py`.
+"""What every `Store` promises (`qinfer/storage/store.py`).
 
 `s3-501` is a store that knows no conditional writes. Google's is a stand-in that does what its documentation says.
 """
@@ -17,9 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from qinfer.bulk.store import ObjectStore, Outcome, store_for
-from qinfer.bulk.store_fsspec import FsspecStore
 from qinfer.errors import StoreError, StoreNotFound
+from qinfer.storage import fsspec as fsspec_store
+from qinfer.storage.fsspec import FsspecStore
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Outcome, Store
 from tests import gcs_server, object_stores, s3_server
 from tests.s3_server import S3Server
 
@@ -91,7 +93,7 @@ def folder(
 
 
 @pytest.fixture
-def store(folder: str) -> ObjectStore:
+def store(folder: str) -> Store:
     return store_for(folder)
 
 
@@ -101,7 +103,7 @@ def spooled(tmp_path: Path, data: bytes, name: str = "spool") -> Path:
     return path
 
 
-def content(store: ObjectStore, url: str) -> bytes:
+def content(store: Store, url: str) -> bytes:
     with store.open(url) as file:
         return file.read()
 
@@ -111,7 +113,7 @@ def content(store: ObjectStore, url: str) -> bytes:
 
 @pytest.mark.parametrize("folder", ALL_KINDS, indirect=True)
 @pytest.mark.parametrize("size_bytes", [1, 1000, LARGE_BYTES], ids=["byte", "small", "large"])
-def test_a_file_is_committed_once(store: ObjectStore, folder: str, tmp_path: Path, size_bytes: int) -> None:
+def test_a_file_is_committed_once(store: Store, folder: str, tmp_path: Path, size_bytes: int) -> None:
     """The second is told that there is one, and changes nothing; the spool files stay."""
     data = os.urandom(size_bytes)
     url = f"{folder}/deep/part-00000.parquet"
@@ -129,7 +131,7 @@ def test_a_file_is_committed_once(store: ObjectStore, folder: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("folder", ALL_KINDS, indirect=True)
-def test_bytes_are_put_once(store: ObjectStore, folder: str) -> None:
+def test_bytes_are_put_once(store: Store, folder: str) -> None:
     """The same for small files."""
     url = f"{folder}/_SUCCESS"
 
@@ -139,7 +141,7 @@ def test_bytes_are_put_once(store: ObjectStore, folder: str) -> None:
     assert store.read(url, 100) == b"first"
 
 
-def test_nothing_is_not_committed(store: ObjectStore, folder: str, tmp_path: Path) -> None:
+def test_nothing_is_not_committed(store: Store, folder: str, tmp_path: Path) -> None:
     """Empty objects mark folders in some stores, and drivers write them without a condition."""
     with pytest.raises(ValueError, match="empty"):
         store.put_if_absent(b"", f"{folder}/x")
@@ -152,7 +154,7 @@ def test_nothing_is_not_committed(store: ObjectStore, folder: str, tmp_path: Pat
 @pytest.mark.parametrize("folder", ALL_KINDS, indirect=True)
 @pytest.mark.parametrize("size_bytes", [100, LARGE_BYTES], ids=["small", "large"])
 def test_of_many_at_once_one_creates(
-    store: ObjectStore, folder: str, tmp_path: Path, request: pytest.FixtureRequest, size_bytes: int
+    store: Store, folder: str, tmp_path: Path, request: pytest.FixtureRequest, size_bytes: int
 ) -> None:
     """And what is there is that one's; without conditions, it is whole and one of theirs."""
     kind = request.node.callspec.params["folder"]
@@ -178,10 +180,79 @@ def test_of_many_at_once_one_creates(
         assert content(store, url) == contents[outcomes.index(Outcome.CREATED)]
 
 
+# --- writing ---
+
+
+def test_writing_replaces_what_is_there(store: Store, folder: str) -> None:
+    url = f"{folder}/deep/x"
+
+    store.write(b"first", url)
+    store.write(b"second", url, synced=True)
+
+    assert store.read(url, 100) == b"second"
+
+
+def test_a_copy_is_an_object_of_its_own(store: Store, folder: str) -> None:
+    store.write(b"tensors", f"{folder}/x")
+
+    store.copy(f"{folder}/x", f"{folder}/later/y")
+    store.delete(f"{folder}/x")
+
+    assert store.read(f"{folder}/later/y", 100) == b"tensors"
+    with pytest.raises(StoreNotFound):
+        store.copy(f"{folder}/x", f"{folder}/later/z")
+    assert store.stat(f"{folder}/later/z") is None
+
+
 # --- looking ---
 
 
-def test_reading_is_limited(store: ObjectStore, folder: str) -> None:
+@pytest.mark.parametrize("size_bytes", [0, 10, 1000])
+def test_a_range_ends_where_the_object_does(store: Store, folder: str, size_bytes: int) -> None:
+    data, url = os.urandom(size_bytes), f"{folder}/x"
+    store.write(data, url)
+
+    for begin, end in ((0, 5), (3, 9), (0, 2000), (5, 2000)):
+        assert store.read_range(url, begin, end) == data[begin:end]
+    assert store.read(url, size_bytes) == data
+    with pytest.raises(StoreNotFound):
+        store.read_range(f"{folder}/y", 0, 5)
+
+
+def test_an_object_is_fetched_into_a_file(store: Store, folder: str, tmp_path: Path) -> None:
+    data = os.urandom(300_000)
+    store.write(data, f"{folder}/x")
+
+    store.fetch(f"{folder}/x", tmp_path / "copy")
+
+    assert (tmp_path / "copy").read_bytes() == data
+    with pytest.raises(StoreNotFound):
+        store.fetch(f"{folder}/y", tmp_path / "nothing")
+
+
+def test_children_are_what_is_directly_in_a_folder(store: Store, folder: str) -> None:
+    for name in ("a/b/c", "a/d", "e", ".f"):
+        store.write(b"x", f"{folder}/{name}")
+
+    assert sorted(store.children(folder)) == [(".f", False), ("a", True), ("e", False)]
+    assert sorted(store.children(f"{folder}/a")) == [("b", True), ("d", False)]
+    assert store.children(f"{folder}/nothing") == []
+
+
+def test_a_large_object_is_read_whole(store: Store, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers fetch parts of it at once; the limit counts all the same."""
+    monkeypatch.setattr(fsspec_store, "_AT_ONCE_BYTES", 100)
+    data = os.urandom(1000)
+    store.write(data, f"{folder}/x")
+
+    assert store.read(f"{folder}/x", 1000) == data
+    with pytest.raises(StoreError, match="at most 999"):
+        store.read(f"{folder}/x", 999)
+    with pytest.raises(StoreNotFound):
+        store.read(f"{folder}/y", 1000)
+
+
+def test_reading_is_limited(store: Store, folder: str) -> None:
     """Someone else may have put something huge there."""
     store.put_if_absent(b"12345", f"{folder}/x")
 
@@ -190,7 +261,7 @@ def test_reading_is_limited(store: ObjectStore, folder: str) -> None:
         store.read(f"{folder}/x", 4)
 
 
-def test_what_is_not_there(store: ObjectStore, folder: str) -> None:
+def test_what_is_not_there(store: Store, folder: str) -> None:
     """Is an error to read, and none to look at or delete; a folder is no object."""
     store.put_if_absent(b"1", f"{folder}/folder/x")
 
@@ -207,7 +278,7 @@ def test_what_is_not_there(store: ObjectStore, folder: str) -> None:
     assert list(store.list(f"{folder}/nothing")) == []
 
 
-def test_a_listing_has_everything_below_a_folder(store: ObjectStore, folder: str) -> None:
+def test_a_listing_has_everything_below_a_folder(store: Store, folder: str) -> None:
     """Sorted, with the tags that `stat` has; and nothing of a folder whose name begins the same."""
     names = ["_plan.json", "a/b/c", "a=1,b=ü/x", "part-00000.parquet", "part-00001.parquet"]
     for number, name in enumerate(names):
@@ -221,7 +292,7 @@ def test_a_listing_has_everything_below_a_folder(store: ObjectStore, folder: str
         assert found == [store.stat(stat.url) for stat in found]
 
 
-def test_a_tag_is_of_the_content(store: ObjectStore, folder: str) -> None:
+def test_a_tag_is_of_the_content(store: Store, folder: str) -> None:
     """The same when nothing happens, another one when the object was made anew."""
     url = f"{folder}/x"
     store.put_if_absent(b"123", url)
@@ -239,7 +310,7 @@ def test_a_tag_is_of_the_content(store: ObjectStore, folder: str) -> None:
 
 
 @pytest.mark.parametrize("sequential", [True, False])
-def test_a_reader_seeks(store: ObjectStore, folder: str, tmp_path: Path, *, sequential: bool) -> None:
+def test_a_reader_seeks(store: Store, folder: str, tmp_path: Path, *, sequential: bool) -> None:
     """As pyarrow does."""
     data = os.urandom(300_000)
     store.commit_if_absent(spooled(tmp_path, data), f"{folder}/x")
@@ -256,7 +327,7 @@ def test_a_reader_seeks(store: ObjectStore, folder: str, tmp_path: Path, *, sequ
     assert file.closed
 
 
-def test_pyarrow_reads_it(store: ObjectStore, folder: str, tmp_path: Path) -> None:
+def test_pyarrow_reads_it(store: Store, folder: str, tmp_path: Path) -> None:
     """With its own fetching ahead, from several threads."""
     table = pa.table({"x": range(100_000), "y": [f"row {number}" for number in range(100_000)]})
     pq.write_table(table, tmp_path / "x", row_group_size=10_000)
@@ -269,7 +340,7 @@ def test_pyarrow_reads_it(store: ObjectStore, folder: str, tmp_path: Path) -> No
 # --- removing ---
 
 
-def test_what_is_broken_is_set_aside(store: ObjectStore, folder: str) -> None:
+def test_what_is_broken_is_set_aside(store: Store, folder: str) -> None:
     """Its name is free, it is kept, and so is the next one."""
     url = f"{folder}/part-00000.parquet"
     for data in (b"broken", b"broken too"):
@@ -283,7 +354,7 @@ def test_what_is_broken_is_set_aside(store: ObjectStore, folder: str) -> None:
     assert store.read(url, 100) == b"whole"
 
 
-def test_only_what_was_found_broken_is_set_aside(store: ObjectStore, folder: str) -> None:
+def test_only_what_was_found_broken_is_set_aside(store: Store, folder: str) -> None:
     """Not what another worker has made of it meanwhile."""
     url = f"{folder}/part-00000.parquet"
     store.put_if_absent(b"broken", url)
@@ -300,7 +371,7 @@ def test_only_what_was_found_broken_is_set_aside(store: ObjectStore, folder: str
     assert store.stat(url) is None
 
 
-def test_deleting(store: ObjectStore, folder: str) -> None:
+def test_deleting(store: Store, folder: str) -> None:
     """Twice is once."""
     store.put_if_absent(b"1", f"{folder}/x")
 
@@ -308,6 +379,16 @@ def test_deleting(store: ObjectStore, folder: str) -> None:
     store.delete(f"{folder}/x")
 
     assert list(store.list(folder)) == []
+
+
+def test_a_folder_is_deleted_with_all_that_it_holds(store: Store, folder: str) -> None:
+    for name in ("a/b/c", "a/d", "ab"):
+        store.write(b"x", f"{folder}/{name}")
+
+    store.delete_folder(f"{folder}/a")
+    store.delete_folder(f"{folder}/a")
+
+    assert [stat.url for stat in store.list(folder)] == [f"{folder}/ab"]
 
 
 def test_one_store_for_all_urls(folder: str) -> None:

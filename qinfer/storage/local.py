@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from qinfer.bulk.store import BROKEN, Outcome, Stat
-from qinfer.bulk.store_errors import mapped, not_empty, not_larger
 from qinfer.errors import StoreError
+from qinfer.storage.errors import mapped, not_empty
+from qinfer.storage.store import BROKEN, Child, Outcome, Stat, Store
 
 LEFTOVER_S = 24 * 3600.0
 """A temporary file this old is nobody's."""
@@ -37,7 +37,7 @@ def local_path(url: str) -> Path | None:
     return Path(path.removeprefix("localhost")) if separator and scheme in ("file", "local") else None
 
 
-class LocalStore:
+class LocalStore(Store):
     """Files and directories of this machine, or of a network file system that has hard links."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class LocalStore:
         self._lock = threading.Lock()
 
     def commit_if_absent(self, local: Path, url: str) -> Outcome:
-        """As the port says; `local` and what becomes of it may be one file with two names."""
+        """As `Store` says; `local` and what becomes of it may be one file with two names."""
         not_empty(local.stat().st_size, url)
         with mapped(url), local.open("rb") as source:
             final = _path(url)
@@ -64,22 +64,53 @@ class LocalStore:
             return self._create(source, final)
 
     def put_if_absent(self, data: bytes, url: str) -> Outcome:
-        """As the port says."""
+        """As `Store` says."""
         not_empty(len(data), url)
         with mapped(url):
             final = _path(url)
             self._prepare(final.parent)
             return self._create(io.BytesIO(data), final)
 
-    def read(self, url: str, limit_bytes: int) -> bytes:
-        """As the port says."""
+    def write(self, data: bytes, url: str, *, synced: bool = False) -> None:
+        """As `Store` says."""
+        with mapped(url):
+            path = _path(url)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as file:
+                file.write(data)
+                if synced:
+                    file.flush()
+                    os.fsync(file.fileno())
+            for directory in (path.parent, path.parent.parent) if synced else ():
+                _sync_directory(directory)
+
+    def copy(self, url: str, to: str) -> None:
+        """As `Store` says."""
+        with mapped(url), _path(url).open("rb") as source:
+            target = _path(to)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                shutil.copyfileobj(source, file, _CHUNK_BYTES)
+
+    def read_range(self, url: str, begin: int, end: int) -> bytes:
+        """As `Store` says."""
         with mapped(url), _path(url).open("rb") as file:
-            data = file.read(limit_bytes + 1)
-        not_larger(len(data), url, limit_bytes)
-        return data
+            file.seek(begin)
+            return file.read(end - begin)
+
+    def fetch(self, url: str, target: Path) -> None:
+        """As `Store` says."""
+        with mapped(url):
+            shutil.copyfile(_path(url), target)
+
+    def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
+        """As `Store` says; a file that is replaced while it is open stays what it was."""
+        del sequential
+        with mapped(url):
+            return _path(url).open("rb")
 
     def stat(self, url: str) -> Stat | None:
-        """As the port says."""
+        """As `Store` says."""
         with mapped(url):
             path = _path(url)
             try:
@@ -87,12 +118,17 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def list(self, prefix: str) -> Iterator[Stat]:
-        """As the port says; names that begin with a dot are left out."""
-        return iter(sorted(self.scan(prefix)))
+    def children(self, folder: str) -> list[Child]:
+        """As `Store` says."""
+        with mapped(folder):
+            try:
+                with os.scandir(_path(folder)) as entries:
+                    return [Child(entry.name, entry.is_dir()) for entry in entries]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
 
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """As the port says."""
+        """As `Store` says; names that begin with a dot are left out."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             root = _path(base)
@@ -106,7 +142,7 @@ class LocalStore:
                             yield _stat(url, os.stat(os.path.join(directory, name)))
 
     def set_aside(self, url: str, etag: str = "") -> None:
-        """As the port says."""
+        """As `Store` says."""
         with mapped(url):
             final = _path(url)
             before = self.stat(url)
@@ -126,15 +162,14 @@ class LocalStore:
             _sync_directory(final.parent)
 
     def delete(self, url: str) -> None:
-        """As the port says."""
+        """As `Store` says."""
         with mapped(url), suppress(FileNotFoundError):
             _path(url).unlink()
 
-    def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """As the port says; a file that is replaced while it is open stays what it was."""
-        del sequential
-        with mapped(url):
-            return _path(url).open("rb")
+    def delete_folder(self, url: str) -> None:
+        """As `Store` says."""
+        with mapped(url), suppress(FileNotFoundError):
+            shutil.rmtree(_path(url))
 
     def _create(self, source: BinaryIO, final: Path) -> Outcome:
         """Copies to a temporary file, and gives it its name."""

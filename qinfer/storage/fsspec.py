@@ -13,33 +13,40 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from qinfer.bulk.store import BROKEN, Outcome, Stat
-from qinfer.bulk.store_errors import fail, mapped, not_empty, not_larger
+from qinfer.storage.errors import answer_of, fail, mapped, not_empty, not_larger
+from qinfer.storage.store import BROKEN, Child, Outcome, Stat, Store
 
 UPLOADS = 4
 """Chunks of one upload that are on their way at a time, where the driver sends several."""
 
 _AHEAD_BYTES = 8 * 2**20  # fetched ahead of who reads sequentially
+_AT_ONCE_BYTES = 32 * 2**20
+_BEYOND_THE_END = 416  # what a range of an empty object is answered with
 _MARKS = ("generation", "ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
 
 
-class FsspecStore:
-    """An object store that fsspec has a driver for.
+class FsspecStore(Store):
+    """A store that fsspec has a driver for.
 
     Args:
         files: The driver, without a cache of listings.
+        listing_timeout_s: How long one answer to a listing may take, where the driver lets that be said.
 
     Attributes:
         chunk_bytes: Of an upload; a few of them are in memory.
+        has_buckets: Whether the first part of a path is a bucket's name.
     """
 
     chunk_bytes = 16 * 2**20
+    has_buckets = False
 
-    def __init__(self, files: Any) -> None:
+    def __init__(self, files: Any, listing_timeout_s: float | None = None) -> None:
         self._files = files
+        timed = listing_timeout_s is not None and files.async_impl
+        self._listing_options = {"timeout": listing_timeout_s} if timed else {}
 
     def commit_if_absent(self, local: Path, url: str) -> Outcome:
-        """As the port says."""
+        """As `Store` says."""
         size_bytes = local.stat().st_size
         not_empty(size_bytes, url)
 
@@ -52,7 +59,7 @@ class FsspecStore:
             return self._create(put, lambda: local.open("rb"), url)
 
     def put_if_absent(self, data: bytes, url: str) -> Outcome:
-        """As the port says."""
+        """As `Store` says."""
         not_empty(len(data), url)
 
         def put(mode: str) -> None:
@@ -61,8 +68,24 @@ class FsspecStore:
         with mapped(url):
             return self._create(put, lambda: io.BytesIO(data), url)
 
+    def write(self, data: bytes, url: str, *, synced: bool = False) -> None:
+        """As `Store` says."""
+        del synced
+        with mapped(url):
+            path = self._path(url)
+            with suppress(NotImplementedError):
+                self._make_folder(path.rpartition("/")[0])
+            self._files.pipe_file(path, data)
+
+    def copy(self, url: str, to: str) -> None:
+        """As `Store` says."""
+        with mapped(url):
+            self._files.cp_file(self._path(url), self._path(to))
+
     def read(self, url: str, limit_bytes: int) -> bytes:
-        """As the port says."""
+        """As `Store` says; drivers fetch parts of a large object at once, unless they are told a range."""
+        if limit_bytes <= _AT_ONCE_BYTES:
+            return super().read(url, limit_bytes)
         with mapped(url):
             found = self._files.info(self._path(url))
             if found.get("type") == "directory":
@@ -72,8 +95,33 @@ class FsspecStore:
         not_larger(len(data), url, limit_bytes)  # another one meanwhile
         return data
 
+    def read_range(self, url: str, begin: int, end: int) -> bytes:
+        """As `Store` says."""
+        with mapped(url):
+            try:
+                data: bytes = self._files.cat_file(self._path(url), start=begin, end=end)
+            except Exception as error:
+                if answer_of(error).status == _BEYOND_THE_END:
+                    return b""
+                raise
+        return data
+
+    def fetch(self, url: str, target: Path) -> None:
+        """As `Store` says."""
+        with mapped(url):
+            self._files.get_file(self._path(url), str(target))
+
+    def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
+        """As `Store` says."""
+        options = {"cache_type": "readahead", "block_size": _AHEAD_BYTES} if sequential else {"cache_type": "none"}
+        with mapped(url):
+            file = self._files.open(self._path(url), "rb", **options)
+            if file.details.get("type") == "directory":
+                raise FileNotFoundError
+            return cast(BinaryIO, _Reader(file, url))
+
     def stat(self, url: str) -> Stat | None:
-        """As the port says."""
+        """As `Store` says."""
         with mapped(url):
             try:
                 found = self._files.info(self._path(url))
@@ -81,27 +129,35 @@ class FsspecStore:
                 return None
         return None if found.get("type") == "directory" else Stat(url, _size(found), _etag(found))
 
-    def list(self, prefix: str) -> Iterator[Stat]:
-        """As the port says."""
-        return iter(sorted(self.scan(prefix)))
+    def children(self, folder: str) -> list[Child]:
+        """As `Store` says."""
+        with mapped(folder):
+            self._files.invalidate_cache()
+            try:
+                found = self._files.ls(self._path(folder), detail=True, **self._listing_options)
+            except FileNotFoundError:
+                return []
+        return [Child(str(x["name"]).rstrip("/").rpartition("/")[2], x.get("type") == "directory") for x in found]
 
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """As the port says; most drivers give everything at once."""
+        """As `Store` says; most drivers give everything at once."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             root = self._path(base)
+            self._files.invalidate_cache()
             try:
-                found = self._files.find(root, detail=True)
+                found = self._files.find(root, detail=True, **self._listing_options)
             except FileNotFoundError:
                 found = {}
-            if not found:
-                self._check_bucket(root)
+            if not found and self.has_buckets:
+                with suppress(PermissionError):  # who may list a bucket may not always look at it
+                    self._files.info(root.partition("/")[0])
         for name, info in found.items():
             if str(name).startswith(f"{root}/") and not str(name).endswith("/") and info.get("type") != "directory":
                 yield Stat(base + str(name)[len(root) :], _size(info), _etag(info))
 
     def set_aside(self, url: str, etag: str = "") -> None:
-        """As the port says."""
+        """As `Store` says."""
         found = self.stat(url)
         if found is None or (etag and found.etag != etag):
             return
@@ -116,23 +172,18 @@ class FsspecStore:
                 self._files.rm_file(self._path(url))
 
     def delete(self, url: str) -> None:
-        """As the port says."""
+        """As `Store` says."""
         with mapped(url), suppress(FileNotFoundError):
             self._files.rm_file(self._path(url))
 
-    def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """As the port says."""
-        options = {"cache_type": "readahead", "block_size": _AHEAD_BYTES} if sequential else {"cache_type": "none"}
-        with mapped(url):
-            file = self._files.open(self._path(url), "rb", **options)
-            if file.details.get("type") == "directory":
-                raise FileNotFoundError
-            return cast(BinaryIO, _Reader(file, url))
+    def delete_folder(self, url: str) -> None:
+        """As `Store` says."""
+        with mapped(url), suppress(FileNotFoundError):
+            self._files.rm(self._path(url), recursive=True)
 
-    def _check_bucket(self, path: str) -> None:
-        """Raises a `FileNotFoundError` where there is no bucket; who may list it may not always look at it."""
-        with suppress(PermissionError):
-            self._files.info(path.partition("/")[0])
+    def _make_folder(self, path: str) -> None:
+        """Makes a folder, where folders are more than a part of names."""
+        self._files.makedirs(path, exist_ok=True)
 
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
         """Returns options of the driver's `put_file`, by which little of a file is in memory at a time."""
@@ -159,7 +210,16 @@ class FsspecStore:
         return Outcome.CREATED
 
 
-class GcsStore(FsspecStore):
+class BucketStore(FsspecStore):
+    """A store of buckets, which makes no folders."""
+
+    has_buckets = True
+
+    def _make_folder(self, path: str) -> None:
+        """Makes nothing: a driver would make the bucket."""
+
+
+class GcsStore(BucketStore):
     """Google Cloud Storage."""
 
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
@@ -167,7 +227,7 @@ class GcsStore(FsspecStore):
         return {"chunksize": self.chunk_bytes}
 
 
-class AzureStore(FsspecStore):
+class AzureStore(BucketStore):
     """Azure Blob Storage."""
 
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
@@ -180,9 +240,6 @@ class MemoryStore(FsspecStore):
 
     _lock = threading.Lock()
 
-    def _check_bucket(self, path: str) -> None:
-        """It has none."""
-
     def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
         with self._lock:
             if self._files.exists(self._path(url)):
@@ -192,7 +249,7 @@ class MemoryStore(FsspecStore):
         return Outcome.CREATED
 
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """As the port says; the driver has one position for all who read a file."""
+        """As `Store` says; the driver has one position for all who read a file."""
         del sequential
         with mapped(url):
             return cast(BinaryIO, _Reader(io.BytesIO(self._files.cat_file(self._path(url))), url))

@@ -1,7 +1,8 @@
 """What the drivers of object stores raise → qinfer's `StoreError`s.
 
-Drivers put endpoints, account names and keys' ids into their texts, so nothing of those is kept: a message has the URL
-as it was asked for, the class of the driver's error, the store's own code for it, and what to do.
+Drivers put endpoints, account names and keys' ids into their texts, so a message has none of those: it has the URL as
+it was asked for, the class of the driver's error, the store's own code for it, and what to do. The driver's words are
+kept beside it as the error's `reason`, for messages that only operators see.
 """
 
 import errno
@@ -31,6 +32,10 @@ _WRONG_ERRNO = {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 _FORBIDDEN = "Forbidden"  # gcsfs has no class for it
 _LATER = {408, 409, 412, 425, 429}
 _LONGEST = 200
+_REASON_CHARACTERS = 300
+
+ANSWER_TIMEOUT_S = 60
+"""Some drivers look for credentials, or try again, for minutes."""
 
 
 class Answer(NamedTuple):
@@ -62,29 +67,18 @@ def fail(error: Exception, url: str) -> NoReturn:
 
 
 def store_error(error: Exception, url: str) -> StoreError:
-    """Names the error of a driver's error.
+    """Returns the `StoreError` of a driver's error, with what the driver said as its `reason`.
 
     Args:
         error: What the driver raised.
         url: What it is about; it has no credentials.
     """
-    shown = url if len(url) <= _LONGEST else f"{url[:_LONGEST]}…"
-    answer = answer_of(error)
-    what = ", ".join(filter(None, [type(error).__name__, answer.code, str(answer.status or "")]))
-    if type(error).__name__ == "FileExpired":
-        return StoreChanged(f"'{shown}' was replaced while it was read")
-    if isinstance(error, FileNotFoundError) or answer.status == 404:
-        return StoreNotFound(f"'{shown}' does not exist; or its bucket does not")
-    if _is_denied(error, answer):
-        return StoreDenied(
-            f"'{shown}' is not open to this server ({what}); it needs credentials in the store's own variables that "
-            "allow reading and writing there"
-        )
-    if _is_wrong(error, answer):
-        return StoreError(f"the store refuses '{shown}' ({what}); is the URL right?")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreUnavailable(f"there is no space left for '{shown}'")
-    return StoreUnavailable(f"the store of '{shown}' can't be reached, or fails, now ({what}); try again")
+    named = _named(error, url)
+    text = " ".join(str(error).split())[:_REASON_CHARACTERS]
+    if isinstance(error, TimeoutError):
+        text = f"no answer within {ANSWER_TIMEOUT_S} s; are there credentials, and is the store reached?"
+    named.reason = f"{type(error).__name__}: {text}"
+    return named
 
 
 def answer_of(error: BaseException | None) -> Answer:
@@ -113,6 +107,26 @@ def not_larger(size_bytes: int, url: str, limit_bytes: int) -> None:
     """Raises a `StoreError` for an object that is larger than a limit."""
     if size_bytes > limit_bytes:
         raise StoreError(f"'{url}' has {size_bytes} bytes or more; at most {limit_bytes} can be read here")
+
+
+def _named(error: Exception, url: str) -> StoreError:
+    shown = url if len(url) <= _LONGEST else f"{url[:_LONGEST]}…"
+    answer = answer_of(error)
+    what = ", ".join(filter(None, [type(error).__name__, answer.code, str(answer.status or "")]))
+    if type(error).__name__ == "FileExpired":
+        return StoreChanged(f"'{shown}' was replaced while it was read")
+    if isinstance(error, FileNotFoundError) or answer.status == 404:
+        return StoreNotFound(f"'{shown}' does not exist; or its bucket does not")
+    if _is_denied(error, answer):
+        return StoreDenied(
+            f"'{shown}' is not open to this server ({what}); it needs credentials in the store's own variables that "
+            "allow reading and writing there"
+        )
+    if _is_wrong(error, answer):
+        return StoreError(f"the store refuses '{shown}' ({what}); is the URL right?")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreUnavailable(f"there is no space left for '{shown}'")
+    return StoreUnavailable(f"the store of '{shown}' can't be reached, or fails, now ({what}); try again")
 
 
 def _is_denied(error: Exception, answer: Answer) -> bool:

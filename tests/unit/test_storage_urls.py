@@ -4,7 +4,7 @@ import pytest
 
 from qinfer.errors import Forbidden, InvalidRequest, SettingsError
 from qinfer.settings import StoreSettings
-from qinfer.stores import check_url, normalised
+from qinfer.storage.urls import check_url, normalised
 
 ALLOW = ("s3://data/in", "gs://lake", "file:///srv/data", "az://box/a", "abfss://box@acc.dfs.core.windows.net/a")
 

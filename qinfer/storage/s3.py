@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from qinfer.bulk.store import Outcome, Stat
-from qinfer.bulk.store_errors import answer_of, mapped, store_error
-from qinfer.bulk.store_fsspec import UPLOADS, FsspecStore
 from qinfer.errors import StoreChanged, StoreUnavailable
+from qinfer.storage.errors import answer_of, mapped, store_error
+from qinfer.storage.fsspec import UPLOADS, BucketStore
+from qinfer.storage.store import Outcome, Stat
 
 logger = logging.getLogger(__name__)
 
@@ -26,23 +26,23 @@ _MOST_CHUNKS = 10_000
 _PAGE = 1000  # objects of a listing in one answer
 
 
-class S3Store(FsspecStore):
+class S3Store(BucketStore):
     """An object store that speaks S3's protocol."""
 
-    def __init__(self, files: Any) -> None:
-        super().__init__(files)
+    def __init__(self, files: Any, listing_timeout_s: float | None = None) -> None:
+        super().__init__(files, listing_timeout_s)
         self._unconditional: set[str] = set()
         self._lock = threading.Lock()
 
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """As the port says."""
+        """As `Store` says."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             bucket, key, _ = self._files.split_path(self._path(base))
             folder = f"{key}/" if key else ""
             asked: dict[str, str | int] = {"Bucket": bucket, "Prefix": folder, "MaxKeys": _PAGE}
             while True:
-                page = self._files.call_s3("list_objects_v2", self._files.req_kw, **asked)
+                page = self._files.call_s3("list_objects_v2", self._files.req_kw, **asked, **self._listing_options)
                 for found in page.get("Contents", ()):
                     name = found["Key"][len(folder) :]
                     if name and not name.endswith("/"):

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qinfer.errors import Forbidden, InvalidRequest
-from qinfer.stores import check_url
+from qinfer.storage.urls import check_url
 
 PREFIX = "s3://bucket/allowed/here"
 TRICKS = ("s3", "S3a", "file", "://", "/", "//", "..", ".", "@", ":", "::", "%2e", "%2f", "%5c", "\\", "?", "#", "*")

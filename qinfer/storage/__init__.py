@@ -1,0 +1,1 @@
+"""Object stores and directories: one `Store` for models, large payloads and the parts of bulk jobs."""

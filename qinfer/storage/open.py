@@ -1,0 +1,152 @@
+"""Opens the `Store` of a URL: which one serves it, and the file system of fsspec that it stands on."""
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from qinfer.errors import InvalidRequest, UnsupportedFeature
+from qinfer.storage.errors import ANSWER_TIMEOUT_S, fail
+
+if TYPE_CHECKING:
+    from qinfer.storage.store import Store
+
+CONNECT_TIMEOUT_S = 5
+READ_TIMEOUT_S = ANSWER_TIMEOUT_S
+
+_S3_TRIES = 3
+_KINDS = {
+    "file": "file", "local": "file", "memory": "memory", "s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs",
+    "az": "azure", "abfs": "azure", "abfss": "azure",
+}  # fmt: skip
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "read_timeout": READ_TIMEOUT_S,
+            "retries": {"max_attempts": 2},
+        }
+    },
+    "gcs": {"requests_timeout": READ_TIMEOUT_S},
+    "azure": {"connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S},
+}
+"""Kinds that qinfer has an extra for → what their drivers are opened with: nobody waits for long."""
+
+_VARIABLES = ("AWS_", "AZURE_", "BOTO_", "FSSPEC_", "GOOGLE_", "STORAGE_EMULATOR_HOST")
+
+_opened: dict[object, "Store"] = {}
+_opening: dict[object, threading.Lock] = {}
+_lock = threading.Lock()
+
+
+def store_for(url: str) -> "Store":
+    """Returns the store of a URL that a request names, the same as before while the environment says the same.
+
+    A process that was forked off gets its own: drivers keep connections and threads.
+
+    Raises:
+        InvalidRequest: It is of no kind that jobs can use, or holds credentials.
+        UnsupportedFeature: Its driver is not installed.
+        StoreDenied: It can't be opened with what the environment says.
+    """
+    scheme, separator, rest = url.partition("://")
+    kind = _KINDS.get(scheme.lower())
+    authority = rest.partition("/")[0]
+    if not separator or kind is None:
+        raise InvalidRequest(f"'{scheme[:20]}://' is no kind of store that jobs use; use s3, gs, az, abfss or file")
+    if "@" in authority and (scheme.lower() not in ("abfs", "abfss") or ":" in authority):
+        raise InvalidRequest("a store's URL may not hold credentials; they come from the store's own variables")
+    account = authority.partition("@")[2]
+    key = (kind, account, driver_variables(), os.getpid())
+    if found := _opened.get(key):
+        return found
+    with _lock:
+        opening = _opening.setdefault(key, threading.Lock())
+    with opening:  # and not `_lock`: a driver that looks for credentials for long must not delay the other stores
+        if key not in _opened:
+            _opened[key] = open_store(f"{scheme}://{authority}/")[0]
+        return _opened[key]
+
+
+def open_store(
+    url: str, *, listing_timeout_s: float | None = None, options: Mapping[str, Any] | None = None
+) -> tuple["Store", str]:
+    """Opens the store of a URL of any kind that fsspec knows.
+
+    Args:
+        url: The URL.
+        listing_timeout_s: How long one answer to a listing may take, where the driver lets that be said.
+        options: What the driver is opened with, beside what qinfer gives it.
+
+    Returns:
+        The store, and how its methods are to be told the URL, to which names within may be added: that of a chain of
+        drivers, such as `zip://models::s3://bucket/x.zip`, is the path for the first of them.
+
+    Raises:
+        InvalidRequest: It is of no kind that fsspec knows.
+        UnsupportedFeature: Its driver is not installed.
+        StoreError: It can't be opened with what the environment says.
+    """
+    kind = _KINDS.get(url.partition("://")[0].lower(), "")
+    if kind == "file":
+        from qinfer.storage.local import LocalStore
+
+        return LocalStore(), url.rstrip("/")
+    files, path = _file_system(kind, url, options or {})
+    from qinfer.storage import fsspec
+
+    if kind == "s3":
+        from qinfer.storage.s3 import S3Store
+
+        files.retries = _S3_TRIES
+        return S3Store(files, listing_timeout_s), url.rstrip("/")
+    stores = {"gcs": fsspec.GcsStore, "azure": fsspec.AzureStore, "memory": fsspec.MemoryStore}
+    return stores.get(kind, fsspec.FsspecStore)(files, listing_timeout_s), url.rstrip("/") if kind else path
+
+
+def driver_options(scheme: str) -> dict[str, Any]:
+    """Returns what the driver of a scheme is opened with: nothing is cached, nobody waits for long."""
+    return {"use_listings_cache": False, "skip_instance_cache": True, **_OPTIONS.get(_KINDS.get(scheme, ""), {})}
+
+
+def driver_variables() -> frozenset[tuple[str, str]]:
+    """Returns the variables that drivers of stores read by themselves; their values are secret."""
+    return frozenset(variable for variable in os.environ.items() if variable[0].startswith(_VARIABLES))
+
+
+def is_bucket(scheme: str) -> bool:
+    """Tells whether a scheme is that of an object store which qinfer has an extra for."""
+    return _KINDS.get(scheme) in _OPTIONS
+
+
+def remedy(scheme: str) -> str:
+    """Returns how the driver of a scheme is installed."""
+    return (
+        f"pip install 'qinfer-ml[{_KINDS[scheme]}]'"
+        if is_bucket(scheme)
+        else f"install fsspec's driver for {scheme}://"
+    )
+
+
+def _file_system(kind: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Opens fsspec's file system of a URL; returns it, and the URL's path there."""
+    scheme = url.partition("://")[0]
+    try:
+        import fsspec
+
+        if kind == "gcs":
+            # Not fsspec's choice, which asks a second API for the kind of a bucket, and writes to zonal ones in a way
+            # that shows a file while it grows.
+            from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]  # it has no types
+
+            return GCSFileSystem(**driver_options(scheme), **options), ""
+        files, path = fsspec.core.url_to_fs(url, **{**driver_options(scheme), **options})
+    except ImportError:
+        raise UnsupportedFeature(
+            f"this server has no driver for {scheme}://; its operator installs it with {remedy(scheme)}"
+        ) from None
+    except Exception as error:  # noqa: BLE001  the boundary to the drivers
+        if isinstance(error, ValueError) and scheme not in fsspec.available_protocols():
+            raise InvalidRequest(f"'{scheme[:20]}://' is no kind of store that fsspec knows") from None
+        fail(error, url)
+    return files, str(path).rstrip("/")
