@@ -16,7 +16,7 @@ EXCEPTIONS: dict[str, str] = {}
 
 # Where adapters are constructed, and hence the environment may be read.
 COMPOSITION_ROOTS = {"app.py", "__main__.py"}
-READS_ENVIRONMENT = {"qinfer/settings/loading.py"}
+READS_ENVIRONMENT = {"qinfer/settings/loading.py", "qinfer/testing.py"}  # the latter starts a server for tests
 PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
