@@ -3,12 +3,11 @@
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
 from qinfer.client import job_flows
-from qinfer.client.job_flows import JobLogLine, JobOptions, JobStatus, Location, Told, job_body
-from qinfer.client.job_progress import shown_progress
+from qinfer.client.job_flows import JobLogLine, JobOptions, JobStatus, Location, OnStatus, job_body
+from qinfer.client.job_progress import progress_observer
 from qinfer.client.steps import Flow, Policy
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class AsyncRun(Protocol):
 
 
 class AsyncJob:
-    """A bulk job on a gateway; see `Job`.
+    """A bulk job on a gateway: the calls of `Job` as coroutines.
 
     Args:
         run: Carries flows out.
@@ -46,18 +45,18 @@ class AsyncJob:
         return f"<AsyncJob {self.id}>"
 
     async def status(self) -> JobStatus:
-        """Returns where it is."""
+        """Returns the state and the progress of the job; see `Job.status`."""
         return await self._run(job_flows.job(self._policy, self.id))
 
     async def wait(
-        self, *, progress: bool = False, timeout_s: float = math.inf, on_status: Told | None = None
+        self, *, progress: bool = False, timeout_s: float = math.inf, on_status: OnStatus | None = None
     ) -> JobStatus:
-        """Waits until it has ended; see `Job.wait`."""
-        with shown_progress() if progress else nullcontext(on_status or _unheard) as told:
-            return await self._run(job_flows.wait_for_job(self._policy, self.id, timeout_s, told))
+        """Waits until the job has ended; see `Job.wait`."""
+        with progress_observer(on_status, progress=progress) as observe:
+            return await self._run(job_flows.wait_for_job(self._policy, self.id, timeout_s, observe))
 
     async def cancel(self) -> JobStatus:
-        """Stops it, unless it has ended; see `Job.cancel`."""
+        """Cancels the job unless it has ended; see `Job.cancel`."""
         return await self._run(job_flows.change_job(self._policy, self.id, "cancel"))
 
     async def resume(
@@ -67,16 +66,16 @@ class AsyncJob:
         max_parallel: int | None = None,
         deadline_s: float | None = None,
     ) -> JobStatus:
-        """Has it go on; see `Job.resume`."""
+        """Resumes the job; see `Job.resume`."""
         changes = {"error_threshold": error_threshold, "max_parallel": max_parallel, "deadline_s": deadline_s}
         return await self._run(job_flows.change_job(self._policy, self.id, "resume", **changes))
 
     async def delete(self) -> None:
-        """Has the gateway forget it; see `Job.delete`."""
+        """Deletes the record of the job; see `Job.delete`."""
         await self._run(job_flows.delete_job(self._policy, self.id))
 
     async def log(self) -> list[JobLogLine]:
-        """Returns what happened to it, the oldest first."""
+        """Returns the events of the job, the oldest first; see `Job.log`."""
         return await self._run(job_flows.job_log(self._policy, self.id))
 
     async def to_arrow(
@@ -86,7 +85,7 @@ class AsyncJob:
         partial: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> "pyarrow.Table":
-        """Reads its output, in a thread; see `Job.to_arrow`."""
+        """Reads the output in a thread; see `Job.to_arrow`."""
         from qinfer.client.job_output import read_output
 
         return await asyncio.to_thread(read_output, await self.status(), columns, storage_options, partial=partial)
@@ -98,7 +97,7 @@ class AsyncJob:
         partial: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> "pandas.DataFrame":
-        """Does the same, and returns a data frame."""
+        """Reads the output as a data frame; see `Job.to_pandas`."""
         from qinfer.client.job_output import as_pandas
 
         table = await self.to_arrow(columns=columns, partial=partial, storage_options=storage_options)
@@ -116,18 +115,14 @@ class AsyncJobCalls:
     async def submit_job(
         self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
     ) -> AsyncJob:
-        """Has a model score files; see `Client.submit_job`."""
+        """Submits a bulk job; see `Client.submit_job`."""
         body = job_body(model, inputs, output, options)
         return self.job((await self._run(job_flows.submit_job(self._policy, body))).id)
 
     def job(self, job_id: str) -> AsyncJob:
-        """Returns a job by its id; whether there is one is not asked yet."""
+        """Returns the job of an id, without asking whether it exists; see `Client.job`."""
         return AsyncJob(self._run, self._policy, job_id)
 
     async def jobs(self, *, state: str = "", limit: int = 100) -> list[JobStatus]:
-        """Returns where the newest jobs are; see `Client.jobs`."""
+        """Returns the status of the newest jobs; see `Client.jobs`."""
         return await self._run(job_flows.newest_jobs(self._policy, state, limit))
-
-
-def _unheard(status: JobStatus) -> None:
-    """Is told, and does nothing."""

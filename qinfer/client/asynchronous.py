@@ -63,7 +63,7 @@ class AsyncClient(AsyncJobCalls):
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections; the client can't be used afterwards."""
+        """Closes the connections; see `Client.close`."""
         for http in self._pool.close():
             await http.aclose()
 
@@ -125,7 +125,7 @@ class AsyncClient(AsyncJobCalls):
         return await self._run(flows.result(self._policy, handle_of(request), wait_s))
 
     async def status(self, request: RequestHandle | str) -> RequestStatus:
-        """Returns where a request is; see `Client.status`."""
+        """Returns the state of a request; see `Client.status`."""
         return await self._run(flows.status(self._policy, handle_of(request)))
 
     async def cancel(self, request: RequestHandle | str) -> str:
@@ -169,7 +169,7 @@ class AsyncClient(AsyncJobCalls):
         return await self._run(flows.is_ready(self._policy, model, version))
 
     async def is_live(self) -> bool:
-        """Tells whether a gateway answers."""
+        """Tells whether a gateway answers; see `Client.is_live`."""
         return await self._run(flows.is_live())
 
     async def _run(self, flow: Flow[T]) -> T:

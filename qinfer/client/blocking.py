@@ -185,7 +185,7 @@ class Client(JobCalls):
         return self._run(flows.result(self._policy, handle_of(request), wait_s))
 
     def status(self, request: RequestHandle | str) -> RequestStatus:
-        """Returns where a request is.
+        """Returns the state of a request.
 
         Raises:
             RequestNotFound: There is no such request.

@@ -17,8 +17,8 @@ from qinfer.errors import DeadlineExceeded, InvalidRequest, JobNotFound, Unreach
 Location = str | os.PathLike[str]
 """A URL such as `s3://bucket/in/*.parquet`, or a path, which has to be the same for the gateway and the workers."""
 
-Told = Callable[["JobStatus"], object]
-"""Is told a job's status each time that it was asked for."""
+OnStatus = Callable[["JobStatus"], object]
+"""Takes a job's status after each poll."""
 
 FIRST_POLL_S, LAST_POLL_S = 0.1, 2.0
 """Seconds between two looks at a job that is waited for: they grow from the first to the last."""
@@ -229,8 +229,8 @@ def job_log(policy: Policy, job_id: str) -> Flow[list[JobLogLine]]:
     return [JobLogLine(at=str(line.get("at", "")), text=str(line.get("text", ""))) for line in lines]
 
 
-def wait_for_job(policy: Policy, job_id: str, timeout_s: float, told: Told) -> Flow[JobStatus]:
-    """Looks at a job until it has ended, and tells what it sees; a gateway that restarts meanwhile is waited for."""
+def wait_for_job(policy: Policy, job_id: str, timeout_s: float, observe: OnStatus) -> Flow[JobStatus]:
+    """Polls a job until it has ended, through restarts of the gateway; each status is observed."""
     now_s = policy.clock.monotonic_s
     ends_s = now_s() + timeout_s
     patient = policy._replace(max_retries=max(policy.max_retries, WAIT_RETRIES))
@@ -238,7 +238,7 @@ def wait_for_job(policy: Policy, job_id: str, timeout_s: float, told: Told) -> F
     while True:
         left_s = max(LEAST_LOOK_S, ends_s - now_s())
         status = yield from job(patient._replace(timeout_s=min(policy.timeout_s, left_s)), job_id)
-        told(status)
+        observe(status)
         if status.has_ended:
             return status
         if now_s() >= ends_s:

@@ -3,10 +3,10 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
-from qinfer.client.job_flows import JobStatus, Told
+from qinfer.client.job_flows import JobStatus, OnStatus
 
 EVERY_S = 5.0
 """Seconds between two lines about a job whose state has not changed."""
@@ -18,8 +18,18 @@ _BAR_WIDTH = 10
 _HINT = "waits for the bulk worker, or for its inputs to be read; see its log"
 
 
+def progress_observer(on_status: OnStatus | None, *, progress: bool) -> AbstractContextManager[OnStatus]:
+    """Returns the context that gives what observes the status of a job: the display on stderr, or the caller's own.
+
+    Args:
+        on_status: The caller's own; `None` = nothing observes it.
+        progress: Show it on stderr.
+    """
+    return shown_progress() if progress else nullcontext(on_status or (lambda _: None))
+
+
 @contextmanager
-def shown_progress(*, on_terminal: bool | None = None) -> Iterator[Told]:
+def shown_progress(*, on_terminal: bool | None = None) -> Iterator[OnStatus]:
     """Shows what it is told of a job, on stderr, until the block ends.
 
     Args:
@@ -104,7 +114,7 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def _bar() -> Iterator[Told]:
+def _bar() -> Iterator[OnStatus]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 

@@ -1,13 +1,12 @@
-"""Bulk jobs of `qinfer.Client`: submitted, looked at, waited for, their output read."""
+"""Bulk jobs of `qinfer.Client`: submit, observe, wait, cancel, resume, read the output."""
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack
 
 from qinfer.client import job_flows
-from qinfer.client.job_flows import JobLogLine, JobOptions, JobStatus, Location, Told, job_body
-from qinfer.client.job_progress import shown_progress
+from qinfer.client.job_flows import JobLogLine, JobOptions, JobStatus, Location, OnStatus, job_body
+from qinfer.client.job_progress import progress_observer
 from qinfer.client.steps import Flow, Policy
 
 if TYPE_CHECKING:
@@ -47,25 +46,27 @@ class Job:
         return f"<Job {self.id}>"
 
     def status(self) -> JobStatus:
-        """Returns where it is."""
+        """Returns the state and the progress of the job."""
         return self._run(job_flows.job(self._policy, self.id))
 
-    def wait(self, *, progress: bool = False, timeout_s: float = math.inf, on_status: Told | None = None) -> JobStatus:
-        """Waits until it has ended, however it does; look at the state, or read the output.
+    def wait(
+        self, *, progress: bool = False, timeout_s: float = math.inf, on_status: OnStatus | None = None
+    ) -> JobStatus:
+        """Waits until the job has ended in any state, and returns its last status.
 
         Args:
-            progress: Show how far it is on stderr: a bar on a terminal, lines elsewhere.
-            timeout_s: Wait no longer.
+            progress: Show the progress on stderr: a bar on a terminal, lines elsewhere.
+            timeout_s: The longest wait.
             on_status: Called with each status that is seen.
 
         Raises:
-            DeadlineExceeded: It has not ended within `timeout_s`; it goes on.
+            DeadlineExceeded: The job has not ended within `timeout_s`; it continues.
         """
-        with shown_progress() if progress else nullcontext(on_status or _unheard) as told:
-            return self._run(job_flows.wait_for_job(self._policy, self.id, timeout_s, told))
+        with progress_observer(on_status, progress=progress) as observe:
+            return self._run(job_flows.wait_for_job(self._policy, self.id, timeout_s, observe))
 
     def cancel(self) -> JobStatus:
-        """Stops it, unless it has ended; what it has written stays, and it can be resumed."""
+        """Cancels the job unless it has ended; the parts that are written stay, and the job can be resumed."""
         return self._run(job_flows.change_job(self._policy, self.id, "cancel"))
 
     def resume(
@@ -75,29 +76,29 @@ class Job:
         max_parallel: int | None = None,
         deadline_s: float | None = None,
     ) -> JobStatus:
-        """Has it go on after it failed, expired or was cancelled; what is there is not done again.
+        """Resumes a failed, expired or cancelled job; finished work is kept.
 
         Args:
-            error_threshold: From now on; see `JobOptions`, and so the rest. `None` = as it was.
-            max_parallel: See there.
+            error_threshold: The new value; see `JobOptions`. `None` = unchanged, for all three.
+            max_parallel: The new value.
             deadline_s: Seconds from now.
 
         Raises:
-            Conflict: It is completed, or is being cancelled still.
+            Conflict: The job is completed, or its cancellation has not finished.
         """
         changes = {"error_threshold": error_threshold, "max_parallel": max_parallel, "deadline_s": deadline_s}
         return self._run(job_flows.change_job(self._policy, self.id, "resume", **changes))
 
     def delete(self) -> None:
-        """Has the gateway forget it; its output stays.
+        """Deletes the record of the job; its output stays.
 
         Raises:
-            Conflict: It has not ended.
+            Conflict: The job has not ended.
         """
         self._run(job_flows.delete_job(self._policy, self.id))
 
     def log(self) -> list[JobLogLine]:
-        """Returns what happened to it, the oldest first."""
+        """Returns the events of the job, the oldest first."""
         return self._run(job_flows.job_log(self._policy, self.id))
 
     def to_arrow(
@@ -132,7 +133,7 @@ class Job:
         partial: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> "pandas.DataFrame":
-        """Does the same, and returns a data frame."""
+        """Reads the output as a data frame; otherwise as `to_arrow`."""
         from qinfer.client.job_output import as_pandas
 
         return as_pandas(self.to_arrow(columns=columns, partial=partial, storage_options=storage_options))
@@ -149,7 +150,7 @@ class JobCalls:
     def submit_job(
         self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
     ) -> Job:
-        """Has a model score files, and its outputs written to files; when this returns, they were found to fit.
+        """Submits a bulk job, in which a model scores files; on return the gateway has checked that they fit the model.
 
         Args:
             model: The model's name.
@@ -170,18 +171,14 @@ class JobCalls:
         return self.job(self._run(job_flows.submit_job(self._policy, body)).id)
 
     def job(self, job_id: str) -> Job:
-        """Returns a job by its id; whether there is one is not asked yet."""
+        """Returns the job of an id, without asking whether it exists."""
         return Job(self._run, self._policy, job_id)
 
     def jobs(self, *, state: str = "", limit: int = 100) -> list[JobStatus]:
-        """Returns where the newest jobs are.
+        """Returns the status of the newest jobs.
 
         Args:
             state: Only those in this state, such as `running`.
             limit: How many at most.
         """
         return self._run(job_flows.newest_jobs(self._policy, state, limit))
-
-
-def _unheard(status: JobStatus) -> None:
-    """Is told, and does nothing."""
