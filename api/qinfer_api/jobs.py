@@ -16,6 +16,7 @@ import msgspec
 from qinfer.bulk.job import TERMINAL, JobSpec, JobState, encode_spec
 from qinfer.control.catalog import Served
 from qinfer.delivery.base import Delivery
+from qinfer.delivery.job_scripts import Change
 from qinfer.delivery.jobs import JobRecord, LogLine
 from qinfer.errors import (
     BrokerUnavailable,
@@ -211,14 +212,15 @@ class BulkJobs:
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
         await self._check_count()
-        fields: dict[str, str | bytes | float] = {
+        change: Change = {
+            "error": "",
             "spec": encode_spec(spec),
             "max_parallel": spec.max_parallel,
             "deadline_at": deadline_at(spec, self.now_s()),
             "resumed_at": self.now_s(),
             "rows_before": record.rows_done + record.rows_failed,
         }
-        if await self.delivery.jobs.move(record.id, _RESUMABLE, JobState.PLANNING, error="", **fields):
+        if await self.delivery.jobs.move(record.id, _RESUMABLE, JobState.PLANNING, **change):
             await self.delivery.jobs.note(record.id, f"resumed; {_WAITS}")
             await self._sent(record.id)
         return await self.get(context, job_id)

@@ -5,46 +5,25 @@ drop the former once they are older than a creation can take; what has ended is 
 """
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from qinfer.clock import ServerClock
 from qinfer.delivery import keys
-from qinfer.delivery.job_fields import cursor_of, place_of, record_of
 from qinfer.delivery.job_records import JobRecord, OpenRows, Page, open_rows
+from qinfer.delivery.job_scripts import OPEN_FIELDS, Place, record_of
 from qinfer.delivery.router import Router
+from qinfer.errors import InvalidRequest
 
-_COUNTS = tuple(b"model version partition state rows rows_done rows_failed rows_before started_at resumed_at".split())
 _CREATION_S = 60.0
 _JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
 _LOOKS = 10  # of a listing: a page that few jobs fit ends before it is full
 _PAGE = 100
+_CURSOR = re.compile(r"([0-9]{1,15})-(.+)")
 _TOGETHER = 20  # records that are read at once
 _PAGE_BYTES = 8 * 2**20  # of specifications in a page: a job's may be megabytes
-
-
-class Place(NamedTuple):
-    """Where the keys of a job are."""
-
-    model: str
-    partition: int
-    job_id: str
-
-    @property
-    def record(self) -> bytes:
-        """The key of its record."""
-        return keys.job(*self).encode()
-
-    def part(self, name: str) -> bytes:
-        """Returns the key of what belongs to it: `todo`, `in_lane`, `outcomes` or `log`."""
-        return keys.job_part(*self, name).encode()
-
-    def names(self) -> list[bytes]:
-        """Returns the keys that all scripts of jobs have first; see job.lua."""
-        parts = (self.part(name) for name in ("todo", "in_lane", "outcomes", "log"))
-        outbox, notices = keys.outbox(*self[:2]), keys.job_notices(*self[:2])
-        return [self.record, *parts, outbox.encode(), notices.encode()]
 
 
 class JobIndex:
@@ -121,14 +100,13 @@ class JobIndex:
         """Returns of each job that has not ended what it has yet to do."""
         places = await self._find_all(await self.open_ids())
         known = [place for place in places if place is not None]
-        read = await asyncio.gather(*(self._call(b"HMGET", place.record, *_COUNTS) for place in known))
+        read = await asyncio.gather(*(self._call(b"HMGET", place.record, *OPEN_FIELDS) for place in known))
         now_s = self._clock.now_s()
         found: list[OpenRows] = []
         for place, values in zip(known, read, strict=True):
-            pairs = [word for pair in zip(_COUNTS, values, strict=True) if pair[1] is not None for word in pair]
-            if not pairs:
+            if values[0] is None:
                 continue  # its record is gone, or not there yet
-            record = record_of(place.job_id, pairs)
+            record = record_of(place, dict(zip(OPEN_FIELDS, values, strict=True)))
             if not record.is_over:
                 found.append(open_rows(record, now_s))
         return found
@@ -210,3 +188,20 @@ def _place(job_id: str, where: bytes) -> Place:
     """Reads a place as `add` writes it."""
     partition, _, model = where.decode().partition(" ")
     return Place(model, int(partition), job_id)
+
+
+def cursor_of(created_ms: int, job_id: str) -> str:
+    """Returns the `after` that begins behind a job."""
+    return f"{created_ms}-{job_id}"
+
+
+def place_of(after: str) -> tuple[int, str]:
+    """Reads what `cursor_of` wrote.
+
+    Raises:
+        InvalidRequest: It is something else.
+    """
+    found = _CURSOR.fullmatch(after)
+    if found is None:
+        raise InvalidRequest(f"'{after[:60]}' begins no page of jobs; give the 'next' of the page before")
+    return int(found[1]), found[2]

@@ -23,7 +23,7 @@ deleted) is named by `missing`, to be requeued from the plan.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from qinfer.delivery.base import Lease
 from qinfer.delivery.job_records import (
@@ -42,6 +42,7 @@ from qinfer.delivery.job_records import (
     Standing,
     bulk_lanes,
 )
+from qinfer.delivery.job_scripts import Change
 
 __all__ = [
     "BULK_LANES",
@@ -114,7 +115,7 @@ class Jobs(Protocol):
         """Returns the jobs that have not ended though their deadline has passed."""
         ...
 
-    async def move(self, job_id: str, expected: Collection[str], state: str, **fields: str | bytes | float) -> bool:
+    async def move(self, job_id: str, expected: Collection[str], state: str, **change: Unpack[Change]) -> bool:
         """Changes a job's state if it is one of those expected; False otherwise, or when it is unknown.
 
         From `running` it becomes `finalizing` only if none of its shards waits or is in hand.
@@ -126,8 +127,7 @@ class Jobs(Protocol):
             job_id: The job.
             expected: The states that it may have.
             state: Its new state; it may be the old one, to change nothing but fields.
-            fields: Fields of the record to be set with it: error, version, spec, head, rows, max_errors, max_parallel,
-                deadline_at, resumed_at, rows_before.
+            change: Fields of the record to be set with it.
         """
         ...
 

@@ -4,12 +4,13 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Unpack
 
 import msgspec
 
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Lease
-from qinfer.delivery.job_fields import cursor_of, place_of, settable
+from qinfer.delivery.job_index import cursor_of, place_of
 from qinfer.delivery.job_records import (
     FINALIZING,
     MAX_RETRY_S,
@@ -25,6 +26,7 @@ from qinfer.delivery.job_records import (
     open_rows,
     service_order,
 )
+from qinfer.delivery.job_scripts import Change, check_change
 from qinfer.delivery.memory_job_table import Job, JobTable
 from qinfer.delivery.memory_lanes import MemoryLanes
 
@@ -108,15 +110,15 @@ class MemoryJobs:
         now_s = self._clock.now_s()
         return [record for record in await self.unfinished() if 0 < record.deadline_at <= now_s]
 
-    async def move(self, job_id: str, expected: Collection[str], state: str, **fields: str | bytes | float) -> bool:
+    async def move(self, job_id: str, expected: Collection[str], state: str, **change: Unpack[Change]) -> bool:
         """See `Jobs.move`."""
-        settable(fields)
+        check_change(change)
         job = self._table.known(job_id)
         if job is None or job.record.state not in expected:
             return False
         if (job.record.state, state) == (RUNNING, FINALIZING) and (job.todo or job.in_lane):
             return False
-        self._table.become(job, state, **fields)
+        self._table.become(job, state, **change)
         return True
 
     async def plan(

@@ -1,7 +1,6 @@
 """Bulk jobs on Redis: each step is one Lua script, and a job's keys share the slot of its model's lanes (DESIGN.md §3).
 
-create, move, plan, stop, delete, note   job_<step>.lua        advance           job_top_up.lua
-finish_shard, bury_shard, drop_shard     job_finish.lua        notices           notices.lua, as of requests
+create, move, plan, stop, delete, …   see `job_scripts`        notices   notices.lua, as of requests
 
 All jobs are in an index: `jobs`, by creation; `open_jobs`, those that may not have ended; `job_places`, their models.
 It is in other slots, so that it may name jobs whose record is gone, or that have ended: readers drop these from it.
@@ -9,23 +8,20 @@ It is in other slots, so that it may name jobs whose record is gone, or that hav
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Unpack
+
+import msgspec
 
 from qinfer.clock import ServerClock
-from qinfer.delivery import keys, scripts
+from qinfer.delivery import job_scripts, keys, scripts
 from qinfer.delivery.base import Lease
-from qinfer.delivery.connection import Argument
-from qinfer.delivery.dead_letters import MAX_AGE_S, MAX_BYTES
 from qinfer.delivery.durability import Durability
-from qinfer.delivery.job_fields import line_of, outcome_of, outcome_text, record_of, settable, words_of
-from qinfer.delivery.job_index import JobIndex, Place
+from qinfer.delivery.job_index import JobIndex
 from qinfer.delivery.job_records import (
     ENDED,
     FINALIZING,
-    MAX_LINE_CHARACTERS,
-    MAX_LOG_LINES,
     MAX_RETRY_S,
     PLANNING,
     RUNNING,
@@ -39,7 +35,9 @@ from qinfer.delivery.job_records import (
     Standing,
     service_order,
 )
+from qinfer.delivery.job_scripts import Change, Place, line_of, outcome_of, record_of
 from qinfer.delivery.router import Router
+from qinfer.delivery.scripts import Call
 
 POLL_S = 0.5
 """The pause between two looks of `wait_for_change`."""
@@ -67,17 +65,13 @@ class RedisJobs:
 
     async def create(self, record: JobRecord) -> bool:
         """See `Jobs.create`."""
-        place = Place(record.model, record.partition, record.id)
+        place = Place.of(record)
         created_ms = int((record.created_at or self._clock.now_s()) * 1000)
         if not await self._index.add(place, created_ms, record.deadline_at):
             return False
-        words = [*words_of(record), "created_at", created_ms]
-        nonce = secrets.token_hex(8)
-
-        async def write(call: Callable[..., Awaitable[Any]]) -> Any:
-            return await scripts.run(call, scripts.JOB_CREATE, [place.record], nonce, *words)
-
-        return bool(await self._durability.write(record.model, record.partition, write))
+        new = msgspec.structs.replace(record, created_at=created_ms / 1000)
+        write = partial(job_scripts.create, record=new, nonce=secrets.token_hex(8))
+        return await self._durability.write(record.model, record.partition, write)
 
     async def get(self, job_id: str) -> JobRecord | None:
         """See `Jobs.get`."""
@@ -85,7 +79,7 @@ class RedisJobs:
         if place is None:
             return None
         found = await self._call(place)(b"HGETALL", place.record)
-        return record_of(job_id, found) if found else None
+        return record_of(place, dict(zip(found[::2], found[1::2], strict=True))) if found else None
 
     async def list(
         self, tenant: str | None = None, state: str | None = None, after: str = "", count: int = 100
@@ -117,17 +111,15 @@ class RedisJobs:
         """See `Jobs.overdue`."""
         return await self._open(await self._index.open_ids(due_at=self._clock.now_s()))
 
-    async def move(self, job_id: str, expected: Collection[str], state: str, **fields: str | bytes | float) -> bool:
+    async def move(self, job_id: str, expected: Collection[str], state: str, **change: Unpack[Change]) -> bool:
         """See `Jobs.move`."""
-        words = settable(fields)
         place = await self._index.find(job_id)
         if place is None:
             return False
-        arguments = (job_id, state, len(expected), *expected, *words)
-        reopens = state not in ENDED and (not ENDED.isdisjoint(expected) or "deadline_at" in fields)
+        reopens = state not in ENDED and (not ENDED.isdisjoint(expected) or "deadline_at" in change)
         if reopens:  # before, so that no job is without; and after, for somebody may see it ended, and close it
             await self._reopen(place)
-        moved = bool(await self._run(scripts.JOB_MOVE, place, *arguments))
+        moved = await job_scripts.move(self._call(place), place, expected, state, change)
         if reopens:
             await self._reopen(place)
         elif moved and state in ENDED:
@@ -138,7 +130,7 @@ class RedisJobs:
         self, job_id: str, shards: Sequence[tuple[int, bytes]], rows: int = 0, *, complete: bool = False
     ) -> bool:
         """See `Jobs.plan`."""
-        return await self._plan(job_id, shards, str(rows) if complete else "", is_last=complete)
+        return await self._plan(job_id, shards, rows if complete else None, is_last=complete)
 
     async def requeue(
         self,
@@ -149,36 +141,27 @@ class RedisJobs:
         deadline_at: float | None = None,
     ) -> bool:
         """See `Jobs.requeue`."""
-        fields = {} if deadline_at is None else {"deadline_at": deadline_at}
-        if not await self.move(job_id, expected, PLANNING, **fields):
+        change: Change = {} if deadline_at is None else {"deadline_at": deadline_at}
+        if not await self.move(job_id, expected, PLANNING, **change):
             return False
-        return await self._plan(job_id, shards, "", is_last=True, is_forced=True)
+        return await self._plan(job_id, shards, None, is_last=True, is_forced=True)
 
     async def advance(self, job_id: str, *, workers: int = 1) -> Standing | None:
         """See `Jobs.advance`."""
         record = await self.get(job_id)
-        if record is None:
-            return None
-        place, lane = Place(record.model, record.partition, job_id), keys.lane(record.lane)
-        found = await self._run(scripts.JOB_TOP_UP, place, max(1, workers), TOP_UP_COUNT, more=[lane])
-        if found is None:
-            return None
-        state, moved, waiting, in_lane, has_failed = found
-        return Standing(state.decode(), moved, waiting, in_lane, bool(has_failed))
+        return None if record is None else await job_scripts.top_up(self._call(Place.of(record)), record, workers)
 
     async def finish_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome) -> bool:
         """See `Jobs.finish_shard`."""
-        return await self._finish(job_id, lease, outcome, b"finish")
+        return await job_scripts.finish(self._of(lease), job_id, lease, outcome)
 
     async def bury_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome, code: str) -> bool:
         """See `Jobs.bury_shard`."""
-        lane = lease.entry.lane
-        about = (lease.consumer, f"{lane.version}:{lane.name}", code, outcome.error, int(MAX_AGE_S * 1000), MAX_BYTES)
-        return await self._finish(job_id, lease, outcome, b"bury", *about)
+        return await job_scripts.bury(self._of(lease), job_id, lease, outcome, code)
 
     async def drop_shard(self, job_id: str, lease: Lease, index: int) -> None:
         """See `Jobs.drop_shard`."""
-        await self._finish(job_id, lease, ShardOutcome(index, 0), b"drop")
+        await job_scripts.drop(self._of(lease), job_id, lease, index)
 
     async def outcomes(self, job_id: str) -> dict[int, ShardOutcome]:
         """See `Jobs.outcomes`."""
@@ -197,17 +180,13 @@ class RedisJobs:
     async def missing(self, job_id: str) -> Sequence[int]:
         """See `Jobs.missing`."""
         record = await self.get(job_id)
-        if record is None:
-            return ()
-        place = Place(record.model, record.partition, job_id)
-        names = [place.part("in_lane"), keys.lane(record.lane)]
-        return sorted(map(int, await scripts.run(self._call(place), scripts.JOB_MISSING, names)))
+        return () if record is None else await job_scripts.missing(self._call(Place.of(record)), record)
 
     async def note(self, job_id: str, text: str) -> None:
         """See `Jobs.note`."""
         place = await self._index.find(job_id)
         if place is not None:
-            await self._run(scripts.JOB_NOTE, place, text[:MAX_LINE_CHARACTERS], MAX_LOG_LINES)
+            await job_scripts.note(self._call(place), place, text)
 
     async def log(self, job_id: str) -> Sequence[LogLine]:
         """See `Jobs.log`."""
@@ -221,15 +200,13 @@ class RedisJobs:
         record = await self.get(job_id)
         if record is None:
             return False
-        place, lane = Place(record.model, record.partition, job_id), keys.lane(record.lane)
-        said = error[:MAX_LINE_CHARACTERS]
-        if not await self._run(scripts.JOB_STOP, place, job_id, state, said, MAX_LOG_LINES):
+        place = Place.of(record)
+        if not await job_scripts.stop(self._call(place), place, state, error):
             return False
         held = await self._call(place)(b"HGETALL", place.part("in_lane"))
-        arguments = (job_id, keys.GROUP, keys.RELEASED, keys.SUSPECTS, int(in_hand))
         for start in range(0, max(1, len(held)), 2 * TOP_UP_COUNT):
             part = held[start : start + 2 * TOP_UP_COUNT]
-            await self._run(scripts.JOB_WITHDRAW, place, *arguments, *part, more=[lane])
+            await job_scripts.withdraw(self._call(place), record, part, in_hand=in_hand)
         if state in ENDED:
             await self._index.close(job_id)
         return True
@@ -239,10 +216,10 @@ class RedisJobs:
         place = await self._index.find(job_id)
         if place is None:
             return False
-        deleted = await self._run(scripts.JOB_DELETE, place)
-        if deleted:
+        deleted = await job_scripts.delete(self._call(place), place)
+        if deleted is not False:
             await self._index.remove(job_id)
-        return bool(deleted == 1)
+        return bool(deleted)
 
     async def is_wanted(self, job_id: str) -> bool:
         """See `Jobs.is_wanted`."""
@@ -283,28 +260,25 @@ class RedisJobs:
         await scripts.run(call, scripts.FINISH, [name], keys.JANITORS, notice.id)
 
     async def _plan(
-        self, job_id: str, shards: Sequence[tuple[int, bytes]], rows: str, *, is_last: bool, is_forced: bool = False
+        self,
+        job_id: str,
+        shards: Sequence[tuple[int, bytes]],
+        rows: int | None,
+        *,
+        is_last: bool,
+        is_forced: bool = False,
     ) -> bool:
         record = await self.get(job_id)
         if record is None:
             return False
-        place, lane = Place(record.model, record.partition, job_id), keys.lane(record.lane)
+        call = self._call(Place.of(record))
         parts = list(_parts(shards))
         for number, part in enumerate(parts, 1):
             last = is_last and number == len(parts)
-            arguments = (job_id, keys.GROUP, int(last), int(is_forced), rows if last else "")
-            words = [word for shard in part for word in shard]
-            if not await self._run(scripts.JOB_PLAN, place, *arguments, *words, more=[lane]):
+            of_last = rows if last else None
+            if not await job_scripts.plan(call, record, part, rows=of_last, is_last=last, is_forced=is_forced):
                 return False
         return True
-
-    async def _finish(self, job_id: str, lease: Lease, outcome: ShardOutcome, what: bytes, *about: Argument) -> bool:
-        lane = lease.entry.lane
-        place = Place(lane.model, lane.partition, job_id)
-        names = [keys.lane(lane), *([keys.dead_letters(lane.model, lane.partition).encode()] if about else [])]
-        entry = (lease.entry.entry_id, outcome.index, what, outcome_text(outcome))
-        arguments = (job_id, keys.GROUP, *entry, MAX_LOG_LINES, TOP_UP_COUNT, *about)
-        return bool(await self._run(scripts.JOB_FINISH, place, *arguments, more=names))
 
     async def _open(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Returns the jobs that have not ended; the others leave the index of open ones."""
@@ -328,11 +302,10 @@ class RedisJobs:
         place = await self._index.find(job_id)
         return None if place is None else await self._call(place)(b"HGET", place.record, name)
 
-    async def _run(self, script: scripts.Script, place: Place, *arguments: Argument, more: Sequence[bytes] = ()) -> Any:
-        """Runs a script that has the keys of a job first."""
-        return await scripts.run(self._call(place), script, [*place.names(), *more], *arguments)
+    def _of(self, lease: Lease) -> Call:
+        return partial(self._router.call, keys.lane_slot(lease.entry.lane))
 
-    def _call(self, place: Place) -> Callable[..., Awaitable[Any]]:
+    def _call(self, place: Place) -> Call:
         return partial(self._router.call, keys.slot(place.record))
 
 

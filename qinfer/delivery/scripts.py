@@ -67,17 +67,6 @@ CONFIRM_ENDINGS = load("confirm_endings")
 LABEL_STEP = load("label_step", "now_ms")
 LABEL_CLAIM = load("label_claim", "now_ms")
 
-JOB_CREATE = load("job_create", "now_ms")
-JOB_DELETE = load("job_delete", "now_ms", "job")
-JOB_FINISH = load("job_finish", "now_ms", "job", "trim_letters")
-JOB_MISSING = load("job_missing")
-JOB_MOVE = load("job_move", "now_ms", "job")
-JOB_NOTE = load("job_note", "now_ms", "job")
-JOB_PLAN = load("job_plan", "now_ms", "job")
-JOB_STOP = load("job_stop", "now_ms", "job")
-JOB_TOP_UP = load("job_top_up", "now_ms", "job")
-JOB_WITHDRAW = load("job_withdraw", "now_ms", "job")
-
 
 async def run(call: Call, script: Script, keys: Sequence[bytes], *arguments: Argument) -> Any:
     """Runs a script.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from qinfer.delivery import keys, scripts
+from qinfer.delivery import job_scripts, keys
 from qinfer.delivery.durability import Durability
 from qinfer.delivery.jobs import ShardOutcome
 from qinfer.delivery.redis import RedisDelivery
@@ -146,15 +146,12 @@ async def test_a_stop_that_was_cut_off_is_taken_up(redis_queue: RedisQueue, monk
     """Its process died between its steps: nothing comes to the lane any more, and the next one clears it."""
     delivery, other = await redis_queue.connect(), await redis_queue.connect()
     await running(delivery, 9)
-    run = scripts.run
 
-    async def cut_off(call: Callable[..., Any], script: scripts.Script, *arguments: Any, **options: Any) -> Any:
-        if script is scripts.JOB_WITHDRAW:
-            raise BrokerUnavailable("the connection is down; try again")
-        return await run(call, script, *arguments, **options)
+    async def cut_off(*_: Any, **__: Any) -> bool:
+        raise BrokerUnavailable("the connection is down; try again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(scripts, "run", cut_off)
+        patch.setattr(job_scripts, "withdraw", cut_off)
         with pytest.raises(BrokerUnavailable):
             await delivery.jobs.stop("j1", "cancelled")
     assert await top_up(other.jobs, "digits") == 0
@@ -172,16 +169,15 @@ async def test_a_stop_that_comes_late_takes_nothing_from_a_job_that_goes_on(
     """It was resumed between the stop's steps: its plan left out what is in the lane."""
     delivery, other = await redis_queue.connect(), await redis_queue.connect()
     await running(delivery, 3)
-    run = scripts.run
+    withdraw = job_scripts.withdraw
 
-    async def resumed(call: Callable[..., Any], script: scripts.Script, *arguments: Any, **options: Any) -> Any:
-        if script is scripts.JOB_WITHDRAW:
-            await other.jobs.move("j1", {"cancelled"}, "planning")
-            await other.jobs.plan("j1", shards(0, 1, 2), 30, complete=True)
-        return await run(call, script, *arguments, **options)
+    async def resumed(*arguments: Any, **options: Any) -> bool:
+        await other.jobs.move("j1", {"cancelled"}, "planning")
+        await other.jobs.plan("j1", shards(0, 1, 2), 30, complete=True)
+        return await withdraw(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(scripts, "run", resumed)
+        patch.setattr(job_scripts, "withdraw", resumed)
         await delivery.jobs.stop("j1", "cancelled")
 
     assert [lease.frame for lease in await fetch(other, 9)] == [b"j1:0", b"j1:1", b"j1:2"]
