@@ -12,7 +12,7 @@ import pytest
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.testing import EmbeddedServer
-from tests.servers import Database
+from tests.servers import Database, embedded_server
 
 _SELDOM = 1000
 """Collections of the middle generation before one of the oldest: with a million objects Python itself waits as long.
@@ -36,16 +36,17 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """The interpreter ends as it always does."""
+    """The interpreter ends as it always does, and the server that tests shared."""
+    if embedded_server.cache_info().currsize:
+        embedded_server().stop()
     gc.unfreeze()
     gc.enable()
 
 
-@pytest.fixture(scope="session")
-def embedded() -> Iterator[EmbeddedServer]:
-    """The server that all tests of a process share; each has databases of its own. Nobody moves its time."""
-    with EmbeddedServer() as server:
-        yield server
+@pytest.fixture
+def embedded() -> EmbeddedServer:
+    """The server that all tests of a process share; nobody moves its time."""
+    return embedded_server()
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def timed() -> Iterator[EmbeddedServer]:
 @pytest.fixture
 async def database(request: pytest.FixtureRequest) -> AsyncIterator[Database]:
     """An empty database: of the `timed` server if the test has one, of the common one otherwise."""
-    server: EmbeddedServer = request.getfixturevalue("timed" if "timed" in request.fixturenames else "embedded")
+    server = request.getfixturevalue("timed") if "timed" in request.fixturenames else None
     async with Database(server) as one:
         yield one
 

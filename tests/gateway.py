@@ -1,4 +1,4 @@
-"""A gateway in this process, on the memory adapters, with a worker that echoes: what the gateway's tests run against.
+"""A gateway in this process, on the embedded server, with a worker that echoes: what the gateway's tests run against.
 
 Models, all `x` → `y`, at most 8 rows: `echo` (FP32[4], versions 1 and 2), `text` (BYTES[-1]), `half` (FP16[2]), `pair`
 (`a`, `b`, given back as outputs), `fails` (every request), `stuck` (never answered), `loading` (no live worker).
@@ -11,10 +11,8 @@ named `responses` says how many responses it gets.
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,18 +20,17 @@ import msgspec
 from qinfer.codec.frame import PayloadApart, decode_request, encode_responses
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.lanes import lanes_of
-from qinfer.control.memory_store import MemoryControlStore
-from qinfer.delivery.base import Delivery, Lane, Lease
-from qinfer.delivery.memory import MemoryDelivery
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.base import Lane, Lease
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.delivery.requests import Address, Outcome, RequestState, Settlement
 from qinfer.errors import BrokerUnavailable
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer.repository.config import normalise, parse, to_json, to_spec
-from qinfer.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, RedisSettings, Settings
+from qinfer.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, Settings
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.port import open_port
-from tests.servers import RedisServer, system_redis
+from tests.servers import Database
 
 _ONE = 'input {{ name: "x" data_type: {0} dims: [{1}] }} output {{ name: "y" data_type: {0} dims: [{1}] }}'
 _FP32 = _ONE.format("TYPE_FP32", 4)
@@ -81,8 +78,8 @@ class Running:
     """A gateway that serves, and what is behind it."""
 
     gateway: Gateway
-    delivery: Delivery
-    store: MemoryControlStore
+    delivery: RedisDelivery
+    store: RedisControlStore
     requests: list[InferRequest]
     serving: "asyncio.Task[None] | None" = None
 
@@ -124,59 +121,36 @@ def settings_of(
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(settings: Settings | None = None, delivery: Delivery | None = None) -> AsyncIterator[Running]:
-    """Runs a gateway and its echo worker until the block ends, then drains it."""
+async def running_gateway(
+    settings: Settings | None = None, delivery: RedisDelivery | None = None
+) -> AsyncIterator[Running]:
+    """Runs a gateway and its echo worker until the block ends, then drains it.
+
+    Its queue is in a database of its own unless it is given.
+    """
     settings = settings or settings_of()
-    delivery, store = delivery or MemoryDelivery(), MemoryControlStore()
-    await declare_models(store, delivery)
-    rpc_port = open_port(settings) if settings.grpc.enabled else None
-    gateway = Gateway(settings, delivery, store, bind(settings.http), rpc_port=rpc_port)
-    running = Running(gateway=gateway, delivery=delivery, store=store, requests=[])
-    async with asyncio.TaskGroup() as group:
-        serving = running.serving = group.create_task(gateway.serve())
-        workers = [group.create_task(_work(running, lane)) for lane in _lanes(ANSWERING)]
-        try:
-            await gateway.started.wait()
-            yield running
-        finally:
-            gateway.stop()
-            await asyncio.wait([serving])
-            for worker in workers:
-                worker.cancel()
+    async with Database() as database:
+        delivery, store = delivery or await database.delivery(), database.store()
+        await declare_models(store, delivery)
+        rpc_port = open_port(settings) if settings.grpc.enabled else None
+        gateway = Gateway(settings, delivery, store, bind(settings.http), rpc_port=rpc_port)
+        running = Running(gateway=gateway, delivery=delivery, store=store, requests=[])
+        async with asyncio.TaskGroup() as group:
+            serving = running.serving = group.create_task(gateway.serve())
+            workers = [group.create_task(_work(running, lane)) for lane in _lanes(ANSWERING)]
+            try:
+                await gateway.started.wait()
+                yield running
+            finally:
+                gateway.stop()
+                await asyncio.wait([serving])
+                for worker in workers:
+                    worker.cancel()
 
 
-@contextlib.asynccontextmanager
-async def gateway_on(kind: str, settings: Settings, directory: Path) -> AsyncIterator[Running]:
-    """Runs a gateway whose queue is in memory, or with `redis` on a Redis of its own, which works in `directory`."""
-    if kind == "memory":
-        async with running_gateway(settings) as running:
-            yield running
-        return
-    with RedisServer(system_redis(), directory) as server:
-        delivery = await RedisDelivery.connect(RedisSettings.model_validate({"url": server.url}))
-        async with running_gateway(settings, delivery) as running:
-            yield running
-
-
-async def declare_models(store: MemoryControlStore, delivery: Delivery) -> None:
+async def declare_models(store: RedisControlStore, delivery: RedisDelivery) -> None:
     """Writes the models and their lanes, and the heartbeat of a worker that has most of them."""
-    for name, (tensors, versions) in MODELS.items():
-        rows = 0 if name in UNBATCHED else 8
-        config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: {rows} {tensors}'), name)
-        spec = to_spec(config, LimitSettings())
-        await store.put_model(
-            StoredModel(
-                name,
-                1,
-                to_json(config),
-                versions,
-                min_workers=spec.min_workers,
-                labels=LABELS if name == "echo" else {},
-            )
-        )
-        await store.set_desired(Desired(name, 1))
-        for version in versions:
-            await delivery.ensure(lanes_of(spec, version))
+    await asyncio.gather(*(_declare(store, delivery, name) for name in MODELS))
     ready = {
         name: {version: VersionState(State.READY, 1) for version in versions}
         for name, (_, versions) in MODELS.items()
@@ -185,26 +159,38 @@ async def declare_models(store: MemoryControlStore, delivery: Delivery) -> None:
     await store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=ready), ttl_s=3600)
 
 
+async def _declare(store: RedisControlStore, delivery: RedisDelivery, name: str) -> None:
+    tensors, versions = MODELS[name]
+    rows = 0 if name in UNBATCHED else 8
+    config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: {rows} {tensors}'), name)
+    spec = to_spec(config, LimitSettings())
+    labels = LABELS if name == "echo" else {}
+    stored = StoredModel(name, 1, to_json(config), versions, min_workers=spec.min_workers, labels=labels)
+    await store.put_model(stored)
+    await store.set_desired(Desired(name, 1))
+    await delivery.ensure([lane for version in versions for lane in lanes_of(spec, version)])
+
+
 def _lanes(names: Any) -> list[Lane]:
     return [Lane(name, version) for name in names for version in MODELS[name][1]]
 
 
 async def _work(running: Running, lane: Lane) -> None:
-    for _ in itertools.count():
-        try:
-            leases = await running.delivery.fetch([lane], "w1", 64, 3600)
-        except BrokerUnavailable:
-            return  # the gateway has closed it
-        if not leases:
-            continue
-        requests = [await _read(running, lease) for lease in leases]
-        running.requests += requests
-        for lease, request in zip(leases, requests, strict=True):
-            if request.reply_to:
-                await running.delivery.publish(request.reply_to, encode_responses(_answers(request)))
-            else:
-                await running.delivery.requests.settle([_settlement(lease, request)])
-        await running.delivery.finish([lease.entry for lease in leases])
+    with contextlib.suppress(BrokerUnavailable):  # the gateway has closed it
+        while True:
+            if leases := await running.delivery.fetch([lane], "w1", 64, 3600):
+                await _serve(running, leases)
+
+
+async def _serve(running: Running, leases: list[Lease]) -> None:
+    requests = [await _read(running, lease) for lease in leases]
+    running.requests += requests
+    for lease, request in zip(leases, requests, strict=True):
+        if request.reply_to:
+            await running.delivery.publish(request.reply_to, encode_responses(_answers(request)))
+        else:
+            await running.delivery.requests.settle([_settlement(lease, request)])
+    await running.delivery.finish([lease.entry for lease in leases])
 
 
 def _settlement(lease: Lease, request: InferRequest) -> Settlement:

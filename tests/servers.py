@@ -15,11 +15,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import pytest
 import redis
+from typing_extensions import TypeVar
 
 from qinfer.cli.machine import Address, claim_ports
 from qinfer.control.redis_store import RedisControlStore
@@ -28,8 +30,8 @@ from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import RedisSettings
 from qinfer.testing import EmbeddedServer
 
-D = TypeVar("D", bound=RedisDelivery)
-S = TypeVar("S", bound=RedisControlStore)
+D = TypeVar("D", bound=RedisDelivery, default=RedisDelivery)
+S = TypeVar("S", bound=RedisControlStore, default=RedisControlStore)
 
 _START_S = 20.0
 _SLOTS = 16384
@@ -62,19 +64,31 @@ def _missing(reason: str) -> Path:
     pytest.skip(reason)
 
 
+@lru_cache
+def embedded_server() -> EmbeddedServer:
+    """Returns the server that all tests of a process share, started at the first call; `tests/conftest.py` ends it.
+
+    Each test has databases of its own. Nobody moves its time.
+    """
+    server = EmbeddedServer()
+    server.start()
+    return server
+
+
 class Database:
     """An empty database of an embedded server; what is opened on it is closed at the end of the block.
 
     Args:
-        server: The server, whose clock the queues go by.
+        server: The server, whose clock the queues go by; the common one unless given.
     """
 
-    def __init__(self, server: EmbeddedServer) -> None:
+    def __init__(self, server: EmbeddedServer | None = None) -> None:
+        server = server or embedded_server()
         self.settings = RedisSettings.model_validate({"url": server.database()})
         self._server = server
         self._opened = AsyncExitStack()
 
-    async def delivery(self, kind: type[D] = RedisDelivery) -> D:  # type: ignore[assignment]  # the default's type is D
+    async def delivery(self, kind: type[D] = RedisDelivery) -> D:  # type: ignore[assignment]  # what D is by default
         """Connects another queue to it, of a class of the test's own if it is named."""
         one = await kind.connect(self.settings, clock=self._server.clock)
         self._opened.push_async_callback(one.close)

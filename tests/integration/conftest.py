@@ -6,13 +6,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 import pytest
 import pytest_asyncio
 import uvloop
-from pydantic import SecretStr
 
 from qinfer.control.redis_store import RedisControlStore
-from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.settings import RedisSettings
-from qinfer.testing import MemoryControlStore, MemoryDelivery
 from tests.rpc import Rpc, rpc
 from tests.servers import RedisServer, system_redis
 from tests.stage import Stage, stage
@@ -33,20 +29,10 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
         yield server
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
-    if request.param == "memory":
-        async with stage(MemoryDelivery(), MemoryControlStore()) as one:
-            yield one
-        return
-    server: RedisServer = request.getfixturevalue("redis_server")
-    server.client().flushall()
-    settings = RedisSettings(url=SecretStr(server.url))
-    delivery, store = await RedisDelivery.connect(settings), RedisControlStore(admin_client(settings))
+@pytest.fixture
+async def scene(delivery: RedisDelivery, store: RedisControlStore) -> AsyncIterator[Stage]:
     async with stage(delivery, store) as one:
         yield one
-    await store.close()
-    await delivery.close()
 
 
 @pytest.fixture

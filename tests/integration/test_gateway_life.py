@@ -6,15 +6,14 @@ import socket
 import httpx
 import pytest
 
-from qinfer.control.memory_store import MemoryControlStore
-from qinfer.delivery.memory import MemoryDelivery
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.errors import SettingsError
 from qinfer.settings import AuthSettings, GrpcSettings, HttpSettings, MetricsSettings, Settings
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind, build
 from qinfer_api.rpc.port import open_port
 from tests.gateway import declare_models, settings_of
-from tests.servers import free_port
+from tests.servers import Database, free_port
 
 BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
 
@@ -36,7 +35,7 @@ async def test_a_start_that_fails_leaves_no_port_open() -> None:
         socket.create_server(("127.0.0.1", port)).close()
 
 
-class _Broken(MemoryControlStore):
+class _Broken(RedisControlStore):
     """Has a defect, from a moment on."""
 
     is_broken = False
@@ -47,12 +46,12 @@ class _Broken(MemoryControlStore):
         return await super().settings()
 
 
-async def test_a_part_that_dies_ends_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_part_that_dies_ends_the_whole(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its error; nobody is accepted any more, by neither protocol."""
     monkeypatch.setattr("qinfer.control.shared_settings.FOLLOW_EVERY_S", 0.01)
-    settings, store = settings_of(grpc={}), _Broken()
+    settings, store = settings_of(grpc={}), database.store(_Broken)
     listener = bind(settings.http)
-    gateway = Gateway(settings, MemoryDelivery(), store, listener, rpc_port=open_port(settings))
+    gateway = Gateway(settings, await database.delivery(), store, listener, rpc_port=open_port(settings))
     assert gateway.rpc is not None
     ports = [int(url.rpartition(":")[2]) for url in (gateway.url, gateway.rpc.url)]
     serving = asyncio.create_task(gateway.serve())
@@ -67,10 +66,10 @@ async def test_a_part_that_dies_ends_the_whole(monkeypatch: pytest.MonkeyPatch) 
         socket.create_server(("127.0.0.1", port)).close()
 
 
-async def test_who_waits_is_told_when_a_part_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waits_is_told_when_a_part_dies(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     """503 instead of a connection that breaks off."""
     monkeypatch.setattr("qinfer.control.shared_settings.FOLLOW_EVERY_S", 0.01)
-    settings, store, delivery = settings_of(), _Broken(), MemoryDelivery()
+    settings, store, delivery = settings_of(), database.store(_Broken), await database.delivery()
     gateway = Gateway(settings, delivery, store, bind(settings.http))
     await declare_models(store, delivery)
     serving = asyncio.create_task(gateway.serve())

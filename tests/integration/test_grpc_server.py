@@ -21,9 +21,8 @@ from tritonclient.grpc.aio import InferenceServerClient
 from qinfer.codec.frame import decode_request, encode_responses
 from qinfer.control.api_keys import hash_key
 from qinfer.control.base import Desired, State, VersionState, WorkerRecord
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.base import Lane, Lease
-from qinfer.delivery.memory import MemoryDelivery
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.messages import Response
 from qinfer.settings import AuthSettings, GrpcSettings, HttpSettings, Settings
@@ -31,6 +30,7 @@ from qinfer_api.app import Gateway, bind, build
 from qinfer_api.rpc.port import open_port
 from tests.gateway import MODELS, settings_of
 from tests.rpc import Rpc, infer_request, rpc, stub_of, value_of
+from tests.servers import Database
 
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
@@ -275,15 +275,16 @@ async def test_a_taken_port_is_named() -> None:
     await first.server.stop(None)
 
 
-async def test_a_gateway_that_can_not_start_ends() -> None:
+async def test_a_gateway_that_can_not_start_ends(database: Database) -> None:
     """With its error, though the gRPC server was made and never started."""
 
-    class Away(MemoryControlStore):
+    class Away(RedisControlStore):
         async def desired(self) -> dict[str, Desired]:
             raise BrokerUnavailable("Redis can't be reached")
 
     settings = settings_of(grpc={})
-    gateway = Gateway(settings, MemoryDelivery(), Away(), bind(settings.http), rpc_port=open_port(settings))
+    delivery, store = await database.delivery(), database.store(Away)
+    gateway = Gateway(settings, delivery, store, bind(settings.http), rpc_port=open_port(settings))
 
     with pytest.raises(BrokerUnavailable):
         await gateway.serve()

@@ -240,7 +240,13 @@ async def test_a_client_that_does_not_read_is_not_read(server: Rpc, monkeypatch:
     request = pb.ModelInferRequest(model_name="text", raw_input_contents=[pack_bytes([bytes(1_000_000)])])
     request.inputs.add(name="x", datatype="BYTES", shape=[1, 1])
     call = server.stub.ModelStreamInfer()
-    writing = asyncio.create_task(_write(call, [request] * 40))
+
+    async def write() -> None:
+        for count in range(40):
+            await call.write(request)
+            await eventually(lambda: len(server.running.requests) > count)  # noqa: B023 - asked at once
+
+    writing = asyncio.create_task(write())
     streams = server.running.gateway.rpc._stream._streams  # type: ignore[union-attr]
 
     async def is_full() -> bool:

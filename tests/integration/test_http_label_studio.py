@@ -85,11 +85,12 @@ async def test_a_project_is_connected(client: httpx.AsyncClient) -> None:
     assert versions.json() == {"versions": ["echo:2", "echo:1"]}
 
 
-async def test_tasks_are_answered_in_order(running: Running, client: httpx.AsyncClient) -> None:
+async def test_tasks_are_answered_in_order(mappings: str) -> None:
     """One prediction each, whose version is that of set-up: Label Studio compares them. More than wait at a time."""
     texts = ["pos" if number % 3 else "neg" for number in range(600)]
 
-    reply = await client.post("/label-studio/text/predict", json=call(*texts), timeout=30)
+    async with running_gateway(with_labeling(mappings)) as running, httpx.AsyncClient(base_url=running.url) as client:
+        reply = await client.post("/label-studio/text/predict", json=call(*texts), timeout=30)
 
     assert reply.status_code == 200
     results = reply.json()["results"]

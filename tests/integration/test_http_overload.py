@@ -9,17 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import SecretStr
 
 from qinfer.codec.frame import decode_request, encode_responses
 from qinfer.control.base import Speed, State, VersionState, WorkerRecord
 from qinfer.delivery.base import Lane
-from qinfer.delivery.redis import RedisDelivery
 from qinfer.messages import Response
-from qinfer.settings import RedisSettings
 from qinfer.testing import eventually
 from tests.gateway import Running, running_gateway, settings_of
-from tests.servers import RedisServer
 
 TENSOR = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
 LIMITS = {"default_timeout_s": 20.0, "max_timeout_s": 20.0, "inline_max_bytes": 1000}
@@ -27,16 +23,10 @@ FULL = "[request id: <id_unknown>] Exceeds maximum queue size"
 TIMED_OUT = "[request id: <id_unknown>] Request timeout expired"
 
 
-@pytest.fixture(params=["fast-memory", "route-memory", "fast-redis"])
+@pytest.fixture(params=["fast", "route"])
 async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
-    way, _, queue = request.param.partition("-")
-    delivery = None
-    if queue == "redis":
-        server: RedisServer = request.getfixturevalue("redis_server")
-        server.client().flushall()
-        delivery = await RedisDelivery.connect(RedisSettings(url=SecretStr(server.url)))
-    settings = settings_of({"fast_path": way == "fast", "drain_s": 0.1}, LIMITS)
-    async with running_gateway(settings, delivery) as one:
+    settings = settings_of({"fast_path": request.param == "fast", "drain_s": 0.1}, LIMITS)
+    async with running_gateway(settings) as one:
         yield one
 
 

@@ -14,13 +14,11 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from qinfer.delivery.redis import RedisDelivery
 from qinfer.delivery.requests import Address
 from qinfer.errors import InvalidRequest, ModelNotFound, QueueFull
-from qinfer.settings import HttpSettings, RedisSettings, RequestSettings
+from qinfer.settings import HttpSettings, RequestSettings
 from qinfer.testing import eventually
 from tests.gateway import Running, running_gateway, settings_of
-from tests.servers import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,15 +28,9 @@ TENSOR = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]
 BODY: dict[str, Any] = {"id": "mine", "inputs": [TENSOR]}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["memory", "redis"])
-async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
-    if request.param == "memory":
-        async with running_gateway() as gateway:
-            yield gateway
-        return
-    server: RedisServer = request.getfixturevalue("redis_server")
-    delivery = await RedisDelivery.connect(RedisSettings.model_validate({"url": server.url}))
-    async with running_gateway(delivery=delivery) as gateway:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Running]:
+    async with running_gateway() as gateway:
         yield gateway
 
 

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from qinfer.control.base import WorkerRecord
 from qinfer.delivery.base import Lane
-from qinfer.delivery.memory import MemoryDelivery
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable
 from tests.gateway import Running, running_gateway
 
@@ -135,13 +135,13 @@ async def test_metrics_without_the_store(
 ) -> None:
     """When Redis is away or hangs, what is known is still shown, and that it is away."""
 
-    async def sizes(self: MemoryDelivery, lanes: list[Lane]) -> list[int]:
+    async def sizes(self: RedisDelivery, lanes: list[Lane]) -> list[int]:
         if trouble == "hangs":
             await asyncio.Event().wait()
         raise BrokerUnavailable("no Redis")
 
     monkeypatch.setattr("qinfer_api.scrape.ANSWERS_WITHIN_S", 0.01)
-    monkeypatch.setattr(MemoryDelivery, "sizes", sizes)
+    monkeypatch.setattr(RedisDelivery, "sizes", sizes)
 
     reply = await client.get("/metrics")
 

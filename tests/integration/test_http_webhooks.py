@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +12,7 @@ from qinfer.settings import RequestSettings, Settings, WebhookSettings
 from qinfer.testing import eventually
 from qinfer_api.app import build
 from qinfer_api.webhooks import read_secret, sign
-from tests.gateway import Running, gateway_on, running_gateway, settings_of
+from tests.gateway import Running, running_gateway, settings_of
 from tests.receiver import Receiver, receiving
 
 BODY: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
@@ -30,10 +29,10 @@ async def receiver() -> AsyncIterator[Receiver]:
         yield receiver
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def running(request: pytest.FixtureRequest, receiver: Receiver, tmp_path: Path) -> AsyncIterator[Running]:
+@pytest.fixture
+async def running(receiver: Receiver) -> AsyncIterator[Running]:
     settings = with_webhooks(f"127.0.0.1:{receiver.port}", allow_private=True)
-    async with gateway_on(request.param, settings, tmp_path) as running:
+    async with running_gateway(settings) as running:
         yield running
 
 

@@ -14,7 +14,7 @@ from qinfer.testing import FakeClock, eventually
 from qinfer_api.auth import Auth
 from qinfer_api.labeling.intake import Intake
 from qinfer_api.labeling.pace import Pace
-from tests.gateway import Running, gateway_on, running_gateway
+from tests.gateway import Running, running_gateway
 from tests.integration.test_label_studio_push import MAPPING, TASKS, event, settings_for
 from tests.label_studio_server import LabelStudioServer, label_studio
 
@@ -65,14 +65,13 @@ def stop_feeding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Intake, "feed", nothing)
 
 
-@pytest.mark.parametrize("kind", ["memory", "redis"])
 async def test_a_project_has_so_many_waiting_tasks(
-    studio: LabelStudioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    studio: LabelStudioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one call as many as fit; the text says what brings the others in, and they are taken when there is room."""
     settings = settings_for(studio, tmp_path / "mappings", max_waiting_tasks=5)
     tasks = studio.add(*["pos"] * 8)
-    async with gateway_on(kind, settings, tmp_path) as running, httpx.AsyncClient(base_url=running.url) as client:
+    async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
         with monkeypatch.context() as patch:
             stop_feeding(patch)
             refused = await client.post(WEBHOOK, json=event(tasks))

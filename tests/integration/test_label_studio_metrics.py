@@ -7,7 +7,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.testing import eventually
-from tests.gateway import gateway_on
+from tests.gateway import running_gateway
 from tests.integration.test_label_studio_push import _have_it_again, event, settings_for
 from tests.label_studio_server import label_studio
 
@@ -32,7 +32,7 @@ async def test_pushes_are_counted(tmp_path: Path) -> None:
     async with AsyncExitStack() as opened:
         studio = await opened.enter_async_context(label_studio())
         settings = settings_for(studio, tmp_path / "mappings")
-        running = await opened.enter_async_context(gateway_on("redis", settings, tmp_path))
+        running = await opened.enter_async_context(running_gateway(settings))
         client = await opened.enter_async_context(httpx.AsyncClient(base_url=running.url))
         tasks = [dict(task) for task in studio.add("pos", "neg", "maybe", "pos")]
         del studio.tasks[2]

@@ -11,7 +11,8 @@ import pytest
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import LabelingSettings, LimitSettings, RedisSettings, RequestSettings, Settings
 from qinfer.testing import eventually
-from tests.gateway import Running, gateway_on, running_gateway, settings_of
+from qinfer_api.labeling.pusher import Pusher
+from tests.gateway import Running, running_gateway, settings_of
 from tests.label_studio_server import LEGACY, PERSONAL, LabelStudioServer, label_studio
 from tests.servers import RedisServer, system_redis
 
@@ -44,10 +45,10 @@ async def studio() -> AsyncIterator[LabelStudioServer]:
         yield studio
 
 
-@pytest.fixture(params=["memory", "redis"])
-async def running(request: pytest.FixtureRequest, studio: LabelStudioServer, tmp_path: Path) -> AsyncIterator[Running]:
+@pytest.fixture
+async def running(studio: LabelStudioServer, tmp_path: Path) -> AsyncIterator[Running]:
     settings = settings_for(studio, tmp_path / "mappings")
-    async with gateway_on(request.param, settings, tmp_path) as running:
+    async with running_gateway(settings) as running:
         yield running
 
 
@@ -207,13 +208,28 @@ async def test_a_prediction_is_not_there_twice(
     assert len(studio.predictions) == 2
 
 
-async def test_what_label_studio_fails_on_is_given_up(studio: LabelStudioServer, tmp_path: Path) -> None:
+async def test_what_label_studio_fails_on_is_given_up(
+    studio: LabelStudioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After as many pushes as the settings say, one by one; the others are pushed."""
+    push, both = Pusher.push, asyncio.Event()
+
+    async def together(self: Pusher) -> int:
+        await both.wait()
+        return await push(self)
+
+    monkeypatch.setattr(Pusher, "push", together)
     tasks = studio.add("pos", "neg")
     settings = settings_for(studio, tmp_path / "mappings", max_attempts=1)
     studio.trouble["/api/projects/12/import"] = [500, 500]
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
         await client.post("/label-studio/text/webhook", json=event(tasks))
+
+        async def are_scored() -> bool:
+            return len(running.requests) == 2 and await running.depth("text") == 0
+
+        await eventually(are_scored)
+        both.set()
 
         async def are_over() -> bool:
             return sorted((await states(client)).values()) == ["done", "failed"]
