@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from qinfer.storage.errors import answer_of, fail, mapped, not_empty, not_larger
+from qinfer.storage.errors import answer_of, fail, mapped, not_empty
 from qinfer.storage.store import BROKEN, Child, Outcome, Stat, Store
 
 UPLOADS = 4
@@ -34,7 +34,7 @@ class FsspecStore(Store):
 
     Attributes:
         chunk_bytes: Of an upload; a few of them are in memory.
-        has_buckets: Whether the first part of a path is a bucket's name.
+        has_buckets: Whether the first part of a path is a bucket, and folders are a part of names only.
     """
 
     chunk_bytes = 16 * 2**20
@@ -73,33 +73,29 @@ class FsspecStore(Store):
         del synced
         with mapped(url):
             path = self._path(url)
-            with suppress(NotImplementedError):
-                self._make_folder(path.rpartition("/")[0])
-            self._files.pipe_file(path, data)
+            try:
+                self._files.pipe_file(path, data)
+            except Exception:
+                if self.has_buckets:
+                    raise
+                self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+                self._files.pipe_file(path, data)
 
     def copy(self, url: str, to: str) -> None:
         """As `Store` says."""
         with mapped(url):
             self._files.cp_file(self._path(url), self._path(to))
 
-    def read(self, url: str, limit_bytes: int) -> bytes:
-        """As `Store` says; drivers fetch parts of a large object at once, unless they are told a range."""
-        if limit_bytes <= _AT_ONCE_BYTES:
-            return super().read(url, limit_bytes)
-        with mapped(url):
-            found = self._files.info(self._path(url))
-            if found.get("type") == "directory":
-                raise FileNotFoundError
-            not_larger(_size(found), url, limit_bytes)
-            data: bytes = self._files.cat_file(self._path(url))
-        not_larger(len(data), url, limit_bytes)  # another one meanwhile
-        return data
-
     def read_range(self, url: str, begin: int, end: int) -> bytes:
         """As `Store` says."""
         with mapped(url):
+            path = self._path(url)
             try:
-                data: bytes = self._files.cat_file(self._path(url), start=begin, end=end)
+                # Drivers fetch the parts of a large object at once, unless they are told a range.
+                if begin == 0 and end > _AT_ONCE_BYTES and _size(self._files.info(path)) <= end:
+                    whole: bytes = self._files.cat_file(path)
+                    return whole[:end]
+                data: bytes = self._files.cat_file(path, start=begin, end=end)
             except Exception as error:
                 if answer_of(error).status == _BEYOND_THE_END:
                     return b""
@@ -181,10 +177,6 @@ class FsspecStore(Store):
         with mapped(url), suppress(FileNotFoundError):
             self._files.rm(self._path(url), recursive=True)
 
-    def _make_folder(self, path: str) -> None:
-        """Makes a folder, where folders are more than a part of names."""
-        self._files.makedirs(path, exist_ok=True)
-
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
         """Returns options of the driver's `put_file`, by which little of a file is in memory at a time."""
         del size_bytes
@@ -210,25 +202,20 @@ class FsspecStore(Store):
         return Outcome.CREATED
 
 
-class BucketStore(FsspecStore):
-    """A store of buckets, which makes no folders."""
+class GcsStore(FsspecStore):
+    """Google Cloud Storage."""
 
     has_buckets = True
-
-    def _make_folder(self, path: str) -> None:
-        """Makes nothing: a driver would make the bucket."""
-
-
-class GcsStore(BucketStore):
-    """Google Cloud Storage."""
 
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
         del size_bytes
         return {"chunksize": self.chunk_bytes}
 
 
-class AzureStore(BucketStore):
+class AzureStore(FsspecStore):
     """Azure Blob Storage."""
+
+    has_buckets = True
 
     def _upload_options(self, size_bytes: int) -> dict[str, int]:
         del size_bytes

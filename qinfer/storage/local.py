@@ -86,11 +86,10 @@ class LocalStore(Store):
 
     def copy(self, url: str, to: str) -> None:
         """As `Store` says."""
-        with mapped(url), _path(url).open("rb") as source:
+        with mapped(url):
             target = _path(to)
             target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as file:
-                shutil.copyfileobj(source, file, _CHUNK_BYTES)
+            shutil.copyfile(_path(url), target)
 
     def read_range(self, url: str, begin: int, end: int) -> bytes:
         """As `Store` says."""

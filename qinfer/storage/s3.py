@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from qinfer.errors import StoreChanged, StoreUnavailable
 from qinfer.storage.errors import answer_of, mapped, store_error
-from qinfer.storage.fsspec import UPLOADS, BucketStore
+from qinfer.storage.fsspec import UPLOADS, FsspecStore
 from qinfer.storage.store import Outcome, Stat
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,10 @@ _MOST_CHUNKS = 10_000
 _PAGE = 1000  # objects of a listing in one answer
 
 
-class S3Store(BucketStore):
+class S3Store(FsspecStore):
     """An object store that speaks S3's protocol."""
+
+    has_buckets = True
 
     def __init__(self, files: Any, listing_timeout_s: float | None = None) -> None:
         super().__init__(files, listing_timeout_s)

@@ -13,12 +13,13 @@ from typing import Any
 import fsspec
 import pytest
 
-from qinfer.delivery import object_files, object_store
-from qinfer.delivery.object_files import ObjectFiles
+from qinfer.delivery import object_store
 from qinfer.delivery.object_store import SWEEP_MARGIN_S, ObjectStore
 from qinfer.delivery.values import REFERENCE_VERSION, Reference
-from qinfer.errors import BrokerUnavailable, CorruptEntry, SettingsError
+from qinfer.errors import BrokerUnavailable, CorruptEntry, SettingsError, StoreDenied, StoreUnavailable
 from qinfer.settings import LimitSettings, RedisSettings
+from qinfer.storage.errors import mapped
+from qinfer.storage.local import LocalStore
 from qinfer.testing import eventually
 
 NOW_S = 1_800_000_000.0
@@ -227,11 +228,10 @@ async def test_a_store_that_fails_is_unavailable_and_leaks_nothing(
     reference = await store.write("m", b"tensors", 60.0)
 
     def fails(*_: object, **__: object) -> None:
-        raise PermissionError("/srv/secret/path")
+        raise StoreDenied("/srv/secret/path")
 
-    for method in ("pipe_file", "cat_file", "cp_file", "rm_file", "ls"):
-        monkeypatch.setattr(store._files._files, method, fails)
-    monkeypatch.setattr(object_files, "_write_synced", fails)
+    for method in ("write", "read_range", "copy", "delete", "children"):
+        monkeypatch.setattr(store._store, method, fails)
     actions = [store.write("m", b"x", 1.0), store.read(reference), store.copy(reference, "m", 1.0), store.sweep()]
     for action in actions:
         with pytest.raises(BrokerUnavailable) as caught:
@@ -249,17 +249,17 @@ async def test_a_store_that_failed_is_left_alone_until_it_works(
     monkeypatch.setattr(object_store, "_TRY_AGAIN_S", 0.01)
     caplog.set_level("INFO", "qinfer.delivery.object_store")
     reference = await store.write("m", b"tensors", 60.0)
-    whole, reads = ObjectFiles.read, 0
+    whole, reads = store._store.read_range, 0
 
-    async def read(files: ObjectFiles, name: str, timeout_s: float) -> bytes | None:
+    def read(url: str, begin: int, end: int) -> bytes:
         nonlocal reads
         reads += 1
         if reads <= 3:
-            raise BrokerUnavailable("it failed")
-        return await whole(files, name, timeout_s)
+            raise StoreUnavailable("it failed")
+        return whole(url, begin, end)
 
-    monkeypatch.setattr(ObjectFiles, "read", read)
-    with pytest.raises(BrokerUnavailable, match="it failed"):
+    monkeypatch.setattr(store._store, "read_range", read)
+    with pytest.raises(BrokerUnavailable):
         await store.read(reference)
     with pytest.raises(BrokerUnavailable, match="can't be reached"):
         await store.write("m", b"more", 60.0)
@@ -277,7 +277,7 @@ async def test_nobody_waits_longer_than_the_timeout_for_a_store_that_hangs(
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     store = await opened(tmp_path.as_uri(), command_timeout_s=0.2)
-    monkeypatch.setattr(store._files._files, "cat_file", lambda _: fifo.read_bytes())
+    monkeypatch.setattr(store._store, "read_range", lambda *_: fifo.read_bytes())
     reference = await store.write("m", b"tensors", 60.0)
 
     with pytest.raises(BrokerUnavailable):
@@ -306,7 +306,7 @@ from qinfer.settings import LimitSettings, RedisSettings
 async def main(directory):
     limits = LimitSettings(payload_url=directory.as_uri(), payload_url_min_bytes=1)
     store = await ObjectStore.open(limits, RedisSettings(command_timeout_s=0.2), lambda: 1e9)
-    store._files._files.cat_file = lambda _: (directory / "fifo").read_bytes()
+    store._store.read_range = lambda *_: (directory / "fifo").read_bytes()
     try:
         await store.read(await store.write("m", b"x", 60.0))
     except BrokerUnavailable:
@@ -345,11 +345,9 @@ async def test_a_missing_driver_is_named_with_its_remedy(
     scheme: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is an extra of the package."""
-
-    def missing(*_: object, **__: object) -> None:
-        raise ImportError("install me")
-
-    monkeypatch.setattr(fsspec, "filesystem", missing)
+    for module in ("s3fs", "gcsfs", "gcsfs.core", "adlfs"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, scheme, raising=False)
 
     with pytest.raises(SettingsError, match=re.escape(f"pip install 'qinfer-ml[{extra}]'")):
         await opened(f"{scheme}://bucket/x")
@@ -358,14 +356,12 @@ async def test_a_missing_driver_is_named_with_its_remedy(
 async def test_a_store_that_takes_nothing_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is tried with an object, which is not left behind."""
 
-    async def refused(*_: object) -> None:
-        try:
+    def refused(*_: object, **__: object) -> None:
+        with mapped("file:///x"):
             raise PermissionError("Access Denied")
-        except PermissionError as error:
-            raise BrokerUnavailable("the payload store can't be reached") from error
 
     with monkeypatch.context() as patch:
-        patch.setattr(ObjectFiles, "write", refused)
+        patch.setattr(LocalStore, "write", refused)
         with pytest.raises(SettingsError, match=r"does not work: PermissionError: Access Denied"):
             await opened(tmp_path.as_uri())
     store = await opened(tmp_path.as_uri())
