@@ -1,6 +1,7 @@
 """Wire versions: what a reader says to something that a newer qinfer wrote, and records as one versioned value.
 
-    record    a byte with its wire version, then msgpack: an array whose fields are only ever appended
+    record      a byte with its wire version, then msgpack: an array whose fields are only ever appended
+    document    JSON for people to read too, an object with its version in `wire`
 
 Readers skip fields that they do not know, and give those that are missing their defaults, so that a version rises only
 where an older reader would misread what is written.
@@ -13,6 +14,11 @@ import msgspec
 from qinfer.errors import CorruptEntry
 
 T = TypeVar("T")
+
+DOCUMENT_VERSION = 1
+"""The wire version of documents that is written, and the newest that is read."""
+
+_HEAD = b'{"wire":%d,' % DOCUMENT_VERSION
 
 
 class NewerVersion(CorruptEntry):
@@ -64,3 +70,24 @@ class Record(Generic[T]):
             return self._decode(memoryview(raw)[1:])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptEntry(f"{self._what} can't be decoded: {error}") from None
+
+
+class _Wire(msgspec.Struct):
+    wire: int = DOCUMENT_VERSION
+
+
+def encode_document(value: msgspec.Struct) -> bytes:
+    """Returns a struct, which must have fields, as a document."""
+    return _HEAD + msgspec.json.encode(value)[1:]
+
+
+def decode_document(raw: bytes, kind: type[T]) -> T:
+    """Reads a document; one without a version is of the first.
+
+    Raises:
+        NewerVersion: A newer qinfer wrote it.
+        msgspec.DecodeError: It is damaged.
+    """
+    if not raw.startswith(_HEAD) and (found := msgspec.json.decode(raw, type=_Wire).wire) > DOCUMENT_VERSION:
+        raise NewerVersion(f"the {kind.__name__}", found, DOCUMENT_VERSION)
+    return msgspec.json.decode(raw, type=kind)

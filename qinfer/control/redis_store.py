@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError
 
+from qinfer.codec.versions import NewerVersion, decode_document, encode_document
 from qinfer.control import redis_bridges
 from qinfer.control.base import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.control.bridges import BridgeReport
@@ -109,7 +110,7 @@ class RedisControlStore:
         """Writes the desired state of one model; an older generation never replaces a newer one."""
         with _translated():
             await self._client.eval(
-                _SET_DESIRED, 1, keys.desired(), desired.model, desired.generation, msgspec.json.encode(desired)
+                _SET_DESIRED, 1, keys.desired(), desired.model, desired.generation, encode_document(desired)
             )
 
     async def model(self, name: str) -> StoredModel | None:
@@ -128,7 +129,7 @@ class RedisControlStore:
         """Stores a model's configuration, unless one of the same or a newer generation is stored already."""
         with _translated():
             written = await self._client.eval(
-                _PUT_MODEL, 1, keys.config(stored.model), stored.generation, msgspec.json.encode(stored)
+                _PUT_MODEL, 1, keys.config(stored.model), stored.generation, encode_document(stored)
             )
         return bool(written)
 
@@ -137,7 +138,7 @@ class RedisControlStore:
         key = keys.worker(record.id)
         with _translated():
             async with self._client.pipeline(transaction=False) as pipe:
-                pipe.hset(key, "record", msgspec.json.encode(record))
+                pipe.hset(key, "record", encode_document(record))
                 pipe.pexpire(key, int(ttl_s * 1000))
                 pipe.zadd(keys.workers(), {record.id: time.time()})
                 await pipe.execute()
@@ -172,7 +173,7 @@ class RedisControlStore:
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
         """Writes an autoscaler's record, and adds to what all of them counted."""
         with _translated():
-            words = (record.id, int(ttl_s * 1000), msgspec.json.encode(record))
+            words = (record.id, int(ttl_s * 1000), encode_document(record))
             await self._client.eval(_SCALERS, 1, keys.scalers(), *words)
             for name, count in counts.items():
                 await self._client.hincrby(keys.scaler_counts(), name, count)
@@ -203,7 +204,7 @@ class RedisControlStore:
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
         """Stores how fast a worker found a model version to be."""
         with _translated():
-            await self._client.hset(keys.config(model), _speed_field(version), msgspec.json.encode(speed))
+            await self._client.hset(keys.config(model), _speed_field(version), encode_document(speed))
 
     async def speeds(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], Speed]:
         """Returns what `put_speed` stored last of those versions that have it."""
@@ -324,8 +325,8 @@ def _translated() -> Iterator[None]:
 def _decode(value: bytes, kind: type[T], whose: str) -> T | None:
     """Decodes a record; one that a newer qinfer wrote in another form must not hide the others."""
     try:
-        return msgspec.json.decode(value, type=kind)
-    except msgspec.DecodeError as error:
+        return decode_document(value, kind)
+    except (NewerVersion, msgspec.DecodeError) as error:
         logger.error("stored record unusable", extra={"kind": kind.__name__, "whose": whose, "error": str(error)})
         return None
 

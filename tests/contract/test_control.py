@@ -236,6 +236,25 @@ async def test_a_record_that_cannot_be_read_hides_no_other(redis_queue: RedisQue
     await store.close()
 
 
+async def test_a_heartbeat_of_a_newer_qinfer_is_refused_clearly(
+    redis_queue: RedisQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log names both versions and what to upgrade; the other workers are seen."""
+    store = RedisControlStore(admin_client(redis_queue.settings))
+    await store.heartbeat(WORKER, LONG_S)
+    newer = msgspec.structs.replace(WORKER, id="newer")
+    await store.heartbeat(newer, LONG_S)
+    document = {"wire": 2} | msgspec.to_builtins(newer)
+    redis_queue.on_owner("HSET", keys.worker("newer"), "record", msgspec.json.encode(document))
+
+    assert await store.workers() == [WORKER]
+
+    [told] = [record for record in caplog.records if record.message == "stored record unusable"]
+    assert "wire version 2" in told.__dict__["error"]
+    assert "this program reads version 1: upgrade this program first" in told.__dict__["error"]
+    await store.close()
+
+
 async def test_many_models_are_one_round_trip(redis_queue: RedisQueue) -> None:
     """Every gateway reads them every few seconds; in a cluster it is one to each node."""
     store = RedisControlStore(admin_client(redis_queue.settings))
