@@ -19,7 +19,7 @@ from qinfer.codec.versions import NewerVersion, decode_document, encode_document
 from qinfer.control import redis_bridges
 from qinfer.control.base import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.control.bridges import BridgeReport
-from qinfer.delivery import keys
+from qinfer.delivery import keys, scripts
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.bridge_metrics import RouteTotals
 from qinfer.observability.stats import LATEST
@@ -32,61 +32,11 @@ T = TypeVar("T")
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
 _WAKES_KEPT = 16
 
-_PUT_MODEL = """
-local current = tonumber(redis.call('HGET', KEYS[1], 'generation') or '-1')
-if current >= tonumber(ARGV[1]) then return 0 end
-redis.call('HSET', KEYS[1], 'generation', ARGV[1], 'model', ARGV[2])
-return 1
-"""
-
-_SET_DESIRED = """
-local current = redis.call('HGET', KEYS[1], ARGV[1])
-if current and cjson.decode(current).generation > tonumber(ARGV[2]) then return 0 end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
-return 1
-"""
-
-_ADD_STATS = """
-local latest = tonumber(ARGV[1])
-for i = 2, #ARGV, 2 do
-  if i > 1 + 2 * latest then
-    redis.call('HINCRBY', KEYS[1], ARGV[i], ARGV[i + 1])
-  elseif tonumber(redis.call('HGET', KEYS[1], ARGV[i]) or '0') < tonumber(ARGV[i + 1]) then
-    redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
-  end
-end
-"""
-
-_SIGN = """
-local now = redis.call('TIME')
-local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now_ms)
-if #ARGV == 2 then
-  redis.call('ZADD', KEYS[1], now_ms + ARGV[2], ARGV[1])
-  if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
-end
-return redis.call('ZRANGE', KEYS[1], 0, -1)
-"""
-
-_SCALERS = """
-local now = redis.call('TIME')
-local now_ms = now[1] * 1000 + math.floor(now[2] / 1000)
-if ARGV[1] then
-  redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now_ms + ARGV[2], ARGV[3]))
-  if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[2]) then redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
-end
-local found, live = redis.call('HGETALL', KEYS[1]), {}
-for i = 1, #found, 2 do
-  local ends_ms, record = string.match(found[i + 1], '^(%d+) (.*)$')
-  if tonumber(ends_ms) > now_ms then
-    table.insert(live, found[i])
-    table.insert(live, record)
-  else
-    redis.call('HDEL', KEYS[1], found[i])
-  end
-end
-return live
-"""
+_PUT_MODEL = scripts.load("put_model", package="qinfer.control").text
+_SET_DESIRED = scripts.load("set_desired", package="qinfer.control").text
+_ADD_STATS = scripts.load("add_stats", package="qinfer.control").text
+_SIGN = scripts.load("sign", "now_ms", package="qinfer.control").text
+_SCALERS = scripts.load("scalers", "now_ms", package="qinfer.control").text
 
 
 class RedisControlStore:

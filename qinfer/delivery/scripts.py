@@ -35,10 +35,10 @@ class Script(msgspec.Struct, frozen=True):
     sha: bytes
 
 
-def load(name: str, *parts: str) -> Script:
-    """Reads a script; `parts` are the files of the functions that it uses."""
-    folder = files("qinfer.delivery").joinpath("lua")
-    text = b"\n".join(folder.joinpath(f"{part}.lua").read_bytes() for part in (*parts, name))
+def load(name: str, *parts: str, package: str = "qinfer.delivery") -> Script:
+    """Reads a script from a package's `lua/`; `parts` are files of functions that it uses, in the queue's."""
+    places = [(part, "qinfer.delivery") for part in parts] + [(name, package)]
+    text = b"\n".join(files(home).joinpath("lua", f"{file}.lua").read_bytes() for file, home in places)
     return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
