@@ -19,8 +19,8 @@ import msgspec
 
 from qinfer.codec.frame import PayloadApart, decode_request, encode_responses
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
-from qinfer.control.lanes import lanes_of
 from qinfer.control.redis_store import RedisControlStore
+from qinfer.control.routes import lanes_of
 from qinfer.delivery.base import Lane, Lease
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.delivery.requests import Address, Outcome, RequestState, Settlement

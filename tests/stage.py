@@ -14,7 +14,7 @@ from qinfer.backends.base import Backend
 from qinfer.backends.stub import StubBackend
 from qinfer.codec.frame import decode_responses, encode_request, encode_request_apart, encode_responses
 from qinfer.control.base import ControlStore, Desired, State, StoredModel
-from qinfer.control.lanes import lane_name, lanes_of
+from qinfer.control.routes import lane_name, lanes_of
 from qinfer.delivery.base import Delivery, Entry, Lane, Payload, reply_address
 from qinfer.delivery.requests import Acceptance, Address, RequestRecord
 from qinfer.errors import QinferError

@@ -183,7 +183,8 @@ class Gateway:
             settings, delivery, self.dispatcher, self.requests, tally.refusals, auth, consumer=self._owner
         )
         self._job_janitor = self._janitor_of_jobs(settings)
-        self.dispatcher.unclaimed = self.requests.waits.wake
+        self._pending = self.dispatcher.submission.pending
+        self._pending.unclaimed = self.requests.waits.wake
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
         restrictions = Restrictions.for_http(settings.http.restricted)
         fast = self._fast_path(settings, restrictions)
@@ -265,9 +266,9 @@ class Gateway:
             await self.catalog.refresh()
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._delivery.listen(self._owner, self.dispatcher.receive, listening.set)),
+                    group.create_task(self._delivery.listen(self._owner, self._pending.receive, listening.set)),
                     group.create_task(self.catalog.run()),
-                    group.create_task(self.dispatcher.run()),
+                    group.create_task(self.dispatcher.submission.run()),
                     group.create_task(self._janitor.run()),
                     group.create_task(self._reporting.run()),
                     group.create_task(self._examiner.run(self.started)),
@@ -283,7 +284,7 @@ class Gateway:
                 await listening.wait()
                 await self._serve_all()
                 self._give_up()
-                await self.dispatcher.discard()
+                await self._pending.discard()
                 await self._reporting.flush()
                 for task in tasks:
                     task.cancel()
@@ -327,7 +328,7 @@ class Gateway:
 
     def _give_up(self) -> None:
         self.models.end()
-        self.dispatcher.fail_all(Overloaded("Server exiting"))
+        self._pending.fail_all(Overloaded("Server exiting"))
 
     def _serving(self) -> None:
         where = {"url": self.url} if self.rpc is None else {"url": self.url, "grpc": self.rpc.url}

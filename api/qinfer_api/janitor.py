@@ -16,7 +16,7 @@ import random
 from collections.abc import Iterable, Sequence
 
 from qinfer.control.catalog import Catalog
-from qinfer.control.lanes import NAMES
+from qinfer.control.routes import NAMES
 from qinfer.delivery.base import Delivery, Entry, Lane
 from qinfer.delivery.dead_letters import head_of
 from qinfer.delivery.requests import Notice, RequestState, Settlement

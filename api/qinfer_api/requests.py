@@ -16,10 +16,9 @@ import msgspec
 
 from qinfer.codec.frame import decode_responses
 from qinfer.codec.outputs import OutputPlan
-from qinfer.control.acceptance import prepare
 from qinfer.control.catalog import Catalog, Served
+from qinfer.control.submission import prepare, tensor_bytes
 from qinfer.delivery.base import Delivery, Lane
-from qinfer.delivery.layout import tensor_bytes
 from qinfer.delivery.requests import (
     Acceptance,
     Accepted,

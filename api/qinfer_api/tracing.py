@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qinfer.clock import ServerClock
 from qinfer.control.catalog import Catalog, Served
+from qinfer.control.pending_requests import Pending, Sink
 from qinfer.delivery.base import Delivery
 from qinfer.errors import Cancelled, QinferError
 from qinfer.messages import Failure, InferRequest, Response, Timing
@@ -24,7 +25,6 @@ from qinfer_api.auth import Auth, Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import Call, Connection, Head
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.sinks import Pending, Sink
 from qinfer_api.trace_file import Sampling, Stamps, TraceFile
 
 _FENCE = Fence(logging.getLogger(__name__), "traces lost, requests go on without")

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from qinfer.control.base import ControlStore, StoredModel, WorkerRecord
-from qinfer.control.capacity import Capacity, capacity_of
-from qinfer.control.lanes import lanes_of
-from qinfer.control.readiness import ModelStatus, assess
-from qinfer.control.routes import Routes
+from qinfer.control.readiness import Capacity, ModelStatus, assess, capacity_of
+from qinfer.control.routes import Routes, lanes_of
 from qinfer.delivery.base import Lane
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
 from qinfer.repository.config import from_json, to_spec

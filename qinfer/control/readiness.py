@@ -1,4 +1,4 @@
-"""What state each model version is in: a pure function of desired state, stored configurations and live workers.
+"""The state and the speed of each model version: pure functions of desired state, configurations and live workers.
 
 READY = desired, and loaded by a live worker (DESIGN.md §5), at the desired generation or, while that one is loading or
 when it fails to load, at an earlier one: a reload makes no gap. So a version that the new generation leaves out is
@@ -8,6 +8,7 @@ shown as long as a worker serves it: workers retire it when they have loaded wha
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.outcome import PENDING_REASON
@@ -48,6 +49,20 @@ class ModelStatus:
     def loadable_versions(self) -> tuple[int, ...]:
         """The versions that can be asked or will be once a worker has loaded them, ascending."""
         return () if self.error else tuple(sorted(v for v in self.versions if v not in self.failed))
+
+
+class Capacity(NamedTuple):
+    """The speed that a version's backlog is worked off with.
+
+    Attributes:
+        rps: Requests a second, of all live workers together; 0 = unknown.
+        start_s: Seconds until the first is executed; 0 while a worker has it loaded.
+        workers: Live workers that have it loaded.
+    """
+
+    rps: float = 0.0
+    start_s: float = 0.0
+    workers: int = 0
 
 
 def assess(
@@ -99,3 +114,13 @@ def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]
         if (state := worker.models.get(model, {}).get(version)) is not None and state.generation <= generation
     ]
     return min(reported, key=lambda state: (_RANK.index(state.state), -state.generation), default=None)
+
+
+def capacity_of(workers: Iterable[WorkerRecord], model: str, version: int) -> Capacity:
+    """Sums up the speeds of the workers that have a version READY; unknown while one of them has measured nothing."""
+    speeds = [
+        worker.speeds.get(model, {}).get(version, 0.0)
+        for worker in workers
+        if (state := worker.models.get(model, {}).get(version)) is not None and state.state is State.READY
+    ]
+    return Capacity(sum(speeds) if all(speeds) else 0.0, 0.0, len(speeds))

@@ -16,8 +16,8 @@ from functools import lru_cache
 import msgspec
 
 from qinfer.control.base import ControlStore, Desired, Speed, State, StoredModel, WorkerRecord
-from qinfer.control.lanes import NAMES, lanes_of
 from qinfer.control.readiness import assess
+from qinfer.control.routes import NAMES, lanes_of
 from qinfer.delivery.base import Delivery, Lane, LaneSize
 from qinfer.delivery.jobs import BULK_LANES, OpenRows, bulk_lanes
 from qinfer.errors import QinferError

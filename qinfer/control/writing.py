@@ -10,7 +10,7 @@ import msgspec
 
 from qinfer.control.base import ControlStore, Desired, StoredModel
 from qinfer.control.completion import completed, find_completion
-from qinfer.control.lanes import lanes_of
+from qinfer.control.routes import lanes_of
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.jobs import bulk_lanes
 from qinfer.errors import QinferError

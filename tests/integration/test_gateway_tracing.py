@@ -151,7 +151,7 @@ async def test_failures_and_ends_of_the_gateway(scene: Scene, client: httpx.Asyn
     assert (await client.post("/v2/models/fails/infer", json=QUESTION)).status_code == 500
     asked = asyncio.ensure_future(client.post("/v2/models/stuck/infer", json=QUESTION))
     await eventually(lambda: scene.running.gateway.dispatcher.in_flight == 1)
-    scene.running.gateway.dispatcher.fail_all(Overloaded("Server exiting"))
+    scene.running.gateway.dispatcher.submission.pending.fail_all(Overloaded("Server exiting"))
 
     assert (await asked).status_code == 503
     assert [error_of(span) for span in scene.spans] == ["inference_failed", Overloaded.code]

@@ -86,7 +86,7 @@ async def test_entries_of_others_count(running: Running, client: httpx.AsyncClie
     first = asyncio.create_task(ask(client, "small"))
     await eventually(lambda: running.gateway.dispatcher.in_flight == 1, description="the first request")
     served = running.gateway.catalog.resolve("small", 1)
-    load = running.gateway.dispatcher.backlog.load(served, served.lane)
+    load = running.gateway.dispatcher.submission.backlog.load(served, served.lane)
     await eventually(lambda: load.others == 50, description="a look at the depth")
 
     refused = await ask(client, "small")

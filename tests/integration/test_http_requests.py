@@ -329,7 +329,9 @@ async def test_a_repetition_is_answered_however_full_the_lane_is(
     model = "/v1/models/small/requests"
     headers = {name: f"full-{name}"}
     first = await client.post(model, json=BODY, headers=headers)
-    monkeypatch.setattr(running.gateway.dispatcher.backlog, "judge", lambda *_: QueueFull("Exceeds maximum queue size"))
+    monkeypatch.setattr(
+        running.gateway.dispatcher.submission.backlog, "judge", lambda *_: QueueFull("Exceeds maximum queue size")
+    )
 
     again = await client.post(model, json=BODY, headers=headers)
     other = await client.post(model, json=BODY, headers={name: "other"})

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from qinfer.control.base import ControlStore, Desired, Speed, State, StoredModel, VersionState, WorkerRecord
-from qinfer.control.capacity import Capacity
 from qinfer.control.catalog import Catalog
 from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.readiness import Capacity
 from qinfer.control.sync import SyncedModel, start, sync
 from qinfer.delivery.base import Lane
 from qinfer.delivery.jobs import bulk_lanes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer.control.lanes import MAX_LANES, lane_name, lanes_of
+from qinfer.control.routes import MAX_LANES, lane_name, lanes_of
 from qinfer.repository.spec import BatchingSpec, ModelSpec, QueuePolicy
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.control.admission import judge, most_waiting, queue_timeout_s
-from qinfer.control.capacity import Capacity
+from qinfer.control.readiness import Capacity
 from qinfer.errors import DeadlineInfeasible, QueueFull
 from qinfer.repository.spec import QueuePolicy
 

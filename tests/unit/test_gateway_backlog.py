@@ -6,15 +6,14 @@ from typing import cast
 
 import pytest
 
-from qinfer.control.capacity import Capacity
+from qinfer.control.admission import Backlog
 from qinfer.control.catalog import Catalog, Served
-from qinfer.control.lanes import lanes_of
-from qinfer.control.routes import Routes
+from qinfer.control.readiness import Capacity
+from qinfer.control.routes import Routes, lanes_of
 from qinfer.delivery.base import Delivery, Lane
 from qinfer.errors import BrokerUnavailable, DeadlineInfeasible, QueueFull
 from qinfer.repository.spec import BatchingSpec, ModelSpec
 from qinfer.testing import eventually
-from qinfer_api.backlog import Backlog
 
 P1, P2, P3 = (Lane("m", 1, f"p{number}") for number in (1, 2, 3))
 BATCHING = BatchingSpec(preferred_sizes=(8,), priority_levels=3, default_priority=2)
@@ -129,7 +128,7 @@ async def test_an_outage_keeps_the_last_look() -> None:
 
 async def test_nothing_is_polled_while_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version is looked at from its first request until some time after its last."""
-    monkeypatch.setattr("qinfer_api.backlog.POLL_S", 0.0)
+    monkeypatch.setattr("qinfer.control.admission.POLL_S", 0.0)
     world = World()
     task = asyncio.create_task(world.backlog.run())
     await asyncio.sleep(0)

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from qinfer.codec.frame import decode_request, encode_responses
-from qinfer.control.capacity import Capacity
 from qinfer.control.catalog import Catalog, Served
+from qinfer.control.readiness import Capacity
 from qinfer.control.routes import Routes
 from qinfer.delivery.base import Delivery, Entry, Lane
 from qinfer.errors import BrokerUnavailable, InvalidRequest, ModelNotFound, Overloaded, QinferError, QuotaExceeded
@@ -84,6 +84,7 @@ class Setup:
         self.dispatcher = Dispatcher(
             cast(Delivery, self.queue), cast(Catalog, self.models), self.tally, LimitSettings(), "me"
         )
+        self.waiting = self.dispatcher.submission.pending
 
     def submit(self, **changes: Any) -> Any:
         return self.dispatcher.submit(ANONYMOUS, REQUEST, changes.get("sink", self.sink))
@@ -126,11 +127,11 @@ async def test_a_request_cancelled_before_its_receipt_is_finished_after_it() -> 
     """The entry's address is known only then."""
     setup = Setup()
     setup.dispatcher.cancel(setup.submit())
-    await setup.dispatcher.discard()
+    await setup.waiting.discard()
     before = list(setup.queue.finished)
 
     setup.queue.receipts[0](ENTRY)
-    await setup.dispatcher.discard()
+    await setup.waiting.discard()
 
     assert (before, setup.queue.finished) == ([], [ENTRY])
 
@@ -140,9 +141,9 @@ async def test_a_reply_that_overtakes_its_receipt_is_delivered() -> None:
     setup = Setup()
     pending = setup.submit()
 
-    setup.dispatcher.receive(encode_responses([Response(request_id=pending.request_id, model="m", version=3)]))
+    setup.waiting.receive(encode_responses([Response(request_id=pending.request_id, model="m", version=3)]))
     setup.queue.receipts[0](ENTRY)
-    await setup.dispatcher.discard()
+    await setup.waiting.discard()
 
     assert len(setup.sink.responses) == 1
     assert setup.queue.finished == []
@@ -154,8 +155,8 @@ async def test_replies_nobody_waits_for_are_dropped() -> None:
     pending = setup.submit()
     blob = encode_responses([Response(request_id=pending.request_id), Response(request_id="unknown")])
 
-    setup.dispatcher.receive(blob)
-    setup.dispatcher.receive(blob)
+    setup.waiting.receive(blob)
+    setup.waiting.receive(blob)
 
     assert len(setup.sink.responses) == 1
 
@@ -164,7 +165,7 @@ async def test_a_reply_that_cannot_be_decoded_harms_nobody() -> None:
     """The listener lives on."""
     setup = Setup()
 
-    setup.dispatcher.receive(b"\xff garbage")
+    setup.waiting.receive(b"\xff garbage")
 
     assert setup.sink.responses == []
 
@@ -181,7 +182,7 @@ async def test_a_sink_that_raises_harms_no_other() -> None:
     setup, broken = Setup(), Broken()
     first, second = setup.submit(sink=broken), setup.submit()
 
-    setup.dispatcher.receive(
+    setup.waiting.receive(
         encode_responses([Response(request_id=first.request_id), Response(request_id=second.request_id)])
     )
 
@@ -198,7 +199,7 @@ async def test_discarding_survives_an_outage() -> None:
     setup.dispatcher.cancel(pending)
     setup.queue.down = True
 
-    await setup.dispatcher.discard()
+    await setup.waiting.discard()
 
     assert setup.queue.finished == []
 
@@ -209,8 +210,8 @@ async def test_fail_all_answers_and_discards() -> None:
     setup.submit()
     setup.queue.receipts[0](ENTRY)
 
-    setup.dispatcher.fail_all(Overloaded("Server exiting"))
-    await setup.dispatcher.discard()
+    setup.waiting.fail_all(Overloaded("Server exiting"))
+    await setup.waiting.discard()
 
     assert setup.sink.responses[0].failure is not None
     assert setup.queue.finished == [ENTRY]

@@ -14,6 +14,7 @@ from qinfer.clock import ServerClock
 from qinfer.codec.frame import decode_request, encode_request, encode_responses
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.catalog import Catalog
+from qinfer.control.submission import PAYLOAD_MARGIN_S
 from qinfer.delivery.base import Entry, Lane, Payload
 from qinfer.errors import (
     BrokerUnavailable,
@@ -23,6 +24,7 @@ from qinfer.errors import (
     InvalidRequest,
     ModelNotFound,
     ModelNotReady,
+    PayloadTooLarge,
     QinferError,
 )
 from qinfer.messages import Failure, InferRequest, Response
@@ -30,12 +32,18 @@ from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import LimitSettings
 from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import FakeClock, MemoryControlStore, MemoryDelivery, eventually
-from qinfer_workers.inference.caller import FRESH_S, PAYLOAD_MARGIN_S, RECHECK_S, Caller
+from qinfer_workers.inference.caller import FRESH_S, RECHECK_S, Caller
 
 LANE = Lane("back", 1)
 CONFIG = """
 backend: "stub" max_batch_size: 8
 input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+"""
+
+LEVELS = """
+backend: "stub" max_batch_size: 1 input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
+output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+dynamic_batching { priority_levels: 3 default_priority_level: 2 default_queue_policy { max_queue_size: 1 } }
 """
 
 Answer = Callable[[InferRequest], Sequence[Response]]
@@ -77,19 +85,20 @@ class Refusing(MemoryDelivery):
 class Scene:
     """A caller, and a worker that answers as it is told."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, delivery: MemoryDelivery) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, delivery: MemoryDelivery, limits: LimitSettings | None) -> None:
         self.clock = FakeClock()
         self.delivery, self.store = delivery, Store()
         delivery.clock = ServerClock(self.clock)
         self.called: list[Lane] = []
         catalog = Catalog(self.store, LimitSettings(max_timeout_s=1000.0))
-        self.caller = Caller(delivery, catalog, "w1", tasks, self.called.append)
+        limits = limits or LimitSettings()
+        self.caller = Caller(delivery, catalog, "w1", tasks, limits, self.called.append)
         self.answer: Answer = echo
         self.requests: list[InferRequest] = []
 
-    async def model(self, name: str = "back", state: State = State.READY) -> None:
+    async def model(self, name: str = "back", state: State = State.READY, config: str = CONFIG) -> None:
         """Makes a model known, as one live worker has it."""
-        config = to_json(normalise(parse(f'name: "{name}" {CONFIG}'), name))
+        config = to_json(normalise(parse(f'name: "{name}" {config}'), name))
         await self.store.put_model(StoredModel(name, 7, config, (1,)))
         await self.store.set_desired(Desired(name, 7))
         models = {name: {1: VersionState(state, 7)}}
@@ -125,9 +134,11 @@ def asked(**fields: object) -> InferRequest:
 
 
 @asynccontextmanager
-async def scene(delivery: MemoryDelivery | None = None, *, works: bool = True) -> AsyncIterator[Scene]:
+async def scene(
+    delivery: MemoryDelivery | None = None, *, works: bool = True, limits: LimitSettings | None = None
+) -> AsyncIterator[Scene]:
     async with asyncio.TaskGroup() as tasks:
-        one = Scene(tasks, delivery or MemoryDelivery())
+        one = Scene(tasks, delivery or MemoryDelivery(), limits)
         await one.model()
         worker = tasks.create_task(one.work()) if works else None
         yield one
@@ -266,8 +277,7 @@ async def test_one_attempt_is_followed() -> None:
 
 async def test_large_inputs_travel_beside_the_stream() -> None:
     """As a gateway's do."""
-    async with scene() as one:
-        one.caller._inline_max_bytes = 7  # there are 8
+    async with scene(limits=LimitSettings(inline_max_bytes=7)) as one:  # there are 8
         submit, apart = one.delivery.submit, []
 
         def spied(lane: Lane, frame: Bytes, done: Any, *, payload: Payload | None = None, limit: int = 0) -> None:
@@ -317,7 +327,7 @@ async def test_large_outputs_are_read_from_where_they_are_stored(there: tuple[La
         if there:
             assert (await one.call()).outputs
         else:
-            with pytest.raises(InferenceFailed, match="its outputs are gone"):
+            with pytest.raises(InferenceFailed, match="the outputs were stored and are gone"):
                 await one.call()
 
 
@@ -437,3 +447,31 @@ async def test_the_last_view_serves_while_the_store_is_away() -> None:
         one.clock.advance(FRESH_S + 0.1)
 
         assert (await one.call()).outputs
+
+
+async def test_a_call_waits_in_the_lane_of_its_priority_and_no_more_wait_than_may() -> None:
+    """As a client's request does: each level has a lane, and each lane a place for one here."""
+    async with scene(works=False) as one:
+        await one.model("levels", config=LEVELS)
+        lanes = [Lane("levels", 1, f"p{level}") for level in (1, 2, 3)]
+        calls = [asyncio.create_task(one.call(asked(model="levels", priority=level))) for level in (1, 1, 1, 3)]
+
+        async def are_told() -> bool:
+            return sum(call.done() for call in calls) == 2
+
+        await eventually(are_told)
+        depths = await one.delivery.depth(lanes)
+        await one.end()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+
+        assert depths == [1, 0, 1]
+        assert sorted(type(outcome).__name__ for outcome in outcomes) == [*2 * ["Cancelled"], *2 * ["QueueFull"]]
+
+
+async def test_a_head_that_is_too_large_is_refused() -> None:
+    """A lane is bounded by its number of entries: what is large is a tensor."""
+    async with scene() as one:
+        with pytest.raises(PayloadTooLarge, match="send what is large as a tensor"):
+            await one.call(asked(parameters={"text": "x" * 2_000_000}))
+
+        assert one.requests == []

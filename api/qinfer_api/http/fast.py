@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from qinfer.codec.outputs import OutputPlan
 from qinfer.control.api_keys import Scope
+from qinfer.control.pending_requests import Pending
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.messages import InferRequest, Response
 from qinfer_api.auth import ANONYMOUS, Context, presented_key
@@ -21,7 +22,6 @@ from qinfer_api.forwarding import forwarded
 from qinfer_api.http.compression import Encoding, response_encoding
 from qinfer_api.http.infer import DECOUPLED, InferCodec, Target, parse_version, with_headers
 from qinfer_api.http.replies import Headers, Reply, error_reply, failure_reply
-from qinfer_api.sinks import Pending
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qinfer.control.catalog import Served
+from qinfer.control.pending_requests import Pending
 from qinfer.errors import DeadlineExceeded, ErrorCode, InferenceFailed, Overloaded, QinferError
 from qinfer.labeling.label_config import LabelConfig
 from qinfer.labeling.mapping import Mapping as TaskMapping
@@ -22,7 +23,6 @@ from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.future_sink import FutureSink
 from qinfer_api.labeling.files import Files
-from qinfer_api.sinks import Pending
 from qinfer_api.status import AGAIN
 
 logger = logging.getLogger(__name__)

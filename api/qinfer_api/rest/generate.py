@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from qinfer.control.api_keys import Scope as Right
 from qinfer.control.catalog import Served
+from qinfer.control.pending_requests import Pending
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.messages import InferRequest, Response
 from qinfer.tensors import Bytes
@@ -29,7 +30,6 @@ from qinfer_api.http.replies import Reply, error_reply, failure_reply, refusal
 from qinfer_api.rest.bodies import read_body, unless_left
 from qinfer_api.rest.extension_schema import GENERATE, GENERATE_STREAM
 from qinfer_api.rest.services import Services, context_of, headers_forwarded, send
-from qinfer_api.sinks import Pending
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 

@@ -10,6 +10,7 @@ from qinfer.codec.kserve_grpc import Decoded, Message, decode_infer, parse_infer
 from qinfer.codec.kserve_grpc_reply import encode_infer
 from qinfer.codec.outputs import OutputPlan, bind
 from qinfer.control.api_keys import Scope
+from qinfer.control.pending_requests import Pending
 from qinfer.errors import QinferError, UnsupportedFeature
 from qinfer.messages import Response, Scalar
 from qinfer.tensors import Bytes
@@ -17,7 +18,6 @@ from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import InferCodec, parse_version
 from qinfer_api.rpc.calls import INFERENCE, LARGE_BYTES, Call, Guard, fail, refuse
-from qinfer_api.sinks import Pending
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ import grpc.aio
 
 from qinfer.codec.kserve_grpc_reply import encode_streamed, encode_streamed_error
 from qinfer.control.api_keys import Scope
+from qinfer.control.pending_requests import Pending
 from qinfer.errors import Overloaded, QinferError
 from qinfer.messages import Failure, Response, Scalar
 from qinfer_api.auth import Context
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, Call, Guard, fail
 from qinfer_api.rpc.infer import Infer, InferSink, join
-from qinfer_api.sinks import Pending
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from qinfer.control.acceptance import prepare
 from qinfer.control.catalog import Served
+from qinfer.control.submission import prepare
 from qinfer.delivery.requests import MAX_NOTES_BYTES, Acceptance, Address
 from qinfer.errors import InvalidRequest
 from qinfer.messages import IdFactory

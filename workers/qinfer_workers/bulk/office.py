@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from qinfer.clock import ServerClock
 from qinfer.control.base import ControlStore
-from qinfer.control.capacity import capacity_of
+from qinfer.control.readiness import capacity_of
 from qinfer.delivery.jobs import JobRecord, Jobs
 from qinfer.errors import QinferError
 from qinfer.settings import Settings

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from qinfer.batching.batcher import Batcher
-from qinfer.control.lanes import NAMES, lanes_of
+from qinfer.control.routes import NAMES, lanes_of
 from qinfer.delivery.base import Delivery, Lane
 from qinfer.errors import QinferError
 from qinfer.observability.latencies import LatencyTally

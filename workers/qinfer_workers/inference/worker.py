@@ -68,7 +68,7 @@ class Worker:
         self._delivery = delivery
         self._store = store
         self._id = worker_id
-        self._inline_max_bytes = settings.limits.inline_max_bytes
+        self._limits = settings.limits
         self._serving: dict[Key, Serving] = {}
         self._exclusive = asyncio.Lock()
         self._catalog = Catalog(store, settings.limits)
@@ -91,7 +91,7 @@ class Worker:
             self._publisher = Publisher(self._delivery, self._keeper, tasks, self.spans)
             self._heartbeat.tallies = (self._publisher.durations, self._bulk.counts)
             self._intake = Intake(self._delivery, self._publisher, self._settings.max_deliveries)
-            self._caller = Caller(self._delivery, self._catalog, self._id, tasks, self._called, self._inline_max_bytes)
+            self._caller = Caller(self._delivery, self._catalog, self._id, tasks, self._limits, self._called)
             renewals = tasks.create_task(self._keeper.run())
             bulk = self._bulk.start(tasks, self.spans)
             models = tasks.create_task(self._models.run(self._heartbeat.changed))

@@ -8,10 +8,10 @@ import pytest
 
 from qinfer.codec.frame import PayloadApart, decode_request, encode_responses
 from qinfer.control.api_keys import ApiKey, hash_key
-from qinfer.control.capacity import Capacity
 from qinfer.control.catalog import Catalog, Served
-from qinfer.control.lanes import lanes_of
-from qinfer.control.routes import Routes
+from qinfer.control.pending_requests import Pending
+from qinfer.control.readiness import Capacity
+from qinfer.control.routes import Routes, lanes_of
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.delivery.memory import MemoryDelivery
 from qinfer.errors import BrokerUnavailable, QueueFull, QuotaExceeded
@@ -23,7 +23,6 @@ from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer_api.auth import ANONYMOUS, Auth, Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.sinks import Pending
 
 SHORT_S = 0.02
 KEY = ApiKey(id="k", sha256=hash_key("secret"), tenant="acme", max_in_flight=1)
@@ -74,6 +73,7 @@ class Setup:
     def use(self, limits: LimitSettings, auth: Auth | None = None) -> None:
         catalog = cast(Catalog, self.models)
         self.dispatcher = Dispatcher(self.queue, catalog, GatewayTally(), limits, "me", auth)
+        self.waiting = self.dispatcher.submission.pending
 
     def deliver(self, response: Response) -> None:
         self.responses.append(response)
@@ -98,7 +98,7 @@ class Setup:
 async def setup() -> AsyncIterator[Setup]:
     one = Setup()
     await one.queue.ensure([Lane("m", 1)])
-    runs = [asyncio.create_task(one.dispatcher.run())]
+    runs = [asyncio.create_task(one.dispatcher.submission.run())]
     yield one
     for task in runs:
         task.cancel()
@@ -126,7 +126,7 @@ async def test_what_is_executed_may_take_longer_than_its_queue_timeout(setup: Se
     lease = await setup.fetch()
 
     await eventually(lambda: setup.queue.withdrawals == 1, description="the end of the queue timeout")
-    setup.dispatcher.receive(encode_responses([Response(request_id=pending.request_id)]))
+    setup.waiting.receive(encode_responses([Response(request_id=pending.request_id)]))
 
     assert decode_request(lease.frame).queue_timeout_s == SHORT_S
     assert [response.failure for response in setup.responses] == [None]
@@ -201,8 +201,8 @@ async def test_stored_outputs_are_fetched(setup: Setup) -> None:
     pending = setup.submit()
     reply = await stored_answer(setup, pending)
 
-    setup.dispatcher.receive(reply)
-    setup.dispatcher.receive(reply)
+    setup.waiting.receive(reply)
+    setup.waiting.receive(reply)
 
     await eventually(lambda: bool(setup.responses), description="the answer")
     (response,) = setup.responses
@@ -216,7 +216,7 @@ async def test_outputs_that_are_gone_are_a_failure(setup: Setup) -> None:
     reply = await stored_answer(setup, pending)
     await setup.queue.take_result(Lane("m", 1), pending.request_id)
 
-    setup.dispatcher.receive(reply)
+    setup.waiting.receive(reply)
 
     await eventually(lambda: bool(setup.responses), description="the failure")
     assert setup.texts() == ["[request id: c] the outputs were stored and are gone; send the request again"]
@@ -229,7 +229,7 @@ async def test_outputs_out_of_reach_are_read_again(setup: Setup) -> None:
     reply = await stored_answer(setup, pending)
     setup.queue.is_down = True
 
-    setup.dispatcher.receive(reply)
+    setup.waiting.receive(reply)
     await eventually(lambda: setup.queue.reads >= 2, description="a second try")
     setup.queue.is_down = False
 
@@ -242,7 +242,7 @@ async def test_outputs_out_of_reach_are_not_read_for_ever(setup: Setup) -> None:
     pending = setup.submit()
     reply = await stored_answer(setup, pending)
     setup.queue.is_down = True
-    setup.dispatcher.receive(reply)
+    setup.waiting.receive(reply)
     await eventually(lambda: setup.queue.reads == 1, description="the first try")
 
     setup.dispatcher.cancel(pending)
@@ -258,7 +258,7 @@ async def test_outputs_of_another_attempt_are_as_good(setup: Setup) -> None:
     """A second execution stored its outputs over those that were announced, before they were read."""
     pending = setup.submit()
 
-    setup.dispatcher.receive(await stored_answer(setup, pending, attempt=2))
+    setup.waiting.receive(await stored_answer(setup, pending, attempt=2))
 
     await eventually(lambda: bool(setup.responses), description="the answer")
     assert bytes(setup.responses[0].outputs[0].data) == b"abc"
@@ -268,14 +268,14 @@ async def test_outputs_of_another_attempt_are_as_good(setup: Setup) -> None:
 async def test_a_lane_at_its_capacity_takes_no_more(setup: Setup) -> None:
     """Own requests count from the moment they are submitted, and no more once they are answered."""
     setup.use(LimitSettings(max_in_flight=10))
-    load = setup.dispatcher.backlog.load(setup.models.resolve("m", 1), Lane("m", 1))
+    load = setup.dispatcher.submission.backlog.load(setup.models.resolve("m", 1), Lane("m", 1))
     load.others = 9_999
     pending = setup.submit()
 
     with pytest.raises(QueueFull, match=r"^\[request id: c\] Exceeds maximum queue size$"):
         setup.submit()
 
-    setup.dispatcher.receive(encode_responses([Response(request_id=pending.request_id)]))
+    setup.waiting.receive(encode_responses([Response(request_id=pending.request_id)]))
     setup.submit()
 
 
@@ -287,10 +287,10 @@ async def test_in_flight_quotas_end_with_their_requests(setup: Setup) -> None:
     answered = setup.submit(context=context)
     with pytest.raises(QuotaExceeded):
         setup.submit(context=context)
-    setup.dispatcher.receive(encode_responses([Response(request_id=answered.request_id)]))
+    setup.waiting.receive(encode_responses([Response(request_id=answered.request_id)]))
     setup.dispatcher.cancel(setup.submit(context=context))
     setup.submit(context=context)
-    setup.dispatcher.fail_all(QueueFull("over"))
+    setup.waiting.fail_all(QueueFull("over"))
     setup.submit(context=context)
 
     assert decode_request((await setup.fetch()).frame).tenant == "acme"

@@ -1,9 +1,11 @@
-"""The table of sinks: deadlines, removal, and following one attempt."""
+"""The table of pending requests: deadlines, removal, and following one attempt."""
 
 from collections.abc import Callable
+from typing import cast
 
+from qinfer.control.pending_requests import Pending, PendingRequests
+from qinfer.delivery.base import Delivery
 from qinfer.messages import Response
-from qinfer_api.sinks import Pending, SinkTable
 
 
 class Clock:
@@ -48,9 +50,16 @@ def pending(request_id: str) -> Pending:
     return Pending(request_id, "", "m", 1, Ignore(), 0.0)
 
 
-def table() -> tuple[SinkTable, Clock, list[str]]:
+def table() -> tuple[PendingRequests, Clock, list[str]]:
     clock, expired = Clock(), list[str]()
-    return SinkTable(clock, clock.call_later, lambda p: expired.append(p.request_id)), clock, expired
+
+    def answered(request: Pending, response: Response) -> None:
+        raise AssertionError("nothing is received")
+
+    def failed(request: Pending, error: Exception) -> None:
+        expired.append(request.request_id)
+
+    return PendingRequests(cast(Delivery, None), clock, clock.call_later, answered, failed), clock, expired
 
 
 def test_a_request_expires_after_its_deadline_and_not_before() -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from qinfer.codec.frame import PayloadApart, decode_request
-from qinfer.control.acceptance import Stamped, prepare
 from qinfer.control.catalog import Served
 from qinfer.control.routes import Routes
+from qinfer.control.submission import Stamped, prepare
 from qinfer.delivery.base import Lane
 from qinfer.delivery.requests import Address
 from qinfer.messages import InferRequest

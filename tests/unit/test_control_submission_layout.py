@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from qinfer.codec.frame import decode_request, encode_request
-from qinfer.delivery import layout
+from qinfer.control import submission
+from qinfer.control.submission import Layouts, kind_of
 from qinfer.delivery.base import Lane
-from qinfer.delivery.layout import Layouts, kind_of
 from qinfer.errors import PayloadTooLarge
 from qinfer.messages import IdFactory, InferRequest, Scalar, Sequence
 from qinfer.tensors import Tensor, pack_bytes
@@ -26,7 +26,7 @@ def request(*sizes: int, **changes: Any) -> InferRequest:
     return InferRequest(model="m", inputs=fields.pop("inputs", inputs), id=IDS.request_id("m", 1), **fields)
 
 
-def kind(one: InferRequest, *, lane: Lane = LANE, generation: int = 5, tenant: str = "") -> layout.Kind | None:
+def kind(one: InferRequest, *, lane: Lane = LANE, generation: int = 5, tenant: str = "") -> submission.Kind | None:
     return kind_of(one, lane, generation, tenant)
 
 
@@ -113,7 +113,7 @@ def test_what_has_no_kind_is_not_remembered() -> None:
 
 def test_there_is_an_end_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients choose the shapes, as many as they like."""
-    monkeypatch.setattr(layout, "_MAX_KNOWN", 3)
+    monkeypatch.setattr(submission, "_MAX_KNOWN", 3)
     layouts = Layouts(inline_max_bytes=100)
     kinds = []
     for size in range(4):
@@ -130,7 +130,7 @@ def test_there_is_an_end_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_too_large_without_its_tensors_is_refused() -> None:
     """And not remembered."""
     layouts = Layouts(inline_max_bytes=100)
-    parameters: dict[str, Scalar] = {"a": "b" * layout.MAX_HEAD_BYTES}
+    parameters: dict[str, Scalar] = {"a": "b" * submission.MAX_HEAD_BYTES}
     one = request(4, parameters=parameters)
 
     for _ in range(2):
