@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 STAMP := .venv/.setup-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint e2e chaos bench bench-bulk docs test-gpu bench-gpu
+.PHONY: help setup demo test test-matrix lint e2e chaos bench bench-bulk docs test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 10
@@ -18,8 +18,11 @@ setup: ## Make .venv and install everything for development
 demo: $(STAMP) ## Serve a digits classifier and check every answer (KEEP=1 leaves it up)
 	@$(PYTHON) -m scripts.demo $(if $(filter-out 0,$(KEEP)),--keep)
 
-test: $(STAMP) ## Lint, then every test but the long ones
+test: $(STAMP) ## Lint, then every test but the long ones, against one server
 	@scripts/test
+
+test-matrix: $(STAMP) ## The same tests on Redis 6.2, Valkey, a cluster, Sentinels and object stores
+	@scripts/test --matrix
 
 lint: $(STAMP) ## ruff, mypy, import layers
 	@scripts/lint

@@ -37,6 +37,11 @@ _START_S = 20.0
 _SLOTS = 16384
 
 
+def matrix(*kinds: Any) -> list[Any]:
+    """Returns parameters for the same test on other servers or stores, which `make test-matrix` runs."""
+    return [pytest.param(kind, marks=pytest.mark.matrix) for kind in kinds]
+
+
 def system_redis() -> Path:
     found = shutil.which("redis-server")
     return Path(found) if found else _missing("no redis-server on PATH")

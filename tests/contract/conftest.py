@@ -120,7 +120,7 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisClu
     cluster.stop()
 
 
-REDIS = ["redis-6.2", "redis-system", "redis-cluster"]
+REDIS = ["redis-system", *servers.matrix("redis-6.2", "redis-cluster")]
 
 
 def _redis_queue(request: pytest.FixtureRequest, kind: str, store: Path | None = None) -> RedisQueue:
@@ -131,7 +131,7 @@ def _redis_queue(request: pytest.FixtureRequest, kind: str, store: Path | None =
     return RedisQueue([request.getfixturevalue("old_redis" if kind == "redis-6.2" else "new_redis")], store=store)
 
 
-@pytest.fixture(params=["memory", *REDIS, "redis-objects"])
+@pytest.fixture(params=["memory", *REDIS, *servers.matrix("redis-objects")])
 async def queue(request: pytest.FixtureRequest) -> AsyncIterator[MemoryQueue | RedisQueue]:
     """Each adapter, on each kind of server."""
     queue = MemoryQueue() if request.param == "memory" else _redis_queue(request, request.param)

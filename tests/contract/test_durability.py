@@ -18,7 +18,7 @@ from qinfer.delivery.router import Router
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.settings import RedisSettings
 from qinfer.testing import eventually
-from tests.servers import RedisServer, SentinelSetup, command, system_redis, valkey, wait_until
+from tests.servers import RedisServer, SentinelSetup, command, matrix, system_redis, valkey, wait_until
 
 KEY = "qinfer:{m#0}:written"
 ON_DISK = ("--appendonly", "yes", "--appendfsync")
@@ -187,7 +187,7 @@ def _waits(client: Any) -> int:
 # --- replicas ---
 
 
-@pytest.fixture(params=[system_redis, valkey], ids=["redis-system", "valkey"])
+@pytest.fixture(params=[system_redis, *matrix(valkey)], ids=["redis-system", "valkey"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[RedisServer, RedisServer]]:
     """A primary and its replica; since 7.2 only writes move what a wait waits for."""
     binary = request.param
@@ -285,6 +285,7 @@ async def test_a_cancelled_writer_costs_the_others_nothing(pair: tuple[RedisServ
 # --- failover ---
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_failover_loses_no_confirmed_write(tmp_path: Path) -> None:
@@ -307,6 +308,7 @@ async def test_a_failover_loses_no_confirmed_write(tmp_path: Path) -> None:
         setup.stop()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_failover_loses_no_accepted_request(tmp_path: Path) -> None:

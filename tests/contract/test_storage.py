@@ -24,11 +24,12 @@ from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome, Store
 from tests import gcs_server, object_stores, s3_server
 from tests.s3_server import S3Server
+from tests.servers import matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp, of adlfs
 
-KINDS = ["file", "memory", "s3", "s3-localstack", "azure", "gcs"]
-ALL_KINDS = [*KINDS, "s3-501"]  # which differs in how objects are made
+KINDS = ["file", "memory", *matrix("s3", "s3-localstack", "azure", "gcs")]
+ALL_KINDS = [*KINDS, *matrix("s3-501")]  # which differs in how objects are made
 CHUNK_BYTES = 5 * 2**20  # the least that S3 takes
 LARGE_BYTES = 2 * CHUNK_BYTES + 5
 RACERS = 8

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from qinfer.testing import wait_until
 from tests import models
@@ -30,6 +31,7 @@ def program(module: str, log: Path, environment: dict[str, str]) -> Iterator[Non
         assert process.wait(40) == 0, log.read_text()
 
 
+@pytest.mark.matrix
 def test_models_are_served_over_a_cluster(tmp_path: Path) -> None:
     """Each model's queue is on the node of its slot; the replies come back on the gateway's."""
     for number in range(MODELS):

@@ -22,6 +22,7 @@ from tests import object_stores, s3_server
 from tests.e2e.conftest import running
 from tests.job_proof import MODEL, Place, check_documents, compare, parquet, rows_of, write_model
 from tests.s3_server import S3Server
+from tests.servers import matrix
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning"),  # aiohttp, of adlfs
 ]
 
-KINDS = ["file", "s3", "s3-localstack", "azure"]
+KINDS = ["file", *matrix("s3", "s3-localstack", "azure")]
 BUCKET = "jobs"
 ROWS = 1600
 FILES = {"a": [137] * 7 + [41], "b": [1], "c": [1, 0, 333, 166], "d": [0], "e": [99]}

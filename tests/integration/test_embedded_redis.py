@@ -10,7 +10,7 @@ import redis
 
 from qinfer.delivery.embedded import EmbeddedRedis, find_redis_server
 from qinfer.errors import BrokerUnavailable, SettingsError
-from tests.servers import redis_6_2, system_redis, wait_until
+from tests.servers import matrix, redis_6_2, system_redis, wait_until
 
 SUPERVISOR = """
 import sys, time
@@ -27,7 +27,7 @@ def client(server: EmbeddedRedis) -> redis.Redis:
     return redis.Redis.from_url(server.url, protocol=2)
 
 
-@pytest.fixture(params=["redis-6.2", "redis-system"])
+@pytest.fixture(params=["redis-system", *matrix("redis-6.2")])
 def binary(request: pytest.FixtureRequest) -> Path:
     return redis_6_2() if request.param == "redis-6.2" else system_redis()
 

@@ -12,6 +12,7 @@ from qinfer.repository.open import Repositories, open_repositories
 from qinfer.settings import RepositorySettings
 from tests import models, object_stores
 from tests.object_stores import ObjectStore
+from tests.servers import matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp, of adlfs
 
@@ -30,7 +31,7 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
         yield store
 
 
-@pytest.fixture(params=["s3", "azure"])
+@pytest.fixture(params=["s3", *matrix("azure")])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     found: ObjectStore = request.getfixturevalue(request.param)
     for name in list(os.environ):

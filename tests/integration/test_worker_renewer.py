@@ -15,7 +15,7 @@ from qinfer.errors import QinferError
 from qinfer.settings import RedisSettings
 from qinfer.testing import eventually
 from qinfer_workers.renewer import Held, Hello, Renewer
-from tests.servers import RedisCluster, RedisServer, SentinelSetup, system_redis
+from tests.servers import RedisCluster, RedisServer, SentinelSetup, matrix, system_redis
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ LANES = [Lane(model, 1) for model in ("one", "two", "three")]
 """In a cluster of three, on several nodes."""
 
 
-@pytest.fixture(params=["single", "cluster", "sentinels"])
+@pytest.fixture(params=["single", *matrix("cluster", "sentinels")])
 def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisSettings]:
     kinds = {"single": RedisServer, "cluster": RedisCluster, "sentinels": SentinelSetup}
     server = kinds[request.param](system_redis(), tmp_path)
