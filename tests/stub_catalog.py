@@ -1,10 +1,10 @@
-"""A catalog over the memory store, with models that were never loaded anywhere and are as ready as a test says."""
+"""A catalog with models that were never loaded anywhere and are as ready as a test says."""
 
 from collections.abc import Mapping
 
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.catalog import Catalog
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import LimitSettings
 
@@ -15,7 +15,7 @@ output { name: "y" data_type: TYPE_FP32 dims: [1] }
 """
 
 
-async def stub_catalog(store: MemoryControlStore, models: Mapping[str, Mapping[int, bool]]) -> Catalog:
+async def stub_catalog(store: RedisControlStore, models: Mapping[str, Mapping[int, bool]]) -> Catalog:
     """Declares models (name → version → whether a worker has it ready), and returns what a gateway sees of them."""
     states: dict[str, dict[int, VersionState]] = {}
     for name, versions in models.items():

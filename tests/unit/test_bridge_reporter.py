@@ -1,19 +1,22 @@
 """What a bridge adds to the installation's metrics: nothing is lost while the store is away, nothing counted twice."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 
 from qinfer.control.bridges import BridgeReport, Reports
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.clients import admin_client
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.bridge_metrics import RouteTally, count
 from qinfer_workers.bridge.reporter import Reporter
+from tests.servers import Database
 
 WAIT_S = 20.0
 
 
-class WeakStore(MemoryControlStore):
-    """Fails where it is told to, before it writes or after.
+class WeakStore(RedisControlStore):
+    """Fails where it is told to, before it writes or after; lives on the reporter's event loop.
 
     Attributes:
         fails: How often it is away; a report is lost.
@@ -21,8 +24,8 @@ class WeakStore(MemoryControlStore):
         asked: Set at each report that has come.
     """
 
-    def __init__(self, fails: int = 0, forgets: int = 0) -> None:
-        super().__init__()
+    def __init__(self, database: Database, fails: int = 0, forgets: int = 0) -> None:
+        super().__init__(admin_client(database.settings))
         self.fails, self.forgets = fails, forgets
         self.asked = threading.Semaphore(0)
 
@@ -38,8 +41,9 @@ class WeakStore(MemoryControlStore):
         finally:
             self.asked.release()
 
-    def counted(self, field: str = "accepted") -> int:
-        return self._routes["r"].get(field, 0)
+
+async def counted(store: RedisControlStore) -> int:
+    return (await store.routes())["r"].counts["accepted"]
 
 
 def reported(store: WeakStore, work: Callable[[RouteTally], None]) -> RouteTally:
@@ -61,34 +65,31 @@ def add(tally: RouteTally) -> None:
     count(tally.refused, "conflict")
 
 
-async def test_all_is_stored_at_the_end() -> None:
+async def test_all_is_stored_at_the_end(database: Database) -> None:
     """What was counted since the last report too; the bridge does not live then."""
-    store = WeakStore()
-    reported(store, add)
+    await asyncio.to_thread(reported, WeakStore(database), add)
 
-    totals = (await store.routes())["r"]
+    totals = (await database.store().routes())["r"]
     assert (totals.counts["accepted"], totals.counts["refused:conflict"], totals.processes) == (7, 1, 0)
 
 
-def test_a_store_that_is_away_loses_nothing() -> None:
+async def test_a_store_that_is_away_loses_nothing(database: Database) -> None:
     """The counts are stored when it is back."""
-    store = WeakStore(fails=3)
-    tally = reported(store, add)
+    tally = await asyncio.to_thread(reported, WeakStore(database, fails=3), add)
 
-    assert store.counted() == tally.accepted == 7
+    assert await counted(database.store()) == tally.accepted == 7
 
 
-def test_a_report_that_was_stored_unsaid_counts_once() -> None:
+async def test_a_report_that_was_stored_unsaid_counts_once(database: Database) -> None:
     """It is sent again as it was, and what came meanwhile afterwards."""
-    store = WeakStore(forgets=2)
-    tally = reported(store, add)
+    tally = await asyncio.to_thread(reported, WeakStore(database, forgets=2), add)
 
-    assert store.counted() == tally.accepted == 7
+    assert await counted(database.store()) == tally.accepted == 7
 
 
-def test_the_last_report_comes_after_one_that_failed() -> None:
+async def test_the_last_report_comes_after_one_that_failed(database: Database) -> None:
     """That one is sent once more, and then the rest."""
-    store = WeakStore()
+    store = WeakStore(database)
 
     def break_store(tally: RouteTally) -> None:
         store.forgets = 1
@@ -96,9 +97,9 @@ def test_the_last_report_comes_after_one_that_failed() -> None:
             assert store.asked.acquire(timeout=WAIT_S)
         add(tally)
 
-    reported(store, break_store)
+    await asyncio.to_thread(reported, store, break_store)
 
-    assert store.counted() == 7
+    assert await counted(database.store()) == 7
 
 
 def test_threads_that_count_the_same_lose_nothing() -> None:

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from qinfer.control.base import BEAT
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.errors import BrokerUnavailable
 from qinfer_workers.bulk.beat import __main__ as program
 from qinfer_workers.bulk.beat.__main__ import Beat, look_after
@@ -39,11 +39,11 @@ class Standing(Beat):
         self.silent_s = 0.0
 
 
-class Away(MemoryControlStore):
+class Away(RedisControlStore):
     """A Redis that can't be reached; ends the test at the third sign."""
 
     def __init__(self, stop: asyncio.Event) -> None:
-        super().__init__()
+        super().__init__(None)
         self.stop = stop
         self.asked = 0
 
@@ -59,18 +59,16 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "EVERY_S", 0.001)
 
 
-async def test_a_beat_that_dies_ends_the_process() -> None:
+async def test_a_beat_that_dies_ends_the_process(store: RedisControlStore) -> None:
     """It was seen to live before."""
-    store = MemoryControlStore()
-
     code = await look_after(Standing(lives=2), store, asyncio.Event(), longest_s=300.0)
 
     assert (code, await store.signs(BEAT)) == (os.EX_SOFTWARE, [NAME])
 
 
-async def test_a_beat_that_can_not_send_ends_the_process() -> None:
+async def test_a_beat_that_can_not_send_ends_the_process(store: RedisControlStore) -> None:
     """While Redis answers, so that another connection may do."""
-    assert await look_after(Standing(silent_s=301.0), MemoryControlStore(), asyncio.Event(), longest_s=300.0) == 70
+    assert await look_after(Standing(silent_s=301.0), store, asyncio.Event(), longest_s=300.0) == 70
 
 
 async def test_a_redis_that_is_away_ends_nothing() -> None:

@@ -5,21 +5,23 @@ import logging
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from qinfer.control.base import ControlStore, Desired, Speed, State, StoredModel, VersionState, WorkerRecord
+from qinfer.control.base import Desired, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.catalog import Catalog
-from qinfer.control.memory_store import MemoryControlStore
 from qinfer.control.readiness import Capacity
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import SyncedModel, start, sync
 from qinfer.delivery.base import Lane
 from qinfer.delivery.jobs import bulk_lanes
-from qinfer.delivery.memory import MemoryDelivery
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError, SettingsError
 from qinfer.repository.open import open_repositories
 from qinfer.settings import LimitSettings, RepositorySettings
+from tests.servers import Database
 
 CONFIG = """
 backend: "onnxruntime"
@@ -30,25 +32,13 @@ output { name: "y" data_type: TYPE_FP32 dims: 4 }
 TTL_S = 60.0
 
 
-class Ticking:
-    """A clock that goes on by a second whenever it is read."""
-
-    def __init__(self) -> None:
-        self._now_s = 0.0
-
-    def monotonic_s(self) -> float:
-        self._now_s += 1.0
-        return self._now_s
-
-
 class Stack:
     """A repository on disk, a store, and a catalog."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, store: RedisControlStore, delivery: RedisDelivery) -> None:
         self.path = path
         self.repository = open_repositories(RepositorySettings(path=str(path), autocomplete=False))
-        self.store = MemoryControlStore()
-        self.delivery = MemoryDelivery(Ticking())
+        self.store, self.delivery = store, delivery
         self.catalog = Catalog(self.store, LimitSettings())
 
     def write(self, name: str, *versions: int, config: str = CONFIG) -> None:
@@ -69,8 +59,8 @@ class Stack:
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Stack:
-    return Stack(tmp_path)
+def stack(tmp_path: Path, store: RedisControlStore, delivery: RedisDelivery) -> Stack:
+    return Stack(tmp_path, store, delivery)
 
 
 def refusal(catalog: Catalog, model: str, version: int) -> QinferError:
@@ -204,7 +194,7 @@ async def test_what_is_served_stays_when_its_new_configuration_can_not_be_used(s
     assert stack.catalog.lanes("m", 1) == (Lane("m", 1),)
 
 
-class Hasty(MemoryControlStore):
+class Hasty(RedisControlStore):
     """A store in which a model is reloaded at the moment at which its configurations have been read."""
 
     reload: StoredModel | None = None
@@ -218,9 +208,9 @@ class Hasty(MemoryControlStore):
         return read
 
 
-async def test_a_reload_while_the_store_is_read_makes_no_gap(stack: Stack) -> None:
+async def test_a_reload_while_the_store_is_read_makes_no_gap(database: Database, stack: Stack) -> None:
     """Workers must not be seen ahead of the configuration that they have."""
-    stack.store = store = Hasty()
+    stack.store = store = database.store(Hasty)
     stack.catalog = Catalog(store, LimitSettings())
     stack.write("m", 1)
     await stack.sync()
@@ -257,11 +247,11 @@ async def test_a_bad_model_is_known_and_makes_the_server_not_ready(stack: Stack)
     assert stack.catalog.resolve("m", 1).version == 1
 
 
-class Absent(MemoryControlStore):
+class Absent(RedisControlStore):
     """A store that goes away and comes back, and says when it was asked."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
         self.is_away = False
         self.asked = asyncio.Event()
 
@@ -272,9 +262,11 @@ class Absent(MemoryControlStore):
         return await super().desired()
 
 
-async def test_the_last_view_serves_while_the_store_is_away(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_last_view_serves_while_the_store_is_away(
+    database: Database, stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
     """`run` survives it, and says so once."""
-    store = Absent()
+    store = database.store(Absent)
     stack.store, stack.catalog = store, Catalog(store, LimitSettings())
     stack.write("m", 1)
     await stack.sync()
@@ -423,17 +415,17 @@ async def test_a_model_that_is_gone_is_forgotten(stack: Stack) -> None:
     assert back["m"].generation > first["m"].generation
 
 
-async def test_lanes_exist_before_a_model_is_desired(stack: Stack) -> None:
+async def test_lanes_exist_before_a_model_is_desired(database: Database, stack: Stack) -> None:
     """An admitted request always has a queue."""
     stack.write("m", 1)
     ensured: list[Lane] = []
 
-    class Spy(MemoryDelivery):
+    class Spy(RedisDelivery):
         async def ensure(self, lanes: Sequence[Lane]) -> None:
             assert await stack.store.desired() == {}
             ensured.extend(lanes)
 
-    await sync(stack.repository, stack.store, Spy())
+    await sync(stack.repository, stack.store, await database.delivery(Spy))
 
     assert ensured == [Lane("m", 1, "p1"), *bulk_lanes("m", 1)]
 
@@ -454,10 +446,3 @@ async def test_every_level_has_its_lanes(stack: Stack) -> None:
     assert stack.catalog.accepting("m", 0).lane == Lane("m", 1, "p2")
     assert stack.catalog.lanes("unknown", 1) == (Lane("unknown", 1),)
     assert stack.catalog.resolve("free", 1).version == 1
-
-
-def test_the_adapters_are_control_stores() -> None:
-    """The type checker compares them with the port here."""
-    store: ControlStore = MemoryControlStore()
-
-    assert store

@@ -6,11 +6,12 @@ import pytest
 
 from qinfer.control.completion import Completion, put_completion
 from qinfer.control.models import ModelControl
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import start, sync
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.repository.base import RepositoryModel
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import RepositorySettings
-from qinfer.testing import MemoryControlStore, MemoryDelivery
 from qinfer_api.repository_watch import RepositoryWatch
 
 CONFIG = """
@@ -51,9 +52,9 @@ class Source:
 class Scene:
     """An empty store, before a repository."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: RedisControlStore, delivery: RedisDelivery) -> None:
         self.source = Source(model("quiet"), model("says", SAYS_ONE))
-        self.store, self.delivery = MemoryControlStore(), MemoryDelivery()
+        self.store, self.delivery = store, delivery
 
     async def needs(self) -> dict[str, int]:
         stored = await self.store.models(["quiet", "says"])
@@ -61,8 +62,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Scene:
-    return Scene()
+def scene(store: RedisControlStore, delivery: RedisDelivery) -> Scene:
+    return Scene(store, delivery)
 
 
 async def test_everyone_who_writes_a_model_writes_it(scene: Scene) -> None:

@@ -9,9 +9,9 @@ import pytest
 from qinfer.control.base import State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.catalog import Catalog
 from qinfer.control.completion import Completion, put_completion
-from qinfer.control.memory_store import MemoryControlStore
 from qinfer.control.models import IndexEntry, ModelControl
-from qinfer.delivery.memory import MemoryDelivery
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import (
     ControlDisabled,
     InvalidRequest,
@@ -76,15 +76,24 @@ class Source:
 class Scene:
     """A gateway's side of control, and a worker that loads what it is told to, or fails to, when a test says so."""
 
-    def __init__(self, mode: str = "explicit", load_timeout_s: float = 20.0) -> None:
+    def __init__(
+        self, store: RedisControlStore, delivery: RedisDelivery, mode: str = "explicit", load_timeout_s: float = 20.0
+    ) -> None:
         self.source = Source()
-        self.store = MemoryControlStore()
+        self.store, self.delivery = store, delivery
         self.catalog = Catalog(self.store, LimitSettings())
         settings = RepositorySettings.model_validate({"control_mode": mode, "load_timeout_s": load_timeout_s})
-        self.control = ModelControl(self.source, self.store, MemoryDelivery(), settings, self.catalog.refresh)
+        self.control = ModelControl(self.source, self.store, delivery, settings, self.catalog.refresh)
         self.reason: dict[str, str] = {}
         """Worker → why it can't load anything."""
         self.loads: list[int] = []
+
+    async def is_desired(self, after: int = 0) -> bool:
+        wish = (await self.store.desired()).get("m")
+        return wish is not None and wish.generation > after
+
+    async def has_workers(self, count: int) -> bool:
+        return len(await self.store.workers()) == count
 
     async def stored(self, model: str = "m") -> StoredModel:
         stored = await self.store.model(model)
@@ -127,11 +136,11 @@ class Scene:
 
 
 @pytest.fixture
-async def scene() -> AsyncIterator[Scene]:
-    scene = Scene()
+async def scene(store: RedisControlStore, delivery: RedisDelivery) -> AsyncIterator[Scene]:
+    scene = Scene(store, delivery)
     scene.source.put(found())
     worker = asyncio.create_task(scene.work("w1"))
-    await eventually(lambda: "w1" in scene.store._workers)
+    await eventually(lambda: scene.has_workers(1))
     yield scene
     worker.cancel()
 
@@ -203,9 +212,11 @@ async def test_what_can_not_be_loaded_changes_nothing(
 
 
 @pytest.mark.parametrize("mode", ["none", "poll"])
-async def test_only_mode_explicit_loads_on_request(mode: str) -> None:
+async def test_only_mode_explicit_loads_on_request(
+    store: RedisControlStore, delivery: RedisDelivery, mode: str
+) -> None:
     """Triton's text."""
-    scene = Scene(mode)
+    scene = Scene(store, delivery, mode)
     for call in (scene.control.load("m"), scene.control.unload("m")):
         with pytest.raises(
             ControlDisabled, match=r"^explicit model load / unload is not allowed if polling is enabled$"
@@ -232,7 +243,7 @@ async def test_one_worker_that_loads_it_is_enough(scene: Scene) -> None:
     scene.source.put(found(rows=4))
     scene.reason["w2"] = "needs GPU 1; this worker has no GPU"
     second = asyncio.create_task(scene.work("w2"))
-    await eventually(lambda: len(scene.store._workers) == 2)
+    await eventually(lambda: scene.has_workers(2))
 
     await scene.control.load("m")
 
@@ -269,14 +280,16 @@ async def test_files_of_a_request_are_kept_until_others_replace_them(scene: Scen
     assert scene.source.overlay == {}
 
 
-async def test_files_of_a_load_that_another_overtook_are_removed() -> None:
+async def test_files_of_a_load_that_another_overtook_are_removed(
+    store: RedisControlStore, delivery: RedisDelivery
+) -> None:
     """Nobody would load them any more."""
-    scene, settings = Scene(), RepositorySettings(control_mode="explicit")
+    scene, settings = Scene(store, delivery), RepositorySettings(control_mode="explicit")
     scene.source.put(found())
     await scene.report("w1", {})
-    other = ModelControl(scene.source, scene.store, MemoryDelivery(), settings, scene.catalog.refresh)
+    other = ModelControl(scene.source, scene.store, scene.delivery, settings, scene.catalog.refresh)
     first = load(scene, "m", "2", {"1/model.stub": b"1"})
-    await eventually(lambda: "m" in scene.store._desired)
+    await eventually(scene.is_desired)
     second = asyncio.create_task(other.load("m", "4", {"1/model.stub": b"2"}))
     await refused(first)
     worker = asyncio.create_task(scene.work("w1"))
@@ -286,22 +299,22 @@ async def test_files_of_a_load_that_another_overtook_are_removed() -> None:
     assert list(scene.source.overlay) == [(await scene.stored()).location]
 
 
-async def test_a_load_whose_caller_went_away_is_seen_through() -> None:
+async def test_a_load_whose_caller_went_away_is_seen_through(store: RedisControlStore, delivery: RedisDelivery) -> None:
     """Above all one that fails: what was loaded before is stored again all the same."""
-    scene = Scene()
+    scene = Scene(store, delivery)
     scene.source.put(found())
     await scene.report("w1", {})
     loading = load(scene)
-    await eventually(lambda: "m" in scene.store._desired)
+    await eventually(scene.is_desired)
     first = (await scene.stored()).generation
     await scene.report("w1", {"m": {1: VersionState(State.READY, first, tried=first)}})
     await loading
     calling = load(scene, "m", "4", {"1/model.stub": b"1"})
-    await eventually(lambda: scene.store._desired["m"].generation > first)
+    await eventually(lambda: scene.is_desired(after=first))
 
     calling.cancel()
     await asyncio.wait([calling])
-    failed = VersionState(State.READY, first, "no such operator", scene.store._desired["m"].generation)
+    failed = VersionState(State.READY, first, "no such operator", (await scene.stored()).generation)
     await scene.report("w1", {"m": {1: failed}})
 
     await eventually(lambda: not scene.control._loads)
@@ -310,9 +323,9 @@ async def test_a_load_whose_caller_went_away_is_seen_through() -> None:
     assert scene.source.overlay == {}
 
 
-async def test_a_load_without_workers_waits_for_one() -> None:
+async def test_a_load_without_workers_waits_for_one(store: RedisControlStore, delivery: RedisDelivery) -> None:
     """And is given up in the end, with the reason; the model stays asked for."""
-    scene = Scene(load_timeout_s=0.05)
+    scene = Scene(store, delivery, load_timeout_s=0.05)
     scene.source.put(found())
 
     caught = await refused(load(scene))
@@ -322,9 +335,11 @@ async def test_a_load_without_workers_waits_for_one() -> None:
     assert (await scene.store.desired())["m"].load
 
 
-async def test_a_model_that_needs_no_worker_is_loaded_without() -> None:
+async def test_a_model_that_needs_no_worker_is_loaded_without(
+    store: RedisControlStore, delivery: RedisDelivery
+) -> None:
     """`qinfer.min_workers` 0: it is ready to accept."""
-    scene = Scene()
+    scene = Scene(store, delivery)
     config = CONFIG.format(rows=8) + 'parameters { key: "qinfer.min_workers" value { string_value: "0" } }'
     scene.source.put(RepositoryModel(name="m", config=normalise(parse(config), "m"), versions=(1,)))
 
@@ -333,14 +348,14 @@ async def test_a_model_that_needs_no_worker_is_loaded_without() -> None:
     assert scene.catalog.resolve("m", 1).version == 1
 
 
-async def test_of_two_loads_the_later_one_counts() -> None:
+async def test_of_two_loads_the_later_one_counts(store: RedisControlStore, delivery: RedisDelivery) -> None:
     """Through different gateways; the earlier one is told."""
-    scene, settings = Scene(), RepositorySettings(control_mode="explicit")
+    scene, settings = Scene(store, delivery), RepositorySettings(control_mode="explicit")
     scene.source.put(found())
     await scene.report("w1", {})
-    other = ModelControl(scene.source, scene.store, MemoryDelivery(), settings, scene.catalog.refresh)
+    other = ModelControl(scene.source, scene.store, scene.delivery, settings, scene.catalog.refresh)
     first = load(scene, "m", "2")
-    await eventually(lambda: "m" in scene.store._desired)
+    await eventually(scene.is_desired)
     second = asyncio.create_task(other.load("m", "4"))
 
     assert (await refused(first)).message == "failed to load 'm', another load of it came in between"
@@ -350,12 +365,14 @@ async def test_of_two_loads_the_later_one_counts() -> None:
     worker.cancel()
 
 
-async def test_a_gateway_that_ends_tells_who_waits_for_a_load() -> None:
+async def test_a_gateway_that_ends_tells_who_waits_for_a_load(
+    store: RedisControlStore, delivery: RedisDelivery
+) -> None:
     """The model stays asked for, and workers load it."""
-    scene = Scene()
+    scene = Scene(store, delivery)
     scene.source.put(found())
     first = load(scene)
-    await eventually(lambda: "m" in scene.store._desired)
+    await eventually(scene.is_desired)
 
     scene.control.end()
 
@@ -364,12 +381,12 @@ async def test_a_gateway_that_ends_tells_who_waits_for_a_load() -> None:
     assert (await scene.store.desired())["m"].load
 
 
-async def test_an_unload_ends_a_load_under_way() -> None:
+async def test_an_unload_ends_a_load_under_way(store: RedisControlStore, delivery: RedisDelivery) -> None:
     """Nobody waits for what is not wanted any more."""
-    scene = Scene()
+    scene = Scene(store, delivery)
     scene.source.put(found())
     first = load(scene)
-    await eventually(lambda: "m" in scene.store._desired)
+    await eventually(scene.is_desired)
 
     await scene.control.unload("m")
 
@@ -388,7 +405,11 @@ async def test_an_unloaded_model_is_refused_at_once(scene: Scene) -> None:
     with pytest.raises(ModelNotReady, match=r"^Request for unknown model: 'm' version 1 is not at ready state$"):
         scene.catalog.resolve("m", 1)
     assert scene.catalog.is_server_ready()
-    await eventually(lambda: not any(entry[1].models for entry in scene.store._workers.values()))
+
+    async def is_idle() -> bool:
+        return not any(record.models for record in await scene.store.workers())
+
+    await eventually(is_idle)
     assert await scene.control.index() == [IndexEntry("m", "1", State.UNAVAILABLE, "unloaded")]
     assert await scene.control.index(ready=True) == []
     await scene.control.load("m")
@@ -419,7 +440,7 @@ async def test_a_load_waits_for_the_completion_of_its_configuration(scene: Scene
     pending = RepositoryModel(name="m", config=incomplete, versions=(1,), content_hash="1", pending="stub")
     scene.source.put(pending)
     loading = load(scene)
-    await eventually(lambda: "m" in scene.store._desired)
+    await eventually(scene.is_desired)
     assert (await scene.control.index())[0].state == State.LOADING
     assert "completed by a worker" in (await scene.control.index())[0].reason
 
@@ -427,10 +448,9 @@ async def test_a_load_waits_for_the_completion_of_its_configuration(scene: Scene
     await put_completion(await scene.stored(), completed, scene.store)
     await loading
     await scene.control.unload("m")
-    await scene.control.load("m")
+    await scene.control.load("m")  # ends by what is stored: nobody completes it again
 
     assert not (await scene.stored()).pending
-    assert len(scene.store._completions) == 1
     assert scene.catalog.resolve("m", 1).spec.max_batch_size == 8
 
 
@@ -438,7 +458,7 @@ async def test_a_completion_that_failed_fails_the_load(scene: Scene) -> None:
     """With the model's own words."""
     scene.source.put(RepositoryModel(name="m", config=parse('backend: "stub"'), versions=(1,), pending="stub"))
     loading = load(scene)
-    await eventually(lambda: "m" in scene.store._desired)
+    await eventually(scene.is_desired)
 
     await put_completion(await scene.stored(), Completion(error="name 'np' is not defined"), scene.store)
 

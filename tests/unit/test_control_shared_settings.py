@@ -8,24 +8,23 @@ from collections.abc import Iterator
 import pytest
 
 from qinfer.control import shared_settings
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.shared_settings import LOGGING, follow_log_settings, of_group, put_group, switches_of
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability import logs
 from qinfer.observability.logs import Switches
 from qinfer.settings import LogSettings
 from qinfer.testing import eventually
+from tests.servers import Database
 
 logger = logging.getLogger("qinfer_workers.test")
 
 
-class Store(MemoryControlStore):
+class Store(RedisControlStore):
     """A store that can be away, and counts how often it was asked."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_away = False
-        self.asked = 0
+    is_away = False
+    asked = 0
 
     async def settings(self) -> dict[str, str]:
         self.asked += 1
@@ -47,10 +46,8 @@ def stream() -> Iterator[io.StringIO]:
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
-async def test_groups_are_apart() -> None:
+async def test_groups_are_apart(store: RedisControlStore) -> None:
     """A model's settings are no others', and what was cleared is not there."""
-    store = MemoryControlStore()
-
     await put_group(store, "trace", {"trace_rate": "1", "trace_count": "2"})
     await put_group(store, "trace:m", {"trace_rate": "3", "trace_level": ["OFF"]})
     await put_group(store, "trace", {"trace_count": None})
@@ -68,10 +65,10 @@ def test_what_nobody_set_is_as_at_the_start() -> None:
     assert switches_of({"log_info": True, "log_format": "ISO8601"}, first) == Switches(verbose_level=2, iso8601=True)
 
 
-async def test_a_process_follows(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
+async def test_a_process_follows(database: Database, monkeypatch: pytest.MonkeyPatch, stream: io.StringIO) -> None:
     """From the next look on; it goes on when the store was away."""
     monkeypatch.setattr(shared_settings, "FOLLOW_EVERY_S", 0.001)
-    store = Store()
+    store = database.store(Store)
     following = asyncio.create_task(follow_log_settings(store, Switches()))
 
     async def looked() -> None:

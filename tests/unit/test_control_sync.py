@@ -6,9 +6,9 @@ import logging
 import pytest
 
 from qinfer.control.base import Desired, State, VersionState, WorkerRecord
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import start, sync
-from qinfer.delivery.memory import MemoryDelivery
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.repository.base import RepositoryModel
 from qinfer.repository.config import normalise, parse
@@ -49,9 +49,9 @@ class Source:
 
 
 class Scene:
-    def __init__(self, *names: str) -> None:
-        self.source = Source(*map(model, names))
-        self.store, self.delivery = MemoryControlStore(), MemoryDelivery()
+    def __init__(self, store: RedisControlStore, delivery: RedisDelivery) -> None:
+        self.source = Source(model("a"))
+        self.store, self.delivery = store, delivery
 
     async def start(self, mode: str = "explicit", *load: str, again: bool = False) -> list[str]:
         """Starts; returns the names that were written."""
@@ -72,6 +72,11 @@ class Scene:
         await self.store.heartbeat(WorkerRecord(id="w", started_at=0.0, models=states), 60.0)
 
 
+@pytest.fixture
+def scene(store: RedisControlStore, delivery: RedisDelivery) -> Scene:
+    return Scene(store, delivery)
+
+
 @pytest.mark.parametrize(
     ("mode", "load", "loaded"),
     [
@@ -83,9 +88,9 @@ class Scene:
         ("explicit", ("*",), ["a", "b"]),
     ],
 )
-async def test_what_a_start_loads(mode: str, load: tuple[str, ...], loaded: list[str]) -> None:
+async def test_what_a_start_loads(scene: Scene, mode: str, load: tuple[str, ...], loaded: list[str]) -> None:
     """All models, or in mode explicit those that are named."""
-    scene = Scene("a", "b")
+    scene.source.models["b"] = model("b")
 
     await scene.start(mode, *load)
 
@@ -95,15 +100,14 @@ async def test_what_a_start_loads(mode: str, load: tuple[str, ...], loaded: list
 @pytest.mark.parametrize(
     ("load", "text"), [(("a", "x"), "names 'x', which no model repository has"), (("*", "a"), "among other names")]
 )
-async def test_what_a_start_can_not_load_is_a_wrong_setting(load: tuple[str, ...], text: str) -> None:
+async def test_what_a_start_can_not_load_is_a_wrong_setting(scene: Scene, load: tuple[str, ...], text: str) -> None:
     """The message names the setting and the option."""
     with pytest.raises(SettingsError, match=rf"QINFER_REPOSITORY__LOAD_MODELS \(--load-model\) .*{text}"):
-        await Scene("a").start("explicit", *load)
+        await scene.start("explicit", *load)
 
 
-async def test_a_gateway_that_joins_leaves_alone_what_others_were_told() -> None:
+async def test_a_gateway_that_joins_leaves_alone_what_others_were_told(scene: Scene) -> None:
     """A model that was unloaded on request stays so; the one who decides, at its start, loads it again."""
-    scene = Scene("a")
     await scene.start("explicit", "a")
     (wish,) = (await scene.store.desired()).values()
     await scene.store.set_desired(Desired("a", wish.generation, load=False))
@@ -114,9 +118,8 @@ async def test_a_gateway_that_joins_leaves_alone_what_others_were_told() -> None
     assert (await scene.store.desired())["a"].generation > wish.generation
 
 
-async def test_what_becomes_unreadable_stays_while_it_is_served() -> None:
+async def test_what_becomes_unreadable_stays_while_it_is_served(scene: Scene) -> None:
     """Its error is reported; without a worker that serves it, it is the model's state."""
-    scene = Scene("a")
     await sync(scene.source, scene.store, scene.delivery)
     await scene.serve("a")
     scene.source.models["a"] = RepositoryModel(name="a", error="line 1")
@@ -132,9 +135,8 @@ async def test_what_becomes_unreadable_stays_while_it_is_served() -> None:
     assert (unserved.error, unserved.changed) == ("line 1", True)
 
 
-async def test_a_model_that_is_gone_is_reported_once() -> None:
+async def test_a_model_that_is_gone_is_reported_once(scene: Scene) -> None:
     """It stays known, for requests may be left of it."""
-    scene = Scene("a")
     await sync(scene.source, scene.store, scene.delivery)
     scene.source.models.clear()
 
@@ -146,10 +148,9 @@ async def test_a_model_that_is_gone_is_reported_once() -> None:
 
 
 async def test_a_look_that_goes_wrong_ends_no_gateway(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever it is: the next look may be better."""
-    scene = Scene("a")
 
     def scan() -> list[RepositoryModel]:
         raise OSError(5, "Input/output error")
@@ -164,9 +165,8 @@ async def test_a_look_that_goes_wrong_ends_no_gateway(
     assert await scene.loaded() == ["a"]
 
 
-async def test_the_watch_follows_changes(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_watch_follows_changes(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """Each is logged, an error once; a repository that is away for a while changes nothing."""
-    scene = Scene("a")
     watch = RepositoryWatch(scene.source, scene.store, scene.delivery, 0.005)
     with caplog.at_level(logging.INFO, "qinfer_api.repository_watch"):
         await watch.look()

@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.control.catalog import Catalog
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.errors import ModelNotFound, ModelNotReady, QinferError
 from qinfer.settings import RepositorySettings, Settings
 from qinfer_api.about import is_model_ready, is_server_ready, model_metadata, server_metadata
@@ -27,9 +27,9 @@ TRITONS = [
 
 
 @pytest.fixture
-async def catalog() -> Catalog:
+async def catalog(store: RedisControlStore) -> Catalog:
     models = {"up": {1: True, 3: True, 2: False}, "loading": {1: False}}
-    return await stub_catalog(MemoryControlStore(), models)
+    return await stub_catalog(store, models)
 
 
 def test_extensions_are_tritons_in_tritons_order() -> None:

@@ -2,19 +2,21 @@
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from qinfer.control.catalog import Catalog
-from qinfer.control.memory_store import MemoryControlStore
-from qinfer.delivery.memory import MemoryDelivery
+from qinfer.control.redis_store import RedisControlStore
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.metrics import GatewayTally
 from qinfer.settings import LimitSettings, Settings
 from qinfer_api.reporting import Reporting
+from tests.servers import Database
 
 
-class SlowStore(MemoryControlStore):
+class SlowStore(RedisControlStore):
     """Adds statistics once it is let, and fails where it is told to.
 
     Attributes:
@@ -23,8 +25,8 @@ class SlowStore(MemoryControlStore):
         is_away: Refuses.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
         self.asked, self.go = asyncio.Event(), asyncio.Event()
         self.is_away = False
 
@@ -40,19 +42,19 @@ class SlowStore(MemoryControlStore):
 class Setup:
     """A gateway's reporting on that store."""
 
-    def __init__(self) -> None:
-        self.store = SlowStore()
+    def __init__(self, store: SlowStore, delivery: RedisDelivery) -> None:
+        self.store = store
         self.tally = GatewayTally()
         catalog = Catalog(self.store, LimitSettings())
-        self.reporting = Reporting(Settings(), catalog, self.store, MemoryDelivery(), self.tally)
+        self.reporting = Reporting(Settings(), catalog, self.store, delivery, self.tally)
 
     async def counted(self) -> int:
         return (await self.store.stats("m", 1)).get("refusals:queue_full", 0)
 
 
 @pytest.fixture
-async def setup() -> Setup:
-    return Setup()
+async def setup(database: Database) -> Setup:
+    return Setup(database.store(SlowStore), await database.delivery())
 
 
 async def test_two_flushes_at_once_count_once(setup: Setup) -> None:

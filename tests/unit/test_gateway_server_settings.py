@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.shared_settings import LOGGING, of_group
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError, UnsupportedFeature, ValueRefused
 from qinfer.settings import LogSettings as LogStart
@@ -31,17 +31,12 @@ TRACE_START = {
 
 
 @pytest.fixture
-def store() -> MemoryControlStore:
-    return MemoryControlStore()
-
-
-@pytest.fixture
-def log(store: MemoryControlStore) -> LogSettings:
+def log(store: RedisControlStore) -> LogSettings:
     return LogSettings(store, LogStart())
 
 
 @pytest.fixture
-async def trace(store: MemoryControlStore, tmp_path: Path) -> TraceSettings:
+async def trace(store: RedisControlStore, tmp_path: Path) -> TraceSettings:
     catalog = await stub_catalog(store, {"simple": {1: True}})
     return TraceSettings(store, catalog, TraceFile(tmp_path / "trace.json"))
 
@@ -56,13 +51,13 @@ async def trace(store: MemoryControlStore, tmp_path: Path) -> TraceSettings:
     ],
 )
 async def test_log_settings_begin_with_the_level_of_the_start(
-    store: MemoryControlStore, level: str, different: dict[str, object]
+    store: RedisControlStore, level: str, different: dict[str, object]
 ) -> None:
     """What nobody has changed is as the process was started."""
     assert await LogSettings(store, LogStart.model_validate({"level": level})).read() == LOG_START | different
 
 
-async def test_log_settings_change_and_all_gateways_agree(store: MemoryControlStore, log: LogSettings) -> None:
+async def test_log_settings_change_and_all_gateways_agree(store: RedisControlStore, log: LogSettings) -> None:
     """What is left out or null stays; unknown names are ignored (reference §1.17)."""
     changes = {"log_info": False, "log_verbose_level": 3, "log_format": "ISO8601", "log_error": None, "log_errors": 7}
 
@@ -89,7 +84,7 @@ async def test_log_settings_change_and_all_gateways_agree(store: MemoryControlSt
     ],
 )
 async def test_wrong_log_settings_change_nothing(
-    store: MemoryControlStore, log: LogSettings, changes: dict[str, object], error: type[QinferError], text: str
+    store: RedisControlStore, log: LogSettings, changes: dict[str, object], error: type[QinferError], text: str
 ) -> None:
     """Not even what is right beside them."""
     with pytest.raises(error, match=text):
@@ -104,7 +99,7 @@ async def test_a_null_file_is_no_file(log: LogSettings) -> None:
     assert await log.update({"log_file": None}) == LOG_START
 
 
-async def test_a_document_that_nobody_can_read_hides_nothing_else(store: MemoryControlStore, log: LogSettings) -> None:
+async def test_a_document_that_nobody_can_read_hides_nothing_else(store: RedisControlStore, log: LogSettings) -> None:
     """A newer qinfer may store what this one does not know."""
     await store.put_setting("logging/log_info", "{")
     await store.put_setting("logging/log_error", "false")
@@ -162,7 +157,7 @@ async def test_wrong_trace_settings_change_nothing(
     assert await trace.read() == TRACE_START
 
 
-async def test_unknown_models_have_no_trace_settings(store: MemoryControlStore, trace: TraceSettings) -> None:
+async def test_unknown_models_have_no_trace_settings(store: RedisControlStore, trace: TraceSettings) -> None:
     """400 with Triton's text; nothing is stored under names that clients think up."""
     with pytest.raises(InvalidRequest, match=r"^Request for unknown model : nothing$"):
         await trace.read("nothing")
@@ -172,7 +167,7 @@ async def test_unknown_models_have_no_trace_settings(store: MemoryControlStore, 
     assert await store.settings() == {}
 
 
-async def test_traces_can_only_be_asked_for_where_they_are_written(store: MemoryControlStore) -> None:
+async def test_traces_can_only_be_asked_for_where_they_are_written(store: RedisControlStore) -> None:
     """The error says what the server lacks; everything else of the settings can be changed."""
     trace = TraceSettings(store, await stub_catalog(store, {"simple": {1: True}}))
 

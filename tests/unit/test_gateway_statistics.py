@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.errors import InvalidRequest
 from qinfer.observability.stats import StatsTally, add
 from qinfer_api.statistics import Statistics, model_statistics
@@ -79,9 +79,8 @@ def test_totals_of_several_processes() -> None:
 
 
 @pytest.fixture
-async def statistics() -> Statistics:
+async def statistics(store: RedisControlStore) -> Statistics:
     """`m` with versions 1 (ready) and 2 (not), `other` with version 1, `away` without a worker."""
-    store = MemoryControlStore()
     await store.add_stats("m", 1, worked())
     catalog = await stub_catalog(store, {"m": {1: True, 2: False}, "other": {1: True}, "away": {1: False}})
     return Statistics(catalog, store)

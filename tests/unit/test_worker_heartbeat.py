@@ -1,25 +1,27 @@
 """The worker's record: how fast it finds its models to be, and what of that outlives it."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from qinfer.batching.batcher import Batcher
 from qinfer.clock import ServerClock
 from qinfer.control.base import Speed, State, VersionState, WorkerRecord
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.errors import BrokerUnavailable
 from qinfer.settings import WorkerSettings
 from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference.heartbeat import SPEEDS_EVERY_S, Heartbeat
 from tests.batching import Bench, Scene
+from tests.servers import Database
 
 
-class Store(MemoryControlStore):
+class Store(RedisControlStore):
     """Counts the speeds that are written."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
         self.puts: list[Speed] = []
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
@@ -28,9 +30,9 @@ class Store(MemoryControlStore):
 
 
 class Setup:
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, database: Database, scene: Scene) -> None:
         self.time = FakeClock()
-        self.store = Store()
+        self.store = database.store(Store)
         self.batchers: list[Batcher] = [scene.batcher]
         self.states = {"stub": {1: VersionState(State.READY, 1)}}
         clock = ServerClock(self.time, offset_s=0.0)
@@ -51,9 +53,9 @@ async def test_a_batcher_knows_its_speed(instances: int, rows: int, rps: float) 
     assert scene.batcher.speed_rps() == pytest.approx(rps)
 
 
-async def test_a_batcher_that_has_run_nothing_knows_nothing() -> None:
+async def test_a_batcher_that_has_run_nothing_knows_nothing(database: Database) -> None:
     """And nothing is written of it."""
-    setup = Setup(Scene(Bench()))
+    setup = Setup(database, Scene(Bench()))
 
     await setup.heartbeat.beat()
 
@@ -61,9 +63,9 @@ async def test_a_batcher_that_has_run_nothing_knows_nothing() -> None:
     assert await setup.speeds() == {}
 
 
-async def test_speeds_are_in_every_record_and_stored_now_and_then() -> None:
+async def test_speeds_are_in_every_record_and_stored_now_and_then(database: Database) -> None:
     """What outlives the worker need not be new."""
-    setup = Setup(Scene(Bench(), known_s=0.01))
+    setup = Setup(database, Scene(Bench(), known_s=0.01))
 
     await setup.heartbeat.beat()
     first = list(setup.store.puts)
@@ -76,9 +78,9 @@ async def test_speeds_are_in_every_record_and_stored_now_and_then() -> None:
     assert (first, setup.store.puts) == ([], [Speed(100.0)])
 
 
-async def test_the_last_speed_is_stored_at_the_end() -> None:
+async def test_the_last_speed_is_stored_at_the_end(database: Database) -> None:
     """Of a version that is served no more, at drain too; once."""
-    setup = Setup(Scene(Bench(), known_s=0.01))
+    setup = Setup(database, Scene(Bench(), known_s=0.01))
     (batcher,) = setup.batchers
     setup.batchers.clear()
     setup.heartbeat.collect(batcher)
@@ -90,9 +92,9 @@ async def test_the_last_speed_is_stored_at_the_end() -> None:
     assert len(setup.store.puts) == 1
 
 
-async def test_a_load_is_timed() -> None:
+async def test_a_load_is_timed(database: Database) -> None:
     """In the record, and beside the speed, for when no worker lives."""
-    setup = Setup(Scene(Bench(), known_s=0.01))
+    setup = Setup(database, Scene(Bench(), known_s=0.01))
     setup.heartbeat.load_times = lambda: {"stub": {1: 7.5004}, "idle": {2: 0.25}}
     setup.time.advance(SPEEDS_EVERY_S)
 
@@ -103,9 +105,9 @@ async def test_a_load_is_timed() -> None:
     assert setup.store.puts[-1] == Speed(100.0, 7.5)
 
 
-async def test_what_waits_for_an_instance_is_not_executing() -> None:
+async def test_what_waits_for_an_instance_is_not_executing(database: Database) -> None:
     """One batch is placed ahead of the only instance: it is pending still."""
-    setup = Setup(scene := Scene(Bench(), known_s=0.01))
+    setup = Setup(database, scene := Scene(Bench(), known_s=0.01))
     scene.batcher.admit(scene.items(2, 8))
     executing = scene.batcher.executing
     await setup.heartbeat.beat()
@@ -119,7 +121,7 @@ async def test_what_waits_for_an_instance_is_not_executing() -> None:
     assert (first.busy, then.busy) == ({}, {"stub": {1: 1}})
 
 
-class AwayStore(MemoryControlStore):
+class AwayStore(RedisControlStore):
     """Refuses the first heartbeats, and counts the wakes."""
 
     failures, wakes = 2, 0
@@ -135,9 +137,9 @@ class AwayStore(MemoryControlStore):
         await super().wake()
 
 
-async def test_news_wake_their_readers_though_the_store_was_away() -> None:
+async def test_news_wake_their_readers_though_the_store_was_away(database: Database) -> None:
     """Once, at the first beat that succeeds; a beat without news wakes nobody."""
-    store, beats = AwayStore(), 0
+    store, beats = database.store(AwayStore), 0
 
     def states() -> dict[str, dict[int, VersionState]]:
         nonlocal beats

@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from qinfer.control.base import Desired, State, StoredModel, VersionState
-from qinfer.control.completion import Completion
-from qinfer.control.memory_store import MemoryControlStore
+from qinfer.control.completion import Completion, find_completion
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.errors import ModelFilesUnreachable, ModelLoadFailed
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.repository.spec import Device, ModelSpec
@@ -75,8 +75,8 @@ class Host:
 
 
 class Scene:
-    def __init__(self, threads: int = 4) -> None:
-        self.store, self.loader, self.host = MemoryControlStore(), Slow(), Host()
+    def __init__(self, store: RedisControlStore, threads: int = 4) -> None:
+        self.store, self.loader, self.host = store, Slow(), Host()
         settings = WorkerSettings(models=("*",), load_threads=threads)
         self.models = Models(self.store, settings, LimitSettings(), cast("Loader", self.loader), self.host)
 
@@ -113,9 +113,9 @@ async def following(scene: Scene) -> AsyncIterator[Scene]:
             await task
 
 
-async def test_a_long_load_holds_up_no_other_model() -> None:
+async def test_a_long_load_holds_up_no_other_model(store: RedisControlStore) -> None:
     """Neither its load nor its unload."""
-    async with following(Scene()) as scene:
+    async with following(Scene(store)) as scene:
         scene.loader.hold("slow")
         await scene.want("slow")
         await scene.until("slow", State.LOADING)
@@ -128,9 +128,9 @@ async def test_a_long_load_holds_up_no_other_model() -> None:
         assert scene.models.states()["slow"][1].state is State.LOADING
 
 
-async def test_loads_are_timed() -> None:
+async def test_loads_are_timed(store: RedisControlStore) -> None:
     """A version that is loaded has a time; one that is not, or is loaded no more, has none."""
-    async with following(Scene()) as scene:
+    async with following(Scene(store)) as scene:
         scene.loader.hold("slow")
         await scene.want("slow")
         await scene.want("quick")
@@ -150,9 +150,9 @@ async def test_loads_are_timed() -> None:
         assert list(scene.models.load_times()) == ["slow"]
 
 
-async def test_so_many_models_load_at_once() -> None:
+async def test_so_many_models_load_at_once(store: RedisControlStore) -> None:
     """`worker.load_threads`; the others wait for their turn."""
-    async with following(Scene(threads=2)) as scene:
+    async with following(Scene(store, threads=2)) as scene:
         for name in "abc":
             scene.loader.hold(name)
             await scene.want(name)
@@ -163,9 +163,9 @@ async def test_so_many_models_load_at_once() -> None:
         await eventually(lambda: len(scene.loader.began) == 3)
 
 
-async def test_what_is_unloaded_while_it_loads_is_never_served() -> None:
+async def test_what_is_unloaded_while_it_loads_is_never_served(store: RedisControlStore) -> None:
     """What was loaded is discarded."""
-    async with following(Scene()) as scene:
+    async with following(Scene(store)) as scene:
         scene.loader.hold("m")
         await scene.want("m")
         await eventually(lambda: scene.loader.began == ["m"])
@@ -179,9 +179,9 @@ async def test_what_is_unloaded_while_it_loads_is_never_served() -> None:
         assert len(scene.loader.discarded) == 1
 
 
-async def test_the_newest_generation_is_loaded_in_the_end() -> None:
+async def test_the_newest_generation_is_loaded_in_the_end(store: RedisControlStore) -> None:
     """However many came while one was loading."""
-    async with following(Scene()) as scene:
+    async with following(Scene(store)) as scene:
         scene.loader.hold("m")
         await scene.want("m", 1)
         await eventually(lambda: scene.loader.began == ["m"])
@@ -194,9 +194,9 @@ async def test_the_newest_generation_is_loaded_in_the_end() -> None:
         assert len(scene.loader.began) == 2
 
 
-async def test_what_failed_is_not_tried_twice() -> None:
+async def test_what_failed_is_not_tried_twice(store: RedisControlStore) -> None:
     """Until its generation changes."""
-    async with following(Scene()) as scene:
+    async with following(Scene(store)) as scene:
         await scene.want("m", digest="bad")
         failed = await scene.until("m", State.UNAVAILABLE)
         await scene.store.wake()
@@ -210,9 +210,11 @@ async def test_what_failed_is_not_tried_twice() -> None:
     assert tries == 1
 
 
-async def test_a_failure_that_explains_itself_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_that_explains_itself_is_one_line(
+    store: RedisControlStore, caplog: pytest.LogCaptureFixture
+) -> None:
     """No stack where the message says it all."""
-    async with following(Scene()) as scene:
+    async with following(Scene(store)) as scene:
         await scene.want("m", digest="bad")
         await scene.until("m", State.UNAVAILABLE)
 
@@ -221,20 +223,22 @@ async def test_a_failure_that_explains_itself_is_one_line(caplog: pytest.LogCapt
     assert record.__dict__["error"] == "bad file"
 
 
-async def test_what_could_not_be_reached_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_could_not_be_reached_is_tried_again(
+    store: RedisControlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A worker that starts while the storage is away must not stay without its models."""
     monkeypatch.setattr(following_models, "RELOAD_S", 0.0)
     monkeypatch.setattr(following_models, "REREAD_S", 0.01)
-    async with following(Scene()) as scene:
+    async with following(Scene(store)) as scene:
         await scene.want("m", digest="away")
         await scene.until("m", State.READY)
 
     assert scene.loader.began == ["m"] * 3
 
 
-async def test_a_pending_configuration_is_completed_and_then_loaded() -> None:
+async def test_a_pending_configuration_is_completed_and_then_loaded(store: RedisControlStore) -> None:
     """Under the next generation, which everyone sees."""
-    async with following(Scene()) as scene:
+    async with following(Scene(store)) as scene:
         scene.loader.completion = Completion(config=to_json(normalise(parse(CONFIG), "m")))
         await scene.want("m", pending="python")
 
@@ -246,15 +250,17 @@ async def test_a_pending_configuration_is_completed_and_then_loaded() -> None:
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-async def test_a_configuration_that_can_not_be_completed_says_why(*, is_ours: bool) -> None:
+async def test_a_configuration_that_can_not_be_completed_says_why(store: RedisControlStore, *, is_ours: bool) -> None:
     """The model's mistake is stored for all; what is missing here is told by this worker only."""
-    async with following(Scene()) as scene:
+    async with following(Scene(store)) as scene:
         scene.loader.completion = ModelLoadFailed("no runtime") if is_ours else Completion(error="no such module")
         await scene.want("m", pending="python")
         if is_ours:
             state = await scene.until("m", State.UNAVAILABLE)
             assert state == VersionState(State.UNAVAILABLE, 1, "no runtime", 1)
-            assert scene.store._completions == {}
+            stored = await scene.store.model("m")
+            assert stored is not None
+            assert await find_completion(stored, scene.store) is None
         else:
             await scene.until("m", State.UNAVAILABLE)
             stored = await scene.store.model("m")
