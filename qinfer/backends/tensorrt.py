@@ -245,7 +245,8 @@ def _engine_of(cuda: Cuda, spec: ModelSpec, onnx: Path, device: int) -> Path:
     Raises:
         ModelLoadFailed: An option is wrong, or TensorRT can't build it.
     """
-    declared = read_onnx(LocalFiles(onnx.parent).blob(onnx.name, onnx.stat().st_size), onnx.name)
+    with LocalFiles(onnx.parent).blob(onnx.name, onnx.stat().st_size) as blob:
+        declared = read_onnx(blob, onnx.name)
     build = build_of(spec, declared)
     directory = engine_cache.root() / "tensorrt"
     directory.mkdir(parents=True, exist_ok=True)

@@ -3,12 +3,12 @@
 import os
 import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from qinfer.errors import ModelLoadFailed, SettingsError
-from qinfer.repository.files import IGNORED, MAX_FILES, Blob, Listing, Stamp
-from qinfer.repository.ranges import Ranges
+from qinfer.repository.files import IGNORED, MAX_FILES, Blob, Listing, Ranges, Stamp
 
 _WHOLE_BYTES = 16 * 2**20  # a smaller file is read at once
 _PAGE_BYTES = 4096
@@ -82,16 +82,22 @@ class LocalFiles:
             raise OSError(0, f"it is larger than {limit_bytes} bytes")
         return content
 
-    def blob(self, path: str, size: int) -> Blob:
+    @contextmanager
+    def blob(self, path: str, size: int) -> Iterator[Blob]:
         """Opens a file, of which a large one is read only where it is looked at.
 
         It is not mapped: looking at a mapped file that was made shorter meanwhile, as by another that is copied over
         it, ends the process.
         """
-        if size > _WHOLE_BYTES:
-            return Ranges(_Opened(self._root / path).read, size, _PAGE_BYTES, sys.maxsize)
         with (self._root / path).open("rb") as file:
-            return memoryview(file.read(size))
+            if size <= _WHOLE_BYTES:
+                yield memoryview(file.read(size))
+                return
+
+            def fetch(begin: int, end: int) -> bytes:
+                return os.pread(file.fileno(), end - begin, begin)
+
+            yield Ranges(fetch, size, _PAGE_BYTES, sys.maxsize)
 
     def directory(self, path: str) -> Path | None:
         """Returns the directory itself."""
@@ -113,20 +119,6 @@ class LocalFiles:
     def remove(self, directory: str) -> None:
         """Removes a directory with all that it holds; one that is not there is no error."""
         shutil.rmtree(self._root / directory, ignore_errors=True)
-
-
-class _Opened:
-    """A file that is open as long as somebody may read it."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        with suppress(AttributeError):  # it could not be opened
-            os.close(self._descriptor)
-
-    def read(self, begin: int, end: int) -> bytes:
-        return os.pread(self._descriptor, end - begin, begin)
 
 
 def _leads_back(entry: os.DirEntry[str], parent: str) -> bool:

@@ -10,12 +10,11 @@ from qinfer.repository.base import RepositoryModel, is_model_name
 from qinfer.repository.config import from_json, identify, normalise, parse, place
 from qinfer.repository.config_check import is_inside
 from qinfer.repository.file_tensors import FileTensors
-from qinfer.repository.files import Files, Listing
+from qinfer.repository.files import Files, Listing, TooFarSpreadError
 from qinfer.repository.model_config import ModelConfig
 from qinfer.repository.onnx_metadata import read_onnx
 from qinfer.repository.openvino_metadata import MAX_BYTES as OPENVINO_BYTES
 from qinfer.repository.openvino_metadata import read_openvino
-from qinfer.repository.ranges import TooFarSpreadError
 from qinfer.repository.versions import select_versions
 
 logger = logging.getLogger(__name__)
@@ -140,7 +139,8 @@ class _Reader(NamedTuple):
                 raise ModelLoadFailed(f"'{name}' of model '{self.name}' is larger than {OPENVINO_BYTES} bytes")
             return read_openvino(self.files.read(path, OPENVINO_BYTES), name)
         try:
-            return read_onnx(self.files.blob(path, stamp.size), name)
+            with self.files.blob(path, stamp.size) as blob:
+                return read_onnx(blob, name)
         except TooFarSpreadError:
             logger.warning("model file too large to be looked at where it is", extra={"model": self.name})
             return None

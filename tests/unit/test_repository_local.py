@@ -67,13 +67,13 @@ def test_a_file_that_is_made_shorter_while_it_is_read(tmp_path: Path) -> None:
     path = models.weighty(tmp_path, 32 * 2**20)
     expected, size = read(path), path.stat().st_size
     files = LocalFiles(tmp_path)
-    whole, cut, small = files.blob(path.name, size), files.blob(path.name, size), files.blob(path.name, 4)
 
-    assert read_onnx(whole, path.name) == expected
-    os.truncate(path, size // 2)
-    assert small.tobytes() == whole[:4].tobytes()
-    with pytest.raises(ModelLoadFailed, match="it is not an ONNX model"):
-        read_onnx(cut, path.name)
+    with files.blob(path.name, size) as whole, files.blob(path.name, size) as cut, files.blob(path.name, 4) as small:
+        assert read_onnx(whole, path.name) == expected
+        os.truncate(path, size // 2)
+        assert small.tobytes() == whole[:4].tobytes()
+        with pytest.raises(ModelLoadFailed, match="it is not an ONNX model"):
+            read_onnx(cut, path.name)
 
 
 def test_without_autocomplete_a_configuration_must_be_complete(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from qinfer.storage import open as opening
-from qinfer.storage.open import store_for
+from qinfer.storage.open import driver_options, store_for
 from qinfer.storage.store import Store
 
 LONG_S = 30.0
@@ -56,3 +56,14 @@ def test_threads_that_ask_at_once_get_one_store(monkeypatch: pytest.MonkeyPatch)
         stores = set(threads.map(ask, range(4)))
 
     assert len(stores) == len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("scheme", "option"),
+    [("s3", "config_kwargs"), ("gs", "requests_timeout"), ("az", "connection_timeout"), ("abfss", "read_timeout")],
+)
+def test_drivers_are_opened_with_timeouts_and_without_caches(scheme: str, option: str) -> None:
+    options = driver_options(scheme)
+
+    assert option in options
+    assert (options["use_listings_cache"], options["skip_instance_cache"]) == (False, True)
