@@ -1,7 +1,7 @@
 """Runs the bulk worker, and kills it at one step of a job: `python -m tests.bulk_faults before|after NAME`.
 
 The step is the creation of a document such as `_SUCCESS`; the kill is one that nobody can catch. Instead, its
-event loop hangs at the first job with `hang loop`, and its store never answers who opens a file with `hang store`.
+event loop hangs at the first job with `hang loop`, and its store never answers who reads a document with `hang store`.
 """
 
 import os
@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from qinfer.storage.local import LocalStore
-from qinfer_workers.bulk import watch
+from qinfer_workers.bulk import watchdog
 from qinfer_workers.bulk.__main__ import end, main
 from qinfer_workers.bulk.plan import Planner
 
@@ -21,10 +21,10 @@ _put = LocalStore.put_if_absent
 def install(when: str, name: str) -> None:
     """Has this process killed before or after it makes a document, or hang."""
     if (when, name) == ("hang", "store"):
-        LocalStore.open = _never  # type: ignore[method-assign,assignment]  # that is the purpose
+        LocalStore.read = _never  # type: ignore[method-assign,assignment]  # that is the purpose
         return
     if when == "hang":
-        watch.LOOK_EVERY_S, watch.ANSWER_S, watch.STOP_S = 0.1, 1.0, 0.5
+        watchdog.LOOK_EVERY_S, watchdog.ANSWER_S, watchdog.STOP_S = 0.1, 1.0, 0.5
         Planner.run = _hang  # type: ignore[method-assign]  # that is the purpose
         return
 

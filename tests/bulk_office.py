@@ -1,27 +1,34 @@
-"""A bulk office on the memory adapters, with Parquet inputs in a directory and a job that is to be planned."""
+"""The services of a bulk worker on the memory adapters, with Parquet inputs in a directory and a job to be planned."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from qinfer.bulk.examiner_pool import ExaminerDied
 from qinfer.bulk.job import JobSpec, Output, encode_spec
-from qinfer.bulk.parts import PartWriter, part_metadata
-from qinfer.bulk.plan import Plan, Shard, decode_plan, decode_ticket
+from qinfer.bulk.parts import PartWriter, part_metadata, part_of, set_aside
+from qinfer.bulk.plan import ExpectedParts, PartInfo, Plan, Shard, Unplanned, decode_plan, decode_ticket, encode_plan
+from qinfer.bulk.planning import make_plan
+from qinfer.bulk.shards import Pace
 from qinfer.control.base import ControlStore, State, StoredModel, VersionState, WorkerRecord
 from qinfer.delivery.base import Delivery, Lease
 from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import BulkSettings, LimitSettings, Settings
 from qinfer.storage.local import LocalStore
+from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome
 from qinfer.testing import FakeClock, MemoryControlStore, MemoryDelivery
 from qinfer_workers.bulk.finalise import Finaliser
-from qinfer_workers.bulk.office import Office
 from qinfer_workers.bulk.plan import Planner
+from qinfer_workers.bulk.services import JobServices
+
+T = TypeVar("T")
 
 _CONFIG = """
 backend: "stub"
@@ -69,8 +76,44 @@ class FaultyStore(LocalStore):
         return outcome
 
 
+class InlineExaminers:
+    """Does in this process what examiners do, so that a test need not start one.
+
+    Attributes:
+        deaths: So many of the next ones die.
+        threads: Those of each request.
+    """
+
+    def __init__(self) -> None:
+        self.deaths = 0
+        self.threads: list[int] = []
+
+    async def plan(self, job: Unplanned, pace: Pace, threads: int) -> bytes:
+        return await self._do(lambda: encode_plan(make_plan(job, pace, threads=threads)), threads)
+
+    async def read_parts(self, parts: ExpectedParts, threads: int) -> list[PartInfo | str]:
+        store = store_for(parts.output_url)
+        return await self._do(lambda: [part_of(store, parts, shard) for shard in parts.shards], threads)
+
+    async def set_aside(self, parts: ExpectedParts, threads: int) -> None:
+        store = store_for(parts.output_url)
+
+        def each() -> None:
+            for shard in parts.shards:
+                set_aside(store, parts, shard)
+
+        await self._do(each, threads)
+
+    async def _do(self, work: Callable[[], T], threads: int) -> T:
+        self.threads.append(threads)
+        if self.deaths:
+            self.deaths -= 1
+            raise ExaminerDied("SIGSEGV", ["file:///bad.parquet"])
+        return await asyncio.to_thread(work)
+
+
 class Bench:
-    """The office, and what a worker would do."""
+    """The services, and what a worker would do."""
 
     clock: FakeClock
 
@@ -80,24 +123,26 @@ class Bench:
         self.store = store
         self.objects = FaultyStore()
         self.settings = Settings(bulk=BulkSettings(**{"sweep_every_s": 0.2, "plan_threads": 2, **bulk}))
-        self.office = self.another_office()
+        self.examiners: Any = InlineExaminers()
+        self.services = self.other_services()
         self.jobs = delivery.jobs
 
-    def another_office(self) -> Office:
-        """Returns the office of another process."""
-        return Office(
+    def other_services(self) -> JobServices:
+        """Returns the services of another process."""
+        return JobServices(
             settings=self.settings,
             jobs=self.delivery.jobs,
             store=self.store,
             clock=self.delivery.clock,
             store_for=lambda _: self.objects,
+            examiners=self.examiners,
         )
 
     def planner(self) -> Planner:
-        return Planner(self.office, LimitSettings())
+        return Planner(self.services, LimitSettings())
 
     def finaliser(self) -> Finaliser:
-        return Finaliser(self.office)
+        return Finaliser(self.services)
 
     async def record(self, job_id: str = "job") -> JobRecord:
         record = await self.jobs.get(job_id)

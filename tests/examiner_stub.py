@@ -1,4 +1,4 @@
-"""The process that looks at jobs, with something else to do at them: what the name of a job's first input says.
+"""An examiner with something else to do for a job: what the name of its first input says.
 
     python -m tests.examiner_stub [library that is missing]
 
@@ -21,6 +21,8 @@ import psutil
 from qinfer import errors
 from qinfer.bulk import examiner
 from qinfer.bulk.job import JobSpec
+from qinfer.bulk.plan import Plan, Unplanned
+from qinfer.bulk.planning import Reading
 
 STUB = (sys.executable, "-m", "tests.examiner_stub")
 
@@ -43,6 +45,13 @@ def mark(url: str) -> None:
 def hang(url: str) -> None:
     mark(url)
     threading.Event().wait()
+
+
+def wait(url: str) -> None:
+    """Ends when the file is gone that it leaves."""
+    mark(url)
+    while Path(url.partition("://")[2]).exists():
+        threading.Event().wait(0.01)
 
 
 def crash(_: str) -> None:
@@ -98,9 +107,14 @@ def fine(_: str) -> None:
     """Has nothing to say."""
 
 
-JOBS: Mapping[str, Callable[[str], None]] = {
-    job.__name__: job for job in (mark, hang, crash, abort, leave, grow, arrow, babble, lock, chatter, divide, fine)
-}
+_JOBS = (mark, hang, wait, crash, abort, leave, grow, arrow, babble, lock, chatter, divide, fine)
+JOBS: Mapping[str, Callable[[str], None]] = {job.__name__: job for job in _JOBS}
+
+
+def _plan(job: Unplanned, *_: object, reading: Reading, **__: object) -> Plan:
+    with reading(job.spec.inputs[0]):
+        _examine(job.spec)
+    return Plan(job_id=job.job_id, spec=job.spec, model_hash=job.model_hash, schema="", sources=(), shards=(), rows=0)
 
 
 def _examine(spec: JobSpec, *_: object) -> None:
@@ -114,7 +128,8 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.modules[sys.argv[1]] = None  # type: ignore[assignment]  # as `import` marks what is not there
     else:
-        from qinfer.bulk import intake
+        from qinfer.bulk import intake, planning
 
         intake.examine = _examine  # type: ignore[assignment]
+        planning.make_plan = _plan  # type: ignore[assignment]
     examiner.main()

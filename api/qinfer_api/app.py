@@ -12,6 +12,7 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
+from qinfer.bulk.examiner_pool import ExaminerPool
 from qinfer.bulk.queue import BulkTasks
 from qinfer.control.api_keys import check_exposure
 from qinfer.control.base import ControlStore
@@ -29,7 +30,6 @@ from qinfer.observability.metrics import GatewayTally
 from qinfer.observability.tracing import GATEWAY, open_tracer
 from qinfer.settings import HttpSettings, RepositorySettings, Settings
 from qinfer_api.auth import load_auth
-from qinfer_api.examiner import Examiner
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.protocol import FastPath
 from qinfer_api.http.server import HttpServer
@@ -169,7 +169,7 @@ class Gateway:
         self._reporting = Reporting(settings, self.catalog, store, delivery, tally, self._tracing.file)
         self.requests, self._janitor = self._asynchronous(settings, tally)
         self._tasks = BulkTasks(settings)
-        self._examiner = Examiner(settings, os.environ)
+        self._examiners = ExaminerPool(settings, os.environ)
         self.jobs = BulkJobs(
             delivery=delivery,
             resolve=self.requests.resolve,
@@ -177,7 +177,7 @@ class Gateway:
             settings=settings,
             targets=self.requests.targets,
             tasks=self._tasks,
-            examine=self._examiner,
+            check=self._examiners.check,
         )
         self._labeling = LabelingParts(
             settings, delivery, self.dispatcher, self.requests, tally.refusals, auth, consumer=self._owner
@@ -271,7 +271,7 @@ class Gateway:
                     group.create_task(self.dispatcher.submission.run()),
                     group.create_task(self._janitor.run()),
                     group.create_task(self._reporting.run()),
-                    group.create_task(self._examiner.run(self.started)),
+                    group.create_task(self._examiners.run(self.started)),
                 ]
                 if self.metrics is not None:
                     tasks.append(group.create_task(self.metrics.serve()))

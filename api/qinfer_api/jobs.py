@@ -89,7 +89,7 @@ class BulkJobs:
         settings: The limits of jobs, and which stores they may use.
         targets: Where webhooks may go.
         tasks: Celery.
-        examine: Looks at inputs and output, and refuses what does not fit the model; `Examiner` is the one.
+        check: Refuses a job whose inputs or output do not fit; `ExaminerPool.check`.
         ids: Makes ids.
         watchers: How many follow a job now.
     """
@@ -100,7 +100,7 @@ class BulkJobs:
     settings: Settings
     targets: Targets
     tasks: Tasks
-    examine: Callable[[JobSpec, ModelSpec], Awaitable[None]]
+    check: Callable[[JobSpec, ModelSpec], Awaitable[None]]
     ids: IdFactory = field(default_factory=IdFactory)
     watchers: int = 0
 
@@ -139,7 +139,7 @@ class BulkJobs:
         await self._check_count()
         if spec.webhook:
             await self.targets.check(spec.webhook)
-        await self._examined(spec, served.spec)
+        await self._checked(spec, served.spec)
         spec = msgspec.structs.replace(spec, version=served.version)
         job_id = job_id or self.ids.ulid()
         record = new_record(
@@ -298,10 +298,10 @@ class BulkJobs:
                 _FULL_AGAIN_S,
             )
 
-    async def _examined(self, spec: JobSpec, model: ModelSpec) -> None:
+    async def _checked(self, spec: JobSpec, model: ModelSpec) -> None:
         try:
             async with asyncio.timeout(EXAMINE_S):
-                await self.examine(spec, model)
+                await self.check(spec, model)
         except TimeoutError:
             raise StoreUnavailable(
                 f"the stores of '{spec.inputs[0]}' and '{spec.output.url}' did not answer within {EXAMINE_S:g} s; "

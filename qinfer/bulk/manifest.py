@@ -10,8 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from qinfer.bulk.parts import PartInfo
-from qinfer.bulk.plan import Plan, Source
+from qinfer.bulk.plan import PartInfo, Plan, Source
 from qinfer.errors import CorruptEntry
 
 MANIFEST_NAME = "_manifest.json"

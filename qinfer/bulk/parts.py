@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import pyarrow as pa
@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from qinfer.bulk.arrow_footer import batch_rows
 from qinfer.bulk.check import ERROR_COLUMNS, PLACE_COLUMNS
 from qinfer.bulk.job import Output
-from qinfer.bulk.plan import Shard
+from qinfer.bulk.plan import ExpectedParts, PartInfo, Shard
 from qinfer.errors import QinferError, StoreError, StoreNotFound
 from qinfer.storage.store import Store
 
@@ -41,26 +41,6 @@ _REASON_CHARACTERS = 200
 
 class PartBroken(StoreError):
     """What is at a part's URL is not the part that the plan says."""
-
-
-class PartInfo(NamedTuple):
-    """A part that is whole.
-
-    Attributes:
-        url: Where it is.
-        rows: Its rows.
-        errors: How many of them failed.
-        size_bytes: Its size.
-        etag: What the store calls its content.
-        schema: Its columns as text, one `name: type` a line.
-    """
-
-    url: str
-    rows: int
-    errors: int
-    size_bytes: int
-    etag: str
-    schema: str
 
 
 class PartMetadata(msgspec.Struct, frozen=True):
@@ -287,6 +267,35 @@ def validate_part(store: Store, url: str, shard: Shard, job_id: str, model_hash:
         raise PartBroken(f"'{url}' has {rows} rows, {found.errors} of them failed; the plan says {shard.rows} rows")
     text = sys.intern("\n".join(f"{field.name}: {field.type}" for field in schema))  # one for all parts of a job
     return PartInfo(url, rows, found.errors, stat.size_bytes, stat.etag, text)
+
+
+def part_of(store: Store, parts: ExpectedParts, shard: Shard) -> PartInfo | str:
+    """Reads the footer of a shard's part.
+
+    Returns:
+        The part, or what is wrong with it.
+
+    Raises:
+        StoreError: The store does not tell.
+    """
+    try:
+        return validate_part(store, parts.url_of(shard), shard, parts.job_id, parts.model_hash)
+    except (PartBroken, StoreNotFound) as error:
+        return error.message
+
+
+def set_aside(store: Store, parts: ExpectedParts, shard: Shard) -> None:
+    """Makes the name of a broken part free, so that it can be made again; one that is gone stays so.
+
+    A part that another process has made again meanwhile stays where it is.
+
+    Raises:
+        StoreError: The store fails.
+    """
+    url = parts.url_of(shard)
+    found = store.stat(url)
+    if found is not None and isinstance(part_of(store, parts, shard), str):
+        store.set_aside(url, found.etag)
 
 
 def _parquet_footer(content: Any) -> tuple[PartMetadata, int, pa.Schema]:

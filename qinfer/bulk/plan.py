@@ -1,4 +1,4 @@
-"""The plan of a job: which rows of which files are which shard; its JSON, and the ticket a shard travels as. Pure."""
+"""The plan of a job: which rows of which files are which shard, what its parts are; its JSON and its tickets. Pure."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -7,6 +7,7 @@ import msgspec
 
 from qinfer.bulk.job import JobSpec
 from qinfer.errors import CorruptEntry
+from qinfer.repository.spec import ModelSpec
 
 NO_GROUPS = -1
 """The row group of formats that have none."""
@@ -108,6 +109,62 @@ class InputFile(NamedTuple):
 
     source: Source
     groups: tuple[int, ...] | None
+
+
+class Unplanned(NamedTuple):
+    """A job that has no plan yet.
+
+    Attributes:
+        job_id: Its id.
+        spec: What is asked for, its URLs checked (`intake.examine`) and the model's version resolved.
+        model: The model's configuration.
+        model_hash: What the model's files are.
+    """
+
+    job_id: str
+    spec: JobSpec
+    model: ModelSpec
+    model_hash: str
+
+
+class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
+    """Parts that a plan says an output has.
+
+    Attributes:
+        job_id: The job.
+        model_hash: What the model's files were when the job was planned.
+        output_url: The folder.
+        shards: The shards whose parts are meant.
+    """
+
+    job_id: str
+    model_hash: str
+    output_url: str
+    shards: tuple[Shard, ...]
+
+    def url_of(self, shard: Shard) -> str:
+        """Returns where the part of a shard is."""
+        return f"{self.output_url.rstrip('/')}/{shard.part}"
+
+
+class PartInfo(NamedTuple):
+    """A part that is whole.
+
+    Attributes:
+        url: Where it is.
+        rows: Its rows.
+        errors: How many of them failed.
+        size_bytes: Its size.
+        etag: What the store calls its content.
+        schema: Its columns as text, one `name: type` a line.
+    """
+
+    url: str
+    rows: int
+    errors: int
+    size_bytes: int
+    etag: str
+    schema: str
 
 
 def encode_ticket(ticket: ShardTicket) -> bytes:

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
 
 import pyarrow as pa
 
@@ -11,47 +11,33 @@ from qinfer.bulk.check import check, copied_columns
 from qinfer.bulk.columns import InputColumns
 from qinfer.bulk.intake import common_format
 from qinfer.bulk.job import JobSpec, shown
-from qinfer.bulk.plan import InputFile, Plan, Source
+from qinfer.bulk.plan import InputFile, Plan, Source, Unplanned
 from qinfer.bulk.schemas import common_type, encode_schema
 from qinfer.bulk.shards import Pace, plan_shards, shard_sizes
-from qinfer.bulk.source import FileFormat, Footer, find_files, read_footer
-from qinfer.bulk.text_types import TextTypes, text_types, without_null
-from qinfer.errors import Cancelled, InvalidRequest
+from qinfer.bulk.source import Footer, find_files, read_footer
+from qinfer.bulk.text_types import text_types, without_null
+from qinfer.errors import InvalidRequest
 from qinfer.repository.spec import ModelSpec
 from qinfer.storage.store import Stat
+
+Reading = Callable[[str], AbstractContextManager[None]]
+"""Is entered around the reading of a file, with its URL."""
 
 _AHEAD = 4
 _MOST_SCHEMAS = 64
 
 
-class Unplanned(NamedTuple):
-    """A job that has no plan yet.
-
-    Attributes:
-        job_id: Its id.
-        spec: What is asked for, its URLs checked (`intake.examine`) and the model's version resolved.
-        model: The model's configuration.
-        model_hash: What the model's files are.
-    """
-
-    job_id: str
-    spec: JobSpec
-    model: ModelSpec
-    model_hash: str
-
-
-def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, is_wanted: Callable[[], bool] = lambda: True) -> Plan:
+def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading = lambda _: nullcontext()) -> Plan:
     """Plans a job; it blocks until every footer is read.
 
     Args:
         job: The job.
         pace: What is known of the model's speed.
         threads: Footers that are read at once.
-        is_wanted: Asked before each file; false ends the planning.
+        reading: Learns which files are being read.
 
     Raises:
         InvalidRequest: A file is damaged, lacks a column, or has another type than the others.
-        Cancelled: The plan is not wanted any more.
         StoreError: A store can't be read.
     """
     spec = job.spec
@@ -60,9 +46,12 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, is_wanted: Calla
     columns = _CommonColumns(spec, job.model, is_csv=format_ == "csv")
     types = text_types(spec, job.model)
     planned: list[InputFile] = []
-    for file, footer in _footers(files, format_, types, threads):
-        if not is_wanted():
-            raise Cancelled(f"job '{job.job_id}' is not wanted any more")
+
+    def footer_of(file: Stat) -> Footer:
+        with reading(file.url):
+            return read_footer(file, format_, types)
+
+    for file, footer in _footers(files, footer_of, threads):
         columns.add(len(planned), file, footer)
         planned.append(InputFile(Source(file.url, file.etag, file.size_bytes, footer.rows), footer.groups))
     rows = sum(file.source.rows for file in planned)
@@ -78,15 +67,13 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, is_wanted: Calla
     )
 
 
-def _footers(
-    files: Sequence[Stat], format_: FileFormat, types: TextTypes, threads: int
-) -> Iterator[tuple[Stat, Footer]]:
+def _footers(files: Sequence[Stat], footer_of: Callable[[Stat], Footer], threads: int) -> Iterator[tuple[Stat, Footer]]:
     """Reads the files' footers some files ahead; the first error in the files' order ends it."""
     waiting: deque[tuple[Stat, Future[Footer]]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="qinfer-footer") as pool:
         try:
             for file in files:
-                waiting.append((file, pool.submit(read_footer, file, format_, types)))
+                waiting.append((file, pool.submit(footer_of, file)))
                 if len(waiting) >= threads * _AHEAD:
                     first, footer = waiting.popleft()
                     yield first, footer.result()

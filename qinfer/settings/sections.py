@@ -183,7 +183,7 @@ class BulkSettings(_Section):
     max_examine_bytes: int = Field(
         768 * 2**20,
         ge=512 * 2**20,
-        description="Memory that a process may take which looks at new jobs' files; a gateway has one of them, or two.",
+        description="Memory of a process that reads new jobs' files; four times as much where jobs are planned.",
     )
     record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that an ended job can be asked for.")
     sweep_every_s: float = Field(10.0, gt=0, description="Seconds between looks for jobs that are stuck or expired.")

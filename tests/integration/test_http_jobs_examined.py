@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from qinfer.bulk import examiner_pool
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.testing import eventually
-from qinfer_api import examiner
 from qinfer_api import jobs as use_case
 from tests.examiner_stub import STUB, looking
 from tests.gateway import Running, running_gateway
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Iterator[str]:
 async def serving(
     server: RedisServer, folder: str, monkeypatch: pytest.MonkeyPatch, command: Sequence[str] = STUB
 ) -> AbstractAsyncContextManager[Running]:
-    monkeypatch.setattr(examiner, "COMMAND", command)
+    monkeypatch.setattr(examiner_pool, "COMMAND", command)
     settings = job_settings(server, folder)
     return running_gateway(settings, await RedisDelivery.connect(settings.redis))
 
@@ -43,7 +43,7 @@ async def test_a_process_is_started_with_the_gateway(
     redis_server: RedisServer, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the first job does not wait for it; it ends with the gateway."""
-    async with await serving(redis_server, folder, monkeypatch, examiner.COMMAND):
+    async with await serving(redis_server, folder, monkeypatch, examiner_pool.COMMAND):
         await eventually(lambda: len(looking()) == 1, description="a process is started")
 
 

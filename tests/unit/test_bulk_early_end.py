@@ -67,7 +67,7 @@ async def test_a_slow_finaliser_does_not_leave_the_list_of_an_earlier_end(tmp_pa
     """It looked at the parts, the job was resumed and ended again, another made the list, and then it made its own."""
     one = await running(tmp_path)
     await end_early(one)
-    slow = one.another_office()
+    slow = one.other_services()
     in_thread = slow.in_thread
 
     async def late(function: Callable[..., Any], *arguments: object) -> Any:
@@ -129,6 +129,21 @@ async def test_a_list_that_can_not_be_made_is_given_up(tmp_path: Path, caplog: p
     assert (await one.record()).state == JobState.CANCELLED
 
 
+@pytest.mark.parametrize(("deaths", "is_listed"), [(4, True), (5, False)])
+async def test_a_part_that_kills_its_reader_ends_the_list_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, deaths: int, *, is_listed: bool
+) -> None:
+    """The process dies some times, or over and over."""
+    one = await running(tmp_path)
+    await end_early(one)
+    one.examiners.deaths = deaths
+
+    await one.finaliser().run("job")
+
+    assert (tmp_path / "out" / LIST).exists() == is_listed
+    assert ("no partial manifest" in caplog.text) != is_listed
+
+
 async def test_a_job_that_was_never_planned_has_no_list(tmp_path: Path) -> None:
     """Its store may be what it failed of, and is not asked."""
     write_inputs(tmp_path / "in", [5])
@@ -139,7 +154,7 @@ async def test_a_job_that_was_never_planned_has_no_list(tmp_path: Path) -> None:
     def refuse(*_: object) -> Any:
         raise AssertionError("the store is asked")
 
-    one.office.in_thread = refuse  # type: ignore[method-assign,assignment]
+    one.services.in_thread = refuse  # type: ignore[method-assign,assignment]
 
     await one.finaliser().run("job")
     await one.planner().run("job")

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from qinfer.bulk.examiner_pool import ExaminerDied
 from qinfer.bulk.job import JobState
 from qinfer.bulk.manifest import Manifest, decode_manifest, decode_success
+from qinfer.bulk.parts import set_aside
 from qinfer.errors import StoreUnavailable
+from qinfer_workers.bulk.documents import expected
 from qinfer_workers.bulk.finalise import MAX_ROUNDS, Finaliser
-from qinfer_workers.bulk.part_check import set_aside
 from tests.bulk_office import Bench, bench, record_of, spec, write_inputs
 
 
@@ -66,7 +68,7 @@ async def test_success_is_written_last(tmp_path: Path) -> None:
 async def test_two_processes_that_finish_at_once_leave_one_output(tmp_path: Path) -> None:
     """The one takes the other's manifest."""
     one = await scored(tmp_path)
-    other = Finaliser(one.another_office())
+    other = Finaliser(one.other_services())
 
     await asyncio.gather(one.finaliser().run("job"), other.run("job"))
 
@@ -102,6 +104,21 @@ async def test_a_finaliser_that_fails_between_the_steps_goes_on_later(tmp_path: 
 
     assert (await one.record()).state == JobState.COMPLETED
     assert manifest_of(tmp_path).rows == 25
+
+
+async def test_deaths_over_a_jobs_parts_are_attempts_at_finishing(tmp_path: Path) -> None:
+    """After a few of them the job fails."""
+    one = await scored(tmp_path)
+    one.examiners.deaths = 5
+    for _ in range(4):
+        with pytest.raises(ExaminerDied):
+            await one.finaliser().run("job")
+
+    await one.finaliser().run("job")
+
+    record = await one.record()
+    assert record.state == JobState.FAILED
+    assert record.error.startswith("finishing was broken off 5 times: the process that read 'file:///bad.parquet' died")
 
 
 async def test_a_part_that_is_cut_off_is_set_aside_and_made_again(tmp_path: Path) -> None:
@@ -279,7 +296,7 @@ async def test_a_part_that_was_made_again_meanwhile_is_not_set_aside(tmp_path: P
     plan = one.plan()
     one.commit(plan.shards[0])
 
-    set_aside(one.office.store_for, plan, plan.shards[0])
+    set_aside(one.objects, expected(plan, plan.shards), plan.shards[0])
 
     assert (tmp_path / "out" / "part-00000.parquet").exists()
     assert "_broken" not in names(tmp_path)

@@ -14,8 +14,7 @@ from qinfer.bulk.manifest import (
     encode_success,
     make_manifest,
 )
-from qinfer.bulk.parts import PartInfo
-from qinfer.bulk.plan import Plan, Shard, Source
+from qinfer.bulk.plan import PartInfo, Plan, Shard, Source
 from qinfer.errors import CorruptEntry
 from tests.bulk_data import HASH, JOB, job_of
 

@@ -17,8 +17,8 @@ import pytest
 from qinfer.bulk.columns import InputColumns
 from qinfer.bulk.job import Output
 from qinfer.bulk.output_columns import OutputColumns, Scored
-from qinfer.bulk.parts import PartBroken, PartInfo, PartWriter, part_metadata, validate_part
-from qinfer.bulk.plan import Shard
+from qinfer.bulk.parts import PartBroken, PartWriter, part_metadata, validate_part
+from qinfer.bulk.plan import PartInfo, Shard
 from qinfer.bulk.rows import ShardReader
 from qinfer.errors import StoreNotFound
 from qinfer.storage.open import store_for

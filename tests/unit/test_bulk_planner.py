@@ -1,20 +1,26 @@
 """Planning jobs: once, twice, at the same time, again, and in trouble."""
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from qinfer.bulk.examiner_pool import ExaminerDied, ExaminerPool
 from qinfer.bulk.job import JobState
 from qinfer.errors import StoreUnavailable
 from qinfer.observability.stats import StatsTally
+from qinfer.settings import BulkSettings, LimitSettings, Settings
 from qinfer.testing import eventually
 from qinfer_workers.bulk import attempts
-from qinfer_workers.bulk.speed import rows_per_s
+from qinfer_workers.bulk.plan import Planner, rows_per_s
 from qinfer_workers.bulk.sweep import Sweeper
 from tests.bulk_office import MODEL, Bench, bench, record_of, spec, write_inputs
+from tests.examiner_stub import STUB
+
+DEATH = "the process that read 'file:///bad.parquet' died (SIGSEGV)"
 
 
 async def planned(directory: Path, **changes: object) -> Bench:
@@ -198,7 +204,7 @@ async def test_the_time_that_no_bulk_worker_ran_is_not_that_of_planning(tmp_path
         await one.planner().run("job")
     one.clock.advance(36_000)
     if is_swept:
-        await Sweeper(one.office, Unsent()).run()
+        await Sweeper(one.services, Unsent()).run()
 
     await one.planner().run("job")
 
@@ -223,7 +229,7 @@ async def test_planning_that_hangs_fails_the_job_in_time(tmp_path: Path) -> None
     await one.jobs.create(record_of(spec(tmp_path)))
     await one.jobs.note("job", attempts.PLANNING.began)
     one.clock.advance(59.95)
-    one.office.in_thread = lambda *_: asyncio.Event().wait()  # type: ignore[method-assign,assignment]
+    one.services.in_thread = lambda *_: asyncio.Event().wait()  # type: ignore[method-assign,assignment]
 
     await one.planner().run("job")
 
@@ -255,7 +261,7 @@ async def test_a_job_that_is_cancelled_while_it_is_planned_stays_so(tmp_path: Pa
     async def never() -> None:
         await asyncio.Event().wait()
 
-    one.office.in_thread = lambda *_: never()  # type: ignore[method-assign,assignment]
+    one.services.in_thread = lambda *_: never()  # type: ignore[method-assign,assignment]
     planning = asyncio.create_task(one.planner().run("job"))
     await eventually(one.has_begun)
     await one.jobs.stop("job", JobState.CANCELLED)
@@ -270,7 +276,7 @@ async def test_a_planner_that_is_stopped_says_so(tmp_path: Path) -> None:
     write_inputs(tmp_path / "in", [5])
     one = await bench(tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
-    one.office.in_thread = lambda *_: asyncio.Event().wait()  # type: ignore[method-assign,assignment]
+    one.services.in_thread = lambda *_: asyncio.Event().wait()  # type: ignore[method-assign,assignment]
     planning = asyncio.create_task(one.planner().run("job"))
     await eventually(one.has_begun)
 
@@ -292,6 +298,75 @@ async def test_a_job_that_ends_the_process_each_time_is_given_up(tmp_path: Path)
     await one.planner().run("job")
 
     assert (await one.record()).error.startswith("planning was broken off 5 times")
+
+
+async def test_a_death_over_a_jobs_files_is_another_attempt(tmp_path: Path) -> None:
+    """It reads fewer files at once, and the log says what happened."""
+    write_inputs(tmp_path / "in", [5])
+    one = await bench(tmp_path, plan_threads=16)
+    one.examiners.deaths = 2
+    await one.jobs.create(record_of(spec(tmp_path)))
+    for _ in range(2):
+        with pytest.raises(ExaminerDied):
+            await one.planner().run("job")
+
+    await one.planner().run("job")
+
+    assert (await one.record()).state == JobState.RUNNING
+    assert (await one.texts())[:3] == ["planning began", *[f"planning is tried again: {DEATH}"] * 2]
+    assert one.examiners.threads == [16, 8, 4]
+
+
+async def test_deaths_over_a_jobs_files_fail_it_in_the_end(tmp_path: Path) -> None:
+    """Whichever bulk worker had the attempts; the last reads one file at a time, which is named."""
+    write_inputs(tmp_path / "in", [5])
+    one = await bench(tmp_path, plan_threads=16)
+    one.examiners.deaths = attempts.MAX_DEATHS
+    await one.jobs.create(record_of(spec(tmp_path)))
+    for _ in range(attempts.MAX_DEATHS - 1):
+        with pytest.raises(ExaminerDied):
+            await Planner(one.other_services(), LimitSettings()).run("job")
+
+    await one.planner().run("job")
+
+    record = await one.record()
+    assert (record.state, record.error) == (
+        JobState.FAILED,
+        f"planning was broken off 5 times: {DEATH}; is a file damaged?",
+    )
+    assert one.examiners.threads[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("crash", "SIGSEGV"), ("grow", "it needs more memory than QINFER_BULK__MAX_EXAMINE_BYTES"), ("lock", "SIGALRM")],
+)
+async def test_what_a_file_does_to_its_reader_it_does_not_do_to_the_bulk_worker(
+    tmp_path: Path, how: str, text: str
+) -> None:
+    """A crash, too much memory, a parser that does not end: other jobs are planned meanwhile, and that one fails."""
+    one = await bench(tmp_path)
+    settings = Settings(bulk=BulkSettings(max_examine_bytes=512 * 2**20))
+    pool = ExaminerPool(settings, os.environ, STUB)
+    one.services.examiners = pool
+    await one.jobs.create(record_of(spec(tmp_path, inputs=(f"file://{tmp_path}/{how}",))))
+    for _ in range(attempts.MAX_DEATHS - 1):
+        await one.jobs.note("job", f"planning is tried again: {DEATH}")
+    await one.jobs.create(record_of(spec(tmp_path / "other", inputs=(f"file://{tmp_path}/fine",)), "other"))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(pool.run())
+        await asyncio.sleep(0)
+        planner = one.planner()
+        await asyncio.gather(planner.run("job"), planner.run("other"))
+        running.cancel()
+
+    record = await one.record()
+    assert (await one.record("other")).error == ""
+    assert (record.state, record.error) == (
+        JobState.FAILED,
+        f"planning was broken off 5 times: the process that read 'file://{tmp_path}/{how}' died ({text}); "
+        "is a file damaged?",
+    )
 
 
 async def test_a_job_goes_on_with_what_is_missing(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from qinfer.bulk.job import JobSpec, Output
-from qinfer.bulk.plan import NO_GROUPS, Plan, Range, decode_plan_head, encode_plan_head
-from qinfer.bulk.planning import Unplanned, make_plan
+from qinfer.bulk.plan import NO_GROUPS, Plan, Range, Unplanned, decode_plan_head, encode_plan_head
+from qinfer.bulk.planning import make_plan
 from qinfer.bulk.schemas import common_type, decode_schema
 from qinfer.bulk.shards import Pace
-from qinfer.errors import Cancelled, CorruptEntry, InvalidRequest
+from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.testing import stub_spec
 
 MODEL = stub_spec(dims=(1,))
@@ -142,17 +142,6 @@ def test_damaged_files_end_the_planning_with_the_first(tmp_path: Path) -> None:
         (tmp_path / f"{number}.parquet").write_bytes(content[:-5])
     with pytest.raises(InvalidRequest, match=r"/17.parquet' can't be read as parquet; is it damaged or cut off\?"):
         planned(tmp_path)
-
-
-def test_planning_ends_when_the_job_is_not_wanted(tmp_path: Path) -> None:
-    """At the next file."""
-    for number in range(3):
-        write(tmp_path / f"{number}.parquet", {"x": [1.0]})
-    answers = iter([True, False])
-    spec = JobSpec(model="stub", inputs=(f"file://{tmp_path}/*",), output=Output("file:///out"))
-    with pytest.raises(Cancelled, match="job-1"):
-        make_plan(Unplanned("job-1", spec, MODEL, ""), PACE, is_wanted=lambda: next(answers))
-    assert next(answers, None) is None
 
 
 def test_one_huge_row_group_is_cut(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from qinfer.control.redis_store import RedisControlStore
 from qinfer.errors import BrokerUnavailable
 from qinfer.testing import wait_until
 from qinfer_workers import signs
-from qinfer_workers.bulk.bridge import Bridge
+from qinfer_workers.bulk.event_loop import EventLoop
 
 
 class Shaky(RedisControlStore):
@@ -28,13 +28,13 @@ class Shaky(RedisControlStore):
 def test_signs_are_given_for_as_long_as_the_loop_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Redis that is away does not end them; they count as no task, which the watch goes by; the close ends them."""
     monkeypatch.setattr(signs, "EVERY_S", 0.001)
-    store, bridge = Shaky(), Bridge()
-    quiet_since_s = bridge.quiet_s()
+    store, loop = Shaky(), EventLoop()
+    quiet_since_s = loop.quiet_s()
 
-    bridge.start(signs.give_signs(store, "b@host", BULK))
+    loop.start(signs.give_signs(store, "b@host", BULK))
     wait_until(lambda: store.asked >= 3, 10.0, lambda: "three signs")
-    running, quiet_s = bridge.running, bridge.quiet_s()
-    bridge.close()
+    running, quiet_s = loop.running, loop.quiet_s()
+    loop.close()
 
     assert store.signed == {(BULK, "b@host")}
     assert (running, quiet_s > quiet_since_s) == (0, True)

@@ -37,7 +37,7 @@ class Scene:
     def __init__(self, one: Bench) -> None:
         self.bench = one
         self.sent = Sent()
-        self._sweeper = Sweeper(one.office, self.sent)
+        self._sweeper = Sweeper(one.services, self.sent)
 
     async def sweep(self, after_s: float = 0.0) -> list[tuple[str, str]]:
         """Sweeps after some time; returns what was sent."""
@@ -79,7 +79,7 @@ async def test_a_job_that_this_process_works_on_is_left_alone(scene: Make) -> No
     """However long it takes."""
     one = await scene()
 
-    async with one.bench.office.hold(await one.bench.record()):
+    async with one.bench.services.hold(await one.bench.record()):
         assert await one.sweep(STALE_S) == []
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from celery.exceptions import Reject
@@ -13,7 +13,7 @@ from qinfer.bulk.queue import FINALISE, PLAN, QUEUE, SWEEP
 from qinfer.errors import InvalidRequest, QinferError, StoreUnavailable
 from qinfer.settings import BulkSettings, RedisSettings, Settings
 from qinfer_workers.bulk.app import SWEEP_LIMIT_S, longest_pause_s, make_app
-from qinfer_workers.bulk.bridge import Bridge, Stopped, TimedOut
+from qinfer_workers.bulk.event_loop import EventLoop, Stopped, TimedOut
 
 SETTINGS = Settings(
     redis=RedisSettings(url=SecretStr("rediss://:secret@queue/1")),
@@ -21,20 +21,22 @@ SETTINGS = Settings(
 )
 
 LONG_S = 30.0
+T = TypeVar("T")
 
 
-class Inline:
+class Inline(EventLoop):
     """Runs a use case at once, and raises what it is told to."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.limits_s: list[float] = []
 
-    def run(self, work: Coroutine[Any, Any, None], limit_s: float) -> None:
+    def run(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
         self.limits_s.append(limit_s)
-        asyncio.run(work)
+        result = asyncio.run(work)
         if self.error is not None:
             raise self.error
+        return result
 
 
 class Retried(Exception):
@@ -142,12 +144,12 @@ def test_a_task_that_is_broken_off_goes_back_to_the_queue() -> None:
 
 def test_the_bridge_runs_coroutines_of_threads_until_it_is_stopped() -> None:
     """What runs then is broken off, and what closes the adapters still runs."""
-    bridge = Bridge()
+    loop = EventLoop()
     begun, closed = asyncio.Event(), []
 
     async def never() -> None:
         begun.set()
-        bridge.stop()
+        loop.stop()
         await asyncio.Event().wait()
 
     async def five() -> int:
@@ -156,18 +158,18 @@ def test_the_bridge_runs_coroutines_of_threads_until_it_is_stopped() -> None:
     async def close() -> None:
         closed.append(begun.is_set())
 
-    assert bridge.run(five(), LONG_S) == 5
+    assert loop.run(five(), LONG_S) == 5
     with pytest.raises(Stopped):
-        bridge.run(never(), LONG_S)
+        loop.run(never(), LONG_S)
     with pytest.raises(Stopped):
-        bridge.run(five(), LONG_S)
-    bridge.close(close())
+        loop.run(five(), LONG_S)
+    loop.close(close())
     assert closed == [True]
 
 
 def test_what_takes_too_long_is_broken_off() -> None:
     """Its thread is free again, and the coroutine learns it; an error of its own stays what it is."""
-    bridge, told = Bridge(), threading.Event()
+    loop, told = EventLoop(), threading.Event()
 
     async def never() -> None:
         try:
@@ -179,24 +181,24 @@ def test_what_takes_too_long_is_broken_off() -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimedOut, match="and was broken off"):
-        bridge.run(never(), 0.01)
+        loop.run(never(), 0.01)
     assert told.wait(LONG_S)
     with pytest.raises(TimeoutError, match="its own"):
-        bridge.run(late(), LONG_S)
-    bridge.close()
+        loop.run(late(), LONG_S)
+    loop.close()
 
 
 def test_a_loop_that_hangs_is_told_from_one_that_runs() -> None:
     """A task on a loop that hangs is broken off all the same."""
-    bridge, go_on = Bridge(), threading.Event()
+    loop, go_on = EventLoop(), threading.Event()
 
     async def block() -> None:
         go_on.wait()
 
-    assert bridge.answers(LONG_S)
+    assert loop.answers(LONG_S)
     with pytest.raises(TimedOut):
-        bridge.run(block(), 0.01)
-    assert not bridge.answers(0.01)
+        loop.run(block(), 0.01)
+    assert not loop.answers(0.01)
     go_on.set()
-    assert bridge.answers(LONG_S)
-    bridge.close()
+    assert loop.answers(LONG_S)
+    loop.close()

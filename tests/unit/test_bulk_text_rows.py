@@ -10,8 +10,8 @@ import pytest
 
 from qinfer.bulk.intake import examine
 from qinfer.bulk.job import JobSpec, Output
-from qinfer.bulk.plan import Plan, Range
-from qinfer.bulk.planning import Unplanned, make_plan
+from qinfer.bulk.plan import Plan, Range, Unplanned
+from qinfer.bulk.planning import make_plan
 from qinfer.bulk.row_files import open_rows
 from qinfer.bulk.rows import ShardReader
 from qinfer.bulk.schemas import decode_schema

@@ -3,7 +3,7 @@
 One Celery worker, with beat embedded unless `bulk.beat` is off; configured by `QINFER_…` variables. Any number may run,
 beats too: tasks are idempotent.
 SIGTERM and SIGINT end it: what it had in hand goes back to the queue, for the next one. It also ends where it can't do
-its work any more (`watch`), to be started again.
+its work any more (`watchdog`), to be started again.
 
 Exit codes: 0 after a stop, 1 when Redis is away at the start, 2 for a wrong setting, others when a part of it died or
 hangs.
@@ -23,6 +23,7 @@ from celery import Celery
 from celery.beat import EmbeddedService
 from celery.worker import state
 
+from qinfer.bulk.examiner_pool import PLAN_SHARES, ExaminerPool
 from qinfer.bulk.queue import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
 from qinfer.control.base import BEAT, BULK, ControlStore
 from qinfer.control.redis_store import RedisControlStore
@@ -34,12 +35,12 @@ from qinfer.observability import logs
 from qinfer.settings import Settings, load_settings
 from qinfer.storage.open import store_for
 from qinfer_workers.bulk.app import UseCase, make_app
-from qinfer_workers.bulk.bridge import Bridge
+from qinfer_workers.bulk.event_loop import EventLoop
 from qinfer_workers.bulk.finalise import Finaliser
-from qinfer_workers.bulk.office import Office
 from qinfer_workers.bulk.plan import Planner
+from qinfer_workers.bulk.services import JobServices
 from qinfer_workers.bulk.sweep import Sweeper
-from qinfer_workers.bulk.watch import TASKS_AT_ONCE, Watch
+from qinfer_workers.bulk.watchdog import TASKS_AT_ONCE, Watchdog
 from qinfer_workers.signs import give_signs
 
 logger = logging.getLogger("qinfer_workers.bulk")
@@ -67,43 +68,57 @@ def serve(settings: Settings) -> int:
         SettingsError: The broker of the tasks can't be used.
     """
     broker_of(settings)  # what is wrong with it shows before anything is opened
-    bridge = Bridge()
-    delivery, store = bridge.run(_connect(settings), 2 * settings.redis.connect_timeout_s + _CONNECT_MARGIN_S)
+    loop = EventLoop()
+    delivery, store = loop.run(_connect(settings), 2 * settings.redis.connect_timeout_s + _CONNECT_MARGIN_S)
     try:
-        office = Office(settings=settings, jobs=delivery.jobs, store=store, clock=delivery.clock, store_for=store_for)
-        tasks = BulkTasks(settings)
-        use_cases: dict[str, UseCase] = {
-            PLAN: Planner(office, settings.limits).run,
-            FINALISE: Finaliser(office).run,
-            SWEEP: Sweeper(office, tasks).run,
-        }
-        app = make_app(settings, bridge, use_cases)
-        app.set_default()  # the threads of the pool find their tasks in it
-        _stop_on_signals(bridge)
-        name = f"qinfer-bulk-{os.getpid()}@{socket.gethostname()}"
-        worker = app.WorkController(
-            hostname=name,
-            pool_cls="threads",  # drivers of stores have threads of their own, which do not survive a fork
-            concurrency=TASKS_AT_ONCE,
-            queues=QUEUE,
-            without_mingle=True,
-            without_gossip=True,
+        services = JobServices(
+            settings=settings,
+            jobs=delivery.jobs,
+            store=store,
+            clock=delivery.clock,
+            store_for=store_for,
+            examiners=ExaminerPool(settings, os.environ, processes=TASKS_AT_ONCE, shares=PLAN_SHARES),
         )
-        has_beat = settings.bulk.beat
-        stop = partial(_stop, bridge, os.EX_SOFTWARE)
-        watch = Watch(bridge, office, stop, waiting=None if has_beat else tasks.waiting)
-        bridge.start(give_signs(store, name, BULK, *([BEAT] if has_beat else [])))
-        beat = _start_beat(app) if has_beat else None
-        watch.start()
-        logger.info("bulk worker started")
-        worker.start()
-        watch.end()
-        if beat is not None:
-            beat.service.stop(wait=False)
-        tasks.close()
+        code = _work(settings, loop, services)
     finally:
-        bridge.close(store.close(), delivery.close())
+        loop.close(store.close(), delivery.close())
     logger.info("bulk worker stopped")
+    return code
+
+
+def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
+    """Runs Celery's worker, and what goes with it, until it stops; returns the exit code."""
+    tasks = BulkTasks(settings)
+    use_cases: dict[str, UseCase] = {
+        PLAN: Planner(services, settings.limits).run,
+        FINALISE: Finaliser(services).run,
+        SWEEP: Sweeper(services, tasks).run,
+    }
+    app = make_app(settings, loop, use_cases)
+    app.set_default()  # the threads of the pool find their tasks in it
+    _stop_on_signals(loop)
+    name = f"qinfer-bulk-{os.getpid()}@{socket.gethostname()}"
+    worker = app.WorkController(
+        hostname=name,
+        pool_cls="threads",  # drivers of stores have threads of their own, which do not survive a fork
+        concurrency=TASKS_AT_ONCE,
+        queues=QUEUE,
+        without_mingle=True,
+        without_gossip=True,
+    )
+    has_beat = settings.bulk.beat
+    stop = partial(_stop, loop, os.EX_SOFTWARE)
+    watchdog = Watchdog(loop, services, stop, waiting=None if has_beat else tasks.waiting)
+    loop.start(services.examiners.run())
+    loop.start(give_signs(services.store, name, BULK, *([BEAT] if has_beat else [])))
+    beat = _start_beat(app) if has_beat else None
+    watchdog.start()
+    logger.info("bulk worker started")
+    worker.start()
+    watchdog.end()
+    if beat is not None:
+        beat.service.stop(wait=False)
+    tasks.close()
     return worker.exitcode or os.EX_OK
 
 
@@ -127,15 +142,15 @@ def main() -> int:
         return os.EX_SOFTWARE
 
 
-def _stop(bridge: Bridge, code: int) -> None:
+def _stop(loop: EventLoop, code: int) -> None:
     """Has the worker stop, with an exit code; for signals and threads."""
     state.should_stop = code
-    bridge.stop()
+    loop.stop()
 
 
-def _stop_on_signals(bridge: Bridge) -> None:
+def _stop_on_signals(loop: EventLoop) -> None:
     def stop(_number: int, _frame: FrameType | None) -> None:
-        _stop(bridge, os.EX_OK)
+        _stop(loop, os.EX_OK)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)

@@ -6,7 +6,6 @@ died comes again, from the broker after `visibility_timeout`, and long before fr
 
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Protocol
 
 from celery import Celery, Task
 from celery.exceptions import Reject
@@ -14,7 +13,7 @@ from celery.exceptions import Reject
 from qinfer.bulk.queue import FINALISE, PLAN, QUEUE, SWEEP, broker_of
 from qinfer.errors import QinferError
 from qinfer.settings import Settings
-from qinfer_workers.bulk.bridge import Stopped
+from qinfer_workers.bulk.event_loop import EventLoop, Stopped
 
 UseCase = Callable[[str], Coroutine[None, None, None]]
 """What a task does for a job; a `retryable` error says: later."""
@@ -28,20 +27,12 @@ _SOCKET_MARGIN_S = 2.0
 _FIRST_PAUSE_S = 0.5
 
 
-class Runner(Protocol):
-    """Runs coroutines for threads: `qinfer_workers.bulk.bridge.Bridge`."""
-
-    def run(self, work: Coroutine[None, None, None], limit_s: float) -> None:
-        """Runs one to its end; raises what it raises, `Stopped`, or `TimedOut` after `limit_s` seconds."""
-        ...
-
-
-def make_app(settings: Settings, runner: Runner, use_cases: Mapping[str, UseCase]) -> Celery:
+def make_app(settings: Settings, loop: EventLoop, use_cases: Mapping[str, UseCase]) -> Celery:
     """Makes the app.
 
     Args:
         settings: Where the broker is, and how long tasks may take.
-        runner: What runs the use cases.
+        loop: Where the use cases run.
         use_cases: Task name → what it does; that of `SWEEP` gets an empty id.
 
     Raises:
@@ -50,7 +41,7 @@ def make_app(settings: Settings, runner: Runner, use_cases: Mapping[str, UseCase
     app = plain_app(settings)
     for name in (PLAN, FINALISE, SWEEP):
         limit_s = SWEEP_LIMIT_S if name == SWEEP else settings.bulk.plan_timeout_s + _TASK_MARGIN_S
-        _register(app, name, partial(_run, runner, use_cases[name], limit_s), longest_pause_s(settings))
+        _register(app, name, partial(_run, loop, use_cases[name], limit_s), longest_pause_s(settings))
     app.finalize()
     return app
 
@@ -110,8 +101,8 @@ def longest_pause_s(settings: Settings) -> float:
     return 2 * settings.bulk.sweep_every_s
 
 
-def _run(runner: Runner, use_case: UseCase, limit_s: float, job_id: str) -> None:
-    runner.run(use_case(job_id), limit_s)
+def _run(loop: EventLoop, use_case: UseCase, limit_s: float, job_id: str) -> None:
+    loop.run(use_case(job_id), limit_s)
 
 
 def _register(app: Celery, name: str, work: Callable[[str], None], longest_s: float) -> None:

@@ -4,7 +4,7 @@ Each is made by a conditional create. Where one is there already, it is read: a 
 what it finds if it says the same. An output that is not complete has `_manifest.partial.json` instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -19,8 +19,7 @@ from qinfer.bulk.manifest import (
     encode_success,
     make_manifest,
 )
-from qinfer.bulk.parts import PartInfo
-from qinfer.bulk.plan import Plan, Shard, decode_plan
+from qinfer.bulk.plan import ExpectedParts, PartInfo, Plan, Shard, decode_plan
 from qinfer.delivery.jobs import JobRecord
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
 from qinfer.storage.store import Outcome, Store
@@ -48,9 +47,9 @@ def url_of(output_url: str, name: str) -> str:
     return f"{output_url.rstrip('/')}/{name}"
 
 
-def part_url(plan: Plan, shard: Shard) -> str:
-    """Returns where the part of a shard is."""
-    return url_of(plan.spec.output.url, shard.part)
+def expected(plan: Plan, shards: Iterable[Shard]) -> ExpectedParts:
+    """Returns what the parts of some shards are by the plan."""
+    return ExpectedParts(plan.job_id, plan.model_hash, plan.spec.output.url, tuple(shards))
 
 
 def read_plan(store_for: StoreFor, job_id: str, output_url: str) -> Plan | None:

@@ -1,7 +1,7 @@
 """The use case of the task `sweep`: jobs that nothing moves on any more, because a process died at a bad moment.
 
 What moves a job on is a task, a worker, or the notice of a shard's end. Each leaves a mark on the record; a job without
-one for `Office.stale_s` is looked at: its task is sent again, its lane filled, its end told.
+one for `JobServices.stale_s` is looked at: its task is sent again, its lane filled, its end told.
 """
 
 import logging
@@ -14,7 +14,7 @@ from qinfer.bulk.plan import ShardTicket, encode_ticket
 from qinfer.delivery.jobs import JobRecord
 from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError
 from qinfer_workers.bulk.documents import PLAN_GONE, read_plan, spec_of
-from qinfer_workers.bulk.office import Office
+from qinfer_workers.bulk.services import JobServices
 
 logger = logging.getLogger("qinfer_workers.bulk")
 
@@ -38,12 +38,12 @@ class Sweeper:
     """Looks after jobs that are stuck.
 
     Args:
-        office: The ports.
+        services: The ports.
         tasks: Sends the others' tasks.
     """
 
-    def __init__(self, office: Office, tasks: Sender) -> None:
-        self._office = office
+    def __init__(self, services: JobServices, tasks: Sender) -> None:
+        self._services = services
         self._tasks = tasks
         self._is_running = False
 
@@ -64,10 +64,10 @@ class Sweeper:
             self._is_running = False
 
     async def _sweep(self) -> None:
-        for record in await self._office.jobs.overdue():
+        for record in await self._services.jobs.overdue():
             await self._attend(self._expire, record)
-        for record in await self._office.jobs.unfinished():
-            if self._office.is_stale(record):
+        for record in await self._services.jobs.unfinished():
+            if self._services.is_stale(record):
                 await self._attend(self._move_on, record)
 
     async def _attend(self, what: Callable[[JobRecord], Awaitable[None]], record: JobRecord) -> None:
@@ -85,13 +85,13 @@ class Sweeper:
 
     async def _end(self, record: JobRecord, state: JobState, why: str) -> None:
         """Ends a job, and has what is there of it listed."""
-        if await self._office.jobs.stop(record.id, state, error=why, in_hand=True):
-            await self._office.in_thread(self._tasks.finalise, record.id)
+        if await self._services.jobs.stop(record.id, state, error=why, in_hand=True):
+            await self._services.in_thread(self._tasks.finalise, record.id)
 
     async def _move_on(self, record: JobRecord) -> None:
         match record.state:
-            case JobState.VALIDATING if self._office.age_s(record) > CREATION_S:
-                await self._office.jobs.stop(record.id, JobState.FAILED, error="its creation was broken off")
+            case JobState.VALIDATING if self._services.age_s(record) > CREATION_S:
+                await self._services.jobs.stop(record.id, JobState.FAILED, error="its creation was broken off")
             case JobState.PLANNING:
                 await self._send_again(record)
             case JobState.FINALIZING:
@@ -103,15 +103,15 @@ class Sweeper:
 
     async def _send_again(self, record: JobRecord) -> None:
         """Sends a task that was lost, or whose worker died; the mark on the record keeps others from doing the same."""
-        await self._office.note_idle(record)
-        if not await self._office.jobs.move(record.id, {record.state}, record.state):
+        await self._services.note_idle(record)
+        if not await self._services.jobs.move(record.id, {record.state}, record.state):
             return
         logger.warning("task sent again", extra={"job": record.id, "state": record.state})
         send = self._tasks.plan if record.state == JobState.PLANNING else self._tasks.finalise
-        await self._office.in_thread(send, record.id)
+        await self._services.in_thread(send, record.id)
 
     async def _keep_running(self, record: JobRecord) -> None:
-        office, jobs = self._office, self._office.jobs
+        services, jobs = self._services, self._services.jobs
         if lost := set(await jobs.missing(record.id)):
             try:
                 await self._run_again(record, lost)
@@ -120,14 +120,14 @@ class Sweeper:
                     raise
                 await self._end(record, JobState.FAILED, f"{len(lost)} shards were lost by the queue; {error.message}")
                 return
-        standing = await jobs.advance(record.id, workers=await office.workers_for(record))
+        standing = await jobs.advance(record.id, workers=await services.workers_for(record))
         if standing is None or standing.state != JobState.RUNNING:
             return
         if standing.has_failed:
             why = why_failed((await jobs.outcomes(record.id)).values(), record.max_errors, record.shards)
             await self._end(record, JobState.FAILED, why)
         elif standing.is_settled and await jobs.move(record.id, {JobState.RUNNING}, JobState.FINALIZING):
-            await office.in_thread(self._tasks.finalise, record.id)
+            await services.in_thread(self._tasks.finalise, record.id)
 
     async def _run_again(self, record: JobRecord, lost: Collection[int]) -> None:
         """Has shards run that the queue has lost.
@@ -135,8 +135,8 @@ class Sweeper:
         Raises:
             QinferError: Their plan can't be read, now or at all.
         """
-        office, jobs = self._office, self._office.jobs
-        plan = await office.in_thread(read_plan, office.store_for, record.id, spec_of(record).output.url)
+        services, jobs = self._services, self._services.jobs
+        plan = await services.in_thread(read_plan, services.store_for, record.id, spec_of(record).output.url)
         if plan is None:
             raise InvalidRequest(PLAN_GONE)
         shards = [shard for shard in plan.shards if shard.index in lost]

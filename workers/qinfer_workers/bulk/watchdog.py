@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 
 from qinfer.errors import QinferError
-from qinfer_workers.bulk.bridge import Bridge
-from qinfer_workers.bulk.office import Office
+from qinfer_workers.bulk.event_loop import EventLoop
+from qinfer_workers.bulk.services import JobServices
 
 logger = logging.getLogger("qinfer_workers.bulk")
 
@@ -37,21 +37,21 @@ _QUIET_SWEEPS = 30
 _QUIET_S = 300.0
 
 
-class Watch:
-    """Looks after a bulk worker, in a thread that goes on for as long as the process does.
+class Watchdog:
+    """Watches over a bulk worker, in a thread that goes on for as long as the process does.
 
     Args:
-        bridge: Where its tasks run.
-        office: Its threads.
+        loop: Where its tasks run.
+        services: Its threads.
         stop: Has it stop in order, with an exit code that is no success; for any thread.
         waiting: Returns how many tasks wait; `None` = beat runs in this process, so that there must be some to take.
     """
 
     def __init__(
-        self, bridge: Bridge, office: Office, stop: Callable[[], None], waiting: Callable[[], int] | None = None
+        self, loop: EventLoop, services: JobServices, stop: Callable[[], None], waiting: Callable[[], int] | None = None
     ) -> None:
-        self._bridge = bridge
-        self._office = office
+        self._loop = loop
+        self._services = services
         self._stop = stop
         self._waiting = waiting
         self._looks = 0  # in a row, at which it was quiet and tasks waited
@@ -59,26 +59,26 @@ class Watch:
 
     def start(self) -> None:
         """Begins."""
-        threading.Thread(target=self._run, name="bulk-watch", daemon=True).start()
+        threading.Thread(target=self._run, name="bulk-watchdog", daemon=True).start()
 
     def end(self) -> None:
         """Looks no more: the process stops."""
         self._ended.set()
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """Says why the process can't go on; empty = it can."""
-        settings = self._office.settings
-        if not self._bridge.answers(ANSWER_S):
+        settings = self._services.settings
+        if not self._loop.answers(ANSWER_S):
             return "the event loop hangs"
-        if 2 * (hanging := self._office.hanging(HANGING_S)) >= settings.plan_threads:
+        if 2 * (hanging := self._services.hanging(HANGING_S)) >= settings.plan_threads:
             return f"{hanging} threads wait for stores that never answer"
         return self._deaf()
 
     def _deaf(self) -> str:
         """Says why it seems that Celery takes no tasks; empty = it does."""
-        every_s = self._office.settings.sweep_every_s
-        quiet_s = self._bridge.quiet_s()
-        if self._bridge.running >= TASKS_AT_ONCE or quiet_s <= max(_QUIET_S, _QUIET_SWEEPS * every_s):
+        every_s = self._services.settings.sweep_every_s
+        quiet_s = self._loop.quiet_s()
+        if self._loop.running >= TASKS_AT_ONCE or quiet_s <= max(_QUIET_S, _QUIET_SWEEPS * every_s):
             self._looks = 0
             return ""
         if self._waiting is None:
@@ -92,13 +92,13 @@ class Watch:
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
-            if (why := self.trouble()) and not self._ended.is_set():
-                threading.Thread(target=self._tell, args=(why,), daemon=True).start()  # stderr may be what hangs
+            if (why := self.problem()) and not self._ended.is_set():
+                threading.Thread(target=self._report, args=(why,), daemon=True).start()  # stderr may be what hangs
                 self._stop()
                 if not self._ended.wait(STOP_S):
                     os._exit(os.EX_SOFTWARE)
                 return
 
-    def _tell(self, why: str) -> None:
+    def _report(self, why: str) -> None:
         logger.critical("bulk worker ends", extra={"reason": why})
         faulthandler.dump_traceback()

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from qinfer.bulk.examiner_pool import ExaminerPool
+from qinfer.bulk.job import JobState
 from qinfer.clock import ServerClock
 from qinfer.control.base import ControlStore
 from qinfer.control.readiness import capacity_of
@@ -15,20 +18,20 @@ from qinfer.errors import QinferError
 from qinfer.settings import Settings
 from qinfer.storage.store import Store
 
-S = TypeVar("S")
+logger = logging.getLogger("qinfer_workers.bulk")
+
 T = TypeVar("T")
 
 _STALE_ROUNDS = 3
 _IDLE_ROUNDS = 10
 _IDLE_S = 600.0
-_AT_ONCE = 1000
 
 
 class NotWanted(Exception):
     """The job is in another state by now, or somebody in this process works on it already."""
 
 
-class Office:
+class JobServices:
     """The ports and the threads; used on one event loop.
 
     Args:
@@ -36,7 +39,8 @@ class Office:
         jobs: The jobs in the queue.
         store: Models, statistics and heartbeats.
         clock: The broker's time.
-        store_for: Returns the object store of a URL.
+        store_for: Returns the object store of a URL, for the job's own documents.
+        examiners: Parse the inputs and the parts.
     """
 
     def __init__(
@@ -47,12 +51,14 @@ class Office:
         store: ControlStore,
         clock: ServerClock,
         store_for: Callable[[str], Store],
+        examiners: ExaminerPool,
     ) -> None:
         self.settings = settings.bulk
         self.jobs = jobs
         self.store = store
         self.clock = clock
         self.store_for = store_for
+        self.examiners = examiners
         self.stale_s = _STALE_ROUNDS * self.settings.sweep_every_s
         self._in_hand: set[str] = set()
         self._left_s: dict[Future[Any], float] = {}  # threads that nobody waits for any more, since when
@@ -69,28 +75,17 @@ class Office:
                 future.add_done_callback(lambda done: self._left_s.pop(done, None))
             raise
 
-    async def each_in_thread(self, function: Callable[[S], T], items: Sequence[S]) -> list[T]:
-        """Runs what blocks for each item, in threads; the results are in the order of the items.
-
-        The first error ends it: what has not begun by then is not begun.
-        """
-        results: list[T] = []
-        for begin in range(0, len(items), _AT_ONCE):
-            some = items[begin : begin + _AT_ONCE]
-            tasks = [asyncio.create_task(self.in_thread(function, item)) for item in some]
-            try:
-                results += await asyncio.gather(*tasks)
-            except BaseException:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
-                raise
-        return results
-
     def hanging(self, longer_than_s: float) -> int:
         """Returns how many threads go on so long after whoever waited for them has given up; for any thread."""
         before_s = time.monotonic() - longer_than_s
         return sum(since_s < before_s for since_s in list(self._left_s.values()))
+
+    def readers(self, deaths: int) -> int:
+        """Returns how many files are read at once, after so many deaths of the process that reads them.
+
+        One file at a time needs less memory, and tells which file it is that the process dies of.
+        """
+        return max(1, self.settings.plan_threads >> deaths)
 
     async def workers_for(self, record: JobRecord) -> int:
         """Returns how many live workers have a job's model version, at least 1."""
@@ -109,6 +104,11 @@ class Office:
         age_s = self.age_s(record)
         if age_s > max(_IDLE_S, _IDLE_ROUNDS * self.settings.sweep_every_s):
             await self.jobs.note(record.id, f"no bulk worker ran for {age_s:.0f} s")
+
+    async def fail(self, record: JobRecord, why: str) -> None:
+        """Ends a job that can't go on; its log and record say why."""
+        await self.jobs.stop(record.id, JobState.FAILED, error=why)
+        logger.warning("job failed", extra={"job": record.id, "reason": why})
 
     @contextlib.asynccontextmanager
     async def hold(self, record: JobRecord) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""From Celery's threads to the one event loop of the process, where the adapters of queue and control store live."""
+"""The one event loop of the bulk worker, where queue, control store and examiners live, for Celery's threads."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ class TimedOut(Exception):
     """The work took longer than it may, and was broken off."""
 
 
-class Bridge:
+class EventLoop:
     """An event loop in a thread of its own; begins with the object, ends with `close`."""
 
     def __init__(self) -> None:

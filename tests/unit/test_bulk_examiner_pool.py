@@ -1,4 +1,4 @@
-"""New jobs are looked at in processes of their own: what comes back, and what becomes of those that die or hang."""
+"""Files are parsed in processes of their own: what comes back, and what becomes of those that die or hang."""
 
 import asyncio
 import contextlib
@@ -20,15 +20,23 @@ import pytest
 import uvloop
 
 from qinfer import errors
+from qinfer.bulk.check import ERROR_COLUMNS
+from qinfer.bulk.examiner_pool import COMMAND, ExaminerPool
+from qinfer.bulk.examiner_pool import GATEWAY_PROCESSES as PROCESSES
 from qinfer.bulk.intake import examine
 from qinfer.bulk.job import JobSpec, Output
+from qinfer.bulk.parts import PartWriter, part_metadata, part_of
+from qinfer.bulk.plan import ExpectedParts, Shard, Unplanned, decode_plan
+from qinfer.bulk.planning import make_plan
+from qinfer.bulk.shards import Pace
 from qinfer.errors import InvalidRequest, Overloaded, QinferError, UnsupportedFeature
 from qinfer.settings import BulkSettings, Settings, StoreSettings
+from qinfer.storage.open import store_for
 from qinfer.testing import eventually, stub_spec, wait_until
-from qinfer_api.examiner import COMMAND, PROCESSES, Examiner
 from tests.examiner_stub import STUB, looking
 
 MODEL = stub_spec()
+PACE = Pace(0.0, 30.0, 1000, 1000)
 SMALLEST = 512 * 2**20
 CLASSES = sorted(
     name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, QinferError)
@@ -56,9 +64,9 @@ def settings_for(lake: str) -> Settings:
 @contextlib.asynccontextmanager
 async def examining(
     lake: str, command: Sequence[str] = STUB, environment: Mapping[str, str] = os.environ, *, ahead: bool = False
-) -> AsyncIterator[Examiner]:
+) -> AsyncIterator[ExaminerPool]:
     """Runs an examiner; `ahead` = a process is started before the first job."""
-    examiner, up = Examiner(settings_for(lake), environment, command), asyncio.Event()
+    examiner, up = ExaminerPool(settings_for(lake), environment, command), asyncio.Event()
     if ahead:
         up.set()
     async with asyncio.TaskGroup() as tasks:
@@ -69,9 +77,9 @@ async def examining(
     assert looking() == set()
 
 
-async def told(examiner: Examiner, spec: JobSpec) -> QinferError:
+async def told(examiner: ExaminerPool, spec: JobSpec) -> QinferError:
     with pytest.raises(QinferError) as caught:
-        await examiner(spec, MODEL)
+        await examiner.check(spec, MODEL)
     return caught.value
 
 
@@ -84,7 +92,7 @@ async def test_jobs_are_looked_at_by_one_process(lake: str) -> None:
         await eventually(lambda: len(looking()) == 1, description="a process is started")
         before = looking()
         for _ in range(3):
-            await examiner(job(lake, "*a.parquet"), MODEL)
+            await examiner.check(job(lake, "*a.parquet"), MODEL)
 
         assert looking() == before
 
@@ -95,7 +103,7 @@ async def test_many_folders_are_looked_at_at_once(lake: str, tmp_path: Path) -> 
         (tmp_path / f"day-{number}").mkdir()
         shutil.copy(tmp_path / "a.parquet", tmp_path / f"day-{number}")
     async with examining(lake, COMMAND) as examiner:
-        await examiner(job(lake, *(f"day-{number}/*.parquet" for number in range(40))), MODEL)
+        await examiner.check(job(lake, *(f"day-{number}/*.parquet" for number in range(40))), MODEL)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +141,7 @@ async def test_every_error_comes_through(lake: str) -> None:
             error = await told(examiner, job(lake, name))
             assert (type(error), error.message) == (vars(errors)[name], f"'{lake}/{name}' is wrong: größe")
         with pytest.raises(RuntimeError, match=r"in divide\n(.|\n)*ZeroDivisionError"):
-            await examiner(job(lake, "divide"), MODEL)
+            await examiner.check(job(lake, "divide"), MODEL)
         assert len(looking()) == 1
 
 
@@ -141,7 +149,7 @@ async def test_what_is_printed_is_no_answer(lake: str) -> None:
     """Nor is what is logged; neither is what ends it when there is much of it."""
     async with examining(lake) as examiner:
         for _ in range(2):
-            await examiner(job(lake, "chatter"), MODEL)
+            await examiner.check(job(lake, "chatter"), MODEL)
 
 
 async def test_a_library_that_is_missing(lake: str) -> None:
@@ -151,6 +159,51 @@ async def test_a_library_that_is_missing(lake: str) -> None:
 
     assert isinstance(error, UnsupportedFeature)
     assert error.message == "bulk jobs need pyarrow: pip install 'qinfer-ml[bulk]'"
+
+
+async def test_plans_and_parts_are_those_of_this_process(lake: str, tmp_path: Path) -> None:
+    """Whole parts, broken ones and those that are gone; a broken one is set aside."""
+    unplanned = Unplanned("job", job(lake, "a.parquet"), MODEL, "hash")
+    output = pa.table({"y": [1.0, 2.0], **dict.fromkeys(ERROR_COLUMNS, pa.nulls(2, pa.string()))})
+    shards = tuple(Shard(number, f"part-{number}.parquet", 2, ()) for number in range(4))
+    (tmp_path / "out").mkdir()
+    for shard in shards[:2]:
+        with PartWriter(
+            tmp_path / "out" / shard.part, output.schema, Output(""), part_metadata("job", shard, "hash")
+        ) as part:
+            part.write(output.to_batches()[0])
+    (tmp_path / "out" / shards[2].part).write_bytes(b"PAR1")
+    parts = ExpectedParts("job", "hash", f"{lake}/out", shards)
+    store = store_for(lake)
+    here = [part_of(store, parts, shard) for shard in shards]
+
+    async with examining(lake, COMMAND) as examiner:
+        plan = await examiner.plan(unplanned, PACE, 2)
+        found = await examiner.read_parts(parts, 2)
+        await examiner.set_aside(parts, 2)
+        with pytest.raises(InvalidRequest, match="none' does not exist"):
+            await examiner.plan(unplanned._replace(spec=job(lake, "none")), PACE, 2)
+
+    assert decode_plan(plan) == make_plan(unplanned, PACE)
+    assert found == here
+    assert [isinstance(part, str) for part in found] == [False, False, True, True]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["_broken", "part-0.parquet", "part-1.parquet"]
+
+
+async def test_processes_that_many_requests_needed_are_ended(lake: str, tmp_path: Path) -> None:
+    """Two are kept for the next ones."""
+    examiner = ExaminerPool(settings_for(lake), os.environ, STUB, processes=4)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(examiner.run())
+        await asyncio.sleep(0)
+        hanging = [tasks.create_task(examiner.check(job(lake, f"wait-{n}"), MODEL)) for n in range(4)]
+        await eventually(lambda: all((tmp_path / f"wait-{n}").exists() for n in range(4)), 40.0, "all wait")
+        assert len(looking()) == 4
+        for n in range(4):
+            (tmp_path / f"wait-{n}").unlink()
+        await asyncio.wait(hanging)
+        await eventually(lambda: len(looking()) == 2, description="two are kept")
+        running.cancel()
 
 
 # --- what dies, and what hangs ---
@@ -171,7 +224,7 @@ async def test_a_process_that_dies(lake: str, how: str, text: str, caplog: pytes
     """The job is refused with its inputs, another process looks at the next one, and the log has what it said."""
     async with examining(lake) as examiner:
         error = await told(examiner, job(lake, how, "b", "c"))
-        await examiner(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL)
         await eventually(lambda: len(looking()) == 1, description="what died is replaced")
 
     assert isinstance(error, InvalidRequest)
@@ -187,18 +240,18 @@ async def test_a_process_that_dies(lake: str, how: str, text: str, caplog: pytes
 async def test_a_huge_allocation_of_arrow(lake: str) -> None:
     """Arrow says itself that there is no memory; the process lives on, as it does when a file is damaged."""
     async with examining(lake) as examiner:
-        await examiner(job(lake, "arrow"), MODEL)
+        await examiner.check(job(lake, "arrow"), MODEL)
 
 
 async def test_who_gives_up_ends_the_process(lake: str, tmp_path: Path) -> None:
     """The next job has another, and waits for nothing."""
     async with examining(lake) as examiner:
-        first = asyncio.create_task(examiner(job(lake, "hang"), MODEL))
+        first = asyncio.create_task(examiner.check(job(lake, "hang"), MODEL))
         await eventually((tmp_path / "hang").exists, description="it is looked at")
         held = looking()
         first.cancel()
         await asyncio.wait([first])
-        await examiner(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL)
         await eventually(lambda: not looking() & held, description="it is ended")
 
     assert first.cancelled()
@@ -207,11 +260,11 @@ async def test_who_gives_up_ends_the_process(lake: str, tmp_path: Path) -> None:
 async def test_some_at_once_and_others_in_line(lake: str, tmp_path: Path) -> None:
     """In the order in which they came; who leaves the line takes no place, and what hangs takes one."""
     async with examining(lake) as examiner, asyncio.TaskGroup() as tasks:
-        hanging = [tasks.create_task(examiner(job(lake, f"hang-{n}"), MODEL)) for n in range(PROCESSES)]
+        hanging = [tasks.create_task(examiner.check(job(lake, f"hang-{n}"), MODEL)) for n in range(PROCESSES)]
         await eventually(
             lambda: all((tmp_path / f"hang-{n}").exists() for n in range(PROCESSES)), description="all hang"
         )
-        waiting = [tasks.create_task(examiner(job(lake, f"mark-{n}"), MODEL)) for n in range(6)]
+        waiting = [tasks.create_task(examiner.check(job(lake, f"mark-{n}"), MODEL)) for n in range(6)]
         await asyncio.sleep(0)
         waiting[0].cancel()
         assert len(looking()) == PROCESSES
@@ -230,12 +283,12 @@ async def test_some_at_once_and_others_in_line(lake: str, tmp_path: Path) -> Non
 async def test_a_process_that_dies_idle_is_not_missed(lake: str, *, late: bool) -> None:
     """Such as by lack of memory on the machine: the next job starts one."""
     async with examining(lake) as examiner:
-        await examiner(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL)
         (pid,) = looking()
         os.kill(pid, signal.SIGKILL)
         if late:
             await eventually(lambda: not looking(), description="it is gone")
-        await examiner(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL)
 
         assert looking() not in ({pid}, set())
 
@@ -243,11 +296,11 @@ async def test_a_process_that_dies_idle_is_not_missed(lake: str, *, late: bool) 
 async def test_a_terminal_and_a_process_manager_mean_the_gateway(lake: str) -> None:
     """Ctrl-C does not reach the process, and it heeds neither signal."""
     async with examining(lake) as examiner:
-        await examiner(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL)
         (pid,) = looking()
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid, number)
-        await examiner(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL)
 
         assert (looking(), os.getpgid(pid) != os.getpgrp()) == ({pid}, True)
 
@@ -281,7 +334,7 @@ async def test_secrets_stay_with_the_gateway(lake: str) -> None:
     """The drivers' variables are handed on, and qinfer's own are not; none is an argument."""
     environment = {**os.environ, "QINFER_REDIS__URL": "redis://:hidden@h", "AWS_SECRET_ACCESS_KEY": "needed"}
     async with examining(lake, COMMAND, environment) as examiner:
-        await examiner(job(lake, "a.parquet"), MODEL)
+        await examiner.check(job(lake, "a.parquet"), MODEL)
         (pid,) = looking()
         seen = psutil.Process(pid)
         variables, arguments = seen.environ(), seen.cmdline()
@@ -309,15 +362,16 @@ import asyncio, os, sys
 from qinfer.bulk.job import JobSpec, Output
 from qinfer.settings import Settings
 from qinfer.testing import stub_spec
-from qinfer_api.examiner import Examiner
+from qinfer.bulk.examiner_pool import ExaminerPool
 
 async def main(url, *command):
-    examiner = Examiner(Settings(), os.environ, command)
+    examiner = ExaminerPool(Settings(), os.environ, command)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(examiner.run(asyncio.Event()))
         await asyncio.sleep(0)
-        await examiner(JobSpec(model="stub", inputs=("file:///fine",), output=Output("file:///out")), stub_spec())
-        tasks.create_task(examiner(JobSpec(model="stub", inputs=(url,), output=Output("file:///out")), stub_spec()))
+        await examiner.check(JobSpec(model="stub", inputs=("file:///fine",), output=Output("file:///out")), stub_spec())
+        spec = JobSpec(model="stub", inputs=(url,), output=Output("file:///out"))
+        tasks.create_task(examiner.check(spec, stub_spec()))
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -354,7 +408,7 @@ def test_the_gateways_event_loop_leaves_nothing_open(lake: str) -> None:
             for name in names:
                 with contextlib.suppress(QinferError, TimeoutError):
                     async with asyncio.timeout(5.0 if name != "hang" else 0.0):
-                        await examiner(job(lake, name), MODEL)
+                        await examiner.check(job(lake, name), MODEL)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(use(["fine"]))
