@@ -53,7 +53,7 @@ async def test_a_file_that_crashes_its_reader(
     """400 with its URL, also again and again; others are answered meanwhile, and right jobs are taken."""
     async with (
         await serving(redis_server, folder, monkeypatch) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
+        httpx.AsyncClient(base_url=running.url, timeout=30.0) as client,
         asyncio.TaskGroup() as tasks,
     ):
         crashing = [tasks.create_task(client.post(JOBS, json=body(folder, "crash"))) for _ in range(3)]
@@ -74,7 +74,7 @@ async def test_a_store_that_hangs(
     """503 in time, with the URLs; what hung is ended, and the next job finds a process."""
     async with (
         await serving(redis_server, folder, monkeypatch) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
+        httpx.AsyncClient(base_url=running.url, timeout=30.0) as client,
     ):
         await client.post(JOBS, json=body(folder, "fine"))
         held = looking()
@@ -115,7 +115,7 @@ async def test_jobs_that_nobody_can_look_at(
     """The remedy is told."""
     async with (
         await serving(redis_server, folder, monkeypatch, command) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
+        httpx.AsyncClient(base_url=running.url, timeout=30.0) as client,
     ):
         reply = await client.post(JOBS, json=body(folder, "fine"))
 
@@ -129,7 +129,7 @@ async def test_a_defect_there_is_one_of_the_gateway(
     """500 without details; the log has them."""
     async with (
         await serving(redis_server, folder, monkeypatch) as running,
-        httpx.AsyncClient(base_url=running.url) as client,
+        httpx.AsyncClient(base_url=running.url, timeout=30.0) as client,
     ):
         reply = await client.post(JOBS, json=body(folder, "divide"))
 
