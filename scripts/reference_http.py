@@ -44,6 +44,7 @@ def http_page(notice: str) -> str:
     lines.append("## Objects\n")
     for name, schema in sorted(whole["components"]["schemas"].items()):
         lines += [f"### {name}\n", f"{schema.get('description', '')}\n", *_object(schema)]
+        lines += [f"One of {_type(schema)}.\n"] if "enum" in schema else []
     return "\n".join(lines)
 
 

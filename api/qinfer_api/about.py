@@ -28,7 +28,7 @@ As with Triton, an extension is listed whose use may be off: shared memory then 
 
 
 class ServerMetadata(msgspec.Struct, frozen=True):
-    """The server's name, its version, and the extensions of the protocol that it has."""
+    """The server's name and version, and the extensions of the protocol that it has."""
 
     name: str
     version: str
@@ -44,7 +44,11 @@ class TensorMetadata(msgspec.Struct, frozen=True):
 
 
 class ModelMetadata(msgspec.Struct, frozen=True):
-    """What a model is called, takes and gives; `versions` are those that can be asked."""
+    """A model's name, versions, inputs and outputs.
+
+    Attributes:
+        versions: The versions that are ready.
+    """
 
     name: str
     versions: list[str]

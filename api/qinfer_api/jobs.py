@@ -36,8 +36,18 @@ from qinfer.repository.spec import ModelSpec
 from qinfer.settings import Settings
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.job_intake import Changes, changed, decode_job
-from qinfer_api.job_records import chosen_id, deadline_at, inner_id, keyed_id, new_record, spec_of, unknown_job
+from qinfer_api.job_records import (
+    Changes,
+    changed,
+    chosen_id,
+    deadline_at,
+    decode_job,
+    inner_id,
+    keyed_id,
+    new_record,
+    spec_of,
+    unknown_job,
+)
 from qinfer_api.requests import Targets
 from qinfer_api.tracing import trace_of
 

@@ -6,8 +6,9 @@ outside it is what the client chose, and lives below its model: `/v1/models/{mod
 
 import re
 from datetime import UTC, datetime
-from typing import Any
 from urllib.parse import quote
+
+import msgspec
 
 from qinfer.codec.frame import encode_responses
 from qinfer.delivery.requests import Address, Outcome, RequestRecord, RequestState
@@ -18,6 +19,83 @@ from qinfer.repository.base import is_model_name
 _CHOSEN = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._~-]{1,128}")  # clients drop . and .. from paths
 _MAX_ID_CHARACTERS = 512
 _CHOSEN_PARTITION = 0
+
+
+class RequestProblem(msgspec.Struct, frozen=True):
+    """Why a request has no outputs.
+
+    Attributes:
+        code: A name for the kind of failure, such as `deadline_exceeded`.
+    """
+
+    code: str
+    message: str
+
+
+class WebhookBody(msgspec.Struct, frozen=True):
+    """The webhook that is told of the end.
+
+    Attributes:
+        state: waiting (for the end) | pending | delivered | failed
+    """
+
+    url: str
+    state: str
+
+
+class RequestLinks(msgspec.Struct, frozen=True, rename={"own": "self"}):
+    """Paths of the request."""
+
+    own: str
+    result: str
+    events: str
+
+
+class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
+    """An asynchronous request; instants are RFC 3339 in UTC, null where they have not come.
+
+    Attributes:
+        state: queued | running | succeeded | failed | expired | cancelled; the last four are final
+        deadline_at: When it expires, unless it has ended.
+        expires_at: When its result will be gone.
+        age_s: Seconds since it was accepted; once it has ended, seconds that it took.
+        attempts: How often a worker has taken it.
+
+    Example:
+        {
+          "id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits",
+          "model": "digits",
+          "version": 1,
+          "state": "queued",
+          "created_at": "2026-01-31T12:00:00.000Z",
+          "deadline_at": "2026-01-31T13:00:00.000Z",
+          "finished_at": null,
+          "expires_at": null,
+          "age_s": 0.25,
+          "attempts": 0,
+          "error": null,
+          "webhook": null,
+          "links": {
+            "self": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits",
+            "result": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits/result",
+            "events": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits/events"
+          }
+        }
+    """
+
+    id: str
+    model: str
+    version: int
+    state: RequestState
+    created_at: str
+    deadline_at: str
+    finished_at: str | None
+    expires_at: str | None
+    age_s: float
+    attempts: int
+    error: RequestProblem | None
+    webhook: WebhookBody | None
+    links: RequestLinks
 
 
 def chosen_address(model: str, request_id: str, tenant: str) -> Address:
@@ -111,32 +189,40 @@ def path_of(address: Address) -> str:
     return f"/v1/models/{quote(address.model, safe='')}/requests/{quote(shown, safe='')}"
 
 
-def shown_record(record: RequestRecord, now_s: float) -> dict[str, Any]:
-    """Returns a record as JSON has it; instants are RFC 3339 in UTC, null where they have not come."""
+def shown_record(record: RequestRecord, now_s: float) -> RequestBody:
+    """Returns a record as clients have it."""
     path = path_of(record.address)
-    error = {"code": record.code, "message": record.message} if record.code else None
     ended = record.state.is_terminal
-    return {
-        "id": shown_id(record.address),
-        "model": record.address.model,
-        "version": record.version,
-        "state": record.state.value,
-        "created_at": instant(record.created_at),
-        "deadline_at": instant(record.deadline_at),
-        "finished_at": instant(record.finished_at),
-        "expires_at": instant(record.expires_at),
-        "age_s": round(max((record.finished_at if ended else now_s) - record.created_at, 0.0), 3),
-        "attempts": record.attempts,
-        "error": error if ended and record.state is not RequestState.SUCCEEDED else None,
-        "webhook": {"url": record.webhook, "state": record.webhook_state or "waiting"} if record.webhook else None,
-        "links": {"self": path, "result": f"{path}/result", "events": f"{path}/events"},
-    }
+    failed = ended and record.code and record.state is not RequestState.SUCCEEDED
+    return RequestBody(
+        id=shown_id(record.address),
+        model=record.address.model,
+        version=record.version,
+        state=record.state,
+        created_at=written(record.created_at),
+        deadline_at=written(record.deadline_at),
+        finished_at=instant(record.finished_at),
+        expires_at=instant(record.expires_at),
+        age_s=round(max((record.finished_at if ended else now_s) - record.created_at, 0.0), 3),
+        attempts=record.attempts,
+        error=RequestProblem(record.code, record.message) if failed else None,
+        webhook=shown_webhook(record.webhook, record.webhook_state),
+        links=RequestLinks(path, f"{path}/result", f"{path}/events"),
+    )
+
+
+def shown_webhook(url: str, state: str) -> WebhookBody | None:
+    """Returns a webhook as clients have it; none where the URL is empty."""
+    return WebhookBody(url, state or "waiting") if url else None
 
 
 def instant(at_s: float) -> str | None:
     """Writes an instant as RFC 3339 in UTC with milliseconds; `None` for 0."""
-    if not at_s:
-        return None
+    return written(at_s) if at_s else None
+
+
+def written(at_s: float) -> str:
+    """Writes an instant as RFC 3339 in UTC with milliseconds."""
     return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 

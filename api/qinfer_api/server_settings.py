@@ -5,6 +5,10 @@ whole before anything of it is stored.
 """
 
 from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from qinfer.control.base import ControlStore
 from qinfer.control.catalog import Catalog
@@ -15,14 +19,63 @@ from qinfer.observability import logs
 from qinfer.observability.logs import Switches
 from qinfer.settings import LogSettings as LogStart
 from qinfer_api import trace_values
+from qinfer_api.json_types import convert_json
 from qinfer_api.trace_file import TraceFile
-from qinfer_api.trace_values import wrong_type
 
 Changes = Mapping[str, object]
 
-_LOG_FLAGS = ("log_info", "log_warning", "log_error")
 _LOG_FORMATS = ("default", "ISO8601")
 _MAX_UINT32 = 2**32 - 1
+
+
+class LogValues(msgspec.Struct, frozen=True):
+    """What is logged.
+
+    Attributes:
+        log_file: Always empty: logs go to stderr.
+        log_verbose_level: Above 0, what is for debugging is logged.
+    """
+
+    log_file: Literal[""]
+    log_info: bool
+    log_warning: bool
+    log_error: bool
+    log_verbose_level: Annotated[int, Meta(ge=0)]
+    log_format: Literal["default", "ISO8601"]
+
+
+class LogChanges(msgspec.Struct, frozen=True):
+    """Changes of the log settings; what is left out or null stays.
+
+    Attributes:
+        log_file: Refused: where logs go is the operator's.
+
+    Example:
+        {"log_verbose_level": 1}
+    """
+
+    log_info: bool | None = None
+    log_warning: bool | None = None
+    log_error: bool | None = None
+    log_verbose_level: Annotated[int, Meta(ge=0)] | None = None
+    log_format: Annotated[str, Meta(extra_json_schema={"enum": list(_LOG_FORMATS)})] | None = None
+    log_file: Any = None
+
+
+class TraceValues(msgspec.Struct, frozen=True):
+    """What is to be traced.
+
+    Attributes:
+        trace_count: Of traces that this process may still begin; -1 = any number.
+        trace_file: The name of the file, without where it is; empty: no traces are written here.
+    """
+
+    trace_level: list[Literal["OFF", "TIMESTAMPS", "TENSORS"]]
+    trace_rate: str
+    trace_count: str
+    log_frequency: str
+    trace_file: str
+    trace_mode: Literal["triton"]
 
 
 class LogSettings:
@@ -37,19 +90,19 @@ class LogSettings:
         self._store = store
         self.first = Switches.of(start)
 
-    async def read(self) -> dict[str, bool | int | str]:
-        """Returns them: `log_file`, `log_info`, `log_warning`, `log_error`, `log_verbose_level`, `log_format`.
+    async def read(self) -> LogValues:
+        """Returns them.
 
         Raises:
             BrokerUnavailable: The store can't be reached.
         """
         return _shown(await self._switches())
 
-    async def update(self, changes: Changes) -> dict[str, bool | int | str]:
+    async def update(self, changes: Changes) -> LogValues:
         """Changes some of them; in this process from now on, in the others within about two seconds.
 
         Args:
-            changes: Setting → value; what is `None` or not known is left out.
+            changes: `LogChanges`, as JSON has them; what is `None` or not known is left out.
 
         Returns:
             All of them, as they are now.
@@ -85,10 +138,8 @@ class TraceSettings:
         self._traces = traces
         self._new_change = IdFactory().ulid
 
-    async def read(self, model: str = "") -> dict[str, list[str] | str]:
-        """Returns them: `trace_level` is a list; rate, count, log frequency, file and mode are strings.
-
-        The count is of the traces that this process may still begin; the file is a name without where it is.
+    async def read(self, model: str = "") -> TraceValues:
+        """Returns them.
 
         Args:
             model: A model; empty = the server's.
@@ -106,15 +157,14 @@ class TraceSettings:
         if traces is not None:
             traces.apply(stored)
             shown["trace_count"] = str(traces.left(model))
-        said = {name: value if isinstance(value, list) else str(value) for name, value in shown.items()}
-        return said | {"trace_file": traces.name if traces is not None else "", "trace_mode": "triton"}
+        shown["trace_file"] = traces.name if traces is not None else ""
+        return msgspec.convert(shown | {"trace_mode": "triton"}, TraceValues)
 
-    async def update(self, changes: Changes, model: str = "") -> dict[str, list[str] | str]:
+    async def update(self, changes: Changes, model: str = "") -> TraceValues:
         """Changes some of them; in this process from now on, in the other gateways within about two seconds.
 
         Args:
-            changes: Setting → value, or `None` to have the server's value again (for the server's own: the value at the
-                start); what is not known is left out.
+            changes: `TraceChanges`, as JSON has them; what is not known is left out.
             model: A model; empty = the server's.
 
         Returns:
@@ -127,7 +177,8 @@ class TraceSettings:
             BrokerUnavailable: The store can't be reached.
         """
         self._check(model)
-        values = trace_values.checked(changes, is_written=self._traces is not None)
+        asked = convert_json(changes, trace_values.TraceChanges)
+        values = trace_values.checked(asked, is_written=self._traces is not None)
         if values:
             values[trace_values.CHANGE] = self._new_change()
             await put_group(self._store, trace_values.group_of(model), values)
@@ -138,46 +189,25 @@ class TraceSettings:
             raise InvalidRequest(f"Request for unknown model : {model}")
 
 
-def _shown(switches: Switches) -> dict[str, bool | int | str]:
-    return {
-        "log_file": "",
-        "log_info": switches.info,
-        "log_warning": switches.warning,
-        "log_error": switches.error,
-        "log_verbose_level": switches.verbose_level,
-        "log_format": "ISO8601" if switches.iso8601 else "default",
-    }
+def _shown(switches: Switches) -> LogValues:
+    return LogValues(
+        log_file="",
+        log_info=switches.info,
+        log_warning=switches.warning,
+        log_error=switches.error,
+        log_verbose_level=switches.verbose_level,
+        log_format="ISO8601" if switches.iso8601 else "default",
+    )
 
 
-def _log_values(changes: Changes) -> dict[str, Value]:
-    given = {name: value for name, value in changes.items() if value is not None}
-    if "log_file" in given:
+def _log_values(given: Changes) -> dict[str, Value]:
+    if given.get("log_file") is not None:
         raise UnsupportedFeature("log file location can not be updated through network protocol")
-    values: dict[str, Value] = {name: _flag(name, given[name]) for name in _LOG_FLAGS if name in given}
-    if "log_verbose_level" in given:
-        values["log_verbose_level"] = _verbose_level(given["log_verbose_level"])
-    if "log_format" in given:
-        values["log_format"] = _log_format(given["log_format"])
-    return values
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise wrong_type(name, "boolean")
-    return value
-
-
-def _verbose_level(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise wrong_type("log_verbose_level", "unsigned-integer")
-    if value > _MAX_UINT32:
-        raise InvalidRequest(f"'log_verbose_level' must be within 0 and {_MAX_UINT32}, got {value}")
-    return value
-
-
-def _log_format(value: object) -> str:
-    if not isinstance(value, str):
-        raise wrong_type("log_format", "string")
-    if value not in _LOG_FORMATS:
-        raise ValueRefused(f"invalid argument for log_format, got: {value[:100]}; use default or ISO8601")
-    return value
+    changes = convert_json(given, LogChanges)
+    level, log_format = changes.log_verbose_level, changes.log_format
+    if level is not None and level > _MAX_UINT32:
+        raise InvalidRequest(f"'log_verbose_level' must be within 0 and {_MAX_UINT32}, got {level}")
+    if log_format is not None and log_format not in _LOG_FORMATS:
+        raise ValueRefused(f"invalid argument for log_format, got: {log_format[:100]}; use default or ISO8601")
+    values: dict[str, Value | None] = msgspec.structs.asdict(changes)
+    return {name: value for name, value in values.items() if value is not None}

@@ -32,7 +32,7 @@ _KEY = re.compile(r"/?(?!\.{1,2}$)[^/\0]{1,254}")
 
 
 class Region(msgspec.Struct, frozen=True):
-    """A registered region.
+    """A registered region of system shared memory.
 
     Attributes:
         name: What requests call it.

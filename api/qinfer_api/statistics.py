@@ -18,8 +18,8 @@ from qinfer_api.scrape import read_stats
 class Duration(msgspec.Struct, frozen=True):
     """How often something happened, and for how many nanoseconds altogether."""
 
-    count: int = 0
-    ns: int = 0
+    count: int
+    ns: int
 
 
 class InferStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +31,8 @@ class InferStatistics(msgspec.Struct, frozen=True, kw_only=True):
     compute_input: Duration
     compute_infer: Duration
     compute_output: Duration
-    cache_hit: Duration = Duration()
-    cache_miss: Duration = Duration()
+    cache_hit: Duration
+    cache_miss: Duration
 
 
 class BatchStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +48,10 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What one model version did.
 
     Attributes:
-        name: The model.
-        version: The version.
         last_inference: When the last execution began: milliseconds since the epoch, in the broker's time; 0 = never.
         inference_count: Rows executed.
         execution_count: Batches executed.
-        inference_stats: Requests, and where their time went.
-        response_stats: By index of the response, for decoupled models; there are none.
+        response_stats: By index of the response, of decoupled models; there are none.
         batch_stats: By batch size, ascending.
         memory_usage: Not measured.
     """
@@ -65,9 +62,15 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     inference_count: int
     execution_count: int
     inference_stats: InferStatistics
-    response_stats: dict[str, Duration] = msgspec.field(default_factory=dict)
-    batch_stats: list[BatchStatistics] = msgspec.field(default_factory=list)
-    memory_usage: list[int] = msgspec.field(default_factory=list)
+    response_stats: dict[str, Duration]
+    batch_stats: list[BatchStatistics]
+    memory_usage: list[int]
+
+
+class ModelStats(msgspec.Struct, frozen=True):
+    """What model versions did."""
+
+    model_stats: list[ModelStatistics]
 
 
 class Statistics:
@@ -131,7 +134,11 @@ def model_statistics(model: str, version: int, fields: Mapping[str, int]) -> Mod
             compute_input=of_requests(stats.INPUT_NS),
             compute_infer=of_requests(stats.INFER_NS),
             compute_output=of_requests(stats.OUTPUT_NS),
+            cache_hit=Duration(0, 0),
+            cache_miss=Duration(0, 0),
         ),
+        response_stats={},
+        memory_usage=[],
         batch_stats=[
             BatchStatistics(
                 batch_size=batch.rows,

@@ -2,9 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from qinfer.control.shared_settings import TRACE, Value, of_group
-from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedFeature
+from qinfer.errors import InvalidRequest, UnsupportedFeature
 
 START: dict[str, Value] = {
     "trace_level": ["OFF"],
@@ -36,6 +40,31 @@ _OTHER_MODE = (
 )
 
 
+_Level = Annotated[str, Meta(extra_json_schema={"enum": ["OFF", *_LEVELS]})]
+_Number = Annotated[str, Meta(extra_json_schema={"pattern": "^[+-]?[0-9]+$"})] | UnsetType | None
+
+
+class TraceChanges(msgspec.Struct, frozen=True):
+    """Changes of the trace settings.
+
+    Null has the value of the level above again: of a model the server's, of the server that of its start.
+
+    Attributes:
+        trace_file: Refused: where traces go is the operator's.
+        trace_mode: `triton`; others are refused.
+
+    Example:
+        {"trace_level": ["TIMESTAMPS"], "trace_rate": "100"}
+    """
+
+    trace_level: list[_Level] | UnsetType | None = UNSET
+    trace_rate: _Number = UNSET
+    trace_count: _Number = UNSET
+    log_frequency: _Number = UNSET
+    trace_file: Any = UNSET
+    trace_mode: Any = None
+
+
 def group_of(model: str) -> str:
     """Returns the group of a model's own values; that of the server's for an empty name."""
     return f"{TRACE}:{model}" if model else TRACE
@@ -59,48 +88,38 @@ def groups_of(stored: Mapping[str, str]) -> dict[str, dict[str, Value]]:
     return groups
 
 
-def checked(changes: Mapping[str, object], *, is_written: bool) -> dict[str, Value]:
-    """Returns what is to be stored of an update; names that are not known are left out.
+def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, Value]:
+    """Returns what is to be stored of an update.
 
     Args:
-        changes: Setting → value, or `None` for the value of the level above.
+        changes: The update.
         is_written: This server writes traces.
 
     Raises:
         UnsupportedFeature: It asks for a file, another mode, tensors, or traces where none are written.
-        MalformedJson: A value is of the wrong type.
         InvalidRequest: A value can't be used.
     """
-    if "trace_file" in changes:
+    if changes.trace_file is not UNSET:
         raise UnsupportedFeature("trace file location can not be updated through network protocol")
-    if changes.get("trace_mode") not in (None, _MODE):
+    if changes.trace_mode not in (None, _MODE):
         raise UnsupportedFeature(_OTHER_MODE)
     values: dict[str, Value] = {}
-    if "trace_level" in changes:
-        values["trace_level"] = levels = _level(changes["trace_level"])
+    if not isinstance(changes.trace_level, UnsetType):
+        values["trace_level"] = levels = _level(changes.trace_level)
         if levels and "TENSORS" in levels:
             raise UnsupportedFeature("trace level TENSORS is not supported; use TIMESTAMPS")
         if levels and "OFF" not in levels and not is_written:
             raise UnsupportedFeature(_OFF)
     for name, (least, most) in _RANGES.items():
-        if name in changes:
-            values[name] = _number(name, changes[name], least, most)
+        if (text := getattr(changes, name)) is not UNSET:
+            values[name] = None if text is None else _number(name, text, least, most)
     return values
 
 
-def wrong_type(name: str, kind: str) -> MalformedJson:
-    """Returns Triton's error for a value of another type."""
-    return MalformedJson(f"'{name}': attempt to access JSON non-{kind} as {kind}")
-
-
-def _level(levels: object) -> list[str] | None:
+def _level(levels: list[str] | None) -> list[str] | None:
     if levels is None:
         return None
-    if not isinstance(levels, list):
-        raise wrong_type("trace_level", "array")
     for level in levels:
-        if not isinstance(level, str):
-            raise wrong_type("trace_level", "string")
         if level == "OFF" and len(levels) > 1:
             raise InvalidRequest("Expect only one trace level 'OFF' is specified")
         if level != "OFF" and level not in _LEVELS:
@@ -108,12 +127,8 @@ def _level(levels: object) -> list[str] | None:
     return [level for level in _LEVELS if level in levels] or ["OFF"]
 
 
-def _number(name: str, text: object, least: int, most: int) -> str | None:
+def _number(name: str, text: str, least: int, most: int) -> str:
     """Checks a number that is written as a string; returns it as Triton shows it."""
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise wrong_type(name, "string")
     if not _INTEGER.fullmatch(text.strip()):
         raise InvalidRequest(f"Unable to parse '{name}', got: {text[:100]}")
     number = int(text)

@@ -212,7 +212,7 @@ def webhook_id(notice: Notice) -> str:
 
 def body_of(record: RequestRecord, now_s: float) -> bytes:
     """Returns the body that tells a request's end."""
-    data = shown_record(record, now_s) | {"result_url": f"{path_of(record.address)}/result"}
+    data = msgspec.to_builtins(shown_record(record, now_s)) | {"result_url": f"{path_of(record.address)}/result"}
     about = {"type": f"request.{record.state.value}", "timestamp": instant(record.finished_at), "data": data}
     return msgspec.json.encode(about)
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
+from msgspec import Meta
 
 from qinfer.errors import InvalidRequest
 
@@ -35,6 +36,19 @@ MAX_PARALLEL = 10_000
 
 _SHOWN = 60
 
+# What the schema says of values; `check_spec` refuses others, with the value and the remedy.
+_Text = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
+_Texts = tuple[_Text, ...]
+_SomeTexts = Annotated[_Texts, Meta(extra_json_schema={"minItems": 1})]
+_Size = Annotated[int, Meta(extra_json_schema={"minimum": 1})]
+Natural = Annotated[int, Meta(extra_json_schema={"minimum": 0})]
+Seconds = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
+Threshold = Annotated[float, Meta(extra_json_schema={"minimum": -1})]
+_Inputs = Annotated[_Texts, Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_INPUTS})]
+_Compression = Annotated[
+    str, Meta(extra_json_schema={"enum": ["", *sorted({name for names in COMPRESSIONS.values() for name in names})]})
+]
+
 
 class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The columns that one input tensor is made of.
@@ -44,8 +58,8 @@ class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         shape: The shape of one row, without the batch dimension; empty = the tensor's.
     """
 
-    columns: tuple[str, ...]
-    shape: tuple[int, ...] = ()
+    columns: _SomeTexts
+    shape: tuple[_Size, ...] = ()
 
 
 class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,15 +68,16 @@ class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         url: A folder's URL; nothing may be in it yet.
         format: The format of the parts.
-        compression: One of `COMPRESSIONS`; empty = the first for the format: it costs the least processor time.
+        compression: Of parquet snappy, zstd, lz4, gzip, brotli or none, of arrow zstd, lz4 or none; empty = the first
+            for the format: it costs the least processor time.
         rows_per_part: At most so many rows are in one part; 0 = the server decides.
         columns: Output tensor → the name of its column; default: the tensor's.
     """
 
     url: str
     format: OutputFormat = "parquet"
-    compression: str = ""
-    rows_per_part: int = 0
+    compression: _Compression = ""
+    rows_per_part: Natural = 0
     columns: dict[str, str] = {}
 
     def __post_init__(self) -> None:
@@ -80,7 +95,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         output: Where the parts go.
         version: The model's version; 0 = the newest at creation.
         input_format: The format of the inputs; empty = by their extensions.
-        columns: Input tensor → its column, its scalar columns, or `Columns`; default: the column of the tensor's name.
+        columns: Input tensor → its column, its scalar columns, which are the elements of a row, or `Columns`; default:
+            the column of the tensor's name.
         key: A column that tells rows apart, copied to the output; empty = file, row group and row number are.
         passthrough: Columns that are copied to the output; `*` = all.
         exclude: Columns that `passthrough: ["*"]` leaves out.
@@ -90,22 +106,26 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_parallel: At most so many shards run at a time; 0 = as many as there are workers.
         deadline_s: Seconds after its creation at which the job expires; 0 = never.
         metadata: The user's own words, kept with the job.
-        webhook: URL that is told when the job has ended.
+        webhook: URL that is told of the end by a signed POST.
+
+    Example:
+        {"model": "digits", "inputs": ["s3://bucket/in/*.parquet"], "columns": {"image": "pixels"}, "key": "id",
+         "output": {"url": "s3://bucket/out", "format": "parquet"}}
     """
 
     model: str
-    inputs: tuple[str, ...]
+    inputs: _Inputs
     output: Output
-    version: int = 0
+    version: Natural = 0
     input_format: InputFormat = ""
-    columns: dict[str, str | tuple[str, ...] | Columns] = {}
+    columns: dict[str, _Text | _SomeTexts | Columns] = {}
     key: str = ""
-    passthrough: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    passthrough: _Texts = ()
+    exclude: _Texts = ()
     priority: Priority = "normal"
-    error_threshold: float = 0.0
-    max_parallel: int = 0
-    deadline_s: float = 0.0
+    error_threshold: Threshold = 0.0
+    max_parallel: Natural = 0
+    deadline_s: Seconds = 0.0
     metadata: dict[str, str] = {}
     webhook: str = ""
 
@@ -126,6 +146,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return -1
         share = self.error_threshold < 1
         return math.floor(Fraction(str(self.error_threshold)) * rows) if share else int(self.error_threshold)
+
+
+T = TypeVar("T", bound=JobSpec)
 
 
 class JobState(StrEnum):
@@ -166,15 +189,20 @@ def may_become(state: JobState, following: JobState) -> bool:
 
 
 def decode_spec(body: bytes) -> JobSpec:
-    """Reads a job's specification as a user sent it.
+    """Reads a job's specification as a user sent it; see `decode_spec_as`."""
+    return decode_spec_as(body, JobSpec)
+
+
+def decode_spec_as(body: bytes, kind: type[T]) -> T:
+    """Reads a specification that may have more fields.
 
     Raises:
         InvalidRequest: It is no JSON, lacks a field, or a field's value can't be; the message names the field.
     """
     try:
-        spec = _decoder.decode(body)
+        spec = msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(_explained(str(error), body)) from None
+        raise InvalidRequest(_explained(str(error), body, kind)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the job is no JSON: {error}") from None
     check_spec(spec)
@@ -273,19 +301,18 @@ def _check_limits(spec: JobSpec) -> None:
         )
 
 
-_ColumnsGiven = str | tuple[str, ...] | Columns
+_ColumnsGiven = _Text | _SomeTexts | Columns
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "input_format": get_args(InputFormat),
     "output.format": get_args(OutputFormat),
     "priority": get_args(Priority),
 }
-_decoder = msgspec.json.Decoder(JobSpec)
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*?)`(?: - at .*)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`(?: - at .*)?")
 
 
-def _explained(text: str, body: bytes) -> str:
+def _explained(text: str, body: bytes, kind: type[JobSpec]) -> str:
     """Says in words what msgspec found."""
     at = _PATH.search(text)
     path = at["path"].replace("[...]", "") if at else ""
@@ -293,8 +320,10 @@ def _explained(text: str, body: bytes) -> str:
         path = _column_path(path, body)
     inside = f"{path}." if path else ""
     if unknown := _UNKNOWN.fullmatch(text):
-        near = get_close_matches(unknown["name"], _fields(path), n=1)
-        remedy = f"did you mean '{inside}{near[0]}'?" if near else f"there are {', '.join(_fields(path))}"
+        kinds: Mapping[str, type[msgspec.Struct]] = {"": kind, "output": Output}
+        fields = kinds.get(path, Columns).__struct_fields__
+        near = get_close_matches(unknown["name"], fields, n=1)
+        remedy = f"did you mean '{inside}{near[0]}'?" if near else f"there are {', '.join(fields)}"
         return f"a job has no field '{inside}{shown(unknown['name'])}'; {remedy}"
     if missing := _MISSING.fullmatch(text):
         return f"field '{inside}{missing['name']}' is missing"
@@ -313,11 +342,6 @@ def _column_path(path: str, body: bytes) -> str:
         except msgspec.ValidationError:
             return f"columns.{shown(tensor)}{path.removeprefix('columns')}"
     return path
-
-
-def _fields(path: str) -> tuple[str, ...]:
-    kind = {"": JobSpec, "output": Output}.get(path, Columns)
-    return kind.__struct_fields__
 
 
 def shown(text: str) -> str:

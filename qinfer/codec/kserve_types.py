@@ -10,12 +10,18 @@ from typing import Annotated, Any, get_args
 import msgspec
 from msgspec import UNSET, UnsetType
 
+# The parameters with a meaning: reference §1.6.
 Dimension = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class InputParameters(msgspec.Struct, gc=False):
-    """The input parameters with a meaning (reference §1.6); others are ignored, as Triton does."""
+    """The parameters of an input that have a meaning; others are ignored, as Triton does.
+
+    Attributes:
+        binary_data_size: Bytes after the JSON part.
+        shared_memory_region: A registered region that has the data.
+    """
 
     binary_data_size: Natural | UnsetType = UNSET
     shared_memory_region: str | UnsetType = UNSET
@@ -122,7 +128,12 @@ NAMES: dict[type[Any], str] = {cls: name for name, cls in INPUTS.items()}
 
 
 class OutputParameters(msgspec.Struct, gc=False):
-    """The output parameters with a meaning (reference §1.6)."""
+    """The parameters of a wanted output that have a meaning; others are ignored, as Triton does.
+
+    Attributes:
+        classification: So many best classes, as BYTES `value:index[:label]`.
+        shared_memory_region: A registered region that takes the data.
+    """
 
     binary_data: bool | UnsetType = UNSET
     classification: Natural | UnsetType = UNSET

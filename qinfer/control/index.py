@@ -10,8 +10,8 @@ from qinfer.control.readiness import ModelStatus, assess
 UNLOADED = "unloaded"
 
 
-class IndexEntry(msgspec.Struct, frozen=True):
-    """A line of the index.
+class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A version of a model; a model that was never loaded has its name only.
 
     Attributes:
         name: The model's name.

@@ -43,7 +43,7 @@ MAX_OUTBOX_NAME = 200
 
 
 class RequestState(StrEnum):
-    """Where an asynchronous request is; the last four are terminal."""
+    """Where an asynchronous request is; succeeded, failed, expired and cancelled are terminal."""
 
     QUEUED = "queued"
     RUNNING = "running"

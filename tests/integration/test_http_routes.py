@@ -155,7 +155,8 @@ async def test_the_documentation_describes_infer(client: httpx.AsyncClient) -> N
     document = (await client.get("/openapi.json")).json()
 
     infer = document["paths"]["/v2/models/{model}/infer"]["post"]
-    assert "inputs" in infer["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert infer["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/InferCall"}
+    assert "inputs" in document["components"]["schemas"]["InferCall"]["properties"]
     assert set(infer["responses"]) >= {"200", "400", "404", "500", "503"}
     assert (await client.get("/docs")).status_code == 200
 

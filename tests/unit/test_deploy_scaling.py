@@ -27,7 +27,7 @@ def test_keda_asks_the_backlog() -> None:
     internal = named(rendered(KEDA), "Service", "-internal")
 
     assert trigger["metadata"]["url"] == "http://prod-qinfer-internal.serving.svc:8000/v1/models/resnet50/backlog"
-    assert trigger["metadata"]["valueLocation"] in Backlog.model_fields
+    assert trigger["metadata"]["valueLocation"] in Backlog.__struct_fields__
     assert trigger["metadata"]["authMode"] == "bearer"
     assert internal["spec"]["publishNotReadyAddresses"]
     assert named(rendered(KEDA), "TriggerAuthentication", "-worker-one-backlog")["spec"] == {

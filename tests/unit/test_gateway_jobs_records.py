@@ -2,7 +2,6 @@
 
 import math
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +10,17 @@ from qinfer.bulk.job import JobSpec, Output, encode_spec
 from qinfer.delivery.jobs import JobRecord
 from qinfer.errors import InvalidRequest, JobNotFound
 from qinfer.messages import IdFactory
-from qinfer_api.job_records import chosen_id, inner_id, job_path, keyed_id, progress_of, shown_job, shown_job_id
+from qinfer_api.job_records import (
+    JobCounts,
+    chosen_id,
+    inner_id,
+    job_path,
+    keyed_id,
+    progress_of,
+    shown_job,
+    shown_job_id,
+)
+from qinfer_api.records import WebhookBody
 
 SPEC = JobSpec(model="m", inputs=("s3://b/in",), output=Output("s3://b/out"), metadata={"who": "me"})
 
@@ -136,13 +145,9 @@ def test_what_is_shown() -> None:
     planned = shown_job(record(rows=0, shards=1), 100.0)
     completed = shown_job(record(state="completed", webhook="https://x/y", webhook_state="delivered"), 100.0)
 
-    assert planned["rows"] == {"total": 0, "done": 0, "failed": 0}
-    assert shown_job(record(), 100.0)["rows"]["total"] is None
-    assert (planned["manifest_url"], planned["webhook"], planned["priority"]) == (None, None, "normal")
-    assert completed["manifest_url"] == "s3://b/out/_manifest.json"
-    assert completed["webhook"] == {"url": "https://x/y", "state": "delivered"}
-    assert (completed["version"], completed["metadata"], completed["spec"]) == (
-        3,
-        {"who": "me"},
-        msgspec.json.decode(encode_spec(SPEC)),
-    )
+    assert planned.rows == JobCounts(0, 0, 0)
+    assert shown_job(record(), 100.0).rows.total is None
+    assert (planned.manifest_url, planned.webhook, planned.priority) == (None, None, "normal")
+    assert completed.manifest_url == "s3://b/out/_manifest.json"
+    assert completed.webhook == WebhookBody("https://x/y", "delivered")
+    assert (completed.version, completed.metadata, bytes(completed.spec)) == (3, {"who": "me"}, encode_spec(SPEC))

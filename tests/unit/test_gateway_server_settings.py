@@ -3,31 +3,18 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.shared_settings import LOGGING, of_group
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError, UnsupportedFeature, ValueRefused
 from qinfer.settings import LogSettings as LogStart
-from qinfer_api.server_settings import LogSettings, TraceSettings
+from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings, TraceValues
 from qinfer_api.trace_file import TraceFile
 from tests.stub_catalog import stub_catalog
 
-LOG_START = {
-    "log_file": "",
-    "log_info": True,
-    "log_warning": True,
-    "log_error": True,
-    "log_verbose_level": 0,
-    "log_format": "default",
-}
-TRACE_START = {
-    "trace_level": ["OFF"],
-    "trace_rate": "1000",
-    "trace_count": "-1",
-    "log_frequency": "0",
-    "trace_file": "trace.json",
-    "trace_mode": "triton",
-}
+LOG_START = LogValues("", log_info=True, log_warning=True, log_error=True, log_verbose_level=0, log_format="default")
+TRACE_START = TraceValues(["OFF"], "1000", "-1", "0", "trace.json", "triton")
 
 
 @pytest.fixture
@@ -54,7 +41,7 @@ async def test_log_settings_begin_with_the_level_of_the_start(
     store: RedisControlStore, level: str, different: dict[str, object]
 ) -> None:
     """What nobody has changed is as the process was started."""
-    assert await LogSettings(store, LogStart.model_validate({"level": level})).read() == LOG_START | different
+    assert await LogSettings(store, LogStart.model_validate({"level": level})).read() == replace(LOG_START, **different)
 
 
 async def test_log_settings_change_and_all_gateways_agree(store: RedisControlStore, log: LogSettings) -> None:
@@ -63,9 +50,9 @@ async def test_log_settings_change_and_all_gateways_agree(store: RedisControlSto
 
     shown = await log.update(changes)
 
-    assert shown == LOG_START | {"log_info": False, "log_verbose_level": 3, "log_format": "ISO8601"}
+    assert shown == replace(LOG_START, log_info=False, log_verbose_level=3, log_format="ISO8601")
     assert await LogSettings(store, LogStart()).read() == shown
-    assert (await log.update({"log_format": "default"}))["log_format"] == "default"
+    assert (await log.update({"log_format": "default"})).log_format == "default"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +92,7 @@ async def test_a_document_that_nobody_can_read_hides_nothing_else(store: RedisCo
     await store.put_setting("logging/log_error", "false")
 
     assert of_group(await store.settings(), LOGGING) == {"log_error": False}
-    assert (await log.read())["log_error"] is False
+    assert (await log.read()).log_error is False
 
 
 async def test_trace_settings_of_a_model_inherit(trace: TraceSettings) -> None:
@@ -113,18 +100,13 @@ async def test_trace_settings_of_a_model_inherit(trace: TraceSettings) -> None:
     await trace.update({"trace_rate": "12", "log_frequency": "34"}, "simple")
     await trace.update({"trace_rate": "56", "trace_count": "78", "trace_level": ["TIMESTAMPS"]})
 
-    assert await trace.read() == TRACE_START | {
-        "trace_rate": "56",
-        "trace_count": "78",
-        "trace_level": ["TIMESTAMPS"],
-    }
-    assert (await trace.read("simple")) == (await trace.read()) | {"trace_rate": "12", "log_frequency": "34"}
+    server = await trace.read()
+    assert server == replace(TRACE_START, trace_rate="56", trace_count="78", trace_level=["TIMESTAMPS"])
+    assert await trace.read("simple") == replace(server, trace_rate="12", log_frequency="34")
 
-    assert (await trace.update({"trace_count": None, "trace_level": None})) == TRACE_START | {"trace_rate": "56"}
-    assert (await trace.update({"trace_rate": None}, "simple")) == TRACE_START | {
-        "trace_rate": "56",
-        "log_frequency": "34",
-    }
+    server = await trace.update({"trace_count": None, "trace_level": None})
+    assert server == replace(TRACE_START, trace_rate="56")
+    assert await trace.update({"trace_rate": None}, "simple") == replace(server, log_frequency="34")
 
 
 @pytest.mark.parametrize(
@@ -175,4 +157,4 @@ async def test_traces_can_only_be_asked_for_where_they_are_written(store: RedisC
         await trace.update({"trace_level": ["TIMESTAMPS"]})
 
     shown = await trace.update({"trace_level": ["OFF"], "trace_rate": "7"})
-    assert shown == TRACE_START | {"trace_rate": "7", "trace_file": ""}
+    assert shown == replace(TRACE_START, trace_rate="7", trace_file="")

@@ -16,9 +16,18 @@ from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.intake import Intake, Reason
 from qinfer_api.labeling.mappings import MappingBook
 from qinfer_api.labeling.predict import Call, Failed, Predictor
-from qinfer_api.labeling.status import Statuses
+from qinfer_api.labeling.status import LabelTaskBody, LabelTasksBody, Statuses
 from qinfer_api.labeling.studio import LabelStudio
-from qinfer_api.labeling.wire import Asked, Event
+from qinfer_api.labeling.wire import (
+    Asked,
+    Event,
+    LabelEvent,
+    LabelHealth,
+    LabelOrder,
+    LabelPredictions,
+    LabelSetup,
+    LabelVersions,
+)
 from qinfer_api.requests import AsyncRequests
 
 TASKS_CREATED = "TASKS_CREATED"
@@ -54,7 +63,7 @@ class Labeling:
     statuses: Statuses
     order_s: float
 
-    async def health(self, model: str) -> dict[str, Any]:
+    async def health(self, model: str) -> LabelHealth:
         """Tells that a model takes requests.
 
         Raises:
@@ -62,9 +71,9 @@ class Labeling:
         """
         await self.book.current()
         self.requests.resolve(model, 0)
-        return {"status": "UP", "model_class": model}
+        return LabelHealth("UP", model)
 
-    async def setup(self, context: Context, model: str, asked: Asked) -> dict[str, Any]:
+    async def setup(self, context: Context, model: str, asked: Asked) -> LabelSetup:
         """Checks a project's mapping against the model and the project's label config.
 
         Raises:
@@ -75,9 +84,9 @@ class Labeling:
             self._check_studio(model)
         config = parse_label_config(asked.label_config) if asked.label_config.strip() else None
         mapping.check(served.spec, config)
-        return {"model_version": model_version(model, served.version)}
+        return LabelSetup(model_version(model, served.version))
 
-    async def versions(self, model: str) -> dict[str, Any]:
+    async def versions(self, model: str) -> LabelVersions:
         """Returns the versions that are ready, the newest first.
 
         Raises:
@@ -86,9 +95,9 @@ class Labeling:
         await self.book.current()
         self.catalog.status(model)
         ready = sorted(self.catalog.ready_versions(model), reverse=True)
-        return {"versions": [model_version(model, version) for version in ready]}
+        return LabelVersions([model_version(model, version) for version in ready])
 
-    async def predict(self, context: Context, model: str, asked: Asked) -> dict[str, Any]:
+    async def predict(self, context: Context, model: str, asked: Asked) -> LabelPredictions:
         """Returns a prediction for each task, in order; where predictions are pushed, none, and tasks are queued.
 
         Raises:
@@ -99,7 +108,7 @@ class Labeling:
         if mapping.mode == PUSH:
             project = asked.project or _project_of(asked)
             await self._take(self._board(context, model, project), mapping, served, asked.tasks, Reason.ASKED)
-            return {"results": [[] for _ in asked.tasks], "model_version": version}
+            return LabelPredictions([[] for _ in asked.tasks], version)
         config = parse_label_config(asked.label_config) if asked.label_config.strip() else None
         mapping.check(served.spec, config)
         try:
@@ -108,10 +117,9 @@ class Labeling:
             raise self.dispatcher.refuse(model, served.version, error) from None
         if asked.is_interactive and len(answers) == 1 and isinstance(answers[0], Failed):
             raise answers[0].error  # a person waits, and is shown it
-        results = [each.as_json() if isinstance(each, Failed) else each for each in answers]
-        return {"results": results, "model_version": version}
+        return LabelPredictions([each.as_json() if isinstance(each, Failed) else each for each in answers], version)
 
-    async def event(self, context: Context, model: str, event: Event) -> dict[str, Any]:
+    async def event(self, context: Context, model: str, event: Event) -> LabelEvent:
         """Takes a webhook: new tasks of a project whose predictions are pushed are queued, and safe once this returns.
 
         Raises:
@@ -120,17 +128,17 @@ class Labeling:
         """
         if event.action != TASKS_CREATED:
             await self.book.current()
-            return {"action": event.action, "queued": 0}
+            return LabelEvent(event.action, 0)
         mapping, served = await self._found(context, model, event.project)
         if mapping.mode != PUSH:
-            return {"action": event.action, "queued": 0}
+            return LabelEvent(event.action, 0)
         if event.tasks is None:
             raise InvalidRequest("the webhook tells no tasks; switch on its payload in Label Studio")
         board = self._board(context, model, event.project)
         queued = await self._take(board, mapping, served, event.tasks, Reason.TOLD)
-        return {"action": event.action, "queued": queued}
+        return LabelEvent(event.action, queued)
 
-    async def order(self, context: Context, model: str, project: int, page: int, *, every: bool) -> dict[str, Any]:
+    async def order(self, context: Context, model: str, project: int, page: int, *, every: bool) -> LabelOrder:
         """Queues the tasks of a project that Label Studio has no prediction of, those too that failed before.
 
         Args:
@@ -139,10 +147,6 @@ class Labeling:
             project: The project.
             page: The page of its tasks to begin with; the first is 1.
             every: The others too, unless they were scored with the same version.
-
-        Returns:
-            `{"found": …, "queued": …, "next": …}`; `next` is the page to go on with, `None` where all are queued. It
-            is one that was begun where no more tasks of the project may wait.
 
         Raises:
             QueueFull: As many of the project's tasks wait as may, and none was queued.
@@ -170,20 +174,20 @@ class Labeling:
                     if taken.refused and not queued:
                         raise self.requests.refuse(model, served.version, self.intake.full(board, taken))
                     if taken.refused:
-                        return {"found": found, "queued": queued, "next": following}
+                        return LabelOrder(found, queued, following)
             following = following + 1 if has_more else None
             if time.monotonic() >= ends_s:
                 break
-        return {"found": found, "queued": queued, "next": following}
+        return LabelOrder(found, queued, following)
 
     async def page(
         self, context: Context, model: str, project: int, state: str, after: int, limit: int
-    ) -> dict[str, Any]:
+    ) -> LabelTasksBody:
         """Returns where a project's tasks are: see `Statuses.page`."""
         await self._known(model)
         return await self.statuses.page(Board(model, context.tenant, project), state, after, limit)
 
-    async def one(self, context: Context, model: str, project: int, task: int) -> dict[str, Any]:
+    async def one(self, context: Context, model: str, project: int, task: int) -> LabelTaskBody:
         """Returns where a task is: see `Statuses.one`."""
         await self._known(model)
         return await self.statuses.one(Board(model, context.tenant, project), task)

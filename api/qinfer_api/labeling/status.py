@@ -6,8 +6,11 @@ The board knows what is waiting, over, or could not be sent; of what is open its
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Literal, get_args
+
+import msgspec
 
 from qinfer.delivery.label_tasks import Board, LabelState, LabelTask, LabelTasks
 from qinfer.delivery.requests import RequestRecord, Requests
@@ -15,8 +18,10 @@ from qinfer.errors import RequestNotFound
 from qinfer.labeling.mapping import model_version
 from qinfer_api.records import chosen_address, instant, path_of
 
-STATES = ("queued", "processing", "sending", "done", "failed")
-"""What a task can be in."""
+TaskState = Literal["queued", "processing", "sending", "done", "failed"]
+"""Where a task can be."""
+
+STATES: tuple[TaskState, ...] = get_args(TaskState)
 
 MAX_LIMIT = 1000
 """The most tasks of one page."""
@@ -31,7 +36,62 @@ _BOARD_STATES: Mapping[str, Sequence[LabelState]] = {
     "done": (LabelState.DONE,),
     "failed": (LabelState.FAILED, LabelState.OPEN),
 }
+_STATES: Mapping[LabelState, TaskState] = {
+    LabelState.SENDING: "sending",
+    LabelState.DONE: "done",
+    LabelState.FAILED: "failed",
+}
 _LOST = "its request is not known any more; have the task scored again"
+
+
+class LabelCounts(msgspec.Struct, frozen=True):
+    """How many tasks are in each state."""
+
+    queued: int
+    processing: int
+    sending: int
+    done: int
+    failed: int
+
+
+class LabelTaskBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A task whose prediction is pushed.
+
+    Attributes:
+        state: queued | processing | sending (scored, and Label Studio has not taken it yet) | done | failed
+        error: Why it failed, or why it is not sent yet.
+        attempt: 1, and one more each time that it was ordered again.
+        request: The path of its request, while that is known.
+
+    Example:
+        {"task": 7, "state": "done", "error": null, "score": 0.97, "model_version": "sentiment:1", "attempt": 1,
+         "updated_at": "2026-01-31T12:00:00.000Z",
+         "request": "/v1/models/sentiment/requests/ls-12-7-v1-0123456789abcdef"}
+    """
+
+    task: int
+    state: TaskState
+    error: str | None
+    score: float | None
+    model_version: str
+    attempt: int
+    updated_at: str | None
+    request: str
+
+
+class LabelTasksBody(msgspec.Struct, frozen=True):
+    """A page of a project's tasks.
+
+    Attributes:
+        next: The `after` of the next page; null after the last.
+
+    Example:
+        {"counts": {"queued": 4, "processing": 8, "sending": 0, "done": 87, "failed": 1}, "tasks": [], "next": null}
+    """
+
+    counts: LabelCounts
+    tasks: list[LabelTaskBody]
+    next: int | None
 
 
 class Statuses:
@@ -46,7 +106,7 @@ class Statuses:
         self._tasks = tasks
         self._requests = requests
 
-    async def page(self, board: Board, state: str, after: int, limit: int) -> dict[str, Any]:
+    async def page(self, board: Board, state: str, after: int, limit: int) -> LabelTasksBody:
         """Returns a page of a project's tasks by id, and how many are in each state.
 
         Args:
@@ -54,17 +114,14 @@ class Statuses:
             state: Only those in this state; empty = all. A page may then have fewer tasks, and be followed by another.
             after: Only tasks with ids above it.
             limit: How many at most.
-
-        Returns:
-            `{"counts": …, "tasks": …, "next": …}`; `next` is the `after` of the next page, `None` after the last.
         """
         found = await self._found(board, state, after, limit)
         shown = await self._shown(board, found)
         following = found[-1].task if len(found) == limit else None
-        tasks = [task for task in shown if not state or task["state"] == state]
-        return {"counts": await self.counts(board), "tasks": tasks, "next": following}
+        tasks = [task for task in shown if not state or task.state == state]
+        return LabelTasksBody(await self.counts(board), tasks, following)
 
-    async def one(self, board: Board, task: int) -> dict[str, Any]:
+    async def one(self, board: Board, task: int) -> LabelTaskBody:
         """Returns where a task is.
 
         Raises:
@@ -78,19 +135,16 @@ class Statuses:
             )
         return (await self._shown(board, [entry]))[0]
 
-    async def counts(self, board: Board) -> dict[str, int]:
+    async def counts(self, board: Board) -> LabelCounts:
         """Returns how many tasks of a project are in each state."""
         known = await self._tasks.counts(board)
         opened = await self._shown(board, await self._tasks.page(board, LabelState.OPEN, 0, LOOKED_AT))
-        counts = dict.fromkeys(STATES, 0)
-        for task in opened:
-            counts[task["state"]] += 1
+        counts = Counter[TaskState](task.state for task in opened)
         since = max(len(opened) - known[LabelState.OPEN], 0)  # they were waiting when that was counted
         counts["queued"] += max(known[LabelState.WAITING] - since, 0) + max(known[LabelState.OPEN] - len(opened), 0)
-        counts["sending"] += known[LabelState.SENDING]
-        counts["done"] += known[LabelState.DONE]
-        counts["failed"] += known[LabelState.FAILED]
-        return counts
+        for state, shown in _STATES.items():
+            counts[shown] += known[state]
+        return LabelCounts(*(counts[state] for state in STATES))
 
     async def _found(self, board: Board, state: str, after: int, limit: int) -> list[LabelTask]:
         if not state:
@@ -98,34 +152,32 @@ class Statuses:
         pages = [await self._tasks.page(board, each, after, limit) for each in _BOARD_STATES[state]]
         return sorted((entry for page in pages for entry in page), key=lambda entry: entry.task)[:limit]
 
-    async def _shown(self, board: Board, entries: Sequence[LabelTask]) -> list[dict[str, Any]]:
+    async def _shown(self, board: Board, entries: Sequence[LabelTask]) -> list[LabelTaskBody]:
         opened = {entry.task for entry in entries if entry.state is LabelState.OPEN}
         addresses = [chosen_address(board.model, entry.request_id, board.tenant) for entry in entries]
         asked = [address for address, entry in zip(addresses, entries, strict=True) if entry.task in opened]
         records = iter(await asyncio.gather(*map(self._requests.record, asked)))
         shown = []
         for address, entry in zip(addresses, entries, strict=True):
-            state, error = entry.state.value, entry.error
+            state, error = _STATES.get(entry.state, "queued"), entry.error
             if entry.task in opened:
                 state, error = _state_of(next(records))
-            elif entry.state is LabelState.WAITING:
-                state = "queued"
             shown.append(
-                {
-                    "task": entry.task,
-                    "state": state,
-                    "error": error or None,
-                    "score": entry.score,
-                    "model_version": model_version(board.model, entry.version),
-                    "attempt": entry.attempt,
-                    "updated_at": instant(entry.updated_at),
-                    "request": path_of(address),
-                }
+                LabelTaskBody(
+                    task=entry.task,
+                    state=state,
+                    error=error or None,
+                    score=entry.score,
+                    model_version=model_version(board.model, entry.version),
+                    attempt=entry.attempt,
+                    updated_at=instant(entry.updated_at),
+                    request=path_of(address),
+                )
             )
         return shown
 
 
-def _state_of(record: RequestRecord | None) -> tuple[str, str]:
+def _state_of(record: RequestRecord | None) -> tuple[TaskState, str]:
     """Returns the state of an open task, and why; its request tells."""
     if record is None:
         return "failed", _LOST

@@ -1,19 +1,158 @@
-"""What Label Studio sends to an ML backend, read; all of it is what somebody says, and only the tasks are used.
+"""What Label Studio sends to an ML backend, and what it is answered; of what it sends only the tasks are used.
 
 Addresses and tokens in it (`hostname`, `access_token`, `params`) are not looked at: where Label Studio is, and what
 opens it, is a setting.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from qinfer.codec.json_depth import check_depth
 from qinfer.errors import InvalidRequest
 
+T = TypeVar("T")
+
 MAX_ID = 2**53 - 1
 """The largest id of a task or project."""
+
+_Project = str | int | float | None
+_Tasks = list[Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["id", "data"]})]]
+_AT = re.compile(r" - at `\$\.(?P<name>\w+).*`$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+
+
+class PredictCall(msgspec.Struct, frozen=True):
+    """A call of `predict`.
+
+    Attributes:
+        tasks: The tasks, with their ids and data.
+        project: The project's id; Label Studio appends when it was made: `12.1735689600`.
+        label_config: The project's label config as XML.
+        params: With a `context`, a person waits for the regions of one task.
+
+    Example:
+        {"project": "12.1735689600",
+         "label_config": "<View><Text name='text' value='$text'/><Choices name='label' toName='text'/></View>",
+         "tasks": [{"id": 7, "project": 12, "data": {"text": "I like it"}}]}
+    """
+
+    tasks: _Tasks = []
+    project: _Project = None
+    label_config: str | None = None
+    params: Any = None
+
+
+class SetupCall(msgspec.Struct, frozen=True):
+    """A call of `setup`.
+
+    Attributes:
+        project: The project's id; Label Studio appends when it was made: `12.1735689600`.
+        schema: The project's label config as XML.
+
+    Example:
+        {"project": "12.1735689600",
+         "schema": "<View><Text name='text' value='$text'/><Choices name='label' toName='text'/></View>"}
+    """
+
+    project: _Project = None
+    schema: str | None = None
+
+
+class EventProject(msgspec.Struct, frozen=True):
+    """The project of an event."""
+
+    id: _Project = None
+
+
+class EventCall(msgspec.Struct, frozen=True):
+    """A webhook.
+
+    Attributes:
+        action: What happened: TASKS_CREATED is acted upon; others are taken and left alone.
+        tasks: Its tasks; null where they were not sent.
+
+    Example:
+        {"action": "TASKS_CREATED", "project": {"id": 12},
+         "tasks": [{"id": 7, "project": 12, "data": {"text": "I like it"}}]}
+    """
+
+    action: str
+    project: EventProject | _Project = None
+    tasks: _Tasks | None = None
+
+
+class LabelHealth(msgspec.Struct, frozen=True):
+    """The model takes tasks.
+
+    Attributes:
+        status: UP
+    """
+
+    status: str
+    model_class: str
+
+
+class LabelSetup(msgspec.Struct, frozen=True):
+    """The project fits.
+
+    Attributes:
+        model_version: What predictions will call the model: `<model>:<version>`.
+    """
+
+    model_version: str
+
+
+class LabelVersions(msgspec.Struct, frozen=True):
+    """The versions that are ready, the newest first."""
+
+    versions: list[str]
+
+
+class LabelPredictions(msgspec.Struct, frozen=True):
+    """An answer for each task, in their order.
+
+    Attributes:
+        results: A prediction; or `{"error": …}`, without `result`, for a task that failed; or `[]` for one whose
+            prediction is pushed later.
+
+    Example:
+        {"results": [{"result": [{"id": "q7-0", "type": "choices", "from_name": "label", "to_name": "text",
+                                  "value": {"choices": ["pos"]}}],
+                      "score": 0.97, "model_version": "sentiment:1"}],
+         "model_version": "m:1"}
+    """
+
+    results: list[dict[str, Any] | list[Any]]
+    model_version: str
+
+
+class LabelEvent(msgspec.Struct, frozen=True):
+    """What a webhook has led to.
+
+    Attributes:
+        queued: New tasks that are safe in the queue now.
+    """
+
+    action: str
+    queued: int
+
+
+class LabelOrder(msgspec.Struct, frozen=True):
+    """What an order has led to.
+
+    Attributes:
+        found: Tasks that were looked at.
+        queued: Those of them that are queued now, and were not before.
+        next: The `page` to go on with, one that was begun where no more tasks may wait; null when that was all.
+    """
+
+    found: int
+    queued: int
+    next: int | None
 
 
 class Asked(NamedTuple):
@@ -46,21 +185,21 @@ class Event(NamedTuple):
     tasks: Sequence[Mapping[str, Any]] | None
 
 
-def read_call(body: bytes, max_depth: int, *, config: str = "label_config") -> Asked:
-    """Reads a call of `predict`, or of `setup`, where the label config has another name.
+def read_call(body: bytes, max_depth: int) -> Asked:
+    """Reads a call of `predict`.
 
     Raises:
         InvalidRequest: It is no JSON object, or a member has the wrong type.
     """
-    document = _object(body, max_depth)
-    label_config = document.get(config) or ""
-    if not isinstance(label_config, str):
-        raise InvalidRequest(f"'{config}' is the project's label config as text; got {_shown(label_config)}")
-    params = document.get("params")
-    context = params.get("context") if isinstance(params, dict) else None
-    return Asked(
-        _project(document.get("project")), _tasks(document.get("tasks", [])), label_config, context is not None
-    )
+    call = _decoded(body, max_depth, PredictCall)
+    context = call.params.get("context") if isinstance(call.params, dict) else None
+    return Asked(_project(call.project), call.tasks, call.label_config or "", context is not None)
+
+
+def read_setup(body: bytes, max_depth: int) -> Asked:
+    """Reads a call of `setup`; raises as `read_call`."""
+    call = _decoded(body, max_depth, SetupCall)
+    return Asked(_project(call.project), (), call.schema or "", is_interactive=False)
 
 
 def read_event(body: bytes, max_depth: int) -> Event:
@@ -69,16 +208,11 @@ def read_event(body: bytes, max_depth: int) -> Event:
     Raises:
         InvalidRequest: It is no JSON object, or a member has the wrong type.
     """
-    document = _object(body, max_depth)
-    action, project, tasks = document.get("action"), document.get("project"), document.get("tasks")
-    if not isinstance(action, str):
-        raise InvalidRequest(f"a webhook names its 'action', such as TASKS_CREATED; got {_shown(action)}")
-    if isinstance(project, dict):
-        project = project.get("id")
-    read = None if tasks is None else _tasks(tasks)
-    if project is None and read:
-        project = read[0].get("project")
-    return Event(action, _project(project), read)
+    call = _decoded(body, max_depth, EventCall)
+    project: object = call.project.id if isinstance(call.project, EventProject) else call.project
+    if project is None and call.tasks:
+        project = call.tasks[0].get("project")
+    return Event(call.action, _project(project), call.tasks)
 
 
 def task_id(task: Mapping[str, Any]) -> int:
@@ -93,21 +227,22 @@ def task_id(task: Mapping[str, Any]) -> int:
     return number
 
 
-def _object(body: bytes, max_depth: int) -> dict[str, Any]:
+def _decoded(body: bytes, max_depth: int, kind: type[T]) -> T:
     check_depth(body, max_depth)
     try:
-        document = msgspec.json.decode(body)
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(_explained(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is no JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise InvalidRequest(f"the body is a JSON object; got {_shown(document)}")
-    return document
 
 
-def _tasks(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(task, dict) for task in value):
-        raise InvalidRequest(f"'tasks' is a list of tasks, each an object; got {_shown(value)}")
-    return value
+def _explained(text: str) -> str:
+    if missing := _MISSING.match(text):
+        return f"the body has no '{missing['name']}', such as Label Studio sends"
+    at = _AT.search(text)
+    reason = _AT.sub("", text).replace("`", "")
+    return f"'{at['name']}': {reason}" if at else f"the body is a JSON object: {reason}"
 
 
 def _project(value: object) -> int | None:

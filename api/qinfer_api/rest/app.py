@@ -11,7 +11,7 @@ from qinfer_api.rest.generate import generate_routes
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.jobs import job_routes
 from qinfer_api.rest.label_studio import label_studio_routes
-from qinfer_api.rest.models import model_routes
+from qinfer_api.rest.models import model_routes, statistics_routes
 from qinfer_api.rest.openapi import document_of
 from qinfer_api.rest.repository import repository_routes
 from qinfer_api.rest.requests import request_routes
@@ -19,7 +19,6 @@ from qinfer_api.rest.server import server_routes
 from qinfer_api.rest.services import Services, on_defect, on_qinfer_error, on_unknown_route, restricted
 from qinfer_api.rest.settings import settings_routes
 from qinfer_api.rest.shared_memory import shared_memory_routes
-from qinfer_api.rest.statistics import statistics_routes
 
 _ABOUT = """
 A durable, queue-backed inference server that speaks NVIDIA Triton's protocol (KServe v2): every request is an entry of
@@ -47,10 +46,11 @@ def build_app(services: Services) -> FastAPI:
     )
     inference = restricted(services, "inference")
     busiest_first = (infer_routes, generate_routes, request_routes, event_routes, job_routes, label_studio_routes)
-    for routes in busiest_first:
-        app.include_router(routes(services), dependencies=inference)
-    for routes in (statistics_routes, backlog_routes, model_routes, server_routes, repository_routes, settings_routes):
-        app.include_router(routes(services))
-    app.include_router(shared_memory_routes(services), dependencies=restricted(services, "shared-memory"))
-    app.openapi = document_of(app)  # type: ignore[method-assign]  # as FastAPI documents it
+    others = (statistics_routes, backlog_routes, model_routes, server_routes, repository_routes, settings_routes)
+    routers = [(routes(services), inference) for routes in busiest_first]
+    routers += [(routes(services), []) for routes in others]
+    routers.append((shared_memory_routes(services), restricted(services, "shared-memory")))
+    for router, dependencies in routers:
+        app.include_router(router, dependencies=dependencies)
+    app.openapi = document_of(app, [router for router, _ in routers])  # type: ignore[method-assign]  # as FastAPI documents it
     return app

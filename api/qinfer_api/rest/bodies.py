@@ -1,27 +1,126 @@
-"""Bodies of infer requests and replies, for the routes: read with a limit, decompressed, decoded, encoded.
+"""Bodies, for the routes: read with a limit, decompressed, decoded, encoded; and the description of those of infer.
 
 Whatever takes long (decompression, a large body or reply) runs in a thread, off the event loop.
 """
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive
 
+from qinfer.codec.kserve_types import InputParameters, OutputParameters
 from qinfer.codec.outputs import OutputPlan
 from qinfer.errors import QinferError
 from qinfer.messages import Response
 from qinfer.tensors import Bytes
 from qinfer_api.http.compression import Encoding, decompress, request_encoding, too_large
 from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.infer import InferCodec
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, InferCodec
 from qinfer_api.http.replies import Reply
-from qinfer_api.rest.services import send
+from qinfer_api.json_types import decode_json
+from qinfer_api.rest.openapi import Json, errors, header
+from qinfer_api.rest.services import Services, send
 
 T = TypeVar("T")
+
+_Scalar = bool | int | float | str
+
+
+# Of infer the schema only: `qinfer.codec` reads and writes these bodies, with exact numbers and Triton's errors.
+
+
+class InferInput(msgspec.Struct, frozen=True):
+    """An input of a model; `data`, or `parameters.binary_data_size` bytes after the JSON part.
+
+    Attributes:
+        datatype: Such as `FP32`, `INT64` or `BYTES`.
+        data: The elements in row-major order, nested or flat.
+    """
+
+    name: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    datatype: str
+    parameters: InputParameters | UnsetType = UNSET
+    data: list[Any] | UnsetType = UNSET
+
+
+class WantedOutput(msgspec.Struct, frozen=True):
+    """An output that is wanted."""
+
+    name: str
+    parameters: OutputParameters | UnsetType = UNSET
+
+
+class InferCall(msgspec.Struct, frozen=True):
+    """A question to a model.
+
+    Attributes:
+        id: Echoed in the reply.
+        parameters: `binary_data_output`, `priority`, `timeout` (µs), and your own.
+        outputs: The outputs wanted; all of them if left out.
+
+    Example:
+        {"id": "42", "inputs": [{"name": "image", "shape": [1, 4], "datatype": "FP32", "data": [0.0, 0.5, 0.5, 1.0]}]}
+    """
+
+    inputs: list[InferInput]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[WantedOutput] = []
+
+
+class OutputTensor(msgspec.Struct, frozen=True):
+    """An output of a model; `data`, or `parameters.binary_data_size` bytes after the JSON part."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, _Scalar] = {}
+    data: list[Any] | UnsetType = UNSET
+
+
+class InferBody(msgspec.Struct, frozen=True):
+    """The answer of a model.
+
+    Attributes:
+        id: The request's id; left out if it had none.
+        parameters: What the model says besides its outputs.
+
+    Example:
+        {"id": "42", "model_name": "digits", "model_version": "1",
+         "outputs": [{"name": "label", "shape": [1], "datatype": "INT64", "data": [7]}]}
+    """
+
+    model_name: str
+    model_version: str
+    outputs: list[OutputTensor]
+    id: str = ""
+    parameters: dict[str, _Scalar] = {}
+
+
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+
+JSON_LENGTH = header(
+    JSON_LENGTH_HEADER,
+    "Length of the JSON part when raw tensor bytes follow it; 0: the body is the data of the model's one input.",
+    type="integer",
+    minimum=0,
+)
+INFER_BODY: Json = {
+    "required": True,
+    "description": "JSON, or JSON followed by the raw bytes of each binary input. May be gzip or deflate encoded.",
+    "content": {"application/json": {"schema": InferCall}, "application/octet-stream": _BINARY},
+}
+OUTPUTS: Json = {
+    "description": f"The outputs. Binary outputs follow the JSON, whose length `{JSON_LENGTH_HEADER}` then tells.",
+    "content": {"application/octet-stream": _BINARY, "application/json": {"schema": InferBody}},
+}
+INFER_ERRORS = errors(400, 401, 403, 404, 500, 501, 503)
 
 
 async def read_body(request: Request, max_bytes: int) -> Bytes:
@@ -41,6 +140,25 @@ async def read_body(request: Request, max_bytes: int) -> Bytes:
         if len(body) > max_bytes:
             raise too_large(None, max_bytes)
     return body if encoding is None else await asyncio.to_thread(decompress, body, encoding, max_bytes)
+
+
+async def read_json(
+    services: Services, request: Request, kind: type[T], *, prefix: str = "", may_be_empty: bool = False
+) -> T:
+    """Reads a body that is a JSON object: see `decode_json`; where it may be empty, no body is an empty object.
+
+    Raises:
+        PayloadTooLarge: It is larger than `http.max_input_bytes`.
+        UnsupportedFeature: It is in an encoding that is not known.
+        QinferError: As `decode_json`.
+    """
+    body = bytes(await read_body(request, services.settings.http.max_input_bytes))
+    if not body and may_be_empty:
+        body = b"{}"
+    max_depth = services.settings.limits.max_json_depth
+    if len(body) > MAX_FAST_BYTES:
+        return await asyncio.to_thread(decode_json, body, kind, max_depth, prefix=prefix)
+    return decode_json(body, kind, max_depth, prefix=prefix)
 
 
 async def encoded_reply(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> Reply:

@@ -20,13 +20,22 @@ from qinfer.delivery.requests import Address, RequestRecord
 from qinfer.errors import DeliveryError, Overloaded
 from qinfer_api.auth import Context
 from qinfer_api.records import shown_record
-from qinfer_api.rest.request_schema import EVENTS
+from qinfer_api.rest.openapi import LAST_EVENT, errors, followed, operation
 from qinfer_api.rest.requests import located
 from qinfer_api.rest.services import Services
 
 HEARTBEAT_S = 15.0
 """Seconds without an event after which a comment is sent."""
 
+_EVENT = 'event: state\nid: 1-succeeded\ndata: {"id": "…", "state": "succeeded", …}\n\n'
+_EVENTS = operation(
+    "Follow a request",
+    {
+        **followed("Server-sent events: the record at each change, until the end.", _EVENT),
+        **errors(401, 403, 404, 503),
+    },
+    LAST_EVENT,
+)
 _HEARTBEAT = b": still here\n\n"
 
 
@@ -34,12 +43,12 @@ def event_routes(services: Services) -> APIRouter:
     """Returns the routes of event streams."""
     router = APIRouter(tags=["asynchronous requests"])
 
-    @router.get("/v1/requests/{request_id}/events", name="events", **EVENTS)
+    @router.get("/v1/requests/{request_id}/events", name="events", **_EVENTS)
     async def events(request_id: str, request: Request) -> HttpResponse:
         """Tells each change of a request's state until its end."""
         return await _events(services, request, request_id, None)
 
-    @router.get("/v1/models/{model}/requests/{request_id}/events", name="events_of_model", **EVENTS)
+    @router.get("/v1/models/{model}/requests/{request_id}/events", name="events_of_model", **_EVENTS)
     async def events_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
         """Tells each change of the state of a request, also of one with an id that its client chose."""
         return await _events(services, request, request_id, model)

@@ -27,8 +27,8 @@ from qinfer_api.http.compression import request_encoding
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import Target, parse_version, with_headers
 from qinfer_api.http.replies import Reply, error_reply, failure_reply, refusal
-from qinfer_api.rest.bodies import read_body, unless_left
-from qinfer_api.rest.extension_schema import GENERATE, GENERATE_STREAM
+from qinfer_api.rest.bodies import INFER_ERRORS, read_body, unless_left
+from qinfer_api.rest.openapi import Json, answer, body, operation
 from qinfer_api.rest.services import Services, context_of, headers_forwarded, send
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -36,6 +36,34 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
     "of responses"
+)
+
+
+_FREE: Json = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "description": "Echoed in the reply."},
+        "parameters": {"type": "object", "description": "More members, taken as those beside it."},
+    },
+    "additionalProperties": {
+        "description": "The elements of the input of that name, a scalar or a flat list; or else a parameter, a scalar."
+    },
+    "example": {"image": [0.0, 0.5, 0.5, 1.0], "temperature": 0.5},
+}
+_OUTPUTS = answer(
+    "Each output under its own name, flat; one element is a scalar.",
+    {"type": "object"},
+    example={"model_name": "digits", "model_version": "1", "label": 7},
+)
+_STREAM = answer(
+    'Server-sent events: one for each response; a later failure is `{"error": …}`.',
+    {"type": "string"},
+    kind="text/event-stream",
+    example='data: {"label": 7, …}\n\n',
+)
+_GENERATE = operation("Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, takes=body(_FREE))
+_GENERATE_STREAM = operation(
+    "Run a model on free-form JSON, and stream its responses", {200: _STREAM, **INFER_ERRORS}, takes=body(_FREE)
 )
 
 
@@ -81,23 +109,23 @@ def generate_routes(services: Services) -> APIRouter:
     """Returns the routes of the generate extension."""
     router = APIRouter(tags=["inference"])
 
-    @router.post("/v2/models/{model}/generate", name="generate", **GENERATE)
+    @router.post("/v2/models/{model}/generate", name="generate", **_GENERATE)
     async def generate(model: str, request: Request) -> HttpResponse:
         """Runs the highest ready version of a model on free-form JSON."""
         return await _generate(services, Target(model, 0), request)
 
-    @router.post("/v2/models/{model}/versions/{version}/generate", name="generate_version", **GENERATE)
+    @router.post("/v2/models/{model}/versions/{version}/generate", name="generate_version", **_GENERATE)
     async def generate_version(model: str, version: str, request: Request) -> HttpResponse:
         """Runs one version of a model on free-form JSON."""
         return await _generate(services, Target(model, parse_version(version)), request)
 
-    @router.post("/v2/models/{model}/generate_stream", name="generate_stream", **GENERATE_STREAM)
+    @router.post("/v2/models/{model}/generate_stream", name="generate_stream", **_GENERATE_STREAM)
     async def generate_stream(model: str, request: Request) -> HttpResponse:
         """Runs the highest ready version of a model on free-form JSON, and streams its responses."""
         return await _generate_stream(services, Target(model, 0), request)
 
     @router.post(
-        "/v2/models/{model}/versions/{version}/generate_stream", name="generate_stream_version", **GENERATE_STREAM
+        "/v2/models/{model}/versions/{version}/generate_stream", name="generate_stream_version", **_GENERATE_STREAM
     )
     async def generate_stream_version(model: str, version: str, request: Request) -> HttpResponse:
         """Runs one version of a model on free-form JSON, and streams its responses."""
@@ -114,11 +142,11 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
         served = dispatcher.resolve(target.model, target.version)
         if not _is_identity(request):
             raise InvalidRequest("Unsupported content-encoding, only 'identity' is supported.")
-        body = await read_body(request, services.settings.http.max_input_bytes)
-        if len(body) > MAX_FAST_BYTES:
-            decoded = await asyncio.to_thread(_decode, services, served, target, body)
+        content = await read_body(request, services.settings.http.max_input_bytes)
+        if len(content) > MAX_FAST_BYTES:
+            decoded = await asyncio.to_thread(_decode, services, served, target, content)
         else:
-            decoded = _decode(services, served, target, body)
+            decoded = _decode(services, served, target, content)
         with_headers(decoded, headers_forwarded(services, request))
         return dispatcher.submit(context, decoded, sink), decoded.client_id
     except QinferError as error:

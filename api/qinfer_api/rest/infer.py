@@ -5,7 +5,6 @@ Whatever takes long (decompression, a large body or reply) runs in a thread, off
 """
 
 import asyncio
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
@@ -22,30 +21,33 @@ from qinfer_api.http.compression import response_encoding
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.future_sink import FutureSink
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, Target, parse_version, with_headers
-from qinfer_api.rest.bodies import encoded_reply, read_body, send_encoded
+from qinfer_api.rest.bodies import (
+    INFER_BODY,
+    INFER_ERRORS,
+    JSON_LENGTH,
+    OUTPUTS,
+    encoded_reply,
+    read_body,
+    send_encoded,
+)
+from qinfer_api.rest.openapi import operation
 from qinfer_api.rest.preferences import read_preferences
-from qinfer_api.rest.request_schema import ACCEPTED, PREFER
-from qinfer_api.rest.requests import submit
-from qinfer_api.rest.schema import INFER_BODY, INFER_RESPONSES
+from qinfer_api.rest.requests import ACCEPTED, PREFER, submit
 from qinfer_api.rest.services import Services, context_of, headers_forwarded
+
+_INFER = operation("Run a model", {200: OUTPUTS, 202: ACCEPTED, **INFER_ERRORS}, JSON_LENGTH, PREFER, takes=INFER_BODY)
 
 
 def infer_routes(services: Services) -> APIRouter:
     """Returns the infer routes."""
     router = APIRouter(tags=["inference"])
-    about: dict[str, Any] = {
-        "summary": "Run a model",
-        "response_class": HttpResponse,
-        "responses": {**INFER_RESPONSES, **ACCEPTED},
-        "openapi_extra": {**INFER_BODY, "parameters": [*INFER_BODY["parameters"], PREFER]},
-    }
 
-    @router.post("/v2/models/{model}/infer", name="infer", **about)
+    @router.post("/v2/models/{model}/infer", name="infer", **_INFER)
     async def infer(model: str, request: Request) -> HttpResponse:
         """Runs the highest ready version of a model on the tensors of the request."""
         return await _infer(services, Target(model, 0), request)
 
-    @router.post("/v2/models/{model}/versions/{version}/infer", name="infer_version", **about)
+    @router.post("/v2/models/{model}/versions/{version}/infer", name="infer_version", **_INFER)
     async def infer_version(model: str, version: str, request: Request) -> HttpResponse:
         """Runs one version of a model on the tensors of the request."""
         return await _infer(services, Target(model, parse_version(version)), request)

@@ -8,6 +8,8 @@ import asyncio
 import base64
 import binascii
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter
@@ -20,15 +22,60 @@ from qinfer.repository.base import is_model_name
 from qinfer_api.auth import Context
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.replies import Reply
-from qinfer_api.labeling.status import MAX_LIMIT, STATES
-from qinfer_api.labeling.wire import MAX_ID, Asked, Event, read_call, read_event
+from qinfer_api.labeling.status import MAX_LIMIT, STATES, LabelTaskBody, LabelTasksBody
+from qinfer_api.labeling.wire import (
+    MAX_ID,
+    EventCall,
+    LabelEvent,
+    LabelHealth,
+    LabelOrder,
+    LabelPredictions,
+    LabelSetup,
+    LabelVersions,
+    PredictCall,
+    SetupCall,
+    read_call,
+    read_event,
+    read_setup,
+)
 from qinfer_api.rest.bodies import read_body, unless_left
-from qinfer_api.rest.label_studio_schema import EVENT, HEALTH, ORDER, PREDICT, SETUP, TASK, TASKS, VERSIONS
-from qinfer_api.rest.services import Services, context_of, send
+from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
+from qinfer_api.rest.services import Services, context_of, send, send_json
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _DEFAULT_LIMIT = 100
+_REFUSALS = errors(400, 401, 403, 404, 500, 501, 503)
+
+
+def _about(summary: str, schema: type, description: str, *parameters: Json, takes: Json | None = None) -> Json:
+    return operation(summary, {200: answer(description, schema), **_REFUSALS}, *parameters, takes=takes)
+
+
+_HEALTH = _about("Is the model up?", LabelHealth, "It takes tasks.")
+_SETUP = _about("Connect a project", LabelSetup, "Mapping, label config and model fit.", takes=body(SetupCall))
+_VERSIONS = _about("List the versions", LabelVersions, "The versions.")
+_PREDICT = _about("Predict tasks", LabelPredictions, "The predictions.", takes=body(PredictCall))
+_EVENT = operation(
+    "Tell of an event", {201: answer("What it says is safe.", LabelEvent), **_REFUSALS}, takes=body(EventCall)
+)
+_TASKS = _about(
+    "Where are the tasks of a project?",
+    LabelTasksBody,
+    "A page of them, by id.",
+    query("state", "Only tasks in this state; a page may have fewer then.", enum=list(STATES)),
+    query("after", "`next` of the page before.", type="integer", minimum=0),
+    query("limit", "How many at most.", type="integer", minimum=1, maximum=MAX_LIMIT, default=_DEFAULT_LIMIT),
+)
+_TASK = _about("Where is a task?", LabelTaskBody, "The task.")
+_ORDER = operation(
+    "Queue the tasks of a project",
+    {202: answer("They are queued.", LabelOrder), **_REFUSALS, **errors(429)},
+    query("page", "`next` of the call before.", type="integer", minimum=1),
+    query("all", "Those too that have predictions of others.", type="boolean", default=False),
+)
 
 
 def label_studio_routes(services: Services) -> APIRouter:
@@ -43,36 +90,36 @@ def _add_calls(router: APIRouter, services: Services) -> None:
     """Adds what Label Studio calls."""
     labeling = services.labeling
 
-    @router.get("/label-studio/{model}/health", name="label_studio_health", **HEALTH)
+    @router.get("/label-studio/{model}/health", name="label_studio_health", **_HEALTH)
     async def health(model: str, request: Request) -> HttpResponse:
         """Tells that a model takes tasks."""
         _context(services, request)
-        return _reply(200, await labeling.health(model))
+        return send_json(await labeling.health(model))
 
-    @router.post("/label-studio/{model}/setup", name="label_studio_setup", **SETUP)
+    @router.post("/label-studio/{model}/setup", name="label_studio_setup", **_SETUP)
     async def setup(model: str, request: Request) -> HttpResponse:
         """Checks that a project's mapping fits its label config and the model."""
         context = _context(services, request)
         try:
-            asked = await _asked(services, request, config="schema")
-            return _reply(200, await labeling.setup(context, model, asked))
+            asked = await _read(services, request, read_setup)
+            return send_json(await labeling.setup(context, model, asked))
         except ClientDisconnect:
             return HttpResponse()  # nobody reads it
         except QinferError as error:
             raise _told(model, "setup", error) from None
 
-    @router.get("/label-studio/{model}/versions", name="label_studio_versions", **VERSIONS)
+    @router.get("/label-studio/{model}/versions", name="label_studio_versions", **_VERSIONS)
     async def versions(model: str, request: Request) -> HttpResponse:
         """Lists the versions that are ready."""
         _context(services, request)
-        return _reply(200, await labeling.versions(model))
+        return send_json(await labeling.versions(model))
 
-    @router.post("/label-studio/{model}/predict", name="label_studio_predict", **PREDICT)
+    @router.post("/label-studio/{model}/predict", name="label_studio_predict", **_PREDICT)
     async def predict(model: str, request: Request) -> HttpResponse:
         """Answers a prediction for each task, in their order."""
         return await _predict(services, model, request)
 
-    @router.post("/label-studio/{model}/webhook", name="label_studio_webhook", **EVENT)
+    @router.post("/label-studio/{model}/webhook", name="label_studio_webhook", **_EVENT)
     async def webhook(model: str, request: Request) -> HttpResponse:
         """Takes Label Studio's events: new tasks are queued, where the project's predictions are pushed."""
         return await _event(services, model, request)
@@ -83,7 +130,7 @@ def _add_tasks(router: APIRouter, services: Services) -> None:
     labeling = services.labeling
     path = "/v1/label-studio/{model}/projects/{project}/tasks"
 
-    @router.get(path, name="label_studio_tasks", **TASKS)
+    @router.get(path, name="label_studio_tasks", **_TASKS)
     async def tasks(model: str, project: str, request: Request) -> HttpResponse:
         """Tells where the tasks of a project are, and how many are where."""
         context, query = _context(services, request), request.query_params
@@ -93,16 +140,16 @@ def _add_tasks(router: APIRouter, services: Services) -> None:
         after = _number("after", query.get("after", "0"), least=0)
         limit = _number("limit", query.get("limit", str(_DEFAULT_LIMIT)), most=MAX_LIMIT)
         found = await labeling.page(context, model, _number("project", project), state, after, limit)
-        return _reply(200, found)
+        return send_json(found)
 
-    @router.get(path + "/{task}", name="label_studio_task", **TASK)
+    @router.get(path + "/{task}", name="label_studio_task", **_TASK)
     async def task(model: str, project: str, task: str, request: Request) -> HttpResponse:
         """Tells where a task is."""
         context = _context(services, request)
         found = await labeling.one(context, model, _number("project", project), _number("task", task))
-        return _reply(200, found)
+        return send_json(found)
 
-    @router.post(path, name="label_studio_order", **ORDER)
+    @router.post(path, name="label_studio_order", **_ORDER)
     async def order(model: str, project: str, request: Request) -> HttpResponse:
         """Queues the tasks of a project that Label Studio has no prediction of."""
         context, query = _context(services, request), request.query_params
@@ -110,13 +157,13 @@ def _add_tasks(router: APIRouter, services: Services) -> None:
         if every not in ("true", "false"):
             raise InvalidRequest(f"all is true or false; got '{every[:40]}'")
         ordering = labeling.order(context, model, _number("project", project), page, every=every == "true")
-        return _reply(202, await ordering)
+        return send_json(await ordering, 202)
 
 
 async def _predict(services: Services, model: str, request: Request) -> HttpResponse:
     context = _context(services, request)
     try:
-        asked = await _asked(services, request)
+        asked = await _read(services, request, read_call)
         found = await unless_left(request.receive, services.labeling.predict(context, model, asked))
     except ClientDisconnect:
         return HttpResponse()  # nobody reads it
@@ -126,33 +173,25 @@ async def _predict(services: Services, model: str, request: Request) -> HttpResp
         return HttpResponse()
     if len(asked.tasks) > 100:
         return send(Reply(200, await asyncio.to_thread(msgspec.json.encode, found)))
-    return _reply(200, found)
+    return send_json(found)
 
 
 async def _event(services: Services, model: str, request: Request) -> HttpResponse:
     """Takes a webhook, also when its sender does not wait for the answer: Label Studio waits for a second."""
     context = _context(services, request)
     try:
-        body = bytes(await read_body(request, services.settings.http.max_input_bytes))
-        depth = services.settings.limits.max_json_depth
-        event: Event = await asyncio.to_thread(read_event, body, depth) if _is_long(body) else read_event(body, depth)
-        return _reply(201, await services.labeling.event(context, model, event))
+        event = await _read(services, request, read_event)
+        return send_json(await services.labeling.event(context, model, event), 201)
     except ClientDisconnect:
         return HttpResponse()
     except QinferError as error:
         raise _told(model, "webhook", error) from None
 
 
-async def _asked(services: Services, request: Request, *, config: str = "label_config") -> Asked:
-    body = bytes(await read_body(request, services.settings.http.max_input_bytes))
+async def _read(services: Services, request: Request, read: Callable[[bytes, int], T]) -> T:
+    text = bytes(await read_body(request, services.settings.http.max_input_bytes))
     depth = services.settings.limits.max_json_depth
-    if _is_long(body):
-        return await asyncio.to_thread(read_call, body, depth, config=config)
-    return read_call(body, depth, config=config)
-
-
-def _is_long(body: bytes) -> bool:
-    return len(body) > MAX_FAST_BYTES
+    return await asyncio.to_thread(read, text, depth) if len(text) > MAX_FAST_BYTES else read(text, depth)
 
 
 def _context(services: Services, request: Request) -> Context:
@@ -184,7 +223,3 @@ def _number(name: str, text: str, *, least: int = 1, most: int = MAX_ID) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 16 and least <= int(text) <= most):
         raise InvalidRequest(f"{name} is a number from {least} to {most}; got '{text[:40]}'")
     return int(text)
-
-
-def _reply(status: int, body: object) -> HttpResponse:
-    return send(Reply(status, msgspec.json.encode(body)))

@@ -1,38 +1,181 @@
-"""The OpenAPI document: what FastAPI makes of the routes, corrected where it does not know this gateway.
+"""The OpenAPI document, made of the routes and of the types of their bodies, and what routes describe themselves with.
 
-FastAPI says of every route with a parameter that it validates and answers 422; here the routes read what they are
-given themselves, and answer as `responses` says.
+A body's schema is its type's: fields, bounds and defaults. Its description and those of its fields are the type's
+docstring, with the sections `Attributes` and `Example`, the latter in JSON.
 """
 
-from collections.abc import Callable
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
+import msgspec
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 
-_OF_VALIDATION = ("HTTPValidationError", "ValidationError")
-_VERSION = {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
+Json = dict[str, Any]
+
+_SECTION = re.compile(r"\n\n([A-Z]\w+):\n")
+_ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
+_VERSION: Json = {"type": "integer", "minimum": 1, "maximum": 2**63 - 1}
+_MEANING = {
+    400: "The request is wrong, or too large.",
+    401: "No API key, or one that is not known.",
+    403: "The API key does not allow it.",
+    404: "No such model, version or request.",
+    409: "The id or the idempotency key belongs to a request with another body.",
+    410: "The result was there; its time to live is over.",
+    429: "Too much waits, or the tenant's quota is used up: try again after `Retry-After` seconds.",
+    500: "A JSON value has the wrong type, or the model failed.",
+    501: "The server does not offer this.",
+    503: "Not ready, overloaded, past its deadline, or shutting down: try again.",
+}
 
 
-def document_of(app: FastAPI) -> Callable[[], dict[str, Any]]:
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Every error: what happened, the value, and what to do.
+
+    Example:
+        {"error": "Request for unknown model: 'x' is not found"}
+    """
+
+    error: str
+
+
+def operation(summary: str, responses: dict[int, Json], *parameters: Json, takes: Json | None = None) -> Json:
+    """Returns what a route's decorator takes to describe it.
+
+    Args:
+        summary: A title; empty = the name of the route.
+        responses: By status, as `answer` and `errors` make them.
+        parameters: Of the query and the header, as `query` and `header` make them.
+        takes: The request's body, as `body` makes it.
+    """
+    extra: Json = {"responses": responses, "parameters": parameters}
+    if takes is not None:
+        extra["requestBody"] = takes
+    return {"summary": summary or None, "openapi_extra": extra}
+
+
+def answer(
+    description: str,
+    schema: Any = None,
+    *,
+    headers: dict[str, str] | None = None,
+    kind: str = "application/json",
+    example: Any = None,
+) -> Json:
+    """Returns a response: its meaning, the type of its body if it has one, and its headers with their meanings."""
+    found: Json = {"description": description}
+    if schema is not None:
+        found["content"] = {kind: {"schema": schema} | ({} if example is None else {"example": example})}
+    if headers:
+        found["headers"] = {name: {"description": text, "schema": {"type": "string"}} for name, text in headers.items()}
+    return found
+
+
+def errors(*statuses: int, **meanings: str) -> dict[int, Json]:
+    """Returns the responses of error statuses; `meanings` are those that differ, `s404=…` for one."""
+    return {status: answer(meanings.get(f"s{status}", _MEANING[status]), ErrorBody) for status in statuses}
+
+
+def body(schema: Any, *, required: bool = True) -> Json:
+    """Returns the description of a request's body in JSON."""
+    return {"required": required, "content": {"application/json": {"schema": schema}}}
+
+
+def header(name: str, description: str, **schema: Any) -> Json:
+    """Returns a header that a request may have; it is a string unless the schema says otherwise."""
+    return {"name": name, "in": "header", "required": False, "schema": {"type": "string"} | schema} | {
+        "description": description
+    }
+
+
+def followed(description: str, event: str) -> dict[int, Json]:
+    """Returns the responses of a stream of server-sent events, which a reader that saw the end is not sent again."""
+    return {
+        200: answer(description, {"type": "string"}, kind="text/event-stream", example=event),
+        204: answer("`Last-Event-ID` was the end already: do not come back."),
+    }
+
+
+def query(name: str, description: str, **schema: Any) -> Json:
+    """Returns a parameter that a request's query may have."""
+    return {"name": name, "in": "query", "required": False, "schema": schema, "description": description}
+
+
+LAST_EVENT = header("Last-Event-ID", "The last event that was seen.")
+
+
+def document_of(app: FastAPI, routers: Sequence[APIRouter]) -> Callable[[], Json]:
     """Returns what takes the place of `app.openapi`: a function that makes the document once."""
 
-    def openapi() -> dict[str, Any]:
+    def openapi() -> Json:
         if app.openapi_schema is None:
-            made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            app.openapi_schema = _corrected(made)
+            paths: Json = {}
+            for path, method, described in _operations(routers):
+                paths.setdefault(path, {})[method] = described
+            info = {"title": app.title, "description": app.description, "version": app.version}
+            app.openapi_schema = {"openapi": "3.1.0", "info": info, "paths": paths, **_components(paths)}
         return app.openapi_schema
 
     return openapi
 
 
-def _corrected(document: dict[str, Any]) -> dict[str, Any]:
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)
-            for parameter in operation.get("parameters", ()):
-                if (parameter["in"], parameter["name"]) == ("path", "version"):
-                    parameter["schema"] = _VERSION
-    for name in _OF_VALIDATION:
-        document.get("components", {}).get("schemas", {}).pop(name, None)
-    return document
+def _operations(routers: Sequence[APIRouter]) -> Iterator[tuple[str, str, Json]]:
+    for route in (route for router in routers for route in router.routes):
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            for method in sorted(route.methods or ()):
+                yield route.path_format, method.lower(), _operation(route)
+
+
+def _operation(route: APIRoute) -> Json:
+    extra = copy.deepcopy(route.openapi_extra or {})
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _VERSION if name == "version" else {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", route.path_format)
+    ]
+    found: Json = {
+        "tags": route.tags,
+        "summary": route.summary or route.name.replace("_", " ").title(),
+        "description": route.description,
+        "operationId": route.unique_id,
+        "parameters": [*parameters, *extra["parameters"]],
+        "responses": {str(status): response for status, response in sorted(extra["responses"].items())},
+    }
+    return found | ({"requestBody": extra["requestBody"]} if "requestBody" in extra else {})
+
+
+def _components(paths: Json) -> Json:
+    """Puts references in the place of types, and returns what they refer to."""
+    media = [one for one in _media(paths) if not isinstance(one["schema"], dict)]
+    schemas, components = msgspec.json.schema_components(
+        [one["schema"] for one in media], ref_template="#/components/schemas/{name}"
+    )
+    for one, schema in zip(media, schemas, strict=True):
+        one["schema"] = schema
+    for component in components.values():
+        _describe(component)
+    return {"components": {"schemas": components}}
+
+
+def _media(part: Any) -> Iterator[Json]:
+    """Yields the descriptions of bodies within a part of the document."""
+    if isinstance(part, dict):
+        if "schema" in part:
+            yield part
+        else:
+            for inner in part.values():
+                yield from _media(inner)
+
+
+def _describe(component: Json) -> None:
+    """Tells a docstring's sections apart: what is said of fields belongs to them."""
+    about, *sections = _SECTION.split(inspect.cleandoc(component.get("description", "")))
+    component["description"] = about
+    for name, text in zip(sections[::2], sections[1::2], strict=True):
+        if name == "Example":
+            component["example"] = msgspec.json.decode(text)
+        for field, meaning in _ATTRIBUTE.findall(text) if name == "Attributes" else ():
+            component["properties"][field]["description"] = " ".join(meaning.split())

@@ -3,7 +3,8 @@
 import asyncio
 import base64
 import binascii
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
@@ -11,14 +12,70 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from qinfer.control.api_keys import Scope
-from qinfer.control.models import IndexEntry
+from qinfer.control.index import IndexEntry
 from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedFeature
 from qinfer_api.http.replies import Reply
-from qinfer_api.rest.control_schema import INDEX, LOAD, UNLOAD
-from qinfer_api.rest.json_body import JsonObject, read_object, take_bool, take_object
-from qinfer_api.rest.services import Services, needs, restricted, send
+from qinfer_api.rest.bodies import read_json
+from qinfer_api.rest.openapi import Json, answer, body, errors, operation
+from qinfer_api.rest.services import Services, needs, restricted, send, send_json
 
 _FILE = "file:"
+_UNPARSED = "Unable to parse "
+
+
+_LOAD_PARAMETERS: Json = {
+    "properties": {"config": {"type": "string", "description": "A model configuration in JSON."}},
+    "additionalProperties": {"type": "string", "description": "`file:<version>/<name>`: the file in base64."},
+}
+
+
+class IndexCall(msgspec.Struct, frozen=True):
+    """A question for the index.
+
+    Attributes:
+        ready: Only versions that are ready.
+
+    Example:
+        {"ready": true}
+    """
+
+    ready: bool = False
+
+
+class LoadCall(msgspec.Struct, frozen=True):
+    r"""What a model is loaded with.
+
+    Example:
+        {"parameters": {"config": "{\"max_batch_size\": 16}"}}
+    """
+
+    parameters: Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_LOAD_PARAMETERS)] = {}
+
+
+class UnloadParameters(msgspec.Struct, frozen=True):
+    """How a model is unloaded."""
+
+    unload_dependents: bool = False
+
+
+class UnloadCall(msgspec.Struct, frozen=True):
+    """How a model is unloaded.
+
+    Example:
+        {"parameters": {"unload_dependents": false}}
+    """
+
+    parameters: UnloadParameters = UnloadParameters()
+
+
+_REFUSALS = errors(400, 401, 403, 500, 501, 503)
+_INDEX = operation(
+    "List the models",
+    {200: answer("The models.", list[IndexEntry]), **_REFUSALS},
+    takes=body(IndexCall, required=False),
+)
+_LOAD = operation("Load a model", {200: answer("Done."), **_REFUSALS}, takes=body(LoadCall, required=False))
+_UNLOAD = operation("Unload a model", {200: answer("Done."), **_REFUSALS}, takes=body(UnloadCall, required=False))
 
 
 def repository_routes(services: Services) -> APIRouter:
@@ -27,13 +84,12 @@ def repository_routes(services: Services) -> APIRouter:
     reading = [needs(services, Scope.INFER)]
     _add_control(router, services)
 
-    @router.post("/v2/repository/index", name="repository_index", dependencies=reading, **INDEX)
+    @router.post("/v2/repository/index", name="repository_index", dependencies=reading, **_INDEX)
     @router.post("/v2/repository/{repository}/index", dependencies=reading, include_in_schema=False)
     async def index(request: Request) -> HttpResponse:
         """Lists the models of the repositories, with the state of those that were ever loaded."""
-        body = await read_object(services, request, may_be_empty=True)
-        entries = await services.models.index(ready=take_bool(body, "ready"))
-        return send(Reply(200, msgspec.json.encode([_shown(entry) for entry in entries])))
+        call = await read_json(services, request, IndexCall, prefix=_UNPARSED, may_be_empty=True)
+        return send_json(await services.models.index(ready=call.ready))
 
     return router
 
@@ -42,20 +98,19 @@ def _add_control(router: APIRouter, services: Services) -> None:
     controlling: dict[str, Any] = {"dependencies": [needs(services, Scope.ADMIN)]}
     hidden: dict[str, Any] = {**controlling, "include_in_schema": False}
 
-    @router.post("/v2/repository/models/{model}/load", name="repository_load", **controlling, **LOAD)
+    @router.post("/v2/repository/models/{model}/load", name="repository_load", **controlling, **_LOAD)
     async def load(model: str, request: Request) -> HttpResponse:
         """Loads a model, or loads it anew; answers when it is ready."""
-        body = await read_object(services, request, may_be_empty=True)
-        config, files = await asyncio.to_thread(_overrides, take_object(body, "parameters"))
+        call = await read_json(services, request, LoadCall, may_be_empty=True)
+        config, files = await asyncio.to_thread(_overrides, call.parameters)
         await services.models.load(model, config, files)
         return send(Reply(200, b""))
 
-    @router.post("/v2/repository/models/{model}/unload", name="repository_unload", **controlling, **UNLOAD)
+    @router.post("/v2/repository/models/{model}/unload", name="repository_unload", **controlling, **_UNLOAD)
     async def unload(model: str, request: Request) -> HttpResponse:
         """Unloads a model: from now on it takes no requests; what waits is still answered."""
-        body = await read_object(services, request, may_be_empty=True)
-        dependents = take_bool(take_object(body, "parameters"), "unload_dependents")
-        await services.models.unload(model, unload_dependents=dependents)
+        call = await read_json(services, request, UnloadCall, prefix=_UNPARSED, may_be_empty=True)
+        await services.models.unload(model, unload_dependents=call.parameters.unload_dependents)
         return send(Reply(200, b""))
 
     @router.post("/v2/repository/{repository}/models/{model}/load", **hidden)
@@ -65,12 +120,7 @@ def _add_control(router: APIRouter, services: Services) -> None:
         raise UnsupportedFeature("'repository_name' specification is not supported")
 
 
-def _shown(entry: IndexEntry) -> dict[str, str]:
-    members = {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
-    return {name: value for name, value in members.items() if value}
-
-
-def _overrides(parameters: JsonObject) -> tuple[str | None, dict[str, bytes]]:
+def _overrides(parameters: Mapping[str, Any]) -> tuple[str | None, dict[str, bytes]]:
     """Returns the configuration and the files that come with a load request."""
     config: str | None = None
     files: dict[str, bytes] = {}

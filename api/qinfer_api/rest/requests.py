@@ -25,57 +25,120 @@ from qinfer_api.http.compression import response_encoding
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, Target, parse_version, with_headers
 from qinfer_api.http.replies import Reply
-from qinfer_api.records import address_of, path_of, shown_record
+from qinfer_api.records import RequestBody, address_of, path_of, shown_record
 from qinfer_api.requests import Submission, Ticket
-from qinfer_api.rest.bodies import encoded_reply, read_body, send_encoded, unless_left
+from qinfer_api.rest.bodies import (
+    INFER_BODY,
+    JSON_LENGTH,
+    OUTPUTS,
+    encoded_reply,
+    read_body,
+    send_encoded,
+    unless_left,
+)
+from qinfer_api.rest.openapi import answer, errors, header, operation, query
 from qinfer_api.rest.preferences import Preferences, read_preferences
-from qinfer_api.rest.request_schema import CANCEL, RECORD, RESULT, SUBMIT
 from qinfer_api.rest.services import Services, context_of, headers_forwarded, send
 
 AGAIN_S = 1
 """When to ask again for a result that is not there yet."""
 
 
+PREFER = header(
+    "Prefer",
+    "RFC 7240: `respond-async`, `wait=<seconds>`. Either makes the request asynchronous: 202, or the result if it is "
+    "there within `wait` seconds.",
+    examples=["respond-async, wait=5"],
+)
+"""The header that `/v2/…/infer` takes too."""
+
+_STATE = {"Qinfer-Request-State": "The state."}
+ACCEPTED = answer(
+    "Accepted: it will end in exactly one terminal state.",
+    RequestBody,
+    headers={
+        "Location": "The path of the request.",
+        "Idempotent-Replayed": "`true`: it had been accepted before.",
+        "Preference-Applied": "The preferences that were honoured.",
+        **_STATE,
+    },
+)
+_SUBMIT = operation(
+    "Submit a request",
+    {
+        202: ACCEPTED,
+        200: {**OUTPUTS, "description": "With `Prefer: wait`: the result."},
+        **errors(400, 401, 403, 404, 409, 429, 500, 501, 503),
+    },
+    JSON_LENGTH,
+    header("Request-Timeout", "Seconds until it expires.", type="number", exclusiveMinimum=0, examples=[600]),
+    header(
+        "Idempotency-Key",
+        "Visible ASCII. The same key with the same body is the same request; with another body it is refused.",
+        maxLength=255,
+    ),
+    header("Request-Id", "An id of your own, unique within the model.", pattern="^[A-Za-z0-9._~-]{1,128}$"),
+    header("Webhook-Url", "Is told of the end by a signed POST.", format="uri"),
+    PREFER,
+    takes=INFER_BODY,
+)
+_RECORD = operation("Look at a request", {200: answer("The request.", RequestBody), **errors(401, 403, 404, 503)})
+_RESULT = operation(
+    "Read a result",
+    {
+        200: {**OUTPUTS, **answer(OUTPUTS["description"], headers=_STATE)},
+        202: answer(
+            "It has not ended.", RequestBody, headers={"Retry-After": "When to ask again, in seconds.", **_STATE}
+        ),
+        **errors(400, 401, 403, 404, 410, 500, 503),
+    },
+    query("wait", "Seconds to wait for the end.", type="number", minimum=0),
+)
+_CANCEL = operation(
+    "Cancel a request", {200: answer("The request as it ended.", RequestBody), **errors(401, 403, 404, 503)}
+)
+
+
 def request_routes(services: Services) -> APIRouter:
     """Returns the routes of asynchronous requests, all but their events."""
     router = APIRouter(tags=["asynchronous requests"])
 
-    @router.post("/v1/models/{model}/requests", name="submit", **SUBMIT)
+    @router.post("/v1/models/{model}/requests", name="submit", **_SUBMIT)
     async def submit_request(model: str, request: Request) -> HttpResponse:
         """Accepts a request for the highest ready version of a model; a model without a live worker takes it too."""
         return await submit(services, Target(model, 0), request, _preferences(request))
 
-    @router.post("/v1/models/{model}/versions/{version}/requests", name="submit_version", **SUBMIT)
+    @router.post("/v1/models/{model}/versions/{version}/requests", name="submit_version", **_SUBMIT)
     async def submit_version(model: str, version: str, request: Request) -> HttpResponse:
         """Accepts a request for one version of a model."""
         return await submit(services, Target(model, parse_version(version)), request, _preferences(request))
 
-    @router.get("/v1/requests/{request_id}", name="record", **RECORD)
+    @router.get("/v1/requests/{request_id}", name="record", **_RECORD)
     async def record(request_id: str, request: Request) -> HttpResponse:
         """Tells where a request is."""
         return await _record(services, request, request_id, None)
 
-    @router.get("/v1/models/{model}/requests/{request_id}", name="record_of_model", **RECORD)
+    @router.get("/v1/models/{model}/requests/{request_id}", name="record_of_model", **_RECORD)
     async def record_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
         """Tells where a request is, also one with an id that its client chose."""
         return await _record(services, request, request_id, model)
 
-    @router.get("/v1/requests/{request_id}/result", name="result", **RESULT)
+    @router.get("/v1/requests/{request_id}/result", name="result", **_RESULT)
     async def result(request_id: str, request: Request) -> HttpResponse:
         """Gives the answer of a request; it can be read again until its time to live is over."""
         return await _result(services, request, request_id, None)
 
-    @router.get("/v1/models/{model}/requests/{request_id}/result", name="result_of_model", **RESULT)
+    @router.get("/v1/models/{model}/requests/{request_id}/result", name="result_of_model", **_RESULT)
     async def result_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
         """Gives the answer of a request, also of one with an id that its client chose."""
         return await _result(services, request, request_id, model)
 
-    @router.delete("/v1/requests/{request_id}", name="cancel", **CANCEL)
+    @router.delete("/v1/requests/{request_id}", name="cancel", **_CANCEL)
     async def cancel(request_id: str, request: Request) -> HttpResponse:
         """Cancels a request, unless it has ended."""
         return await _cancel(services, request, request_id, None)
 
-    @router.delete("/v1/models/{model}/requests/{request_id}", name="cancel_of_model", **CANCEL)
+    @router.delete("/v1/models/{model}/requests/{request_id}", name="cancel_of_model", **_CANCEL)
     async def cancel_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
         """Cancels a request, also one with an id that its client chose."""
         return await _cancel(services, request, request_id, model)

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
@@ -103,6 +104,11 @@ def restricted(services: Services, group: str) -> list[Any]:
         services.restrictions.check(group, request.headers.get)
 
     return [Depends(check)]
+
+
+def send_json(body: object, status: int = 200) -> HttpResponse:
+    """Makes the HTTP response of a body that is a struct, or several."""
+    return send(Reply(status, msgspec.json.encode(body)))
 
 
 def send(reply: Reply) -> HttpResponse:

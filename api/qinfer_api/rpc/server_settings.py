@@ -1,13 +1,13 @@
 """The calls of the trace and logging extensions (reference §1.16, §1.17, §2.1)."""
 
-from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.errors import InvalidRequest
 from qinfer_api.rpc.calls import Guard, Handler
-from qinfer_api.server_settings import LogSettings, TraceSettings
+from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings
 
 _LEVELS = "trace_level"
 _LOG_KINDS = {
@@ -29,7 +29,9 @@ def settings_calls(guard: Guard, trace: TraceSettings, log: LogSettings) -> dict
         shown = await (trace.update(changes, model) if changes else trace.read(model))
         setting = pb.TraceSettingResponse.SettingValue
         return pb.TraceSettingResponse(
-            settings={n: setting(value=[v] if isinstance(v, str) else v) for n, v in shown.items()}
+            settings={
+                n: setting(value=[v] if isinstance(v, str) else v) for n, v in msgspec.structs.asdict(shown).items()
+            }
         )
 
     async def log_settings(request: Any) -> Any:
@@ -67,6 +69,6 @@ def _log_value(name: str, value: Any) -> object:
     return getattr(value, kind)
 
 
-def _logged(shown: Mapping[str, bool | int | str]) -> dict[str, Any]:
+def _logged(shown: LogValues) -> dict[str, Any]:
     setting = pb.LogSettingsResponse.SettingValue
-    return {name: setting(**{_LOG_KINDS[name]: value}) for name, value in shown.items()}
+    return {name: setting(**{_LOG_KINDS[name]: value}) for name, value in msgspec.structs.asdict(shown).items()}

@@ -1,0 +1,64 @@
+"""JSON objects of the calls that are no inference, read as types: one type checks, and gives the schema.
+
+A value of another type is refused with 500, in Triton's words (reference §1.2).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from qinfer.codec.json_depth import check_depth
+from qinfer.errors import InvalidRequest, MalformedJson, QinferError
+
+T = TypeVar("T")
+
+_KINDS = {"bool": "boolean", "str": "string", "int": "unsigned-integer"}
+_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
+_WRONG = re.compile(r"Expected `(?P<kind>\w+).* - at `\$\.(?:\w+\.)*(?P<name>\w+)", re.DOTALL)
+
+
+def decode_json(body: bytes, kind: type[T], max_depth: int, *, prefix: str = "", call: str = "") -> T:
+    """Decodes a JSON object.
+
+    Args:
+        body: The text.
+        kind: The object's type.
+        max_depth: How deep it may be nested.
+        prefix: What an error begins with, before the name of the member that is of another type.
+        call: What an error calls an object that lacks a member; what is no object lacks all of them.
+
+    Raises:
+        InvalidRequest: It is no JSON object, nested too deep, or lacks a member.
+        MalformedJson: A member is of another type.
+    """
+    check_depth(body, max_depth)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        if call and str(error).startswith("Expected `object`") and " - at " not in str(error):
+            return convert_json({}, kind, prefix=prefix, call=call)
+        raise _explained(error, prefix, call) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
+
+
+def convert_json(values: Mapping[str, object], kind: type[T], *, prefix: str = "", call: str = "") -> T:
+    """Makes a type of a JSON object that is decoded; see `decode_json`."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(error, prefix, call) from None
+
+
+def _explained(error: msgspec.ValidationError, prefix: str, call: str) -> QinferError:
+    if missing := _MISSING.match(str(error)):
+        return InvalidRequest(f"{call or 'the request'} has no '{missing['name']}' field")
+    wrong = _WRONG.match(str(error))
+    if wrong is None:
+        return InvalidRequest("failed to parse the request JSON buffer: it must be an object")
+    if wrong["kind"] == "object":
+        return MalformedJson(f"'{wrong['name']}': attempt to get members for non-object")
+    kind = _KINDS.get(wrong["kind"], wrong["kind"])
+    return MalformedJson(f"{prefix}'{wrong['name']}': attempt to access JSON non-{kind} as {kind}")
