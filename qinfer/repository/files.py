@@ -1,14 +1,36 @@
-"""The files of one model repository: the port of which `LocalFiles` and `RemoteFiles` are the adapters.
+"""The files of one model repository: of a directory (`LocalFiles`), or at a URL that fsspec knows (`RemoteFiles`).
 
-Paths are relative to the repository's root, with `/`: `<model>/<version>/model.onnx`.
+Paths are relative to the repository's root, with `/`: `<model>/<version>/model.onnx`. Every method blocks, and raises
+`SettingsError` when the storage can't be reached or refuses, with a text for operators that names it, and `OSError`
+when one file can't be read.
+
+Of URLs, Triton's own spellings are understood too: `as://account/container/path` for Azure, `s3://host:port/bucket/path`
+and `s3://https://host:port/bucket/path` for another server that speaks S3's protocol. Credentials come from the store's
+own variables, such as AWS_ACCESS_KEY_ID.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Protocol, Self, overload
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, Protocol, Self, overload
+
+from qinfer.errors import (
+    InvalidRequest,
+    ModelLoadFailed,
+    SettingsError,
+    StoreError,
+    StoreNotFound,
+    UnsupportedFeature,
+)
+from qinfer.storage.errors import ANSWER_TIMEOUT_S
+from qinfer.storage.open import is_bucket, open_store, remedy
 
 IGNORED = "__pycache__"
 """A directory that running a model makes, and that is not part of it."""
@@ -19,6 +41,16 @@ MAX_FILES = 100_000
 PAGE_BYTES = 256 * 1024
 MAX_PAGES = 512
 """Pages that may be read: 128 MiB, after which downloading the file would have been the better idea."""
+
+_LOCAL_WHOLE_BYTES = 16 * 2**20  # a smaller file is read at once
+_LOCAL_PAGE_BYTES = 4096
+_S3_SERVER = re.compile(r"s3://(?:(?P<scheme>https?)://(?P<host>[\w.:-]+)|(?P<server>[\w.-]+:\d+))/(?P<path>.+)")
+_SECRET = re.compile(r"(?:https?://)?[^/@]*:[^/@]*@")  # user:password@host; user@host holds none
+_REMOTE_WHOLE_BYTES = 4 * 2**20  # a smaller file is read at once
+_MOST_FILES = 10 * MAX_FILES
+_LEFT_OUT = frozenset({"", ".", "..", IGNORED})
+_NOTHING = "there is no such bucket, or nothing is at this URL"
+_MAX_DIGITS = 19  # a version is an int64 on the wire
 
 
 class Stamp(NamedTuple):
@@ -62,9 +94,6 @@ class Listing:
                 stamp = self.files[path]
                 sha.update(f"\n{path}\t{stamp.size}\t{stamp.mark}".encode("utf-8", "surrogateescape"))
         return sha.hexdigest()
-
-
-_MAX_DIGITS = 19  # a version is an int64 on the wire
 
 
 class Blob(Protocol):
@@ -148,58 +177,283 @@ class Ranges:
         return page
 
 
-class Files(Protocol):
-    """One repository's files; blocking, and safe to use from several threads.
+class LocalFiles:
+    """The files of a directory; keeps nothing between calls.
 
-    Every method raises `SettingsError` when the storage can't be reached or refuses, with a text for operators that
-    names it, and `OSError` when one file can't be read.
-
-    Attributes:
-        is_remote: Reading a file takes a request over the network, so that what is known is worth keeping.
+    Args:
+        root: The directory.
     """
 
-    is_remote: bool
+    is_remote = False
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
 
     def models(self) -> list[str]:
-        """Returns the names of the directories, sorted; hidden ones are left out."""
-        ...
+        """Returns the names of the directories, sorted; hidden ones are left out.
 
-    def listings(self) -> dict[str, "Listing | Exception"]:
-        """Returns what each directory holds, or why that can't be told, by name; hidden ones are left out."""
-        ...
+        Raises:
+            SettingsError: The repository is not a directory that can be read.
+        """
+        try:
+            with os.scandir(self._root) as entries:
+                return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
+        except OSError as error:
+            raise SettingsError(f"model repository '{self._root}' can't be read: {error.strerror}") from None
+
+    def listings(self) -> dict[str, Listing | Exception]:
+        """Returns what each directory holds, or why that can't be told, by name."""
+        found: dict[str, Listing | Exception] = {}
+        for name in self.models():
+            try:
+                listing = self.listing(name)
+            except (OSError, ModelLoadFailed) as error:
+                found[name] = error
+                continue
+            if listing is not None:  # else removed meanwhile
+                found[name] = listing
+        return found
 
     def listing(self, directory: str) -> Listing | None:
         """Returns what a directory holds; `None` when there is none of that name."""
-        ...
+        root = self._root / directory
+        if not root.is_dir():
+            return None
+        files: dict[str, Stamp] = {}
+        directories: set[str] = set()
+        todo = [("", str(root))]
+        while todo:
+            prefix, path = todo.pop()
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir():
+                        if entry.name != IGNORED and not _leads_back(entry, path):
+                            directories.add(prefix + entry.name)
+                            todo.append((f"{prefix}{entry.name}/", entry.path))
+                    elif entry.is_file():
+                        status = entry.stat()
+                        files[prefix + entry.name] = Stamp(status.st_size, str(status.st_mtime_ns))
+            if len(files) + len(directories) > MAX_FILES:
+                raise ModelLoadFailed(f"its directory holds more than {MAX_FILES} files")
+        return Listing(files, directories)
 
     def read(self, path: str, limit_bytes: int) -> bytes:
-        """Returns a file's content.
+        """Returns a file's content."""
+        with (self._root / path).open("rb") as file:
+            content = file.read(limit_bytes + 1)
+        if len(content) > limit_bytes:
+            raise OSError(0, f"it is larger than {limit_bytes} bytes")
+        return content
 
-        Raises:
-            OSError: It is not there, can't be read, or is larger than the limit.
+    @contextmanager
+    def blob(self, path: str, size: int) -> Iterator[Blob]:
+        """Opens a file, of which a large one is read only where it is looked at.
+
+        It is not mapped: looking at a mapped file that was made shorter meanwhile, as by another that is copied over
+        it, ends the process.
         """
-        ...
+        with (self._root / path).open("rb") as file:
+            if size <= _LOCAL_WHOLE_BYTES:
+                yield memoryview(file.read(size))
+                return
 
-    def blob(self, path: str, size: int) -> AbstractContextManager[Blob]:
-        """Opens a file of a known size, of which only parts are wanted, while the context lasts."""
-        ...
+            def fetch(begin: int, end: int) -> bytes:
+                return os.pread(file.fileno(), end - begin, begin)
+
+            yield Ranges(fetch, size, _LOCAL_PAGE_BYTES, sys.maxsize)
 
     def directory(self, path: str) -> Path | None:
-        """Returns a directory of this machine; `None` when the files are elsewhere, so that they must be fetched."""
-        ...
+        """Returns the directory itself."""
+        return self._root / path
 
     def fetch(self, path: str, target: Path) -> None:
-        """Copies a file to this machine.
-
-        Raises:
-            OSError: It can't be read or written.
-        """
-        ...
+        """Copies a file."""
+        shutil.copyfile(self._root / path, target)
 
     def write(self, path: str, content: bytes) -> None:
         """Writes a file, and the directories that it needs."""
-        ...
+        target = self._root / path
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+        except OSError as error:
+            raise SettingsError(f"'{self._root}' can't be written: {error.strerror}") from None
 
     def remove(self, directory: str) -> None:
         """Removes a directory with all that it holds; one that is not there is no error."""
-        ...
+        shutil.rmtree(self._root / directory, ignore_errors=True)
+
+
+class RemoteFiles:
+    """The files below a URL.
+
+    Args:
+        url: The repository's URL.
+
+    Raises:
+        SettingsError: The URL is of no kind that is known, or its driver is not installed.
+    """
+
+    is_remote = True
+
+    def __init__(self, url: str) -> None:
+        place = place_of(url)
+        self._shown = place.shown
+        try:
+            self._store, self._root = open_store(place.url, listing_timeout_s=ANSWER_TIMEOUT_S, options=place.options)
+        except UnsupportedFeature:
+            driver = remedy(place.url.partition("://")[0])
+            raise SettingsError(f"model repository '{self._shown}' needs a driver; {driver}") from None
+        except InvalidRequest:
+            raise SettingsError(
+                f"model repository '{self._shown}' has a URL of an unknown kind; use a directory, s3://, gs:// or az://"
+            ) from None
+        except StoreError as error:
+            raise self._unreadable(error.reason) from None
+
+    def models(self) -> list[str]:
+        """Returns the names of the directories, sorted; hidden ones are left out."""
+        with self._named_errors():
+            found = self._store.children(self._root)
+        if not found:
+            raise self._unreadable(_NOTHING)
+        return sorted({child.name for child in found if child.is_folder and not child.name.startswith(".")})
+
+    def listings(self) -> dict[str, Listing | Exception]:
+        """Returns what each directory holds, by name, of one listing of everything."""
+        found = self._find(self._root)
+        if not found:
+            raise self._unreadable(_NOTHING)
+        models: dict[str, dict[str, Stamp]] = {}
+        for path, stamp in found.items():
+            name, separator, inner = path.partition("/")
+            if separator and not name.startswith("."):
+                models.setdefault(name, {})[inner] = stamp
+        return {name: _listing(models[name]) for name in sorted(models)}
+
+    def listing(self, directory: str) -> Listing | None:
+        """Returns what a directory holds; `None` when there is none of that name."""
+        found = self._find(self._at(directory))
+        return _listing(found) if found else None
+
+    def read(self, path: str, limit_bytes: int) -> bytes:
+        """Returns a file's content."""
+        content = self._range(path, 0, limit_bytes + 1)
+        if len(content) > limit_bytes:
+            raise OSError(0, f"it is larger than {limit_bytes} bytes")
+        return content
+
+    @contextmanager
+    def blob(self, path: str, size: int) -> Iterator[Blob]:
+        """Opens a file of which only parts are wanted; a small one is read at once."""
+        if size <= _REMOTE_WHOLE_BYTES:
+            yield memoryview(self.read(path, _REMOTE_WHOLE_BYTES))
+        else:
+            yield Ranges(partial(self._range, path), size)
+
+    def directory(self, path: str) -> Path | None:
+        """Returns `None`: the files are elsewhere."""
+        del path
+        return None
+
+    def fetch(self, path: str, target: Path) -> None:
+        """Copies a file to this machine."""
+        with self._named_errors():
+            self._store.fetch(self._at(path), target)
+
+    def write(self, path: str, content: bytes) -> None:
+        """Writes a file, and the directories that it needs."""
+        with self._named_errors():
+            self._store.write(content, self._at(path))
+
+    def remove(self, directory: str) -> None:
+        """Removes a directory with all that it holds; one that is not there is no error."""
+        with self._named_errors():
+            self._store.delete_folder(self._at(directory))
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    def _range(self, path: str, begin: int, end: int) -> bytes:
+        with self._named_errors():
+            return self._store.read_range(self._at(path), begin, end)
+
+    def _find(self, root: str) -> dict[str, Stamp]:
+        """Lists the files below a URL, relative to it; paths that would lead out of a copy are left out."""
+        found: dict[str, Stamp] = {}
+        try:
+            with self._named_errors():
+                for url, size_bytes, etag in self._store.scan(root):
+                    path = url.removeprefix(f"{root}/")
+                    if not _LEFT_OUT.intersection(path.split("/")):
+                        found[path] = Stamp(size_bytes, etag)
+                    if len(found) > _MOST_FILES:
+                        raise SettingsError(
+                            f"model repository '{self._shown}' holds more than {_MOST_FILES} files; is it one?"
+                        )
+        except FileNotFoundError:
+            return {}
+        return found
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Turns a store's error into a `SettingsError` that names the repository, if it is not about one file."""
+        try:
+            yield
+        except StoreNotFound:
+            raise FileNotFoundError from None
+        except StoreError as error:
+            raise self._unreadable(error.reason) from None
+
+    def _unreadable(self, reason: str) -> SettingsError:
+        return SettingsError(f"model repository '{self._shown}' can't be read: {reason}")
+
+
+Files = LocalFiles | RemoteFiles
+"""The files of a repository, wherever they are; safe to use from several threads."""
+
+
+class Place(NamedTuple):
+    """Where a repository is: a URL as fsspec wants it, what it is opened with, and what operators see of it."""
+
+    url: str
+    options: Mapping[str, Any]
+    shown: str
+
+
+def place_of(url: str) -> Place:
+    """Reads the URL of a repository.
+
+    Raises:
+        SettingsError: It holds a password, or Triton's spelling for Azure lacks a part.
+    """
+    protocol, _, rest = url.partition("://")
+    shown = f"{protocol}://{rest.rpartition('@')[2].partition('?')[0]}"
+    if is_bucket(protocol) and _SECRET.match(rest):
+        raise SettingsError(
+            f"model repository '{shown}' may have no password in its URL; it comes from the store's own variables, "
+            "such as AWS_SECRET_ACCESS_KEY"
+        )
+    server = _S3_SERVER.fullmatch(url)
+    if server is not None:
+        host = server["host"] or server["server"]
+        return Place(f"s3://{server['path']}", {"endpoint_url": f"{server['scheme'] or 'http'}://{host}"}, shown)
+    if protocol == "as":
+        account, _, path = rest.partition("/")
+        if not account or not path.strip("/"):
+            raise SettingsError(f"model repository '{shown}' must be as://<account>/<container>/<path>")
+        return Place(f"az://{path}", {"account_name": account}, shown)
+    return Place(url, {}, shown)
+
+
+def _leads_back(entry: os.DirEntry[str], parent: str) -> bool:
+    """Tells whether a directory is a link to one that it is in, which would be walked for ever."""
+    if not entry.is_symlink():
+        return False
+    target = os.path.realpath(entry.path)
+    return f"{os.path.realpath(parent)}/".startswith(f"{target}/")
+
+
+def _listing(files: Mapping[str, Stamp]) -> Listing:
+    directories = {str(parent) for path in files for parent in PurePosixPath(path).parents} - {"."}
+    return Listing(files, directories)

@@ -23,10 +23,8 @@ from qinfer.errors import (
 from qinfer.messages import IdFactory
 from qinfer.repository.base import RepositoryModel, is_model_name
 from qinfer.repository.cache import FilesCache
-from qinfer.repository.files import Files, Listing
-from qinfer.repository.local import LocalFiles
+from qinfer.repository.files import Files, Listing, LocalFiles, RemoteFiles
 from qinfer.repository.reader import UNREADABLE, Reading, read_model
-from qinfer.repository.remote import RemoteFiles
 from qinfer.settings import RepositorySettings
 
 logger = logging.getLogger(__name__)

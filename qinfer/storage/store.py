@@ -148,17 +148,11 @@ class Store(ABC):
     def children(self, folder: str) -> list[Child]:
         """Returns what is directly in a folder; nothing where there is no such folder or bucket."""
 
-    def list(self, prefix: str) -> Iterator[Stat]:
-        """Returns everything below a folder, sorted by URL; nothing where there is no such folder.
-
-        Raises:
-            StoreNotFound: There is no such bucket.
-        """
-        return iter(sorted(self.scan(prefix)))
-
     @abstractmethod
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """Returns the same in the store's own order, and from S3 and directories as it is asked for: page by page.
+        """Returns everything below a folder, in the store's own order; nothing where there is no such folder.
+
+        From S3 and directories it comes as it is asked for: page by page.
 
         Raises:
             StoreNotFound: From reading: there is no such bucket.

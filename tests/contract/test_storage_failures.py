@@ -215,7 +215,7 @@ OPERATIONS: dict[str, Callable[[Store, str, Path], object]] = {
     "fetch": lambda store, url, path: store.fetch(url, path.with_name("fetched")),
     "children": lambda store, url, _: store.children(url),
     "stat": lambda store, url, _: store.stat(url),
-    "list": lambda store, url, _: list(store.list(url)),
+    "list": lambda store, url, _: sorted(store.scan(url)),
     "set_aside": lambda store, url, _: store.set_aside(url),
     "open": lambda store, url, _: store.open(url).read(),
     "delete": lambda store, url, _: store.delete(url),

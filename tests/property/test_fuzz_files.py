@@ -15,7 +15,7 @@ from qinfer.codec.kserve_grpc import decode_infer, parse_infer
 from qinfer.codec.outputs import NO_REGIONS
 from qinfer.errors import InvalidRequest, ModelLoadFailed, OutputMismatch, QinferError, RequestError
 from qinfer.repository.config import from_json
-from qinfer.repository.local import LocalFiles
+from qinfer.repository.files import LocalFiles
 from qinfer.repository.open import open_repositories
 from qinfer.repository.reader import Reading, read_model
 from qinfer.settings import RepositorySettings

@@ -15,7 +15,7 @@ import pytest
 from qinfer.errors import ModelLoadFailed
 from qinfer.repository import cache
 from qinfer.repository.cache import FilesCache
-from qinfer.repository.local import LocalFiles
+from qinfer.repository.files import LocalFiles
 
 URL = "s3://bucket/models"
 
@@ -112,7 +112,7 @@ def test_a_killed_download_leaves_nothing_that_counts(tmp_path: Path, store: Els
         import os, sys, time
         from pathlib import Path
         from qinfer.repository.cache import FilesCache
-        from qinfer.repository.local import LocalFiles
+        from qinfer.repository.files import LocalFiles
 
         class Slow(LocalFiles):
             def fetch(self, path, target):
@@ -200,7 +200,7 @@ def test_copies_of_models_that_are_gone_are_removed(tmp_path: Path, store: Elsew
     """After a week without use, at the next load of any model, by a process that does not use them."""
     write(tmp_path, "old/1/model.onnx", "old")
     program = "import sys; from pathlib import Path; from qinfer.repository.cache import FilesCache as C"
-    program += "\nfrom qinfer.repository.local import LocalFiles as L"
+    program += "\nfrom qinfer.repository.files import LocalFiles as L"
     program += (
         "\nprint(C(Path(sys.argv[1]) / 'cache').version_dir(L(Path(sys.argv[1]) / 'store'), sys.argv[2], 'old', 1))"
     )

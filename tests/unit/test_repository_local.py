@@ -12,7 +12,7 @@ from qinfer.errors import ModelLoadFailed, SettingsError
 from qinfer.repository.base import RepositoryModel
 from qinfer.repository.config import parse, to_spec
 from qinfer.repository.file_tensors import FileTensor, FileTensors
-from qinfer.repository.local import LocalFiles
+from qinfer.repository.files import LocalFiles
 from qinfer.repository.onnx_metadata import read_onnx
 from qinfer.repository.open import Repositories, open_repositories
 from qinfer.repository.spec import Device
@@ -182,7 +182,7 @@ def test_what_python_leaves_behind_is_no_change(tmp_path: Path) -> None:
 
 def test_a_repository_that_is_a_disk_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its models have an error, instead of being walked for ever."""
-    monkeypatch.setattr("qinfer.repository.local.MAX_FILES", 2)
+    monkeypatch.setattr("qinfer.repository.files.MAX_FILES", 2)
     for name in ("1", "2", "3"):
         write_onnx(tmp_path / "m" / name / "model.onnx")
 

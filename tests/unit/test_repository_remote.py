@@ -12,10 +12,9 @@ import pytest
 
 from qinfer.errors import ModelLoadFailed, SettingsError
 from qinfer.repository import files as ranges
-from qinfer.repository.files import Ranges, TooFarSpreadError
+from qinfer.repository.files import Ranges, RemoteFiles, TooFarSpreadError, place_of
 from qinfer.repository.onnx_metadata import read_onnx
 from qinfer.repository.open import Repositories, open_repositories
-from qinfer.repository.remote import RemoteFiles, place_of
 from qinfer.settings import RepositorySettings
 from qinfer.storage.errors import ANSWER_TIMEOUT_S
 from tests import models

@@ -96,7 +96,7 @@ def test_a_killed_process_leaves_nothing_in_part(store: LocalStore, tmp_path: Pa
         url = f"file://{final}"
         is_there = final.exists()
         assert not is_there or final.read_bytes() == CONTENT
-        assert [stat.url for stat in store.list(f"file://{final.parent}")] == [url] * is_there
+        assert [stat.url for stat in store.scan(f"file://{final.parent}")] == [url] * is_there
         outcome = store.commit_if_absent(spool, url)
         assert outcome is (Outcome.EXISTS if is_there else Outcome.CREATED)
         assert final.read_bytes() == CONTENT
@@ -117,7 +117,7 @@ def test_leftovers_of_killed_processes_go_after_a_day(tmp_path: Path) -> None:
     store.put_if_absent(b"1", f"file://{tmp_path}/x")
 
     assert sorted(path.name for path in tmp_path.iterdir()) == [young, other, "x"]
-    assert [stat.url for stat in store.list(f"file://{tmp_path}")] == [f"file://{tmp_path}/x"]
+    assert [stat.url for stat in store.scan(f"file://{tmp_path}")] == [f"file://{tmp_path}/x"]
 
 
 def test_of_many_processes_one_creates(tmp_path: Path) -> None:

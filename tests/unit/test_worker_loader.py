@@ -12,7 +12,7 @@ from qinfer.control.base import StoredModel
 from qinfer.errors import ModelLoadFailed
 from qinfer.repository.cache import FilesCache
 from qinfer.repository.config import from_json, normalise, parse, to_json, to_spec
-from qinfer.repository.local import LocalFiles
+from qinfer.repository.files import LocalFiles
 from qinfer.repository.spec import Device, InstanceSpec, ModelSpec
 from qinfer.settings import LimitSettings
 from qinfer.testing import FakeClock, stub_spec
