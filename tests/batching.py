@@ -9,10 +9,9 @@ import numpy as np
 
 from qinfer.backends.base import Batch, Context
 from qinfer.backends.stub import StubBackend
-from qinfer.batching.batcher import Batcher
+from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Execution, Pending
-from qinfer.batching.latency import LatencyModel
-from qinfer.batching.ports import LoadedModel
+from qinfer.batching.policy import LatencyModel
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.messages import InferRequest, Response

@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from qinfer.codec.json_depth import check_depth
 from qinfer.codec.kserve_exact import load, read_input
-from qinfer.codec.kserve_json import elements, pack
+from qinfer.codec.kserve_json import check_depth, elements, pack
 from qinfer.codec.kserve_parameters import custom_parameter
 from qinfer.errors import InvalidRequest, MalformedJson
 from qinfer.messages import InferRequest, Response, Scalar

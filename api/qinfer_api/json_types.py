@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from qinfer.codec.json_depth import check_depth
+from qinfer.codec.kserve_json import check_depth
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qinfer.errors import QinferError, SettingsError
 from qinfer.settings import Settings
-from qinfer_api.http.replies import error_reply, failure_reply
+from qinfer_api.http.infer import error_reply, failure_reply
 from qinfer_api.quiet_server import QuietServer
 from qinfer_api.rest.services import send
 

@@ -1,7 +1,7 @@
 """The machine that turns pending requests into executions: one per model version and worker, on the event loop.
 
     admit ─▶ pending ─▶ policy.decide ─▶ assemble ─▶ executor ─▶ outlet.answer
-                 │          └─▶ expired ─▶ outlet.answer  └─▶ halves, if it raised ─▶ executor …
+                 │          └─▶ expired ─▶ outlet.answer  └─▶ bisection, if it raised ─▶ executor …
                  ├─▶ outlet.give_back (what others can run sooner)
                  └─▶ outlet.delay (what waited too long, by its queue policy)
 
@@ -12,28 +12,193 @@ that a busy worker never hoards what an idle one could run (DESIGN.md §4).
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from qinfer.batching import policy
-from qinfer.batching.assemble import KeyFunction, assemble, key_function, no_key
-from qinfer.batching.execution import Execution, Pending
-from qinfer.batching.halves import Halves
-from qinfer.batching.latency import LatencyModel
-from qinfer.batching.loans import Loans
-from qinfer.batching.policy import NEVER_S, Rules, Slots
-from qinfer.batching.ports import LoadedModel, Outlet
-from qinfer.batching.responses import Responder
+from qinfer.batching.execution import (
+    Caller,
+    Execution,
+    KeyFunction,
+    Observer,
+    Pending,
+    Responder,
+    assemble,
+    key_function,
+    no_key,
+)
+from qinfer.batching.policy import NEVER_S, LatencyModel, Rules, Slots
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import DELAYED
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
+from qinfer.messages import Response
 from qinfer.observability.stats import StatsTally
+from qinfer.repository.spec import ModelSpec
+
+
+class Bisection(deque[list[Pending]]):
+    """The parts of batches that raised: they wait for an instance and run as they are, the one cut last first.
+
+        [a b c d] raises ─▶ [a b] [c d] ─▶ [a b] raises ─▶ [a] [b] [c d] ─▶ …    c and d never meet a and b again
+
+    So an item gets the model's error only from an execution in which it was alone, and one bad item of n costs about
+    2·log2(n) executions more. A batch that can't be assembled is cut in the same way.
+    """
+
+    def cut(self, items: Sequence[Pending]) -> None:
+        """Adds the two halves of a batch, in order, before all others; a single item is a batch by itself."""
+        middle = (len(items) + 1) // 2
+        if len(items) > 1:
+            self.appendleft(list(items[middle:]))
+        self.appendleft(list(items[:middle]))
+
+    def take_all(self) -> list[Pending]:
+        """Removes and returns every item, in order."""
+        items = [item for batch in self for item in batch]
+        self.clear()
+        return items
+
+    def take_late(self, horizon_s: float) -> list[Pending]:
+        """Removes and returns the items whose deadline is not after `horizon_s`."""
+        late = [item for batch in self for item in batch if item.deadline_s <= horizon_s]
+        for item in late:
+            self.drop(item)
+        return late
+
+    def drop(self, item: Pending) -> bool:
+        """Removes an item; tells whether it was here."""
+        for batch in self:
+            if item in batch:
+                batch.remove(item)
+                if not batch:
+                    self.remove(batch)
+                return True
+        return False
+
+    @property
+    def first_deadline_s(self) -> float:
+        """The earliest deadline of all items; `NEVER_S` without any."""
+        return min((item.deadline_s for batch in self for item in batch), default=NEVER_S)
+
+
+PATIENCE_S = 0.25
+"""Requests that have waited so long for a lent instance are given back to the queue. Nearly all bulk batches take a
+tenth of it, even where the machine has too few cores; and what is given back begins its way anew."""
+
+FETCH_EVERY_S = 0.003
+"""The pause between two fetches while requests wait."""
+
+
+class LentInstances:
+    """Instances that are lent for bulk work: how requests are fetched that wait for them. Pure arithmetic.
+
+    What comes while they are away makes one batch when they are back, so it is fetched in a few steps. It does not wait
+    for long: an idle worker may have it.
+
+    Attributes:
+        count: How many instances are away.
+        is_overdue: Requests were given back: nothing is fetched until an instance is back.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_overdue = False
+        self._waiting = 0
+        self._fetched_s = NEVER_S
+        self._since_s = NEVER_S
+
+    def change(self, count: int) -> None:
+        """Takes note that so many instances more are away, or, if negative, are back."""
+        self.count += count
+        if count < 0 or not self.count:
+            self.is_overdue, self._waiting, self._since_s = False, 0, NEVER_S
+
+    def look(self, now_s: float, waiting: int) -> tuple[bool, float]:
+        """Decides what to do while all instances are away.
+
+        Args:
+            now_s: Now.
+            waiting: How many requests wait here.
+
+        Returns:
+            Whether to fetch now, and when to look again. Where requests have waited for too long, `is_overdue` is set.
+        """
+        if self.is_overdue or not waiting:
+            return not self.is_overdue, NEVER_S
+        if waiting != self._waiting:
+            self._waiting, self._fetched_s = waiting, now_s
+        self._since_s = min(self._since_s, now_s)
+        overdue_at_s, fetch_at_s = self._since_s + PATIENCE_S, self._fetched_s + FETCH_EVERY_S
+        if now_s >= overdue_at_s:
+            self.is_overdue = True
+            return False, NEVER_S
+        return now_s >= fetch_at_s, overdue_at_s if now_s >= fetch_at_s else min(overdue_at_s, fetch_at_s)
+
 
 FETCH_LEAD_S = 0.003
 """How long before an execution's expected end the next batch is fetched: a few round trips to the broker."""
 
 OVERDUE_S = 0.05
 """An execution later than expected by this, or by its expected duration if longer, gives back what waits behind it."""
+
+
+class Executor(Protocol):
+    """The instances of a model version, which share one queue of executions."""
+
+    count: int
+    """How many instances there are."""
+
+    def run_now(self, execution: Execution, expected_s: float) -> bool:
+        """Executes at once if that should take no time worth a change of threads; tells whether it did.
+
+        Args:
+            execution: What to run.
+            expected_s: How long it should take; 0 = unknown.
+        """
+        ...
+
+    def start(self, execution: Execution, done: Callable[[Execution], None]) -> None:
+        """Queues an execution; `done` is called on the event loop when it ended."""
+        ...
+
+    def recall(self) -> list[Execution]:
+        """Takes back the executions that did not begin."""
+        ...
+
+    def retire(self) -> None:
+        """Unloads every instance once it has executed what is queued."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model version at one generation, loaded into instances; its calls to other models go through `caller`."""
+
+    spec: ModelSpec
+    version: int
+    generation: int
+    executor: Executor
+    caller: Caller | None = None
+    observer: Observer | None = None
+
+
+class Outlet(Protocol):
+    """Where items go when the batcher is done with them; none of its calls blocks."""
+
+    def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
+        """Publishes responses, then finishes the items' entries."""
+        ...
+
+    def give_back(self, items: Sequence[Pending]) -> None:
+        """Releases items that are not to be executed here."""
+        ...
+
+    def delay(self, items: Sequence[Pending]) -> None:
+        """Moves items behind the others of their level: each to the `.delayed` lane of the lane that it is in."""
+        ...
 
 
 class Batcher:
@@ -53,8 +218,8 @@ class Batcher:
         self._outlet = outlet
         self._loop = asyncio.get_running_loop()
         self._pending: list[Pending] = []
-        self._halves = Halves()
-        self._loans = Loans()
+        self._bisection = Bisection()
+        self._lent = LentInstances()
         self._unanswered: list[Execution] = []
         self._rows_per_item = 1.0
         self._timer: asyncio.TimerHandle | None = None
@@ -82,7 +247,7 @@ class Batcher:
             What did not start, out of the batcher's hands: check it against the new configuration, `classify` it, and
             admit it again.
         """
-        old, self._loans = self.model.executor, Loans()
+        old, self._lent = self.model.executor, LentInstances()
         self._recall()
         waiting = self._take_waiting()
         self._adopt(model, latency)
@@ -140,7 +305,7 @@ class Batcher:
         if item in self._pending:
             self._pending.remove(item)
             self._pump()
-        elif self._halves.drop(item):
+        elif self._bisection.drop(item):
             self._pump()
 
     def fail(self, items: Sequence[Pending], error: QinferError) -> None:
@@ -172,7 +337,7 @@ class Batcher:
 
     def lend(self, count: int) -> None:
         """Takes note that so many instances are away for bulk work, or back if negative: what comes waits for them."""
-        self._loans.change(count)
+        self._lent.change(count)
         self._pump()
 
     def resume(self) -> None:
@@ -181,11 +346,11 @@ class Batcher:
         self._pump()
 
     def _idle_count(self) -> int:
-        return self.model.executor.count - len(self.expected_ends) - self._loans.count
+        return self.model.executor.count - len(self.expected_ends) - self._lent.count
 
     def _slots(self) -> Slots:
         idle = self._idle_count()
-        return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.prefetch and not self._loans.count else 0)
+        return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.prefetch and not self._lent.count else 0)
 
     def _pump(self) -> None:
         """Starts and expires what is due now; then sets the fetch gate and the one timer."""
@@ -193,20 +358,20 @@ class Batcher:
         wake_at_s = NEVER_S
         if now_s >= self._ahead_until_s:
             self._recall()
-        while self._pending or self._halves:
-            if self._halves:
-                self._start_halves(now_s)
-            slots = Slots(0) if self._halves else self._slots()
+        while self._pending or self._bisection:
+            if self._bisection:
+                self._start_bisected(now_s)
+            slots = Slots(0) if self._bisection else self._slots()
             decision = policy.decide(self._pending, now_s, slots, self._rules, self._latency)
             self._pending = list(decision.keep)
             if decision.expired:
                 self.fail(decision.expired, DeadlineExceeded(TIMED_OUT))
             if not decision.run:
-                wake_at_s = min(decision.wake_at_s, self._halves.first_deadline_s)
+                wake_at_s = min(decision.wake_at_s, self._bisection.first_deadline_s)
                 break
             self._start(decision.run, now_s)
         wake_at_s = min(wake_at_s, self._set_gate(now_s, wake_at_s))
-        has_work = self.executing or self._pending or self._halves or (self._loans.is_overdue and not self.paused)
+        has_work = self.executing or self._pending or self._bisection or (self._lent.is_overdue and not self.paused)
         (self._idle.clear if has_work else self._idle.set)()
         if self._timer is not None:
             self._timer.cancel()
@@ -219,8 +384,8 @@ class Batcher:
         """Opens or closes the fetch gate; returns when to look at it again."""
         open_at_s = again_at_s = NEVER_S
         is_idle = self._idle_count() > 0
-        if self._loans.count and not (is_idle or self.expected_ends or self.paused):
-            return self._wait_for_loans(now_s)
+        if self._lent.count and not (is_idle or self.expected_ends or self.paused):
+            return self._wait_for_lent(now_s)
         if not (self.paused or is_idle) and self._latency.known:
             expected_s = min(self.expected_ends.values())
             overdue_at_s = expected_s + max(OVERDUE_S, self._latency.estimate_s(1))
@@ -232,7 +397,7 @@ class Batcher:
             else:
                 again_at_s = overdue_at_s
                 may_grow = self._rules.may_grow(sum(item.rows for item in self._pending))
-                if (self._slots().ahead or may_grow) and not self._halves:
+                if (self._slots().ahead or may_grow) and not self._bisection:
                     open_at_s = expected_s - FETCH_LEAD_S
                     self._fetch_wait_s = FETCH_LEAD_S
         if is_idle and not self.paused:
@@ -244,12 +409,12 @@ class Batcher:
         self._fetchable.clear()
         return min(again_at_s, open_at_s)
 
-    def _wait_for_loans(self, now_s: float) -> float:
+    def _wait_for_lent(self, now_s: float) -> float:
         """The gate while all instances are lent; as `_set_gate`."""
-        is_open, again_at_s = self._loans.look(now_s, len(self._pending))
+        is_open, again_at_s = self._lent.look(now_s, len(self._pending))
         (self._fetchable.set if is_open else self._fetchable.clear)()
         self._fetch_wait_s = NEVER_S
-        if self._loans.is_overdue:
+        if self._lent.is_overdue:
             self._give_back()
         return again_at_s
 
@@ -263,7 +428,7 @@ class Batcher:
             if len(items) == 1:
                 self.fail(items, error)
             else:
-                self._halves.cut(items)  # one of them is malformed: alone, it fails alone
+                self._bisection.cut(items)  # one of them is malformed: alone, it fails alone
             return
         execution = Execution(items, batch, time.perf_counter_ns() - begin_ns, self.model.caller, apart=apart)
         begins_s = now_s
@@ -279,13 +444,13 @@ class Batcher:
         else:
             self.model.executor.start(execution, self._done)
 
-    def _start_halves(self, now_s: float) -> None:
+    def _start_bisected(self, now_s: float) -> None:
         """Starts halves on idle instances, those of their items left out that are too late now."""
-        late = self._halves.take_late(now_s + self._latency.floor_s(now_s))
+        late = self._bisection.take_late(now_s + self._latency.floor_s(now_s))
         if late:
             self.fail(late, DeadlineExceeded(TIMED_OUT))
-        while self._halves and self._idle_count() > 0:
-            self._start(self._halves.popleft(), now_s, apart=True)
+        while self._bisection and self._idle_count() > 0:
+            self._start(self._bisection.popleft(), now_s, apart=True)
 
     def _count(self, execution: Execution) -> None:
         """Takes note that an execution has ended."""
@@ -298,7 +463,7 @@ class Batcher:
         if again:
             self.tally.retried(len(again))
             if is_current and not self.paused:
-                self._halves.cut(again)
+                self._bisection.cut(again)
             else:  # the model is another one now, which they were not checked against; or work is to end
                 self._outlet.give_back(again)
         elif is_current and execution.error is None:
@@ -325,12 +490,12 @@ class Batcher:
             self.executing -= len(execution.items)
             items = [item for item in execution.items if not item.lost]
             if execution.apart and items:
-                self._halves.appendleft(items)
+                self._bisection.appendleft(items)
             else:
                 self._pending = [*items, *self._pending]
 
     def _take_waiting(self) -> list[Pending]:
-        items, self._pending = [*self._halves.take_all(), *self._pending], []
+        items, self._pending = [*self._bisection.take_all(), *self._pending], []
         return items
 
     def _give_back(self) -> None:

@@ -1,6 +1,10 @@
 """One batch on its way through a model instance: the items, what the backend answered, and where the time went.
 
-It is the `Context` that backends answer through. One thread at a time touches it: the event loop makes it, an
+`assemble` makes a batch of requests, `Execution` runs it, and `Responder` makes the responses of it.
+
+    requests → assemble → Batch → Execution → Responder → responses
+
+An execution is the `Context` that backends answer through. One thread at a time touches it: the event loop makes it, an
 instance's thread runs it, the event loop reads it. Only `call` may come from several threads of the backend at once.
 """
 
@@ -8,27 +12,106 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
-from qinfer.backends.base import Backend, Batch
+from qinfer.backends.base import Array, Backend, Batch
 from qinfer.batching.policy import Item
 from qinfer.delivery.base import Lease
 from qinfer.errors import (
     Cancelled,
     DeliveryError,
     InferenceFailed,
+    InvalidRequest,
     OutputMismatch,
     Overloaded,
     QinferError,
     RequestError,
 )
-from qinfer.messages import InferRequest, Response, Scalar
-from qinfer.tensors import Tensor
+from qinfer.messages import Failure, InferRequest, Response, Scalar, Timing
+from qinfer.observability.fence import Fence
+from qinfer.observability.stats import StatsTally
+from qinfer.repository.spec import ModelSpec
+from qinfer.tensors import Tensor, datatype, to_numpy
 
 logger = logging.getLogger(__name__)
+
+KeyFunction = Callable[[InferRequest], Hashable]
+
+
+def key_function(spec: ModelSpec) -> KeyFunction:
+    """Returns what two requests must have in common to share a batch (reference §3.3 step 4).
+
+    Nothing when every dimension is fixed and every input required; else the inputs' names and their shapes without the
+    batch dimension. Inputs with `allow_ragged_batch` count too: rows of different shapes can't be stacked.
+    """
+    if all(-1 not in i.dims and not i.optional for i in spec.inputs):
+        return no_key
+    if len(spec.inputs) == 1:
+        return _single_input_key
+    return _many_inputs_key
+
+
+def no_key(_: InferRequest) -> Hashable:
+    """Any two requests may share a batch."""
+    return None
+
+
+def _single_input_key(request: InferRequest) -> Hashable:
+    return request.inputs[0].shape[1:] if request.inputs else ()
+
+
+def _many_inputs_key(request: InferRequest) -> Hashable:
+    return tuple(sorted((tensor.name, tensor.shape[1:]) for tensor in request.inputs))
+
+
+def assemble(requests: Sequence[InferRequest], rows: Sequence[int]) -> Batch:
+    """Builds a batch.
+
+    Args:
+        requests: The requests, in batch order, with equal keys.
+        rows: Rows of each.
+
+    Returns:
+        Inputs as `dtype[sum(rows), …]`; those of a single request share its memory, read-only.
+
+    Raises:
+        InvalidRequest: A tensor's bytes do not fill its shape, or its shapes do not make up `sum(rows)`.
+        UnsupportedDatatype: No such datatype.
+    """
+    first = requests[0].inputs
+    if len(requests) == 1:
+        return Batch(requests=requests, rows=rows, inputs={t.name: to_numpy(t) for t in first})
+    total = sum(rows)
+    return Batch(
+        requests=requests,
+        rows=rows,
+        inputs={t.name: _stack(t, _column(requests, position, t.name), total) for position, t in enumerate(first)},
+    )
+
+
+def _column(requests: Sequence[InferRequest], position: int, name: str) -> list[Tensor]:
+    """Returns each request's tensor of that name; requests mostly list their inputs in the same order."""
+    column = [request.inputs[position] for request in requests]
+    for index in [index for index, tensor in enumerate(column) if tensor.name != name]:
+        column[index] = next(t for t in requests[index].inputs if t.name == name)
+    return column
+
+
+def _stack(first: Tensor, column: list[Tensor], total: int) -> Array:
+    dtype = datatype(first.datatype).numpy
+    shape = (total, *first.shape[1:])
+    try:
+        if dtype is None:
+            return np.concatenate([to_numpy(tensor) for tensor in column]).reshape(shape)
+        return np.frombuffer(b"".join([tensor.data for tensor in column]), dtype=dtype).reshape(shape)
+    except ValueError:
+        nbytes = sum(tensor.nbytes for tensor in column)
+        raise InvalidRequest(f"input '{first.name}' has {nbytes} bytes, which do not fill {list(shape)}") from None
+
 
 _SHARED = (OutputMismatch, Overloaded, DeliveryError, Cancelled)
 """Errors that are no single item's: the model answers wrongly, a call finds the queue full or away, nobody waits."""
@@ -237,3 +320,202 @@ class Execution:
     def output_ns(self) -> int:
         """Time from the first answer to the end of the execution."""
         return self.end_ns - (self.respond_ns or self.end_ns)
+
+
+_FENCE = Fence(logging.getLogger(__name__), "observer failed, requests are answered all the same")
+
+
+class Observer(Protocol):
+    """What is told of executions, for traces; called on the event loop, before the answers leave."""
+
+    def executed(self, execution: Execution, begin_s: float) -> None:
+        """Takes note of an execution that has ended, well or not.
+
+        Args:
+            execution: The same.
+            begin_s: When it began, on the clock of the items' instants; its inputs were made just before.
+        """
+        ...
+
+    def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
+        """Takes note of items that are answered with an error, at `now_s`, without having been executed."""
+        ...
+
+
+class Responder:
+    """Makes the responses of one model version.
+
+    Args:
+        spec: The model's configuration, against which outputs are checked.
+        version: The version that answers.
+        observer: Told of every execution; `None` = nobody is. What it raises is logged.
+    """
+
+    def __init__(self, spec: ModelSpec, version: int, observer: Observer | None = None) -> None:
+        self._model = spec.name
+        self._version = version
+        self._observer = observer
+        self._batched = spec.max_batch_size > 0
+        self._max_rows = spec.max_batch_size
+        self._count = len(spec.outputs)
+        self._outputs = {o.name: (o.datatype, o.dims, -1 not in o.dims) for o in spec.outputs}
+        self._fine: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        """What was right last, by output: (datatype, shape, rows); mostly that of the next item is the same."""
+
+    def responses(
+        self, execution: Execution, begin_s: float, tally: StatsTally
+    ) -> tuple[list[Pending], list[Response]]:
+        """Answers the items of an execution; those whose lease is lost and those that run again are left out.
+
+        Args:
+            execution: One that ended.
+            begin_s: When it began, on the clock of the items' instants.
+            tally: Where it is counted.
+
+        Returns:
+            The items, and their responses in order: one final each, after those that were not final.
+        """
+        input_ns, infer_ns, output_ns = execution.input_ns, execution.infer_ns, execution.output_ns
+        size, earlier = execution.batch.size, self._earlier(execution) if execution.earlier else None
+        queue_ns: list[int] = []
+        items: list[Pending] = []
+        responses: list[Response] = []
+        rows_done = failed_ns = 0
+        for position, item in enumerate(execution.items):
+            answer = execution.answers[position]
+            if item.lost or answer is None:
+                continue
+            items.append(item)
+            index = 0
+            if earlier and (before := earlier.get(position)):
+                responses += before
+                index = len(before)
+            waited_ns = max(int((begin_s - item.enqueued_s) * 1e9) - input_ns, 0)
+            response = self._final(item, answer, index, Timing(waited_ns, input_ns, infer_ns, output_ns, size))
+            if execution.parameters:
+                response = msgspec.structs.replace(response, parameters=execution.parameters.get(position, {}))
+            responses.append(response)
+            if response.failure is None:
+                queue_ns.append(waited_ns)
+                rows_done += item.rows
+            else:
+                tally.failed(response.failure.code)
+                failed_ns += waited_ns + input_ns + infer_ns + output_ns
+        if queue_ns:
+            tally.max_rows = self._max_rows
+            tally.executed(rows_done, queue_ns, input_ns, infer_ns, output_ns, begin_s)
+        if failed_ns:
+            tally.spent_failing(failed_ns)
+        if self._observer is not None:
+            with _FENCE:  # the answers are worth more than what is told of them
+                self._observer.executed(execution, begin_s)
+        return items, responses
+
+    def failures(self, items: Sequence[Pending], error: QinferError, now_s: float, tally: StatsTally) -> list[Response]:
+        """Answers items that were not executed.
+
+        Args:
+            items: The items.
+            error: Why.
+            now_s: Now, on the clock of the items' instants.
+            tally: Where they are counted.
+        """
+        failure = Failure.of(error)
+        tally.failed(failure.code, len(items))
+        tally.spent_failing(int(sum(max(now_s - item.enqueued_s, 0.0) for item in items) * 1e9))
+        if self._observer is not None:
+            with _FENCE:  # as above
+                self._observer.refused(items, error, now_s)
+        return [
+            Response(
+                request_id=item.request.id,
+                model=self._model,
+                version=self._version,
+                failure=failure,
+                attempt=item.lease.deliveries,
+            )
+            for item in items
+        ]
+
+    def _final(self, item: Pending, answer: Answer, index: int, timing: Timing) -> Response:
+        outputs: tuple[Tensor, ...] = ()
+        failure: Failure | None = None
+        if not isinstance(answer, tuple):
+            failure = Failure.of(answer)
+        elif problem := self.problem(answer, item.request.outputs, item.rows):
+            failure = Failure.of(OutputMismatch(problem))
+        else:
+            outputs = answer
+        return Response(
+            request_id=item.request.id,
+            model=self._model,
+            version=self._version,
+            outputs=outputs,
+            failure=failure,
+            attempt=item.lease.deliveries,
+            index=index,
+            timing=timing,
+        )
+
+    def problem(self, outputs: Sequence[Tensor], wanted: Sequence[str], rows: int) -> str | None:
+        """Compares outputs with the configuration; runs per request, so that the good case is a few comparisons.
+
+        Args:
+            outputs: What the model returned.
+            wanted: The names that were asked for; empty = all.
+            rows: The rows that went in.
+
+        Returns:
+            What is wrong with them; `None` = nothing.
+        """
+        if len(outputs) != (len(wanted) or self._count) and outputs:
+            return f"the model returned {len(outputs)} outputs where {len(wanted) or self._count} are due"
+        for tensor in outputs:
+            if self._fine.get(tensor.name) == (tensor.datatype, tensor.shape, rows):
+                continue
+            expected = self._outputs.get(tensor.name)
+            if expected is None:
+                return f"the model returned an output '{tensor.name}' that its configuration does not have"
+            datatype, dims, fixed = expected
+            shape = tensor.shape
+            if self._batched:
+                if not shape or shape[0] != rows:
+                    return _text(tensor, f"its first dimension must be {rows}")
+                shape = shape[1:]
+            if tensor.datatype != datatype:
+                return _text(tensor, f"its configuration says {datatype}")
+            if shape != dims and (fixed or not _fits(shape, dims)):
+                return _text(
+                    tensor, f"its configuration says {list(dims)}{' after the batch' if self._batched else ''}"
+                )
+            self._fine[tensor.name] = (datatype, tensor.shape, rows)
+        return None
+
+    def _earlier(self, execution: Execution) -> dict[int, list[Response]]:
+        """Makes the responses that were not final, by the item's position."""
+        made: dict[int, list[Response]] = {}
+        for position, answer, parameters in execution.earlier:
+            item = execution.items[position]
+            mine = made.setdefault(position, [])
+            mine.append(
+                Response(
+                    request_id=item.request.id,
+                    model=self._model,
+                    version=self._version,
+                    outputs=answer if isinstance(answer, tuple) else (),
+                    failure=Failure.of(answer) if isinstance(answer, QinferError) else None,
+                    attempt=item.lease.deliveries,
+                    index=len(mine),
+                    final=False,
+                    parameters=parameters,
+                )
+            )
+        return made
+
+
+def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    return len(shape) == len(dims) and all(d in (-1, s) for s, d in zip(shape, dims, strict=True))
+
+
+def _text(tensor: Tensor, rule: str) -> str:
+    return f"the model returned output '{tensor.name}' as {tensor.datatype}{list(tensor.shape)}; {rule}"

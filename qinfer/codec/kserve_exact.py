@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from qinfer.codec.json_depth import too_deep
 from qinfer.codec.kserve_types import (
     INPUTS,
     AnyInput,
@@ -224,3 +223,8 @@ def _missing(name: str) -> MalformedJson:
 def _check(good: bool, name: str, text: str) -> None:  # noqa: FBT001  # private; reads as an assertion
     if not good:
         raise MalformedJson(f"Unable to parse '{name}': {text}")
+
+
+def too_deep(limit: int) -> InvalidRequest:
+    """Makes the error that Triton answers with."""
+    return InvalidRequest(f"JSON nesting depth exceeds maximum allowed limit ({limit})")

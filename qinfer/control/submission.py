@@ -15,8 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from qinfer.clock import SystemClock
-from qinfer.codec.frame import encode_request, encode_request_apart
-from qinfer.codec.request_form import Repeats, RequestForm
+from qinfer.codec.frame import Repeats, RequestForm, encode_request, encode_request_apart
 from qinfer.control.admission import Backlog, queue_timeout_s
 from qinfer.control.catalog import Catalog, Served
 from qinfer.control.pending_requests import Counter, Pending, PendingRequests, Sink

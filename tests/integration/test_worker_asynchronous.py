@@ -12,7 +12,7 @@ from qinfer.errors import BrokerUnavailable, PayloadTooLarge
 from qinfer.messages import Response
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
-from qinfer_workers.inference.readings import MOST
+from qinfer_workers.inference.intake import MOST
 from tests.stage import Stage, value
 
 LARGE = 50 * 2**20 // 4
@@ -245,7 +245,7 @@ async def test_payloads_that_do_not_come_keep_no_other_request_waiting(
     scene: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many they are; no more than a few are read at a time, and with the store back all are answered."""
-    monkeypatch.setattr("qinfer_workers.inference.readings.STALLED_S", 0.1)
+    monkeypatch.setattr("qinfer_workers.inference.intake.STALLED_S", 0.1)
     monkeypatch.setattr("qinfer_workers.inference.intake.PAUSE_S", 0.1)
     payloads = SlowPayloads(scene, monkeypatch)
     await scene.model()
@@ -262,7 +262,7 @@ async def test_payloads_that_do_not_come_keep_no_other_request_waiting(
 
 async def test_what_is_read_counts_as_room_that_is_taken(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a worker would take what another could run at once."""
-    monkeypatch.setattr("qinfer_workers.inference.readings.SLOW_S", 60.0)
+    monkeypatch.setattr("qinfer_workers.inference.intake.SLOW_S", 60.0)
     payloads = SlowPayloads(scene, monkeypatch)
     await scene.model()
     calls = [scene.submit_apart(float(i)) for i in range(12)]

@@ -13,10 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from qinfer.batching.batcher import Batcher
+from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Execution, Pending
 from qinfer.batching.policy import NEVER_S, Rules
-from qinfer.batching.ports import LoadedModel
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.messages import InferRequest
@@ -357,7 +356,7 @@ class BatcherMachine(RuleBasedStateMachine):
         """What has not left is executing, or waits."""
         here = {id(item) for item in (*self.left, *self.holdings())}
         assert here == {id(item) for item in self.admitted}
-        waits = {id(item) for item in (*self.batcher._pending, *(i for b in self.batcher._halves for i in b))}
+        waits = {id(item) for item in (*self.batcher._pending, *(i for b in self.batcher._bisection for i in b))}
         assert waits == {id(item) for item in self.waiting}
 
     @invariant()

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from qinfer.codec.json_depth import check_depth
-from qinfer.codec.kserve_json import decode_infer, encode_infer
+from qinfer.codec.kserve_json import check_depth, decode_infer, encode_infer
 from qinfer.codec.outputs import OutputPlan
 from qinfer.errors import InvalidRequest, RequestError
 from qinfer.messages import Response

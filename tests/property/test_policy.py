@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.batching.latency import LatencyModel
-from qinfer.batching.policy import NEVER_S, Item, Rules, Slots, decide
+from qinfer.batching.policy import NEVER_S, Item, LatencyModel, Rules, Slots, decide
 
 NOW_S = 1000.0
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qinfer.batching.assemble import assemble, key_function
+from qinfer.batching.execution import assemble, key_function
 from qinfer.errors import InvalidRequest, QinferError, UnsupportedDatatype
 from qinfer.messages import InferRequest
 from qinfer.repository.spec import ModelSpec, TensorSpec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer.batching.latency import LatencyModel
+from qinfer.batching.policy import LatencyModel
 
 
 def test_knows_nothing_at_first() -> None:

@@ -17,9 +17,8 @@ import pytest
 
 from qinfer.backends.base import Batch, Context, respond_rows
 from qinfer.backends.stub import StubBackend
-from qinfer.batching.batcher import Batcher
+from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Pending
-from qinfer.batching.ports import LoadedModel
 from qinfer.bulk.job import JobSpec
 from qinfer.bulk.plan import PlanHead, Range, Shard, decode_plan_head
 from qinfer.bulk.schemas import encode_schema

@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
-from qinfer.codec import request_form
-from qinfer.codec.frame import PayloadApart, decode_request, encode_request, encode_request_apart
-from qinfer.codec.request_form import RequestForm, RequestReader
+from qinfer.codec import frame as request_form
+from qinfer.codec.frame import (
+    PayloadApart,
+    RequestForm,
+    RequestReader,
+    decode_request,
+    encode_request,
+    encode_request_apart,
+)
 from qinfer.errors import QinferError
 from qinfer.messages import IdFactory, InferRequest, Sequence
 from qinfer.tensors import Bytes, Tensor, pack_bytes

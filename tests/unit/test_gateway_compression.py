@@ -6,7 +6,7 @@ import zlib
 import pytest
 
 from qinfer.errors import InvalidRequest, PayloadTooLarge, UnsupportedFeature
-from qinfer_api.http.compression import compress, decompress, request_encoding, response_encoding
+from qinfer_api.http.infer import compress, decompress, request_encoding, response_encoding
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,8 @@ from qinfer.settings import Settings
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.forwarding import compile_forward
-from qinfer_api.http.fast import MAX_FAST_BYTES, Call, parse_target, read_head
-from qinfer_api.http.infer import InferCodec, Target, parse_json_length, parse_version
-from qinfer_api.http.known_heads import KnownHeads
-from qinfer_api.http.replies import Reply, Writer
+from qinfer_api.http.fast import MAX_FAST_BYTES, Call, HeadCache, parse_target, read_head
+from qinfer_api.http.infer import InferCodec, Reply, Target, Writer, parse_json_length, parse_version
 from qinfer_api.shared_memory import SharedMemory
 
 URL = b"/v2/models/m/infer"
@@ -153,7 +151,7 @@ def test_the_limit_may_be_below_that_of_the_fast_path() -> None:
 
 def test_only_whole_requests_with_known_heads_skip_the_parser() -> None:
     """Equal bytes, exactly one body behind them, no trace: anything else is parsed."""
-    heads, head = KnownHeads(), read_head(URL, [(b"Content-Length", b"4")])
+    heads, head = HeadCache(), read_head(URL, [(b"Content-Length", b"4")])
     assert head is not None
     packet = b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody"
 
@@ -168,7 +166,7 @@ def test_only_whole_requests_with_known_heads_skip_the_parser() -> None:
 
 def test_heads_of_traced_requests_are_not_kept() -> None:
     """Each has another trace: they would only push out those that come again."""
-    heads = KnownHeads()
+    heads = HeadCache()
     head = read_head(URL, [(b"Content-Length", b"4"), (b"traceparent", b"00-1-2-01")])
     assert head is not None
     packet = b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 4\r\ntraceparent: 00-1-2-01\r\n\r\nbody"
@@ -188,7 +186,7 @@ def test_heads_of_traced_requests_are_not_kept() -> None:
 )
 def test_heads_with_a_key_are_learned_and_traced_ones_not(header: tuple[bytes, bytes], learned: bool) -> None:  # noqa: FBT001
     """Equal bytes are an equal key; a trace comes once only."""
-    heads, head = KnownHeads(), read_head(URL, [(b"Content-Length", b"4"), header])
+    heads, head = HeadCache(), read_head(URL, [(b"Content-Length", b"4"), header])
     packet = b"POST %b HTTP/1.1\r\nContent-Length: 4\r\n%b: %b\r\n\r\nbody" % (URL, *header)
     assert head is not None
     heads.learn(packet, head)

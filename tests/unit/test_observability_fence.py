@@ -8,9 +8,8 @@ from typing import NoReturn
 import pytest
 
 from qinfer.backends.base import Batch
-from qinfer.batching import responses as responding
-from qinfer.batching.execution import Execution, Pending
-from qinfer.batching.responses import Responder
+from qinfer.batching import execution as responding
+from qinfer.batching.execution import Execution, Pending, Responder
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.errors import BrokerUnavailable, DeadlineExceeded, QinferError

@@ -9,7 +9,7 @@ import pytest
 
 from qinfer.backends.base import Array, Batch, Context
 from qinfer.backends.stub import StubBackend
-from qinfer.batching.latency import LatencyModel
+from qinfer.batching.policy import LatencyModel
 from qinfer.errors import ModelLoadFailed
 from qinfer.repository.spec import Device, ModelSpec, WarmupInput, WarmupSpec
 from qinfer.tensors import pack_bytes

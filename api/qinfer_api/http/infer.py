@@ -1,22 +1,205 @@
-"""What the fast path and the routes share of an infer request: bytes to a request, a response to a reply.
+"""What the fast path and the routes share: bytes to an infer request, a response to a reply, content encodings.
 
+`Reply` is an answer before it is written; the fast path and the routes both make it here, so that they answer alike.
 Nothing here waits; what takes long (a large body, shared memory) is called in a thread by whoever knows that it does.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import asyncio
+import zlib
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from qinfer.codec.kserve_json import decode_infer, encode_infer
 from qinfer.codec.outputs import OutputPlan, bind
 from qinfer.control.catalog import Served
-from qinfer.errors import InvalidRequest, QinferError
-from qinfer.messages import InferRequest, Response
+from qinfer.errors import ErrorCode, InvalidRequest, Overloaded, PayloadTooLarge, QinferError, UnsupportedFeature
+from qinfer.messages import Failure, InferRequest, Response
 from qinfer.settings import Settings
 from qinfer.tensors import Bytes
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.replies import Reply, failure_reply, refusal
 from qinfer_api.raw_request import read_raw
 from qinfer_api.shared_memory import SharedMemory
+from qinfer_api.status import http_status, retry_after_s
+
+Encoding = Literal["gzip", "deflate"]
+
+_WINDOW_BITS: dict[Encoding, int] = {"gzip": 31, "deflate": 15}  # `deflate` in HTTP is the zlib container
+_STEP_BYTES = 256 * 1024
+_PIECE_BYTES = 64 * 1024  # what zlib returns unused is a copy: of a piece, not of all the rest
+_MAX_MEMBERS = 1000  # of a gzip file that was appended to; each costs as much as a small file
+
+
+def request_encoding(header: str | None) -> Encoding | None:
+    """Reads `Content-Encoding`; `None` for identity.
+
+    Raises:
+        UnsupportedFeature: It is neither gzip, deflate nor identity.
+    """
+    encoding = (header or "").strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    if encoding == "gzip":
+        return "gzip"
+    if encoding == "deflate":
+        return "deflate"
+    raise UnsupportedFeature("Unsupported compression type")
+
+
+def response_encoding(header: str | None) -> Encoding | None:
+    """Chooses from `Accept-Encoding` by its q-values; gzip wins a tie, `None` is identity (RFC 9110 §12.5.3)."""
+    weights: dict[str, float] = {}
+    for item in (header or "").lower().split(","):
+        name, _, parameters = item.partition(";")
+        weights[name.strip()] = _weight(parameters)
+    anything = weights.get("*", 0.0)
+    gzip, deflate = weights.get("gzip", anything), weights.get("deflate", anything)
+    if max(gzip, deflate) <= 0 or weights.get("identity", 0.0) > max(gzip, deflate):
+        return None
+    return "gzip" if gzip >= deflate else "deflate"
+
+
+def compress(body: bytes, encoding: Encoding) -> bytes:
+    """Compresses a reply at the fastest level: floats shrink little, and latency counts."""
+    compressor = zlib.compressobj(level=1, wbits=_WINDOW_BITS[encoding])
+    return compressor.compress(body) + compressor.flush()
+
+
+def decompress(body: Bytes, encoding: Encoding, max_bytes: int) -> bytes:
+    """Decompresses a request body; never holds more than `max_bytes` plus one step of the output.
+
+    Raises:
+        InvalidRequest: It is damaged or cut off.
+        PayloadTooLarge: It decompresses to more than `max_bytes` bytes.
+    """
+    out = bytearray()
+    view, position = memoryview(body), 0
+    try:
+        for _ in range(_MAX_MEMBERS):
+            decompressor = zlib.decompressobj(wbits=_WINDOW_BITS[encoding])
+            while position < len(view) and not decompressor.eof:
+                piece = view[position : position + _PIECE_BYTES]
+                out += decompressor.decompress(piece, min(_STEP_BYTES, max_bytes - len(out) + 1))
+                if len(out) > max_bytes:
+                    raise too_large(None, max_bytes)
+                position += len(piece) - len(decompressor.unconsumed_tail) - len(decompressor.unused_data)
+            if not decompressor.eof:
+                raise InvalidRequest(f"the {encoding} body is cut off; send all of it")
+            if position == len(view):
+                return bytes(out)
+        raise InvalidRequest(f"the {encoding} body has more than {_MAX_MEMBERS} members; compress it as one")
+    except zlib.error as error:
+        raise InvalidRequest(f"the body is not {encoding}: {error}") from None
+
+
+def too_large(size: int | None, max_bytes: int) -> PayloadTooLarge:
+    """Returns the error for a body of `size` bytes (`None`: more than the limit, how many is not known)."""
+    many = "more than the limit" if size is None else f"{size} bytes"
+    return PayloadTooLarge(
+        f"request body of {many} exceeds the maximum allowed input size of {max_bytes} bytes; "
+        "raise QINFER_HTTP__MAX_INPUT_BYTES to accept it"
+    )
+
+
+def _weight(parameters: str) -> float:
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.partition("=")
+        if name.strip() == "q":
+            try:
+                weight = float(value)
+            except ValueError:
+                return 0.0
+            return weight if 0.0 <= weight <= 1.0 else 0.0
+    return 1.0
+
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+_JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
+_STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
+
+
+class Reply(msgspec.Struct, frozen=True, gc=False):
+    """An answer before it is written.
+
+    Attributes:
+        status: The HTTP status.
+        body: The body, in its encoding.
+        json_length: Set when binary tensors follow the JSON: the JSON's length before compression.
+        encoding: The body's content encoding; `None` is identity.
+        retry_after_s: Seconds after which to try again; 0 = not told.
+    """
+
+    status: int
+    body: bytes
+    json_length: int | None = None
+    encoding: Encoding | None = None
+    retry_after_s: int = 0
+
+    def head(self) -> bytes:
+        """Returns the reply's own header lines."""
+        if self.json_length is None:
+            head = b"%b%d\r\n" % (_JSON_BEGIN, len(self.body))
+        else:
+            head = (
+                b"content-type: application/octet-stream\r\ninference-header-content-length: %d\r\n"
+                b"content-length: %d\r\n" % (self.json_length, len(self.body))
+            )
+        if self.encoding is not None:
+            head += b"content-encoding: %b\r\nvary: accept-encoding\r\n" % self.encoding.encode()
+        if self.retry_after_s:
+            head += b"retry-after: %d\r\n" % self.retry_after_s
+        if self.status == 401:
+            head += b"www-authenticate: Bearer\r\n"
+        return head
+
+    def compressed(self, encoding: Encoding) -> "Reply":
+        """Returns the reply with its body in that encoding."""
+        return msgspec.structs.replace(self, body=compress(self.body, encoding), encoding=encoding)
+
+
+def failure_reply(error: BaseException, *, v1: bool = False) -> Reply:
+    """Returns the reply of an error that was raised; `v1` for a route of `/v1`, where some statuses differ."""
+    failure = Failure.of(error)
+    v1 = v1 and type(error) is not Overloaded  # the server's own trouble, no queue's and no quota
+    return error_reply(http_status(failure.code, v1=v1), failure.message, retry_after_s(failure.code, error))
+
+
+def refusal(failure: Failure) -> Reply:
+    """Returns the reply of a failure that a response carries."""
+    return error_reply(http_status(failure.code), failure.message, retry_after_s(failure.code))
+
+
+def error_reply(status: int, message: str, again_s: int = 0) -> Reply:
+    """Returns `{"error": message}`; `again_s` is its `Retry-After`, 0 = none."""
+    return Reply(status, msgspec.json.encode({"error": message}), retry_after_s=again_s)
+
+
+class Writer:
+    """Renders replies; keeps the block of headers that every reply carries, which uvicorn renews once a second."""
+
+    def __init__(self) -> None:
+        self._common: Headers = ()
+        self._block = self._json = b""
+
+    def render(self, reply: Reply, common: Headers, *, close: bool) -> bytes:
+        """Returns the whole reply: status line, common headers, its own headers, body."""
+        if common is not self._common:
+            self._common, self._block = common, b"".join([b"%b: %b\r\n" % pair for pair in common])
+            self._json = b"".join((_STATUS_LINES[200], self._block, _JSON_BEGIN))
+        body = reply.body
+        if (
+            reply.status == 200
+            and reply.json_length is None
+            and reply.encoding is None
+            and not (close or reply.retry_after_s)
+        ):
+            return b"%b%d\r\n\r\n%b" % (self._json, len(body), body)
+        end = b"connection: close\r\n\r\n" if close else b"\r\n"
+        return b"".join((_STATUS_LINES[reply.status], self._block, reply.head(), end, body))
+
 
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
@@ -128,3 +311,21 @@ def parse_json_length(text: str | None, body_length: int) -> int | None:
     if not 0 <= length <= body_length:
         raise InvalidRequest(f"inference header size should be in range (0, {body_length}), got: {length}")
     return length
+
+
+class FutureSink:
+    """A sink that is waited for; a second response of a decoupled model is an error instead."""
+
+    frontend = "HTTP"
+
+    def __init__(self) -> None:
+        self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+
+    def deliver(self, response: Response) -> None:
+        """Completes the future, unless its waiter has left."""
+        if self.response.done():
+            return
+        if not response.final:
+            failure = Failure(ErrorCode.UNSUPPORTED_FEATURE, DECOUPLED)
+            response = Response(request_id=response.request_id, failure=failure)
+        self.response.set_result(response)

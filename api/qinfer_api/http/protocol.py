@@ -23,10 +23,8 @@ from uvicorn.server import ServerState
 from qinfer.settings import HttpSettings
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.forwarding import compile_forward
-from qinfer_api.http.fast import MAX_FAST_BYTES, Call, Head, read_head
-from qinfer_api.http.infer import InferCodec
-from qinfer_api.http.known_heads import KnownHeads
-from qinfer_api.http.replies import Writer, error_reply
+from qinfer_api.http.fast import MAX_FAST_BYTES, Call, Head, HeadCache, read_head
+from qinfer_api.http.infer import InferCodec, Writer, error_reply
 from qinfer_api.restrictions import Restrictions
 
 SENT_HEADERS = "sent_headers"
@@ -69,7 +67,7 @@ class FastPath:
         self.keep_alive_s = http.keep_alive_s
         self.read_timeout_s = http.request_read_timeout_s
         self.writer = Writer()
-        self.heads = KnownHeads()
+        self.heads = HeadCache()
         self.call_type: type[Call] = Call
 
 

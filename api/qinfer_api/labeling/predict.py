@@ -21,7 +21,7 @@ from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.future_sink import FutureSink
+from qinfer_api.http.infer import FutureSink
 from qinfer_api.labeling.files import Files
 from qinfer_api.status import AGAIN
 

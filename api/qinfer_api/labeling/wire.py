@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from qinfer.codec.json_depth import check_depth
+from qinfer.codec.kserve_json import check_depth
 from qinfer.errors import InvalidRequest
 
 T = TypeVar("T")

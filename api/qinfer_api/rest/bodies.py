@@ -18,10 +18,16 @@ from qinfer.codec.outputs import OutputPlan
 from qinfer.errors import QinferError
 from qinfer.messages import Response
 from qinfer.tensors import Bytes
-from qinfer_api.http.compression import Encoding, decompress, request_encoding, too_large
 from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, InferCodec
-from qinfer_api.http.replies import Reply
+from qinfer_api.http.infer import (
+    JSON_LENGTH_HEADER,
+    Encoding,
+    InferCodec,
+    Reply,
+    decompress,
+    request_encoding,
+    too_large,
+)
 from qinfer_api.json_types import decode_json
 from qinfer_api.rest.openapi import Json, errors, header
 from qinfer_api.rest.services import Services, send

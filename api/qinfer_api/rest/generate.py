@@ -23,10 +23,17 @@ from qinfer.messages import InferRequest, Response
 from qinfer.tensors import Bytes
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.generate import encode_generate, read_generate
-from qinfer_api.http.compression import request_encoding
 from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.infer import Target, parse_version, with_headers
-from qinfer_api.http.replies import Reply, error_reply, failure_reply, refusal
+from qinfer_api.http.infer import (
+    Reply,
+    Target,
+    error_reply,
+    failure_reply,
+    parse_version,
+    refusal,
+    request_encoding,
+    with_headers,
+)
 from qinfer_api.rest.bodies import INFER_ERRORS, read_body, unless_left
 from qinfer_api.rest.openapi import Json, answer, body, operation
 from qinfer_api.rest.services import Services, context_of, headers_forwarded, send

@@ -17,10 +17,8 @@ from qinfer.control.catalog import Served
 from qinfer.errors import QinferError
 from qinfer.messages import InferRequest, Response
 from qinfer.tensors import Bytes
-from qinfer_api.http.compression import response_encoding
 from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.future_sink import FutureSink
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, Target, parse_version, with_headers
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, FutureSink, Target, parse_version, response_encoding, with_headers
 from qinfer_api.rest.bodies import (
     INFER_BODY,
     INFER_ERRORS,

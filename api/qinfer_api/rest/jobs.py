@@ -10,7 +10,7 @@ from starlette.responses import Response as HttpResponse
 from starlette.responses import StreamingResponse
 
 from qinfer.bulk.job import JobState
-from qinfer.codec.json_depth import check_depth
+from qinfer.codec.kserve_json import check_depth
 from qinfer.control.api_keys import Scope
 from qinfer.delivery.jobs import JobRecord
 from qinfer.errors import DeliveryError, InvalidRequest

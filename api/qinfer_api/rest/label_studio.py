@@ -21,7 +21,7 @@ from qinfer.errors import InvalidRequest, QinferError
 from qinfer.repository.base import is_model_name
 from qinfer_api.auth import Context
 from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.replies import Reply
+from qinfer_api.http.infer import Reply
 from qinfer_api.labeling.status import MAX_LIMIT, STATES, LabelTaskBody, LabelTasksBody
 from qinfer_api.labeling.wire import (
     MAX_ID,

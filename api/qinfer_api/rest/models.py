@@ -6,8 +6,7 @@ from starlette.responses import Response as HttpResponse
 from qinfer.control.api_keys import Scope
 from qinfer.errors import Overloaded
 from qinfer_api.about import ModelMetadata, is_model_ready, model_metadata
-from qinfer_api.http.infer import parse_version
-from qinfer_api.http.replies import Reply, error_reply
+from qinfer_api.http.infer import Reply, error_reply, parse_version
 from qinfer_api.rest.openapi import answer, errors, operation
 from qinfer_api.rest.services import Services, needs, restricted, send, send_json
 from qinfer_api.statistics import ModelStats

@@ -14,7 +14,7 @@ from starlette.responses import Response as HttpResponse
 from qinfer.control.api_keys import Scope
 from qinfer.control.index import IndexEntry
 from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedFeature
-from qinfer_api.http.replies import Reply
+from qinfer_api.http.infer import Reply
 from qinfer_api.rest.bodies import read_json
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation
 from qinfer_api.rest.services import Services, needs, restricted, send, send_json

@@ -21,10 +21,8 @@ from qinfer.errors import Conflict, InvalidRequest, ModelError, QinferError, Req
 from qinfer.messages import InferRequest
 from qinfer.tensors import Bytes
 from qinfer_api.auth import Context
-from qinfer_api.http.compression import response_encoding
 from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, Target, parse_version, with_headers
-from qinfer_api.http.replies import Reply
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, parse_version, response_encoding, with_headers
 from qinfer_api.records import RequestBody, address_of, path_of, shown_record
 from qinfer_api.requests import Submission, Ticket
 from qinfer_api.rest.bodies import (

@@ -6,7 +6,7 @@ from starlette.responses import Response as HttpResponse
 from qinfer.control.api_keys import Scope
 from qinfer.observability.metrics import CONTENT_TYPE
 from qinfer_api import about
-from qinfer_api.http.replies import error_reply
+from qinfer_api.http.infer import error_reply
 from qinfer_api.rest.openapi import answer, errors, operation, query
 from qinfer_api.rest.services import Services, needs, restricted, send, send_json
 

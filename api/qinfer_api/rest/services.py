@@ -19,9 +19,8 @@ from qinfer.settings import Settings
 from qinfer_api.auth import Context, presented_key
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.forwarding import forwarded
-from qinfer_api.http.infer import InferCodec
+from qinfer_api.http.infer import InferCodec, Reply, error_reply, failure_reply
 from qinfer_api.http.protocol import SENT_HEADERS
-from qinfer_api.http.replies import Reply, error_reply, failure_reply
 from qinfer_api.jobs import BulkJobs
 from qinfer_api.labeling.service import Labeling
 from qinfer_api.requests import AsyncRequests

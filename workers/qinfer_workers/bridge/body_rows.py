@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from qinfer.bulk.columns import Decoded, InputColumns
 from qinfer.bulk.job import shown
-from qinfer.codec.json_depth import check_depth
+from qinfer.codec.kserve_json import check_depth
 from qinfer.errors import InvalidRequest
 from qinfer.repository.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Bytes, Tensor, from_numpy

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from qinfer.backends.base import Backend, BackendFactory
 from qinfer.backends.reshape import reshaped
-from qinfer.batching.execution import Caller
-from qinfer.batching.latency import LatencyModel
-from qinfer.batching.ports import Executor, LoadedModel, Observer
+from qinfer.batching.batcher import Executor, LoadedModel
+from qinfer.batching.execution import Caller, Observer
+from qinfer.batching.policy import LatencyModel
 from qinfer.clock import ServerClock
 from qinfer.control.base import StoredModel
 from qinfer.control.completion import Completion

@@ -9,7 +9,7 @@ from qinfer.delivery.base import Delivery, Lane
 from qinfer.errors import QinferError
 from qinfer.observability.latencies import LatencyTally
 from qinfer.settings import MetricsSettings
-from qinfer_workers.inference.readings import Readings
+from qinfer_workers.inference.intake import Readings
 
 _LOOK_S = 0.05
 _GRACE_S = 0.2  # gateways learn at the same time as the worker that a model is to be unloaded

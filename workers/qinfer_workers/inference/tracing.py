@@ -65,7 +65,7 @@ class Spans:
         self._now_s = clock.now_s
 
     def executed(self, execution: Execution, begin_s: float) -> None:
-        """See `qinfer.batching.ports.Observer.executed`; its answered items are part of the batch from now on."""
+        """See `qinfer.batching.execution.Observer.executed`; its answered items are part of the batch from now on."""
         recorded = [item for item in execution.items if is_sampled(item.request.trace)]
         if not recorded:
             return
@@ -94,7 +94,7 @@ class Spans:
                 item.request.trace = batch.trace
 
     def refused(self, items: Sequence[Pending], error: QinferError, now_s: float) -> None:
-        """See `qinfer.batching.ports.Observer.refused`."""
+        """See `qinfer.batching.execution.Observer.refused`."""
         for item in items:
             if is_sampled(item.request.trace):
                 queue = self._tracer.start("queue", item.request.trace, item.enqueued_s)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from qinfer.backends.base import Array, Backend, Batch
-from qinfer.batching.latency import LatencyModel
+from qinfer.batching.policy import LatencyModel
 from qinfer.errors import ModelLoadFailed, ModelNotReady, QinferError
 from qinfer.messages import InferRequest, Response, Scalar
 from qinfer.repository.spec import ModelSpec, WarmupInput

@@ -13,9 +13,8 @@ import msgspec
 import numpy as np
 
 from qinfer.backends.base import Backend, Batch
-from qinfer.batching.execution import Answer
-from qinfer.batching.ports import LoadedModel
-from qinfer.batching.responses import Responder
+from qinfer.batching.batcher import LoadedModel
+from qinfer.batching.execution import Answer, Responder
 from qinfer.clock import ServerClock
 from qinfer.errors import (
     Cancelled,

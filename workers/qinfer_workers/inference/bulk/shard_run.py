@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from qinfer.batching.batcher import Batcher
-from qinfer.batching.ports import LoadedModel
+from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.delivery.jobs import ShardOutcome
 from qinfer.errors import Cancelled, DeliveryError, QinferError
 from qinfer_workers.inference.bulk.arbiter import DeviceArbiter, Turn

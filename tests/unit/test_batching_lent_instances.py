@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer.batching.loans import FETCH_EVERY_S, PATIENCE_S, Loans
+from qinfer.batching.batcher import FETCH_EVERY_S, PATIENCE_S, LentInstances
 from qinfer.batching.policy import NEVER_S
 from tests.batching import Bench, Scene
 
@@ -96,16 +96,16 @@ async def test_other_instances_go_on() -> None:
 
 def test_patience_begins_with_the_first_that_waits() -> None:
     """Instances may be lent for long where nobody wants them."""
-    loans = Loans()
-    loans.change(1)
+    lent = LentInstances()
+    lent.change(1)
 
-    assert loans.look(0.0, 0) == (True, NEVER_S)
-    assert loans.look(1000.0, 1) == (False, 1000.0 + FETCH_EVERY_S)
-    assert loans.look(1000.0 + FETCH_EVERY_S, 1) == (True, 1000.0 + PATIENCE_S)
-    assert loans.look(1000.0 + PATIENCE_S, 1) == (False, NEVER_S)
-    assert loans.is_overdue
+    assert lent.look(0.0, 0) == (True, NEVER_S)
+    assert lent.look(1000.0, 1) == (False, 1000.0 + FETCH_EVERY_S)
+    assert lent.look(1000.0 + FETCH_EVERY_S, 1) == (True, 1000.0 + PATIENCE_S)
+    assert lent.look(1000.0 + PATIENCE_S, 1) == (False, NEVER_S)
+    assert lent.is_overdue
 
-    loans.change(-1)
-    loans.change(1)
+    lent.change(-1)
+    lent.change(1)
 
-    assert loans.look(2000.0, 0) == (True, NEVER_S)
+    assert lent.look(2000.0, 0) == (True, NEVER_S)
