@@ -124,12 +124,6 @@ ROWS = (
     Row(
         keys.outbox,
         "stream",
-        "a day longer than the record of the request or job that came last",
-        "webhooks to be delivered; consumer group `janitors`",
-    ),
-    Row(
-        keys.outbox,
-        "stream",
         "a day longer than the record of the request that ended last; entries that are older than that are dropped",
         "requests that ended and whose answers a program such as a bridge is to pass on, with what it noted of them; "
         "consumer group `readers`",
@@ -138,9 +132,9 @@ ROWS = (
     Row(
         keys.deliveries,
         "stream",
-        "a day longer than the longest-kept record that an item of it is about",
-        "what is to be delivered, until it is; with `|later` behind, a sorted set of what was taken, by when it is due "
-        "again",
+        "a day longer than the longest-kept record that an item of it is about; of `jobs` permanent",
+        "what is to be delivered, until it is, by kind: `webhooks`; `jobs`, bulk jobs that are to be looked at. With "
+        "`|later` behind, a sorted set of what was taken, by when it is due again",
         ({"kind": "<kind>"},),
     ),
     Row(
@@ -201,7 +195,6 @@ ROWS = (
         _boards("waiting", "open", "sending", "done", "failed"),
     ),
     Row(keys.label_boards, "sorted set", "the same", "the projects that a model has tasks of"),
-    Row(keys.job_notices, "stream", "permanent", "jobs that are to be looked at; consumer group `janitors`"),
     Row(
         keys.dead_letters,
         "stream",

@@ -211,10 +211,8 @@ class Gateway:
     def _asynchronous(self, settings: Settings, tally: GatewayTally) -> tuple[AsyncRequests, Janitor]:
         """Makes the use case of asynchronous requests, and what looks after them."""
         targets = Targets(settings.webhooks)
-        queue = self._delivery
-        webhooks = Webhooks(settings.webhooks, queue.requests, queue.clock, targets, queue.jobs)
-        sweep_every_s = settings.requests.sweep_every_s
-        janitor = Janitor(self._delivery, self.catalog, tally, sweep_every_s, webhooks, consumer=self._owner)
+        webhooks = Webhooks(settings.webhooks, self._delivery, targets)
+        janitor = Janitor(self._delivery, self.catalog, tally, settings.requests.sweep_every_s, webhooks)
         requests = AsyncRequests(
             delivery=self._delivery,
             catalog=self.catalog,
@@ -231,8 +229,7 @@ class Gateway:
         """Makes what looks after bulk jobs, where there are any."""
         if not settings.bulk.enabled:
             return None
-        pause_s, finalise = settings.requests.sweep_every_s, self._tasks.finalise
-        return JobJanitor(self._delivery.jobs, self.catalog, finalise, pause_s, consumer=self._owner)
+        return JobJanitor(self._delivery, self.catalog, self._tasks.finalise, settings.requests.sweep_every_s)
 
     def _services(self, settings: Settings, fast: FastPath, restrictions: Restrictions) -> Services:
         """Makes what the routes and the calls of gRPC need."""

@@ -1,9 +1,9 @@
-"""The janitor: ends what nobody else would, and hands out webhooks (DESIGN.md §3). A role of every gateway; no leader.
+"""The janitor: ends what nobody else would, and hands out webhooks . A role of every gateway; no leader.
 
 - Asynchronous requests past their deadline are settled as expired, with zero workers too.
 - Synchronous requests whose gateway died wait in their lanes for nobody: where no worker lives to expire them, their
   entries are finished once their time is over.
-- The outbox's notices are taken, as many as can be delivered at once.
+- Webhooks are taken, as many as can be delivered at once.
 - Bulk jobs have a janitor of their own, `job_janitor`.
 - What processes that died left in the payload store is deleted, once it has expired.
 
@@ -19,7 +19,8 @@ from qinfer.control.catalog import Catalog
 from qinfer.control.routes import NAMES
 from qinfer.delivery.base import Delivery, Entry, Lane
 from qinfer.delivery.dead_letters import head_of
-from qinfer.delivery.requests import Notice, RequestState, Settlement
+from qinfer.delivery.deliveries import DeliveryItem
+from qinfer.delivery.requests import RequestState, Settlement
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferError, QueueFull
 from qinfer.observability.metrics import GatewayTally
 from qinfer_api.records import failed_outcome
@@ -51,8 +52,7 @@ class Janitor:
         catalog: Which models there are, and whether a worker lives for them.
         tally: Counts what expires.
         sweep_every_s: The pause between rounds.
-        webhooks: Delivers notices.
-        consumer: This process's name.
+        webhooks: Delivers webhooks.
     """
 
     def __init__(
@@ -62,15 +62,12 @@ class Janitor:
         tally: GatewayTally,
         sweep_every_s: float,
         webhooks: Webhooks,
-        *,
-        consumer: str,
     ) -> None:
         self._delivery = delivery
         self._catalog = catalog
         self._tally = tally
         self._sweep_every_s = sweep_every_s
         self._webhooks = webhooks
-        self._consumer = consumer
         self._models: dict[str, None] = {}  # all that were ever seen: a removed model may have requests left
         self._away: dict[str, QinferError] = {}  # models that this round could not sweep, and why: a node may be down
         self._places: dict[Lane, str] = {}  # how far its entries were looked through
@@ -90,8 +87,8 @@ class Janitor:
                     if orphans_in_s <= 0:
                         orphans_in_s = _ORPHANS_EVERY_S
                         await self.finish_orphans()
-                    for notice in await self.notices():
-                        group.create_task(self._deliver(notice))
+                    for item in await self.take_webhooks():
+                        group.create_task(self._deliver(item))
                 except (DeliveryError, QueueFull) as error:
                     self._tell(error)
                 else:
@@ -130,18 +127,16 @@ class Janitor:
                 count += await self._finish_orphans(lane)
         return count
 
-    async def notices(self) -> list[Notice]:
-        """Takes as many notices as can be delivered now; which model is asked first changes from round to round."""
-        taken: list[Notice] = []
+    async def take_webhooks(self) -> list[DeliveryItem]:
+        """Takes as many webhooks as can be delivered now; which model is asked first changes from round to round."""
+        taken: list[DeliveryItem] = []
         names = [model for model in self._known() if model not in self._away]
         start = random.randrange(len(names)) if names else 0  # noqa: S311 - fairness
         for model in (*names[start:], *names[:start]):
             room = self._webhooks.free - len(taken)
             if room <= 0:
                 break
-            taken += await self._delivery.requests.notices(
-                model, _PARTITION, self._consumer, room, retry_s=self._webhooks.retry_s
-            )
+            taken += await self._delivery.deliveries.take(model, _PARTITION, self._webhooks.kind, room)
         return taken
 
     async def _sweep(self) -> None:
@@ -207,9 +202,9 @@ class Janitor:
             return 0.0
         return spec.default_timeout_s
 
-    async def _deliver(self, notice: Notice) -> None:
+    async def _deliver(self, item: DeliveryItem) -> None:
         try:
-            await self._webhooks.deliver(notice)
+            await self._webhooks.deliver(item)
         except (DeliveryError, QueueFull) as error:
             self._tell(error)
 

@@ -5,7 +5,7 @@
                     ├─ too many rows failed ──▶ failed; its shards are taken back ──▶ `finalise`
                     └─ cancelling, nothing in hand ──▶ cancelled ──▶ `finalise`
 
-A notice is confirmed after the last step: where Celery's broker, or this gateway, is gone meanwhile, it comes again.
+A notice is done after the last step: where Celery's broker, or this gateway, is gone meanwhile, it comes again.
 Each step may be done twice.
 """
 
@@ -16,17 +16,16 @@ from collections.abc import Callable
 
 from qinfer.bulk.failures import why_failed
 from qinfer.control.catalog import Catalog
+from qinfer.delivery.base import Delivery
+from qinfer.delivery.deliveries import JOBS, DeliveryItem
 from qinfer.delivery.job_records import TOP_UP_COUNT
-from qinfer.delivery.jobs import CANCELLING, ENDED, FINALIZING, RUNNING, JobNotice, JobRecord, Jobs, Standing
+from qinfer.delivery.jobs import CANCELLING, ENDED, FINALIZING, RUNNING, JobRecord, Standing
 from qinfer.errors import QinferError
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
 """The pause between two looks at all running jobs."""
-
-RETRY_S = 2.0
-"""The pause before a notice that could not be acted on comes again; it doubles."""
 
 _NOTICES = 50  # of a model in a round
 _LATEST = 100  # jobs that are looked back at, at the start
@@ -38,21 +37,18 @@ class JobJanitor:
     """One per gateway that takes bulk jobs.
 
     Args:
-        jobs: The jobs in the queue.
+        delivery: The queue.
         catalog: How many workers a model version has.
         finalise: Sends Celery the task that finishes a job; it blocks, and may be called twice.
         pause_s: The pause between rounds.
-        consumer: This process's name.
     """
 
-    def __init__(
-        self, jobs: Jobs, catalog: Catalog, finalise: Callable[[str], None], pause_s: float, *, consumer: str
-    ) -> None:
-        self._jobs = jobs
+    def __init__(self, delivery: Delivery, catalog: Catalog, finalise: Callable[[str], None], pause_s: float) -> None:
+        self._jobs = delivery.jobs
+        self._deliveries = delivery.deliveries
         self._catalog = catalog
         self._finalise = finalise
         self._pause_s = pause_s
-        self._consumer = consumer
         self._together = asyncio.Semaphore(_TOGETHER)
         self._sending = asyncio.Semaphore(_SENDING)
         self._places: dict[tuple[str, int], None] = {}  # where jobs were seen: an ended one may have a notice left
@@ -79,14 +75,14 @@ class JobJanitor:
                 self._tell("")
 
     async def attend(self) -> int:
-        """Acts on the notices that there are; returns how many it confirmed.
+        """Acts on the notices that there are; returns how many that were.
 
         Raises:
             QinferError: Some could not be acted on, and come again.
         """
         outcomes: list[BaseException | None] = []
         for model, partition in await self._known():
-            notices = await self._jobs.notices(model, partition, self._consumer, _NOTICES, retry_s=RETRY_S)
+            notices = await self._deliveries.take(model, partition, JOBS, _NOTICES)
             outcomes += await asyncio.gather(*map(self._act_on, notices), return_exceptions=True)
         for outcome in outcomes:
             if outcome is not None:
@@ -112,15 +108,15 @@ class JobJanitor:
         self._places |= dict.fromkeys(await self._jobs.models())
         return list(self._places)
 
-    async def _act_on(self, notice: JobNotice) -> None:
+    async def _act_on(self, notice: DeliveryItem) -> None:
         async with self._together:
-            record = await self._jobs.get(notice.job_id)
+            record = await self._jobs.get(notice.text)
             standing = None if record is None else await self._fill(record)
             state = await self._next(record, standing) if record is not None and standing is not None else ""
             if state == FINALIZING or state in ENDED - {"completed"}:  # of which it lists the parts that are there
                 async with self._sending:
-                    await asyncio.to_thread(self._finalise, notice.job_id)
-            await self._jobs.confirm(notice)
+                    await asyncio.to_thread(self._finalise, notice.text)
+            await self._deliveries.done(notice.model, notice.partition, JOBS, [notice.id])
 
     async def _fill(self, record: JobRecord) -> Standing | None:
         """Fills a job's lane; returns where the job stands, `None` where it is gone."""

@@ -4,7 +4,7 @@
     POST <the job's webhook>                {"type": "job.completed", "timestamp": …, "data": {the job}}
     webhook-id · webhook-timestamp · webhook-signature: v1,<base64 of HMAC-SHA256(secret, "id.timestamp.body")>
 
-A 2xx reply is a delivery; anything else, a redirect too, is tried again by the outbox, with the same `webhook-id`,
+A 2xx reply is a delivery; after anything else, a redirect too, the webhook comes again, with the same `webhook-id`,
 until `max_attempts`. The connection goes to the address that `Targets` has checked, whatever the name leads to
 meanwhile, and of the reply only the head is read.
 """
@@ -24,9 +24,11 @@ import httpx
 import msgspec
 
 import qinfer
-from qinfer.clock import ServerClock
-from qinfer.delivery.jobs import JobRecord, Jobs
-from qinfer.delivery.requests import Notice, RequestRecord, Requests
+from qinfer.delivery import keys
+from qinfer.delivery.base import Delivery
+from qinfer.delivery.deliveries import WEBHOOKS, DeliveryItem, Kind
+from qinfer.delivery.jobs import JobRecord
+from qinfer.delivery.requests import Address, RequestRecord
 from qinfer.errors import InvalidRequest, SettingsError
 from qinfer.settings import WebhookSettings
 from qinfer_api.job_records import shown_job
@@ -40,7 +42,9 @@ MAX_DELIVERIES = 16
 
 _ENCODED = "whsec_"
 _SECRET = "QINFER_WEBHOOKS__SECRET"  # noqa: S105 - the name of the setting
+_LONGEST_PAUSE_S = 900.0
 _MARGIN_S = 1.0
+_JOB = "job:"
 
 
 class Webhooks:
@@ -48,41 +52,29 @@ class Webhooks:
 
     Args:
         settings: The secret, and the patience with receivers.
-        requests: Where the outbox is.
-        clock: The time that receivers compare with theirs.
+        delivery: Where the webhooks, and the requests and jobs that they are about, are.
         targets: Where webhooks may go.
-        jobs: Where bulk jobs are; `None` = their notices are given up.
+
+    Attributes:
+        kind: The kind of delivery.
 
     Raises:
         SettingsError: Webhooks are allowed and can't be signed.
     """
 
-    def __init__(
-        self,
-        settings: WebhookSettings,
-        requests: Requests,
-        clock: ServerClock,
-        targets: Targets,
-        jobs: Jobs | None = None,
-    ) -> None:
+    def __init__(self, settings: WebhookSettings, delivery: Delivery, targets: Targets) -> None:
         self._settings = settings
         self._secret = read_secret(settings)
-        self._requests = requests
-        self._jobs = jobs
-        self._clock = clock
+        self._delivery = delivery
+        self.kind = Kind(WEBHOOKS, settings.timeout_s + _MARGIN_S, _LONGEST_PAUSE_S)
         self._targets = targets
         self._under_way = 0
         self._http: httpx.AsyncClient | None = None
 
     @property
     def free(self) -> int:
-        """How many notices `deliver` can take now; none where webhooks are off: other gateways may allow them."""
+        """How many webhooks `deliver` can take now; none where webhooks are off: other gateways may allow them."""
         return MAX_DELIVERIES - self._under_way if self._settings.allow else 0
-
-    @property
-    def retry_s(self) -> float:
-        """The pause before the first repetition, longer than a delivery can take."""
-        return self._settings.timeout_s + _MARGIN_S
 
     async def __aenter__(self) -> "Webhooks":
         """Opens the HTTP client, where webhooks are allowed."""
@@ -103,27 +95,27 @@ class Webhooks:
         if self._http is not None:
             await self._http.aclose()
 
-    async def deliver(self, notice: Notice) -> None:
-        """Tries once to deliver a notice, and confirms it when that succeeds or was the last try.
+    async def deliver(self, item: DeliveryItem) -> None:
+        """Tries once to deliver a webhook; it is done when that succeeds or was the last try.
 
         Raises:
-            BrokerUnavailable: The outbox can't be reached; the notice comes again.
+            BrokerUnavailable: The queue can't be reached; the webhook comes again.
         """
         self._under_way += 1
         try:
-            await self._deliver(notice)
+            await self._deliver(item)
         finally:
             self._under_way -= 1
 
-    async def _deliver(self, notice: Notice) -> None:
-        message = await self._message(notice)
+    async def _deliver(self, item: DeliveryItem) -> None:
+        message = await self._message(item)
         if message is None:
-            await self._confirm(notice, delivered=False)  # it is gone, was put back into its lane, or goes on
+            await self._done(item, delivered=False)  # it is gone, was put back into its lane, or goes on
             return
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 target = await self._targets.check(message.url)
-                status = await self._post(target, notice, message)
+                status = await self._post(target, item, message)
             problem = "" if 200 <= status < 300 else f"status {status}"
         except InvalidRequest as error:
             problem = error.message
@@ -131,50 +123,53 @@ class Webhooks:
             problem = type(error).__name__  # its text may repeat the URL, which may hold a secret
         except Exception as error:  # noqa: BLE001 - the boundary: no receiver may end the janitor, at each try again
             problem = type(error).__name__
-            logger.error("webhook failed", extra={"request_id": notice.address.id, "reason": problem})
+            logger.error("webhook failed", extra={"request_id": _about(item).id, "reason": problem})
         if not problem:
-            await self._confirm(notice, delivered=True)
+            await self._done(item, delivered=True)
             return
-        extra = {"request_id": notice.address.id, "reason": problem, "attempt": notice.deliveries}
-        if notice.deliveries >= self._settings.max_attempts:
+        extra = {"request_id": _about(item).id, "reason": problem, "attempt": item.attempts}
+        if item.attempts >= self._settings.max_attempts:
             logger.warning("webhook given up", extra=extra)
-            await self._confirm(notice, delivered=False)
+            await self._done(item, delivered=False)
         else:
             logger.info("webhook not delivered", extra=extra)
 
-    async def _message(self, notice: Notice) -> "_Message | None":
-        """Returns what a notice says; `None` where there is nothing to tell any more."""
-        if notice.is_job:
-            job = await self._jobs.get(notice.address.id) if self._jobs is not None else None
-            told = job is not None and job.webhook and job.is_over
-            return _Message(job.webhook, partial(job_body_of, job)) if job is not None and told else None
-        record = await self._requests.record(notice.address)
-        told = record is not None and record.webhook and record.state.is_terminal
-        return _Message(record.webhook, partial(body_of, record)) if record is not None and told else None
+    async def _message(self, item: DeliveryItem) -> "_Message | None":
+        """Returns what a webhook says; `None` where there is nothing to tell any more."""
+        if item.text.startswith(_JOB):
+            job = await self._delivery.jobs.get(_about(item).id)
+            is_due = job is not None and job.webhook and job.is_over
+            return _Message(job.webhook, partial(job_body_of, job)) if job is not None and is_due else None
+        record = await self._delivery.requests.record(_about(item))
+        is_due = record is not None and record.webhook and record.state.is_terminal
+        return _Message(record.webhook, partial(body_of, record)) if record is not None and is_due else None
 
-    async def _post(self, target: Target, notice: Notice, message: "_Message") -> int:
-        """Sends a notice; returns the status of the reply."""
+    async def _post(self, target: Target, item: DeliveryItem, message: "_Message") -> int:
+        """Sends a webhook; returns the status of the reply."""
         assert self._http is not None  # the check of the target has failed otherwise
-        body = message.body_at(self._clock.now_s())
-        notice_id, timestamp = webhook_id(notice), int(self._clock.now_s())
+        now_s = self._delivery.clock.now_s()
+        body, own_id, timestamp = message.body_at(now_s), webhook_id(item), int(now_s)
         headers = {
             "host": target.url.netloc.decode("ascii"),
-            "webhook-id": notice_id,
+            "webhook-id": own_id,
             "webhook-timestamp": str(timestamp),
-            "webhook-signature": sign(self._secret, notice_id, timestamp, body),
+            "webhook-signature": sign(self._secret, own_id, timestamp, body),
         }
         url = target.url.copy_with(host=target.address)
         named = {"sni_hostname": target.host}
         async with self._http.stream("POST", url, content=body, headers=headers, extensions=named) as reply:
             return reply.status_code
 
-    async def _confirm(self, notice: Notice, *, delivered: bool) -> None:
-        address = notice.address
-        await self._requests.confirm(address.model, address.partition, notice, delivered=delivered)
+    async def _done(self, item: DeliveryItem, *, delivered: bool) -> None:
+        """Removes a webhook, and notes in the record of its request or job what became of it."""
+        spell = keys.job if item.text.startswith(_JOB) else keys.request
+        record = spell(item.model, item.partition, _about(item).id).encode()
+        note = (record, "webhook_state", "delivered" if delivered else "failed")
+        await self._delivery.deliveries.done(item.model, item.partition, self.kind, [item.id], note=note)
 
 
 class _Message(NamedTuple):
-    """Where a notice goes, and its body at an instant."""
+    """Where a webhook goes, and its body at an instant."""
 
     url: str
     body_at: Callable[[float], bytes]
@@ -197,17 +192,21 @@ def read_secret(settings: WebhookSettings) -> bytes:
         raise SettingsError(f"{_SECRET}: what follows '{_ENCODED}' is not base64") from None
 
 
-def sign(secret: bytes, notice_id: str, timestamp: int, body: bytes) -> str:
+def sign(secret: bytes, own_id: str, timestamp: int, body: bytes) -> str:
     """Returns the `webhook-signature` of a body."""
-    content = b"%b.%d.%b" % (notice_id.encode(), timestamp, body)
+    content = b"%b.%d.%b" % (own_id.encode(), timestamp, body)
     return "v1," + base64.b64encode(hmac.digest(secret, content, hashlib.sha256)).decode()
 
 
-def webhook_id(notice: Notice) -> str:
-    """Returns what receivers tell repetitions by: unique over all models, which an outbox entry's id is not."""
-    address = notice.address
-    whole = f"{address.model}#{address.partition}:{notice.id}"
+def webhook_id(item: DeliveryItem) -> str:
+    """Returns what receivers tell repetitions by: unique over all models, which an item's id is not."""
+    whole = f"{item.model}#{item.partition}:{item.id}"
     return f"msg_{hashlib.sha256(whole.encode()).hexdigest()[:32]}"
+
+
+def _about(item: DeliveryItem) -> Address:
+    """Returns which request a webhook is about; of a job its id, and where it is."""
+    return Address(item.model, item.partition, item.text.partition(":")[2])
 
 
 def body_of(record: RequestRecord, now_s: float) -> bytes:

@@ -36,6 +36,7 @@ from qinfer.tensors import Bytes
 
 if TYPE_CHECKING:  # they need `Lane` and `Entry`
     from qinfer.delivery.dead_letters import DeadLetters
+    from qinfer.delivery.deliveries import Deliveries
     from qinfer.delivery.jobs import Jobs
     from qinfer.delivery.label_tasks import LabelTasks
     from qinfer.delivery.requests import Requests
@@ -137,6 +138,9 @@ class Delivery(Protocol):
 
     dead_letters: "DeadLetters"
     """What `bury` has put away."""
+
+    deliveries: "Deliveries"
+    """What is to be told or done later, beside the lanes."""
 
     jobs: "Jobs"
     """Bulk jobs, whose shards are entries of this queue."""

@@ -45,6 +45,13 @@ class Kind(msgspec.Struct, frozen=True):
     longest_pause_s: float
 
 
+WEBHOOKS = "webhooks"
+"""The kind of webhooks; an item is `request:<id>` or `job:<id>`. How patient it is the settings say."""
+
+JOBS = Kind("jobs", 2.0, 60.0)
+"""Bulk jobs to be looked at: planned, settled, stopped, or with too many failed rows; an item is a job's id."""
+
+
 class DeliveryItem(msgspec.Struct, frozen=True):
     """Something that is to be delivered.
 

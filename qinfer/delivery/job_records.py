@@ -27,9 +27,6 @@ MAX_LINE_CHARACTERS = 2000
 KEPT_S = 7 * 86400.0
 """How long a job is known after its end, if its record does not say."""
 
-MAX_RETRY_S = 60.0
-"""The longest pause between two deliveries of a job's notice."""
-
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a job; instants in seconds of the broker's time, 0 = not yet or never.
@@ -173,24 +170,6 @@ class LogLine(msgspec.Struct, frozen=True):
 
     at: float
     text: str
-
-
-class JobNotice(msgspec.Struct, frozen=True):
-    """A job that is to be looked at: it is planned, settled, stopped, or too many of its rows failed.
-
-    Attributes:
-        id: The notice's own id.
-        model: The job's model, and
-        partition: its partition.
-        job_id: The job.
-        deliveries: How often it was handed out, this time included.
-    """
-
-    id: str
-    model: str
-    partition: int
-    job_id: str
-    deliveries: int = 1
 
 
 class Page(NamedTuple):

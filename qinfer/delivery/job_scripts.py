@@ -15,6 +15,7 @@ from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import Lease
 from qinfer.delivery.connection import Argument
 from qinfer.delivery.dead_letters import MAX_AGE_S, MAX_BYTES
+from qinfer.delivery.deliveries import JOBS, WEBHOOKS
 from qinfer.delivery.job_records import (
     MAX_LINE_CHARACTERS,
     MAX_LOG_LINES,
@@ -27,15 +28,15 @@ from qinfer.delivery.job_records import (
 from qinfer.delivery.scripts import Call, ttl_ms
 
 _CREATE = scripts.load("job_create", "now_ms")
-_DELETE = scripts.load("job_delete", "now_ms", "job")
-_FINISH = scripts.load("job_finish", "now_ms", "job", "trim_letters")
+_DELETE = scripts.load("job_delete", "now_ms", "deliveries", "job")
+_FINISH = scripts.load("job_finish", "now_ms", "deliveries", "job", "trim_letters")
 _MISSING = scripts.load("job_missing")
-_MOVE = scripts.load("job_move", "now_ms", "job")
-_NOTE = scripts.load("job_note", "now_ms", "job")
-_PLAN = scripts.load("job_plan", "now_ms", "job")
-_STOP = scripts.load("job_stop", "now_ms", "job")
-_TOP_UP = scripts.load("job_top_up", "now_ms", "job")
-_WITHDRAW = scripts.load("job_withdraw", "now_ms", "job")
+_MOVE = scripts.load("job_move", "now_ms", "deliveries", "job")
+_NOTE = scripts.load("job_note", "now_ms", "deliveries", "job")
+_PLAN = scripts.load("job_plan", "now_ms", "deliveries", "job")
+_STOP = scripts.load("job_stop", "now_ms", "deliveries", "job")
+_TOP_UP = scripts.load("job_top_up", "now_ms", "deliveries", "job")
+_WITHDRAW = scripts.load("job_withdraw", "now_ms", "deliveries", "job")
 
 _COUNTS = (
     *("rows", "rows_done", "rows_failed", "rows_before", "shards", "shards_done", "shards_failed", "in_lane"),
@@ -100,8 +101,8 @@ class Place(NamedTuple):
     def names(self) -> list[bytes]:
         """Returns the keys that all scripts of jobs have first; see job.lua."""
         parts = (self.part(name) for name in ("todo", "in_lane", "outcomes", "log"))
-        outbox, notices = keys.outbox(*self[:2]), keys.job_notices(*self[:2])
-        return [self.record, *parts, outbox.encode(), notices.encode()]
+        queues = (keys.deliveries(*self[:2], kind) for kind in (WEBHOOKS, JOBS.name))
+        return [self.record, *parts, *(name.encode() for name in queues)]
 
 
 async def create(call: Call, record: JobRecord, nonce: str) -> bool:

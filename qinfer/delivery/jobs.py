@@ -13,7 +13,7 @@ Its frame is opaque here. The promises, each a test in `tests/contract/`:
    as many as may run at a time. `finish_shard` refills the lane in the same step.
 4. `finish_shard` is the only terminal step of a shard: it removes the entry, whoever owns it, records the outcome and
    the counts once, and leaves a notice when nothing is left to run or too many rows failed.
-5. A notice is handed out until it is confirmed; at most one that was not looked at yet exists for a job.
+5. A notice is a delivery of kind `JOBS`; at most one that was not looked at yet exists for a job.
 6. `stop` ends a job and takes its shards out of `todo` and lane, and no other job's; `requeue` makes it run again.
 7. Each change raises the record's `revision`.
 8. A job that has ended is known for `kept_s` seconds; every other one for ever.
@@ -33,7 +33,6 @@ from qinfer.delivery.job_records import (
     FINALIZING,
     PLANNING,
     RUNNING,
-    JobNotice,
     JobRecord,
     LogLine,
     OpenRows,
@@ -51,7 +50,6 @@ __all__ = [
     "FINALIZING",
     "PLANNING",
     "RUNNING",
-    "JobNotice",
     "JobRecord",
     "Jobs",
     "LogLine",
@@ -260,22 +258,4 @@ class Jobs(Protocol):
         Returns:
             `None` when the job is unknown.
         """
-        ...
-
-    async def notices(
-        self, model: str, partition: int, consumer: str, count: int, *, retry_s: float = 1.0
-    ) -> Sequence[JobNotice]:
-        """Takes up to `count` notices of a model's jobs: those taken so long ago and not confirmed, then new ones.
-
-        Args:
-            model: The model, and
-            partition: its partition.
-            consumer: Who takes them.
-            count: How many at most.
-            retry_s: The pause before the first repetition; it doubles each time, up to `MAX_RETRY_S`.
-        """
-        ...
-
-    async def confirm(self, notice: JobNotice) -> None:
-        """Removes a notice that was acted on."""
         ...

@@ -19,9 +19,6 @@ RELEASED = b"released"
 SUSPECTS = b"suspects"
 """The consumer that owns what was reclaimed and then released; `reclaim` takes it at once, `fetch` never."""
 
-JANITORS = b"janitors"
-"""The consumer group of every outbox of webhooks."""
-
 READERS = b"readers"
 """The consumer group of every outbox that a program named."""
 
@@ -195,11 +192,6 @@ def job(model: str, partition: int, job_id: str) -> str:
 def job_part(model: str, partition: int, job_id: str, part: str) -> str:
     """Returns what belongs to a bulk job: its `todo`, `in_lane`, `outcomes` or `log`."""
     return f"{_partition(model, partition)}job-{part}:{job_id}"
-
-
-def job_notices(model: str, partition: int) -> str:
-    """Returns the stream of the jobs of a partition that the janitor is to look at."""
-    return f"{_partition(model, partition)}job-notices"
 
 
 def jobs() -> str:

@@ -13,10 +13,8 @@ from qinfer.delivery.base import Lease
 from qinfer.delivery.job_index import cursor_of, place_of
 from qinfer.delivery.job_records import (
     FINALIZING,
-    MAX_RETRY_S,
     PLANNING,
     RUNNING,
-    JobNotice,
     JobRecord,
     LogLine,
     OpenRows,
@@ -254,27 +252,6 @@ class MemoryJobs:
         except TimeoutError:
             return await self.get(job_id)
         return record
-
-    async def notices(
-        self, model: str, partition: int, consumer: str, count: int, *, retry_s: float = 1.0
-    ) -> Sequence[JobNotice]:
-        """See `Jobs.notices`; in one process all consumers are one."""
-        await asyncio.sleep(0)
-        now_s = self._clock.now_s()
-        taken: list[JobNotice] = []
-        for notice_id, noticed in self._table.notices.items():
-            if (noticed.record.model, noticed.record.partition) != (model, partition) or len(taken) == count:
-                continue
-            wait_s = min(retry_s * 2.0 ** (noticed.deliveries - 1), MAX_RETRY_S)
-            if not noticed.deliveries or now_s - noticed.taken_at >= wait_s:
-                noticed.deliveries += 1
-                noticed.taken_at = now_s
-                taken.append(JobNotice(notice_id, model, partition, noticed.record.id, noticed.deliveries))
-        return taken
-
-    async def confirm(self, notice: JobNotice) -> None:
-        """See `Jobs.confirm`."""
-        self._table.notices.pop(notice.id, None)
 
     def told(self, job_id: str, state: str) -> None:
         """Notes what became of a job's webhook: delivered | failed."""

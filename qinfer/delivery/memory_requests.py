@@ -10,14 +10,12 @@ from qinfer.delivery.base import Lane, Payload
 from qinfer.delivery.memory_lanes import Item, MemoryLanes
 from qinfer.delivery.memory_outboxes import MemoryOutboxes
 from qinfer.delivery.requests import (
-    LONGEST_RETRY_S,
     MARGIN_S,
     MAX_WATCHERS,
     Acceptance,
     Accepted,
     Address,
     Ending,
-    Notice,
     Outcome,
     RequestRecord,
     RequestState,
@@ -195,37 +193,6 @@ class MemoryRequests:
             and stored.deadline_at <= now_s
         ]
         return [address for _, address in sorted(late, key=lambda pair: pair[0])[:count]]
-
-    async def notices(
-        self, model: str, partition: int, consumer: str, count: int, *, retry_s: float = 1.0
-    ) -> list[Notice]:
-        """See `Requests.notices`; in one process all consumers are one."""
-        await asyncio.sleep(0)
-        now_s = self._clock.now_s()
-        taken: list[Notice] = []
-        for notice_id, pending in self._outbox.items():
-            if (pending.address.model, pending.address.partition) != (model, partition) or len(taken) == count:
-                continue
-            wait_s = min(retry_s * 2.0 ** (pending.deliveries - 1), LONGEST_RETRY_S)
-            if pending.deliveries and now_s - pending.taken_at < wait_s:
-                continue
-            pending.deliveries += 1
-            pending.taken_at = now_s
-            deliveries = pending.deliveries
-            taken.append(Notice(id=notice_id, address=pending.address, deliveries=deliveries, is_job=pending.is_job))
-        return taken
-
-    async def confirm(self, model: str, partition: int, notice: Notice, *, delivered: bool) -> None:
-        """See `Requests.confirm`."""
-        await asyncio.sleep(0)
-        self._outbox.pop(notice.id, None)
-        state = "delivered" if delivered else "failed"
-        if notice.is_job:
-            self.on_job_told(notice.address.id, state)
-            return
-        stored = self._known(notice.address)
-        if stored is not None:
-            stored.webhook_state = state
 
     async def endings(
         self, model: str, partition: int, outbox: str, consumer: str, count: int, *, retry_s: float

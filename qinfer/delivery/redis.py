@@ -22,6 +22,7 @@ from qinfer.delivery.base import Entry, Lane, LaneSize, Lease, Payload
 from qinfer.delivery.clients import blocking_client
 from qinfer.delivery.connection import Refused, Template, pack
 from qinfer.delivery.dead_letters import DeadLetters
+from qinfer.delivery.deliveries import Deliveries
 from qinfer.delivery.durability import Durability
 from qinfer.delivery.jobs import BULK_LANES, Jobs
 from qinfer.delivery.label_tasks import LabelTasks
@@ -61,6 +62,7 @@ class RedisDelivery:
         self._submits = RedisSubmits(router, self._values)
         self._entries = RedisEntries(router, self._values)
         self.dead_letters: DeadLetters = RedisDeadLetters(router, self._values)
+        self.deliveries = Deliveries(router)
         self.jobs: Jobs = RedisJobs(router, self._durability, self.clock)
         self.label_tasks: LabelTasks = RedisLabelTasks(router, self._durability)
         self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}

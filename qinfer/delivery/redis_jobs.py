@@ -1,6 +1,6 @@
 """Bulk jobs on Redis: each step is one Lua script, and a job's keys share the slot of its model's lanes (DESIGN.md §3).
 
-create, move, plan, stop, delete, …   see `job_scripts`        notices   notices.lua, as of requests
+create, move, plan, stop, delete, …   see `job_scripts`
 
 All jobs are in an index: `jobs`, by creation; `open_jobs`, those that may not have ended; `job_places`, their models.
 It is in other slots, so that it may name jobs whose record is gone, or that have ended: readers drop these from it.
@@ -22,11 +22,9 @@ from qinfer.delivery.job_index import JobIndex
 from qinfer.delivery.job_records import (
     ENDED,
     FINALIZING,
-    MAX_RETRY_S,
     PLANNING,
     RUNNING,
     TOP_UP_COUNT,
-    JobNotice,
     JobRecord,
     LogLine,
     OpenRows,
@@ -42,7 +40,6 @@ from qinfer.delivery.scripts import Call
 POLL_S = 0.5
 """The pause between two looks of `wait_for_change`."""
 
-_CONSUMER_GONE_MS = 3_600_000
 _SCAN_COUNT = 1000  # outcomes read at once
 _STEP_BYTES = 2**20  # of frames that are put away in one step
 
@@ -61,7 +58,6 @@ class RedisJobs:
         self._durability = durability
         self._clock = clock
         self._index = JobIndex(router, clock)
-        self._looked_at: dict[tuple[str, int], bytes] = {}  # how far in the unconfirmed notices
 
     async def create(self, record: JobRecord) -> bool:
         """See `Jobs.create`."""
@@ -235,29 +231,6 @@ class RedisJobs:
             if revision is None or int(revision) > since or left_s <= 0:
                 return await self.get(job_id)
             await asyncio.sleep(min(POLL_S, left_s))
-
-    async def notices(
-        self, model: str, partition: int, consumer: str, count: int, *, retry_s: float = 1.0
-    ) -> Sequence[JobNotice]:
-        """See `Jobs.notices`."""
-        name = keys.job_notices(model, partition).encode()
-        start = self._looked_at.get((model, partition), b"-")
-        times = int(retry_s * 1000), int(MAX_RETRY_S * 1000)
-        arguments = (keys.JANITORS, consumer, count, *times, start, _CONSUMER_GONE_MS)
-        next_start, found = await scripts.run(
-            partial(self._router.call, keys.slot(name)), scripts.NOTICES, [name], *arguments
-        )
-        self._looked_at[model, partition] = next_start
-        return [
-            JobNotice(notice_id.decode(), model, partition, job_id.decode(), deliveries)
-            for notice_id, job_id, deliveries, *_ in found
-        ]
-
-    async def confirm(self, notice: JobNotice) -> None:
-        """See `Jobs.confirm`."""
-        name = keys.job_notices(notice.model, notice.partition).encode()
-        call = partial(self._router.call, keys.slot(name))
-        await scripts.run(call, scripts.FINISH, [name], keys.JANITORS, notice.id)
 
     async def _plan(
         self,

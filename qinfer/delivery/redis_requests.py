@@ -1,7 +1,6 @@
 """Asynchronous requests on Redis: each step is one Lua script, and a request's keys share a slot (DESIGN.md §3).
 
-accept, settle, record, due   see `request_scripts`        notices, confirm   notices.lua, confirm.lua
-endings, confirm_endings      see `redis_outboxes`
+accept, settle, record, due   see `request_scripts`        endings, confirm_endings   see `redis_outboxes`
 
 A payload or result too large for the common connection is *staged* first: stored over a connection of its own, or in
 the object store, under a name that nobody knows. The script then renames it, or removes it. Where the script never
@@ -14,11 +13,11 @@ import secrets
 from collections.abc import Sequence
 from functools import partial
 
-from qinfer.delivery import keys, request_scripts, scripts
+from qinfer.delivery import keys, request_scripts
 from qinfer.delivery.base import FULL
 from qinfer.delivery.connection import Refused, pack
 from qinfer.delivery.durability import Durability
-from qinfer.delivery.redis_outboxes import CONSUMER_GONE_MS, RedisOutboxes
+from qinfer.delivery.redis_outboxes import RedisOutboxes
 from qinfer.delivery.request_scripts import (
     AT_ONCE_BYTES,
     AcceptReply,
@@ -30,13 +29,11 @@ from qinfer.delivery.request_scripts import (
     result_name,
 )
 from qinfer.delivery.requests import (
-    LONGEST_RETRY_S,
     MARGIN_S,
     Acceptance,
     Accepted,
     Address,
     Ending,
-    Notice,
     RequestRecord,
     Settlement,
     check_outbox,
@@ -68,7 +65,6 @@ class RedisRequests:
         self._values = values
         self._durability = durability
         self._outboxes = RedisOutboxes(router, values)
-        self._looked_at: dict[tuple[str, int], bytes] = {}  # how far in the outbox's unconfirmed notices
 
     async def accept(self, acceptance: Acceptance) -> Accepted:
         """See `Requests.accept`."""
@@ -154,35 +150,6 @@ class RedisRequests:
     async def due(self, model: str, partition: int, count: int) -> list[Address]:
         """See `Requests.due`."""
         return await request_scripts.due(self._call(keys.due(model, partition).encode()), model, partition, count)
-
-    async def notices(
-        self, model: str, partition: int, consumer: str, count: int, *, retry_s: float = 1.0
-    ) -> list[Notice]:
-        """See `Requests.notices`."""
-        name = keys.outbox(model, partition).encode()
-        start = self._looked_at.get((model, partition), b"-")
-        times = int(retry_s * 1000), int(LONGEST_RETRY_S * 1000)
-        arguments = (keys.JANITORS, consumer, count, *times, start, CONSUMER_GONE_MS)
-        next_start, found = await scripts.run(self._call(name), scripts.NOTICES, [name], *arguments)
-        self._looked_at[model, partition] = next_start
-        return [
-            Notice(
-                id=notice_id.decode(),
-                address=Address(model, partition, request_id.decode()),
-                deliveries=deliveries,
-                is_job=kind == b"j",
-            )
-            for notice_id, request_id, deliveries, kind in found
-        ]
-
-    async def confirm(self, model: str, partition: int, notice: Notice, *, delivered: bool) -> None:
-        """See `Requests.confirm`."""
-        name = keys.outbox(model, partition).encode()
-        state = b"delivered" if delivered else b"failed"
-        address = notice.address
-        job = keys.job(address.model, address.partition, address.id).encode()
-        names = [name, job if notice.is_job else record_key(address)]
-        await scripts.run(self._call(name), scripts.CONFIRM, names, keys.JANITORS, notice.id, state)
 
     async def endings(
         self, model: str, partition: int, outbox: str, consumer: str, count: int, *, retry_s: float

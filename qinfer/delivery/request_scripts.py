@@ -18,6 +18,7 @@ from qinfer.codec.versions import Record
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import DELAYED, Lane
 from qinfer.delivery.connection import Argument
+from qinfer.delivery.deliveries import WEBHOOKS
 from qinfer.delivery.requests import (
     MARGIN_S,
     MAX_WATCHERS,
@@ -45,7 +46,7 @@ RECORD_FIELDS = (
 """The fields that `record_of` reads, in its order; the state is the first."""
 
 _ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "tell", "known", "accept_one")
-_SETTLE = scripts.load("each", "now_ms", "drop", "tell", "settle_one")
+_SETTLE = scripts.load("each", "now_ms", "drop", "tell", "deliveries", "settle_one")
 _FIND = scripts.load("find", "now_ms", "tell", "known")
 _RECORD = scripts.load("record")
 _DUE = scripts.load("due", "now_ms")
@@ -279,7 +280,7 @@ def _settlement(settlement: Settlement, result: Value) -> Words:
         result_name(address).encode(),
         result.staged.encode(),
         keys.due(model, partition).encode(),
-        keys.outbox(model, partition).encode(),
+        keys.deliveries(model, partition, WEBHOOKS).encode(),
         payload_name(address).encode(),
     )
     where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")

@@ -11,7 +11,7 @@ The promises, each a test in `tests/contract/`:
    was; where that has ended and has an outbox of its own, its end is told there again.
 4. A result can be read again and again until its time to live is over; afterwards a tombstone tells so for a while.
 5. `due` knows every request whose deadline passed, with zero workers too.
-6. What is in an outbox is handed out until it is confirmed. There is one for webhooks, and those that programs name.
+6. An end that is to be told, by a webhook or through an outbox that a program named, is a delivery: see `deliveries`.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,6 @@ from qinfer.delivery.base import Entry, Lane
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.messages import Response
 from qinfer.tensors import Bytes
-
-LONGEST_RETRY_S = 900.0
-"""The longest pause between two deliveries of a notice."""
 
 MARGIN_S = 86400.0
 """A request is known so much longer than its times need: nobody may be there to sweep at its deadline."""
@@ -191,22 +188,6 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     webhook_state: str = ""
 
 
-class Notice(msgspec.Struct, frozen=True, kw_only=True):
-    """An outbox entry: a request, or a bulk job, that ended and whose webhook is to be told.
-
-    Attributes:
-        id: The outbox entry's own id, to confirm it; unique, so that receivers can drop repetitions.
-        address: The request, or the job.
-        deliveries: How often the notice was handed out, this time included.
-        is_job: It is a job's.
-    """
-
-    id: str
-    address: Address
-    deliveries: int = 1
-    is_job: bool = False
-
-
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """An entry of an outbox that a program named: a request that ended.
 
@@ -301,25 +282,6 @@ class Requests(Protocol):
 
     async def due(self, model: str, partition: int, count: int) -> list[Address]:
         """Returns up to `count` requests whose deadline has passed and which have not ended, the oldest first."""
-        ...
-
-    async def notices(
-        self, model: str, partition: int, consumer: str, count: int, *, retry_s: float = 1.0
-    ) -> list[Notice]:
-        """Takes up to `count` notices: those whose last delivery failed long enough ago, then new ones.
-
-        Args:
-            model: The model, and
-            partition: its partition, whose outbox is read.
-            consumer: Who takes them.
-            count: How many at most.
-            retry_s: A notice that is not confirmed comes again after so many seconds, then after twice as many each
-                time, up to `LONGEST_RETRY_S`. It should not be less than one delivery may take.
-        """
-        ...
-
-    async def confirm(self, model: str, partition: int, notice: Notice, *, delivered: bool) -> None:
-        """Removes a notice, and writes into the request's or job's record if its webhook was delivered or given up."""
         ...
 
     async def endings(

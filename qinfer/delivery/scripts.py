@@ -59,8 +59,6 @@ PUBLISH = load("publish")
 READ = load("read")
 REFER = load("refer", "drop")
 REMOVE = load("remove", "drop")
-NOTICES = load("notices", "forget_consumers")
-CONFIRM = load("confirm")
 ENDINGS = load("endings", "forget_consumers")
 CONFIRM_ENDINGS = load("confirm_endings")
 

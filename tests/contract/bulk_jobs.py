@@ -3,6 +3,7 @@
 import msgspec
 
 from qinfer.delivery.base import Delivery, Lane, Lease
+from qinfer.delivery.deliveries import JOBS
 from qinfer.delivery.jobs import RUNNING, JobRecord, Jobs, ShardOutcome, bulk_lanes
 
 LANES = bulk_lanes("digits", 1)
@@ -27,8 +28,7 @@ async def running(delivery: Delivery, count: int, job_id: str = "j1", **changes:
     """As `planned`, with its lane filled, and its first notice gone."""
     await planned(delivery, count, job_id, **changes)
     await delivery.jobs.advance(job_id)
-    for notice in await delivery.jobs.notices("digits", 0, "setup", 100):
-        await delivery.jobs.confirm(notice)
+    await noticed(delivery)
 
 
 async def top_up(jobs: Jobs, model: str, workers: int = 1) -> int:
@@ -61,11 +61,10 @@ async def finish(delivery: Delivery, lease: Lease, job_id: str = "j1", failed_ro
 
 
 async def noticed(delivery: Delivery) -> list[str]:
-    """Takes and confirms the notices; returns whose they are."""
-    found = await delivery.jobs.notices("digits", 0, "j", 100)
-    for notice in found:
-        await delivery.jobs.confirm(notice)
-    return [notice.job_id for notice in found]
+    """Takes what is to be looked at, and is done with it; returns which jobs these are."""
+    found = await delivery.deliveries.take("digits", 0, JOBS, 100)
+    await delivery.deliveries.done("digits", 0, JOBS, [item.id for item in found])
+    return [item.text for item in found]
 
 
 async def known(delivery: Delivery, job_id: str = "j1") -> JobRecord:

@@ -20,7 +20,13 @@ from qinfer.settings import LimitSettings, RedisSettings
 from tests import servers
 from tests.servers import RedisCluster, RedisServer, redis_6_2, system_redis
 
-PERMANENT = ("config", "dlq", "due", "job-notices")  # of a partition; lanes and statistics are told by their numbers
+PERMANENT = (
+    "config",
+    "dlq",
+    "due",
+    "deliveries:jobs",
+    "deliveries:jobs|later",
+)  # of a partition; lanes and statistics are told by their numbers
 WHOLE = {"qinfer:desired", "qinfer:control", "qinfer:workers", "qinfer:jobs", "qinfer:jobs:places", "qinfer:jobs:open"}
 WHOLE |= {"qinfer:scaler-counts"}
 ENDED = {"completed", "failed", "cancelled", "expired"}
@@ -131,13 +137,13 @@ def _redis_queue(request: pytest.FixtureRequest, kind: str, store: Path | None =
     return RedisQueue([request.getfixturevalue("old_redis" if kind == "redis-6.2" else "new_redis")], store=store)
 
 
-@pytest.fixture(params=["memory", *REDIS, *servers.matrix("redis-objects")])
+@pytest.fixture(params=[*REDIS, *servers.matrix("redis-objects")])
 async def queue(request: pytest.FixtureRequest) -> AsyncIterator[MemoryQueue | RedisQueue]:
     """Each adapter, on each kind of server."""
-    queue = MemoryQueue() if request.param == "memory" else _redis_queue(request, request.param)
+    queue = _redis_queue(request, request.param)
     yield queue
     await queue.close()
-    assert isinstance(queue, MemoryQueue) or not queue.leaked()
+    assert not queue.leaked()
 
 
 @pytest.fixture(params=REDIS)

@@ -4,11 +4,13 @@ import msgspec
 
 from qinfer.codec.frame import encode_request
 from qinfer.delivery.base import Delivery, Entry, Lane, Lease
+from qinfer.delivery.deliveries import WEBHOOKS, DeliveryItem, Kind
 from qinfer.delivery.requests import Acceptance, Accepted, Address, Outcome, RequestState, Settlement
 from qinfer.messages import InferRequest
 
 LANE = Lane("digits", 1, "p1")
 LONG_S = 60.0
+HOOKS = Kind(WEBHOOKS, 60.0, 900.0)
 
 
 def address(request_id: str = "r1", model: str = "digits") -> Address:
@@ -51,6 +53,10 @@ def ended(
 
 async def settle(delivery: Delivery, *settlements: Settlement) -> list[bool]:
     return await delivery.requests.settle(settlements)
+
+
+async def webhooks(delivery: Delivery, model: str = "digits") -> list[DeliveryItem]:
+    return await delivery.deliveries.take(model, 0, HOOKS, 10)
 
 
 async def fetch(delivery: Delivery, consumer: str = "a", lane: Lane = LANE) -> list[Lease]:

@@ -19,7 +19,7 @@ LUA = Path(scripts.__file__).parent / "lua"
 PUT = "\n".join((LUA / f"{name}.lua").read_text() for name in ("now_ms", "deliveries")) + (
     "\nlocal id"
     "\nredis.call('ZREM', later_of(KEYS[1]), '')"
-    "\nfor i = 2, #ARGV do id = put(KEYS[1], ARGV[i], 'notes', tonumber(ARGV[1])) end"
+    "\nfor i = 2, #ARGV do id = deliver(KEYS[1], ARGV[i], 'notes', tonumber(ARGV[1])) end"
     "\nreturn id"
 )
 

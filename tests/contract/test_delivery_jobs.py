@@ -400,20 +400,14 @@ async def test_a_replayed_shard_counts_nothing(queue: Queue) -> None:
     assert await delivery.depth(LANES) == [0, 0, 0]
 
 
-async def test_a_notice_comes_again_until_it_is_confirmed(queue: Queue) -> None:
-    """To another janitor, too; while nobody has looked at the job there is one only."""
-    delivery, other = await queue.connect(), await queue.connect()
+async def test_a_job_is_to_be_looked_at_once(queue: Queue) -> None:
+    """While nobody has looked at it; then again."""
+    delivery = await queue.connect()
     await planned(delivery, 1)
+    assert not await delivery.jobs.plan("j1", [], complete=True)
     await delivery.jobs.advance("j1")
     [lease] = await fetch(delivery)
     await finish(delivery, lease)
 
-    first = await delivery.jobs.notices("digits", 0, "a", 10)
-    assert [notice.job_id for notice in first] == ["j1", "j1"]
-    assert await other.jobs.notices("digits", 0, "b", 10, retry_s=30.0) == []
-    again = await other.jobs.notices("digits", 0, "b", 1, retry_s=0.0)
-    assert [(notice.id, notice.deliveries) for notice in again] == [(first[0].id, 2)]
-    for notice in first:
-        await delivery.jobs.confirm(notice)
-    assert await other.jobs.notices("digits", 0, "b", 10, retry_s=0.0) == []
-    assert await other.jobs.notices("other", 0, "b", 10) == []
+    assert await noticed(delivery) == ["j1", "j1"]
+    assert await noticed(delivery) == []

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from qinfer.delivery.base import Delivery, Lease, reply_address
+from qinfer.delivery import keys
+from qinfer.delivery.base import Delivery, Lease
 from qinfer.delivery.jobs import JobRecord, ShardOutcome, Standing
 from tests.contract.bulk_jobs import (
     LANES,
@@ -22,6 +23,7 @@ from tests.contract.bulk_jobs import (
     top_up,
 )
 from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.contract.requests import HOOKS, webhooks
 
 Queue = MemoryQueue | RedisQueue
 
@@ -267,25 +269,24 @@ async def test_only_a_job_that_has_ended_is_deleted(queue: Queue) -> None:
 
 
 async def test_a_webhook_is_told_of_the_end_once(queue: Queue) -> None:
-    """By the outbox of requests, among whose notices it is marked; what became of it is in the record."""
+    """As that of a request; what became of it is in the record."""
     delivery = await queue.connect()
     hook = "https://example.org/hook"
     await running(delivery, 1, webhook=hook)
     await delivery.jobs.create(record("j2"))
     await delivery.jobs.stop("j1", "cancelling")
-    assert await delivery.requests.notices("digits", 0, "g", 10) == []
+    assert await webhooks(delivery) == []
 
     await delivery.jobs.move("j1", {"cancelling"}, "cancelled")
     await delivery.jobs.stop("j1", "cancelled")
     await delivery.jobs.stop("j2", "failed", error="no")
 
-    [notice] = await delivery.requests.notices("digits", 0, "g", 10)
-    assert (notice.address.id, notice.is_job) == ("j1", True)
+    [item] = await webhooks(delivery)
+    assert item.text == "job:j1"
     assert (await known(delivery)).webhook_state == "pending"
-    await delivery.requests.confirm("digits", 0, notice, delivered=True)
+    note = (keys.job("digits", 0, "j1").encode(), "webhook_state", "delivered")
+    await delivery.deliveries.done("digits", 0, HOOKS, [item.id], note=note)
     assert (await known(delivery)).webhook_state == "delivered"
-    assert await delivery.requests.record(notice.address) is None
-    assert await delivery.requests.watch(notice.address, reply_address("g")) is None
 
 
 # --- all together ---

@@ -13,7 +13,7 @@ from qinfer.delivery.requests import MAX_NOTES_BYTES, Accepted, Ending, RequestS
 from qinfer.errors import InvalidRequest
 from qinfer.testing import eventually
 from tests.contract.conftest import MemoryQueue, RedisQueue
-from tests.contract.requests import accept, address, ended, fetch, frame_of, settle
+from tests.contract.requests import accept, address, ended, fetch, frame_of, settle, webhooks
 from tests.contract.test_delivery import listening
 
 Queue = MemoryQueue | RedisQueue
@@ -141,7 +141,7 @@ async def test_each_outbox_is_its_own(queue: Queue) -> None:
 
     assert [ending.request_id for ending in await take(delivery)] == ["r1"]
     assert [ending.request_id for ending in await take(delivery, box="other")] == ["r2"]
-    assert [notice.address.id for notice in await delivery.requests.notices("digits", 0, "j", 9)] == ["r3"]
+    assert [item.text for item in await webhooks(delivery)] == ["request:r3"]
     [ending] = await delivery.requests.endings("model", 0, BOX, "b1", 9, retry_s=NEVER_S)
     assert ending.request_id == "r4"
     assert await take(delivery, box="nobody's") == []
@@ -312,7 +312,7 @@ async def test_a_repetition_of_a_request_without_an_outbox_is_not_told(queue: Qu
         assert not (await accept(delivery, name, outbox=BOX)).is_new
 
     assert await take(delivery) == []
-    assert len(await delivery.requests.notices("digits", 0, "j", 9)) == 1
+    assert len(await webhooks(delivery)) == 1
 
 
 # --- watchers, dead letters, wrong arguments ---

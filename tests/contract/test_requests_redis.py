@@ -5,19 +5,20 @@ from collections.abc import Callable
 import pytest
 
 from qinfer.delivery import keys
-from qinfer.delivery.base import Delivery, reply_address
+from qinfer.delivery.base import reply_address
 from qinfer.delivery.connection import Connection
+from qinfer.delivery.deliveries import WEBHOOKS
 from qinfer.delivery.request_scripts import AT_ONCE
-from qinfer.delivery.requests import MARGIN_S, MAX_WATCHERS, Notice, RequestState
+from qinfer.delivery.requests import MARGIN_S, MAX_WATCHERS, RequestState
 from qinfer.delivery.values import Values
 from qinfer.errors import BrokerUnavailable, QueueFull
 from tests.contract.conftest import RedisQueue
-from tests.contract.requests import LANE, accept, address, ended, fetch, settle
+from tests.contract.requests import LANE, accept, address, ended, fetch, settle, webhooks
 from tests.contract.test_delivery import listening
 
 HOOK = "https://example.org/hook"
 LARGE = 2**20 + 1
-OUTBOX = keys.outbox("digits")
+QUEUE = keys.deliveries("digits", 0, WEBHOOKS)
 RECORD, RESULT = keys.request("digits", 0, "r1"), keys.result("digits", 0, "r1")
 PAYLOAD = keys.payload("digits", 0, "r1")
 
@@ -26,20 +27,6 @@ def names(queue: RedisQueue) -> set[str]:
     """Returns what there is of the partition, without what its keys begin with."""
     found = [key.decode() for on_node in queue.on_every_node("KEYS", "*{digits#0}*") for key in on_node]
     return {name.removeprefix("qinfer:{digits#0}:") for name in found}
-
-
-async def noticed(delivery: Delivery, request_id: str = "r1") -> Notice:
-    """Ends a request that has a webhook, and takes the notice."""
-    await accept(delivery, request_id, webhook=HOOK)
-    await settle(delivery, ended(request_id))
-    [notice] = await delivery.requests.notices("digits", 0, "j", 1)
-    return notice
-
-
-def rest(queue: RedisQueue, notice: Notice, idle_s: float, deliveries: int) -> None:
-    """Makes a notice look as if its last delivery was so long ago."""
-    options = ("IDLE", int(idle_s * 1000), "RETRYCOUNT", deliveries)
-    assert queue.on_owner("XCLAIM", OUTBOX, keys.JANITORS, "j", 0, notice.id, *options)
 
 
 # --- keys ---
@@ -68,7 +55,7 @@ async def test_every_key_of_a_request_has_its_time_to_live(redis_queue: RedisQue
     assert ttl_s(PAYLOAD) == pytest.approx(600.0 + MARGIN_S, abs=30.0)
     assert ttl_s(keys.idempotency("digits", 0, "", "k")) == pytest.approx(50.0, abs=30.0)
     await settle(delivery, ended(blob=bytes(size)))
-    assert names(redis_queue) == {"1:p1", "request:r1", "result:r1", "idem::k", "outbox"}
+    assert names(redis_queue) == {"1:p1", "request:r1", "result:r1", "idem::k", "deliveries:webhooks"}
     assert ttl_s(RECORD) == pytest.approx(500.0, abs=30.0)
     assert ttl_s(RESULT) == pytest.approx(200.0, abs=30.0)
 
@@ -216,14 +203,14 @@ async def test_full_memory_refuses_requests_and_lets_them_end(redis_queue: Redis
         redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
 
 
-async def test_full_memory_stops_no_notice(redis_queue: RedisQueue) -> None:
+async def test_full_memory_stops_no_webhook(redis_queue: RedisQueue) -> None:
     """Not even the first that anyone asks for."""
     delivery = await redis_queue.connect()
     await accept(delivery, webhook=HOOK)
     await settle(delivery, ended())
     redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "1")
     try:
-        assert len(await delivery.requests.notices("digits", 0, "j", 10)) == 1
+        assert len(await webhooks(delivery)) == 1
     finally:
         redis_queue.on_every_node("CONFIG", "SET", "maxmemory", "0")
 
@@ -243,7 +230,7 @@ async def _check_full_memory(queue: RedisQueue) -> None:
     assert await settle(delivery, ended()) == [True]
 
     assert await delivery.requests.result(address()) == b"blob of succeeded"
-    assert names(queue) == {"1:p1", "request:r1", "result:r1", "outbox"}
+    assert names(queue) == {"1:p1", "request:r1", "result:r1", "deliveries:webhooks"}
 
 
 async def test_an_accepted_request_survives_the_servers_restart(own_redis: RedisQueue) -> None:
@@ -263,7 +250,7 @@ async def test_an_accepted_request_survives_the_servers_restart(own_redis: Redis
     [lease] = await fetch(after)
     assert (lease.frame, await after.payload(lease.entry, "r1")) == (b"r1", bytes(LARGE))
     assert await after.requests.result(address("r2")) == b"blob of expired"
-    assert len(await after.requests.notices("digits", 0, "j", 10)) == 1
+    assert len(await webhooks(after)) == 1
 
 
 async def test_scripts_that_a_server_forgot_are_sent_again(redis_queue: RedisQueue) -> None:
@@ -306,83 +293,15 @@ async def test_only_so_many_processes_watch_one_request(redis_queue: RedisQueue)
         assert await first.get() == b"end"
 
 
-# --- the outbox ---
+# --- webhooks ---
 
 
-@pytest.mark.parametrize(("deliveries", "pause_s"), [(1, 10.0), (2, 20.0), (3, 40.0), (8, 900.0), (60, 900.0)])
-async def test_the_pause_before_a_notice_comes_again(redis_queue: RedisQueue, deliveries: int, pause_s: float) -> None:
-    """It doubles with each delivery, up to a quarter of an hour; not a moment earlier."""
-    delivery = await redis_queue.connect()
-    notice = await noticed(delivery)
-
-    rest(redis_queue, notice, pause_s - 5.0, deliveries)
-    assert await delivery.requests.notices("digits", 0, "k", 10, retry_s=10.0) == []
-
-    rest(redis_queue, notice, pause_s, deliveries)
-    [again] = await delivery.requests.notices("digits", 0, "k", 10, retry_s=10.0)
-    assert (again.id, again.deliveries) == (notice.id, deliveries + 1)
-
-
-async def test_a_notice_whose_body_is_gone_is_forgotten(redis_queue: RedisQueue) -> None:
-    """Somebody's XDEL or XTRIM leaves no ghost among the pending ones."""
-    delivery = await redis_queue.connect()
-    notice = await noticed(delivery)
-    redis_queue.on_owner("XDEL", OUTBOX, notice.id)
-
-    assert await delivery.requests.notices("digits", 0, "j", 10, retry_s=0.0) == []
-
-    assert redis_queue.on_owner("XPENDING", OUTBOX, keys.JANITORS)["pending"] == 0
-
-
-async def test_the_outbox_lives_a_day_longer_than_the_records(redis_queue: RedisQueue) -> None:
+async def test_the_queue_of_webhooks_lives_a_day_longer_than_the_records(redis_queue: RedisQueue) -> None:
     """Where no gateway delivers webhooks any more, nothing is left; a later short-lived request takes nothing away."""
     delivery = await redis_queue.connect()
     for name, seconds in (("r1", 500.0), ("r2", 100.0)):
         await accept(delivery, name, webhook=HOOK, result_ttl_s=seconds, tombstone_ttl_s=seconds)
         await settle(delivery, ended(name))
 
-    assert float(redis_queue.on_owner("PTTL", OUTBOX)) / 1000 == pytest.approx(1000.0 + 86400.0, abs=30.0)
-    assert len(await delivery.requests.notices("digits", 0, "j", 10)) == 2
-
-
-@pytest.mark.parametrize("delivered", [True, False])
-async def test_a_confirmed_notice_leaves_nothing_in_the_outbox(redis_queue: RedisQueue, *, delivered: bool) -> None:
-    """Neither an entry nor somebody who still has to confirm it."""
-    delivery = await redis_queue.connect()
-    notice = await noticed(delivery)
-
-    await delivery.requests.confirm("digits", 0, notice, delivered=delivered)
-
-    assert redis_queue.on_owner("XLEN", OUTBOX) == 0
-    assert redis_queue.on_owner("XPENDING", OUTBOX, keys.JANITORS)["pending"] == 0
-
-
-async def test_notices_that_rest_do_not_hide_those_behind_them(redis_queue: RedisQueue) -> None:
-    """However many there are: each round looks at a bounded number, the next one goes on there."""
-    delivery = await redis_queue.connect()
-    await noticed(delivery)
-    for _ in range(1200):
-        redis_queue.on_owner("XADD", OUTBOX, "*", "r", "resting")
-    resting = await delivery.requests.notices("digits", 0, "j", 1200)
-    assert len(resting) == 1200
-    rest(redis_queue, resting[-1], 3600.0, 1)
-    found: list[str] = []
-    for _ in range(3):
-        found += [notice.id for notice in await delivery.requests.notices("digits", 0, "j", 10, retry_s=600.0)]
-
-    assert found == [resting[-1].id]
-
-
-async def test_janitors_that_are_long_gone_are_forgotten(
-    redis_queue: RedisQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But not one that still owns a notice."""
-    monkeypatch.setattr("qinfer.delivery.redis_requests.CONSUMER_GONE_MS", -1)
-    delivery = await redis_queue.connect()
-    await noticed(delivery)
-
-    for janitor in ("gone", "here"):
-        await delivery.requests.notices("digits", 0, janitor, 10, retry_s=60.0)
-
-    consumers = redis_queue.on_owner("XINFO CONSUMERS", OUTBOX, keys.JANITORS)
-    assert {consumer["name"] for consumer in consumers} == {b"j"}
+    assert float(redis_queue.on_owner("PTTL", QUEUE)) / 1000 == pytest.approx(1000.0 + 86400.0, abs=30.0)
+    assert len(await webhooks(delivery)) == 2

@@ -1,13 +1,14 @@
-"""The contract of asynchronous requests on every adapter: deadlines, those that watch, and the outbox."""
+"""The contract of asynchronous requests on every adapter: deadlines, those that watch, and webhooks."""
 
 import tracemalloc
 
 from qinfer.codec.frame import decode_responses
+from qinfer.delivery import keys
 from qinfer.delivery.base import reply_address
-from qinfer.delivery.requests import Notice, RequestState
+from qinfer.delivery.requests import RequestState
 from qinfer.testing import FakeClock, MemoryDelivery, eventually
 from tests.contract.conftest import MemoryQueue, RedisQueue
-from tests.contract.requests import LANE, accept, address, ended, fetch, settle
+from tests.contract.requests import HOOKS, LANE, accept, address, ended, fetch, settle, webhooks
 from tests.contract.test_delivery import listening
 
 Queue = MemoryQueue | RedisQueue
@@ -52,7 +53,7 @@ async def test_a_request_that_ended_is_not_due(queue: Queue) -> None:
     assert await delivery.depth([LANE]) == [0]
 
 
-async def test_each_model_has_its_own_deadlines_and_notices(queue: Queue) -> None:
+async def test_each_model_has_its_own_deadlines_and_webhooks(queue: Queue) -> None:
     """A janitor asks for those of one partition."""
     delivery = await queue.connect()
     for model in ("digits", "other"):
@@ -63,9 +64,9 @@ async def test_each_model_has_its_own_deadlines_and_notices(queue: Queue) -> Non
 
     await eventually(is_due)
     await settle(delivery, ended(model="other"))
-    assert await delivery.requests.notices("digits", 0, "j", 10) == []
-    [notice] = await delivery.requests.notices("other", 0, "j", 10)
-    assert notice.address == address(model="other")
+    assert await webhooks(delivery) == []
+    [item] = await webhooks(delivery, "other")
+    assert (item.model, item.text) == ("other", "request:r1")
 
 
 # --- those that watch ---
@@ -118,78 +119,27 @@ async def test_a_watcher_that_is_gone_is_no_trouble(queue: Queue) -> None:
     assert not await delivery.publish(reply_address("gone"), b"x")
 
 
-# --- the outbox (promise 6) ---
+# --- webhooks (promise 6) ---
 
 
-async def test_the_end_of_a_request_with_a_webhook_is_noticed(queue: Queue) -> None:
-    """Once, by its first terminal state; requests without one leave no notice."""
+async def test_the_end_of_a_request_with_a_webhook_is_to_be_told(queue: Queue) -> None:
+    """Once, by its first terminal state; there is nothing to tell of requests without one."""
     delivery = await queue.connect()
     await accept(delivery, "r1", webhook=HOOK)
     await accept(delivery, "r2")
-    assert await delivery.requests.notices("digits", 0, "j", 10) == []
+    assert await webhooks(delivery) == []
 
     await settle(delivery, ended("r1"), ended("r2"), ended("r1", RequestState.CANCELLED))
 
-    [notice] = await delivery.requests.notices("digits", 0, "j", 10)
-    assert (notice.address, notice.deliveries) == (address("r1"), 1)
+    [item] = await webhooks(delivery)
+    assert (item.text, item.attempts) == ("request:r1", 1)
     record = await delivery.requests.record(address("r1"))
     assert record is not None
     assert record.webhook_state == "pending"
 
 
-async def test_notices_are_shared_out_among_janitors(queue: Queue) -> None:
-    """Each gets up to what it asks for, in order, and no notice is given to two."""
-    delivery, other = await queue.connect(), await queue.connect()
-    names = [f"r{number}" for number in range(5)]
-    for name in names:
-        await accept(delivery, name, webhook=HOOK)
-        await settle(delivery, ended(name))
-
-    first = await delivery.requests.notices("digits", 0, "j1", 3)
-    second = await other.requests.notices("digits", 0, "j2", 3)
-
-    assert [notice.address.id for notice in first + second] == names
-    assert len({notice.id for notice in first + second}) == 5
-
-
-async def test_a_notice_comes_again_until_it_is_confirmed(queue: Queue) -> None:
-    """To whoever asks, with the same id and a higher count."""
-    delivery, other = await queue.connect(), await queue.connect()
-    await accept(delivery, webhook=HOOK)
-    await settle(delivery, ended())
-    [notice] = await delivery.requests.notices("digits", 0, "j1", 10)
-    assert await other.requests.notices("digits", 0, "j2", 10, retry_s=60.0) == []
-    found: list[Notice] = []
-
-    async def comes() -> bool:
-        found.extend(await other.requests.notices("digits", 0, "j2", 10, retry_s=0.01))
-        return bool(found)
-
-    await eventually(comes)
-
-    assert [(again.id, again.address, again.deliveries) for again in found] == [(notice.id, notice.address, 2)]
-
-
-async def test_a_confirmed_notice_is_gone(queue: Queue) -> None:
-    """Delivered or given up: the record keeps which."""
-    delivery = await queue.connect()
-    states = []
-    for name, delivered in (("r1", True), ("r2", False)):
-        await accept(delivery, name, webhook=HOOK)
-        await settle(delivery, ended(name))
-        [notice] = await delivery.requests.notices("digits", 0, "j", 10, retry_s=60.0)
-
-        await delivery.requests.confirm("digits", 0, notice, delivered=delivered)
-
-        record = await delivery.requests.record(address(name))
-        assert record is not None
-        states.append(record.webhook_state)
-        assert await delivery.requests.notices("digits", 0, "j", 10, retry_s=0.0) == []
-    assert states == ["delivered", "failed"]
-
-
-async def test_a_notice_outlives_its_request(queue: Queue) -> None:
-    """It can be confirmed when the tombstone is gone, and brings nothing back."""
+async def test_a_webhook_outlives_its_request(queue: Queue) -> None:
+    """It is done though the tombstone is gone, and brings nothing back."""
     delivery = await queue.connect()
     await accept(delivery, webhook=HOOK, result_ttl_s=0.01, tombstone_ttl_s=0.01)
     await settle(delivery, ended())
@@ -198,25 +148,11 @@ async def test_a_notice_outlives_its_request(queue: Queue) -> None:
         return await delivery.requests.record(address()) is None
 
     await eventually(is_gone)
-    [notice] = await delivery.requests.notices("digits", 0, "j", 10)
-    await delivery.requests.confirm("digits", 0, notice, delivered=True)
+    [item] = await webhooks(delivery)
+    note = (keys.request("digits", 0, "r1").encode(), "webhook_state", "delivered")
+    await delivery.deliveries.done("digits", 0, HOOKS, [item.id], note=note)
 
     assert await delivery.requests.record(address()) is None
-
-
-async def test_the_pause_between_deliveries_doubles_up_to_a_quarter_of_an_hour() -> None:
-    """1 s, 2 s, 4 s … 900 s; in memory, where the clock is a test's."""
-    clock = FakeClock()
-    delivery = MemoryDelivery(clock)
-    await accept(delivery, webhook=HOOK)
-    await settle(delivery, ended())
-    await delivery.requests.notices("digits", 0, "j", 10)
-
-    for pause_s in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 900, 900):
-        clock.advance(pause_s - 0.5)
-        assert await delivery.requests.notices("digits", 0, "j", 10) == []
-        clock.advance(0.5)
-        assert len(await delivery.requests.notices("digits", 0, "j", 10)) == 1
 
 
 async def test_what_is_over_takes_no_memory() -> None:

@@ -1,4 +1,4 @@
-"""The janitor's rounds, one at a time, on the memory adapters and a clock that tests move."""
+"""The janitor's rounds, one at a time, on a server whose time tests move."""
 
 import asyncio
 import logging
@@ -10,19 +10,20 @@ import pytest
 from qinfer.codec.frame import encode_request
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.catalog import Catalog
-from qinfer.control.memory_store import MemoryControlStore
 from qinfer.delivery.base import Entry, Lane
-from qinfer.delivery.memory import MemoryDelivery
-from qinfer.delivery.requests import Acceptance, Address, Notice, RequestState
+from qinfer.delivery.deliveries import DeliveryItem
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.delivery.requests import Acceptance, Address, RequestState
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.messages import InferRequest
 from qinfer.observability.metrics import GatewayTally
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import LimitSettings, WebhookSettings
-from qinfer.testing import FakeClock, eventually
+from qinfer.testing import EmbeddedServer, eventually
 from qinfer_api.janitor import Janitor
 from qinfer_api.targets import Targets
 from qinfer_api.webhooks import MAX_DELIVERIES, Webhooks
+from tests.servers import Database
 
 CONFIG = """
 name: "m" backend: "stub" max_batch_size: 8
@@ -34,16 +35,16 @@ LANE = Lane("m", 1)
 class Bench:
     """A janitor and what it looks after: one model, `m`, whose timeout is 60 s."""
 
-    def __init__(self) -> None:
-        self.clock = FakeClock()
-        self.delivery, self.store = MemoryDelivery(self.clock), MemoryControlStore()
+    def __init__(self, server: EmbeddedServer, database: Database, delivery: RedisDelivery) -> None:
+        self.server = server
+        self.delivery, self.store = delivery, database.store()
         self.catalog = Catalog(self.store, LimitSettings())
         self.tally = GatewayTally()
         options = WebhookSettings.model_validate({"allow": ("h",), "secret": "s"})
-        webhooks = Webhooks(options, self.delivery.requests, self.delivery.clock, Targets(options))
-        self.janitor = Janitor(self.delivery, self.catalog, self.tally, 0.001, webhooks, consumer="g1")
+        self.webhooks = Webhooks(options, self.delivery, Targets(options))
+        self.janitor = Janitor(self.delivery, self.catalog, self.tally, 0.001, self.webhooks)
 
-    async def start(self, *, workers: int = 0) -> "Bench":
+    async def start(self, *, workers: int = 0) -> None:
         await self.store.put_model(StoredModel("m", 1, to_json(normalise(parse(CONFIG), "m")), (1,)))
         await self.store.set_desired(Desired("m", 1))
         ready = {"m": {1: VersionState(State.READY, 1)}}
@@ -51,7 +52,6 @@ class Bench:
             await self.store.heartbeat(WorkerRecord(id=f"w{number}", started_at=0.0, models=ready), ttl_s=3600)
         await self.catalog.refresh()
         await self.delivery.ensure([LANE])
-        return self
 
     async def accept(self, name: str, timeout_s: float = 1.0, webhook: str = "") -> Address:
         address = Address("m", 0, name)
@@ -79,12 +79,18 @@ class Bench:
         return self.tally._failed
 
 
-async def test_what_is_past_its_deadline_ends() -> None:
+@pytest.fixture
+async def bench(timed: EmbeddedServer, database: Database, delivery: RedisDelivery) -> Bench:
+    bench = Bench(timed, database, delivery)
+    await bench.start()
+    return bench
+
+
+async def test_what_is_past_its_deadline_ends(bench: Bench) -> None:
     """More than one write holds; each is answered, counted, and out of its lane."""
-    bench = await Bench().start()
     late = [await bench.accept(f"late-{number}") for number in range(450)]
     early = await bench.accept("early", timeout_s=100.0)
-    bench.clock.advance(2.0)
+    bench.server.advance(2.0)
 
     assert await bench.janitor.expire() == 450
     assert await bench.janitor.expire() == 0
@@ -103,38 +109,35 @@ async def test_what_is_past_its_deadline_ends() -> None:
     assert bench.failed() == {("m", 1, "deadline_exceeded"): 450}
 
 
-async def test_several_janitors_end_each_request_once() -> None:
+async def test_several_janitors_end_each_request_once(bench: Bench) -> None:
     """Each gateway has one; what one has ended the other does not count."""
-    bench = await Bench().start()
     for number in range(50):
         await bench.accept(f"r{number}")
-    bench.clock.advance(2.0)
+    bench.server.advance(2.0)
 
     counts = await asyncio.gather(*(bench.janitor.expire() for _ in range(3)))
 
     assert sum(counts) == 50
 
 
-async def test_requests_of_a_model_that_is_no_longer_desired_end_too() -> None:
+async def test_requests_of_a_model_that_is_no_longer_desired_end_too(bench: Bench) -> None:
     """Also by a gateway that never saw it loaded."""
-    bench = await Bench().start()
     await bench.accept("left over")
     await bench.store.set_desired(Desired("m", 2, load=False))
     await bench.catalog.refresh()
-    bench.clock.advance(2.0)
+    bench.server.advance(2.0)
 
     assert bench.catalog.readiness() == {}
     assert await bench.janitor.expire() == 1
 
 
-async def test_a_model_that_is_out_of_reach_keeps_no_other_waiting() -> None:
+async def test_a_model_that_is_out_of_reach_keeps_no_other_waiting(bench: Bench) -> None:
     """One node of a cluster is down: deadlines and webhooks of models on the others go on."""
-    bench = await Bench().start()
     await bench.store.set_desired(Desired("a", 1, load=False))
     await bench.catalog.refresh()
     await bench.accept("r1", webhook="http://h/")
-    bench.clock.advance(2.0)
-    requests, asked = bench.delivery.requests, list[str]()
+    bench.server.advance(2.0)
+    requests, deliveries, asked = bench.delivery.requests, bench.delivery.deliveries, list[str]()
 
     def unless_away(operation: Any) -> Any:
         async def ask(model: str, *rest: Any, **options: Any) -> Any:
@@ -146,25 +149,24 @@ async def test_a_model_that_is_out_of_reach_keeps_no_other_waiting() -> None:
         return ask
 
     requests.due = unless_away(requests.due)  # type: ignore[method-assign]
-    requests.notices = unless_away(requests.notices)  # type: ignore[method-assign]
+    deliveries.take = unless_away(deliveries.take)  # type: ignore[method-assign]
 
     assert await bench.janitor.expire() == 1
-    assert [notice.address.id for notice in await bench.janitor.notices()] == ["r1"]
-    assert "notices a" not in asked  # each try would take as long as a command may
+    assert [item.text for item in await bench.janitor.take_webhooks()] == ["request:r1"]
+    assert "take a" not in asked  # each try would take as long as a command may
 
 
-async def test_orphans_are_finished_where_no_worker_lives() -> None:
+async def test_orphans_are_finished_where_no_worker_lives(bench: Bench) -> None:
     """Their gateway died; a second after their time, waiting or held; asynchronous ones have their own deadline."""
-    bench = await Bench().start()
     await bench.accept("asynchronous", timeout_s=1000.0)
     for _ in range(50):
         await bench.submit(bench.frame("reply:gone"))
     await bench.delivery.fetch([LANE], "dead worker", 5, 0.0)
-    bench.clock.advance(60.5)
+    bench.server.advance(60.5)
     young = await bench.submit(bench.frame("reply:living"))
 
     assert await bench.janitor.finish_orphans() == 0
-    bench.clock.advance(1.0)
+    bench.server.advance(1.0)
     found = 0
     for _ in range(4):  # a page at a time
         found += await bench.janitor.finish_orphans()
@@ -174,19 +176,18 @@ async def test_orphans_are_finished_where_no_worker_lives() -> None:
     assert bench.failed() == {("m", 1, "deadline_exceeded"): 50}
 
 
-async def test_a_lane_full_of_orphans_is_emptied_in_one_round() -> None:
+async def test_a_lane_full_of_orphans_is_emptied_in_one_round(bench: Bench) -> None:
     """Until it is, it refuses what could wake a worker."""
-    bench = await Bench().start()
     for _ in range(150):
         await bench.submit(bench.frame("reply:gone"))
-    bench.clock.advance(62.0)
+    bench.server.advance(62.0)
 
     assert (await bench.janitor.finish_orphans(), await bench.depth()) == (150, 0)
 
 
-async def test_orphans_of_an_unloaded_model_are_finished() -> None:
+async def test_orphans_of_an_unloaded_model_are_finished(bench: Bench) -> None:
     """In the lanes of any configuration that it had; else an autoscaler would keep a worker for them for ever."""
-    bench = await Bench().start(workers=1)
+    await bench.start(workers=1)
     other = Lane("m", 1, "p2.delayed")
     await bench.delivery.ensure([other])
     await bench.submit(bench.frame("reply:gone"))
@@ -196,63 +197,59 @@ async def test_orphans_of_an_unloaded_model_are_finished() -> None:
     await bench.catalog.refresh()
 
     assert await bench.janitor.finish_orphans() == 0
-    bench.clock.advance(62.0)
+    bench.server.advance(62.0)
     assert (await bench.janitor.finish_orphans(), await bench.depth()) == (2, 1)
     assert await bench.delivery.depth([other]) == [0]
 
 
-async def test_a_living_worker_expires_its_lanes_itself() -> None:
+async def test_a_living_worker_expires_its_lanes_itself(bench: Bench) -> None:
     """The janitor does not read them."""
-    bench = await Bench().start(workers=1)
+    await bench.start(workers=1)
     await bench.submit(bench.frame("reply:gone"))
-    bench.clock.advance(100.0)
+    bench.server.advance(100.0)
 
     assert (await bench.janitor.finish_orphans(), await bench.depth()) == (0, 1)
 
 
-async def test_longer_timeouts_are_waited_for() -> None:
+async def test_longer_timeouts_are_waited_for(bench: Bench) -> None:
     """A frame's own timeout counts; one that can't be read is left for a worker to bury."""
-    bench = await Bench().start()
     await bench.submit(bench.frame("reply:gone", timeout_s=500.0))
     await bench.submit(b"damaged")
-    bench.clock.advance(100.0)
+    bench.server.advance(100.0)
 
     assert (await bench.janitor.finish_orphans(), await bench.depth()) == (0, 2)
 
 
-async def test_as_many_notices_as_can_be_delivered() -> None:
-    """The rest stays in the outbox, for others."""
-    bench = await Bench().start()
+async def test_as_many_webhooks_as_can_be_delivered(bench: Bench) -> None:
+    """The rest stays, for others."""
     for number in range(MAX_DELIVERIES + 3):
         await bench.accept(f"r{number}", webhook="http://h/")
-    bench.clock.advance(2.0)
+    bench.server.advance(2.0)
     await bench.janitor.expire()
 
-    assert len(await bench.janitor.notices()) == MAX_DELIVERIES
-    assert len(await bench.delivery.requests.notices("m", 0, "g2", 100)) == 3
+    assert len(await bench.janitor.take_webhooks()) == MAX_DELIVERIES
+    assert len(await bench.delivery.deliveries.take("m", 0, bench.webhooks.kind, 100)) == 3
 
 
-async def test_without_webhooks_no_notice_is_taken() -> None:
+async def test_where_webhooks_are_off_none_is_taken(bench: Bench) -> None:
     """Gateways that allow them deliver; a try of this one would only count as failed."""
-    bench = await Bench().start()
-    off = Webhooks(WebhookSettings(), bench.delivery.requests, bench.delivery.clock, Targets(WebhookSettings()))
-    janitor = Janitor(bench.delivery, bench.catalog, bench.tally, 0.001, off, consumer="g2")
+    off = Webhooks(WebhookSettings(), bench.delivery, Targets(WebhookSettings()))
+    janitor = Janitor(bench.delivery, bench.catalog, bench.tally, 0.001, off)
     await bench.accept("r1", webhook="http://h/")
-    bench.clock.advance(2.0)
+    bench.server.advance(2.0)
     await janitor.expire()
 
-    assert await janitor.notices() == []
-    assert len(await bench.janitor.notices()) == 1
+    assert await janitor.take_webhooks() == []
+    assert len(await bench.janitor.take_webhooks()) == 1
 
 
-class Away(MemoryDelivery):
-    """A queue that can be away."""
+class Away:
+    """Has the deadlines of a queue be away."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, delivery: RedisDelivery) -> None:
         self.rounds = 0
         self.is_away = True
-        due = self.requests.due
+        due = delivery.requests.due
 
         async def sometimes(model: str, partition: int, count: int) -> list[Address]:
             self.rounds += 1
@@ -260,22 +257,19 @@ class Away(MemoryDelivery):
                 raise BrokerUnavailable("away")
             return await due(model, partition, count)
 
-        self.requests.due = sometimes  # type: ignore[method-assign]
+        delivery.requests.due = sometimes  # type: ignore[method-assign]
 
 
-async def test_it_survives_a_queue_that_is_away(caplog: pytest.LogCaptureFixture) -> None:
+async def test_it_survives_a_queue_that_is_away(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """One line when it goes, one when it is back, however many rounds."""
-    bench = await Bench().start()
-    away = Away()
-    webhooks: Any = Webhooks(WebhookSettings(), away.requests, away.clock, Targets(WebhookSettings()))
-    janitor = Janitor(away, bench.catalog, bench.tally, 0.001, webhooks, consumer="g1")
+    away = Away(bench.delivery)
 
     def went_on(rounds: int) -> Callable[[], bool]:
         until = away.rounds + rounds
         return lambda: away.rounds >= until
 
     with caplog.at_level(logging.INFO, "qinfer_api.janitor"):
-        task = asyncio.create_task(janitor.run())
+        task = asyncio.create_task(bench.janitor.run())
         await eventually(went_on(3))
         away.is_away = False
         await eventually(went_on(3))
@@ -286,10 +280,9 @@ async def test_it_survives_a_queue_that_is_away(caplog: pytest.LogCaptureFixture
 
 
 async def test_expired_objects_are_swept_again_and_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Soon again while there are some, seldom else; a store that is away ends nothing, and is told once."""
-    bench = await Bench().start()
     outcomes: list[int | Exception] = [1000, 7, BrokerUnavailable("away"), BrokerUnavailable("away"), 0]
     swept: list[int | Exception] = []
     pauses: list[float] = []
@@ -316,13 +309,12 @@ async def test_expired_objects_are_swept_again_and_again(
     assert [record.message for record in caplog.records] == ["expired objects can't be deleted now"]
 
 
-async def test_a_notice_whose_outbox_is_away_comes_again() -> None:
+async def test_a_webhook_whose_request_is_out_of_reach_comes_again(bench: Bench) -> None:
     """The task that delivers it does not end the janitor."""
-    bench = await Bench().start()
 
     async def record(address: Address) -> None:
         raise BrokerUnavailable("away")
 
     bench.delivery.requests.record = record  # type: ignore[method-assign]
 
-    await bench.janitor._deliver(Notice(id="1-0", address=Address("m", 0, "r1")))
+    await bench.janitor._deliver(DeliveryItem("m", 0, "1-0", "request:r1"))

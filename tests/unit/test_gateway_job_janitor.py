@@ -1,4 +1,4 @@
-"""The janitor's part in bulk jobs, a round at a time, on the memory adapters and a clock that tests move."""
+"""The janitor's part in bulk jobs, a round at a time, on a server whose time tests move."""
 
 import asyncio
 import logging
@@ -7,17 +7,17 @@ import pytest
 
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.catalog import Catalog
-from qinfer.control.memory_store import MemoryControlStore
 from qinfer.delivery.base import Lease
 from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
-from qinfer.delivery.memory import MemoryDelivery
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.catalogue import BACKLOG
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import LimitSettings
-from qinfer.testing import FakeClock, eventually
+from qinfer.testing import EmbeddedServer, eventually
 from qinfer_api.job_janitor import JobJanitor
 from qinfer_api.scrape import take_snapshot
+from tests.servers import Database
 
 CONFIG = """
 name: "m" backend: "stub" max_batch_size: 8
@@ -29,14 +29,14 @@ LANES = bulk_lanes("m", 1)
 class Bench:
     """A janitor and what it looks after; Celery's broker is away while `trouble` is set."""
 
-    def __init__(self) -> None:
-        self.clock = FakeClock()
-        self.delivery, self.store = MemoryDelivery(self.clock), MemoryControlStore()
+    def __init__(self, server: EmbeddedServer, database: Database, delivery: RedisDelivery) -> None:
+        self.server = server
+        self.delivery, self.store = delivery, database.store()
         self.jobs = self.delivery.jobs
         self.catalog = Catalog(self.store, LimitSettings())
         self.sent: list[str] = []
         self.trouble = False
-        self.janitor = JobJanitor(self.jobs, self.catalog, self.finalise, 0.001, consumer="g1")
+        self.janitor = JobJanitor(self.delivery, self.catalog, self.finalise, 0.001)
 
     def finalise(self, job_id: str) -> None:
         if self.trouble:
@@ -72,9 +72,13 @@ class Bench:
         return "" if record is None else record.state
 
 
-async def test_a_planned_job_gets_its_lane_filled() -> None:
+@pytest.fixture
+def bench(timed: EmbeddedServer, database: Database, delivery: RedisDelivery) -> Bench:
+    return Bench(timed, database, delivery)
+
+
+async def test_a_planned_job_gets_its_lane_filled(bench: Bench) -> None:
     """For as many workers as there are; once there are more, the next look fills it up."""
-    bench = Bench()
     await bench.workers(1)
     await bench.plan(9)
 
@@ -88,9 +92,8 @@ async def test_a_planned_job_gets_its_lane_filled() -> None:
     assert await bench.state() == "running"
 
 
-async def test_a_wide_job_gets_its_lane_filled_in_one_round() -> None:
+async def test_a_wide_job_gets_its_lane_filled_in_one_round(bench: Bench) -> None:
     """In bounded steps, as many as it takes."""
-    bench = Bench()
     await bench.plan(700, max_parallel=300)
 
     await bench.janitor.attend()
@@ -98,9 +101,8 @@ async def test_a_wide_job_gets_its_lane_filled_in_one_round() -> None:
     assert await bench.depth() == 600
 
 
-async def test_a_settled_job_is_finished_by_celery() -> None:
+async def test_a_settled_job_is_finished_by_celery(bench: Bench) -> None:
     """Once; the notice is gone then."""
-    bench = Bench()
     await bench.plan(1)
     await bench.janitor.attend()
     [lease] = await bench.fetch()
@@ -108,37 +110,35 @@ async def test_a_settled_job_is_finished_by_celery() -> None:
 
     await bench.janitor.attend()
     await bench.janitor.look()
-    bench.clock.advance(3600)
+    bench.server.advance(3600)
     await bench.janitor.attend()
 
     assert (await bench.state(), bench.sent) == ("finalizing", ["j1"])
 
 
-async def test_a_job_is_finished_though_celery_is_away_for_long(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_job_is_finished_though_celery_is_away_for_long(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """The notice stays, and comes again; other jobs go on meanwhile."""
-    bench = Bench()
     bench.trouble = True
     await bench.plan(0)
     for _ in range(3):
         with pytest.raises(BrokerUnavailable):
             await bench.janitor.attend()
-        bench.clock.advance(100.0)
+        bench.server.advance(100.0)
     await bench.plan(1, "j2")
     with pytest.raises(BrokerUnavailable):
         await bench.janitor.attend()
     assert await bench.depth() == 1
 
     bench.trouble = False
-    bench.clock.advance(100.0)
+    bench.server.advance(100.0)
     with caplog.at_level(logging.INFO):
         assert await bench.janitor.attend() == 1
 
     assert (await bench.state(), bench.sent) == ("finalizing", ["j1"])
 
 
-async def test_the_parts_of_an_ended_job_are_listed_though_celery_is_away() -> None:
+async def test_the_parts_of_an_ended_job_are_listed_though_celery_is_away(bench: Bench) -> None:
     """By a gateway that was started only after the job's end, too."""
-    bench = Bench()
     bench.trouble = True
     await bench.plan(3)
     await bench.jobs.stop("j1", "cancelling")
@@ -147,16 +147,15 @@ async def test_the_parts_of_an_ended_job_are_listed_though_celery_is_away() -> N
     assert (await bench.state(), await bench.jobs.models()) == ("cancelled", [])
 
     bench.trouble = False
-    bench.clock.advance(100.0)
-    later = JobJanitor(bench.jobs, bench.catalog, bench.finalise, 0.001, consumer="g2")
+    bench.server.advance(100.0)
+    later = JobJanitor(bench.delivery, bench.catalog, bench.finalise, 0.001)
     assert await later.attend() == 1
 
     assert bench.sent == ["j1"]
 
 
-async def test_too_many_failed_rows_end_a_job() -> None:
+async def test_too_many_failed_rows_end_a_job(bench: Bench) -> None:
     """At once: what waits and what is in hand is taken back, and the record says why."""
-    bench = Bench()
     await bench.plan(9, max_errors=4, max_parallel=2)
     await bench.janitor.attend()
     first, second = await bench.fetch(2)
@@ -174,9 +173,8 @@ async def test_too_many_failed_rows_end_a_job() -> None:
     assert bench.sent == ["j1"]  # to list the parts that are there
 
 
-async def test_a_cancelled_job_ends_when_nothing_is_in_hand() -> None:
+async def test_a_cancelled_job_ends_when_nothing_is_in_hand(bench: Bench) -> None:
     """Not before: what its workers still finish counts."""
-    bench = Bench()
     await bench.plan(9)
     await bench.janitor.attend()
     [lease] = await bench.fetch()
@@ -193,9 +191,8 @@ async def test_a_cancelled_job_ends_when_nothing_is_in_hand() -> None:
     assert bench.sent == ["j1"]  # to list the parts that are there
 
 
-async def test_a_notice_of_a_job_that_is_gone_is_confirmed() -> None:
+async def test_a_notice_of_a_job_that_is_gone_is_confirmed(bench: Bench) -> None:
     """It was deleted before anybody looked."""
-    bench = Bench()
     await bench.plan(3)
     await bench.plan(3, "j2")
     await bench.jobs.stop("j1", "cancelled")
@@ -205,10 +202,9 @@ async def test_a_notice_of_a_job_that_is_gone_is_confirmed() -> None:
     assert await bench.depth() == 2
 
 
-async def test_several_janitors_do_no_harm() -> None:
+async def test_several_janitors_do_no_harm(bench: Bench) -> None:
     """Each gateway has one."""
-    bench = Bench()
-    others = [JobJanitor(bench.jobs, bench.catalog, bench.finalise, 0.001, consumer=f"g{n}") for n in range(3)]
+    others = [JobJanitor(bench.delivery, bench.catalog, bench.finalise, 0.001) for _ in range(3)]
     for number in range(20):
         await bench.plan(number % 2, f"j{number}")
 
@@ -221,9 +217,8 @@ async def test_several_janitors_do_no_harm() -> None:
     assert sorted(bench.sent) == sorted(f"j{number}" for number in range(20))
 
 
-async def test_the_metrics_show_shards_apart_from_requests() -> None:
+async def test_the_metrics_show_shards_apart_from_requests(bench: Bench) -> None:
     """In the same metric by lane, to scale workers by; they are no requests that Triton would call pending."""
-    bench = Bench()
     await bench.workers(1)
     await bench.plan(9, priority=3)
     await bench.janitor.attend()
@@ -237,18 +232,17 @@ async def test_the_metrics_show_shards_apart_from_requests() -> None:
     assert shown == {"p1": 0, "bulk1": 0, "bulk2": 0, "bulk3": 2}
 
 
-async def test_rounds_go_on_while_celery_is_away(caplog: pytest.LogCaptureFixture) -> None:
+async def test_rounds_go_on_while_celery_is_away(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """It is logged once that it is, and once that it is not any more."""
-    bench = Bench()
     bench.trouble = True
     await bench.plan(0)
     with caplog.at_level(logging.INFO, "qinfer_api.job_janitor"):
         running = asyncio.create_task(bench.janitor.run())
         await eventually(lambda: "can't be looked after" in caplog.text)
         bench.trouble = False
-        bench.clock.advance(100.0)
+        bench.server.advance(100.0)
         await eventually(lambda: "are looked after again" in caplog.text)
-        bench.clock.advance(100.0)
+        bench.server.advance(100.0)
         await eventually(lambda: bench.sent == ["j1"])
         running.cancel()
         await asyncio.wait([running])
@@ -257,9 +251,10 @@ async def test_rounds_go_on_while_celery_is_away(caplog: pytest.LogCaptureFixtur
     assert set(said) == {"bulk jobs can't be looked after now"}
 
 
-async def test_a_defect_does_not_end_the_janitor_and_the_gateway_with_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_defect_ends_neither_the_janitor_nor_the_gateway(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is in the log with its traceback, and the others' jobs are looked after."""
-    bench = Bench()
     finalise, broken = bench.finalise, [True]
 
     def fail(job_id: str) -> None:
@@ -267,12 +262,12 @@ async def test_a_defect_does_not_end_the_janitor_and_the_gateway_with_it(caplog:
             raise RuntimeError("a defect")
         finalise(job_id)
 
-    janitor = JobJanitor(bench.jobs, bench.catalog, fail, 0.001, consumer="g1")
+    janitor = JobJanitor(bench.delivery, bench.catalog, fail, 0.001)
     await bench.plan(0)
     running = asyncio.create_task(janitor.run())
     await eventually(lambda: "RuntimeError: a defect" in caplog.text)
     broken.clear()
-    bench.clock.advance(100.0)
+    bench.server.advance(100.0)
 
     await eventually(lambda: bench.sent == ["j1"])
     running.cancel()

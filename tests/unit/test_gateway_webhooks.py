@@ -8,17 +8,21 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
+from qinfer.delivery import keys
 from qinfer.delivery.base import Lane
+from qinfer.delivery.deliveries import WEBHOOKS, DeliveryItem, Kind
 from qinfer.delivery.jobs import JobRecord
-from qinfer.delivery.memory import MemoryDelivery
-from qinfer.delivery.requests import Acceptance, Address, Notice, RequestState, Settlement
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.delivery.requests import Acceptance, Address, RequestState, Settlement
 from qinfer.errors import DeadlineExceeded, InvalidRequest, SettingsError
 from qinfer.settings import WebhookSettings
 from qinfer_api.records import failed_outcome
 from qinfer_api.targets import Targets, is_public
 from qinfer_api.webhooks import MAX_DELIVERIES, Webhooks, read_secret, sign, webhook_id
 from tests.receiver import Receiver, receiving
+from tests.servers import Database
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 ADDRESS = Address("digits", 0, "r1")
@@ -152,8 +156,8 @@ def test_secrets() -> None:
 
 
 def test_ids_differ_between_models() -> None:
-    """An outbox entry's id is unique in its partition only."""
-    ids = {webhook_id(Notice(id="1-0", address=Address(model, 0, "r1"))) for model in ("a", "b")}
+    """An item's id is unique in its partition only."""
+    ids = {webhook_id(DeliveryItem(model, 0, "1-0", "request:r1")) for model in ("a", "b")}
 
     assert len(ids) == 2
     assert not any("." in one for one in ids)
@@ -163,39 +167,39 @@ def test_ids_differ_between_models() -> None:
 
 
 @pytest.fixture
-async def delivery() -> MemoryDelivery:
-    return MemoryDelivery()
-
-
-@pytest.fixture
 async def receiver() -> AsyncIterator[Receiver]:
     async with receiving() as receiver:
         yield receiver
 
 
-async def expired(delivery: MemoryDelivery, webhook: str) -> Notice:
-    """Accepts and expires a request; returns the notice of it."""
+async def expired(delivery: RedisDelivery, webhook: str) -> DeliveryItem:
+    """Accepts and expires a request; returns its webhook."""
     acceptance = Acceptance(address=ADDRESS, lane=Lane("digits", 1), frame=b"f", timeout_s=60.0, webhook=webhook)
     await delivery.requests.accept(acceptance)
     outcome = failed_outcome(ADDRESS, RequestState.EXPIRED, DeadlineExceeded("too late"))
     await delivery.requests.settle([Settlement(address=ADDRESS, outcome=outcome)])
-    (notice,) = await delivery.requests.notices("digits", 0, "me", 10)
-    return notice
+    (item,) = await taken(delivery)
+    return item
+
+
+async def taken(delivery: RedisDelivery) -> list[DeliveryItem]:
+    """Takes the webhooks that there are, which are due again at once."""
+    return await delivery.deliveries.take("digits", 0, Kind(WEBHOOKS, 0.0, 0.0), 10)
 
 
 async def sent(
-    delivery: MemoryDelivery, notice: Notice, options: WebhookSettings, resolve: Any = None
-) -> tuple[str, list[Notice]]:
-    """Delivers a notice; returns the webhook's state, and what the outbox still has."""
-    webhooks = Webhooks(options, delivery.requests, delivery.clock, Targets(options, resolve))
+    delivery: RedisDelivery, item: DeliveryItem, options: WebhookSettings, resolve: Any = None
+) -> tuple[str, list[DeliveryItem]]:
+    """Delivers a webhook; returns its state, and what there still is to be delivered."""
+    webhooks = Webhooks(options, delivery, Targets(options, resolve))
     async with webhooks:
-        await webhooks.deliver(notice)
+        await webhooks.deliver(item)
     assert webhooks.free == (MAX_DELIVERIES if options.allow else 0)
     record = await delivery.requests.record(ADDRESS)
-    return record.webhook_state if record else "", await delivery.requests.notices("digits", 0, "me", 10, retry_s=0.0)
+    return record.webhook_state if record else "", await taken(delivery)
 
 
-async def test_a_delivery(delivery: MemoryDelivery, receiver: Receiver) -> None:
+async def test_a_delivery(delivery: RedisDelivery, receiver: Receiver) -> None:
     """Signed JSON that says what ended and where the result is; the reply's body is not waited for."""
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
 
@@ -213,20 +217,18 @@ async def test_a_delivery(delivery: MemoryDelivery, receiver: Receiver) -> None:
     assert headers["webhook-signature"] == signature
 
 
-async def test_the_connection_goes_to_the_address_that_was_checked(
-    delivery: MemoryDelivery, receiver: Receiver
-) -> None:
+async def test_the_connection_goes_to_the_address_that_was_checked(delivery: RedisDelivery, receiver: Receiver) -> None:
     """No second look-up: the name here leads nowhere but in the check."""
     options = settings(f"hooks.invalid:{receiver.port}", allow_private=True)
-    notice = await expired(delivery, receiver.url("hooks.invalid"))
+    item = await expired(delivery, receiver.url("hooks.invalid"))
 
-    state, _ = await sent(delivery, notice, options, resolver(["127.0.0.1"]))
+    state, _ = await sent(delivery, item, options, resolver(["127.0.0.1"]))
 
     assert state == "delivered"
     assert receiver.received[0].headers["host"] == f"hooks.invalid:{receiver.port}"
 
 
-async def test_a_name_that_leads_inside_by_now_is_refused(delivery: MemoryDelivery, receiver: Receiver) -> None:
+async def test_a_name_that_leads_inside_by_now_is_refused(delivery: RedisDelivery, receiver: Receiver) -> None:
     """DNS rebinding: it was public when the request named it."""
     options = settings(f"hooks.invalid:{receiver.port}")
     resolve = resolver([PUBLIC], ["127.0.0.1"])
@@ -238,53 +240,53 @@ async def test_a_name_that_leads_inside_by_now_is_refused(delivery: MemoryDelive
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 400, 410, 500])
-async def test_anything_but_2xx_comes_again(delivery: MemoryDelivery, receiver: Receiver, status: int) -> None:
+async def test_anything_but_2xx_comes_again(delivery: RedisDelivery, receiver: Receiver, status: int) -> None:
     """Redirects are not followed; the id stays, so that receivers can drop repetitions."""
     receiver.statuses = [status, 200]
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
 
-    state, (notice,) = await sent(delivery, await expired(delivery, receiver.url()), options)
-    assert (state, notice.deliveries) == ("pending", 2)
-    assert (await sent(delivery, notice, options))[0] == "delivered"
+    state, (item,) = await sent(delivery, await expired(delivery, receiver.url()), options)
+    assert (state, item.attempts) == ("pending", 2)
+    assert (await sent(delivery, item, options))[0] == "delivered"
     assert len({received.headers["webhook-id"] for received in receiver.received}) == 1
 
 
 async def test_it_is_given_up_after_so_many(
-    delivery: MemoryDelivery, receiver: Receiver, caplog: pytest.LogCaptureFixture
+    delivery: RedisDelivery, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning, without the URL, which may hold a secret."""
     receiver.statuses = [500]
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True, max_attempts=2)
     with caplog.at_level(logging.WARNING, "qinfer_api.webhooks"):
-        _, (notice,) = await sent(delivery, await expired(delivery, receiver.url()), options)
-        state, left = await sent(delivery, notice, options)
+        _, (item,) = await sent(delivery, await expired(delivery, receiver.url()), options)
+        state, left = await sent(delivery, item, options)
 
     assert (state, left) == ("failed", [])
     assert [record.message for record in caplog.records] == ["webhook given up"]
     assert "hidden" not in str([vars(record) for record in caplog.records])
 
 
-async def test_nobody_there(delivery: MemoryDelivery, unused_tcp_port: int) -> None:
+async def test_nobody_there(delivery: RedisDelivery, unused_tcp_port: int) -> None:
     """A refused connection is one try."""
     options = settings(f"127.0.0.1:{unused_tcp_port}", allow_private=True)
-    notice = await expired(delivery, f"http://127.0.0.1:{unused_tcp_port}/")
+    item = await expired(delivery, f"http://127.0.0.1:{unused_tcp_port}/")
 
-    assert (await sent(delivery, notice, options))[0] == "pending"
+    assert (await sent(delivery, item, options))[0] == "pending"
 
 
-async def test_an_unforeseen_error_is_one_try(delivery: MemoryDelivery, caplog: pytest.LogCaptureFixture) -> None:
-    """It does not come out: it would end the gateway, and again with each repetition of the notice."""
+async def test_an_unforeseen_error_is_one_try(delivery: RedisDelivery, caplog: pytest.LogCaptureFixture) -> None:
+    """It does not come out: it would end the gateway, and again with each repetition."""
 
     async def broken(host: str, port: int) -> list[str]:
         raise RuntimeError("a defect")
 
-    notice = await expired(delivery, "http://hooks.invalid/?token=hidden")
+    item = await expired(delivery, "http://hooks.invalid/?token=hidden")
 
-    assert (await sent(delivery, notice, settings("hooks.invalid"), broken))[0] == "pending"
+    assert (await sent(delivery, item, settings("hooks.invalid"), broken))[0] == "pending"
     assert "hidden" not in caplog.text
 
 
-async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: MemoryDelivery, receiver: Receiver) -> None:
+async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: RedisDelivery, receiver: Receiver) -> None:
     """Without an HTTP client."""
     options = settings(max_attempts=1)
 
@@ -292,21 +294,21 @@ async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: Memory
     assert receiver.received == []
 
 
-async def test_the_end_of_a_job_is_told(delivery: MemoryDelivery, receiver: Receiver) -> None:
+async def test_the_end_of_a_job_is_told(delivery: RedisDelivery, receiver: Receiver) -> None:
     """With the job as its page shows it; what became of the webhook is in its record. One that goes on is not told."""
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
     spec = b'{"model":"digits","inputs":["file:///in/*.parquet"],"output":{"url":"file:///out"}}'
     job = JobRecord(id="j1", model="digits", version=1, state="running", spec=spec, webhook=receiver.url())
     await delivery.jobs.create(job)
-    webhooks = Webhooks(options, delivery.requests, delivery.clock, Targets(options), delivery.jobs)
+    webhooks = Webhooks(options, delivery, Targets(options))
 
     async with webhooks:
         for state in ("failed", "expired"):
             await delivery.jobs.stop("j1", state, error="no more")
-            (notice,) = await delivery.requests.notices("digits", 0, "me", 10)
+            (item,) = await taken(delivery)
             if state == "expired":
                 await delivery.jobs.move("j1", {"expired"}, "planning")
-            await webhooks.deliver(notice)
+            await webhooks.deliver(item)
             await delivery.jobs.move("j1", {"failed"}, "planning")
 
     ((_, _, body),) = receiver.received
@@ -316,14 +318,15 @@ async def test_the_end_of_a_job_is_told(delivery: MemoryDelivery, receiver: Rece
     found = await delivery.jobs.get("j1")
     assert found is not None
     assert found.webhook_state == "failed"
-    assert await delivery.requests.notices("digits", 0, "me", 10, retry_s=0.0) == []
+    assert await taken(delivery) == []
 
 
-async def test_a_notice_of_a_request_that_is_gone(delivery: MemoryDelivery) -> None:
-    """It is removed."""
-    notice = Notice(id="1-0", address=Address("digits", 0, "nobody"))
+async def test_the_webhook_of_a_request_that_is_gone_is_removed(delivery: RedisDelivery, database: Database) -> None:
+    item = await expired(delivery, "http://h/")
+    with redis.Redis.from_url(database.settings.url.get_secret_value()) as client:
+        client.delete(keys.request("digits", 0, "r1"))
 
-    assert (await sent(delivery, notice, settings()))[1] == []
+    assert await sent(delivery, item, settings()) == ("", [])
 
 
 def test_httpx_reads_hosts_as_the_check_does() -> None:

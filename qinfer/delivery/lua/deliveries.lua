@@ -5,9 +5,9 @@ local MOST_ATTEMPTS = 1023
 
 local function later_of(queue) return queue .. '|later' end
 
--- Puts an item into a queue that lives for `lifetime` ms at least (nil = for ever), and returns its id.
+-- Puts an item into a queue, which lives for `lifetime` ms at least (nil = for ever), and returns the item's id.
 -- `max_age`: items that were put so many ms ago are dropped (nil = none is).
-local function put(queue, item, notes, lifetime, max_age)
+local function deliver(queue, item, notes, lifetime, max_age)
   local oldest = max_age and string.format('%.0f', now_ms() - max_age) or '0'
   local id = redis.call('XADD', queue, 'MINID', '~', oldest, '*', 'i', item, 'n', notes)
   if lifetime and redis.call('PTTL', queue) < lifetime then

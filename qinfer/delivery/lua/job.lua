@@ -1,5 +1,6 @@
 -- What the scripts of bulk jobs share; all have these KEYS first: record, todo (sorted set: index → '<index>:<frame>'), in_lane
--- (hash: index → entry), outcomes (hash: index → 'rows failed given_up error'), log, outbox, notices.
+-- (hash: index → entry), outcomes (hash: index → 'rows failed given_up error'), log, queues of webhooks and of jobs to
+-- be looked at.
 local DAY_MS = 86400000
 local ENDED = {completed = true, failed = true, cancelled = true, expired = true}
 
@@ -11,7 +12,7 @@ end
 
 -- Leaves a notice of a job, unless there is one that nobody has looked at yet.
 local function notify(id)
-  if redis.call('HSETNX', KEYS[1], 'noticed', '1') == 1 then redis.call('XADD', KEYS[7], '*', 'r', id) end
+  if redis.call('HSETNX', KEYS[1], 'noticed', '1') == 1 then deliver(KEYS[7], id, '') end
 end
 
 -- Adds a line to a job's log.
@@ -25,7 +26,7 @@ end
 
 -- Gives a job a state, with fields and values; an end begins its time to live and has its webhook told.
 local function become(id, state, ...)
-  local record, outbox = KEYS[1], KEYS[6]
+  local record = KEYS[1]
   local was, started, ended, kept, webhook =
     unpack(redis.call('HMGET', record, 'state', 'started_at', 'ended_at', 'kept_ms', 'webhook'))
   if state == 'running' and started == '0' then started = now_ms() end
@@ -36,8 +37,7 @@ local function become(id, state, ...)
   change(record, 'state', state, 'started_at', started, 'ended_at', ENDED[state] and ended or 0, ...)
   if ENDED[state] and not ENDED[was] and webhook ~= '' then
     redis.call('HSET', record, 'webhook_state', 'pending')
-    redis.call('XADD', outbox, '*', 'j', id)
-    if redis.call('PTTL', outbox) < kept + DAY_MS then redis.call('PEXPIRE', outbox, kept + DAY_MS) end
+    deliver(KEYS[6], 'job:' .. id, '', kept + DAY_MS)
   end
 end
 

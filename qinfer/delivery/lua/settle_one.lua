@@ -1,5 +1,5 @@
 -- Ends an asynchronous request, unless it has ended, and removes its entry in any case.
--- KEYS: record, result, result as it was staged, due, outbox of the webhooks, payload.
+-- KEYS: record, result, result as it was staged, due, queue of the webhooks, payload.
 -- ARGV: what the partition's keys begin with, group, id, the entry's lane and id ('' = those of the record), result's place
 --   (none | given | staged), result, attempt (0 = it was not executed), the record's state, and
 --   why it failed ('' = it did not).
@@ -7,7 +7,7 @@
 --   result: nothing was done).
 local function one(KEYS, ARGV)
 local DAY_MS = 86400000
-local record, result, staged, due, outbox, payload = unpack(KEYS)
+local record, result, staged, due, webhooks, payload = unpack(KEYS)
 local prefix, group, id, given_lane, given_entry, place, blob, attempt, state, failure = unpack(ARGV)
 
 local known = redis.call('HMGET', record, 'state', 'version', 'lane', 'entry', 'webhook', 'waiters', 'outbox',
@@ -53,10 +53,8 @@ elseif place == 'given' then
 end
 if not known[7] and known[5] and known[5] ~= '' then
   redis.call('HSET', record, 'webhook_state', 'pending')
-  redis.call('XADD', outbox, '*', 'r', id)
-  -- Without its request's record a notice is of no use: where webhooks were switched off, none stays for ever.
-  local kept = lifetime + DAY_MS
-  if redis.call('PTTL', outbox) < kept then redis.call('PEXPIRE', outbox, kept) end
+  -- Without its request's record it is of no use: where webhooks were switched off, none stays for ever.
+  deliver(webhooks, 'request:' .. id, '', lifetime + DAY_MS)
 end
 return {'first', known[6] or '', objects}
 end
