@@ -122,19 +122,13 @@ ROWS = (
     ),
     Row(keys.due, "sorted set", "permanent", "asynchronous requests that have not ended, by deadline"),
     Row(
-        keys.outbox,
-        "stream",
-        "a day longer than the record of the request that ended last; entries that are older than that are dropped",
-        "requests that ended and whose answers a program such as a bridge is to pass on, with what it noted of them; "
-        "consumer group `readers`",
-        ({"name": "<name>"},),
-    ),
-    Row(
         keys.deliveries,
         "stream",
         "a day longer than the longest-kept record that an item of it is about; of `jobs` permanent",
-        "what is to be delivered, until it is, by kind: `webhooks`; `jobs`, bulk jobs that are to be looked at. With "
-        "`|later` behind, a sorted set of what was taken, by when it is due again",
+        "what is to be delivered, until it is, by kind: `webhooks`; `jobs`, bulk jobs that are to be looked at; "
+        "`outbox:<name>`, requests that ended and whose answers a program such as a bridge is to pass on, with what it "
+        "noted of them, as long as their records are there. With `|later` behind, a sorted set of what was taken, by "
+        "when it is due again",
         ({"kind": "<kind>"},),
     ),
     Row(

@@ -179,9 +179,7 @@ class Gateway:
             tasks=self._tasks,
             check=self._examiners.check,
         )
-        self._labeling = LabelingParts(
-            settings, delivery, self.dispatcher, self.requests, tally.refusals, auth, consumer=self._owner
-        )
+        self._labeling = LabelingParts(settings, delivery, self.dispatcher, self.requests, tally.refusals, auth)
         self._job_janitor = self._janitor_of_jobs(settings)
         self._pending = self.dispatcher.submission.pending
         self._pending.unclaimed = self.requests.waits.wake

@@ -52,6 +52,16 @@ JOBS = Kind("jobs", 2.0, 60.0)
 """Bulk jobs to be looked at: planned, settled, stopped, or with too many failed rows; an item is a job's id."""
 
 
+def outbox(name: str, pause_s: float) -> Kind:
+    """Returns the kind of the ends of requests that named an outbox, for whoever passes them on.
+
+    Args:
+        name: The outbox's name.
+        pause_s: An end that was taken comes again after so long; `Requests.endings` takes them, with their results.
+    """
+    return Kind(f"outbox:{name}", pause_s, pause_s)
+
+
 class DeliveryItem(msgspec.Struct, frozen=True):
     """Something that is to be delivered.
 

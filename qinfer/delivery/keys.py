@@ -19,9 +19,6 @@ RELEASED = b"released"
 SUSPECTS = b"suspects"
 """The consumer that owns what was reclaimed and then released; `reclaim` takes it at once, `fetch` never."""
 
-READERS = b"readers"
-"""The consumer group of every outbox that a program named."""
-
 _BRIDGES = "qinfer:{bridges}:"
 
 
@@ -83,17 +80,6 @@ def idempotency(model: str, partition: int, tenant: str, key_hash: str) -> str:
 def due(model: str, partition: int = 0) -> str:
     """Returns the sorted set of the deadlines of asynchronous requests."""
     return f"{_partition(model, partition)}due"
-
-
-def outbox(model: str, partition: int = 0, name: str = "") -> str:
-    """Returns the stream of requests that have ended and whose end is to be told.
-
-    Args:
-        model: The model, and
-        partition: its partition.
-        name: Which outbox of those that programs named; empty = that of the webhooks, of jobs too.
-    """
-    return f"{_partition(model, partition)}outbox" + (f":{name}" if name else "")
 
 
 def deliveries(model: str, partition: int, kind: str) -> str:

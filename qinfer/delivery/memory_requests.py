@@ -15,7 +15,6 @@ from qinfer.delivery.requests import (
     Acceptance,
     Accepted,
     Address,
-    Ending,
     Outcome,
     RequestRecord,
     RequestState,
@@ -193,34 +192,6 @@ class MemoryRequests:
             and stored.deadline_at <= now_s
         ]
         return [address for _, address in sorted(late, key=lambda pair: pair[0])[:count]]
-
-    async def endings(
-        self, model: str, partition: int, outbox: str, consumer: str, count: int, *, retry_s: float
-    ) -> list[Ending]:
-        """See `Requests.endings`; in one process all consumers are one."""
-        await asyncio.sleep(0)
-        taken: list[Ending] = []
-        for told_id, told in self._outboxes.take((model, partition, outbox), count, retry_s):
-            stored = self._known(told.address)
-            if stored is not None and stored.outcome is None:  # its dead letter was put back: it will end again
-                self._outboxes.remove((model, partition, outbox), [told_id])
-                continue
-            taken.append(
-                Ending(
-                    id=told_id,
-                    request_id=told.address.id,
-                    record=None if stored is None else self._record(stored),
-                    notes=told.notes,
-                    blob=await self.result(told.address),
-                    deliveries=told.deliveries,
-                )
-            )
-        return taken
-
-    async def confirm_endings(self, model: str, partition: int, outbox: str, ids: Sequence[str]) -> None:
-        """See `Requests.confirm_endings`."""
-        await asyncio.sleep(0)
-        self._outboxes.remove((model, partition, outbox), ids)
 
     def tell_job(self, model: str, partition: int, job_id: str) -> None:
         """Has the end of a bulk job told: its notice is handed out with those of requests."""

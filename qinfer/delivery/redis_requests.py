@@ -1,7 +1,5 @@
 """Asynchronous requests on Redis: each step is one Lua script, and a request's keys share a slot (DESIGN.md §3).
 
-accept, settle, record, due   see `request_scripts`        endings, confirm_endings   see `redis_outboxes`
-
 A payload or result too large for the common connection is *staged* first: stored over a connection of its own, or in
 the object store, under a name that nobody knows. The script then renames it, or removes it. Where the script never
 came, it expires.
@@ -13,11 +11,13 @@ import secrets
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 from qinfer.delivery import keys, request_scripts
 from qinfer.delivery.base import FULL
 from qinfer.delivery.connection import Refused, pack
+from qinfer.delivery.deliveries import Kind
 from qinfer.delivery.durability import Durability
-from qinfer.delivery.redis_outboxes import RedisOutboxes
 from qinfer.delivery.request_scripts import (
     AT_ONCE_BYTES,
     AcceptReply,
@@ -42,7 +42,7 @@ from qinfer.delivery.requests import (
 from qinfer.delivery.router import Router
 from qinfer.delivery.scripts import Call
 from qinfer.delivery.values import Values
-from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError, QueueFull
+from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest, QinferError, QueueFull
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,6 @@ class RedisRequests:
         self._router = router
         self._values = values
         self._durability = durability
-        self._outboxes = RedisOutboxes(router, values)
 
     async def accept(self, acceptance: Acceptance) -> Accepted:
         """See `Requests.accept`."""
@@ -151,15 +150,14 @@ class RedisRequests:
         """See `Requests.due`."""
         return await request_scripts.due(self._call(keys.due(model, partition).encode()), model, partition, count)
 
-    async def endings(
-        self, model: str, partition: int, outbox: str, consumer: str, count: int, *, retry_s: float
-    ) -> list[Ending]:
+    async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
         """See `Requests.endings`."""
-        return await self._outboxes.endings(model, partition, outbox, consumer, count, retry_s=retry_s)
-
-    async def confirm_endings(self, model: str, partition: int, outbox: str, ids: Sequence[str]) -> None:
-        """See `Requests.confirm_endings`."""
-        await self._outboxes.confirm_endings(model, partition, outbox, ids)
+        call = self._call(keys.deliveries(model, partition, kind.name).encode())
+        found = await request_scripts.endings(call, model, partition, kind, count)
+        apart = [number for number, (_, is_apart) in enumerate(found) if is_apart]
+        fetched = await asyncio.gather(*(self._with_result(model, partition, found[number][0]) for number in apart))
+        whole = dict(zip(apart, fetched, strict=True))
+        return [whole.get(number, ending) for number, (ending, _) in enumerate(found)]
 
     async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[Accepted | QinferError]:
         """Accepts requests of one partition in one step; returns what became of each."""
@@ -187,6 +185,16 @@ class RedisRequests:
         if reply.what == "gone":
             return BrokerUnavailable(_NOT_IN_TIME)
         return Accepted(reply.id, is_new=reply.what == "new", body_hash=reply.body_hash)
+
+    async def _with_result(self, model: str, partition: int, ending: Ending) -> Ending:
+        try:
+            blob = await self.result(Address(model, partition, ending.request_id))
+        except CorruptEntry as error:
+            extra = {"request_id": ending.request_id, "error": error.message}
+            logger.warning("a result is gone before its time", extra=extra)
+            return ending
+        record = ending.record and msgspec.structs.replace(ending.record, has_result=blob is not None)
+        return msgspec.structs.replace(ending, blob=blob, record=record)
 
     def _call(self, key: bytes) -> Call:
         return partial(self._router.call, keys.slot(key))

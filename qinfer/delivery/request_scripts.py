@@ -4,13 +4,14 @@ accept, settle   each.lua with accept_one.lua, settle_one.lua: for several reque
 find             find.lua, for one that was accepted before
 record           record.lua
 due              due.lua
+endings          endings.lua
 
 An acceptance or a settlement is passed with its payload or result as a `Value`: given, or staged before.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,19 +19,20 @@ from qinfer.codec.versions import Record
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import DELAYED, Lane
 from qinfer.delivery.connection import Argument
-from qinfer.delivery.deliveries import WEBHOOKS
+from qinfer.delivery.deliveries import WEBHOOKS, Kind
 from qinfer.delivery.requests import (
     MARGIN_S,
     MAX_WATCHERS,
     Acceptance,
     Accepted,
     Address,
+    Ending,
     RequestRecord,
     RequestState,
     Settlement,
 )
 from qinfer.delivery.scripts import Call, Words, ttl_ms
-from qinfer.delivery.values import packable
+from qinfer.delivery.values import LARGE_BYTES, packable
 from qinfer.tensors import Bytes
 
 AT_ONCE = 32
@@ -45,11 +47,12 @@ RECORD_FIELDS = (
 )
 """The fields that `record_of` reads, in its order; the state is the first."""
 
-_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "tell", "known", "accept_one")
-_SETTLE = scripts.load("each", "now_ms", "drop", "tell", "deliveries", "settle_one")
-_FIND = scripts.load("find", "now_ms", "tell", "known")
+_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "deliveries", "known", "accept_one")
+_SETTLE = scripts.load("each", "now_ms", "drop", "deliveries", "settle_one")
+_FIND = scripts.load("find", "now_ms", "deliveries", "known")
 _RECORD = scripts.load("record")
 _DUE = scripts.load("due", "now_ms")
+_ENDINGS = scripts.load("endings", "now_ms", "deliveries")
 
 
 class _Accepted(msgspec.Struct, array_like=True, frozen=True):
@@ -163,6 +166,13 @@ async def due(call: Call, model: str, partition: int, count: int) -> list[Addres
     return [Address(model, partition, found.decode()) for found in ids]
 
 
+async def endings(call: Call, model: str, partition: int, kind: Kind, count: int) -> list[tuple[Ending, bool]]:
+    """Takes requests that ended from an outbox; returns with each whether its result is too large to come with it."""
+    name, prefix = keys.deliveries(model, partition, kind.name).encode(), keys.prefix(model, partition)
+    arguments = (count, int(kind.pause_s * 1000), prefix, LARGE_BYTES, *RECORD_FIELDS)
+    return [_ending(model, partition, reply) for reply in await scripts.run(call, _ENDINGS, [name], *arguments)]
+
+
 def given(name: str, data: Bytes) -> Value:
     """Returns a value that is passed to the script, which stores it under `name`."""
     return Value(b"given" if data else b"none", data, keys.staged(name, ""))
@@ -244,6 +254,18 @@ def record_of(
         webhook=webhook.decode(),
         webhook_state=webhook_state.decode(),
     )
+
+
+def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, bool]:
+    """Reads one of the replies of endings.lua."""
+    item_id, attempts, request_id, notes, values, place, given = reply
+    address = Address(model, partition, request_id.decode())
+    blob = given if place == b"given" else None
+    record = None if values[0] is None else record_of(address, values, has_result=blob is not None)
+    ending = Ending(
+        id=item_id.decode(), request_id=address.id, record=record, notes=notes, blob=blob, attempts=attempts
+    )
+    return ending, place == b"apart"
 
 
 def _acceptance(acceptance: Acceptance, payload: Value) -> Words:

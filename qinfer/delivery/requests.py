@@ -22,6 +22,7 @@ import msgspec
 
 from qinfer.codec.frame import encode_responses
 from qinfer.delivery.base import Entry, Lane
+from qinfer.delivery.deliveries import Kind
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.messages import Response
 from qinfer.tensors import Bytes
@@ -189,15 +190,15 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of an outbox that a program named: a request that ended.
+    """A delivery through an outbox that a program named: a request that ended.
 
     Attributes:
-        id: The outbox entry's own id, to confirm it.
+        id: The delivery's own id, for `Deliveries.done`.
         request_id: The request's id.
         record: What is known of the request; `None` when its time is over, so that there is nothing to tell any more.
         notes: What was given with it. Where it was accepted again after its end, those of that time.
         blob: Its `Outcome.blob`; `None` when it is gone, or was never there.
-        deliveries: How often it was handed out, this time included.
+        attempts: How often it was handed out, this time included.
     """
 
     id: str
@@ -205,7 +206,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     record: RequestRecord | None = None
     notes: bytes = b""
     blob: bytes | None = None
-    deliveries: int = 1
+    attempts: int = 1
 
 
 class Requests(Protocol):
@@ -284,26 +285,18 @@ class Requests(Protocol):
         """Returns up to `count` requests whose deadline has passed and which have not ended, the oldest first."""
         ...
 
-    async def endings(
-        self, model: str, partition: int, outbox: str, consumer: str, count: int, *, retry_s: float
-    ) -> list[Ending]:
+    async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
         """Takes up to `count` requests that ended, with their results, from an outbox that a program named.
 
-        Fewer may come though there are more, where results are large: call it until none comes.
+        They are deliveries, and done by `Deliveries.done`. Fewer may come though there are more, where results are
+        large: call it until none comes.
 
         Args:
             model: The model, and
-            partition: its partition, whose outbox is read.
-            outbox: The outbox's name.
-            consumer: Who takes them; each reading process has a name of its own.
+            partition: its partition.
+            kind: The outbox, as `deliveries.outbox` returns it.
             count: How many at most.
-            retry_s: What was taken and not confirmed for so many seconds comes again, before what is new. It should not
-                be less than it takes to confirm them. It may be a tenth longer.
         """
-        ...
-
-    async def confirm_endings(self, model: str, partition: int, outbox: str, ids: Sequence[str]) -> None:
-        """Removes what `endings` gave from the outbox; `ids` are those of the endings. To do it again is no error."""
         ...
 
 

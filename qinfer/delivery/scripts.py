@@ -59,8 +59,6 @@ PUBLISH = load("publish")
 READ = load("read")
 REFER = load("refer", "drop")
 REMOVE = load("remove", "drop")
-ENDINGS = load("endings", "forget_consumers")
-CONFIRM_ENDINGS = load("confirm_endings")
 
 LABEL_STEP = load("label_step", "now_ms")
 LABEL_CLAIM = load("label_claim", "now_ms")

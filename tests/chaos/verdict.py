@@ -175,7 +175,7 @@ class Key(NamedTuple):
 
 
 _LANE = re.compile(r"qinfer:\{.+#\d+\}:\d+:(p[1-8](\.delayed)?|bulk[123]?)")
-_EMPTY = re.compile(r"qinfer:\{.+#\d+\}:(due|deliveries:.+|outbox:.+)|qinfer:jobs:open")
+_EMPTY = re.compile(r"qinfer:\{.+#\d+\}:(due|deliveries:.+)|qinfer:jobs:open")
 _PERMANENT = re.compile(r"qinfer:(\{.+#\d+\}:(dlq|config|stats:\d+)|desired|control|workers|jobs(:places)?)")
 
 

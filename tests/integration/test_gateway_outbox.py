@@ -2,6 +2,7 @@
 
 from qinfer.codec.frame import decode_responses
 from qinfer.codec.outputs import OutputPlan
+from qinfer.delivery.deliveries import outbox
 from qinfer.delivery.requests import Ending, RequestState
 from qinfer.messages import InferRequest
 from qinfer.tensors import Tensor
@@ -11,6 +12,7 @@ from qinfer_api.requests import Submission
 from tests.gateway import Running, running_gateway
 
 BOX = "label-studio"
+KIND = outbox(BOX, 60.0)
 SUBMISSION = Submission(body_hash="h", idempotency_key="project 1, task 7", outbox=BOX, notes=b"task 7")
 
 
@@ -20,16 +22,15 @@ def request(model: str) -> InferRequest:
 
 async def ended(running: Running, model: str) -> Ending:
     """Takes and confirms the one end that comes."""
-    requests = running.delivery.requests
     found: list[Ending] = []
 
     async def is_told() -> bool:
-        found.extend(await requests.endings(model, 0, BOX, "pusher", 10, retry_s=60.0))
+        found.extend(await running.delivery.requests.endings(model, 0, KIND, 10))
         return bool(found)
 
     await eventually(is_told)
     [ending] = found
-    await requests.confirm_endings(model, 0, BOX, [ending.id])
+    await running.delivery.deliveries.done(model, 0, KIND, [ending.id])
     return ending
 
 

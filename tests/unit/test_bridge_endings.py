@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from qinfer.delivery.deliveries import outbox as outbox_kind
 from qinfer.delivery.requests import Ending
 from qinfer.errors import QinferError, SettingsError
 from qinfer.testing import eventually
@@ -30,12 +31,11 @@ class Outbox:
         self.confirmed: list[str] = []
         self.errors: list[QinferError] = []
         self.reads = 0
+        self.requests = self.deliveries = self
         self.one = Endings(
-            requests=self,  # type: ignore[arg-type]  # it has what is asked of one
+            delivery=self,  # type: ignore[arg-type]  # it has what is asked of one
             model="m",
-            outbox="box",
-            consumer="c",
-            retry_s=10.0,
+            kind=outbox_kind("box", 10.0),
             write=lambda ending: Told("succeeded", Parcel(ending_id=ending.id), []),
             post=lambda told: self.posted.extend(each.parcel.ending_id for each in told),
             took=lambda: None,
@@ -48,7 +48,7 @@ class Outbox:
         taken, self.waiting = self.waiting[:2], self.waiting[2:]
         return taken
 
-    async def confirm_endings(self, *given: Any) -> None:
+    async def done(self, *given: Any) -> None:
         if self.errors:
             raise self.errors.pop()
         self.confirmed += given[-1]

@@ -29,7 +29,7 @@ def test_all_keys_of_a_partition_share_a_slot(model: str) -> None:
         keys.request(model, 0, "id"),
         keys.idempotency(model, 0, "tenant", "hash"),
         keys.due(model),
-        keys.outbox(model),
+        keys.deliveries(model, 0, "webhooks"),
         keys.config(model),
         keys.stats(model, 1),
     ]

@@ -29,7 +29,6 @@ class LabelingParts:
         requests: Takes asynchronous ones.
         counts: What this gateway adds to the models' statistics.
         auth: Which rates tenants have; `None` = none.
-        consumer: This process's name.
 
     Attributes:
         labeling: The use case.
@@ -39,7 +38,7 @@ class LabelingParts:
         SettingsError: A mapping can't be read, a file host is none, or Label Studio's URL or token is wrong.
     """
 
-    def __init__(  # noqa: PLR0913 - what a gateway is made of
+    def __init__(
         self,
         settings: Settings,
         delivery: Delivery,
@@ -47,8 +46,6 @@ class LabelingParts:
         requests: AsyncRequests,
         counts: ModelCounts,
         auth: Auth | None,
-        *,
-        consumer: str,
     ) -> None:
         own = settings.labeling
         book = check_labeling(own)
@@ -77,14 +74,7 @@ class LabelingParts:
         )
         self.pusher: Pusher | None = None
         if self._studio is not None:
-            self.pusher = Pusher(
-                settings,
-                delivery,
-                intake,
-                book,
-                self._studio,
-                consumer=consumer,
-            )
+            self.pusher = Pusher(settings, delivery, intake, book, self._studio)
 
     async def close(self) -> None:
         """Closes the HTTP clients."""

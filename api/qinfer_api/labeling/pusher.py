@@ -17,6 +17,7 @@ import msgspec
 
 from qinfer.codec.frame import decode_responses
 from qinfer.delivery.base import Delivery
+from qinfer.delivery.deliveries import outbox
 from qinfer.delivery.label_tasks import Board, LabelState, LabelTask
 from qinfer.delivery.requests import Ending, RequestState
 from qinfer.errors import CorruptEntry, DeliveryError, InferenceFailed, QinferError, QueueFull
@@ -66,7 +67,6 @@ class Pusher:
         intake: Makes requests of the tasks that wait.
         book: The mappings.
         studio: Label Studio.
-        consumer: This process's name.
     """
 
     def __init__(
@@ -76,19 +76,17 @@ class Pusher:
         intake: Intake,
         book: MappingBook,
         studio: LabelStudio,
-        *,
-        consumer: str,
     ) -> None:
         self._settings = settings.labeling
         self._requests = delivery.requests
+        self._deliveries = delivery.deliveries
         self._tasks = delivery.label_tasks
         self._intake = intake
         self._book = book
         self._studio = studio
-        self._consumer = consumer
         self._pause_s = settings.requests.sweep_every_s
-        self._retry_s = 2 * settings.labeling.call_timeout_s + 10.0
-        self._step_s = self._retry_s / 2  # no push begins later: others may take over by the time that it is over
+        self._kind = outbox(OUTBOX, 2 * settings.labeling.call_timeout_s + 10.0)
+        self._step_s = self._kind.pause_s / 2  # no push begins later: others may take over by the time that it is over
         self._models: dict[str, None] = {}  # all that were ever mapped: a mapping that is gone may have tasks left
         self._finished: set[str] = set()  # endings of the present step about which all is said
         self._failures: Counter[str] = Counter()  # endings that Label Studio failed on, how often
@@ -122,9 +120,7 @@ class Pusher:
         """
         count = 0
         for model in await self._mapped():
-            while endings := await self._requests.endings(
-                model, _PARTITION, OUTBOX, self._consumer, self._settings.push_batch, retry_s=self._retry_s
-            ):
+            while endings := await self._requests.endings(model, _PARTITION, self._kind, self._settings.push_batch):
                 count += len(endings)
                 await self._push(model, endings)
         return count
@@ -283,7 +279,7 @@ class Pusher:
         for each in made:
             if time.monotonic() > ends_s:
                 break
-            was_tried = each.ending.deliveries > 1 or each.entry.state is LabelState.SENDING
+            was_tried = each.ending.attempts > 1 or each.entry.state is LabelState.SENDING
             (there if was_tried and await self._has(board, each) else fresh).append(each)
         await self._done(board, there)
         return fresh
@@ -326,7 +322,7 @@ class Pusher:
     async def _try_later(self, board: Board, ending: Ending, entry: LabelTask, error: StudioFailed) -> None:
         if len(self._failures) >= _REMEMBERED:
             self._failures.clear()  # what other gateways pushed stays there
-        self._failures[ending.id] += 1  # not its deliveries: while Label Studio is away, they are many
+        self._failures[ending.id] += 1  # not its attempts: while Label Studio is away, they are many
         if self._failures[ending.id] >= self._settings.max_attempts:
             await self._fail(board, ending, entry, error.message, LabelFailure.PUSH_FAILED)
         else:
@@ -338,7 +334,7 @@ class Pusher:
             self._finished.update(ids)
             for each in ids:
                 self._failures.pop(each, None)
-            await self._requests.confirm_endings(model, _PARTITION, OUTBOX, ids)
+            await self._deliveries.done(model, _PARTITION, self._kind, ids)
 
     def _tell(self, what: str, trouble: str) -> None:
         """Logs that something is away, or back; once each time."""

@@ -1,5 +1,5 @@
 -- Finds the request that was accepted before with the same id or idempotency key; returns its id and body hash, if there is one.
--- Where its body is the same and it has ended, its end is told again in its outbox, unless it waits there: with `notes`, or
+-- Where its body is the same and it has ended, its end is told again through its outbox, unless it waits there: with `notes`, or
 -- with those that it has where they are nil. `key` is nil where the caller has none.
 local DAY_MS = 86400000
 local function known(record, key, id, body_hash, notes)
@@ -19,11 +19,11 @@ local function known(record, key, id, body_hash, notes)
   local of = redis.call('HMGET', record, 'state', 'outbox', 'notice', 'notes', 'result_ttl_ms', 'tombstone_ttl_ms')
   if not of[2] or of[1] == 'queued' then return id, hash end
   redis.call('UNLINK', record .. '|') -- removes nothing, but is a write: after one, full memory stops no script
-  local outbox, kept = prefix .. 'outbox:' .. of[2], of[5] + of[6] + DAY_MS
+  local outbox, kept = prefix .. 'deliveries:outbox:' .. of[2], of[5] + of[6] + DAY_MS
   if notes and notes ~= of[4] then
-    tell(outbox, id, notes, kept, now_ms())
+    deliver(outbox, id, notes, kept, kept)
   elseif not of[3] or #redis.call('XRANGE', outbox, of[3], of[3]) == 0 then
-    redis.call('HSET', record, 'notice', tell(outbox, id, of[4], kept, now_ms()))
+    redis.call('HSET', record, 'notice', deliver(outbox, id, of[4], kept, kept))
   end
   return id, hash
 end

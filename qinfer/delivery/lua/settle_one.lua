@@ -39,7 +39,8 @@ local result_ttl, lifetime, now = known[8], known[8] + known[9], now_ms()
 local fields = {'finished_at', now, 'expires_at', now + result_ttl, 'attempts', attempt, 'state', state,
   'failure', failure}
 if known[7] then
-  local notice = tell(prefix .. 'outbox:' .. known[7], id, known[10], lifetime + DAY_MS, now)
+  local kept = lifetime + DAY_MS
+  local notice = deliver(prefix .. 'deliveries:outbox:' .. known[7], id, known[10], kept, kept)
   fields[#fields + 1], fields[#fields + 2] = 'notice', notice
 end
 redis.call('HSET', record, unpack(fields))

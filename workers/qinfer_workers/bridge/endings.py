@@ -1,7 +1,7 @@
 """On the loop: ends of requests are taken from the route's outbox, told by the publishers, and then confirmed.
 
-Taken, written in a thread, posted: up to `MOST_IN_HAND` are under way at a time. What is not confirmed in `retry_s`
-seconds comes again, to any bridge of the route; what is still in hand here then is not published twice.
+Taken, written in a thread, posted: up to `MOST_IN_HAND` are under way at a time. What is not confirmed in its
+pause comes again, to any bridge of the route; what is still in hand here then is not published twice.
 """
 
 import asyncio
@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from qinfer.delivery.requests import Ending, Requests
+from qinfer.delivery.base import Delivery
+from qinfer.delivery.deliveries import Kind
+from qinfer.delivery.requests import Ending
 from qinfer.errors import QinferError
 from qinfer_workers.bridge.letters import Told
 from qinfer_workers.bridge.pauses import Complaint, Pauses
@@ -36,32 +38,26 @@ class Endings:
     """One per route; made on the loop.
 
     Args:
-        requests: Where the outbox is.
+        delivery: The queue.
         model: The model.
-        outbox: The outbox.
-        consumer: This process, as the outbox knows it.
-        retry_s: What is not confirmed for so long comes again.
+        kind: The outbox; what is not confirmed in its pause comes again.
         write: Makes messages of ends, in a thread; `None` for those that nobody is told of.
         post: Publishes them.
         took: Called when requests have left the queue.
     """
 
-    def __init__(  # noqa: PLR0913 - keywords: what an end passes through
+    def __init__(
         self,
         *,
-        requests: Requests,
+        delivery: Delivery,
         model: str,
-        outbox: str,
-        consumer: str,
-        retry_s: float,
+        kind: Kind,
         write: Callable[[Ending], Told | None],
         post: Callable[[Sequence[Told]], None],
         took: Callable[[], None],
     ) -> None:
-        self._requests = requests
-        self._place = (model, PARTITION, outbox)
-        self._consumer = consumer
-        self._retry_s = retry_s
+        self._delivery = delivery
+        self._place = (model, PARTITION, kind)
         self._write = write
         self._post = post
         self._took = took
@@ -72,7 +68,7 @@ class Endings:
         self._to_confirm = asyncio.Event()
         self._stopping = False
         self._is_taking = True
-        self._away = Complaint(logger, "ended requests can't be read", outbox=outbox)
+        self._away = Complaint(logger, "ended requests can't be read", outbox=kind.name.removeprefix("outbox:"))
 
     @property
     def in_hand(self) -> int:
@@ -115,7 +111,7 @@ class Endings:
             taken: list[Ending] = []
             if count > 0:
                 try:
-                    taken = await self._requests.endings(*self._place, self._consumer, count, retry_s=self._retry_s)
+                    taken = await self._delivery.requests.endings(*self._place, count)
                     pauses.reset()
                     self._away.over()
                 except QinferError as error:
@@ -159,7 +155,7 @@ class Endings:
                 continue
             ids = list(self._confirmed)
             try:
-                await self._requests.confirm_endings(*self._place, ids)
+                await self._delivery.deliveries.done(*self._place, ids)
             except QinferError as error:
                 self._away.say(error.message)
                 await asyncio.sleep(pauses.next_s())

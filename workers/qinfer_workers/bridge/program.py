@@ -53,7 +53,7 @@ class Bridge:
             Route(
                 options=options,
                 config=config,
-                requests=delivery.requests,
+                delivery=delivery,
                 catalog=catalog,
                 owner=self.process,
                 inline_max_bytes=inline_max_bytes,

@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any
 
 from qinfer.control.catalog import Catalog, Served
-from qinfer.delivery.base import reply_address
-from qinfer.delivery.requests import Requests
+from qinfer.delivery.base import Delivery, reply_address
+from qinfer.delivery.deliveries import outbox
 from qinfer.observability.bridge_metrics import RouteTally, count
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.consumer import Consumer, Refused
@@ -51,7 +51,7 @@ class Route:
     Args:
         options: The route.
         config: The rest of the file.
-        requests: The queue's asynchronous requests.
+        delivery: The queue.
         catalog: The models.
         owner: This process's name.
         inline_max_bytes: Larger tensors travel beside the stream.
@@ -66,7 +66,7 @@ class Route:
         *,
         options: RouteOptions,
         config: BridgeConfig,
-        requests: Requests,
+        delivery: Delivery,
         catalog: Catalog,
         owner: str,
         inline_max_bytes: int,
@@ -80,7 +80,7 @@ class Route:
         self._publishers = self._make_publishers()
         self._intake = Intake(
             name=options.name,
-            accept=requests.accept_all,
+            accept=delivery.requests.accept_all,
             done=self._done,
             refuse=self._refuse,
             again=self.wake,
@@ -88,11 +88,9 @@ class Route:
             tally=self.tally,
         )
         self._endings = Endings(
-            requests=requests,
+            delivery=delivery,
             model=options.model,
-            outbox=options.outbox,
-            consumer=owner,
-            retry_s=config.retry_s,
+            kind=outbox(options.outbox, config.retry_s),
             write=partial(tell, options),
             post=self._publish_told,
             took=self._intake.room,
