@@ -127,8 +127,8 @@ ROWS = (
         "a day longer than the longest-kept record that an item of it is about; of `jobs` permanent",
         "what is to be delivered, until it is, by kind: `webhooks`; `jobs`, bulk jobs that are to be looked at; "
         "`outbox:<name>`, requests that ended and whose answers a program such as a bridge is to pass on, with what it "
-        "noted of them, as long as their records are there. With `|later` behind, a sorted set of what was taken, by "
-        "when it is due again",
+        "noted of them; `labels:<project>:<tenant>`, tasks that wait. With `|later` behind, a sorted set of what was "
+        "taken, by when it is due again",
         ({"kind": "<kind>"},),
     ),
     Row(
@@ -176,10 +176,10 @@ ROWS = (
     ),
     Row(
         keys.label_board,
-        "sorted sets",
+        "sorted set",
         "the same",
-        "the tasks that wait, by when they may be taken · those that are over, by when they ended",
-        _boards("due", "ended"),
+        "the tasks that are over, by when they ended",
+        _boards("ended"),
     ),
     Row(
         keys.label_board,

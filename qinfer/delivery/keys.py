@@ -196,7 +196,7 @@ def open_jobs() -> str:
 
 
 def label_board(model: str, tenant: str, project: int, part: str) -> str:
-    """Returns what belongs to a labeling project's tasks: `entries`, `data`, `due`, `ended`, or a state's index."""
+    """Returns what belongs to a labeling project's tasks: `entries`, `data`, `ended`, or a state's index."""
     return f"{_partition(model, 0)}label-{part}:{project}:{tenant}"
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from qinfer.clock import Clock, ServerClock, SystemClock
 from qinfer.delivery.base import Entry, Lane, LaneSize, Lease, Payload, reply_address
 from qinfer.delivery.dead_letters import DeadLetters
+from qinfer.delivery.deliveries import Deliveries
 from qinfer.delivery.jobs import Jobs
 from qinfer.delivery.label_tasks import LabelTasks
 from qinfer.delivery.memory_dead_letters import MemoryDeadLetters
 from qinfer.delivery.memory_jobs import MemoryJobs
-from qinfer.delivery.memory_label_tasks import MemoryLabelTasks
 from qinfer.delivery.memory_lanes import MemoryLanes
 from qinfer.delivery.memory_requests import MemoryRequests
 from qinfer.delivery.requests import Requests
@@ -28,6 +28,9 @@ class MemoryDelivery:
         clock: The monotonic clock; a `FakeClock` makes leases end when a test says so.
     """
 
+    deliveries: Deliveries  # of Redis only
+    label_tasks: LabelTasks
+
     def __init__(self, clock: Clock | None = None) -> None:
         monotonic = clock or SystemClock()
         self.clock = ServerClock(monotonic)
@@ -39,7 +42,6 @@ class MemoryDelivery:
         requests.on_job_told = jobs.told
         self.requests: Requests = requests
         self.jobs: Jobs = jobs
-        self.label_tasks: LabelTasks = MemoryLabelTasks(self.clock)
         self._replies: dict[str, asyncio.Queue[bytes]] = {}
 
     def submit(

@@ -7,6 +7,7 @@ import msgspec
 
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Lane, Payload
+from qinfer.delivery.deliveries import Kind
 from qinfer.delivery.memory_lanes import Item, MemoryLanes
 from qinfer.delivery.memory_outboxes import MemoryOutboxes
 from qinfer.delivery.requests import (
@@ -15,6 +16,7 @@ from qinfer.delivery.requests import (
     Acceptance,
     Accepted,
     Address,
+    Ending,
     Outcome,
     RequestRecord,
     RequestState,
@@ -192,6 +194,10 @@ class MemoryRequests:
             and stored.deadline_at <= now_s
         ]
         return [address for _, address in sorted(late, key=lambda pair: pair[0])[:count]]
+
+    async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
+        """See `Requests.endings`: of Redis only."""
+        raise NotImplementedError
 
     def tell_job(self, model: str, partition: int, job_id: str) -> None:
         """Has the end of a bulk job told: its notice is handed out with those of requests."""

@@ -30,7 +30,6 @@ from qinfer.delivery.lane_reader import LaneReader, leases_of
 from qinfer.delivery.redis_dead_letters import RedisDeadLetters
 from qinfer.delivery.redis_entries import RedisEntries, grouped, owner_of
 from qinfer.delivery.redis_jobs import RedisJobs
-from qinfer.delivery.redis_label_tasks import RedisLabelTasks
 from qinfer.delivery.redis_requests import RedisRequests
 from qinfer.delivery.redis_submit import RedisSubmits
 from qinfer.delivery.replies import REPLY_TTL_MS, ReplyReader
@@ -64,7 +63,7 @@ class RedisDelivery:
         self.dead_letters: DeadLetters = RedisDeadLetters(router, self._values)
         self.deliveries = Deliveries(router)
         self.jobs: Jobs = RedisJobs(router, self._durability, self.clock)
-        self.label_tasks: LabelTasks = RedisLabelTasks(router, self._durability)
+        self.label_tasks = LabelTasks(router, self._durability, self.deliveries)
         self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
         self._renewer: Any = None

@@ -15,7 +15,7 @@ from typing import Unpack
 import msgspec
 
 from qinfer.clock import ServerClock
-from qinfer.delivery import job_scripts, keys, scripts
+from qinfer.delivery import job_scripts, keys
 from qinfer.delivery.base import Lease
 from qinfer.delivery.durability import Durability
 from qinfer.delivery.job_index import JobIndex

@@ -60,9 +60,6 @@ READ = load("read")
 REFER = load("refer", "drop")
 REMOVE = load("remove", "drop")
 
-LABEL_STEP = load("label_step", "now_ms")
-LABEL_CLAIM = load("label_claim", "now_ms")
-
 
 async def run(call: Call, script: Script, keys: Sequence[bytes], *arguments: Argument) -> Any:
     """Runs a script.

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from qinfer.delivery.deliveries import outbox
 from qinfer.delivery.label_tasks import Board, LabelTask
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import LabelingSettings, LimitSettings, RedisSettings, RequestSettings, Settings
@@ -15,8 +16,9 @@ from qinfer.testing import eventually
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling import predict
 from qinfer_api.labeling.files import Files
-from qinfer_api.labeling.intake import Intake
+from qinfer_api.labeling.intake import OUTBOX, Intake
 from tests.gateway import Running, running_gateway, settings_of
+from tests.integration.test_label_studio_push import have_it_again
 from tests.label_studio_server import CONFIG, PERSONAL, LabelStudioServer, label_studio
 from tests.servers import RedisServer, system_redis
 
@@ -185,7 +187,7 @@ async def test_a_reply_that_is_too_long_leaves_the_gateway_running(
         await client.post("/label-studio/text/webhook", json=event(studio.add("pos")))
         await eventually(lambda: not studio.trouble["/api/projects/12/import"])
         monkeypatch.setattr("qinfer_api.labeling.studio._MAX_REPLY_BYTES", 5)
-        _pusher(running)._retry_s = 0.0
+        await have_it_again(running)
 
         async def has_failed() -> bool:
             found = (await client.get(f"{TASKS}/1")).json()
@@ -215,13 +217,12 @@ async def test_who_was_too_slow_does_not_push(tmp_path: Path, studio: LabelStudi
                 await push_all(*words)
                 over.set()
 
-            pusher._step_s = 0.05
+            pusher._step_s, pusher._kind = 0.05, outbox(OUTBOX, 0.06)
             pusher._studio.label_config = late
             pusher._push_all = noted
             await client.post("/label-studio/text/webhook", json=event(studio.add("pos")))
             await asked.wait()
-            async with running_gateway(settings, await RedisDelivery.connect(redis)) as quick:
-                _pusher(quick)._retry_s = 0.06
+            async with running_gateway(settings, await RedisDelivery.connect(redis)):
                 await _all_are_done(client, 1)
             answered.set()
             await over.wait()

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.testing import eventually
 from tests.gateway import running_gateway
-from tests.integration.test_label_studio_push import _have_it_again, event, settings_for
+from tests.integration.test_label_studio_push import event, have_it_again, settings_for
 from tests.label_studio_server import label_studio
 
 PREFIX = "qinfer_labeling_"
@@ -49,7 +49,7 @@ async def test_pushes_are_counted(tmp_path: Path) -> None:
         await eventually(waits, 20.0)
         before = await labeling(client)
         studio.trouble.clear()
-        await _have_it_again(running)
+        await have_it_again(running)
 
         async def are_over() -> bool:
             return (await labeling(client)).get("pushed_tasks_total") == 1

@@ -8,9 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from qinfer.delivery import keys
+from qinfer.delivery.deliveries import outbox
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import LabelingSettings, LimitSettings, RedisSettings, RequestSettings, Settings
 from qinfer.testing import eventually
+from qinfer_api.labeling.intake import OUTBOX
 from qinfer_api.labeling.pusher import Pusher
 from tests.gateway import Running, running_gateway, settings_of
 from tests.label_studio_server import LEGACY, PERSONAL, LabelStudioServer, label_studio
@@ -181,7 +184,7 @@ async def test_nothing_is_lost_while_label_studio_is_away(
 
     await eventually(is_sending)
     studio.trouble.clear()
-    await _have_it_again(running)
+    await have_it_again(running)
     await all_are(client, "done", 2)
     assert len(studio.predictions) == len(running.requests) == 2
 
@@ -202,7 +205,7 @@ async def test_a_prediction_is_not_there_twice(
     await eventually(lambda: len(studio.predictions) == 2)
     await all_are(client, "sending", 2)
 
-    await _have_it_again(running)
+    await have_it_again(running)
 
     await all_are(client, "done", 2)
     assert len(studio.predictions) == 2
@@ -244,7 +247,7 @@ async def test_an_absence_is_no_failure(studio: LabelStudioServer, tmp_path: Pat
     settings = settings_for(studio, tmp_path / "mappings", max_attempts=2)
     studio.trouble["/api/projects/12/import"] = [503, 503, 503, 500]
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
-        await _have_it_again(running)
+        await have_it_again(running)
         await client.post("/label-studio/text/webhook", json=event(studio.add("pos")))
         await all_are(client, "done", 1)
     assert studio.trouble["/api/projects/12/import"] == []
@@ -387,8 +390,12 @@ async def _never() -> int:
     return 0
 
 
-async def _have_it_again(running: Running) -> None:
-    """Has what was taken and not pushed handed out at once, as it is after `retry_s`."""
+async def have_it_again(running: Running) -> None:
+    """Has what was taken and not pushed handed out at once, as it is after its pause."""
     pusher = running.gateway._labeling.pusher
     assert pusher is not None
-    pusher._retry_s = 0.0
+    pusher._kind = outbox(OUTBOX, 0.0)
+    name = keys.deliveries("text", 0, pusher._kind.name)
+    call = running.delivery.deliveries._call(name.encode())
+    for item_id in await call(b"ZRANGE", f"{name}|later", 0, -1):
+        await call(b"ZINCRBY", f"{name}|later", -900_000, item_id)

@@ -1,13 +1,25 @@
 -- Stores tasks of a labeling project, and removes what has been over for too long.
--- KEYS: entries, data, due, ended, boards, then the index of each state.
+-- KEYS: entries, data, queue of those that wait, ended, boards, then the index of each state, of those that wait first.
 -- ARGV: what (put: only for other requests | move: only for the same), this board's name, milliseconds: until those that
---   wait may be claimed, time to live; how many may wait, for put; the number of the states; their names; then by fives:
---   task, request, state, entry, data.
+--   wait may be claimed again, time to live; how many may wait, for put; the number of the states; their names; then by
+--   fives: task, request, state, entry, data.
 -- Returns what became of each: 1 stored, 0 left as it was, 2 not stored: as many wait as may.
-local entries, data, due, ended, boards = unpack(KEYS, 1, 5)
+-- An entry is stored behind its request and, in the next line, its item in the queue ('' = it does not wait).
+local entries, data, queue, ended, boards, waiting = unpack(KEYS, 1, 6)
 local what, board, wait, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local room, count = tonumber(ARGV[5]) - redis.call('ZCARD', due), tonumber(ARGV[6])
-local now, placed = now_ms(), {}
+local room, count = tonumber(ARGV[5]) - redis.call('ZCARD', waiting), tonumber(ARGV[6])
+local now, placed, kept = now_ms(), {}, math.max(2 * ttl, 60000)
+
+-- Has a task wait, or wait no more; returns its item.
+local function queued(task, state, item)
+  if state ~= 'waiting' then
+    if item ~= '' then done(queue, item) end
+    return ''
+  end
+  if item == '' then return deliver(queue, task, '', kept) end
+  retry_in(queue, item, wait)
+  return item
+end
 
 local function index(task, state)
   for i = 1, count do
@@ -17,7 +29,6 @@ local function index(task, state)
       redis.call('ZREM', KEYS[5 + i], task)
     end
   end
-  if state == 'waiting' then redis.call('ZADD', due, now + wait, task) else redis.call('ZREM', due, task) end
   if state == 'done' or state == 'failed' then
     redis.call('ZADD', ended, now, task)
   else
@@ -28,18 +39,18 @@ end
 if what == 'move' then redis.call('HDEL', data, '') end -- after a write full memory stops no script: tasks end
 for i = 7 + count, #ARGV, 5 do
   local task, request, state = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  local known = redis.call('HGET', entries, task)
-  local is_same = known and string.sub(known, 1, #request + 1) == request .. '\n'
-  local is_wanted = not known or (what == 'put') == not is_same
+  local of, item = string.match(redis.call('HGET', entries, task) or '\n', '^([^\n]*)\n([^\n]*)')
+  local is_same, is_known = of == request, of ~= ''
+  local is_wanted = not is_known or (what == 'put') == not is_same
   if what == 'move' and (state == 'open' or state == 'waiting') then
-    is_wanted = is_same and redis.call('ZSCORE', due, task) -- else it has come further
+    is_wanted = is_same and item ~= '' -- else it has come further
   end
-  local adds = is_wanted and what == 'put' and not redis.call('ZSCORE', due, task)
+  local adds = is_wanted and what == 'put' and item == ''
   if adds and room < 1 then
     placed[#placed + 1] = 2
   elseif is_wanted then
     if adds then room = room - 1 end
-    redis.call('HSET', entries, task, request .. '\n' .. ARGV[i + 3])
+    redis.call('HSET', entries, task, request .. '\n' .. queued(task, state, item) .. '\n' .. ARGV[i + 3])
     if ARGV[i + 4] == '' then redis.call('HDEL', data, task) else redis.call('HSET', data, task, ARGV[i + 4]) end
     index(task, state)
     placed[#placed + 1] = 1
@@ -53,7 +64,7 @@ for _, task in ipairs(redis.call('ZRANGEBYSCORE', ended, '-inf', now - ttl, 'LIM
   redis.call('ZREM', ended, task)
   for i = 1, count do redis.call('ZREM', KEYS[5 + i], task) end
 end
-redis.call('ZADD', boards, now + math.max(2 * ttl, 60000), board)
+redis.call('ZADD', boards, now + kept, board)
 redis.call('ZREMRANGEBYSCORE', boards, '-inf', now)
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, math.max(2 * ttl, 60000)) end
+for _, key in ipairs({later_of(queue), unpack(KEYS)}) do redis.call('PEXPIRE', key, kept) end
 return placed
