@@ -17,9 +17,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from qinfer.delivery import keys
-from qinfer.delivery.connection import Connection, Refused, pack
+from qinfer.delivery.connection import Connection, Link, Refused, pack
 from qinfer.delivery.router import BlockingLink, Router
-from qinfer.delivery.wire import Link
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.settings import RedisSettings
 

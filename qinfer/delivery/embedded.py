@@ -28,7 +28,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from qinfer.delivery.wire import MINIMUM_VERSION
+from qinfer.delivery.connection import MINIMUM_VERSION
 from qinfer.errors import BrokerUnavailable, SettingsError
 
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108 with its final zero (unix(7))

@@ -1,8 +1,8 @@
 """The delivery port on Redis Streams: one stream per lane, one consumer group, Lua where two steps must be one.
 
-submit   XADD, in one write with the tick's others    fetch    fetch.lua, else a blocking XREADGROUP (`lane_reader`)
+submit   XADD, in one write with the tick's others    fetch    fetch.lua, else a blocking XREADGROUP (`readers`)
 renew    renew.lua, from its own thread               release, reclaim, finish, …    a script per lane (`redis_entries`)
-publish  XADD NOMKSTREAM                              listen   `replies`
+publish  XADD NOMKSTREAM                              listen   `readers`
 
 An entry is a stream entry with the field `f`, the frame, and where they apply `p`, the id of the request whose payload
 is stored with it, and `o`, the id that the entry had in its first lane. Readers skip fields that they do not know.
@@ -20,22 +20,21 @@ from qinfer.clock import Clock, ServerClock, SystemClock
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import Entry, Lane, LaneSize, Lease, Payload
 from qinfer.delivery.clients import blocking_client
-from qinfer.delivery.connection import Refused, Template, pack
+from qinfer.delivery.connection import Refused, Template, pack, packable
 from qinfer.delivery.dead_letters import DeadLetters
 from qinfer.delivery.deliveries import Deliveries
 from qinfer.delivery.durability import Durability
 from qinfer.delivery.jobs import BULK_LANES, Jobs
 from qinfer.delivery.label_tasks import LabelTasks
-from qinfer.delivery.lane_reader import LaneReader, leases_of
+from qinfer.delivery.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.delivery.redis_dead_letters import RedisDeadLetters
 from qinfer.delivery.redis_entries import RedisEntries, grouped, owner_of
 from qinfer.delivery.redis_jobs import RedisJobs
 from qinfer.delivery.redis_requests import RedisRequests
 from qinfer.delivery.redis_submit import RedisSubmits
-from qinfer.delivery.replies import REPLY_TTL_MS, ReplyReader
 from qinfer.delivery.requests import Requests
 from qinfer.delivery.router import Router
-from qinfer.delivery.values import Values, packable
+from qinfer.delivery.values import Values
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.settings import LimitSettings, RedisSettings
 from qinfer.tensors import Bytes

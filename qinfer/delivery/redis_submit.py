@@ -11,9 +11,9 @@ from typing import Any
 
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import DELAYED, FULL, Entry, Lane, Payload
-from qinfer.delivery.connection import Argument, Refused, pack
+from qinfer.delivery.connection import Argument, Refused, pack, packable
 from qinfer.delivery.router import Router
-from qinfer.delivery.values import Values, packable
+from qinfer.delivery.values import Values
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
 from qinfer.tensors import Bytes
 

@@ -18,7 +18,7 @@ import msgspec
 from qinfer.codec.versions import Record
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import DELAYED, Lane
-from qinfer.delivery.connection import Argument
+from qinfer.delivery.connection import Argument, packable
 from qinfer.delivery.deliveries import WEBHOOKS, Kind
 from qinfer.delivery.requests import (
     MARGIN_S,
@@ -32,7 +32,7 @@ from qinfer.delivery.requests import (
     Settlement,
 )
 from qinfer.delivery.scripts import Call, Words, ttl_ms
-from qinfer.delivery.values import LARGE_BYTES, packable
+from qinfer.delivery.values import LARGE_BYTES
 from qinfer.tensors import Bytes
 
 AT_ONCE = 32

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from qinfer.delivery.address import Address, Sentinels, parse_place
-from qinfer.delivery.connection import Connection, Refused, Reply, pack
+from qinfer.delivery.connection import Connection, Link, Refused, Reply, pack
 from qinfer.delivery.sentinel import SentinelResolver
-from qinfer.delivery.wire import Link
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.settings import RedisSettings
 

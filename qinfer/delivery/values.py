@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from qinfer.delivery import scripts
-from qinfer.delivery.connection import pack
+from qinfer.delivery.connection import pack, packable
 from qinfer.delivery.router import BlockingLink, Router
 from qinfer.errors import BrokerUnavailable, CorruptEntry, PayloadTooLarge
 from qinfer.tensors import Bytes
@@ -216,11 +216,6 @@ class Values:
         if link is None:
             link = self._links[place] = self._router.blocking(slot, "qinfer-values", _TRANSFER_S)
         return await link.call(*command)
-
-
-def packable(data: Bytes) -> bytes | memoryview:
-    """Returns `data` as one of the two types that are packed without a copy before."""
-    return memoryview(data) if isinstance(data, bytearray) else data
 
 
 def _owner(key: str | bytes) -> str:

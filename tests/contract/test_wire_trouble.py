@@ -47,7 +47,7 @@ async def until_refused(router: Router) -> None:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "qinfer.delivery.wire"]
+    return [record.message for record in caplog.records if record.name == "qinfer.delivery.connection"]
 
 
 async def test_a_replica_is_not_taken_for_the_queue(tmp_path: Path) -> None:

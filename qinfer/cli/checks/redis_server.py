@@ -11,7 +11,7 @@ import redis
 from redis.exceptions import NoPermissionError, RedisClusterException, RedisError, ResponseError
 
 from qinfer.cli.checks.report import Finding, ok, problem, warning
-from qinfer.delivery.wire import MINIMUM_VERSION
+from qinfer.delivery.connection import MINIMUM_VERSION
 from qinfer.settings import RedisSettings
 
 SKEW_WARNING_S = 1.0
