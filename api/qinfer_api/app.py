@@ -167,8 +167,8 @@ class Gateway:
         self.dispatcher = self._tracing.dispatcher(delivery, self.catalog, tally, settings.limits, self._owner, auth)
         tally.in_flight = lambda: self.dispatcher.in_flight
         self._reporting = Reporting(settings, self.catalog, store, delivery, tally, self._tracing.file)
-        self.requests, self._janitor = self._asynchronous(settings, tally)
         self._tasks = BulkTasks(settings)
+        self.requests, self._janitor = self._asynchronous(settings, tally)
         self._examiners = ExaminerPool(settings, os.environ)
         self.jobs = BulkJobs(
             delivery=delivery,
@@ -180,7 +180,6 @@ class Gateway:
             check=self._examiners.check,
         )
         self._labeling = LabelingParts(settings, delivery, self.dispatcher, self.requests, tally.refusals, auth)
-        self._job_janitor = self._janitor_of_jobs(settings)
         self._pending = self.dispatcher.submission.pending
         self._pending.unclaimed = self.requests.waits.wake
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
@@ -210,7 +209,8 @@ class Gateway:
         """Makes the use case of asynchronous requests, and what looks after them."""
         targets = Targets(settings.webhooks)
         webhooks = Webhooks(settings.webhooks, self._delivery, targets)
-        janitor = Janitor(self._delivery, self.catalog, tally, settings.requests.sweep_every_s, webhooks)
+        jobs = JobJanitor(self._delivery, self.catalog, self._tasks.finalise) if settings.bulk.enabled else None
+        janitor = Janitor(self._delivery, self.catalog, tally, settings.requests.sweep_every_s, webhooks, jobs)
         requests = AsyncRequests(
             delivery=self._delivery,
             catalog=self.catalog,
@@ -222,12 +222,6 @@ class Gateway:
             waits=Waits(self._delivery.requests, reply_address(self._owner)),
         )
         return requests, janitor
-
-    def _janitor_of_jobs(self, settings: Settings) -> JobJanitor | None:
-        """Makes what looks after bulk jobs, where there are any."""
-        if not settings.bulk.enabled:
-            return None
-        return JobJanitor(self._delivery, self.catalog, self._tasks.finalise, settings.requests.sweep_every_s)
 
     def _services(self, settings: Settings, fast: FastPath, restrictions: Restrictions) -> Services:
         """Makes what the routes and the calls of gRPC need."""
@@ -272,8 +266,6 @@ class Gateway:
                     tasks.append(group.create_task(self.metrics.serve()))
                 if self._watch is not None:
                     tasks.append(group.create_task(self._watch.run()))
-                if self._job_janitor is not None:
-                    tasks.append(group.create_task(self._job_janitor.run()))
                 if self._labeling.pusher is not None:
                     tasks.append(group.create_task(self._labeling.pusher.run()))
                 await listening.wait()

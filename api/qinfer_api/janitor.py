@@ -4,7 +4,7 @@
 - Synchronous requests whose gateway died wait in their lanes for nobody: where no worker lives to expire them, their
   entries are finished once their time is over.
 - Webhooks are taken, as many as can be delivered at once.
-- Bulk jobs have a janitor of their own, `job_janitor`.
+- Bulk jobs are looked after, as `job_janitor` says.
 - What processes that died left in the payload store is deleted, once it has expired.
 
 Two gateways that do the same do no harm: each step is idempotent, and their rounds drift apart.
@@ -13,7 +13,9 @@ Two gateways that do the same do no harm: each step is idempotent, and their rou
 import asyncio
 import logging
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 
 from qinfer.control.catalog import Catalog
 from qinfer.control.routes import NAMES
@@ -23,6 +25,7 @@ from qinfer.delivery.deliveries import DeliveryItem
 from qinfer.delivery.requests import RequestState, Settlement
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferError, QueueFull
 from qinfer.observability.metrics import GatewayTally
+from qinfer_api.job_janitor import JobJanitor
 from qinfer_api.records import failed_outcome
 from qinfer_api.webhooks import Webhooks
 
@@ -53,6 +56,7 @@ class Janitor:
         tally: Counts what expires.
         sweep_every_s: The pause between rounds.
         webhooks: Delivers webhooks.
+        jobs: Looks after bulk jobs; `None` where there are none.
     """
 
     def __init__(
@@ -62,37 +66,62 @@ class Janitor:
         tally: GatewayTally,
         sweep_every_s: float,
         webhooks: Webhooks,
+        jobs: JobJanitor | None = None,
     ) -> None:
         self._delivery = delivery
         self._catalog = catalog
         self._tally = tally
         self._sweep_every_s = sweep_every_s
         self._webhooks = webhooks
+        self._jobs = jobs
         self._models: dict[str, None] = {}  # all that were ever seen: a removed model may have requests left
         self._away: dict[str, QinferError] = {}  # models that this round could not sweep, and why: a node may be down
         self._places: dict[Lane, str] = {}  # how far its entries were looked through
-        self._reachable = True
+        self._orphans_at_s = 0.0
 
     async def run(self) -> None:
         """Sweeps until cancelled."""
-        orphans_in_s = 0.0
         async with self._webhooks, asyncio.TaskGroup() as group:
             group.create_task(self._sweep(), name="sweep the payload store")
-            while True:
-                pause_s = self._sweep_every_s * random.uniform(0.75, 1.25)  # noqa: S311 - rounds drift apart
-                await asyncio.sleep(pause_s)
-                orphans_in_s -= pause_s
-                try:
-                    await self.expire()
-                    if orphans_in_s <= 0:
-                        orphans_in_s = _ORPHANS_EVERY_S
-                        await self.finish_orphans()
-                    for item in await self.take_webhooks():
-                        group.create_task(self._deliver(item))
-                except (DeliveryError, QueueFull) as error:
-                    self._tell(error)
-                else:
-                    self._tell(next(iter(self._away.values()), None))
+            if self._jobs is not None:
+                words = ("bulk jobs can't be looked after now", "bulk jobs are looked after again")
+                group.create_task(self._again(self._jobs.round, *words), name="look after bulk jobs")
+            words = ("requests can't be swept now", "requests are swept again")
+            await self._again(partial(self._round, group), *words)
+
+    async def _again(self, work: Callable[[], Awaitable[None]], broken: str, mended: str) -> None:
+        """Works round after round; logs that it can't, or can again, once each time."""
+        is_working = True
+        while True:
+            await asyncio.sleep(self._sweep_every_s * random.uniform(0.75, 1.25))  # noqa: S311 - rounds drift apart
+            problem, defect = "", None
+            try:
+                await work()
+            except QinferError as error:
+                problem = error.message
+            except Exception as error:  # noqa: BLE001 - the boundary: one record must not cost the gateway
+                problem, defect = type(error).__name__, error
+            if problem and is_working:
+                logger.warning(broken, extra={"error": problem}, exc_info=defect)
+            if not problem and not is_working:
+                logger.info(mended)
+            is_working = not problem
+
+    async def _round(self, group: asyncio.TaskGroup) -> None:
+        """Ends what is over, and has webhooks delivered by the tasks of `group`.
+
+        Raises:
+            QinferError: Some models, or all, are out of reach.
+        """
+        now_s = asyncio.get_running_loop().time()
+        await self.expire()
+        if now_s >= self._orphans_at_s:
+            self._orphans_at_s = now_s + _ORPHANS_EVERY_S
+            await self.finish_orphans()
+        for item in await self.take_webhooks():
+            group.create_task(self._deliver(item))
+        for error in self._away.values():
+            raise error
 
     async def expire(self) -> int:
         """Settles what is past its deadline, of the models within reach; returns how many requests that ended."""
@@ -203,10 +232,8 @@ class Janitor:
         return spec.default_timeout_s
 
     async def _deliver(self, item: DeliveryItem) -> None:
-        try:
+        with suppress(DeliveryError, QueueFull):  # it comes again, and the rounds tell that the queue is away
             await self._webhooks.deliver(item)
-        except (DeliveryError, QueueFull) as error:
-            self._tell(error)
 
     def _known(self) -> list[str]:
         self._models |= dict.fromkeys(self._catalog.known())
@@ -215,14 +242,6 @@ class Janitor:
     def _groups(self) -> Iterable[Sequence[str]]:
         names = self._known()
         return (names[start : start + _MODELS] for start in range(0, len(names), _MODELS))
-
-    def _tell(self, trouble: QinferError | None) -> None:
-        """Logs that the queue is away, or back; once each time."""
-        if trouble is None and not self._reachable:
-            logger.info("requests are swept again")
-        if trouble is not None and self._reachable:
-            logger.warning("requests can't be swept now", extra={"error": trouble.message})
-        self._reachable = trouble is None
 
 
 def _is_over(entry: Entry, frame: bytes, now_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""The janitor's part in bulk jobs: keeps their lanes filled, and has them finished (DESIGN.md §6). No leader.
+"""The janitor's part in bulk jobs: keeps their lanes filled, and has them finished. No leader.
 
     a notice ──▶ advance ──▶ lane filled
                     ├─ nothing left to run ──▶ finalizing ──▶ Celery's `finalise`
@@ -11,7 +11,6 @@ Each step may be done twice.
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 
 from qinfer.bulk.failures import why_failed
@@ -20,7 +19,6 @@ from qinfer.delivery.base import Delivery
 from qinfer.delivery.deliveries import JOBS, DeliveryItem
 from qinfer.delivery.job_records import TOP_UP_COUNT
 from qinfer.delivery.jobs import CANCELLING, ENDED, FINALIZING, RUNNING, JobRecord, Standing
-from qinfer.errors import QinferError
 
 logger = logging.getLogger(__name__)
 
@@ -40,39 +38,30 @@ class JobJanitor:
         delivery: The queue.
         catalog: How many workers a model version has.
         finalise: Sends Celery the task that finishes a job; it blocks, and may be called twice.
-        pause_s: The pause between rounds.
     """
 
-    def __init__(self, delivery: Delivery, catalog: Catalog, finalise: Callable[[str], None], pause_s: float) -> None:
+    def __init__(self, delivery: Delivery, catalog: Catalog, finalise: Callable[[str], None]) -> None:
         self._jobs = delivery.jobs
         self._deliveries = delivery.deliveries
         self._catalog = catalog
         self._finalise = finalise
-        self._pause_s = pause_s
         self._together = asyncio.Semaphore(_TOGETHER)
         self._sending = asyncio.Semaphore(_SENDING)
         self._places: dict[tuple[str, int], None] = {}  # where jobs were seen: an ended one may have a notice left
         self._has_looked_back = False
-        self._is_working = True
+        self._look_at_s = 0.0
 
-    async def run(self) -> None:
-        """Looks after jobs until cancelled."""
-        look_in_s = 0.0
-        while True:
-            pause_s = self._pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - rounds drift apart
-            await asyncio.sleep(pause_s)
-            look_in_s -= pause_s
-            try:
-                await self.attend()
-                if look_in_s <= 0:
-                    look_in_s = LOOK_EVERY_S
-                    await self.look()
-            except QinferError as error:
-                self._tell(error.message)
-            except Exception as error:  # noqa: BLE001  the boundary: one job's record must not cost the gateway
-                self._tell(type(error).__name__, error)
-            else:
-                self._tell("")
+    async def round(self) -> None:
+        """Acts on what is to be looked at, and now and then looks at all running jobs.
+
+        Raises:
+            QinferError: Some could not be acted on, and come again.
+        """
+        now_s = asyncio.get_running_loop().time()
+        await self.attend()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_EVERY_S
+            await self.look()
 
     async def attend(self) -> int:
         """Acts on the notices that there are; returns how many that were.
@@ -138,11 +127,3 @@ class JobJanitor:
             logger.info("job moved", extra={"job_id": record.id, "state": following})
             return following
         return standing.state
-
-    def _tell(self, trouble: str, defect: Exception | None = None) -> None:
-        """Logs that jobs can't be looked after, or can again; once each time."""
-        if trouble and self._is_working:
-            logger.warning("bulk jobs can't be looked after now", extra={"error": trouble}, exc_info=defect)
-        if not trouble and not self._is_working:
-            logger.info("bulk jobs are looked after again")
-        self._is_working = not trouble

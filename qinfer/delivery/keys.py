@@ -1,4 +1,4 @@
-"""Redis keys: the only place that spells them (DESIGN.md §3).
+"""Redis keys: the only place that spells them.
 
 The keys of one queue partition share the hash tag `{<model>#<partition>}`, hence a cluster slot, so that one script may
 touch several of them. Configuration and statistics are per model and live with partition 0.

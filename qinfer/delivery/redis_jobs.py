@@ -1,4 +1,4 @@
-"""Bulk jobs on Redis: each step is one Lua script, and a job's keys share the slot of its model's lanes (DESIGN.md §3).
+"""Bulk jobs on Redis: each step is one Lua script, and a job's keys share the slot of its model's lanes.
 
 create, move, plan, stop, delete, …   see `job_scripts`
 

@@ -12,11 +12,15 @@ from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.catalogue import BACKLOG
+from qinfer.observability.metrics import GatewayTally
 from qinfer.repository.config import normalise, parse, to_json
-from qinfer.settings import LimitSettings
+from qinfer.settings import LimitSettings, WebhookSettings
 from qinfer.testing import EmbeddedServer, eventually
+from qinfer_api.janitor import Janitor
 from qinfer_api.job_janitor import JobJanitor
 from qinfer_api.scrape import take_snapshot
+from qinfer_api.targets import Targets
+from qinfer_api.webhooks import Webhooks
 from tests.servers import Database
 
 CONFIG = """
@@ -36,7 +40,7 @@ class Bench:
         self.catalog = Catalog(self.store, LimitSettings())
         self.sent: list[str] = []
         self.trouble = False
-        self.janitor = JobJanitor(self.delivery, self.catalog, self.finalise, 0.001)
+        self.janitor = JobJanitor(self.delivery, self.catalog, self.finalise)
 
     def finalise(self, job_id: str) -> None:
         if self.trouble:
@@ -70,6 +74,12 @@ class Bench:
     async def state(self, job_id: str = "j1") -> str:
         record = await self.jobs.get(job_id)
         return "" if record is None else record.state
+
+
+def rounds(bench: Bench, jobs: JobJanitor) -> Janitor:
+    off = WebhookSettings()
+    webhooks = Webhooks(off, bench.delivery, Targets(off))
+    return Janitor(bench.delivery, bench.catalog, GatewayTally(), 0.001, webhooks, jobs)
 
 
 @pytest.fixture
@@ -148,7 +158,7 @@ async def test_the_parts_of_an_ended_job_are_listed_though_celery_is_away(bench:
 
     bench.trouble = False
     bench.server.advance(100.0)
-    later = JobJanitor(bench.delivery, bench.catalog, bench.finalise, 0.001)
+    later = JobJanitor(bench.delivery, bench.catalog, bench.finalise)
     assert await later.attend() == 1
 
     assert bench.sent == ["j1"]
@@ -204,7 +214,7 @@ async def test_a_notice_of_a_job_that_is_gone_is_confirmed(bench: Bench) -> None
 
 async def test_several_janitors_do_no_harm(bench: Bench) -> None:
     """Each gateway has one."""
-    others = [JobJanitor(bench.delivery, bench.catalog, bench.finalise, 0.001) for _ in range(3)]
+    others = [JobJanitor(bench.delivery, bench.catalog, bench.finalise) for _ in range(3)]
     for number in range(20):
         await bench.plan(number % 2, f"j{number}")
 
@@ -236,8 +246,8 @@ async def test_rounds_go_on_while_celery_is_away(bench: Bench, caplog: pytest.Lo
     """It is logged once that it is, and once that it is not any more."""
     bench.trouble = True
     await bench.plan(0)
-    with caplog.at_level(logging.INFO, "qinfer_api.job_janitor"):
-        running = asyncio.create_task(bench.janitor.run())
+    with caplog.at_level(logging.INFO, "qinfer_api.janitor"):
+        running = asyncio.create_task(rounds(bench, bench.janitor).run())
         await eventually(lambda: "can't be looked after" in caplog.text)
         bench.trouble = False
         bench.server.advance(100.0)
@@ -262,9 +272,9 @@ async def test_a_defect_ends_neither_the_janitor_nor_the_gateway(
             raise RuntimeError("a defect")
         finalise(job_id)
 
-    janitor = JobJanitor(bench.delivery, bench.catalog, fail, 0.001)
+    janitor = JobJanitor(bench.delivery, bench.catalog, fail)
     await bench.plan(0)
-    running = asyncio.create_task(janitor.run())
+    running = asyncio.create_task(rounds(bench, janitor).run())
     await eventually(lambda: "RuntimeError: a defect" in caplog.text)
     broken.clear()
     bench.server.advance(100.0)
