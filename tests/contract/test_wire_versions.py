@@ -1,0 +1,39 @@
+"""What a newer qinfer wrote into Redis is refused clearly, and left as it is: programs are upgraded one after the other."""
+
+import pytest
+
+from qinfer.codec.versions import NewerVersion
+from qinfer.delivery import keys
+from tests.contract import bulk_jobs, requests
+from tests.contract.conftest import RedisQueue
+
+REFUSED = "wire version 2 was written by a newer qinfer; this program reads version 1: upgrade this program first"
+NEWER = b"\x02" + b"in a form that nobody here knows"
+
+
+async def test_a_request_of_a_newer_qinfer_is_refused(redis_queue: RedisQueue) -> None:
+    """Reading it is; its end is not, which needs nothing of what is encoded."""
+    delivery = await redis_queue.connect()
+    await requests.accept(delivery)
+    redis_queue.on_owner("HSET", keys.request("digits", 0, "r1"), "accepted", NEWER)
+
+    with pytest.raises(NewerVersion, match=f"the record of a request of {REFUSED}"):
+        await delivery.requests.record(requests.address())
+
+    assert await requests.settle(delivery, requests.ended()) == [True]
+
+
+async def test_a_job_of_a_newer_qinfer_is_refused(redis_queue: RedisQueue) -> None:
+    """Nothing of it changes."""
+    delivery = await redis_queue.connect()
+    await delivery.jobs.create(bulk_jobs.record())
+    key = keys.job("digits", 0, "j1")
+    redis_queue.on_owner("HSET", key, "about", NEWER)
+    before = redis_queue.on_owner("HGETALL", key)
+
+    with pytest.raises(NewerVersion, match=f"the record of a bulk job of {REFUSED}"):
+        await delivery.jobs.get("j1")
+    with pytest.raises(NewerVersion):
+        await delivery.jobs.stop("j1", "cancelled")
+
+    assert redis_queue.on_owner("HGETALL", key) == before
