@@ -5,17 +5,21 @@ drop the former once they are older than a creation can take; what has ended is 
 """
 
 import asyncio
+import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from qinfer.clock import ServerClock
+from qinfer.codec.versions import NewerVersion
 from qinfer.delivery import keys
 from qinfer.delivery.job_records import JobRecord, OpenRows, Page, open_rows
 from qinfer.delivery.job_scripts import OPEN_FIELDS, Place, record_of
 from qinfer.delivery.router import Router
 from qinfer.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
 
 _CREATION_S = 60.0
 _JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
@@ -106,14 +110,18 @@ class JobIndex:
         for place, values in zip(known, read, strict=True):
             if values[0] is None:
                 continue  # its record is gone, or not there yet
-            record = record_of(place, dict(zip(OPEN_FIELDS, values, strict=True)))
+            try:
+                record = record_of(place, dict(zip(OPEN_FIELDS, values, strict=True)))
+            except NewerVersion as error:
+                skip(place.job_id, error)
+                continue
             if not record.is_over:
                 found.append(open_rows(record, now_s))
         return found
 
     async def page(
         self,
-        read: Callable[[str], Awaitable[JobRecord | None]],
+        read: Callable[[str], Awaitable[JobRecord | NewerVersion | None]],
         fits: Callable[[JobRecord], bool],
         after: str,
         count: int,
@@ -121,7 +129,7 @@ class JobIndex:
         """Returns up to `count` jobs that fit, the newest first.
 
         Args:
-            read: Returns a job's record.
+            read: Returns a job's record, or that it is a newer qinfer's, which is left out.
             fits: Whether a job belongs to the listing.
             after: Where to begin; empty = at the newest.
             count: How many at most.
@@ -140,7 +148,7 @@ class JobIndex:
                 for place, record in zip(some, records, strict=True):
                     if record is None:
                         await self.forget(place[1], place[0])
-                    elif fits(record):
+                    elif isinstance(record, JobRecord) and fits(record):
                         found.append(record)
                         left_bytes -= len(record.spec)
                     if len(found) == count or left_bytes < 0:
@@ -188,6 +196,11 @@ def _place(job_id: str, where: bytes) -> Place:
     """Reads a place as `add` writes it."""
     partition, _, model = where.decode().partition(" ")
     return Place(model, int(partition), job_id)
+
+
+def skip(job_id: str, error: NewerVersion) -> None:
+    """Logs that a job is left out of what is read of many, so that it hides no other."""
+    logger.error("job unreadable", extra={"job": job_id, "reason": error.message})
 
 
 def cursor_of(created_ms: int, job_id: str) -> str:

@@ -15,10 +15,11 @@ from typing import Unpack
 import msgspec
 
 from qinfer.clock import ServerClock
+from qinfer.codec.versions import NewerVersion
 from qinfer.delivery import job_scripts, keys
 from qinfer.delivery.base import Lease
 from qinfer.delivery.durability import Durability
-from qinfer.delivery.job_index import JobIndex
+from qinfer.delivery.job_index import JobIndex, skip
 from qinfer.delivery.job_records import (
     ENDED,
     FINALIZING,
@@ -85,7 +86,7 @@ class RedisJobs:
         def fits(record: JobRecord) -> bool:
             return tenant in (None, record.tenant) and state in (None, record.state)
 
-        return await self._index.page(self.get, fits, after, count)
+        return await self._index.page(self._readable, fits, after, count)
 
     async def unfinished(self, *, model: str | None = None) -> Sequence[JobRecord]:
         """See `Jobs.unfinished`."""
@@ -255,16 +256,25 @@ class RedisJobs:
 
     async def _open(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Returns the jobs that have not ended; the others leave the index of open ones."""
-        records = await asyncio.gather(*map(self.get, job_ids))
-        for job_id, record in zip(job_ids, records, strict=True):
+        found = await asyncio.gather(*map(self._readable, job_ids))
+        records = [record for record in found if not isinstance(record, NewerVersion)]
+        for job_id, record in zip(job_ids, found, strict=True):
             if record is None:
                 await self._index.forget(job_id)
-            elif record.is_over:
+            elif isinstance(record, JobRecord) and record.is_over:
                 await self._index.close(job_id)
                 again = await self.get(job_id)
                 if again is not None and not again.is_over:  # it was resumed in this moment
                     await self._index.open(job_id, again.deadline_at)
         return sorted((record for record in records if record is not None and not record.is_over), key=service_order)
+
+    async def _readable(self, job_id: str) -> JobRecord | NewerVersion | None:
+        """Returns what is known of a job, one of many: that it is a newer qinfer's hides no other."""
+        try:
+            return await self.get(job_id)
+        except NewerVersion as error:
+            skip(job_id, error)
+            return error
 
     async def _reopen(self, place: Place) -> None:
         """Notes the deadline of a job that has not ended, or goes on."""

@@ -1,4 +1,4 @@
-"""What a newer qinfer wrote into Redis is refused clearly, and left as it is: programs are upgraded one after the other."""
+"""What a newer qinfer wrote into Redis is refused clearly, and left as it is: programs are upgraded one by one."""
 
 import pytest
 
@@ -37,3 +37,20 @@ async def test_a_job_of_a_newer_qinfer_is_refused(redis_queue: RedisQueue) -> No
         await delivery.jobs.stop("j1", "cancelled")
 
     assert redis_queue.on_owner("HGETALL", key) == before
+
+
+async def test_a_job_of_a_newer_qinfer_hides_no_other(
+    redis_queue: RedisQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays in the index, and the log names it."""
+    delivery = await redis_queue.connect()
+    for job_id in ("j1", "j2"):
+        await delivery.jobs.create(bulk_jobs.record(job_id))
+    redis_queue.on_owner("HSET", keys.job("digits", 0, "j1"), "about", NEWER)
+
+    assert [record.id for record in (await delivery.jobs.list()).records] == ["j2"]
+    assert [record.id for record in await delivery.jobs.unfinished()] == ["j2"]
+    assert len(await delivery.jobs.open_rows()) == 1
+
+    assert redis_queue.on_owner("ZSCORE", keys.open_jobs(), "j1") is not None
+    assert any(REFUSED in record.__dict__.get("reason", "") for record in caplog.records)
