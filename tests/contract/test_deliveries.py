@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from qinfer.delivery import keys, scripts
+from qinfer.delivery.base import Lane
 from qinfer.delivery.deliveries import Deliveries, DeliveryItem, Kind
+from qinfer.delivery.jobs import bulk_lanes
 from qinfer.delivery.router import Router
 from tests.contract.conftest import RedisQueue
 
@@ -198,6 +200,18 @@ async def test_full_memory_stops_no_delivery(redis_queue: RedisQueue, deliveries
 
     assert (item.id, again.attempts) == (again.id, 2)
     assert [each.text for each in await take(deliveries)] == ["r2"]
+
+
+async def test_no_item_counts_as_work_that_waits(redis_queue: RedisQueue, deliveries: Deliveries) -> None:
+    """Autoscalers and limits look at lanes, where none is: neither one that is ready, nor one that was taken."""
+    delivery = await redis_queue.connect()
+    lanes = [Lane("digits", 1), *bulk_lanes("digits", 1)]
+    await delivery.ensure(lanes)
+    put(redis_queue, "r1", "r2")
+    await take(deliveries, 1)
+
+    assert [size.entries for size in await delivery.sizes(lanes)] == [0] * len(lanes)
+    assert await delivery.in_flight(lanes) == [0] * len(lanes)
 
 
 async def test_what_was_taken_survives_the_servers_restart(own_redis: RedisQueue) -> None:
