@@ -39,6 +39,7 @@ _CHOSEN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
 _MADE = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
 _BASE32, _CROCKFORD = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _SHOWN = 128
+_LEAST_S = 1e-6  # of which a rate is made: clocks tell no shorter times
 
 
 _OWN_ID = "An id of your own: the same id with the same job is one job."
@@ -111,34 +112,17 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
         spec: What was asked for, its version resolved, its URLs in one spelling.
 
     Example:
-        {
-          "id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F",
-          "model": "digits",
-          "version": 1,
-          "state": "running",
-          "priority": "normal",
-          "created_at": "2026-01-31T12:00:00.000Z",
-          "started_at": "2026-01-31T12:00:00.500Z",
-          "ended_at": null,
-          "deadline_at": null,
-          "rows": {"total": 1000, "done": 499, "failed": 1},
-          "shards": {"total": 4, "done": 2, "failed": 0, "active": 2},
-          "progress": 0.5,
-          "rows_per_s": 250.0,
-          "eta_s": 2.0,
-          "error": null,
-          "output_url": "s3://bucket/out",
-          "manifest_url": null,
-          "metadata": {},
-          "webhook": null,
-          "spec": {"model": "digits", "inputs": ["s3://bucket/in/*.parquet"], "columns": {"image": "pixels"},
-                   "key": "id", "output": {"url": "s3://bucket/out", "format": "parquet"}},
-          "links": {
-            "self": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F",
-            "events": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F/events",
-            "log": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F/log"
-          }
-        }
+        {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F", "model": "digits", "version": 1, "state": "running", "priority": "normal",
+         "created_at": "2026-01-31T12:00:00.000Z", "started_at": "2026-01-31T12:00:00.500Z", "ended_at": null,
+         "deadline_at": null, "rows": {"total": 1000, "done": 499, "failed": 1},
+         "shards": {"total": 4, "done": 2, "failed": 0, "active": 2}, "progress": 0.5, "rows_per_s": 250.0,
+         "eta_s": 2.0, "error": null, "output_url": "s3://bucket/out", "manifest_url": null, "metadata": {},
+         "webhook": null,
+         "spec": {"model": "digits", "inputs": ["s3://bucket/in/*.parquet"], "columns": {"image": "pixels"},
+                  "key": "id", "output": {"url": "s3://bucket/out", "format": "parquet"}},
+         "links": {"self": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F",
+                   "events": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F/events",
+                   "log": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F/log"}}
     """
 
     id: str
@@ -217,7 +201,7 @@ def progress_of(record: JobRecord, now_s: float) -> Progress:
     since_s = max(record.started_at, record.resumed_at)
     measured_s = max(record.ended_at or record.updated_at, since_s) - since_s
     settled_since = settled - record.rows_before
-    if not (settled_since > 0 and record.started_at and measured_s > 0):
+    if not (settled_since > 0 and record.started_at and measured_s >= _LEAST_S):
         return Progress(share, None, None)
     rate = settled_since / measured_s
     if record.state != JobState.RUNNING:

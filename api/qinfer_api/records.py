@@ -62,25 +62,12 @@ class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
         attempts: How often a worker has taken it.
 
     Example:
-        {
-          "id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits",
-          "model": "digits",
-          "version": 1,
-          "state": "queued",
-          "created_at": "2026-01-31T12:00:00.000Z",
-          "deadline_at": "2026-01-31T13:00:00.000Z",
-          "finished_at": null,
-          "expires_at": null,
-          "age_s": 0.25,
-          "attempts": 0,
-          "error": null,
-          "webhook": null,
-          "links": {
-            "self": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits",
-            "result": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits/result",
-            "events": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits/events"
-          }
-        }
+        {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits", "model": "digits", "version": 1, "state": "queued",
+         "created_at": "2026-01-31T12:00:00.000Z", "deadline_at": "2026-01-31T13:00:00.000Z", "finished_at": null,
+         "expires_at": null, "age_s": 0.25, "attempts": 0, "error": null, "webhook": null,
+         "links": {"self": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits",
+                   "result": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits/result",
+                   "events": "/v1/requests/01JX3M3TC8Z6Q5RYB7WS2K4D9F.0.digits/events"}}
     """
 
     id: str

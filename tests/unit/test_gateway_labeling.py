@@ -11,7 +11,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.settings import LabelingSettings
 from qinfer_api.labeling.intake import Reason, _attempt
 from qinfer_api.labeling.studio import LabelStudio, StudioAway, StudioFailed, StudioRefused
-from qinfer_api.labeling.wire import read_call, read_event, task_id
+from qinfer_api.labeling.wire import EventCall, PredictCall, read_call, task_id
 from tests.label_studio_server import LEGACY, PERSONAL, LabelStudioServer, label_studio
 
 NAME = "ls-12-7-v1-0123456789abcdef"
@@ -27,7 +27,7 @@ def encoded(body: object) -> bytes:
 )
 def test_projects_come_in_several_forms(project: object, number: int | None) -> None:
     """Label Studio appends the instant of a project's creation; older ones said the number only."""
-    assert read_call(encoded({"project": project, "tasks": []}), 100).project == number
+    assert read_call(encoded({"project": project, "tasks": []}), 100, PredictCall).project == number
 
 
 @pytest.mark.parametrize(
@@ -36,23 +36,26 @@ def test_projects_come_in_several_forms(project: object, number: int | None) -> 
 def test_what_is_no_project_is_refused(project: object) -> None:
     """With what was sent."""
     with pytest.raises(InvalidRequest, match="'project'"):
-        read_call(encoded({"project": project}), 100)
+        read_call(encoded({"project": project}), 100, PredictCall)
 
 
 def test_a_person_waits_where_there_is_a_context() -> None:
     """Label Studio sends null otherwise."""
     for params, is_interactive in ((None, False), ({"context": None}, False), ({"context": {}}, True), (7, False)):
-        assert read_call(encoded({"params": params}), 100).is_interactive is is_interactive
+        assert read_call(encoded({"params": params}), 100, PredictCall).is_interactive is is_interactive
 
 
 def test_an_event_names_its_project() -> None:
     """As an object, or in its tasks."""
     tasks = [{"id": 1, "project": 5, "data": {}}]
-    assert read_event(encoded({"action": "TASKS_CREATED", "project": {"id": 12}, "tasks": tasks}), 100).project == 12
-    assert read_event(encoded({"action": "TASKS_CREATED", "tasks": tasks}), 100).project == 5
-    assert read_event(encoded({"action": "PROJECT_UPDATED"}), 100) == ("PROJECT_UPDATED", None, None)
+    assert (
+        read_call(encoded({"action": "TASKS_CREATED", "project": {"id": 12}, "tasks": tasks}), 100, EventCall).project
+        == 12
+    )
+    assert read_call(encoded({"action": "TASKS_CREATED", "tasks": tasks}), 100, EventCall).project == 5
+    assert read_call(encoded({"action": "PROJECT_UPDATED"}), 100, EventCall) == EventCall(action="PROJECT_UPDATED")
     with pytest.raises(InvalidRequest, match="'action'"):
-        read_event(b"{}", 100)
+        read_call(b"{}", 100, EventCall)
 
 
 @pytest.mark.parametrize("number", [None, "7", True, 0, -1, 1.5, 2**53])

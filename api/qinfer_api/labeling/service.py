@@ -8,7 +8,7 @@ from typing import Any
 from qinfer.control.catalog import Catalog, Served
 from qinfer.delivery.label_tasks import Board
 from qinfer.errors import Forbidden, InvalidRequest, Overloaded, UnsupportedFeature
-from qinfer.labeling.label_config import parse_label_config
+from qinfer.labeling.label_config import LabelConfig, parse_label_config
 from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.labeling.mapping import model_version
 from qinfer_api.auth import Context
@@ -19,14 +19,15 @@ from qinfer_api.labeling.predict import Call, Failed, Predictor
 from qinfer_api.labeling.status import LabelTaskBody, LabelTasksBody, Statuses
 from qinfer_api.labeling.studio import LabelStudio
 from qinfer_api.labeling.wire import (
-    Asked,
-    Event,
+    EventCall,
     LabelEvent,
     LabelHealth,
     LabelOrder,
     LabelPredictions,
     LabelSetup,
     LabelVersions,
+    PredictCall,
+    SetupCall,
 )
 from qinfer_api.requests import AsyncRequests
 
@@ -73,7 +74,7 @@ class Labeling:
         self.requests.resolve(model, 0)
         return LabelHealth("UP", model)
 
-    async def setup(self, context: Context, model: str, asked: Asked) -> LabelSetup:
+    async def setup(self, context: Context, model: str, asked: SetupCall) -> LabelSetup:
         """Checks a project's mapping against the model and the project's label config.
 
         Raises:
@@ -82,7 +83,7 @@ class Labeling:
         mapping, served = await self._found(context, model, asked.project)
         if mapping.mode == PUSH:
             self._check_studio(model)
-        config = parse_label_config(asked.label_config) if asked.label_config.strip() else None
+        config = _parsed(asked.label_config)
         mapping.check(served.spec, config)
         return LabelSetup(model_version(model, served.version))
 
@@ -97,7 +98,7 @@ class Labeling:
         ready = sorted(self.catalog.ready_versions(model), reverse=True)
         return LabelVersions([model_version(model, version) for version in ready])
 
-    async def predict(self, context: Context, model: str, asked: Asked) -> LabelPredictions:
+    async def predict(self, context: Context, model: str, asked: PredictCall) -> LabelPredictions:
         """Returns a prediction for each task, in order; where predictions are pushed, none, and tasks are queued.
 
         Raises:
@@ -109,7 +110,7 @@ class Labeling:
             project = asked.project or _project_of(asked)
             await self._take(self._board(context, model, project), mapping, served, asked.tasks, Reason.ASKED)
             return LabelPredictions([[] for _ in asked.tasks], version)
-        config = parse_label_config(asked.label_config) if asked.label_config.strip() else None
+        config = _parsed(asked.label_config)
         mapping.check(served.spec, config)
         try:
             answers = await self.predictor.predict(Call(context, mapping, served, config), asked.tasks)
@@ -119,7 +120,7 @@ class Labeling:
             raise answers[0].error  # a person waits, and is shown it
         return LabelPredictions([each.as_json() if isinstance(each, Failed) else each for each in answers], version)
 
-    async def event(self, context: Context, model: str, event: Event) -> LabelEvent:
+    async def event(self, context: Context, model: str, event: EventCall) -> LabelEvent:
         """Takes a webhook: new tasks of a project whose predictions are pushed are queued, and safe once this returns.
 
         Raises:
@@ -232,6 +233,10 @@ class Labeling:
         return Board(model, context.tenant, project)
 
 
-def _project_of(asked: Asked) -> int | None:
+def _parsed(label_config: str | None) -> LabelConfig | None:
+    return parse_label_config(label_config) if label_config and label_config.strip() else None
+
+
+def _project_of(asked: PredictCall) -> int | None:
     project = asked.tasks[0].get("project") if asked.tasks else None
     return project if type(project) is int and project > 0 else None

@@ -5,16 +5,14 @@ opens it, is a setting.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from qinfer.codec.kserve_json import check_depth
 from qinfer.errors import InvalidRequest
-
-T = TypeVar("T")
 
 MAX_ID = 2**53 - 1
 """The largest id of a task or project."""
@@ -25,7 +23,18 @@ _AT = re.compile(r" - at `\$\.(?P<name>\w+).*`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 
 
-class PredictCall(msgspec.Struct, frozen=True):
+class LabelCall(msgspec.Struct, frozen=True, kw_only=True, rename={"said_project": "project"}):
+    """A call of Label Studio."""
+
+    said_project: _Project = None
+
+    @property
+    def project(self) -> int | None:
+        """The number of the project; `None` where it is not said."""
+        return _project(self.said_project)
+
+
+class PredictCall(LabelCall, frozen=True, kw_only=True):
     """A call of `predict`.
 
     Attributes:
@@ -41,12 +50,16 @@ class PredictCall(msgspec.Struct, frozen=True):
     """
 
     tasks: _Tasks = []
-    project: _Project = None
     label_config: str | None = None
     params: Any = None
 
+    @property
+    def is_interactive(self) -> bool:
+        """Whether a person waits for the regions of one task."""
+        return isinstance(self.params, dict) and self.params.get("context") is not None
 
-class SetupCall(msgspec.Struct, frozen=True):
+
+class SetupCall(LabelCall, frozen=True, kw_only=True, rename={"said_project": "project", "label_config": "schema"}):
     """A call of `setup`.
 
     Attributes:
@@ -58,8 +71,7 @@ class SetupCall(msgspec.Struct, frozen=True):
          "schema": "<View><Text name='text' value='$text'/><Choices name='label' toName='text'/></View>"}
     """
 
-    project: _Project = None
-    schema: str | None = None
+    label_config: str | None = None
 
 
 class EventProject(msgspec.Struct, frozen=True):
@@ -68,7 +80,7 @@ class EventProject(msgspec.Struct, frozen=True):
     id: _Project = None
 
 
-class EventCall(msgspec.Struct, frozen=True):
+class EventCall(LabelCall, frozen=True, kw_only=True):
     """A webhook.
 
     Attributes:
@@ -81,8 +93,18 @@ class EventCall(msgspec.Struct, frozen=True):
     """
 
     action: str
-    project: EventProject | _Project = None
+    said_project: EventProject | _Project = None  # type: ignore[assignment]  # a webhook may say more of it
     tasks: _Tasks | None = None
+
+    @property
+    def project(self) -> int | None:
+        """The number of the project, or of that of its first task; `None` where it is not said."""
+        said = self.said_project
+        found: object = said.id if isinstance(said, EventProject) else said
+        return _project(self.tasks[0].get("project") if found is None and self.tasks else found)
+
+
+Call = TypeVar("Call", bound=LabelCall)
 
 
 class LabelHealth(msgspec.Struct, frozen=True):
@@ -155,64 +177,21 @@ class LabelOrder(msgspec.Struct, frozen=True):
     next: int | None
 
 
-class Asked(NamedTuple):
-    """A call of `predict` or `setup`.
-
-    Attributes:
-        project: The project's id; `None` where it is not said.
-        tasks: The tasks, with their ids and data.
-        label_config: The project's label config as XML; empty where it is not said.
-        is_interactive: A person waits for the regions of one task.
-    """
-
-    project: int | None
-    tasks: Sequence[Mapping[str, Any]]
-    label_config: str
-    is_interactive: bool
-
-
-class Event(NamedTuple):
-    """A webhook.
-
-    Attributes:
-        action: What happened, such as `TASKS_CREATED`.
-        project: The project's id; `None` where it is not said.
-        tasks: Its tasks; `None` where they were not sent.
-    """
-
-    action: str
-    project: int | None
-    tasks: Sequence[Mapping[str, Any]] | None
-
-
-def read_call(body: bytes, max_depth: int) -> Asked:
-    """Reads a call of `predict`.
+def read_call(body: bytes, max_depth: int, kind: type[Call]) -> Call:
+    """Reads a call.
 
     Raises:
         InvalidRequest: It is no JSON object, or a member has the wrong type.
     """
-    call = _decoded(body, max_depth, PredictCall)
-    context = call.params.get("context") if isinstance(call.params, dict) else None
-    return Asked(_project(call.project), call.tasks, call.label_config or "", context is not None)
-
-
-def read_setup(body: bytes, max_depth: int) -> Asked:
-    """Reads a call of `setup`; raises as `read_call`."""
-    call = _decoded(body, max_depth, SetupCall)
-    return Asked(_project(call.project), (), call.schema or "", is_interactive=False)
-
-
-def read_event(body: bytes, max_depth: int) -> Event:
-    """Reads a webhook.
-
-    Raises:
-        InvalidRequest: It is no JSON object, or a member has the wrong type.
-    """
-    call = _decoded(body, max_depth, EventCall)
-    project: object = call.project.id if isinstance(call.project, EventProject) else call.project
-    if project is None and call.tasks:
-        project = call.tasks[0].get("project")
-    return Event(call.action, _project(project), call.tasks)
+    check_depth(body, max_depth)
+    try:
+        call = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(_explained(str(error))) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is no JSON: {error}") from None
+    _ = call.project  # raises where what is said is none
+    return call
 
 
 def task_id(task: Mapping[str, Any]) -> int:
@@ -225,16 +204,6 @@ def task_id(task: Mapping[str, Any]) -> int:
     if type(number) is not int or not 0 < number <= MAX_ID:
         raise InvalidRequest(f"a task has a number as its 'id'; got {_shown(number)}")
     return number
-
-
-def _decoded(body: bytes, max_depth: int, kind: type[T]) -> T:
-    check_depth(body, max_depth)
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(_explained(str(error))) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is no JSON: {error}") from None
 
 
 def _explained(text: str) -> str:

@@ -43,21 +43,17 @@ def event_routes(services: Services) -> APIRouter:
     """Returns the routes of event streams."""
     router = APIRouter(tags=["asynchronous requests"])
 
-    @router.get("/v1/requests/{request_id}/events", name="events", **_EVENTS)
-    async def events(request_id: str, request: Request) -> HttpResponse:
-        """Tells each change of a request's state until its end."""
-        return await _events(services, request, request_id, None)
-
     @router.get("/v1/models/{model}/requests/{request_id}/events", name="events_of_model", **_EVENTS)
-    async def events_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
-        """Tells each change of the state of a request, also of one with an id that its client chose."""
-        return await _events(services, request, request_id, model)
+    @router.get("/v1/requests/{request_id}/events", name="events", **_EVENTS)
+    async def events(request: Request) -> HttpResponse:
+        """Tells each change of a request's state until its end; of an id that its client chose, below its model."""
+        return await _events(services, request)
 
     return router
 
 
-async def _events(services: Services, request: Request, request_id: str, model: str | None) -> HttpResponse:
-    context, address = located(services, request, request_id, model)
+async def _events(services: Services, request: Request) -> HttpResponse:
+    context, address = located(services, request)
     record = await services.requests.record(context, address)
     seen = request.headers.get("last-event-id", "")
     if record.state.is_terminal and seen == _event_id(record):

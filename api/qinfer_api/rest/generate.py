@@ -29,14 +29,13 @@ from qinfer_api.http.infer import (
     Target,
     error_reply,
     failure_reply,
-    parse_version,
     refusal,
     request_encoding,
     with_headers,
 )
 from qinfer_api.rest.bodies import INFER_ERRORS, read_body, unless_left
 from qinfer_api.rest.openapi import Json, answer, body, operation
-from qinfer_api.rest.services import Services, context_of, headers_forwarded, send
+from qinfer_api.rest.services import Services, context_of, headers_forwarded, send, target_of
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -116,27 +115,19 @@ def generate_routes(services: Services) -> APIRouter:
     """Returns the routes of the generate extension."""
     router = APIRouter(tags=["inference"])
 
-    @router.post("/v2/models/{model}/generate", name="generate", **_GENERATE)
-    async def generate(model: str, request: Request) -> HttpResponse:
-        """Runs the highest ready version of a model on free-form JSON."""
-        return await _generate(services, Target(model, 0), request)
-
     @router.post("/v2/models/{model}/versions/{version}/generate", name="generate_version", **_GENERATE)
-    async def generate_version(model: str, version: str, request: Request) -> HttpResponse:
-        """Runs one version of a model on free-form JSON."""
-        return await _generate(services, Target(model, parse_version(version)), request)
+    @router.post("/v2/models/{model}/generate", name="generate", **_GENERATE)
+    async def generate(request: Request) -> HttpResponse:
+        """Runs a model on free-form JSON: its highest ready version, or that of the path."""
+        return await _generate(services, target_of(request), request)
 
+    stream_path = "/v2/models/{model}/versions/{version}/generate_stream"
+
+    @router.post(stream_path, name="generate_stream_version", **_GENERATE_STREAM)
     @router.post("/v2/models/{model}/generate_stream", name="generate_stream", **_GENERATE_STREAM)
-    async def generate_stream(model: str, request: Request) -> HttpResponse:
-        """Runs the highest ready version of a model on free-form JSON, and streams its responses."""
-        return await _generate_stream(services, Target(model, 0), request)
-
-    @router.post(
-        "/v2/models/{model}/versions/{version}/generate_stream", name="generate_stream_version", **_GENERATE_STREAM
-    )
-    async def generate_stream_version(model: str, version: str, request: Request) -> HttpResponse:
-        """Runs one version of a model on free-form JSON, and streams its responses."""
-        return await _generate_stream(services, Target(model, parse_version(version)), request)
+    async def generate_stream(request: Request) -> HttpResponse:
+        """Runs a model, its highest ready version or that of the path, on free-form JSON; streams its responses."""
+        return await _generate_stream(services, target_of(request), request)
 
     return router
 

@@ -18,7 +18,7 @@ from qinfer.errors import QinferError
 from qinfer.messages import InferRequest, Response
 from qinfer.tensors import Bytes
 from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, FutureSink, Target, parse_version, response_encoding, with_headers
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, FutureSink, Target, response_encoding, with_headers
 from qinfer_api.rest.bodies import (
     INFER_BODY,
     INFER_ERRORS,
@@ -31,7 +31,7 @@ from qinfer_api.rest.bodies import (
 from qinfer_api.rest.openapi import operation
 from qinfer_api.rest.preferences import read_preferences
 from qinfer_api.rest.requests import ACCEPTED, PREFER, submit
-from qinfer_api.rest.services import Services, context_of, headers_forwarded
+from qinfer_api.rest.services import Services, context_of, headers_forwarded, target_of
 
 _INFER = operation("Run a model", {200: OUTPUTS, 202: ACCEPTED, **INFER_ERRORS}, JSON_LENGTH, PREFER, takes=INFER_BODY)
 
@@ -40,15 +40,11 @@ def infer_routes(services: Services) -> APIRouter:
     """Returns the infer routes."""
     router = APIRouter(tags=["inference"])
 
-    @router.post("/v2/models/{model}/infer", name="infer", **_INFER)
-    async def infer(model: str, request: Request) -> HttpResponse:
-        """Runs the highest ready version of a model on the tensors of the request."""
-        return await _infer(services, Target(model, 0), request)
-
     @router.post("/v2/models/{model}/versions/{version}/infer", name="infer_version", **_INFER)
-    async def infer_version(model: str, version: str, request: Request) -> HttpResponse:
-        """Runs one version of a model on the tensors of the request."""
-        return await _infer(services, Target(model, parse_version(version)), request)
+    @router.post("/v2/models/{model}/infer", name="infer", **_INFER)
+    async def infer(request: Request) -> HttpResponse:
+        """Runs a model on the tensors of the request: its highest ready version, or that of the path."""
+        return await _infer(services, target_of(request), request)
 
     return router
 

@@ -8,8 +8,6 @@ import asyncio
 import base64
 import binascii
 import logging
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter
@@ -25,6 +23,7 @@ from qinfer_api.http.infer import Reply
 from qinfer_api.labeling.status import MAX_LIMIT, STATES, LabelTaskBody, LabelTasksBody
 from qinfer_api.labeling.wire import (
     MAX_ID,
+    Call,
     EventCall,
     LabelEvent,
     LabelHealth,
@@ -35,16 +34,12 @@ from qinfer_api.labeling.wire import (
     PredictCall,
     SetupCall,
     read_call,
-    read_event,
-    read_setup,
 )
 from qinfer_api.rest.bodies import read_body, unless_left
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
 from qinfer_api.rest.services import Services, context_of, send, send_json
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _DEFAULT_LIMIT = 100
 _REFUSALS = errors(400, 401, 403, 404, 500, 501, 503)
@@ -101,7 +96,7 @@ def _add_calls(router: APIRouter, services: Services) -> None:
         """Checks that a project's mapping fits its label config and the model."""
         context = _context(services, request)
         try:
-            asked = await _read(services, request, read_setup)
+            asked = await _read(services, request, SetupCall)
             return send_json(await labeling.setup(context, model, asked))
         except ClientDisconnect:
             return HttpResponse()  # nobody reads it
@@ -163,7 +158,7 @@ def _add_tasks(router: APIRouter, services: Services) -> None:
 async def _predict(services: Services, model: str, request: Request) -> HttpResponse:
     context = _context(services, request)
     try:
-        asked = await _read(services, request, read_call)
+        asked = await _read(services, request, PredictCall)
         found = await unless_left(request.receive, services.labeling.predict(context, model, asked))
     except ClientDisconnect:
         return HttpResponse()  # nobody reads it
@@ -180,7 +175,7 @@ async def _event(services: Services, model: str, request: Request) -> HttpRespon
     """Takes a webhook, also when its sender does not wait for the answer: Label Studio waits for a second."""
     context = _context(services, request)
     try:
-        event = await _read(services, request, read_event)
+        event = await _read(services, request, EventCall)
         return send_json(await services.labeling.event(context, model, event), 201)
     except ClientDisconnect:
         return HttpResponse()
@@ -188,10 +183,12 @@ async def _event(services: Services, model: str, request: Request) -> HttpRespon
         raise _told(model, "webhook", error) from None
 
 
-async def _read(services: Services, request: Request, read: Callable[[bytes, int], T]) -> T:
+async def _read(services: Services, request: Request, kind: type[Call]) -> Call:
     text = bytes(await read_body(request, services.settings.http.max_input_bytes))
     depth = services.settings.limits.max_json_depth
-    return await asyncio.to_thread(read, text, depth) if len(text) > MAX_FAST_BYTES else read(text, depth)
+    if len(text) > MAX_FAST_BYTES:
+        return await asyncio.to_thread(read_call, text, depth, kind)
+    return read_call(text, depth, kind)
 
 
 def _context(services: Services, request: Request) -> Context:

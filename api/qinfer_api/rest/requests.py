@@ -22,7 +22,7 @@ from qinfer.messages import InferRequest
 from qinfer.tensors import Bytes
 from qinfer_api.auth import Context
 from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, parse_version, response_encoding, with_headers
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, response_encoding, with_headers
 from qinfer_api.records import RequestBody, address_of, path_of, shown_record
 from qinfer_api.requests import Submission, Ticket
 from qinfer_api.rest.bodies import (
@@ -36,7 +36,7 @@ from qinfer_api.rest.bodies import (
 )
 from qinfer_api.rest.openapi import answer, errors, header, operation, query
 from qinfer_api.rest.preferences import Preferences, read_preferences
-from qinfer_api.rest.services import Services, context_of, headers_forwarded, send
+from qinfer_api.rest.services import Services, context_of, headers_forwarded, send, target_of
 
 AGAIN_S = 1
 """When to ask again for a result that is not there yet."""
@@ -101,45 +101,37 @@ def request_routes(services: Services) -> APIRouter:
     """Returns the routes of asynchronous requests, all but their events."""
     router = APIRouter(tags=["asynchronous requests"])
 
-    @router.post("/v1/models/{model}/requests", name="submit", **_SUBMIT)
-    async def submit_request(model: str, request: Request) -> HttpResponse:
-        """Accepts a request for the highest ready version of a model; a model without a live worker takes it too."""
-        return await submit(services, Target(model, 0), request, _preferences(request))
-
     @router.post("/v1/models/{model}/versions/{version}/requests", name="submit_version", **_SUBMIT)
-    async def submit_version(model: str, version: str, request: Request) -> HttpResponse:
-        """Accepts a request for one version of a model."""
-        return await submit(services, Target(model, parse_version(version)), request, _preferences(request))
+    @router.post("/v1/models/{model}/requests", name="submit", **_SUBMIT)
+    async def submit_request(request: Request) -> HttpResponse:
+        """Accepts a request for the highest ready version of a model, or that of the path.
 
-    @router.get("/v1/requests/{request_id}", name="record", **_RECORD)
-    async def record(request_id: str, request: Request) -> HttpResponse:
-        """Tells where a request is."""
-        return await _record(services, request, request_id, None)
+        A model without a live worker takes it too.
+        """
+        return await submit(services, target_of(request), request, _preferences(request))
 
     @router.get("/v1/models/{model}/requests/{request_id}", name="record_of_model", **_RECORD)
-    async def record_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
-        """Tells where a request is, also one with an id that its client chose."""
-        return await _record(services, request, request_id, model)
-
-    @router.get("/v1/requests/{request_id}/result", name="result", **_RESULT)
-    async def result(request_id: str, request: Request) -> HttpResponse:
-        """Gives the answer of a request; it can be read again until its time to live is over."""
-        return await _result(services, request, request_id, None)
+    @router.get("/v1/requests/{request_id}", name="record", **_RECORD)
+    async def record(request: Request) -> HttpResponse:
+        """Tells where a request is; one with an id that its client chose is below its model."""
+        context, address = located(services, request)
+        return _shown(services, await services.requests.record(context, address), 200)
 
     @router.get("/v1/models/{model}/requests/{request_id}/result", name="result_of_model", **_RESULT)
-    async def result_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
-        """Gives the answer of a request, also of one with an id that its client chose."""
-        return await _result(services, request, request_id, model)
+    @router.get("/v1/requests/{request_id}/result", name="result", **_RESULT)
+    async def result(request: Request) -> HttpResponse:
+        """Gives the answer of a request; it can be read again until its time to live is over.
 
-    @router.delete("/v1/requests/{request_id}", name="cancel", **_CANCEL)
-    async def cancel(request_id: str, request: Request) -> HttpResponse:
-        """Cancels a request, unless it has ended."""
-        return await _cancel(services, request, request_id, None)
+        That of a request with an id that its client chose is below its model.
+        """
+        return await _result(services, request)
 
     @router.delete("/v1/models/{model}/requests/{request_id}", name="cancel_of_model", **_CANCEL)
-    async def cancel_of_model(model: str, request_id: str, request: Request) -> HttpResponse:
-        """Cancels a request, also one with an id that its client chose."""
-        return await _cancel(services, request, request_id, model)
+    @router.delete("/v1/requests/{request_id}", name="cancel", **_CANCEL)
+    async def cancel(request: Request) -> HttpResponse:
+        """Cancels a request, unless it has ended; one with an id that its client chose is below its model."""
+        context, address = located(services, request)
+        return _shown(services, await services.requests.cancel(context, address), 200)
 
     return router
 
@@ -171,7 +163,7 @@ async def submit(services: Services, target: Target, request: Request, preferenc
     return response
 
 
-def located(services: Services, request: Request, request_id: str, model: str | None) -> tuple[Context, Address]:
+def located(services: Services, request: Request) -> tuple[Context, Address]:
     """Returns who asks, and for which request.
 
     Raises:
@@ -180,7 +172,8 @@ def located(services: Services, request: Request, request_id: str, model: str | 
         RequestNotFound: No request can have that id.
     """
     context = services.dispatcher.authorize(context_of(request), Scope.INFER)
-    return context, address_of(request_id, context.tenant, model)
+    path = request.path_params
+    return context, address_of(path["request_id"], context.tenant, path.get("model"))
 
 
 def _preferences(request: Request) -> Preferences:
@@ -233,13 +226,8 @@ async def _repeated(
     return await services.requests.repeated(context, target.model, known)
 
 
-async def _record(services: Services, request: Request, request_id: str, model: str | None) -> HttpResponse:
-    context, address = located(services, request, request_id, model)
-    return _shown(services, await services.requests.record(context, address), 200)
-
-
-async def _result(services: Services, request: Request, request_id: str, model: str | None) -> HttpResponse:
-    context, address = located(services, request, request_id, model)
+async def _result(services: Services, request: Request) -> HttpResponse:
+    context, address = located(services, request)
     waiting = services.requests.wait(context, address, _wait_s(request))
     record = await unless_left(request.receive, waiting)
     if record is None:
@@ -247,11 +235,6 @@ async def _result(services: Services, request: Request, request_id: str, model: 
     if record.state.is_terminal:
         return await _outcome(services, request, record)
     return _shown(services, record, 202, AGAIN_S)
-
-
-async def _cancel(services: Services, request: Request, request_id: str, model: str | None) -> HttpResponse:
-    context, address = located(services, request, request_id, model)
-    return _shown(services, await services.requests.cancel(context, address), 200)
 
 
 def _shown(services: Services, record: RequestRecord, status: int, again_s: int = 0) -> HttpResponse:

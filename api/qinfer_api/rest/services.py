@@ -19,7 +19,7 @@ from qinfer.settings import Settings
 from qinfer_api.auth import Context, presented_key
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.forwarding import forwarded
-from qinfer_api.http.infer import InferCodec, Reply, error_reply, failure_reply
+from qinfer_api.http.infer import InferCodec, Reply, Target, error_reply, failure_reply, parse_version
 from qinfer_api.http.protocol import SENT_HEADERS
 from qinfer_api.jobs import BulkJobs
 from qinfer_api.labeling.service import Labeling
@@ -76,6 +76,16 @@ def context_of(request: Request) -> Context:
     headers = request.headers
     key = presented_key(headers.get("authorization"), headers.get("x-api-key"))
     return Context(trace=headers.get("traceparent", ""), key=key)
+
+
+def target_of(request: Request) -> Target:
+    """Returns the model that a path names, and the version, if it names one.
+
+    Raises:
+        InvalidRequest: The version is no number.
+    """
+    path = request.path_params
+    return Target(path["model"], parse_version(path["version"]) if "version" in path else 0)
 
 
 def headers_forwarded(services: Services, request: Request) -> dict[str, str]:
