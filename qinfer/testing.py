@@ -61,6 +61,7 @@ class EmbeddedServer(EmbeddedRedis):
         self.clock: Clock = _Moved(self._clock)
         self._offset = home / "time"
         self._numbers = itertools.count(1)
+        self._control = redis.Redis.from_url(self.url, protocol=2)
         library = _within("libfaketime", "vendor/libfaketime/src/libfaketime.so.1")
         self._is_movable = library is not None and (binary is None or binary == bundled or "valkey" in binary.name)
         if self._is_movable:
@@ -96,6 +97,7 @@ class EmbeddedServer(EmbeddedRedis):
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the server; what it held is gone."""
+        self._control.close()
         if self.process is not None:
             self.process.kill()
         super().stop(timeout_s)
@@ -105,8 +107,7 @@ class EmbeddedServer(EmbeddedRedis):
         return [*super()._options(), "--databases", str(_DATABASES)]
 
     def _now_s(self) -> float:
-        with redis.Redis.from_url(self.url, protocol=2) as client:
-            seconds, microseconds = client.time()
+        seconds, microseconds = self._control.time()
         return float(seconds) + float(microseconds) / 1e6
 
     def _write_offset(self) -> None:

@@ -15,13 +15,15 @@ from qinfer.cli.scaler import Autoscaler, crowded, policy_of
 from qinfer.cli.scaling_file import ScalingFile
 from qinfer.cli.supervisor import Process, Supervisor
 from qinfer.control.base import Desired, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.scaling import ScalingPolicy
 from qinfer.control.scaling_record import decode
 from qinfer.control.work import VersionWork
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import SettingsError
 from qinfer.observability.stats import INFERENCE_COUNT
 from qinfer.settings import AutoscaleSettings
-from qinfer.testing import FakeClock, MemoryControlStore, MemoryDelivery
+from qinfer.testing import FakeClock
 
 POLICY = ScalingPolicy(max_workers=3, target_s=10, idle_s=100, cooldown_s=0)
 
@@ -195,10 +197,8 @@ def test_without_people_it_is_logged(scene: Scene, caplog: pytest.LogCaptureFixt
     assert scene.lines == []
 
 
-async def test_reads_what_its_workers_load() -> None:
+async def test_reads_what_its_workers_load(store: RedisControlStore, delivery: RedisDelivery) -> None:
     """Only of the models that they place: work, rows so far, load times, and the workers that models want."""
-    clock = FakeClock()
-    store, delivery = MemoryControlStore(clock), MemoryDelivery(clock)
     for name, min_workers in (("a", 0), ("b", 1), ("other", 5)):
         await store.put_model(StoredModel(name, 1, "{}", (1,), min_workers=min_workers))
         await store.set_desired(Desired(name, 1))
@@ -210,7 +210,7 @@ async def test_reads_what_its_workers_load() -> None:
     models = {"a": {1: VersionState(State.READY, 1)}}
     await store.heartbeat(WorkerRecord(id="w", started_at=0.0, models=models, load_s={"a": {1: 2.0}}), 10.0)
 
-    reading = await read(store, delivery, ("a", "b*"), clock)
+    reading = await read(store, delivery, ("a", "b*"), FakeClock())
 
     assert [one.model for one in reading.work] == ["a", "b"]
     assert reading.rows == {("a", 1): 12, ("b", 1): 0}

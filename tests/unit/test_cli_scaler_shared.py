@@ -12,11 +12,13 @@ from qinfer.cli.restart import RestartPolicy
 from qinfer.cli.scaler import Autoscaler
 from qinfer.cli.scaling_file import ScalingFile
 from qinfer.control.base import State, VersionState, WorkerRecord
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.scaling import ScalingPolicy
 from qinfer.control.scaling_record import decode
 from qinfer.control.scaling_shares import RECORD_TTL_S
 from qinfer.control.work import VersionWork
-from qinfer.testing import FakeClock, MemoryControlStore, MemoryDelivery
+from qinfer.delivery.redis import RedisDelivery
+from qinfer.testing import EmbeddedServer, FakeClock
 from tests.unit.test_cli_scaler import Eyes, Hands
 
 POLICY = ScalingPolicy(max_workers=3, target_s=10, down_after_s=30, idle_s=60, cooldown_s=0)
@@ -45,7 +47,7 @@ class Host:
         )
         if publishes:
             await self.publish()
-        reading = await read(self.scene.store, MemoryDelivery(self.scene.clock), ("m",), self.scene.clock)
+        reading = await read(self.scene.store, self.scene.delivery, ("m",), self.scene.clock)
         self.eyes.next = replace(reading, work=(work,), workers=self.workers)
         self.scaler.step()
         if publishes:
@@ -59,9 +61,9 @@ class Host:
 class Scene:
     """A store, and the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: EmbeddedServer, store: RedisControlStore, delivery: RedisDelivery) -> None:
         self.clock = FakeClock(0.0)
-        self.store = MemoryControlStore(self.clock)
+        self.server, self.store, self.delivery = server, store, delivery
         self.hosts: list[Host] = []
 
     async def add(self, name: str, policy: ScalingPolicy = POLICY) -> Host:
@@ -70,11 +72,16 @@ class Scene:
         self.hosts.append(host)
         return host
 
+    def advance(self, seconds: float) -> None:
+        """Moves the time of the autoscalers, and that of the store, in which records end."""
+        self.clock.advance(seconds)
+        self.server.advance(seconds)
+
     async def watch(self, work_s: float, seconds: int = 3) -> list[tuple[int, ...]]:
         """Has all of them look each second, one after the other; returns the workers of each after each look."""
         sizes = []
         for _ in range(seconds):
-            self.clock.advance(1.0)
+            self.advance(1.0)
             for host in self.hosts:
                 await host.look(work_s)
                 sizes.append(tuple(one.fleet.size for one in self.hosts))
@@ -82,8 +89,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Scene:
-    return Scene()
+def scene(timed: EmbeddedServer, store: RedisControlStore, delivery: RedisDelivery) -> Scene:
+    return Scene(timed, store, delivery)
 
 
 async def test_one_of_them_starts_the_first_worker(scene: Scene) -> None:
@@ -163,7 +170,7 @@ async def test_those_that_do_not_know_one_another_yet_do_not_flap(scene: Scene) 
     a, b = await scene.add("a"), await scene.add("b")
     await a.publish(0.0)
     await b.publish(0.0)
-    scene.clock.advance(1.0)
+    scene.advance(1.0)
     assert [await a.look(5.0, publishes=False), await b.look(5.0, publishes=False)] == [1, 1]
 
     sizes = await scene.watch(5.0, 200)
@@ -179,7 +186,7 @@ async def test_nothing_changes_after_an_outage(scene: Scene) -> None:
     for host in (a, b):
         host.eyes.next = Away("the control store can't be reached")
         host.scaler.step()
-    scene.clock.advance(100.0)
+    scene.advance(100.0)
 
     assert [await a.look(35.0) for _ in range(3)] == [2, 2, 2]
     assert set(await scene.watch(35.0, 40)) == {(2, 2)}

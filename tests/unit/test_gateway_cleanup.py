@@ -13,7 +13,7 @@ from qinfer.control.pending_requests import Pending
 from qinfer.control.readiness import Capacity
 from qinfer.control.routes import Routes, lanes_of
 from qinfer.delivery.base import Entry, Lane, Lease
-from qinfer.delivery.memory import MemoryDelivery
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, QueueFull, QuotaExceeded
 from qinfer.messages import InferRequest, Response
 from qinfer.observability.metrics import GatewayTally
@@ -23,6 +23,7 @@ from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer_api.auth import ANONYMOUS, Auth, Context
 from qinfer_api.dispatcher import Dispatcher
+from tests.servers import Database
 
 SHORT_S = 0.02
 KEY = ApiKey(id="k", sha256=hash_key("secret"), tenant="acme", max_in_flight=1)
@@ -47,7 +48,7 @@ class Models:
         return Capacity()
 
 
-class Queue(MemoryDelivery):
+class Queue(RedisDelivery):
     """A queue whose stored results can be out of reach, and that tells what was to be withdrawn."""
 
     is_down = False
@@ -66,8 +67,8 @@ class Queue(MemoryDelivery):
 
 
 class Setup:
-    def __init__(self) -> None:
-        self.queue, self.models, self.responses = Queue(), Models(), list[Response]()
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.models, self.responses = queue, Models(), list[Response]()
         self.use(LimitSettings(inline_max_bytes=1000))
 
     def use(self, limits: LimitSettings, auth: Auth | None = None) -> None:
@@ -95,8 +96,8 @@ class Setup:
 
 
 @pytest.fixture
-async def setup() -> AsyncIterator[Setup]:
-    one = Setup()
+async def setup(database: Database) -> AsyncIterator[Setup]:
+    one = Setup(await database.delivery(Queue))
     await one.queue.ensure([Lane("m", 1)])
     runs = [asyncio.create_task(one.dispatcher.submission.run())]
     yield one

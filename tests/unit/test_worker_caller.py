@@ -14,8 +14,10 @@ from qinfer.clock import ServerClock
 from qinfer.codec.frame import decode_request, encode_request, encode_responses
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.catalog import Catalog
+from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.submission import PAYLOAD_MARGIN_S
 from qinfer.delivery.base import Entry, Lane, Payload
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import (
     BrokerUnavailable,
     Cancelled,
@@ -31,8 +33,9 @@ from qinfer.messages import Failure, InferRequest, Response
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import LimitSettings
 from qinfer.tensors import Bytes, from_numpy
-from qinfer.testing import FakeClock, MemoryControlStore, MemoryDelivery, eventually
+from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference.caller import FRESH_S, RECHECK_S, Caller
+from tests.servers import Database
 
 LANE = Lane("back", 1)
 CONFIG = """
@@ -54,7 +57,7 @@ def echo(request: InferRequest) -> Sequence[Response]:
     return [Response(request_id=request.id, model=request.model, version=request.version, outputs=outputs)]
 
 
-class Store(MemoryControlStore):
+class Store(RedisControlStore):
     """Counts how often the models are read, and may be away."""
 
     reads = 0
@@ -67,7 +70,7 @@ class Store(MemoryControlStore):
         return await super().desired()
 
 
-class Refusing(MemoryDelivery):
+class Refusing(RedisDelivery):
     """A queue that learns afterwards that it could not take an entry."""
 
     def submit(
@@ -85,9 +88,11 @@ class Refusing(MemoryDelivery):
 class Scene:
     """A caller, and a worker that answers as it is told."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, delivery: MemoryDelivery, limits: LimitSettings | None) -> None:
+    def __init__(
+        self, tasks: asyncio.TaskGroup, delivery: RedisDelivery, store: Store, limits: LimitSettings | None
+    ) -> None:
         self.clock = FakeClock()
-        self.delivery, self.store = delivery, Store()
+        self.delivery, self.store = delivery, store
         delivery.clock = ServerClock(self.clock)
         self.called: list[Lane] = []
         catalog = Catalog(self.store, LimitSettings(max_timeout_s=1000.0))
@@ -118,6 +123,9 @@ class Scene:
         deadline_s = self.delivery.clock.now_s() + timeout_s
         return await asyncio.to_thread(self.caller.call, request or asked(), deadline_s)
 
+    async def is_empty(self) -> bool:
+        return await self.delivery.depth([LANE]) == [0]
+
     async def end(self) -> None:
         """Ends the caller as a worker does."""
         tasks = self.caller.close()
@@ -135,10 +143,10 @@ def asked(**fields: object) -> InferRequest:
 
 @asynccontextmanager
 async def scene(
-    delivery: MemoryDelivery | None = None, *, works: bool = True, limits: LimitSettings | None = None
+    kind: type[RedisDelivery] = RedisDelivery, *, works: bool = True, limits: LimitSettings | None = None
 ) -> AsyncIterator[Scene]:
-    async with asyncio.TaskGroup() as tasks:
-        one = Scene(tasks, delivery or MemoryDelivery(), limits)
+    async with Database() as database, asyncio.TaskGroup() as tasks:
+        one = Scene(tasks, await database.delivery(kind), database.store(Store), limits)
         await one.model()
         worker = tasks.create_task(one.work()) if works else None
         yield one
@@ -154,7 +162,7 @@ async def test_the_answer_comes_back() -> None:
 
         assert response.version == 1
         assert [tensor.name for tensor in response.outputs] == ["y"]
-        assert await one.delivery.depth([LANE]) == [0]
+        await eventually(one.is_empty)
 
 
 async def test_the_request_is_stamped_anew() -> None:
@@ -346,18 +354,14 @@ async def test_what_nobody_answers_leaves_the_queue() -> None:
     async with scene(works=False) as one:
         with pytest.raises(DeadlineExceeded):
             await one.call(timeout_s=0.05)
-
-        async def is_gone() -> bool:
-            return await one.delivery.depth([LANE]) == [0]
-
-        await eventually(is_gone)
+        await eventually(one.is_empty)
         assert one.called == [LANE]
         assert not one.caller.is_target("back", 1)
 
 
 async def test_what_the_broker_refuses_is_raised() -> None:
     """The queue could not take the request."""
-    async with scene(Refusing(), works=False) as one:
+    async with scene(Refusing, works=False) as one:
         with pytest.raises(BrokerUnavailable, match="the connection broke"):
             await one.call()
 

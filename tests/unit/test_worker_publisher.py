@@ -10,26 +10,27 @@ from qinfer.batching.execution import Pending
 from qinfer.codec.frame import decode_responses
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.delivery.connection import Refused
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.delivery.requests import Settlement
 from qinfer.errors import InferenceFailed
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer.observability.stats import StatsTally
 from qinfer.tensors import Bytes
-from qinfer.testing import MemoryDelivery, eventually
+from qinfer.testing import eventually
 from qinfer_workers.inference import publisher
 from qinfer_workers.inference.leases import LeaseKeeper, place_of
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.renewals import ThreadRenewals
 
 
-class Refusing(MemoryDelivery):
+class Refusing(RedisDelivery):
     """A queue that takes nothing back."""
 
     async def release(self, leases: Sequence[Lease]) -> None:
         raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
 
 
-class Releasing(MemoryDelivery):
+class Releasing(RedisDelivery):
     """A queue that notes what is released."""
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class Releasing(MemoryDelivery):
         self.released += leases
 
 
-class Burying(MemoryDelivery):
+class Burying(RedisDelivery):
     """A queue that takes its time to bury the first entry, and refuses the second."""
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class Burying(MemoryDelivery):
         return True
 
 
-class Noting(MemoryDelivery):
+class Noting(RedisDelivery):
     """A queue that notes what leaves.
 
     Attributes:
@@ -88,7 +89,7 @@ def pending(number: int = 0, reply_to: str = "reply:g") -> Pending:
     return Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
 
 
-def keeper_of(delivery: MemoryDelivery, lease_s: float = 10.0) -> LeaseKeeper:
+def keeper_of(delivery: RedisDelivery, lease_s: float = 10.0) -> LeaseKeeper:
     return LeaseKeeper(ThreadRenewals(delivery.renew, lease_s / 10), delivery.clock, lease_s, list, lambda _: None)
 
 
@@ -181,7 +182,7 @@ def responses(items: Sequence[Pending]) -> list[Response]:
 
 
 @asynccontextmanager
-async def publishing(delivery: MemoryDelivery) -> AsyncIterator[Publisher]:
+async def publishing(delivery: RedisDelivery) -> AsyncIterator[Publisher]:
     """A publisher with leases that last; what it has begun has ended when the block has."""
     async with asyncio.TaskGroup() as tasks:
         outlet = Publisher(delivery, keeper_of(delivery, lease_s=60.0), tasks)

@@ -16,10 +16,11 @@ from qinfer.bulk.plan import Shard, ShardTicket, encode_ticket
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.delivery.jobs import JobRecord, ShardOutcome
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, DeadlineExceeded, InferenceFailed
 from qinfer.messages import InferRequest
 from qinfer.observability.tracing import Tracer
-from qinfer.testing import FakeClock, MemoryDelivery
+from qinfer.testing import FakeClock
 from qinfer_workers.inference.bulk.desk import Abandoned, Desk, PutOff
 from qinfer_workers.inference.bulk.errand import Errand
 from qinfer_workers.inference.bulk.hands import Hands
@@ -213,7 +214,7 @@ class Ran:
 
 async def run_shard(bench: Bench, end: ShardOutcome | BaseException, trace: str) -> ShardOutcome | None:
     """Runs a shard of three rows of a job, of which it is the second execution."""
-    delivery = MemoryDelivery()
+    delivery = RedisDelivery()
     keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 1.0), delivery.clock, 10.0, list, lambda _: None)
     desk = Desk(
         delivery=delivery,
