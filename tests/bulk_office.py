@@ -1,4 +1,4 @@
-"""The services of a bulk worker on the memory adapters, with Parquet inputs in a directory and a job to be planned."""
+"""The services of a bulk worker, with Parquet inputs in a directory and a job to be planned."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -23,10 +23,11 @@ from qinfer.settings import BulkSettings, LimitSettings, Settings
 from qinfer.storage.local import LocalStore
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome
-from qinfer.testing import FakeClock, MemoryControlStore, MemoryDelivery
+from qinfer.testing import EmbeddedServer
 from qinfer_workers.bulk.finalise import Finaliser
 from qinfer_workers.bulk.plan import Planner
 from qinfer_workers.bulk.services import JobServices
+from tests.servers import Database
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class InlineExaminers:
 class Bench:
     """The services, and what a worker would do."""
 
-    clock: FakeClock
+    clock: EmbeddedServer
 
     def __init__(self, directory: Path, delivery: Delivery, store: ControlStore, **bulk: Any) -> None:
         self.directory = directory
@@ -193,14 +194,14 @@ class Bench:
         assert await self.jobs.finish_shard(job_id, lease, outcome)
 
 
-async def bench(directory: Path, **bulk: Any) -> Bench:
-    """Returns a bench with a model, and a live worker that has it."""
-    clock = FakeClock()
-    store, delivery = MemoryControlStore(clock), MemoryDelivery(clock)
+async def bench(database: Database, directory: Path, **bulk: Any) -> Bench:
+    """Returns a bench with a model, and a live worker that has it; on another database of the same server."""
+    own = database.another()
+    store, delivery = own.store(), await own.delivery()
     await store.put_model(MODEL)
     await delivery.ensure(bulk_lanes("stub", 1))
     states = {"stub": {1: VersionState(State.READY, 1)}}
     await store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=states), 1e9)
     one = Bench(directory, delivery, store, **bulk)
-    one.clock = clock
+    one.clock = own.server
     return one

@@ -90,12 +90,18 @@ class Database:
     def __init__(self, server: EmbeddedServer | None = None) -> None:
         server = server or embedded_server()
         self.settings = RedisSettings.model_validate({"url": server.database()})
-        self._server = server
+        self.server = server
         self._opened = AsyncExitStack()
+
+    def another(self) -> "Database":
+        """Returns an empty database of the same server, which ends together with this one."""
+        other = Database(self.server)
+        self._opened.push_async_exit(other)
+        return other
 
     async def delivery(self, kind: type[D] = RedisDelivery) -> D:  # type: ignore[assignment]  # what D is by default
         """Connects another queue to it, of a class of the test's own if it is named."""
-        one = await kind.connect(self.settings, clock=self._server.clock)
+        one = await kind.connect(self.settings, clock=self.server.clock)
         self._opened.push_async_callback(one.close)
         return one
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from qinfer.backends.stub import StubBackend
 from qinfer.codec.frame import decode_responses, encode_request, encode_request_apart, encode_responses
 from qinfer.control.base import ControlStore, Desired, State, StoredModel
 from qinfer.control.routes import lane_name, lanes_of
-from qinfer.delivery.base import Delivery, Entry, Lane, Payload, reply_address
+from qinfer.delivery.base import Entry, Lane, Payload, reply_address
+from qinfer.delivery.redis import RedisDelivery
 from qinfer.delivery.requests import Acceptance, Address, RequestRecord
 from qinfer.errors import QinferError
 from qinfer.messages import IdFactory, InferRequest, Response
@@ -23,8 +24,11 @@ from qinfer.repository import config
 from qinfer.settings import LimitSettings, Settings, WorkerSettings
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
+from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.loader import Loader
+from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.worker import Worker
+from qinfer_workers.renewer import Renewer
 
 OWNER = "caller"
 
@@ -38,10 +42,45 @@ parameters {{ key: "mode" value {{ string_value: "{mode}" }} }}
 """
 
 
+class InlineRenewals(ProcessRenewals):
+    """Renews as the renewer does, in a thread of this process: to start another takes longer than most tests."""
+
+    async def _run_one(self, keeper: LeaseKeeper) -> None:
+        renewer = Renewer(self._hello)
+        while True:
+            self._asked.clear()
+            renewer.tell(self._held(keeper))
+            report = await asyncio.to_thread(renewer.renew)
+            self._take(report, keeper)
+            if report.failed:  # whoever waits for a success asks again at once
+                await asyncio.sleep(min(0.5, self._hello.every_s))
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._hello.every_s):
+                    await self._asked.wait()
+
+
+class NoRenewals:
+    """Renews nothing.
+
+    Attributes:
+        asked: Set when somebody asks for it.
+    """
+
+    def __init__(self, *_: object) -> None:
+        self.asked = asyncio.Event()
+
+    async def run(self, _: LeaseKeeper) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    def ask(self) -> None:
+        self.asked.set()
+
+
 class Stage:
     """Workers around one delivery and one control store."""
 
-    def __init__(self, delivery: Delivery, store: ControlStore, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, delivery: RedisDelivery, store: ControlStore, tasks: asyncio.TaskGroup) -> None:
         self.delivery, self.store = delivery, store
         self.backends: dict[str, list[StubBackend]] = {}
         self._gates: list[tuple[StubBackend, threading.Event]] = []
@@ -80,7 +119,7 @@ class Stage:
     async def worker(self, worker_id: str = "w1", *, ready: bool = True, **options: object) -> Worker:
         """Starts a worker; waits until its models are ready."""
         options.setdefault("max_wait_s", 0.05)  # a drain waits for the fetch under way
-        settings = Settings(worker=WorkerSettings(**options), limits=LimitSettings())
+        settings = Settings(redis=self.delivery._settings, worker=WorkerSettings(**options), limits=LimitSettings())
         mine = self.backends.setdefault(worker_id, [])
 
         def factory(name: str) -> Callable[[], Backend]:
@@ -96,7 +135,8 @@ class Stage:
             return make
 
         loader = Loader(lambda model, version, *_: Path(model) / str(version), factory, self.delivery.clock)
-        worker = Worker(settings, self.delivery, self.store, loader, worker_id)
+        renewals = InlineRenewals(settings, worker_id)
+        worker = Worker(settings, self.delivery, self.store, loader, worker_id, renewals)
         stop = asyncio.Event()
         self._stops[worker_id] = (stop, self._tasks.create_task(worker.run(stop)))
         if ready:
@@ -282,7 +322,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(delivery: Delivery, store: ControlStore) -> AsyncIterator[Stage]:
+async def stage(delivery: RedisDelivery, store: ControlStore) -> AsyncIterator[Stage]:
     """Sets the stage, and clears it."""
     async with asyncio.TaskGroup() as tasks:
         scene = Stage(delivery, store, tasks)

@@ -11,8 +11,7 @@ from qinfer.delivery.base import Lane, Lease, Payload
 from qinfer.delivery.connection import Refused
 from qinfer.errors import CorruptEntry, QinferError, QueueFull
 from qinfer.testing import eventually
-from qinfer_workers.inference.leases import LeaseKeeper
-from tests.stage import Stage, value
+from tests.stage import NoRenewals, Stage, value
 
 
 async def test_answers_one_request(scene: Stage) -> None:
@@ -139,33 +138,19 @@ async def test_drain_releases_what_did_not_start(scene: Stage) -> None:
     assert {a.attempt for a in answers} == {1}
 
 
-class Unmoved:
-    """Renewals that renew nothing."""
-
-    asked: asyncio.Event
-
-    def __init__(self, *_: object) -> None:
-        Unmoved.asked = asyncio.Event()
-
-    async def run(self, _: LeaseKeeper) -> None:
-        await asyncio.get_running_loop().create_future()
-
-    def ask(self) -> None:
-        self.asked.set()
-
-
 async def test_nothing_is_fetched_while_nobody_renews(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the start and later: what could be renewed no more could not be answered either."""
-    monkeypatch.setattr("qinfer_workers.inference.worker.ThreadRenewals", Unmoved)
+    renewals = NoRenewals()
+    monkeypatch.setattr("tests.stage.InlineRenewals", lambda *_: renewals)
     await scene.model()
     worker = await scene.worker()
     for _ in range(2):
-        await Unmoved.asked.wait()
+        await renewals.asked.wait()
         scene.entries.clear()
         scene.submit(1.0)
         await eventually(lambda: scene.entries != [])
         assert await scene.delivery.withdraw(scene.entries) == [True]
-        Unmoved.asked.clear()
+        renewals.asked.clear()
         worker._keeper.renewed(time.monotonic(), set())
         assert value(await scene.submit(2.0)) == 2.0
         worker._keeper._renewed_at = float("-inf")

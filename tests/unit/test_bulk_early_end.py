@@ -12,14 +12,18 @@ from qinfer.errors import StoreDenied, StoreUnavailable
 from qinfer_workers.bulk.documents import write_partial
 from qinfer_workers.bulk.finalise import Finaliser
 from tests.bulk_office import Bench, bench, record_of, spec, write_inputs
+from tests.servers import Database
+
+pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it
+
 
 LIST = "_manifest.partial.json"
 
 
-async def running(directory: Path) -> Bench:
+async def running(database: Database, directory: Path) -> Bench:
     """Returns a bench whose job of three shards runs."""
     write_inputs(directory / "in", [20, 5])
-    one = await bench(directory)
+    one = await bench(database, directory)
     await one.jobs.create(record_of(spec(directory)))
     await one.planner().run("job")
     return one
@@ -44,9 +48,9 @@ def partial_of(directory: Path) -> Manifest:
     return decode_manifest((directory / "out" / LIST).read_bytes())
 
 
-async def test_the_list_says_which_end_it_is_of(tmp_path: Path) -> None:
+async def test_the_list_says_which_end_it_is_of(database: Database, tmp_path: Path) -> None:
     """A resumed job that ends early again has another; until it is made, it shows that there is an earlier one's."""
-    one = await running(tmp_path)
+    one = await running(database, tmp_path)
     await end_early(one)
     await one.finaliser().run("job")
     first = (await one.record()).ended_at
@@ -63,9 +67,9 @@ async def test_the_list_says_which_end_it_is_of(tmp_path: Path) -> None:
     assert (after.ended_at, after.rows) == (second, 20)
 
 
-async def test_a_slow_finaliser_does_not_leave_the_list_of_an_earlier_end(tmp_path: Path) -> None:
+async def test_a_slow_finaliser_does_not_leave_the_list_of_an_earlier_end(database: Database, tmp_path: Path) -> None:
     """It looked at the parts, the job was resumed and ended again, another made the list, and then it made its own."""
-    one = await running(tmp_path)
+    one = await running(database, tmp_path)
     await end_early(one)
     slow = one.other_services()
     in_thread = slow.in_thread
@@ -86,9 +90,11 @@ async def test_a_slow_finaliser_does_not_leave_the_list_of_an_earlier_end(tmp_pa
     assert partial_of(tmp_path).rows == 20
 
 
-async def test_a_finaliser_that_was_killed_before_the_list_was_whole_makes_it_again(tmp_path: Path) -> None:
+async def test_a_finaliser_that_was_killed_before_the_list_was_whole_makes_it_again(
+    database: Database, tmp_path: Path
+) -> None:
     """The earlier list is gone by then, and the task comes again."""
-    one = await running(tmp_path)
+    one = await running(database, tmp_path)
     await end_early(one)
     await one.finaliser().run("job")
     await resume(one)
@@ -103,9 +109,9 @@ async def test_a_finaliser_that_was_killed_before_the_list_was_whole_makes_it_ag
     assert partial_of(tmp_path).rows == 20
 
 
-async def test_a_job_that_fails_when_it_is_resumed_lists_what_is_there(tmp_path: Path) -> None:
+async def test_a_job_that_fails_when_it_is_resumed_lists_what_is_there(database: Database, tmp_path: Path) -> None:
     """Nobody has it finished: planning itself has to, for the list is else that of the earlier end."""
-    one = await running(tmp_path)
+    one = await running(database, tmp_path)
     await end_early(one)
     await one.finaliser().run("job")
     write_inputs(tmp_path / "in", [21])
@@ -117,9 +123,11 @@ async def test_a_job_that_fails_when_it_is_resumed_lists_what_is_there(tmp_path:
     assert (partial_of(tmp_path).ended_at, partial_of(tmp_path).rows) == (record.ended_at, 10)
 
 
-async def test_a_list_that_can_not_be_made_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_list_that_can_not_be_made_is_given_up(
+    database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The job has ended in any case; trying again would change nothing."""
-    one = await running(tmp_path)
+    one = await running(database, tmp_path)
     await end_early(one)
     one.objects.before[LIST] = StoreDenied("not allowed")
 
@@ -131,10 +139,10 @@ async def test_a_list_that_can_not_be_made_is_given_up(tmp_path: Path, caplog: p
 
 @pytest.mark.parametrize(("deaths", "is_listed"), [(4, True), (5, False)])
 async def test_a_part_that_kills_its_reader_ends_the_list_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, deaths: int, *, is_listed: bool
+    database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture, deaths: int, *, is_listed: bool
 ) -> None:
     """The process dies some times, or over and over."""
-    one = await running(tmp_path)
+    one = await running(database, tmp_path)
     await end_early(one)
     one.examiners.deaths = deaths
 
@@ -144,10 +152,10 @@ async def test_a_part_that_kills_its_reader_ends_the_list_only(
     assert ("no partial manifest" in caplog.text) != is_listed
 
 
-async def test_a_job_that_was_never_planned_has_no_list(tmp_path: Path) -> None:
+async def test_a_job_that_was_never_planned_has_no_list(database: Database, tmp_path: Path) -> None:
     """Its store may be what it failed of, and is not asked."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
     await one.jobs.stop("job", JobState.CANCELLED)
 

@@ -13,12 +13,15 @@ from qinfer.errors import StoreUnavailable
 from qinfer_workers.bulk.documents import expected
 from qinfer_workers.bulk.finalise import MAX_ROUNDS, Finaliser
 from tests.bulk_office import Bench, bench, record_of, spec, write_inputs
+from tests.servers import Database
+
+pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it
 
 
-async def scored(directory: Path, *, failed: int = 0, **changes: object) -> Bench:
+async def scored(database: Database, directory: Path, *, failed: int = 0, **changes: object) -> Bench:
     """Returns a bench whose job of 25 rows has all its parts, and is to be finished."""
     write_inputs(directory / "in", [20, 5])
-    one = await bench(directory)
+    one = await bench(database, directory)
     await one.jobs.create(record_of(spec(directory, **changes)))
     await one.planner().run("job")
     await one.settle(failed=failed)
@@ -41,9 +44,9 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "out").iterdir())
 
 
-async def test_a_job_whose_parts_are_whole_is_completed(tmp_path: Path) -> None:
+async def test_a_job_whose_parts_are_whole_is_completed(database: Database, tmp_path: Path) -> None:
     """The manifest has the parts in order, and the counts."""
-    one = await scored(tmp_path, failed=1, error_threshold=3)
+    one = await scored(database, tmp_path, failed=1, error_threshold=3)
 
     await one.finaliser().run("job")
 
@@ -56,18 +59,18 @@ async def test_a_job_whose_parts_are_whole_is_completed(tmp_path: Path) -> None:
     assert (await one.texts())[-1] == "completed: 25 rows, 3 of them failed"
 
 
-async def test_success_is_written_last(tmp_path: Path) -> None:
+async def test_success_is_written_last(database: Database, tmp_path: Path) -> None:
     """Who sees it may read everything."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
 
     await one.finaliser().run("job")
 
     assert one.objects.puts == ["_plan.json", "_manifest.json", "_SUCCESS"]
 
 
-async def test_two_processes_that_finish_at_once_leave_one_output(tmp_path: Path) -> None:
+async def test_two_processes_that_finish_at_once_leave_one_output(database: Database, tmp_path: Path) -> None:
     """The one takes the other's manifest."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
     other = Finaliser(one.other_services())
 
     await asyncio.gather(one.finaliser().run("job"), other.run("job"))
@@ -77,9 +80,9 @@ async def test_two_processes_that_finish_at_once_leave_one_output(tmp_path: Path
     assert sum("completed: " in text for text in await one.texts()) == 1
 
 
-async def test_finishing_a_completed_job_changes_nothing(tmp_path: Path) -> None:
+async def test_finishing_a_completed_job_changes_nothing(database: Database, tmp_path: Path) -> None:
     """A task may come twice."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
     await one.finaliser().run("job")
     before = (await one.record(), manifest_of(tmp_path), names(tmp_path))
     one.clock.advance(10)
@@ -90,9 +93,11 @@ async def test_finishing_a_completed_job_changes_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["_manifest.json", "_SUCCESS"])
-async def test_a_finaliser_that_fails_between_the_steps_goes_on_later(tmp_path: Path, name: str) -> None:
+async def test_a_finaliser_that_fails_between_the_steps_goes_on_later(
+    database: Database, tmp_path: Path, name: str
+) -> None:
     """What it had written is taken as it is."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
     one.objects.before[name] = StoreUnavailable("the store has no space")
     with pytest.raises(StoreUnavailable):
         await one.finaliser().run("job")
@@ -106,9 +111,9 @@ async def test_a_finaliser_that_fails_between_the_steps_goes_on_later(tmp_path: 
     assert manifest_of(tmp_path).rows == 25
 
 
-async def test_deaths_over_a_jobs_parts_are_attempts_at_finishing(tmp_path: Path) -> None:
+async def test_deaths_over_a_jobs_parts_are_attempts_at_finishing(database: Database, tmp_path: Path) -> None:
     """After a few of them the job fails."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
     one.examiners.deaths = 5
     for _ in range(4):
         with pytest.raises(ExaminerDied):
@@ -121,9 +126,9 @@ async def test_deaths_over_a_jobs_parts_are_attempts_at_finishing(tmp_path: Path
     assert record.error.startswith("finishing was broken off 5 times: the process that read 'file:///bad.parquet' died")
 
 
-async def test_a_part_that_is_cut_off_is_set_aside_and_made_again(tmp_path: Path) -> None:
+async def test_a_part_that_is_cut_off_is_set_aside_and_made_again(database: Database, tmp_path: Path) -> None:
     """Its rows only; then the job is completed."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
     part = tmp_path / "out" / "part-00001.parquet"
     part.write_bytes(part.read_bytes()[:-30])
 
@@ -141,9 +146,9 @@ async def test_a_part_that_is_cut_off_is_set_aside_and_made_again(tmp_path: Path
     assert (record.state, record.rows_done, record.shards_done) == (JobState.COMPLETED, 25, 3)
 
 
-async def test_parts_that_are_gone_or_of_something_else_are_made_again(tmp_path: Path) -> None:
+async def test_parts_that_are_gone_or_of_something_else_are_made_again(database: Database, tmp_path: Path) -> None:
     """One was deleted, one is of another model."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
     (tmp_path / "out" / "part-00000.parquet").unlink()
     (tmp_path / "out" / "part-00002.parquet").unlink()
     one.commit(one.plan().shards[2], model_hash="another")
@@ -155,9 +160,9 @@ async def test_parts_that_are_gone_or_of_something_else_are_made_again(tmp_path:
     assert "_manifest.json" not in names(tmp_path)
 
 
-async def test_parts_that_break_again_and_again_fail_the_job(tmp_path: Path) -> None:
+async def test_parts_that_break_again_and_again_fail_the_job(database: Database, tmp_path: Path) -> None:
     """Something else is wrong then."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
     part = tmp_path / "out" / "part-00001.parquet"
     for _ in range(MAX_ROUNDS):
         part.write_bytes(b"PAR1")
@@ -174,12 +179,12 @@ async def test_parts_that_break_again_and_again_fail_the_job(tmp_path: Path) -> 
     assert "part-00001.parquet" in record.error
 
 
-async def test_a_part_that_broke_after_success_is_in_a_new_manifest(tmp_path: Path) -> None:
+async def test_a_part_that_broke_after_success_is_in_a_new_manifest(database: Database, tmp_path: Path) -> None:
     """The finaliser died before it could say that the job was completed; then somebody wrote into the output."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
     await one.finaliser().run("job")
     first = manifest_of(tmp_path)
-    later = await bench(tmp_path)
+    later = await bench(database, tmp_path)
     await later.jobs.create(record_of(spec(tmp_path), state="finalizing", max_errors=0))
     one.commit(one.plan().shards[1])  # its time is another now
 
@@ -189,10 +194,10 @@ async def test_a_part_that_broke_after_success_is_in_a_new_manifest(tmp_path: Pa
     assert manifest_of(tmp_path).parts[1].etag != first.parts[1].etag
 
 
-async def test_a_shard_that_was_given_up_fails_the_job(tmp_path: Path) -> None:
+async def test_a_shard_that_was_given_up_fails_the_job(database: Database, tmp_path: Path) -> None:
     """The output can't be complete; what is there is listed."""
     write_inputs(tmp_path / "in", [20, 5])
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path, error_threshold=-1)))
     await one.planner().run("job")
     (first, shard), (second, other) = await one.fetch()
@@ -215,9 +220,9 @@ async def test_a_shard_that_was_given_up_fails_the_job(tmp_path: Path) -> None:
     assert "_SUCCESS" not in names(tmp_path)
 
 
-async def test_more_failed_rows_than_allowed_fail_the_job(tmp_path: Path) -> None:
+async def test_more_failed_rows_than_allowed_fail_the_job(database: Database, tmp_path: Path) -> None:
     """The threshold is the user's."""
-    one = await scored(tmp_path, failed=1, error_threshold=2)
+    one = await scored(database, tmp_path, failed=1, error_threshold=2)
 
     await one.finaliser().run("job")
 
@@ -228,10 +233,10 @@ async def test_more_failed_rows_than_allowed_fail_the_job(tmp_path: Path) -> Non
     )
 
 
-async def test_a_cancelled_job_lists_what_is_there(tmp_path: Path) -> None:
+async def test_a_cancelled_job_lists_what_is_there(database: Database, tmp_path: Path) -> None:
     """Partial results can be read, and are not taken for complete ones."""
     write_inputs(tmp_path / "in", [20, 5])
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
     await one.planner().run("job")
     ((lease, shard), *_) = await one.fetch()
@@ -246,18 +251,20 @@ async def test_a_cancelled_job_lists_what_is_there(tmp_path: Path) -> None:
     assert (await one.record()).state == JobState.CANCELLED
 
 
-async def test_a_complete_output_says_nothing_of_an_end(tmp_path: Path) -> None:
+async def test_a_complete_output_says_nothing_of_an_end(database: Database, tmp_path: Path) -> None:
     """There is one list only."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
 
     await one.finaliser().run("job")
 
     assert b"ended_at" not in (tmp_path / "out" / "_manifest.json").read_bytes()
 
 
-async def test_a_resumed_job_has_its_broken_part_made_again_and_no_partial_list(tmp_path: Path) -> None:
+async def test_a_resumed_job_has_its_broken_part_made_again_and_no_partial_list(
+    database: Database, tmp_path: Path
+) -> None:
     """What was committed before and is whole stays."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
     await one.jobs.stop("job", JobState.CANCELLED)
     await one.finaliser().run("job")
     assert "_manifest.partial.json" in names(tmp_path)
@@ -276,10 +283,10 @@ async def test_a_resumed_job_has_its_broken_part_made_again_and_no_partial_list(
     assert "_manifest.partial.json" not in names(tmp_path)
 
 
-async def test_a_job_without_rows_is_completed(tmp_path: Path) -> None:
+async def test_a_job_without_rows_is_completed(database: Database, tmp_path: Path) -> None:
     """One empty part tells the columns."""
     write_inputs(tmp_path / "in", [0])
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
     await one.planner().run("job")
     await one.settle()
@@ -290,9 +297,9 @@ async def test_a_job_without_rows_is_completed(tmp_path: Path) -> None:
     assert manifest_of(tmp_path).rows == 0
 
 
-async def test_a_part_that_was_made_again_meanwhile_is_not_set_aside(tmp_path: Path) -> None:
+async def test_a_part_that_was_made_again_meanwhile_is_not_set_aside(database: Database, tmp_path: Path) -> None:
     """Two looked at the broken one; a worker was quicker than the second."""
-    one = await scored(tmp_path)
+    one = await scored(database, tmp_path)
     plan = one.plan()
     one.commit(plan.shards[0])
 

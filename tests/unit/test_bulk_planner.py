@@ -19,22 +19,26 @@ from qinfer_workers.bulk.plan import Planner, rows_per_s
 from qinfer_workers.bulk.sweep import Sweeper
 from tests.bulk_office import MODEL, Bench, bench, record_of, spec, write_inputs
 from tests.examiner_stub import STUB
+from tests.servers import Database
+
+pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it
+
 
 DEATH = "the process that read 'file:///bad.parquet' died (SIGSEGV)"
 
 
-async def planned(directory: Path, **changes: object) -> Bench:
+async def planned(database: Database, directory: Path, **changes: object) -> Bench:
     """Returns a bench whose job of 25 rows in two files was planned."""
     write_inputs(directory / "in", [20, 5])
-    one = await bench(directory)
+    one = await bench(database, directory)
     await one.jobs.create(record_of(spec(directory, **changes)))
     await one.planner().run("job")
     return one
 
 
-async def test_a_job_becomes_shards_that_workers_fetch(tmp_path: Path) -> None:
+async def test_a_job_becomes_shards_that_workers_fetch(database: Database, tmp_path: Path) -> None:
     """The plan is in the output, the shards in the lane, the numbers in the record."""
-    one = await planned(tmp_path, error_threshold=0.5)
+    one = await planned(database, tmp_path, error_threshold=0.5)
 
     record, plan, fetched = await one.record(), one.plan(), await one.fetch()
     assert (record.state, record.rows, record.shards, record.max_errors) == (JobState.RUNNING, 25, 3, 12)
@@ -44,9 +48,9 @@ async def test_a_job_becomes_shards_that_workers_fetch(tmp_path: Path) -> None:
     assert (await one.texts())[-1] == "planned: 3 shards of 2 files, 25 rows"
 
 
-async def test_planning_a_job_that_runs_changes_nothing(tmp_path: Path) -> None:
+async def test_planning_a_job_that_runs_changes_nothing(database: Database, tmp_path: Path) -> None:
     """A task may come twice."""
-    one = await planned(tmp_path)
+    one = await planned(database, tmp_path)
     before = await one.record()
 
     await one.planner().run("job")
@@ -54,17 +58,17 @@ async def test_planning_a_job_that_runs_changes_nothing(tmp_path: Path) -> None:
     assert await one.record() == before
 
 
-async def test_an_unknown_job_is_no_error(tmp_path: Path) -> None:
+async def test_an_unknown_job_is_no_error(database: Database, tmp_path: Path) -> None:
     """It was deleted while its task waited."""
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
 
     await one.planner().run("job")
 
 
-async def test_two_processes_that_plan_at_once_make_one_plan(tmp_path: Path) -> None:
+async def test_two_processes_that_plan_at_once_make_one_plan(database: Database, tmp_path: Path) -> None:
     """Each row is in one shard of one plan, though the two saw different speeds."""
     write_inputs(tmp_path / "in", [200], group=10)
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     other = Bench(tmp_path, one.delivery, one.store, default_rows_per_shard=50)
     free = msgspec.structs.replace(spec(tmp_path).output, rows_per_part=0)
     await one.jobs.create(record_of(spec(tmp_path, output=free)))
@@ -75,10 +79,10 @@ async def test_two_processes_that_plan_at_once_make_one_plan(tmp_path: Path) -> 
     assert (record.state, record.rows, record.shards) == (JobState.RUNNING, 200, len(one.plan().shards))
 
 
-async def test_two_tasks_in_one_process_do_not_read_the_footers_twice(tmp_path: Path) -> None:
+async def test_two_tasks_in_one_process_do_not_read_the_footers_twice(database: Database, tmp_path: Path) -> None:
     """The second has nothing to do."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
     planner = one.planner()
 
@@ -88,11 +92,13 @@ async def test_two_tasks_in_one_process_do_not_read_the_footers_twice(tmp_path: 
     assert (await one.record()).state == JobState.RUNNING
 
 
-async def test_a_planner_that_died_after_its_plan_is_replaced_by_one_that_reads_it(tmp_path: Path) -> None:
+async def test_a_planner_that_died_after_its_plan_is_replaced_by_one_that_reads_it(
+    database: Database, tmp_path: Path
+) -> None:
     """The plan that is there counts, though more files would match by now."""
-    one = await planned(tmp_path)
+    one = await planned(database, tmp_path)
     before = one.plan()
-    later = await bench(tmp_path)
+    later = await bench(database, tmp_path)
     await later.jobs.create(record_of(spec(tmp_path)))
     write_inputs(tmp_path / "in", [20, 5, 7])
 
@@ -102,9 +108,9 @@ async def test_a_planner_that_died_after_its_plan_is_replaced_by_one_that_reads_
     assert (await later.record()).rows == 25
 
 
-async def test_an_output_with_another_jobs_plan_is_refused(tmp_path: Path) -> None:
+async def test_an_output_with_another_jobs_plan_is_refused(database: Database, tmp_path: Path) -> None:
     """Its parts would be mixed with ours."""
-    one = await planned(tmp_path)
+    one = await planned(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path), "second"))
 
     await one.planner().run("second")
@@ -114,12 +120,12 @@ async def test_an_output_with_another_jobs_plan_is_refused(tmp_path: Path) -> No
     assert "is that of job 'job'; make a new job with an empty output" in record.error
 
 
-async def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
+async def test_a_damaged_plan_is_refused(database: Database, tmp_path: Path) -> None:
     """Somebody wrote into the output."""
     write_inputs(tmp_path / "in", [5])
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "_plan.json").write_text('{"job_id": "jo')
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
 
     await one.planner().run("job")
@@ -127,12 +133,12 @@ async def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
     assert "is no plan that can be read" in (await one.record()).error
 
 
-async def test_a_file_without_the_column_fails_the_job_by_name(tmp_path: Path) -> None:
+async def test_a_file_without_the_column_fails_the_job_by_name(database: Database, tmp_path: Path) -> None:
     """Only the first was looked at when the job was created."""
     write_inputs(tmp_path / "in", [5, 5])
     write_inputs(tmp_path / "other", [5], column="z")
     (tmp_path / "other" / "in-0.parquet").rename(tmp_path / "in" / "in-9.parquet")
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
 
     await one.planner().run("job")
@@ -144,12 +150,12 @@ async def test_a_file_without_the_column_fails_the_job_by_name(tmp_path: Path) -
     assert not (tmp_path / "out" / "_plan.json").exists()
 
 
-async def test_a_truncated_file_fails_the_job_by_name(tmp_path: Path) -> None:
+async def test_a_truncated_file_fails_the_job_by_name(database: Database, tmp_path: Path) -> None:
     """Its footer is gone."""
     write_inputs(tmp_path / "in", [5, 5])
     file = tmp_path / "in" / "in-1.parquet"
     file.write_bytes(file.read_bytes()[:-20])
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
 
     await one.planner().run("job")
@@ -159,10 +165,10 @@ async def test_a_truncated_file_fails_the_job_by_name(tmp_path: Path) -> None:
     assert "in-1.parquet" in record.error
 
 
-async def test_a_store_in_trouble_is_tried_again_and_the_log_says_so_once(tmp_path: Path) -> None:
+async def test_a_store_in_trouble_is_tried_again_and_the_log_says_so_once(database: Database, tmp_path: Path) -> None:
     """The user sees what is waited for."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
     planner = one.planner()
     for _ in range(2):
@@ -176,10 +182,10 @@ async def test_a_store_in_trouble_is_tried_again_and_the_log_says_so_once(tmp_pa
     assert (await one.record()).state == JobState.RUNNING
 
 
-async def test_trouble_that_does_not_end_fails_the_job(tmp_path: Path) -> None:
+async def test_trouble_that_does_not_end_fails_the_job(database: Database, tmp_path: Path) -> None:
     """After `bulk.plan_timeout_s`, with the last reason."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path, plan_timeout_s=60)
+    one = await bench(database, tmp_path, plan_timeout_s=60)
     await one.jobs.create(record_of(spec(tmp_path)))
     one.objects.before["_plan.json"] = StoreUnavailable("the store has no space")
     with pytest.raises(StoreUnavailable):
@@ -194,10 +200,12 @@ async def test_trouble_that_does_not_end_fails_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_swept", [False, True])
-async def test_the_time_that_no_bulk_worker_ran_is_not_that_of_planning(tmp_path: Path, *, is_swept: bool) -> None:
+async def test_the_time_that_no_bulk_worker_ran_is_not_that_of_planning(
+    database: Database, tmp_path: Path, *, is_swept: bool
+) -> None:
     """`qinfer up` was stopped over night; the task that was left, or the sweep, goes on in the morning."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path, plan_timeout_s=60)
+    one = await bench(database, tmp_path, plan_timeout_s=60)
     await one.jobs.create(record_of(spec(tmp_path)))
     one.objects.before["_plan.json"] = StoreUnavailable("the store has no space")
     with pytest.raises(StoreUnavailable):
@@ -222,10 +230,10 @@ class Unsent:
         """As `Sender` has it."""
 
 
-async def test_planning_that_hangs_fails_the_job_in_time(tmp_path: Path) -> None:
+async def test_planning_that_hangs_fails_the_job_in_time(database: Database, tmp_path: Path) -> None:
     """A store that never answers; what was spent before counts."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path, plan_timeout_s=60)
+    one = await bench(database, tmp_path, plan_timeout_s=60)
     await one.jobs.create(record_of(spec(tmp_path)))
     await one.jobs.note("job", attempts.PLANNING.began)
     one.clock.advance(59.95)
@@ -240,10 +248,10 @@ async def test_planning_that_hangs_fails_the_job_in_time(tmp_path: Path) -> None
     )
 
 
-async def test_a_defect_fails_the_job_and_does_not_come_again_and_again(tmp_path: Path) -> None:
+async def test_a_defect_fails_the_job_and_does_not_come_again_and_again(database: Database, tmp_path: Path) -> None:
     """Users see that something is wrong; the text of the exception stays in the server's log."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
     one.objects.before["_plan.json"] = RuntimeError("/secret/path")
 
@@ -252,10 +260,10 @@ async def test_a_defect_fails_the_job_and_does_not_come_again_and_again(tmp_path
     assert (await one.record()).error == "planning failed: RuntimeError; the bulk worker's log says more"
 
 
-async def test_a_job_that_is_cancelled_while_it_is_planned_stays_so(tmp_path: Path) -> None:
+async def test_a_job_that_is_cancelled_while_it_is_planned_stays_so(database: Database, tmp_path: Path) -> None:
     """The planner learns it by its next mark on the record."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path, sweep_every_s=0.02)
+    one = await bench(database, tmp_path, sweep_every_s=0.02)
     await one.jobs.create(record_of(spec(tmp_path)))
 
     async def never() -> None:
@@ -271,10 +279,10 @@ async def test_a_job_that_is_cancelled_while_it_is_planned_stays_so(tmp_path: Pa
     assert (await one.record()).state == JobState.CANCELLED
 
 
-async def test_a_planner_that_is_stopped_says_so(tmp_path: Path) -> None:
+async def test_a_planner_that_is_stopped_says_so(database: Database, tmp_path: Path) -> None:
     """So that the next does not take the job for what ended the process."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
     one.services.in_thread = lambda *_: asyncio.Event().wait()  # type: ignore[method-assign,assignment]
     planning = asyncio.create_task(one.planner().run("job"))
@@ -287,10 +295,10 @@ async def test_a_planner_that_is_stopped_says_so(tmp_path: Path) -> None:
     assert (await one.texts())[-1] == "planning is tried again: the bulk worker was stopped"
 
 
-async def test_a_job_that_ends_the_process_each_time_is_given_up(tmp_path: Path) -> None:
+async def test_a_job_that_ends_the_process_each_time_is_given_up(database: Database, tmp_path: Path) -> None:
     """A beginning without an end is a process that was killed."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
     for _ in range(attempts.MAX_DEATHS):
         await one.jobs.note("job", attempts.PLANNING.began)
@@ -300,10 +308,10 @@ async def test_a_job_that_ends_the_process_each_time_is_given_up(tmp_path: Path)
     assert (await one.record()).error.startswith("planning was broken off 5 times")
 
 
-async def test_a_death_over_a_jobs_files_is_another_attempt(tmp_path: Path) -> None:
+async def test_a_death_over_a_jobs_files_is_another_attempt(database: Database, tmp_path: Path) -> None:
     """It reads fewer files at once, and the log says what happened."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path, plan_threads=16)
+    one = await bench(database, tmp_path, plan_threads=16)
     one.examiners.deaths = 2
     await one.jobs.create(record_of(spec(tmp_path)))
     for _ in range(2):
@@ -317,10 +325,10 @@ async def test_a_death_over_a_jobs_files_is_another_attempt(tmp_path: Path) -> N
     assert one.examiners.threads == [16, 8, 4]
 
 
-async def test_deaths_over_a_jobs_files_fail_it_in_the_end(tmp_path: Path) -> None:
+async def test_deaths_over_a_jobs_files_fail_it_in_the_end(database: Database, tmp_path: Path) -> None:
     """Whichever bulk worker had the attempts; the last reads one file at a time, which is named."""
     write_inputs(tmp_path / "in", [5])
-    one = await bench(tmp_path, plan_threads=16)
+    one = await bench(database, tmp_path, plan_threads=16)
     one.examiners.deaths = attempts.MAX_DEATHS
     await one.jobs.create(record_of(spec(tmp_path)))
     for _ in range(attempts.MAX_DEATHS - 1):
@@ -342,10 +350,10 @@ async def test_deaths_over_a_jobs_files_fail_it_in_the_end(tmp_path: Path) -> No
     [("crash", "SIGSEGV"), ("grow", "it needs more memory than QINFER_BULK__MAX_EXAMINE_BYTES"), ("lock", "SIGALRM")],
 )
 async def test_what_a_file_does_to_its_reader_it_does_not_do_to_the_bulk_worker(
-    tmp_path: Path, how: str, text: str
+    database: Database, tmp_path: Path, how: str, text: str
 ) -> None:
     """A crash, too much memory, a parser that does not end: other jobs are planned meanwhile, and that one fails."""
-    one = await bench(tmp_path)
+    one = await bench(database, tmp_path)
     settings = Settings(bulk=BulkSettings(max_examine_bytes=512 * 2**20))
     pool = ExaminerPool(settings, os.environ, STUB)
     one.services.examiners = pool
@@ -369,9 +377,9 @@ async def test_what_a_file_does_to_its_reader_it_does_not_do_to_the_bulk_worker(
     )
 
 
-async def test_a_job_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+async def test_a_job_goes_on_with_what_is_missing(database: Database, tmp_path: Path) -> None:
     """A resumed job runs the shards that failed or waited; what was committed stays."""
-    one = await planned(tmp_path)
+    one = await planned(database, tmp_path)
     (first, shard), (second, other) = await one.fetch()
     await one.finish(first, shard, error="the input was gone")
     await one.finish(second, other, error="the input was gone")
@@ -386,10 +394,10 @@ async def test_a_job_goes_on_with_what_is_missing(tmp_path: Path) -> None:
 
 
 async def test_a_resumed_job_that_is_cancelled_again_is_not_woken_by_a_broken_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was cancelled between the two steps that put its shards into the queue."""
-    one = await planned(tmp_path)
+    one = await planned(database, tmp_path)
     ((lease, shard), *_) = await one.fetch()
     await one.finish(lease, shard)  # and there is no part
     await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
@@ -408,9 +416,9 @@ async def test_a_resumed_job_that_is_cancelled_again_is_not_woken_by_a_broken_pa
     assert (await one.record()).state == JobState.CANCELLED
 
 
-async def test_a_job_does_not_go_on_with_an_input_that_has_changed(tmp_path: Path) -> None:
+async def test_a_job_does_not_go_on_with_an_input_that_has_changed(database: Database, tmp_path: Path) -> None:
     """The file that a shard needs still is named."""
-    one = await planned(tmp_path)
+    one = await planned(database, tmp_path)
     ((lease, shard), *_) = await one.fetch()
     await one.finish(lease, shard, error="a bad disk")
     await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
@@ -424,9 +432,9 @@ async def test_a_job_does_not_go_on_with_an_input_that_has_changed(tmp_path: Pat
     assert "in-0.parquet' has changed since the job was planned" in record.error
 
 
-async def test_a_job_does_not_go_on_with_another_model(tmp_path: Path) -> None:
+async def test_a_job_does_not_go_on_with_another_model(database: Database, tmp_path: Path) -> None:
     """One output is of one model."""
-    one = await planned(tmp_path)
+    one = await planned(database, tmp_path)
     await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
     assert await one.jobs.move("job", {JobState.CANCELLED}, JobState.PLANNING)
     await one.store.put_model(msgspec.structs.replace(MODEL, generation=2, content_hash="hash-2"))

@@ -12,6 +12,9 @@ from qinfer.errors import StoreUnavailable
 from qinfer.testing import eventually
 from qinfer_workers.bulk.sweep import CREATION_S, Sweeper
 from tests.bulk_office import Bench, bench, record_of, spec, write_inputs
+from tests.servers import Database
+
+pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it
 
 
 class Sent:
@@ -51,10 +54,10 @@ STALE_S = 0.7
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Callable[..., Awaitable[Scene]]:
+def scene(database: Database, tmp_path: Path) -> Callable[..., Awaitable[Scene]]:
     async def make(state: str = "planning", deadline_at: float = 0.0) -> Scene:
         write_inputs(tmp_path / "in", [20, 5])
-        one = await bench(tmp_path)
+        one = await bench(database, tmp_path)
         await one.jobs.create(record_of(spec(tmp_path), state=state, deadline_at=deadline_at))
         return Scene(one)
 

@@ -13,6 +13,10 @@ from qinfer_workers.bulk import watchdog
 from qinfer_workers.bulk.event_loop import EventLoop, TimedOut
 from qinfer_workers.bulk.watchdog import Watchdog
 from tests.bulk_office import bench
+from tests.servers import Database
+
+pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it
+
 
 LONG_S = 30.0
 
@@ -32,10 +36,10 @@ def go_on() -> Iterator[threading.Event]:
 
 
 async def test_a_loop_that_hangs_is_trouble(
-    tmp_path: Path, loop: EventLoop, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+    database: Database, tmp_path: Path, loop: EventLoop, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that runs on it would ever end."""
-    one = Watchdog(loop, (await bench(tmp_path)).services, lambda: None)
+    one = Watchdog(loop, (await bench(database, tmp_path)).services, lambda: None)
 
     async def block() -> None:
         go_on.wait()
@@ -49,11 +53,11 @@ async def test_a_loop_that_hangs_is_trouble(
 
 
 async def test_threads_that_never_come_back_are_trouble(
-    tmp_path: Path, loop: EventLoop, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+    database: Database, tmp_path: Path, loop: EventLoop, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as long as somebody waits for them, nor when they came back at last."""
     monkeypatch.setattr(watchdog, "HANGING_S", 0.0)
-    services = (await bench(tmp_path, plan_threads=2)).services
+    services = (await bench(database, tmp_path, plan_threads=2)).services
     one = Watchdog(loop, services, lambda: None)
     begun = threading.Event()
 
@@ -74,10 +78,10 @@ async def test_threads_that_never_come_back_are_trouble(
 
 
 async def test_a_celery_that_takes_no_tasks_is_trouble(
-    tmp_path: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+    database: Database, tmp_path: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There should be sweeps."""
-    one = Watchdog(loop, (await bench(tmp_path)).services, lambda: None)
+    one = Watchdog(loop, (await bench(database, tmp_path)).services, lambda: None)
     monkeypatch.setattr(loop, "quiet_s", lambda: 299.0)
     assert one.problem() == ""
     monkeypatch.setattr(loop, "quiet_s", lambda: 301.0)
@@ -86,7 +90,7 @@ async def test_a_celery_that_takes_no_tasks_is_trouble(
 
 
 async def test_without_a_beat_of_its_own_only_what_waits_is_trouble(
-    tmp_path: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+    database: Database, tmp_path: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others may take all the sweeps, or there is no beat; what waits now and then is about to be taken."""
     waiting = [0]
@@ -96,7 +100,7 @@ async def test_without_a_beat_of_its_own_only_what_waits_is_trouble(
             raise BrokerUnavailable("away")
         return waiting[0]
 
-    one = Watchdog(loop, (await bench(tmp_path)).services, lambda: None, ask)
+    one = Watchdog(loop, (await bench(database, tmp_path)).services, lambda: None, ask)
     monkeypatch.setattr(loop, "quiet_s", lambda: 301.0)
     seen = [0, *[3] * (watchdog.WAITING_LOOKS - 1), 0, *[3] * (watchdog.WAITING_LOOKS - 1), -1]
     for waiting[0] in [*seen, *[3] * (watchdog.WAITING_LOOKS - 1)]:
@@ -107,13 +111,13 @@ async def test_without_a_beat_of_its_own_only_what_waits_is_trouble(
 
 
 async def test_a_process_in_trouble_is_asked_to_stop(
-    tmp_path: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+    database: Database, tmp_path: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once; it ends in order where it can."""
     monkeypatch.setattr(watchdog, "LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(loop, "quiet_s", lambda: 301.0)
     asked = threading.Event()
-    one = Watchdog(loop, (await bench(tmp_path)).services, asked.set)
+    one = Watchdog(loop, (await bench(database, tmp_path)).services, asked.set)
 
     one.start()
 

@@ -1,20 +1,17 @@
 """What a worker knows of its leases, and when it has to look."""
 
 import asyncio
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
 from qinfer.batching.execution import Pending
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
-from qinfer.errors import BrokerUnavailable
 from qinfer.messages import InferRequest
 from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference import leases
 from qinfer_workers.inference.leases import Held, LeaseKeeper, place_of
-from qinfer_workers.inference.renewals import ThreadRenewals
 
 LANE, OTHER = Lane("stub", 1), Lane("other", 1)
 LEASE_S = 10.0
@@ -139,31 +136,6 @@ def test_what_nobody_waits_for_any_more_is_not_renewed(keeper: LeaseKeeper, cloc
     keeper.hold([mine, late])
 
     assert keeper.wanted() == [(mine, now_s + 100.0 + LEASE_S)]
-
-
-async def test_the_thread_renews_lane_by_lane(lost: list[Held]) -> None:
-    """A lane that fails is told, and tried again; what is lost in another is told at once."""
-    calls: list[list[Lease]] = []
-
-    def renew(some: Sequence[Lease]) -> list[Lease]:
-        calls.append(list(some))
-        if some[0].entry.lane == OTHER:
-            raise BrokerUnavailable("away")
-        return list(some)
-
-    renewals = ThreadRenewals(renew, 60.0)
-    keeper = LeaseKeeper(renewals, ServerClock(offset_s=0.0), LEASE_S, list, lost.append)
-    mine, others = item(deadline_s=time.monotonic() + 60), item(1, OTHER, deadline_s=time.monotonic() + 60)
-    keeper.hold([mine, others])
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(keeper.run())
-        confirming = tasks.create_task(keeper.confirm([mine]))
-        await confirming
-        running.cancel()
-
-    assert lost == [mine]
-    assert keeper.held() == [others]
-    assert {lease.entry.lane for some in calls for lease in some} == {LANE, OTHER}
 
 
 async def test_nothing_is_fetched_from_lanes_that_can_not_be_renewed(

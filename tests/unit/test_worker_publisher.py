@@ -7,30 +7,41 @@ from contextlib import asynccontextmanager
 import pytest
 
 from qinfer.batching.execution import Pending
+from qinfer.clock import SystemClock
 from qinfer.codec.frame import decode_responses
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.delivery.connection import Refused
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.delivery.requests import Settlement
+from qinfer.delivery.router import Router
 from qinfer.errors import InferenceFailed
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer.observability.stats import StatsTally
+from qinfer.settings import RedisSettings
 from qinfer.tensors import Bytes
 from qinfer.testing import eventually
 from qinfer_workers.inference import publisher
 from qinfer_workers.inference.leases import LeaseKeeper, place_of
 from qinfer_workers.inference.publisher import Publisher
-from qinfer_workers.inference.renewals import ThreadRenewals
+from tests.stage import NoRenewals
 
 
-class Refusing(RedisDelivery):
+class Offline(RedisDelivery):
+    """A queue that is not connected: what a test does not replace fails."""
+
+    def __init__(self) -> None:
+        settings = RedisSettings()
+        super().__init__(settings, Router(settings), SystemClock())
+
+
+class Refusing(Offline):
     """A queue that takes nothing back."""
 
     async def release(self, leases: Sequence[Lease]) -> None:
         raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
 
 
-class Releasing(RedisDelivery):
+class Releasing(Offline):
     """A queue that notes what is released."""
 
     def __init__(self) -> None:
@@ -41,7 +52,7 @@ class Releasing(RedisDelivery):
         self.released += leases
 
 
-class Burying(RedisDelivery):
+class Burying(Offline):
     """A queue that takes its time to bury the first entry, and refuses the second."""
 
     def __init__(self) -> None:
@@ -56,8 +67,11 @@ class Burying(RedisDelivery):
             raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
         return True
 
+    async def publish(self, reply_to: str, blob: Bytes) -> bool:
+        return True
 
-class Noting(RedisDelivery):
+
+class Noting(Offline):
     """A queue that notes what leaves.
 
     Attributes:
@@ -90,7 +104,7 @@ def pending(number: int = 0, reply_to: str = "reply:g") -> Pending:
 
 
 def keeper_of(delivery: RedisDelivery, lease_s: float = 10.0) -> LeaseKeeper:
-    return LeaseKeeper(ThreadRenewals(delivery.renew, lease_s / 10), delivery.clock, lease_s, list, lambda _: None)
+    return LeaseKeeper(NoRenewals(), delivery.clock, lease_s, list, lambda _: None)
 
 
 async def test_what_can_not_be_read_is_held_until_it_is_released() -> None:

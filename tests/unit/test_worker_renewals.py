@@ -6,10 +6,9 @@ import os
 import select
 import subprocess
 import sys
-import threading
 import time
 from asyncio.subprocess import Process
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import IO, Any
 
@@ -21,13 +20,12 @@ from qinfer.batching.execution import Pending
 from qinfer.children import LENGTH, packed
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
-from qinfer.errors import BrokerUnavailable
 from qinfer.messages import InferRequest
 from qinfer.settings import RedisSettings, Settings
 from qinfer_workers import renewer
 from qinfer_workers.inference import renewals
 from qinfer_workers.inference.leases import LeaseKeeper
-from qinfer_workers.inference.renewals import ProcessRenewals, ThreadRenewals
+from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.renewer import Held, Hello, Report
 
@@ -36,7 +34,7 @@ NOWHERE = "redis://127.0.0.1:1"
 EVERY_S = 0.2
 
 
-def keeper_of(renews: ProcessRenewals | ThreadRenewals) -> LeaseKeeper:
+def keeper_of(renews: ProcessRenewals) -> LeaseKeeper:
     return LeaseKeeper(renews, ServerClock(offset_s=0.0), 10.0, lambda: [LANE], lambda _: None)
 
 
@@ -84,35 +82,6 @@ def test_who_asks_after_each_failure_does_not_make_it_fail_faster(
     assert [list(report.failed) for report in reports] == [[lane]] * 4
     begun = [report.began_s for report in reports]
     assert all(later - earlier >= EVERY_S for earlier, later in pairwise(begun))
-
-
-async def test_the_thread_pauses_after_each_failure() -> None:
-    """However often it is asked."""
-    failures, pauses = 3, []
-
-    class Pauses(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            pauses.append(timeout)
-            return self.is_set()
-
-    def renew(_: Sequence[Lease]) -> list[Lease]:
-        nonlocal failures
-        failures -= 1
-        if failures >= 0:
-            raise BrokerUnavailable("away")
-        return []
-
-    renews = ThreadRenewals(renew, 60.0)
-    renews._ended = Pauses()
-    keeper = keeper_of(renews)
-    mine = item()
-    keeper.hold([mine])
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(keeper.run())
-        await keeper.confirm([mine])
-        running.cancel()
-
-    assert pauses == [0.5] * 3
 
 
 async def test_a_renewer_that_can_not_be_started_is_tried_again(

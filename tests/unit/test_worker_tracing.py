@@ -25,8 +25,8 @@ from qinfer_workers.inference.bulk.desk import Abandoned, Desk, PutOff
 from qinfer_workers.inference.bulk.errand import Errand
 from qinfer_workers.inference.bulk.hands import Hands
 from qinfer_workers.inference.leases import LeaseKeeper
-from qinfer_workers.inference.renewals import ThreadRenewals
 from qinfer_workers.inference.tracing import Spans
+from tests.stage import NoRenewals
 
 
 def traceparent(number: int, flags: str = "01") -> str:
@@ -212,10 +212,11 @@ class Ran:
         """Nothing is to be stopped."""
 
 
-async def run_shard(bench: Bench, end: ShardOutcome | BaseException, trace: str) -> ShardOutcome | None:
+async def run_shard(
+    bench: Bench, delivery: RedisDelivery, end: ShardOutcome | BaseException, trace: str
+) -> ShardOutcome | None:
     """Runs a shard of three rows of a job, of which it is the second execution."""
-    delivery = RedisDelivery()
-    keeper = LeaseKeeper(ThreadRenewals(delivery.renew, 1.0), delivery.clock, 10.0, list, lambda _: None)
+    keeper = LeaseKeeper(NoRenewals(), delivery.clock, 10.0, list, lambda _: None)
     desk = Desk(
         delivery=delivery,
         keeper=keeper,
@@ -246,12 +247,12 @@ async def run_shard(bench: Bench, end: ShardOutcome | BaseException, trace: str)
     ],
 )
 async def test_each_execution_of_a_shard_is_part_of_its_job_s_trace(
-    end: ShardOutcome | BaseException, error: str | None, failed_rows: int | None
+    delivery: RedisDelivery, end: ShardOutcome | BaseException, error: str | None, failed_rows: int | None
 ) -> None:
     """However it ends; what it ends with goes on."""
     bench = Bench()
 
-    (outcome,) = await asyncio.gather(run_shard(bench, end, traceparent(1)), return_exceptions=True)
+    (outcome,) = await asyncio.gather(run_shard(bench, delivery, end, traceparent(1)), return_exceptions=True)
 
     assert type(outcome) is (type(None) if isinstance(end, Abandoned) else type(end))
     (shard,) = bench.named("shard")
@@ -266,9 +267,9 @@ async def test_each_execution_of_a_shard_is_part_of_its_job_s_trace(
     assert (shard.attributes.get("error.type"), shard.attributes.get("qinfer.failed_rows")) == (error, failed_rows)
 
 
-async def test_a_job_that_nobody_records_makes_no_spans() -> None:
+async def test_a_job_that_nobody_records_makes_no_spans(delivery: RedisDelivery) -> None:
     """Its shards are run all the same."""
     bench = Bench()
 
-    assert await run_shard(bench, ShardOutcome(1, 3), "") == ShardOutcome(1, 3)
+    assert await run_shard(bench, delivery, ShardOutcome(1, 3), "") == ShardOutcome(1, 3)
     assert bench.count == 0

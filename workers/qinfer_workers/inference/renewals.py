@@ -1,25 +1,21 @@
-"""How leases are renewed beside the event loop: in a process, or in a thread where the queue is in this process.
+"""How leases are renewed beside the event loop: in a process of its own, `renewer`.
 
-A thread survives a busy event loop; a model that keeps the GIL stops it. `renewer` is the process that goes on.
+A thread would survive a busy event loop too; a model that keeps the GIL would stop it.
 """
 
 import asyncio
 import logging
 import sys
-import threading
-import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from qinfer.children import packed, received
 from qinfer.delivery import keys, scripts
-from qinfer.delivery.base import Lane, Lease
-from qinfer.errors import BrokerUnavailable
+from qinfer.delivery.base import Lane
 from qinfer.settings import Settings
-from qinfer_workers.inference.leases import LeaseKeeper, Place
+from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.renewer import TELLS_PER_RENEWAL, Held, Hello, Report
 
@@ -28,74 +24,6 @@ logger = logging.getLogger(__name__)
 _PROGRAM = "qinfer_workers.renewer"
 _RETRY_S = 0.5
 _LONGEST_RETRY_S = 5.0
-
-
-class ThreadRenewals:
-    """Renews in a thread.
-
-    Args:
-        renew: `Delivery.renew`.
-        every_s: Seconds between renewals.
-    """
-
-    def __init__(self, renew: Callable[[Sequence[Lease]], list[Lease]], every_s: float) -> None:
-        self._renew = renew
-        self._every_s = every_s
-        self._wake = threading.Event()
-        self._ended = threading.Event()
-        self._trouble = _trouble()
-
-    async def run(self, keeper: LeaseKeeper) -> None:
-        """See `Renewals.run`; a renewal under way at the end is not waited for."""
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self._serve, args=(keeper, loop), name="renew", daemon=True).start()
-        try:
-            await loop.create_future()
-        finally:
-            self._ended.set()
-            self._wake.set()
-
-    def ask(self) -> None:
-        """See `Renewals.ask`."""
-        self._wake.set()
-
-    def _serve(self, keeper: LeaseKeeper, loop: asyncio.AbstractEventLoop) -> None:
-        failed: set[Lane] = set()
-        while True:
-            if failed:  # whoever waits for a success asks again after each failure
-                self._ended.wait(min(_RETRY_S, self._every_s))
-            else:
-                self._wake.wait(self._every_s)
-            if self._ended.is_set():
-                return
-            self._wake.clear()
-            began_s = time.monotonic()
-            lost, failed, count = self._renew_once(keeper)
-            if not failed:
-                self._trouble.over()
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(keeper.renewed, began_s, lost, failed, count)
-
-    def _renew_once(self, keeper: LeaseKeeper) -> tuple[set[Place], set[Lane], int]:
-        """Renews what is held; returns what is lost, the lanes of which nothing is known, and how many were renewed."""
-        by_lane: dict[Lane, list[Lease]] = {}
-        for item, _ in keeper.wanted():
-            by_lane.setdefault(item.lease.entry.lane, []).append(item.lease)
-        lost: set[Place] = set()
-        failed: set[Lane] = set()
-        count = 0
-        for lane, leases in by_lane.items():
-            try:
-                gone = self._renew(leases)
-                lost.update((lane, lease.entry.entry_id) for lease in gone)
-                count += len(leases) - len(gone)
-            except BrokerUnavailable as error:
-                self._trouble.happened(error.message)
-                failed.add(lane)
-            except Exception:  # the loop boundary: without this thread every lease would end
-                logger.exception("leases not renewed")
-                failed.add(lane)
-        return lost, failed, count
 
 
 class ProcessRenewals:
@@ -192,15 +120,18 @@ class ProcessRenewals:
         decoder = msgspec.msgpack.Decoder(Report)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                report = decoder.decode(await received(process.stdout))
-                self._pause_s = _RETRY_S
-                self._endings.over()
-                for reason in report.failed.values():
-                    self._trouble.happened(reason)
-                if not report.failed:
-                    self._trouble.over()
-                lost = {(self._lanes[lane], entry_id.decode()) for lane, entry_id in report.lost}
-                keeper.renewed(report.began_s, lost, [self._lanes[lane] for lane in report.failed], report.renewed)
+                self._take(decoder.decode(await received(process.stdout)), keeper)
+
+    def _take(self, report: Report, keeper: LeaseKeeper) -> None:
+        """Hands a report to the keeper."""
+        self._pause_s = _RETRY_S
+        self._endings.over()
+        for reason in report.failed.values():
+            self._trouble.happened(reason)
+        if not report.failed:
+            self._trouble.over()
+        lost = {(self._lanes[lane], entry_id.decode()) for lane, entry_id in report.lost}
+        keeper.renewed(report.began_s, lost, [self._lanes[lane] for lane in report.failed], report.renewed)
 
 
 def _trouble() -> Trouble:

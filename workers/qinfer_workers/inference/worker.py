@@ -27,7 +27,6 @@ from qinfer_workers.inference.leases import Held, LeaseKeeper, Renewals
 from qinfer_workers.inference.loader import Loaded, Loader
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import Publisher
-from qinfer_workers.inference.renewals import ThreadRenewals
 from qinfer_workers.inference.serving import Serving
 from qinfer_workers.inference.tasks import end
 from qinfer_workers.inference.tracing import Spans
@@ -61,7 +60,7 @@ class Worker:
         store: ControlStore,
         loader: Loader,
         worker_id: str,
-        renewals: Renewals | None = None,
+        renewals: Renewals,
     ) -> None:
         self.spans: Spans | None = None
         self._settings, self._metrics = settings.worker, settings.metrics
@@ -74,7 +73,6 @@ class Worker:
         self._catalog = Catalog(store, settings.limits)
         self._hands_empty = False
         """Hands are being emptied or empty: only what the batches in hand call goes on."""
-        renewals = renewals or ThreadRenewals(delivery.renew, settings.worker.renew_every_s)
         self._keeper = LeaseKeeper(renewals, delivery.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = BulkWork(settings, delivery, self._keeper, worker_id)
         self._models = Models(store, settings.worker, settings.limits, loader, self)
