@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.testing import eventually
-from qinfer_api.rest import events
+from qinfer_api.rest import requests as routes
 from tests.gateway import Running, running_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -67,7 +67,7 @@ async def test_a_stream_ends_when_the_queue_is_away(
 ) -> None:
     """Properly, so that whoever listens comes again."""
     record = await submitted(client, "stuck")
-    monkeypatch.setattr(events, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(routes, "HEARTBEAT_S", 0.01)
 
     async def away(*_: object) -> None:
         raise BrokerUnavailable("the queue can't be reached")
@@ -100,7 +100,7 @@ async def test_the_events_of_a_request_that_has_ended(client: httpx.AsyncClient)
 
 async def test_a_quiet_stream_is_kept_alive(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """By comments, which are no events; who comes back is not told again what it knows."""
-    monkeypatch.setattr(events, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(routes, "HEARTBEAT_S", 0.01)
     record = await submitted(client, "stuck")
 
     async with client.stream("GET", record["links"]["events"], headers={"last-event-id": "0-queued"}) as reply:

@@ -6,7 +6,6 @@ from starlette.exceptions import HTTPException
 import qinfer
 from qinfer.errors import QinferError
 from qinfer_api.rest.backlog import backlog_routes
-from qinfer_api.rest.events import event_routes
 from qinfer_api.rest.generate import generate_routes
 from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.jobs import job_routes
@@ -45,7 +44,7 @@ def build_app(services: Services) -> FastAPI:
         },
     )
     inference = restricted(services, "inference")
-    busiest_first = (infer_routes, generate_routes, request_routes, event_routes, job_routes, label_studio_routes)
+    busiest_first = (infer_routes, generate_routes, request_routes, job_routes, label_studio_routes)
     others = (statistics_routes, backlog_routes, model_routes, server_routes, repository_routes, settings_routes)
     routers = [(routes(services), inference) for routes in busiest_first]
     routers += [(routes(services), []) for routes in others]

@@ -2,22 +2,33 @@
 
 A request's body is that of a synchronous call, and so is its result, to the byte: the way in which the result is to be
 encoded is stored with the request.
+
+Its states come as server-sent events (WHATWG HTML, "Server-sent events") too:
+
+    event: state          the record as data, now and at each change; the stream ends after the terminal state
+    : a comment           every `HEARTBEAT_S` seconds, so that proxies keep the connection
+
+A browser comes back by itself when a stream ends, with the id of the last event it saw: one that saw the end is told
+so by 204, which stops it; others are not told again what they know.
 """
 
 import asyncio
 import hashlib
 import math
+from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
+from starlette.responses import StreamingResponse
 
 from qinfer.codec.outputs import OutputPlan
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Served
 from qinfer.delivery.requests import Address, RequestRecord
-from qinfer.errors import Conflict, InvalidRequest, ModelError, QinferError, RequestError
+from qinfer.errors import Conflict, DeliveryError, InvalidRequest, ModelError, Overloaded, QinferError, RequestError
 from qinfer.messages import InferRequest
 from qinfer.tensors import Bytes
 from qinfer_api.auth import Context
@@ -34,12 +45,14 @@ from qinfer_api.rest.bodies import (
     send_encoded,
     unless_left,
 )
-from qinfer_api.rest.openapi import answer, errors, header, operation, query
+from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
 from qinfer_api.rest.preferences import Preferences, read_preferences
 from qinfer_api.rest.services import Services, context_of, headers_forwarded, send, target_of
 
 AGAIN_S = 1
 """When to ask again for a result that is not there yet."""
+HEARTBEAT_S = 15.0
+"""Seconds without an event after which a comment is sent."""
 
 
 PREFER = header(
@@ -96,9 +109,20 @@ _CANCEL = operation(
     "Cancel a request", {200: answer("The request as it ended.", RequestBody), **errors(401, 403, 404, 503)}
 )
 
+_EVENT = 'event: state\nid: 1-succeeded\ndata: {"id": "…", "state": "succeeded", …}\n\n'
+_EVENTS = operation(
+    "Follow a request",
+    {
+        **followed("Server-sent events: the record at each change, until the end.", _EVENT),
+        **errors(401, 403, 404, 503),
+    },
+    LAST_EVENT,
+)
+_HEARTBEAT = b": still here\n\n"
+
 
 def request_routes(services: Services) -> APIRouter:
-    """Returns the routes of asynchronous requests, all but their events."""
+    """Returns the routes of asynchronous requests."""
     router = APIRouter(tags=["asynchronous requests"])
 
     @router.post("/v1/models/{model}/versions/{version}/requests", name="submit_version", **_SUBMIT)
@@ -114,7 +138,7 @@ def request_routes(services: Services) -> APIRouter:
     @router.get("/v1/requests/{request_id}", name="record", **_RECORD)
     async def record(request: Request) -> HttpResponse:
         """Tells where a request is; one with an id that its client chose is below its model."""
-        context, address = located(services, request)
+        context, address = _located(services, request)
         return _shown(services, await services.requests.record(context, address), 200)
 
     @router.get("/v1/models/{model}/requests/{request_id}/result", name="result_of_model", **_RESULT)
@@ -130,8 +154,14 @@ def request_routes(services: Services) -> APIRouter:
     @router.delete("/v1/requests/{request_id}", name="cancel", **_CANCEL)
     async def cancel(request: Request) -> HttpResponse:
         """Cancels a request, unless it has ended; one with an id that its client chose is below its model."""
-        context, address = located(services, request)
+        context, address = _located(services, request)
         return _shown(services, await services.requests.cancel(context, address), 200)
+
+    @router.get("/v1/models/{model}/requests/{request_id}/events", name="events_of_model", **_EVENTS)
+    @router.get("/v1/requests/{request_id}/events", name="events", **_EVENTS)
+    async def events(request: Request) -> HttpResponse:
+        """Tells each change of a request's state until its end; of an id that its client chose, below its model."""
+        return await _events(services, request)
 
     return router
 
@@ -163,7 +193,7 @@ async def submit(services: Services, target: Target, request: Request, preferenc
     return response
 
 
-def located(services: Services, request: Request) -> tuple[Context, Address]:
+def _located(services: Services, request: Request) -> tuple[Context, Address]:
     """Returns who asks, and for which request.
 
     Raises:
@@ -227,7 +257,7 @@ async def _repeated(
 
 
 async def _result(services: Services, request: Request) -> HttpResponse:
-    context, address = located(services, request)
+    context, address = _located(services, request)
     waiting = services.requests.wait(context, address, _wait_s(request))
     record = await unless_left(request.receive, waiting)
     if record is None:
@@ -252,6 +282,38 @@ async def _outcome(services: Services, request: Request, record: RequestRecord) 
     response = await send_encoded(reply, response_encoding(request.headers.get("accept-encoding")))
     response.headers["qinfer-request-state"] = record.state.value
     return response
+
+
+async def _events(services: Services, request: Request) -> HttpResponse:
+    context, address = _located(services, request)
+    record = await services.requests.record(context, address)
+    seen = request.headers.get("last-event-id", "")
+    if record.state.is_terminal and seen == _event_id(record):
+        return HttpResponse(status_code=204)
+    if services.dispatcher.draining:
+        raise Overloaded("Server exiting")
+    if services.requests.waits.is_full:
+        raise Overloaded("too many clients wait at this server for requests to end; poll, or try again later")
+    return StreamingResponse(
+        _stream(services, context, address, seen),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+    )
+
+
+async def _stream(services: Services, context: Context, address: Address, seen: str) -> AsyncIterator[bytes]:
+    with suppress(DeliveryError):  # the stream ends; whoever listens comes again, and is told then
+        async for record in services.requests.waits.changes(address, HEARTBEAT_S):
+            if record is None:
+                yield _HEARTBEAT
+            elif record.tenant == context.tenant and _event_id(record) != seen:
+                seen = _event_id(record)
+                data = msgspec.json.encode(shown_record(record, services.requests.now_s()))
+                yield b"event: state\nid: %b\ndata: %b\n\n" % (seen.encode(), data)
+
+
+def _event_id(record: RequestRecord) -> str:
+    return f"{record.attempts}-{record.state.value}"
 
 
 def _decode(
