@@ -17,7 +17,7 @@ from qinfer.bulk.planning import make_plan
 from qinfer.bulk.shards import Pace
 from qinfer.control.base import ControlStore, State, StoredModel, VersionState, WorkerRecord
 from qinfer.delivery.base import Delivery, Lease
-from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
+from qinfer.delivery.job_records import JobRecord, ShardOutcome, bulk_lanes
 from qinfer.repository.config import normalise, parse, to_json
 from qinfer.settings import BulkSettings, LimitSettings, Settings
 from qinfer.storage.local import LocalStore

@@ -16,7 +16,7 @@ from qinfer.bulk.manifest import decode_manifest, decode_success
 from qinfer.bulk.queue import BulkTasks
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.clients import admin_client
-from qinfer.delivery.jobs import bulk_lanes
+from qinfer.delivery.job_records import bulk_lanes
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.settings import BulkSettings, RedisSettings, Settings
 from tests.bulk_office import MODEL, Bench, record_of, spec, write_inputs

@@ -23,7 +23,7 @@ from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.routes import lanes_of
 from qinfer.delivery.base import Lane, Lease
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.delivery.requests import Address, Outcome, RequestState, Settlement
+from qinfer.delivery.request_records import Address, Outcome, RequestState, Settlement
 from qinfer.errors import BrokerUnavailable
 from qinfer.messages import Failure, InferRequest, Response
 from qinfer.repository.config import normalise, parse, to_json, to_spec

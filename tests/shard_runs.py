@@ -11,7 +11,7 @@ from qinfer.bulk.job import JobSpec, Output, encode_spec
 from qinfer.bulk.plan import Plan, Range, Shard, ShardTicket, encode_plan_head, encode_ticket
 from qinfer.bulk.schemas import encode_schema
 from qinfer.delivery.base import Delivery
-from qinfer.delivery.jobs import JobRecord, ShardOutcome
+from qinfer.delivery.job_records import JobRecord, ShardOutcome
 from qinfer.storage.open import store_for
 from qinfer.testing import eventually
 

@@ -17,7 +17,7 @@ from qinfer.control.base import ControlStore, Desired, State, StoredModel
 from qinfer.control.routes import lane_name, lanes_of
 from qinfer.delivery.base import Entry, Lane, Payload, reply_address
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.delivery.requests import Acceptance, Address, RequestRecord
+from qinfer.delivery.request_records import Acceptance, Address, RequestRecord
 from qinfer.errors import QinferError
 from qinfer.messages import IdFactory, InferRequest, Response
 from qinfer.repository import config

@@ -19,7 +19,7 @@ from qinfer.control.sync import sync
 from qinfer.delivery.base import Lane, reply_address
 from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.delivery.requests import Acceptance, Address, RequestRecord
+from qinfer.delivery.request_records import Acceptance, Address, RequestRecord
 from qinfer.messages import IdFactory, InferRequest, Response
 from qinfer.repository.open import open_repositories
 from qinfer.settings import LimitSettings, RedisSettings, RepositorySettings

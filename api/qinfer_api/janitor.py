@@ -22,7 +22,7 @@ from qinfer.control.routes import NAMES
 from qinfer.delivery.base import Delivery, Entry, Lane
 from qinfer.delivery.dead_letters import head_of
 from qinfer.delivery.deliveries import DeliveryItem
-from qinfer.delivery.requests import RequestState, Settlement
+from qinfer.delivery.request_records import RequestState, Settlement
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferError, QueueFull
 from qinfer.observability.metrics import GatewayTally
 from qinfer_api.job_janitor import JobJanitor

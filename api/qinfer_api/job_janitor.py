@@ -17,8 +17,7 @@ from qinfer.bulk.failures import why_failed
 from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.deliveries import JOBS, DeliveryItem
-from qinfer.delivery.job_records import TOP_UP_COUNT
-from qinfer.delivery.jobs import CANCELLING, ENDED, FINALIZING, RUNNING, JobRecord, Standing
+from qinfer.delivery.job_records import CANCELLING, ENDED, FINALIZING, RUNNING, TOP_UP_COUNT, JobRecord, Standing
 
 logger = logging.getLogger(__name__)
 

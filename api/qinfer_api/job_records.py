@@ -26,7 +26,7 @@ from qinfer.bulk.job import (
     decode_spec_as,
     encode_spec,
 )
-from qinfer.delivery.jobs import JobRecord, LogLine
+from qinfer.delivery.job_records import JobRecord, LogLine
 from qinfer.errors import InvalidRequest, JobNotFound
 from qinfer.storage.urls import check_url
 from qinfer_api.records import WebhookBody, instant, shown_webhook, written

@@ -16,8 +16,8 @@ import msgspec
 from qinfer.bulk.job import TERMINAL, JobSpec, JobState, encode_spec
 from qinfer.control.catalog import Served
 from qinfer.delivery.base import Delivery
+from qinfer.delivery.job_records import JobRecord, LogLine
 from qinfer.delivery.job_scripts import Change
-from qinfer.delivery.jobs import JobRecord, LogLine
 from qinfer.errors import (
     BrokerUnavailable,
     Conflict,

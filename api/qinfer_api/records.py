@@ -11,7 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from qinfer.codec.frame import encode_responses
-from qinfer.delivery.requests import Address, Outcome, RequestRecord, RequestState
+from qinfer.delivery.request_records import Address, Outcome, RequestRecord, RequestState
 from qinfer.errors import Conflict, InvalidRequest, QinferError, RequestNotFound, ResultExpired
 from qinfer.messages import Failure, Response, parse_request_id
 from qinfer.repository.base import is_model_name

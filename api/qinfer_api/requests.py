@@ -19,14 +19,7 @@ from qinfer.codec.outputs import OutputPlan
 from qinfer.control.catalog import Catalog, Served
 from qinfer.control.submission import prepare, tensor_bytes
 from qinfer.delivery.base import Delivery, Lane
-from qinfer.delivery.requests import (
-    Acceptance,
-    Accepted,
-    Address,
-    RequestRecord,
-    RequestState,
-    Settlement,
-)
+from qinfer.delivery.request_records import Acceptance, Accepted, Address, RequestRecord, RequestState, Settlement
 from qinfer.errors import (
     Cancelled,
     CorruptEntry,

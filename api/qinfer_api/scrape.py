@@ -8,7 +8,7 @@ from qinfer.control.base import SCALED_DOWN, SCALED_UP, ControlStore, State, Wor
 from qinfer.control.catalog import Catalog
 from qinfer.control.work import VersionWork, read_work
 from qinfer.delivery.base import Delivery
-from qinfer.delivery.jobs import BULK_LANES
+from qinfer.delivery.job_records import BULK_LANES
 from qinfer.delivery.label_tasks import LabelTasks
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.metrics import Snapshot, WorkerLoad

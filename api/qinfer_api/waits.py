@@ -9,7 +9,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 
-from qinfer.delivery.requests import Address, RequestRecord, Requests
+from qinfer.delivery.request_records import Address, RequestRecord
+from qinfer.delivery.requests import Requests
 
 REREAD_S = 1.0
 """Seconds after which a waiter reads again without a hint."""

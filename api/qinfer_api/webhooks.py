@@ -27,8 +27,8 @@ import qinfer
 from qinfer.delivery import keys
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.delivery.jobs import JobRecord
-from qinfer.delivery.requests import Address, RequestRecord
+from qinfer.delivery.job_records import JobRecord
+from qinfer.delivery.request_records import Address, RequestRecord
 from qinfer.errors import InvalidRequest, SettingsError
 from qinfer.settings import WebhookSettings
 from qinfer_api.job_records import shown_job

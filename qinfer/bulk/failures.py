@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from qinfer.delivery.jobs import ShardOutcome
+from qinfer.delivery.job_records import ShardOutcome
 
 
 def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -> str:

@@ -21,7 +21,7 @@ from qinfer.control.catalog import Catalog, Served
 from qinfer.control.pending_requests import Counter, Pending, PendingRequests, Sink
 from qinfer.control.routes import Route
 from qinfer.delivery.base import FULL, Delivery, Lane, Payload, reply_address
-from qinfer.delivery.requests import Address
+from qinfer.delivery.request_records import Address
 from qinfer.errors import PayloadTooLarge, QinferError, QueueFull
 from qinfer.messages import IdFactory, InferRequest, Response
 from qinfer.repository.validate import validate

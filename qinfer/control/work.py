@@ -19,7 +19,7 @@ from qinfer.control.base import ControlStore, Desired, Speed, State, StoredModel
 from qinfer.control.readiness import assess
 from qinfer.control.routes import NAMES, lanes_of
 from qinfer.delivery.base import Delivery, Lane, LaneSize
-from qinfer.delivery.jobs import BULK_LANES, OpenRows, bulk_lanes
+from qinfer.delivery.job_records import BULK_LANES, OpenRows, bulk_lanes
 from qinfer.errors import QinferError
 from qinfer.observability import stats
 from qinfer.repository.config import from_json, to_spec

@@ -12,7 +12,7 @@ from qinfer.control.base import ControlStore, Desired, StoredModel
 from qinfer.control.completion import completed, find_completion
 from qinfer.control.routes import lanes_of
 from qinfer.delivery.base import Delivery
-from qinfer.delivery.jobs import bulk_lanes
+from qinfer.delivery.job_records import bulk_lanes
 from qinfer.errors import QinferError
 from qinfer.repository.base import RepositoryModel
 from qinfer.repository.config import from_json, to_json, to_spec

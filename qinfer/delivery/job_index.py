@@ -31,7 +31,7 @@ _PAGE_BYTES = 8 * 2**20  # of specifications in a page: a job's may be megabytes
 
 
 class JobIndex:
-    """What `RedisJobs` looks jobs up in.
+    """What `Jobs` looks jobs up in.
 
     Args:
         router: The way to Redis.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from qinfer.clock import ServerClock
-from qinfer.delivery.requests import Address
+from qinfer.delivery.request_records import Address
 
 _Place = tuple[str, int, str]
 

@@ -10,7 +10,7 @@ from qinfer.delivery.base import Lane, Payload
 from qinfer.delivery.deliveries import Kind
 from qinfer.delivery.memory_lanes import Item, MemoryLanes
 from qinfer.delivery.memory_outboxes import MemoryOutboxes
-from qinfer.delivery.requests import (
+from qinfer.delivery.request_records import (
     MARGIN_S,
     MAX_WATCHERS,
     Acceptance,
@@ -21,9 +21,8 @@ from qinfer.delivery.requests import (
     RequestRecord,
     RequestState,
     Settlement,
-    check_outbox,
-    hint,
 )
+from qinfer.delivery.requests import check_outbox, hint
 from qinfer.errors import QinferError
 
 _FORGET_EVERY_S = 60.0

@@ -24,13 +24,12 @@ from qinfer.delivery.connection import Refused, Template, pack, packable
 from qinfer.delivery.dead_letters import DeadLetters
 from qinfer.delivery.deliveries import Deliveries
 from qinfer.delivery.durability import Durability
-from qinfer.delivery.jobs import BULK_LANES, Jobs
+from qinfer.delivery.job_records import BULK_LANES
+from qinfer.delivery.jobs import Jobs
 from qinfer.delivery.label_tasks import LabelTasks
 from qinfer.delivery.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.delivery.redis_dead_letters import RedisDeadLetters
 from qinfer.delivery.redis_entries import RedisEntries, grouped, owner_of
-from qinfer.delivery.redis_jobs import RedisJobs
-from qinfer.delivery.redis_requests import RedisRequests
 from qinfer.delivery.redis_submit import RedisSubmits
 from qinfer.delivery.requests import Requests
 from qinfer.delivery.router import Router
@@ -56,12 +55,12 @@ class RedisDelivery:
         self._router = router
         self._durability = Durability(settings, router)
         self._values = Values(router, is_cluster=settings.cluster)
-        self.requests: Requests = RedisRequests(router, self._values, self._durability)
+        self.requests = Requests(router, self._values, self._durability)
         self._submits = RedisSubmits(router, self._values)
         self._entries = RedisEntries(router, self._values)
         self.dead_letters: DeadLetters = RedisDeadLetters(router, self._values)
         self.deliveries = Deliveries(router)
-        self.jobs: Jobs = RedisJobs(router, self._durability, self.clock)
+        self.jobs = Jobs(router, self._durability, self.clock)
         self.label_tasks = LabelTasks(router, self._durability, self.deliveries)
         self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None

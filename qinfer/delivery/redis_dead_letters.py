@@ -12,7 +12,7 @@ import msgspec
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import Lane
 from qinfer.delivery.dead_letters import DeadLetter, id_of, payload_ttl_s, place_after
-from qinfer.delivery.requests import MARGIN_S
+from qinfer.delivery.request_records import MARGIN_S
 from qinfer.delivery.router import Router
 from qinfer.delivery.values import Reference, Values
 from qinfer.errors import CorruptEntry

@@ -20,7 +20,7 @@ from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import DELAYED, Lane
 from qinfer.delivery.connection import Argument, packable
 from qinfer.delivery.deliveries import WEBHOOKS, Kind
-from qinfer.delivery.requests import (
+from qinfer.delivery.request_records import (
     MARGIN_S,
     MAX_WATCHERS,
     Acceptance,

@@ -1,4 +1,4 @@
-"""Asynchronous requests: accepted now, ended once, read until their time is over (DESIGN.md §2.1, §2.2).
+"""Asynchronous requests: accepted now, ended once, read until their time is over.
 
     accept ──▶ queued ──settle──▶ succeeded | failed | expired | cancelled        `settle` is their `finish`
 
@@ -12,205 +12,73 @@ The promises, each a test in `tests/contract/`:
 4. A result can be read again and again until its time to live is over; afterwards a tombstone tells so for a while.
 5. `due` knows every request whose deadline passed, with zero workers too.
 6. An end that is to be told, by a webhook or through an outbox that a program named, is a delivery: see `deliveries`.
+
+A payload or result too large for the common connection is *staged* first: stored over a connection of its own, or in
+the object store, under a name that nobody knows. The script then renames it, or removes it. Where the script never
+came, it expires.
 """
 
+import asyncio
+import logging
+import secrets
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Protocol
+from functools import partial
 
 import msgspec
 
 from qinfer.codec.frame import encode_responses
-from qinfer.delivery.base import Entry, Lane
+from qinfer.delivery import keys, request_scripts
+from qinfer.delivery.base import FULL
+from qinfer.delivery.connection import Refused, pack
 from qinfer.delivery.deliveries import Kind
-from qinfer.errors import InvalidRequest, QinferError
+from qinfer.delivery.durability import Durability
+from qinfer.delivery.request_records import (
+    MARGIN_S,
+    MAX_NOTES_BYTES,
+    MAX_OUTBOX_NAME,
+    Acceptance,
+    Accepted,
+    Address,
+    Ending,
+    RequestRecord,
+    Settlement,
+)
+from qinfer.delivery.request_scripts import (
+    AT_ONCE_BYTES,
+    AcceptReply,
+    Value,
+    given,
+    parts_of,
+    payload_name,
+    record_key,
+    result_name,
+)
+from qinfer.delivery.router import Router
+from qinfer.delivery.scripts import Call
+from qinfer.delivery.values import Values
+from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest, QinferError, QueueFull
 from qinfer.messages import Response
 from qinfer.tensors import Bytes
 
-MARGIN_S = 86400.0
-"""A request is known so much longer than its times need: nobody may be there to sweep at its deadline."""
+logger = logging.getLogger(__name__)
 
-MAX_WATCHERS = 64
-"""So many processes are told of one request's end; the latest that asked."""
-
-MAX_NOTES_BYTES = 8192
-"""The longest `notes` of a request: they are kept in Redis as long as its record."""
-
-MAX_OUTBOX_NAME = 200
-"""The longest name of an outbox, in characters."""
+_NOT_IN_TIME = "the data of the request did not arrive in time; try again"
+_STAGED_TTL_S = 600.0
 
 
-class RequestState(StrEnum):
-    """Where an asynchronous request is; succeeded, failed, expired and cancelled are terminal."""
+class Requests:
+    """Asynchronous requests; every coroutine raises `BrokerUnavailable` when Redis can't be reached.
 
-    QUEUED = "queued"
-    RUNNING = "running"
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    EXPIRED = "expired"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether it will never change again."""
-        return self not in (RequestState.QUEUED, RequestState.RUNNING)
-
-
-class Address(msgspec.Struct, frozen=True):
-    """Where a request's keys are: its model, partition and id. The id is unique within the partition."""
-
-    model: str
-    partition: int
-    id: str
-
-
-class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored of a request when it is accepted.
-
-    Attributes:
-        address: Its id and where it lives.
-        lane: The lane it goes to.
-        frame: The encoded request; its `reply_to` is empty.
-        payload: Its tensors, where they do not travel in the frame; empty otherwise.
-        body_hash: Identifies the request's content, to tell a repetition from another request.
-        timeout_s: From now, in the broker's time, to its deadline.
-        result_ttl_s: How long its result can be read once it has ended.
-        tombstone_ttl_s: How long after that it is known that there was one.
-        tenant: Whose request it is.
-        client_id: The `id` of the body, echoed in the result.
-        plan: How the result is to be encoded: the encoded `OutputPlan`.
-        idempotency_key: The hash of the caller's key; empty without one.
-        idempotency_ttl_s: How long the key is remembered.
-        webhook: Where to tell its end; empty = nowhere. Not together with an outbox.
-        outbox: Which outbox its end goes to, in its partition, for whoever asks for its `endings`; empty = none, or
-            that of the webhooks. All requests of an outbox should be kept equally long: it is trimmed by that.
-        notes: For whoever reads the outbox: opaque, at most `MAX_NOTES_BYTES`.
-        watcher: A reply address, told of its end as `watch` does: a reason to read the outbox now. Empty = nobody's.
-        limit: The lane takes no more when so many entries wait in it; 0 = no limit.
+    Args:
+        router: The way to Redis.
+        values: The way for large payloads and results.
+        durability: Makes what was accepted as safe as the settings ask.
     """
 
-    address: Address
-    lane: Lane
-    frame: Bytes
-    timeout_s: float
-    payload: Bytes = b""
-    body_hash: str = ""
-    result_ttl_s: float = 3600.0
-    tombstone_ttl_s: float = 86400.0
-    tenant: str = ""
-    client_id: str = ""
-    plan: bytes = b""
-    idempotency_key: str = ""
-    idempotency_ttl_s: float = 86400.0
-    webhook: str = ""
-    outbox: str = ""
-    notes: bytes = b""
-    watcher: str = ""
-    limit: int = 0
-
-
-class Accepted(msgspec.Struct, frozen=True):
-    """What became of an `accept`.
-
-    Attributes:
-        id: The request's id: the one given, or of the request that was there before.
-        is_new: Whether it was enqueued now.
-        body_hash: That of the request with this id: another one than was given is a conflict.
-    """
-
-    id: str
-    is_new: bool
-    body_hash: str = ""
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended.
-
-    Attributes:
-        state: One of the terminal states.
-        blob: Its encoded final response (`codec.frame.encode_responses`), outputs or failure.
-        code: The failure's error code; empty after success.
-        message: The failure's text; empty after success.
-        attempt: The execution that ended it; 0 = it was not executed.
-    """
-
-    state: RequestState
-    blob: Bytes
-    code: str = ""
-    message: str = ""
-    attempt: int = 0
-
-
-class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """One request to be settled; `entry` is where it is in the queue, `None` = where its record says."""
-
-    address: Address
-    outcome: Outcome
-    entry: Entry | None = None
-
-
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request; instants in seconds of the broker's time, 0 = not yet.
-
-    Attributes:
-        address: Its id and where it lives.
-        state: Where it is; RUNNING while a worker holds it.
-        version: The model version it was accepted for.
-        tenant: Whose request it is.
-        client_id: The `id` of its body.
-        attempts: How often a worker has taken it.
-        created_at: When it was accepted.
-        deadline_at: When it expires.
-        finished_at: When it ended.
-        expires_at: When its result will be gone.
-        code: The failure's error code.
-        message: The failure's text.
-        plan: How its result is to be encoded.
-        has_result: Whether its result can still be read.
-        webhook: Where its end is told.
-        webhook_state: `` | pending | delivered | failed.
-    """
-
-    address: Address
-    state: RequestState
-    version: int
-    tenant: str = ""
-    client_id: str = ""
-    attempts: int = 0
-    created_at: float = 0.0
-    deadline_at: float = 0.0
-    finished_at: float = 0.0
-    expires_at: float = 0.0
-    code: str = ""
-    message: str = ""
-    plan: bytes = b""
-    has_result: bool = False
-    webhook: str = ""
-    webhook_state: str = ""
-
-
-class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """A delivery through an outbox that a program named: a request that ended.
-
-    Attributes:
-        id: The delivery's own id, for `Deliveries.done`.
-        request_id: The request's id.
-        record: What is known of the request; `None` when its time is over, so that there is nothing to tell any more.
-        notes: What was given with it. Where it was accepted again after its end, those of that time.
-        blob: Its `Outcome.blob`; `None` when it is gone, or was never there.
-        attempts: How often it was handed out, this time included.
-    """
-
-    id: str
-    request_id: str
-    record: RequestRecord | None = None
-    notes: bytes = b""
-    blob: bytes | None = None
-    attempts: int = 1
-
-
-class Requests(Protocol):
-    """The port; every coroutine raises `BrokerUnavailable` when the broker can't be reached."""
+    def __init__(self, router: Router, values: Values, durability: Durability) -> None:
+        self._router = router
+        self._values = values
+        self._durability = durability
 
     async def accept(self, acceptance: Acceptance) -> Accepted:
         """Stores and enqueues a request, in one step, as durably as the settings ask.
@@ -221,11 +89,31 @@ class Requests(Protocol):
             PayloadTooLarge: The payload is larger than the broker can store.
             BrokerUnavailable: It may have been accepted: repeat it with the same id.
         """
-        ...
+        if acceptance.outbox or acceptance.notes:
+            check_outbox(acceptance)
+        address = acceptance.address
+        kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
+        payload = await self._staged(payload_name(address), acceptance.payload, kept_s)
+        write = partial(request_scripts.accept, requests=[(acceptance, payload)])
+        (reply,) = await self._durability.write(address.model, address.partition, write)
+        accepted = self._accepted(reply)
+        if isinstance(accepted, QinferError):
+            raise accepted
+        return accepted
 
     async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
         """As `accept`, for many at a fraction of the cost; returns what became of each, an error as a value."""
-        ...
+        sizes = [
+            AT_ONCE_BYTES + 1 if self._values.is_apart(len(each.payload)) else len(each.frame) + len(each.payload)
+            for each in acceptances  # what is stored first goes alone
+        ]
+        parts = parts_of([acceptance.address for acceptance in acceptances], sizes)
+        answers = await asyncio.gather(*(self._accept_part([acceptances[i] for i in part]) for part in parts))
+        found: list[Accepted | QinferError | None] = [None] * len(acceptances)
+        for part, answer in zip(parts, answers, strict=True):
+            for number, accepted in zip(part, answer, strict=True):
+                found[number] = accepted
+        return [each for each in found if each is not None]
 
     async def find(
         self,
@@ -250,7 +138,11 @@ class Requests(Protocol):
         Raises:
             BrokerUnavailable: It can't be asked, or what was accepted is not safe yet.
         """
-        ...
+
+        async def look(call: Call) -> Accepted | None:
+            return await request_scripts.find(call, address, body_hash, tenant, idempotency_key, notes)
+
+        return await self._durability.write(address.model, address.partition, look)
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests; all leave in one write, one atomic step each.
@@ -264,26 +156,47 @@ class Requests(Protocol):
             PayloadTooLarge: A blob is larger than the broker can store; none has ended.
             BrokerUnavailable: Some may have ended; repeat it: those are then not the first.
         """
-        ...
+        results = await self._staged_results(settlements)
+        parts = parts_of([each.address for each in settlements], [len(result.data) for result in results])
+        ended = await asyncio.gather(
+            *(self._settle([settlements[i] for i in part], [results[i] for i in part]) for part in parts),
+            return_exceptions=True,
+        )
+        if len(parts) < len(settlements) and any(isinstance(answers, Refused) for answers in ended):
+            return await self._settle_apart(settlements)  # one that can't be written ends no other
+        waiters: dict[str, list[Address]] = {}
+        firsts = [False] * len(settlements)
+        for part, answers in zip(parts, ended, strict=True):
+            for number, waiting in zip(part, answers if not isinstance(answers, BaseException) else (), strict=False):
+                firsts[number] = waiting is not None
+                for reply_to in waiting or ():
+                    waiters.setdefault(reply_to, []).append(settlements[number].address)
+        for reply_to, addresses in waiters.items():
+            self._tell(reply_to, addresses)
+        for answers in ended:
+            if isinstance(answers, BaseException):
+                raise answers
+        return firsts
 
     async def record(self, address: Address) -> RequestRecord | None:
         """Returns what is known of a request; `None` = nothing, or not any more."""
-        ...
+        return await request_scripts.record(self._call(record_key(address)), address)
 
     async def result(self, address: Address) -> bytes | None:
         """Returns the `Outcome.blob` of a request that ended; `None` when it has not, or its time is over."""
-        ...
+        name = keys.result(address.model, address.partition, address.id)
+        return await self._values.get(keys.slot(name), name)
 
     async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
         """As `record`, and from then on a hint goes to `reply_to` when the request ends.
 
         The hint is a response with the request's id and no outputs: a reason to read, nothing more; it may be missed.
         """
-        ...
+        return await request_scripts.record(self._call(record_key(address)), address, reply_to)
 
     async def due(self, model: str, partition: int, count: int) -> list[Address]:
         """Returns up to `count` requests whose deadline has passed and which have not ended, the oldest first."""
-        ...
+        return await request_scripts.due(self._call(keys.due(model, partition).encode()), model, partition, count)
 
     async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
         """Takes up to `count` requests that ended, with their results, from an outbox that a program named.
@@ -297,7 +210,116 @@ class Requests(Protocol):
             kind: The outbox, as `deliveries.outbox` returns it.
             count: How many at most.
         """
-        ...
+        call = self._call(keys.deliveries(model, partition, kind.name).encode())
+        found = await request_scripts.endings(call, model, partition, kind, count)
+        apart = [number for number, (_, is_apart) in enumerate(found) if is_apart]
+        fetched = await asyncio.gather(*(self._with_result(model, partition, found[number][0]) for number in apart))
+        whole = dict(zip(apart, fetched, strict=True))
+        return [whole.get(number, ending) for number, (ending, _) in enumerate(found)]
+
+    async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[Accepted | QinferError]:
+        """Accepts requests of one partition in one step; returns what became of each."""
+        first = acceptances[0].address
+        try:
+            if len(acceptances) == 1:
+                return [await self.accept(acceptances[0])]
+            for acceptance in acceptances:
+                check_outbox(acceptance)
+            requests = [(each, given(payload_name(each.address), each.payload)) for each in acceptances]
+            write = partial(request_scripts.accept, requests=requests)
+            replies = await self._durability.write(first.model, first.partition, write)
+        except (InvalidRequest, Refused) as error:  # of one of them
+            if len(acceptances) == 1:
+                return [error]
+            return [answer for each in acceptances for answer in await self._accept_part([each])]
+        except QinferError as error:
+            return [error] * len(acceptances)
+        return [self._accepted(reply) for reply in replies]
+
+    def _accepted(self, reply: AcceptReply) -> Accepted | QinferError:
+        self._values.forget(reply.objects)
+        if reply.what == "full":
+            return QueueFull(FULL)
+        if reply.what == "gone":
+            return BrokerUnavailable(_NOT_IN_TIME)
+        return Accepted(reply.id, is_new=reply.what == "new", body_hash=reply.body_hash)
+
+    async def _with_result(self, model: str, partition: int, ending: Ending) -> Ending:
+        try:
+            blob = await self.result(Address(model, partition, ending.request_id))
+        except CorruptEntry as error:
+            extra = {"request_id": ending.request_id, "error": error.message}
+            logger.warning("a result is gone before its time", extra=extra)
+            return ending
+        record = ending.record and msgspec.structs.replace(ending.record, has_result=blob is not None)
+        return msgspec.structs.replace(ending, blob=blob, record=record)
+
+    def _call(self, key: bytes) -> Call:
+        return partial(self._router.call, keys.slot(key))
+
+    async def _staged_results(self, settlements: Sequence[Settlement]) -> list[Value]:
+        """Returns the results as the script takes them; large ones are stored first."""
+        values = [given(result_name(each.address), each.outcome.blob) for each in settlements]
+        large = [number for number, value in enumerate(values) if self._values.is_apart(len(value.data))]
+        if large:
+            stored = await asyncio.gather(*(self._staged_result(settlements[number]) for number in large))
+            for number, value in zip(large, stored, strict=True):
+                values[number] = value
+        return values
+
+    async def _staged_result(self, settlement: Settlement) -> Value:
+        address, blob, kept_s = settlement.address, settlement.outcome.blob, 0.0
+        if self._values.is_object(len(blob)):
+            key = record_key(address)
+            kept_s = int(await self._call(key)(b"HGET", key, b"result_ttl_ms") or 0) / 1000
+        return await self._staged(result_name(address), blob, kept_s)
+
+    async def _staged(self, name: str, value: Bytes, kept_s: float) -> Value:
+        """Returns a value as a script takes it; a large one is stored first.
+
+        Args:
+            name: The name that the script gives it.
+            value: The bytes.
+            kept_s: How long it is kept then.
+        """
+        if not self._values.is_apart(len(value)):
+            return given(name, value)
+        staged = keys.staged(name, secrets.token_hex(8))
+        await self._values.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s)
+        return Value(b"staged", b"", staged)
+
+    async def _settle(self, settlements: Sequence[Settlement], results: Sequence[Value]) -> list[Sequence[str] | None]:
+        """Ends requests of one partition in one step; returns for each who waits for it, `None` = it had ended before.
+
+        Raises:
+            BrokerUnavailable: A result that was stored first is gone; the other requests have ended.
+        """
+        call = self._call(record_key(settlements[0].address))
+        replies = await request_scripts.settle(call, list(zip(settlements, results, strict=True)))
+        for reply in replies:
+            self._values.forget(reply.objects)
+        if any(reply.what == "gone" for reply in replies):
+            raise BrokerUnavailable(_NOT_IN_TIME)
+        return [reply.watchers if reply.what == "first" else None for reply in replies]
+
+    async def _settle_apart(self, settlements: Sequence[Settlement]) -> list[bool]:
+        """Ends requests one by one; raises what the first of them raised when all have been tried."""
+        ended = await asyncio.gather(*(self.settle([each]) for each in settlements), return_exceptions=True)
+        firsts: list[bool] = []
+        for answers in ended:
+            if isinstance(answers, BaseException):
+                raise answers
+            firsts += answers
+        return firsts
+
+    def _tell(self, reply_to: str, addresses: Sequence[Address]) -> None:
+        """Sends hints without waiting; one that is lost costs its reader some time."""
+        key = keys.reply(reply_to).encode()
+        packed = pack((b"XADD", key, b"NOMKSTREAM", b"*", b"r", hint(addresses)))
+        try:
+            self._router.send(keys.slot(key), packed, lambda _: None)
+        except BrokerUnavailable:
+            logger.warning("waiting callers could not be told", extra={"count": len(addresses)})
 
 
 def check_outbox(acceptance: Acceptance) -> None:

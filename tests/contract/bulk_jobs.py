@@ -4,7 +4,8 @@ import msgspec
 
 from qinfer.delivery.base import Delivery, Lane, Lease
 from qinfer.delivery.deliveries import JOBS
-from qinfer.delivery.jobs import RUNNING, JobRecord, Jobs, ShardOutcome, bulk_lanes
+from qinfer.delivery.job_records import RUNNING, JobRecord, ShardOutcome, bulk_lanes
+from qinfer.delivery.jobs import Jobs
 
 LANES = bulk_lanes("digits", 1)
 

@@ -5,7 +5,7 @@ import msgspec
 from qinfer.codec.frame import encode_request
 from qinfer.delivery.base import Delivery, Entry, Lane, Lease
 from qinfer.delivery.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.delivery.requests import Acceptance, Accepted, Address, Outcome, RequestState, Settlement
+from qinfer.delivery.request_records import Acceptance, Accepted, Address, Outcome, RequestState, Settlement
 from qinfer.messages import InferRequest
 
 LANE = Lane("digits", 1, "p1")

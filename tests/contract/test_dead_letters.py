@@ -8,7 +8,7 @@ from qinfer.codec.frame import encode_request, encode_request_apart
 from qinfer.delivery import keys, memory_dead_letters, redis_entries
 from qinfer.delivery.base import Delivery, Entry, Lane, Lease, Payload
 from qinfer.delivery.dead_letters import DeadLetter
-from qinfer.delivery.requests import Acceptance, Address, Outcome, RequestState, Settlement
+from qinfer.delivery.request_records import Acceptance, Address, Outcome, RequestState, Settlement
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.messages import InferRequest
 from qinfer.tensors import Tensor

@@ -8,7 +8,7 @@ import pytest
 from qinfer.delivery import keys, scripts
 from qinfer.delivery.base import Lane
 from qinfer.delivery.deliveries import Deliveries, DeliveryItem, Kind
-from qinfer.delivery.jobs import bulk_lanes
+from qinfer.delivery.job_records import bulk_lanes
 from qinfer.delivery.router import Router
 from tests.contract.conftest import RedisQueue
 

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.delivery.base import DELAYED, Lane
-from qinfer.delivery.job_records import MAX_LOG_LINES, TOP_UP_COUNT
-from qinfer.delivery.jobs import ShardOutcome, Standing
+from qinfer.delivery.job_records import MAX_LOG_LINES, TOP_UP_COUNT, ShardOutcome, Standing
 from qinfer.errors import InvalidRequest
 from tests.contract.bulk_jobs import (
     LANES,

@@ -7,7 +7,7 @@ import pytest
 
 from qinfer.delivery import keys
 from qinfer.delivery.base import Delivery, Lease
-from qinfer.delivery.jobs import JobRecord, ShardOutcome, Standing
+from qinfer.delivery.job_records import JobRecord, ShardOutcome, Standing
 from tests.contract.bulk_jobs import (
     LANES,
     counts,

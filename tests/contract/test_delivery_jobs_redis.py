@@ -7,7 +7,7 @@ import pytest
 
 from qinfer.delivery import job_scripts, keys
 from qinfer.delivery.durability import Durability
-from qinfer.delivery.jobs import ShardOutcome
+from qinfer.delivery.job_records import ShardOutcome
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, QueueFull
 from tests.contract.bulk_jobs import LANES, fetch, finish, known, planned, record, running, shards, top_up

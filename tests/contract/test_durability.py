@@ -13,7 +13,7 @@ from qinfer.delivery import durability, keys
 from qinfer.delivery.base import Lane
 from qinfer.delivery.durability import Call, Durability
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.delivery.requests import Acceptance, Address, RequestState
+from qinfer.delivery.request_records import Acceptance, Address, RequestState
 from qinfer.delivery.router import Router
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.settings import RedisSettings

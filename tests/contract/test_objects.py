@@ -12,7 +12,7 @@ from qinfer.delivery import keys
 from qinfer.delivery.base import Delivery, Entry, Payload
 from qinfer.delivery.dead_letters import MAX_AGE_S
 from qinfer.delivery.object_store import ObjectStore
-from qinfer.delivery.requests import MARGIN_S, RequestState
+from qinfer.delivery.request_records import MARGIN_S, RequestState
 from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, QueueFull
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue

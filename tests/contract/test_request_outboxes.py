@@ -10,7 +10,7 @@ from qinfer.codec.frame import decode_responses
 from qinfer.delivery import keys
 from qinfer.delivery.base import Delivery, reply_address
 from qinfer.delivery.deliveries import Kind, outbox
-from qinfer.delivery.requests import MAX_NOTES_BYTES, Accepted, Ending, RequestState
+from qinfer.delivery.request_records import MAX_NOTES_BYTES, Accepted, Ending, RequestState
 from qinfer.errors import InvalidRequest
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue

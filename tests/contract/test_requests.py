@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.delivery.base import Lane, reply_address
-from qinfer.delivery.requests import Accepted, RequestState
+from qinfer.delivery.request_records import Accepted, RequestState
 from qinfer.errors import QueueFull
 from qinfer.testing import eventually
 from tests.contract.conftest import MemoryQueue, RedisQueue

@@ -1,7 +1,7 @@
 """Many requests in one call: accepted and ended, each as if it were alone."""
 
 from qinfer.delivery.base import Lane
-from qinfer.delivery.requests import MAX_NOTES_BYTES, Accepted, RequestState
+from qinfer.delivery.request_records import MAX_NOTES_BYTES, Accepted, RequestState
 from qinfer.delivery.values import LARGE_BYTES
 from qinfer.errors import InvalidRequest, QueueFull
 from tests.contract.conftest import MemoryQueue, RedisQueue

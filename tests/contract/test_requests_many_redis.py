@@ -4,7 +4,7 @@ import pytest
 
 from qinfer.delivery import keys
 from qinfer.delivery.connection import Refused
-from qinfer.delivery.requests import Accepted
+from qinfer.delivery.request_records import Accepted
 from tests.contract.conftest import RedisQueue
 from tests.contract.requests import accept, acceptance, address, ended, settle
 

@@ -8,8 +8,8 @@ from qinfer.delivery import keys
 from qinfer.delivery.base import reply_address
 from qinfer.delivery.connection import Connection
 from qinfer.delivery.deliveries import WEBHOOKS
+from qinfer.delivery.request_records import MARGIN_S, MAX_WATCHERS, RequestState
 from qinfer.delivery.request_scripts import AT_ONCE
-from qinfer.delivery.requests import MARGIN_S, MAX_WATCHERS, RequestState
 from qinfer.delivery.values import Values
 from qinfer.errors import BrokerUnavailable, QueueFull
 from tests.contract.conftest import RedisQueue

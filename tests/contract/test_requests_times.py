@@ -5,7 +5,7 @@ import tracemalloc
 from qinfer.codec.frame import decode_responses
 from qinfer.delivery import keys
 from qinfer.delivery.base import reply_address
-from qinfer.delivery.requests import RequestState
+from qinfer.delivery.request_records import RequestState
 from qinfer.testing import FakeClock, MemoryDelivery, eventually
 from tests.contract.conftest import MemoryQueue, RedisQueue
 from tests.contract.requests import HOOKS, LANE, accept, address, ended, fetch, settle, webhooks

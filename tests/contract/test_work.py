@@ -12,7 +12,7 @@ from qinfer.control.work import read_work
 from qinfer.control.writing import ensure_lanes
 from qinfer.delivery.base import DELAYED, Delivery, Lane
 from qinfer.delivery.clients import admin_client
-from qinfer.delivery.jobs import OpenRows, bulk_lanes
+from qinfer.delivery.job_records import OpenRows, bulk_lanes
 from qinfer.observability.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
 from qinfer.repository.config import normalise, parse, to_json
 from tests.contract.bulk_jobs import fetch, finish, planned, record, running

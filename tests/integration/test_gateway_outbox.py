@@ -3,7 +3,7 @@
 from qinfer.codec.frame import decode_responses
 from qinfer.codec.outputs import OutputPlan
 from qinfer.delivery.deliveries import outbox
-from qinfer.delivery.requests import Ending, RequestState
+from qinfer.delivery.request_records import Ending, RequestState
 from qinfer.messages import InferRequest
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually

@@ -10,7 +10,7 @@ import pytest
 
 from qinfer.control.api_keys import Scope, add_key
 from qinfer.control.base import Desired, Speed, StoredModel
-from qinfer.delivery.jobs import JobRecord
+from qinfer.delivery.job_records import JobRecord
 from qinfer.errors import BrokerUnavailable
 from qinfer.testing import eventually
 from tests.gateway import Running, running_gateway, settings_of

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from qinfer.delivery.requests import Address
+from qinfer.delivery.request_records import Address
 from qinfer.errors import InvalidRequest, ModelNotFound, QueueFull
 from qinfer.settings import HttpSettings, RequestSettings
 from qinfer.testing import eventually

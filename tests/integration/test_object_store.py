@@ -12,7 +12,7 @@ import pytest
 from qinfer.codec.frame import decode_responses, encode_request_apart
 from qinfer.delivery.base import Lane, Payload
 from qinfer.delivery.object_store import SWEEP_MARGIN_S, ObjectStore
-from qinfer.delivery.requests import Acceptance, Address, RequestState
+from qinfer.delivery.request_records import Acceptance, Address, RequestState
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.messages import Response
 from qinfer.settings import LimitSettings, RedisSettings

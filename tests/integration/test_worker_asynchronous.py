@@ -7,7 +7,7 @@ import pytest
 
 from qinfer.codec.frame import decode_responses, encode_request_apart
 from qinfer.delivery.base import Entry, Lane
-from qinfer.delivery.requests import Outcome, RequestState, Settlement
+from qinfer.delivery.request_records import Outcome, RequestState, Settlement
 from qinfer.errors import BrokerUnavailable, PayloadTooLarge
 from qinfer.messages import Response
 from qinfer.tensors import to_numpy

@@ -9,7 +9,7 @@ import pytest
 from qinfer.bulk.job import JobSpec
 from qinfer.bulk.plan import Shard
 from qinfer.delivery.base import Lane
-from qinfer.delivery.jobs import BULK_LANES, ShardOutcome
+from qinfer.delivery.job_records import BULK_LANES, ShardOutcome
 from qinfer.testing import eventually
 from qinfer_workers.inference.bulk import errand
 from tests.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qinfer.delivery.base import Lane
-from qinfer.delivery.jobs import BULK_LANES, JobRecord, ShardOutcome
+from qinfer.delivery.job_records import BULK_LANES, JobRecord, ShardOutcome
 from qinfer.testing import eventually
 from tests.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
 from tests.trouble import CRASH, SLOW, write_model

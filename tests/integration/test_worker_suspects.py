@@ -7,7 +7,7 @@ import pytest
 from qinfer.codec.frame import FRAME_VERSION, encode_request
 from qinfer.control.base import State
 from qinfer.delivery.base import Lease
-from qinfer.delivery.requests import RequestState
+from qinfer.delivery.request_records import RequestState
 from qinfer.messages import Response
 from qinfer.testing import eventually
 from tests.stage import Stage, value

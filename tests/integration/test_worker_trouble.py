@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from qinfer.delivery.base import Lane
-from qinfer.delivery.requests import RequestState
+from qinfer.delivery.request_records import RequestState
 from qinfer.testing import eventually
 from tests.trouble import CRASH, HOLD_GIL, SLOW, executed, write_model
 from tests.worker_processes import Workshop, resume, workshop

@@ -10,7 +10,7 @@ from qinfer.codec.frame import encode_request
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.clients import admin_client
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.delivery.requests import Acceptance, Address
+from qinfer.delivery.request_records import Acceptance, Address
 from qinfer.messages import InferRequest
 from qinfer.settings import RedisSettings
 from qinfer.testing import eventually

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qinfer.delivery.deliveries import outbox as outbox_kind
-from qinfer.delivery.requests import Ending
+from qinfer.delivery.request_records import Ending
 from qinfer.errors import QinferError, SettingsError
 from qinfer.testing import eventually
 from qinfer_workers.bridge import endings

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from qinfer.delivery.base import Lane
-from qinfer.delivery.requests import Acceptance, Accepted, Address
+from qinfer.delivery.request_records import Acceptance, Accepted, Address
 from qinfer.errors import BrokerUnavailable, InvalidRequest, PayloadTooLarge, QinferError, QueueFull, SettingsError
 from qinfer.observability.bridge_metrics import RouteTally
 from qinfer.testing import eventually

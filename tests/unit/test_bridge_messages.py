@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qinfer.codec.frame import encode_responses
-from qinfer.delivery.requests import Address, Ending, RequestRecord, RequestState
+from qinfer.delivery.request_records import Address, Ending, RequestRecord, RequestState
 from qinfer.errors import InvalidRequest
 from qinfer.messages import Failure, Response, parse_request_id
 from qinfer.tensors import from_numpy

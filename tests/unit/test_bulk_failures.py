@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.bulk.failures import why_failed
-from qinfer.delivery.jobs import ShardOutcome
+from qinfer.delivery.job_records import ShardOutcome
 
 FINE, SOME = ShardOutcome(0, 10), ShardOutcome(1, 10, 3)
 LOST = ShardOutcome(2, 10, 10, "'s3://b/in.parquet' was replaced")

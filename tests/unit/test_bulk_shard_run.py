@@ -24,7 +24,7 @@ from qinfer.bulk.plan import PlanHead, Range, Shard, decode_plan_head
 from qinfer.bulk.schemas import encode_schema
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
-from qinfer.delivery.jobs import ShardOutcome
+from qinfer.delivery.job_records import ShardOutcome
 from qinfer.errors import InferenceFailed, QueueFull
 from qinfer.messages import InferRequest
 from qinfer.repository.spec import Device as DeviceSpec

@@ -7,7 +7,7 @@ from qinfer.cli.runfile import RunFile, read, remove, write
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.delivery.base import Lane
-from qinfer.delivery.jobs import JobRecord
+from qinfer.delivery.job_records import JobRecord
 from qinfer.delivery.redis import RedisDelivery
 
 

@@ -16,7 +16,7 @@ from qinfer.control.readiness import Capacity
 from qinfer.control.redis_store import RedisControlStore
 from qinfer.control.sync import SyncedModel, start, sync
 from qinfer.delivery.base import Lane
-from qinfer.delivery.jobs import bulk_lanes
+from qinfer.delivery.job_records import bulk_lanes
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError, SettingsError
 from qinfer.repository.open import open_repositories

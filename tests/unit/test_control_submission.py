@@ -7,7 +7,7 @@ from qinfer.control.catalog import Served
 from qinfer.control.routes import Routes
 from qinfer.control.submission import Stamped, prepare
 from qinfer.delivery.base import Lane
-from qinfer.delivery.requests import Address
+from qinfer.delivery.request_records import Address
 from qinfer.messages import InferRequest
 from qinfer.repository.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.tensors import Tensor

@@ -6,8 +6,7 @@ import pytest
 from qinfer.control.base import Speed, State, VersionState, WorkerRecord
 from qinfer.control.work import ASSUMED_ROW_S, Seen, VersionWork, work_of
 from qinfer.delivery.base import Lane, LaneSize
-from qinfer.delivery.job_records import JobRecord, open_rows
-from qinfer.delivery.jobs import OpenRows
+from qinfer.delivery.job_records import JobRecord, OpenRows, open_rows
 from qinfer.observability.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
 
 ONLINE, DELAYED, BULK = Lane("m", 1, "p1"), Lane("m", 1, "p1.delayed"), Lane("m", 1, "bulk2")

@@ -13,7 +13,7 @@ from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Entry, Lane
 from qinfer.delivery.deliveries import DeliveryItem
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.delivery.requests import Acceptance, Address, RequestState
+from qinfer.delivery.request_records import Acceptance, Address, RequestState
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.messages import InferRequest
 from qinfer.observability.metrics import GatewayTally

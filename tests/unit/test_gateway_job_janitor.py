@@ -8,7 +8,7 @@ import pytest
 from qinfer.control.base import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.control.catalog import Catalog
 from qinfer.delivery.base import Lease
-from qinfer.delivery.jobs import JobRecord, ShardOutcome, bulk_lanes
+from qinfer.delivery.job_records import JobRecord, ShardOutcome, bulk_lanes
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable
 from qinfer.observability.catalogue import BACKLOG

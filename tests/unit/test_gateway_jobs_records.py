@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qinfer.bulk.job import JobSpec, Output, encode_spec
-from qinfer.delivery.jobs import JobRecord
+from qinfer.delivery.job_records import JobRecord
 from qinfer.errors import InvalidRequest, JobNotFound
 from qinfer.messages import IdFactory
 from qinfer_api.job_records import (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer.delivery.requests import Address
+from qinfer.delivery.request_records import Address
 from qinfer.errors import RequestNotFound
 from qinfer_api.records import address_of, path_of, shown_id
 

@@ -13,9 +13,9 @@ import redis
 from qinfer.delivery import keys
 from qinfer.delivery.base import Lane
 from qinfer.delivery.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.delivery.jobs import JobRecord
+from qinfer.delivery.job_records import JobRecord
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.delivery.requests import Acceptance, Address, RequestState, Settlement
+from qinfer.delivery.request_records import Acceptance, Address, RequestState, Settlement
 from qinfer.errors import DeadlineExceeded, InvalidRequest, SettingsError
 from qinfer.settings import WebhookSettings
 from qinfer_api.records import failed_outcome

@@ -12,7 +12,7 @@ from qinfer.codec.frame import decode_responses
 from qinfer.delivery.base import Entry, Lane, Lease
 from qinfer.delivery.connection import Refused
 from qinfer.delivery.redis import RedisDelivery
-from qinfer.delivery.requests import Settlement
+from qinfer.delivery.request_records import Settlement
 from qinfer.delivery.router import Router
 from qinfer.errors import InferenceFailed
 from qinfer.messages import Failure, InferRequest, Response

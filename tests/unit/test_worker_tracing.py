@@ -15,7 +15,7 @@ from qinfer.batching.execution import Execution, Pending
 from qinfer.bulk.plan import Shard, ShardTicket, encode_ticket
 from qinfer.clock import ServerClock
 from qinfer.delivery.base import Entry, Lane, Lease
-from qinfer.delivery.jobs import JobRecord, ShardOutcome
+from qinfer.delivery.job_records import JobRecord, ShardOutcome
 from qinfer.delivery.redis import RedisDelivery
 from qinfer.errors import BrokerUnavailable, DeadlineExceeded, InferenceFailed
 from qinfer.messages import InferRequest

@@ -19,7 +19,7 @@ from qinfer.codec.frame import decode_responses
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.deliveries import outbox
 from qinfer.delivery.label_tasks import Board, LabelState, LabelTask
-from qinfer.delivery.requests import Ending, RequestState
+from qinfer.delivery.request_records import Ending, RequestState
 from qinfer.errors import CorruptEntry, DeliveryError, InferenceFailed, QinferError, QueueFull
 from qinfer.labeling.label_config import parse_label_config
 from qinfer.messages import Failure

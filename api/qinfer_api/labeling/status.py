@@ -13,7 +13,8 @@ from typing import Literal, get_args
 import msgspec
 
 from qinfer.delivery.label_tasks import Board, LabelState, LabelTask, LabelTasks
-from qinfer.delivery.requests import RequestRecord, Requests
+from qinfer.delivery.request_records import RequestRecord
+from qinfer.delivery.requests import Requests
 from qinfer.errors import RequestNotFound
 from qinfer.labeling.mapping import model_version
 from qinfer_api.records import chosen_address, instant, path_of

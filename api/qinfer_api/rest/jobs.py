@@ -12,7 +12,7 @@ from starlette.responses import StreamingResponse
 from qinfer.bulk.job import JobState
 from qinfer.codec.kserve_json import check_depth
 from qinfer.control.api_keys import Scope
-from qinfer.delivery.jobs import JobRecord
+from qinfer.delivery.job_records import JobRecord
 from qinfer.errors import DeliveryError, InvalidRequest
 from qinfer_api.auth import Context
 from qinfer_api.job_records import (

@@ -27,7 +27,7 @@ from starlette.responses import StreamingResponse
 from qinfer.codec.outputs import OutputPlan
 from qinfer.control.api_keys import Scope
 from qinfer.control.catalog import Served
-from qinfer.delivery.requests import Address, RequestRecord
+from qinfer.delivery.request_records import Address, RequestRecord
 from qinfer.errors import Conflict, DeliveryError, InvalidRequest, ModelError, Overloaded, QinferError, RequestError
 from qinfer.messages import InferRequest
 from qinfer.tensors import Bytes

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from qinfer.delivery.base import Delivery
 from qinfer.delivery.deliveries import Kind
-from qinfer.delivery.requests import Ending
+from qinfer.delivery.request_records import Ending
 from qinfer.errors import QinferError
 from qinfer_workers.bridge.letters import Told
 from qinfer_workers.bridge.pauses import Complaint, Pauses

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 
-from qinfer.delivery.requests import Acceptance, Accepted
+from qinfer.delivery.request_records import Acceptance, Accepted
 from qinfer.errors import Conflict, Overloaded, QinferError, RequestError
 from qinfer.observability.bridge_metrics import RouteTally
 from qinfer_workers.bridge.consumer import Refused

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from qinfer.codec.frame import decode_responses
-from qinfer.delivery.requests import Ending, RequestState
+from qinfer.delivery.request_records import Ending, RequestState
 from qinfer.errors import CorruptEntry, ErrorCode, QinferError
 from qinfer.messages import Failure, Response
 from qinfer_workers.bridge.bodies import Encoded, encode, encode_error

@@ -4,7 +4,7 @@ import msgspec
 
 from qinfer.control.catalog import Served
 from qinfer.control.submission import prepare
-from qinfer.delivery.requests import MAX_NOTES_BYTES, Acceptance, Address
+from qinfer.delivery.request_records import MAX_NOTES_BYTES, Acceptance, Address
 from qinfer.errors import InvalidRequest
 from qinfer.messages import IdFactory
 from qinfer_workers.bridge.bodies import BodyCodec, ReplyEncoding

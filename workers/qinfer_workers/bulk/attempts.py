@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from qinfer.bulk.examiner_pool import DIED, ExaminerDied
-from qinfer.delivery.jobs import JobRecord, LogLine
+from qinfer.delivery.job_records import JobRecord, LogLine
 from qinfer.errors import ModelNotReady, QinferError
 from qinfer_workers.bulk.services import JobServices, NotWanted
 

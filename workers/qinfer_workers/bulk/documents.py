@@ -20,7 +20,7 @@ from qinfer.bulk.manifest import (
     make_manifest,
 )
 from qinfer.bulk.plan import ExpectedParts, PartInfo, Plan, Shard, decode_plan
-from qinfer.delivery.jobs import JobRecord
+from qinfer.delivery.job_records import JobRecord
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
 from qinfer.storage.store import Outcome, Store
 

@@ -18,7 +18,7 @@ from qinfer.bulk.examiner_pool import ExaminerDied
 from qinfer.bulk.failures import too_many, why_failed
 from qinfer.bulk.job import TERMINAL, JobState
 from qinfer.bulk.plan import PartInfo, Plan, Shard, ShardTicket, encode_ticket
-from qinfer.delivery.jobs import JobRecord
+from qinfer.delivery.job_records import JobRecord
 from qinfer.errors import CorruptEntry, InvalidRequest, QinferError
 from qinfer_workers.bulk.attempts import FINISHING, MAX_DEATHS, PLANNING, attempt
 from qinfer_workers.bulk.documents import PLAN_GONE, expected, read_plan, spec_of, write_manifest, write_partial

@@ -16,7 +16,7 @@ import msgspec
 from qinfer.bulk.job import JobSpec, JobState
 from qinfer.bulk.plan import Plan, Shard, ShardTicket, Unplanned, decode_plan, encode_plan_head, encode_ticket
 from qinfer.bulk.shards import Pace
-from qinfer.delivery.jobs import JobRecord, ShardOutcome
+from qinfer.delivery.job_records import JobRecord, ShardOutcome
 from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from qinfer.observability.stats import batches
 from qinfer.repository.config import from_json, to_spec

@@ -13,7 +13,8 @@ from qinfer.bulk.job import JobState
 from qinfer.clock import ServerClock
 from qinfer.control.base import ControlStore
 from qinfer.control.readiness import capacity_of
-from qinfer.delivery.jobs import JobRecord, Jobs
+from qinfer.delivery.job_records import JobRecord
+from qinfer.delivery.jobs import Jobs
 from qinfer.errors import QinferError
 from qinfer.settings import Settings
 from qinfer.storage.store import Store

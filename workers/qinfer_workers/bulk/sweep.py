@@ -11,7 +11,7 @@ from typing import Protocol
 from qinfer.bulk.failures import why_failed
 from qinfer.bulk.job import JobState
 from qinfer.bulk.plan import ShardTicket, encode_ticket
-from qinfer.delivery.jobs import JobRecord
+from qinfer.delivery.job_records import JobRecord
 from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError
 from qinfer_workers.bulk.documents import PLAN_GONE, read_plan, spec_of
 from qinfer_workers.bulk.services import JobServices

@@ -19,7 +19,7 @@ import msgspec
 from qinfer.batching.execution import TOLD, Pending
 from qinfer.codec.frame import encode_responses
 from qinfer.delivery.base import DELAYED, Delivery, Lease
-from qinfer.delivery.requests import Address, Outcome, RequestState, Settlement
+from qinfer.delivery.request_records import Address, Outcome, RequestState, Settlement
 from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull
 from qinfer.messages import Failure, Response
 from qinfer.observability.stats import PublishTally, StatsTally

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from qinfer.batching.execution import Execution, Pending
 from qinfer.clock import ServerClock
-from qinfer.delivery.jobs import JobRecord, ShardOutcome
+from qinfer.delivery.job_records import JobRecord, ShardOutcome
 from qinfer.errors import QinferError
 from qinfer.observability.fence import Fence
 from qinfer.observability.tracing import (

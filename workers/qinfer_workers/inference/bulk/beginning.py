@@ -10,7 +10,7 @@ from qinfer.batching.batcher import Batcher
 from qinfer.bulk.job import decode_spec
 from qinfer.bulk.plan import ShardTicket, decode_plan_head
 from qinfer.clock import ServerClock
-from qinfer.delivery.jobs import JobRecord
+from qinfer.delivery.job_records import JobRecord
 from qinfer.errors import QinferError
 from qinfer_workers.inference.bulk.arbiter import DeviceArbiter
 from qinfer_workers.inference.bulk.batch_size import BatchSize

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from qinfer.bulk.plan import ShardTicket
 from qinfer.delivery.base import Delivery
-from qinfer.delivery.jobs import JobRecord, ShardOutcome
+from qinfer.delivery.job_records import JobRecord, ShardOutcome
 from qinfer.observability.stats import ModelCounts
 from qinfer_workers.inference.bulk.hands import Hands, HeldShard
 from qinfer_workers.inference.leases import LeaseKeeper

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from qinfer.bulk.plan import ShardTicket, decode_ticket
 from qinfer.delivery.base import Lease
-from qinfer.delivery.jobs import PLANNING, RUNNING, JobRecord, ShardOutcome
+from qinfer.delivery.job_records import PLANNING, RUNNING, JobRecord, ShardOutcome
 from qinfer.errors import BrokerUnavailable, CorruptEntry, ErrorCode, QinferError, QueueFull
 from qinfer.observability.stats import DEAD_LETTERS, ROWS_DONE, ROWS_FAILED
 from qinfer_workers.inference.bulk.desk import Abandoned, Begin, Desk, PutOff, Run

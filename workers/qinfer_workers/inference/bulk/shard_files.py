@@ -17,7 +17,7 @@ from qinfer.bulk.parts import PartBroken, PartWriter, part_metadata, validate_pa
 from qinfer.bulk.plan import PlanHead, Shard
 from qinfer.bulk.rows import ShardReader
 from qinfer.bulk.schemas import decode_schema
-from qinfer.delivery.jobs import ShardOutcome
+from qinfer.delivery.job_records import ShardOutcome
 from qinfer.errors import Conflict, StoreNotFound, StoreUnavailable
 from qinfer.repository.spec import ModelSpec
 from qinfer.storage.open import store_for

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from qinfer.batching.batcher import Batcher, LoadedModel
-from qinfer.delivery.jobs import ShardOutcome
+from qinfer.delivery.job_records import ShardOutcome
 from qinfer.errors import Cancelled, DeliveryError, QinferError
 from qinfer_workers.inference.bulk.arbiter import DeviceArbiter, Turn
 from qinfer_workers.inference.bulk.batch_size import BatchSize

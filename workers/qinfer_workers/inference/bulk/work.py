@@ -16,7 +16,7 @@ from pathlib import Path
 from qinfer.batching.batcher import Batcher
 from qinfer.bulk.plan import ShardTicket
 from qinfer.delivery.base import Delivery
-from qinfer.delivery.jobs import JobRecord, bulk_lanes
+from qinfer.delivery.job_records import JobRecord, bulk_lanes
 from qinfer.errors import QinferError
 from qinfer.settings import Settings
 from qinfer_workers.inference.bulk.arbiter import DeviceArbiter
