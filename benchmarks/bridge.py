@@ -30,7 +30,7 @@ from benchmarks import environments, processes
 from benchmarks.bridge_cases import MODEL, Case, cases
 from benchmarks.machine import describe
 from benchmarks.models import write_repository
-from tests.rabbitmq import RabbitServer, running_rabbitmq
+from tests.support.servers.rabbitmq import RabbitServer, running_rabbitmq
 
 OUT = environments.HERE / "BRIDGE.md"
 WORK = environments.HERE / ".work" / "bridge"

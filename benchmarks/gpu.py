@@ -23,14 +23,14 @@ import numpy as np
 from benchmarks.machine import describe
 from qinfer.backends.base import Batch
 from qinfer.backends.registry import factory
-from qinfer.messages import InferRequest
-from qinfer.repository.config import normalise, parse, to_spec
-from qinfer.repository.spec import Device
-from qinfer.settings import LimitSettings
-from tests import real_models
-from tests.backends import Answers
+from qinfer.core.messages import InferRequest
+from qinfer.core.settings import LimitSettings
+from qinfer.models.config.config import normalise, parse, to_spec
+from qinfer.models.spec import Device
 from tests.e2e.conftest import running
 from tests.gpu.conftest import usable
+from tests.support import real_models
+from tests.support.backends import Answers
 
 OUT = Path(__file__).parent / "GPU.md"
 TOKENS = 64

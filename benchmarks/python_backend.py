@@ -13,11 +13,11 @@ import numpy as np
 
 from qinfer.backends.base import Batch
 from qinfer.backends.python import PythonBackend
+from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.core.settings import LimitSettings
 from qinfer.errors import QinferError
-from qinfer.messages import InferRequest, Response, Scalar
-from qinfer.repository import config
-from qinfer.repository.spec import Device
-from qinfer.settings import LimitSettings
+from qinfer.models.config import config
+from qinfer.models.spec import Device
 from qinfer.tensors import Tensor
 
 MODEL = """

@@ -18,11 +18,11 @@ from pathlib import Path
 import redis
 
 from qinfer.backends.stub import StubBackend
-from qinfer.clock import Clock
-from qinfer.control.memory_store import MemoryControlStore
-from qinfer.delivery.embedded import EmbeddedRedis, find_redis_server
-from qinfer.delivery.memory import MemoryDelivery
-from qinfer.repository.spec import BatchingSpec, ModelSpec, TensorSpec
+from qinfer.core.clock import Clock
+from qinfer.models.memory_store import MemoryControlStore
+from qinfer.models.spec import BatchingSpec, ModelSpec, TensorSpec
+from qinfer.queue.embedded import EmbeddedRedis, find_redis_server
+from qinfer.queue.memory import MemoryDelivery
 
 __all__ = [
     "EmbeddedServer",

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples import digits
-from qinfer.observability import catalogue
+from qinfer.observe import catalogue
 from scripts import demo_bulk
 from scripts.load import Answer, ask_all
 

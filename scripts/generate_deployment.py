@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from qinfer.settings import Settings, variable_names
+from qinfer.core.settings import Settings, variable_names
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "deploy" / "helm" / "qinfer"

@@ -11,8 +11,9 @@ import typer
 from pydantic import BaseModel, SecretStr
 
 from qinfer.cli.main import app
-from qinfer.repository import config_fields, config_spec
-from qinfer.settings import Settings
+from qinfer.core.settings import Settings
+from qinfer.models.config import fields as config_fields
+from qinfer.models.config import to_spec as config_spec
 from scripts.reference_http import http_page
 from scripts.reference_keys import keys_page
 from scripts.reference_metrics import metrics_page

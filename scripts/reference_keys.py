@@ -7,14 +7,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from qinfer.bulk.queue import QUEUE
-from qinfer.delivery import keys
-from qinfer.delivery.base import Lane
+from qinfer.jobs.tasks import QUEUE
+from qinfer.queue import keys
+from qinfer.queue.base import Lane
 
 HEAD = """
 # Redis keys
 
-Spelled in `qinfer/delivery/keys.py`, and nowhere else. For looking around with `redis-cli`; the layout may change
+Spelled in `qinfer/queue/keys.py`, and nowhere else. For looking around with `redis-cli`; the layout may change
 between minor versions.
 
 The keys of a model begin with `qinfer:{<model>#<partition>}:`, written as `…:` here. The part in braces is the hash
@@ -273,11 +273,11 @@ def keys_page(notice: str) -> str:
         notice: The comment that says where the page comes from.
 
     Raises:
-        ValueError: A function of `qinfer.delivery.keys` is in no row.
+        ValueError: A function of `qinfer.queue.keys` is in no row.
     """
     told = {row.spell.__name__ for row in ROWS}
     if untold := sorted(spelling() - told):
-        raise ValueError(f"scripts/reference_keys.py has no row for {', '.join(untold)} of qinfer/delivery/keys.py")
+        raise ValueError(f"scripts/reference_keys.py has no row for {', '.join(untold)} of qinfer/queue/keys.py")
     lines = [notice + HEAD]
     for row in ROWS:
         names = ", ".join(f"`{_key(row.spell, given)}`" for given in row.names).replace("|", "\\|")
@@ -286,7 +286,7 @@ def keys_page(notice: str) -> str:
 
 
 def spelling() -> set[str]:
-    """Returns the names of what spells a key in `qinfer.delivery.keys`."""
+    """Returns the names of what spells a key in `qinfer.queue.keys`."""
     public = {name for name, value in vars(keys).items() if callable(value) and value.__module__ == keys.__name__}
     return {name for name in public if not name.startswith("_")} - NOT_KEYS
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
-from qinfer.observability import catalogue, latencies, triton_metrics
-from qinfer.observability.catalogue import Info, MetricScope
+from qinfer.observe import catalogue, latencies, triton_metrics
+from qinfer.observe.catalogue import Info, MetricScope
 
 HEAD = """
 # Metrics

@@ -31,7 +31,7 @@ import httpx
 import onnx
 from onnx import TensorProto, helper
 
-from qinfer.delivery.embedded import EmbeddedRedis
+from qinfer.queue.embedded import EmbeddedRedis
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = {"gateway": "qinfer_api", "worker": "qinfer_workers.inference"}

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from qinfer.control.redis_store import RedisControlStore
-from qinfer.delivery.redis import RedisDelivery
+from qinfer.models.store import RedisControlStore
+from qinfer.queue.redis import RedisDelivery
 from qinfer.testing import EmbeddedServer
-from tests.servers import Database, embedded_server
+from tests.support.servers.servers import Database, embedded_server
 
 _SELDOM = 1000
 """Collections of the middle generation before one of the oldest: with a million objects Python itself waits as long.

@@ -1,5 +1,5 @@
 # The part of TensorRT's Python API that qinfer uses, with the signatures of the wheel tensorrt_cu12_bindings 10.13.3.9.
-# tests/unit/test_backend_tensorrt_signatures.py compares them.
+# tests/unit/backends/test_tensorrt_signatures.py compares them.
 from collections.abc import Iterator, Sequence
 from enum import Enum
 

@@ -14,9 +14,9 @@ import sys
 
 import uvloop
 
+from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
-from qinfer.observability import logs
-from qinfer.settings import Settings, load_settings
+from qinfer.observe import logs
 from qinfer_api.app import build
 
 logger = logging.getLogger("qinfer_api")
@@ -28,7 +28,7 @@ def main() -> int:
         prog="python -m qinfer_api",
         description="The qinfer gateway: Triton's protocol, over HTTP and gRPC, in front of Redis Streams.",
         epilog="Configured by QINFER_… variables, such as QINFER_REDIS__URL and QINFER_HTTP__PORT; "
-        "`qinfer.settings` documents all of them.",
+        "`qinfer.core.settings` documents all of them.",
     ).parse_args()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core writes to stderr, past the log and not as JSON
     try:

@@ -3,9 +3,9 @@
 import msgspec
 
 import qinfer
-from qinfer.control.catalog import Catalog
-from qinfer.repository.spec import ModelSpec, TensorSpec
-from qinfer.settings import Settings
+from qinfer.core.settings import Settings
+from qinfer.models.catalog import Catalog
+from qinfer.models.spec import ModelSpec, TensorSpec
 
 EXTENSIONS = (
     "classification",

@@ -12,44 +12,44 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-from qinfer.bulk.examiner_pool import ExaminerPool
-from qinfer.bulk.queue import BulkTasks
-from qinfer.control.api_keys import check_exposure
-from qinfer.control.base import ControlStore
-from qinfer.control.catalog import Catalog
-from qinfer.control.models import ModelControl, ModelSource
-from qinfer.control.redis_store import RedisControlStore
-from qinfer.control.sync import start
-from qinfer.control.work import read_work
-from qinfer.delivery.base import Delivery, reply_address
-from qinfer.delivery.clients import admin_client
-from qinfer.delivery.redis import RedisDelivery
+from qinfer.core.api_keys import check_exposure
+from qinfer.core.messages import IdFactory
+from qinfer.core.settings import HttpSettings, RepositorySettings, Settings
 from qinfer.errors import Overloaded, SettingsError
-from qinfer.messages import IdFactory
-from qinfer.observability.metrics import GatewayTally
-from qinfer.observability.tracing import GATEWAY, open_tracer
-from qinfer.settings import HttpSettings, RepositorySettings, Settings
+from qinfer.jobs.examiner_pool import ExaminerPool
+from qinfer.jobs.tasks import BulkTasks
+from qinfer.models.catalog import Catalog
+from qinfer.models.control import ModelControl, ModelSource
+from qinfer.models.state import ControlStore
+from qinfer.models.store import RedisControlStore
+from qinfer.models.sync import start
+from qinfer.models.work import read_work
+from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.tracing import GATEWAY, open_tracer
+from qinfer.queue.base import Delivery, reply_address
+from qinfer.queue.clients import admin_client
+from qinfer.queue.redis import RedisDelivery
 from qinfer_api.auth import load_auth
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.protocol import FastPath
 from qinfer_api.http.server import HttpServer
-from qinfer_api.janitor import Janitor
-from qinfer_api.job_janitor import JobJanitor
-from qinfer_api.jobs import BulkJobs
+from qinfer_api.jobs.janitor import JobJanitor
+from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.labeling.parts import LabelingParts, check_labeling
-from qinfer_api.metrics_port import MetricsPort, open_metrics_port
-from qinfer_api.reporting import Reporting
+from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
+from qinfer_api.observe.reporting import Reporting
+from qinfer_api.observe.tracing import Tracing
 from qinfer_api.repository_watch import RepositoryWatch, note_errors, open_here
-from qinfer_api.requests import AsyncRequests
+from qinfer_api.requests.janitor import Janitor
+from qinfer_api.requests.service import AsyncRequests
+from qinfer_api.requests.targets import Targets
+from qinfer_api.requests.waits import Waits
+from qinfer_api.requests.webhooks import Webhooks, read_secret
 from qinfer_api.rest.app import build_app
 from qinfer_api.rest.services import Services
 from qinfer_api.restrictions import Restrictions
 from qinfer_api.shared_memory import SharedMemory
-from qinfer_api.targets import Targets
 from qinfer_api.tls import read_certificate
-from qinfer_api.tracing import Tracing
-from qinfer_api.waits import Waits
-from qinfer_api.webhooks import Webhooks, read_secret
 
 if TYPE_CHECKING:
     from qinfer_api.rpc.port import RpcPort

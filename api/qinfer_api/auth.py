@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from qinfer.clock import Clock, SystemClock
-from qinfer.control.api_keys import ApiKey, Scope, check_exposure, hash_key, read_keys
+from qinfer.core.api_keys import ApiKey, Scope, check_exposure, hash_key, read_keys
+from qinfer.core.clock import Clock, SystemClock
+from qinfer.core.settings import AuthSettings
 from qinfer.errors import Forbidden, QuotaExceeded, SettingsError, Unauthorized
-from qinfer.settings import AuthSettings
 
 
 class Quota:

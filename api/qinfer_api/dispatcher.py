@@ -9,13 +9,10 @@ from contextlib import suppress
 
 import msgspec
 
-from qinfer.clock import SystemClock
-from qinfer.control.api_keys import Scope
-from qinfer.control.catalog import Catalog, Served
-from qinfer.control.pending_requests import Pending, Sink
-from qinfer.control.routes import Route
-from qinfer.control.submission import Submission, check
-from qinfer.delivery.base import Delivery
+from qinfer.core.api_keys import Scope
+from qinfer.core.clock import SystemClock
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     Forbidden,
     InvalidRequest,
@@ -25,9 +22,12 @@ from qinfer.errors import (
     QuotaExceeded,
     Unauthorized,
 )
-from qinfer.messages import Failure, InferRequest, Response
-from qinfer.observability.metrics import GatewayTally
-from qinfer.settings import LimitSettings
+from qinfer.models.catalog import Catalog, Served
+from qinfer.models.routes import Route
+from qinfer.observe.metrics import GatewayTally
+from qinfer.queue.base import Delivery
+from qinfer.submission.pending import Pending, Sink
+from qinfer.submission.submit import Submission, check
 from qinfer_api.auth import Auth, Context
 from qinfer_api.status import of_request
 

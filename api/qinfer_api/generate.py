@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from qinfer.codec.kserve_exact import load, read_input
-from qinfer.codec.kserve_json import check_depth, elements, pack
-from qinfer.codec.kserve_parameters import custom_parameter
+from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson
-from qinfer.messages import InferRequest, Response, Scalar
-from qinfer.repository.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, element_count
+from qinfer.wire.kserve_exact import load, read_input
+from qinfer.wire.kserve_json import check_depth, elements, pack
+from qinfer.wire.kserve_parameters import custom_parameter
 
 _NESTED = "parameters"
 _ID = "id"

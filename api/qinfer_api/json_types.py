@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
-from qinfer.codec.kserve_json import check_depth
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError
+from qinfer.wire.kserve_json import check_depth
 
 T = TypeVar("T")
 

@@ -6,11 +6,11 @@ Which input that is, its datatype and its shape come from the model's configurat
 import struct
 from math import prod
 
-from qinfer.codec.outputs import OutputPlan
+from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest
-from qinfer.messages import InferRequest
-from qinfer.repository.spec import ModelSpec
+from qinfer.models.spec import ModelSpec
 from qinfer.tensors import DATATYPES, Bytes, Tensor
+from qinfer.wire.outputs import OutputPlan
 from qinfer_api.status import of_request
 
 _LENGTH = struct.Struct("<I")

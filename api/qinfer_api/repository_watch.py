@@ -5,12 +5,12 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from qinfer.control.base import ControlStore
-from qinfer.control.sync import Source, SyncedModel, sync
-from qinfer.delivery.base import Delivery
+from qinfer.core.settings import RepositorySettings
 from qinfer.errors import QinferError
-from qinfer.repository.open import Repositories, open_repositories
-from qinfer.settings import RepositorySettings
+from qinfer.models.repository.open import Repositories, open_repositories
+from qinfer.models.state import ControlStore
+from qinfer.models.sync import Source, SyncedModel, sync
+from qinfer.queue.base import Delivery
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from qinfer.control.base import ControlStore
-from qinfer.control.catalog import Catalog
-from qinfer.control.shared_settings import LOGGING, Value, of_group, put_group, switches_of
+from qinfer.core.messages import IdFactory
+from qinfer.core.settings import LogSettings as LogStart
 from qinfer.errors import InvalidRequest, UnsupportedFeature, ValueRefused
-from qinfer.messages import IdFactory
-from qinfer.observability import logs
-from qinfer.observability.logs import Switches
-from qinfer.settings import LogSettings as LogStart
-from qinfer_api import trace_values
+from qinfer.models.catalog import Catalog
+from qinfer.models.shared_settings import LOGGING, Value, of_group, put_group, switches_of
+from qinfer.models.state import ControlStore
+from qinfer.observe import logs
+from qinfer.observe.logs import Switches
 from qinfer_api.json_types import convert_json
-from qinfer_api.trace_file import TraceFile
+from qinfer_api.observe import trace_values
+from qinfer_api.observe.trace_file import TraceFile
 
 Changes = Mapping[str, object]
 

@@ -18,9 +18,9 @@ from typing import NoReturn
 
 import msgspec
 
-from qinfer.codec.outputs import no_shared_memory
 from qinfer.errors import AlreadyExists, InvalidRequest, PayloadTooLarge, RegionNotFound, UnsupportedFeature
 from qinfer.tensors import Bytes
+from qinfer.wire.outputs import no_shared_memory
 
 DIRECTORY = "/dev/shm"  # noqa: S108 - where `shm_open` of glibc and musl keeps its objects
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from qinfer.backends.base import Batch, Context, respond_rows
 from qinfer.errors import ModelLoadFailed
-from qinfer.repository.spec import Device, ModelSpec
+from qinfer.models.spec import Device, ModelSpec
 
 FILE = "model.npz"
 

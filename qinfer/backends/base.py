@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import msgspec
 import numpy.typing as npt
 
+from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import OutputMismatch, QinferError
-from qinfer.messages import InferRequest, Response, Scalar
-from qinfer.repository.spec import Device, ModelSpec
+from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import Tensor, from_numpy
 
 Array = npt.NDArray[Any]

@@ -20,7 +20,7 @@ from qinfer.backends.onnx_providers import CPU, providers
 from qinfer.backends.onnx_runtime import ort
 from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
-from qinfer.repository.spec import Device, ModelSpec, TensorSpec
+from qinfer.models.spec import Device, ModelSpec, TensorSpec
 
 _DATATYPES = {
     "tensor(bool)": "BOOL",

@@ -20,7 +20,7 @@ from openvino.preprocess import PrePostProcessor
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
-from qinfer.repository.spec import Device, ModelSpec, TensorSpec
+from qinfer.models.spec import Device, ModelSpec, TensorSpec
 
 _DATATYPES = {
     "boolean": "BOOL",

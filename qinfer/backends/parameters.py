@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.repository.spec import ModelSpec
+from qinfer.models.spec import ModelSpec
 
 T = TypeVar("T")
 

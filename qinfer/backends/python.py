@@ -32,9 +32,9 @@ from qinfer.backends.python_host.messages import (
     TensorMeta,
 )
 from qinfer.backends.python_host.process import HostProcess
+from qinfer.core.messages import InferRequest
 from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch, QinferError
-from qinfer.messages import InferRequest
-from qinfer.repository.spec import Device, ModelSpec
+from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import Bytes, Tensor, from_numpy
 
 ENVIRONMENT = "EXECUTION_ENV_PATH"

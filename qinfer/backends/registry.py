@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 
 from qinfer.backends.base import BackendFactory
 from qinfer.errors import BackendUnavailable
-from qinfer.repository.model_config import ModelConfig
+from qinfer.models.config.message import ModelConfig
 
 ENTRY_POINT_GROUP = "qinfer.backends"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from qinfer.backends.base import Backend, Batch, Context
+from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import OutputMismatch, QinferError
-from qinfer.messages import InferRequest, Response, Scalar
-from qinfer.repository.spec import Device, ModelSpec
+from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import Tensor, element_count
 
 Shapes = dict[str, tuple[int, ...]]

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
+from qinfer.core.messages import InferRequest
 from qinfer.errors import ModelLoadFailed
-from qinfer.messages import InferRequest
-from qinfer.repository.spec import Device, ModelSpec
+from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import from_numpy, to_numpy
 
 MODES = ("echo", "add", "raise")

@@ -25,9 +25,9 @@ from qinfer.backends.parameters import cleaned, model_file
 from qinfer.backends.tensorrt_buffers import Buffers, Port, Shape
 from qinfer.backends.tensorrt_plan import build_of, cache_key
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
-from qinfer.repository.files import LocalFiles
-from qinfer.repository.onnx_metadata import read_onnx
-from qinfer.repository.spec import Device, ModelSpec
+from qinfer.models.config.onnx_metadata import read_onnx
+from qinfer.models.repository.files import LocalFiles
+from qinfer.models.spec import Device, ModelSpec
 
 logger = logging.getLogger(__name__)
 

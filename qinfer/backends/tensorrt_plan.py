@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.repository.file_tensors import FileTensors
-from qinfer.repository.spec import ModelSpec, TensorSpec
+from qinfer.models.config.file_tensors import FileTensors
+from qinfer.models.spec import ModelSpec, TensorSpec
 
 Shape = tuple[int, ...]
 Profile = tuple[Shape, Shape, Shape]

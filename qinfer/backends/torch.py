@@ -23,8 +23,8 @@ from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag,
 from qinfer.backends.torch_files import Opened, open_model
 from qinfer.backends.torch_names import input_positions, output_positions
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, OutputMismatch, QinferError
-from qinfer.repository.config_spec import TORCH_AMP, TORCH_COMPILE
-from qinfer.repository.spec import Device, ModelSpec
+from qinfer.models.config.to_spec import TORCH_AMP, TORCH_COMPILE
+from qinfer.models.spec import Device, ModelSpec
 
 logger = logging.getLogger(__name__)
 

@@ -31,12 +31,12 @@ from qinfer.batching.execution import (
     no_key,
 )
 from qinfer.batching.policy import NEVER_S, LatencyModel, Rules, Slots
-from qinfer.clock import ServerClock
-from qinfer.delivery.base import DELAYED
+from qinfer.core.clock import ServerClock
+from qinfer.core.messages import Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
-from qinfer.messages import Response
-from qinfer.observability.stats import StatsTally
-from qinfer.repository.spec import ModelSpec
+from qinfer.models.spec import ModelSpec
+from qinfer.observe.stats import StatsTally
+from qinfer.queue.base import DELAYED
 
 
 class Bisection(deque[list[Pending]]):

@@ -20,7 +20,7 @@ import numpy as np
 
 from qinfer.backends.base import Array, Backend, Batch
 from qinfer.batching.policy import Item
-from qinfer.delivery.base import Lease
+from qinfer.core.messages import Failure, InferRequest, Response, Scalar, Timing
 from qinfer.errors import (
     Cancelled,
     DeliveryError,
@@ -31,10 +31,10 @@ from qinfer.errors import (
     QinferError,
     RequestError,
 )
-from qinfer.messages import Failure, InferRequest, Response, Scalar, Timing
-from qinfer.observability.fence import Fence
-from qinfer.observability.stats import StatsTally
-from qinfer.repository.spec import ModelSpec
+from qinfer.models.spec import ModelSpec
+from qinfer.observe.fence import Fence
+from qinfer.observe.stats import StatsTally
+from qinfer.queue.base import Lease
 from qinfer.tensors import Tensor, datatype, to_numpy
 
 logger = logging.getLogger(__name__)

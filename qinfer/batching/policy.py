@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from qinfer.repository.spec import ModelSpec
+from qinfer.models.spec import ModelSpec
 
 _DECAY = 0.98
 """Weight that an observation keeps for each later one: about the last 50 count."""

@@ -36,7 +36,7 @@ def bench(
     from qinfer.cli.client import GatewayClient, api_key
     from qinfer.cli.inputs import fill, random, read_inputs
     from qinfer.cli.load import Target, batch_counts, mean_batch, run_load
-    from qinfer.codec.kserve_client import encode_request
+    from qinfer.wire.kserve_client import encode_request
 
     with GatewayClient(url) as client:
         wanted = client.metadata(model, version).inputs

@@ -21,8 +21,8 @@ def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        from qinfer.cli import runfile
-        from qinfer.delivery import keys
+        from qinfer.cli.local import runfile
+        from qinfer.queue import keys
 
         url = str(ctx.params.get("redis") or os.environ.get("QINFER_REDIS__URL") or "")
         if not url:

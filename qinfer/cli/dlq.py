@@ -10,7 +10,7 @@ from qinfer.cli.console import JsonOption, print_json
 from qinfer.cli.status import DataDirOption, RedisOption
 
 if TYPE_CHECKING:
-    from qinfer.cli.letters import Letter, LetterRow
+    from qinfer.cli.dead_letters import Letter, LetterRow
 
 app = typer.Typer(help="Dead letters, requests that failed for good: list, show, replay, remove.", no_args_is_help=True)
 
@@ -39,7 +39,7 @@ def list_letters(
     """
     import msgspec
 
-    from qinfer.cli import letters
+    from qinfer.cli import dead_letters as letters
     from qinfer.cli.overview import redis_settings
 
     rows = letters.run_list(redis_settings(redis, data_dir), model, after, count)
@@ -67,7 +67,7 @@ def show_letter(
     """Show one dead letter: the error, and the request with its inputs."""
     import msgspec
 
-    from qinfer.cli import letters
+    from qinfer.cli import dead_letters as letters
     from qinfer.cli.overview import redis_settings
 
     letter = letters.run_show(redis_settings(redis, data_dir), model, letter_id, output)
@@ -92,7 +92,7 @@ def replay_letters(
     An asynchronous request is queued again, and its timeout starts anew. The answer to a synchronous request is
     dropped, because its caller is gone.
     """
-    from qinfer.cli import letters
+    from qinfer.cli import dead_letters as letters
     from qinfer.cli.overview import redis_settings
 
     chosen = letters.choose(ids, everything=everything)
@@ -115,7 +115,7 @@ def purge_letters(
     as_json: JsonOption = False,
 ) -> None:
     """Remove dead letters for good."""
-    from qinfer.cli import letters
+    from qinfer.cli import dead_letters as letters
     from qinfer.cli.overview import redis_settings
 
     chosen = letters.choose(ids, everything=everything)

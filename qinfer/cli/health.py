@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from qinfer.cli.machine import local_url
-from qinfer.control.base import State, WorkerRecord
+from qinfer.cli.local.machine import local_url
+from qinfer.core.settings import load_settings
 from qinfer.errors import BrokerUnavailable, QinferError
-from qinfer.settings import load_settings
+from qinfer.models.state import State, WorkerRecord
 
 if TYPE_CHECKING:
-    from qinfer.control.redis_store import RedisControlStore
+    from qinfer.models.store import RedisControlStore
 
 T = TypeVar("T")
 
@@ -142,8 +142,8 @@ def _unasked(error: QinferError, *, ready: bool) -> Health:
 
 def _asked(place: RedisPlace, question: "Callable[[RedisControlStore], Awaitable[T]]", timeout_s: float) -> T:
     from qinfer.cli.overview import redis_settings
-    from qinfer.control.redis_store import RedisControlStore
-    from qinfer.delivery.clients import admin_client
+    from qinfer.models.store import RedisControlStore
+    from qinfer.queue.clients import admin_client
 
     settings = redis_settings(place.url, place.data_dir)
 

@@ -47,7 +47,7 @@ def new_key(
     from rich.console import Console
     from rich.text import Text
 
-    from qinfer.control.api_keys import Scope, add_key
+    from qinfer.core.api_keys import Scope, add_key
 
     wanted = tuple(Scope(scope.value) for scope in dict.fromkeys(scopes or [ScopeName.infer]))
     entry, key = add_key(file, tenant, wanted, key_id)

@@ -17,8 +17,8 @@ import uvloop
 
 from qinfer.cli.console import CommandFailed
 from qinfer.client.flows import header_value, model_path
-from qinfer.codec.kserve_client import JSON_LENGTH_HEADER
-from qinfer.observability.catalogue import BATCH_SIZE
+from qinfer.observe.catalogue import BATCH_SIZE
+from qinfer.wire.kserve_client import JSON_LENGTH_HEADER
 
 CONNECT_TIMEOUT_S = 10.0
 LAST_ANSWERS_S = 10.0

@@ -9,25 +9,11 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import (
-    autoscale,
-    bench,
-    bridge,
-    dlq,
-    doctor,
-    healthcheck,
-    infer,
-    jobs,
-    keys,
-    label,
-    models,
-    queues,
-    status,
-    submit,
-    up,
-    workers,
-)
+from qinfer.cli import bench, bridge, dlq, doctor, healthcheck, infer, keys, models, queues, status, workers
 from qinfer.cli.console import ErrorsAsText
+from qinfer.cli.jobs import jobs, label, submit
+from qinfer.cli.local import up
+from qinfer.cli.scaling import autoscale
 
 app = typer.Typer(
     name="qinfer",

@@ -13,7 +13,7 @@ from qinfer.cli.status import DataDirOption, RedisOption
 from qinfer.errors import QinferError
 
 if TYPE_CHECKING:
-    from qinfer.control.sync import SyncedModel
+    from qinfer.models.sync import SyncedModel
 
 app = typer.Typer(help="Manage models: sync with a repository, list, load, unload.", no_args_is_help=True)
 
@@ -51,7 +51,7 @@ def sync_models(
 ) -> None:
     """Make the desired state what a repository holds: load new and changed models, unload removed ones."""
     from qinfer.cli.overview import redis_settings, run_sync
-    from qinfer.settings import load_settings
+    from qinfer.core.settings import load_settings
 
     repository = load_settings().repository
     if model_repository:

@@ -9,19 +9,19 @@ from pathlib import Path
 import msgspec
 from pydantic import SecretStr
 
-from qinfer.cli import runfile
-from qinfer.control.base import BULK, ControlStore, State, WorkerRecord
-from qinfer.control.readiness import ModelStatus, assess
-from qinfer.control.redis_store import RedisControlStore
-from qinfer.control.sync import SyncedModel, start, sync
-from qinfer.control.work import VersionWork, read_work
-from qinfer.delivery.base import Delivery
-from qinfer.delivery.clients import admin_client
-from qinfer.delivery.redis import RedisDelivery
+from qinfer.cli.local import runfile
+from qinfer.core.settings import RedisSettings, RepositorySettings, load_settings
 from qinfer.errors import SettingsError
-from qinfer.repository.base import Repository
-from qinfer.repository.open import open_repositories
-from qinfer.settings import RedisSettings, RepositorySettings, load_settings
+from qinfer.models.readiness import ModelStatus, assess
+from qinfer.models.repository.base import Repository
+from qinfer.models.repository.open import open_repositories
+from qinfer.models.state import BULK, ControlStore, State, WorkerRecord
+from qinfer.models.store import RedisControlStore
+from qinfer.models.sync import SyncedModel, start, sync
+from qinfer.models.work import VersionWork, read_work
+from qinfer.queue.base import Delivery
+from qinfer.queue.clients import admin_client
+from qinfer.queue.redis import RedisDelivery
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,7 @@ class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The work of a model version, as autoscalers see it; see `qinfer.control.work.VersionWork`.
+    """The work of a model version, as autoscalers see it; see `qinfer.models.work.VersionWork`.
 
     Attributes:
         model: The model's name.

@@ -14,9 +14,9 @@ from qinfer.client.flows import Ask, Inputs, Keys, Submission
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
 from qinfer.client.steps import Flow, Outcome, Pause, Send
 from qinfer.client.tasks import stream_in_tasks
-from qinfer.clock import Clock
+from qinfer.core.clock import Clock
+from qinfer.core.messages import Scalar
 from qinfer.errors import QinferError
-from qinfer.messages import Scalar
 
 T = TypeVar("T")
 

@@ -15,9 +15,9 @@ from qinfer.client.jobs import JobCalls
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
 from qinfer.client.steps import Flow, Outcome, Pause, Send
 from qinfer.client.threads import stream_in_threads
-from qinfer.clock import Clock
+from qinfer.core.clock import Clock
+from qinfer.core.messages import Scalar
 from qinfer.errors import Cancelled, QinferError
-from qinfer.messages import Scalar
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import httpx
 from qinfer import errors
 from qinfer.client.flows import header_value
 from qinfer.client.steps import Policy
-from qinfer.clock import Clock, SystemClock
+from qinfer.core.clock import Clock, SystemClock
 
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_MAX_RETRIES = 8

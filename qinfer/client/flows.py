@@ -14,7 +14,7 @@ import numpy as np
 from qinfer.client.failures import BY_CODE, Problem, make
 from qinfer.client.results import Array, InferResult, ModelMetadata, RequestHandle, RequestStatus, path_part
 from qinfer.client.steps import Flow, Pause, Policy, Send, call
-from qinfer.codec.kserve_client import JSON_LENGTH_HEADER, decode_response, encode_request
+from qinfer.core.messages import Scalar
 from qinfer.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -25,8 +25,8 @@ from qinfer.errors import (
     ResultNotFound,
     Unreachable,
 )
-from qinfer.messages import Scalar
 from qinfer.tensors import Tensor, from_numpy
+from qinfer.wire.kserve_client import JSON_LENGTH_HEADER, decode_response, encode_request
 
 Inputs = Mapping[str, Array | Tensor]
 """A request's inputs by name; a `Tensor` where the array's own datatype is not the one to send, as for BF16."""

@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 import numpy.typing as npt
 
+from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest
-from qinfer.messages import Response
 from qinfer.tensors import Tensor, to_numpy
 
 Array = npt.NDArray[Any]

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import httpx
 
 from qinfer.client.failures import Problem, problem_of_connection, problem_of_reply
-from qinfer.clock import Clock
+from qinfer.core.clock import Clock
 from qinfer.errors import ModelNotFound, QinferError
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0

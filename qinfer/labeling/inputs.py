@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from qinfer.errors import InvalidRequest
 from qinfer.labeling.values import Task, field_of
-from qinfer.repository.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, datatype, from_numpy, pack_bytes
 
 Kind = Literal["text", "bytes", "tensor", "file"]

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, SettingsError
 from qinfer.labeling.inputs import InputField, file_references, input_problems, make_request
 from qinfer.labeling.label_config import LabelConfig
@@ -18,8 +19,7 @@ from qinfer.labeling.mapping_file import explained, read_fields
 from qinfer.labeling.results import Prediction, Scoring, make_prediction
 from qinfer.labeling.rules import Rule, rule_problems, wanted_outputs
 from qinfer.labeling.values import Outputs, Task, outputs_of
-from qinfer.messages import InferRequest, Response
-from qinfer.repository.spec import ModelSpec
+from qinfer.models.spec import ModelSpec
 
 SUFFIXES = (".yaml", ".yml", ".toml")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from qinfer.documents import Unreadable, parse, read_limited
+from qinfer.core.documents import Unreadable, parse, read_limited
 from qinfer.errors import SettingsError
 
 MAX_FILE_BYTES = 4 * 2**20

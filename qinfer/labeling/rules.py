@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from qinfer.labeling.label_config import Control, LabelConfig
-from qinfer.repository.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import ModelSpec, TensorSpec
 
 Activation = Literal["none", "softmax", "sigmoid"]
 BoxFormat = Literal["xyxy", "xywh", "cxcywh", "yxyx"]

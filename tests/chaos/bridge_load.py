@@ -17,7 +17,7 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 
 from tests.chaos.verdict import Verdict
-from tests.rabbitmq import RabbitServer
+from tests.support.servers.rabbitmq import RabbitServer
 
 TASKS, PREDICTIONS, DEAD = "tasks", "tasks.done", "tasks.dead"
 

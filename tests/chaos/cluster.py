@@ -14,17 +14,17 @@ import psutil
 import redis
 from pydantic import SecretStr
 
-from qinfer.control.base import State
-from qinfer.control.redis_store import RedisControlStore
-from qinfer.delivery.clients import admin_client
-from qinfer.delivery.embedded import EmbeddedRedis
-from qinfer.settings import RedisSettings
+from qinfer.core.settings import RedisSettings
+from qinfer.models.state import State
+from qinfer.models.store import RedisControlStore
+from qinfer.queue.clients import admin_client
+from qinfer.queue.embedded import EmbeddedRedis
 from qinfer.testing import eventually
 from tests.chaos import faulty
 from tests.chaos.member import MODULES, Member, Role
 from tests.chaos.verdict import Key
 from tests.e2e.conftest import clean_environment
-from tests.servers import command, is_listening
+from tests.support.servers.servers import command, is_listening
 
 READY_WITHIN_S = 60.0
 QUIET_WITHIN_S = 90.0

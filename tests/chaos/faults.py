@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from tests.chaos.cluster import Cluster
 from tests.chaos.member import Member, Role
-from tests.servers import command
+from tests.support.servers.servers import command
 
 LEASE_S = 2.0
 

@@ -27,7 +27,7 @@ class Role(StrEnum):
 MODULES = {
     Role.WORKER: "qinfer_workers.inference",
     Role.GATEWAY: "qinfer_api",
-    Role.BULK: "qinfer_workers.bulk",
+    Role.BULK: "qinfer_workers.jobs",
     Role.BRIDGE: "qinfer_workers.bridge",
 }
 
@@ -67,7 +67,7 @@ class Member:
 
     async def run(self) -> None:
         """Keeps it running until `end_for_good`."""
-        argv = [sys.executable, "-P", "-m", "qinfer.cli.child", "", *self._program]  # it ends with this process
+        argv = [sys.executable, "-P", "-m", "qinfer.cli.local.child", "", *self._program]  # it ends with this process
         while not self._is_over:
             with self._log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(

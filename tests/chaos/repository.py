@@ -4,8 +4,8 @@ from pathlib import Path
 
 from onnx import helper
 
-from tests import models
 from tests.chaos.load import FAST, SLOW
+from tests.support import models
 
 _STUB = """
 name: "{name}" backend: "stub" max_batch_size: {max_batch_size}

@@ -22,7 +22,7 @@ from tests.chaos.faults import Chaos, Fault, Kind
 from tests.chaos.member import Role
 from tests.chaos.repository import write_stub
 from tests.chaos.verdict import leftovers
-from tests.rabbitmq import RabbitServer, running_rabbitmq
+from tests.support.servers.rabbitmq import RabbitServer, running_rabbitmq
 
 IS_LONG = "CHAOS_SECONDS" in os.environ
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "45")) / 5

@@ -12,7 +12,7 @@ from tests.chaos.load import body_of
 from tests.chaos.member import Member, Role
 from tests.chaos.repository import write_stub
 from tests.chaos.verdict import expected
-from tests.servers import command
+from tests.support.servers.servers import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(180)]
 

@@ -21,14 +21,14 @@ from qinfer.client import AsyncClient
 from qinfer.client.async_jobs import AsyncJob
 from qinfer.client.job_flows import JobStatus
 from qinfer.testing import eventually
-from tests import job_proof
 from tests.chaos import faults
 from tests.chaos.cluster import Cluster, running_cluster
 from tests.chaos.faulty import name_of
 from tests.chaos.member import Role
 from tests.chaos.verdict import leftovers
-from tests.job_proof import MODEL, Place, Verdict
-from tests.s3_server import S3Server
+from tests.support.jobs import job_proof
+from tests.support.jobs.job_proof import MODEL, Place, Verdict
+from tests.support.servers.s3_server import S3Server
 
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "60")) / 5
 KILLS = round(int(os.environ.get("CHAOS_KILLS", "30")) / 5)

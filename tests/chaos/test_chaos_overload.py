@@ -15,7 +15,7 @@ import pytest
 from tests.chaos.cluster import Cluster, running_cluster
 from tests.chaos.load import numbered
 from tests.chaos.repository import write_stub
-from tests.servers import command
+from tests.support.servers.servers import command
 
 SECONDS = min(float(os.environ.get("CHAOS_SECONDS", "8")), 60.0)
 WARM_UP_S = min(SECONDS / 2, 10.0)

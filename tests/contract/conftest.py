@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import pytest
 import redis
 
-from qinfer.control.base import ControlStore
-from qinfer.control.memory_store import MemoryControlStore
-from qinfer.control.redis_store import RedisControlStore
-from qinfer.delivery.base import Delivery
-from qinfer.delivery.clients import admin_client
-from qinfer.delivery.memory import MemoryDelivery
-from qinfer.delivery.redis import RedisDelivery
-from qinfer.settings import LimitSettings, RedisSettings
-from tests import servers
-from tests.servers import RedisCluster, RedisServer, redis_6_2, system_redis
+from qinfer.core.settings import LimitSettings, RedisSettings
+from qinfer.models.memory_store import MemoryControlStore
+from qinfer.models.state import ControlStore
+from qinfer.models.store import RedisControlStore
+from qinfer.queue.base import Delivery
+from qinfer.queue.clients import admin_client
+from qinfer.queue.memory import MemoryDelivery
+from qinfer.queue.redis import RedisDelivery
+from tests.support.servers import servers
+from tests.support.servers.servers import RedisCluster, RedisServer, redis_6_2, system_redis
 
 PERMANENT = (
     "config",

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from qinfer.testing import wait_until
-from tests import models
-from tests.rabbitmq import RabbitServer, running_rabbitmq
-from tests.servers import free_port
+from tests.support import models
+from tests.support.servers.rabbitmq import RabbitServer, running_rabbitmq
+from tests.support.servers.servers import free_port
 
 READY_WITHIN_S = 50.0
 STOP_WITHIN_S = 40.0

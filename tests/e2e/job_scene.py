@@ -17,7 +17,7 @@ from qinfer.client.job_flows import JobStatus
 from qinfer.client.jobs import Job
 from qinfer.errors import InvalidRequest
 from tests.e2e.conftest import Stack, running
-from tests.job_proof import MODEL, Place, compare, write_model
+from tests.support.jobs.job_proof import MODEL, Place, compare, write_model
 
 WITHIN_S = 100.0
 

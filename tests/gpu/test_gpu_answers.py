@@ -17,9 +17,9 @@ import pytest
 import tritonclient.http as triton
 
 from examples import digits
-from tests import real_models
 from tests.e2e.conftest import running
 from tests.gpu.conftest import require, usable
+from tests.support import real_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -7,11 +7,11 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from qinfer.control.redis_store import RedisControlStore
-from qinfer.delivery.redis import RedisDelivery
-from tests.rpc import Rpc, rpc
-from tests.servers import RedisServer, system_redis
-from tests.stage import Stage, stage
+from qinfer.models.store import RedisControlStore
+from qinfer.queue.redis import RedisDelivery
+from tests.support.rpc import Rpc, rpc
+from tests.support.servers.servers import RedisServer, system_redis
+from tests.support.stage import Stage, stage
 
 
 def pytest_asyncio_loop_factories(

@@ -16,13 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Execution, Pending
 from qinfer.batching.policy import NEVER_S, Rules
-from qinfer.clock import ServerClock
-from qinfer.delivery.base import Entry, Lane, Lease
-from qinfer.messages import InferRequest
-from qinfer.repository.spec import BatchingSpec, QueuePolicy
+from qinfer.core.clock import ServerClock
+from qinfer.core.messages import InferRequest
+from qinfer.models.spec import BatchingSpec, QueuePolicy
+from qinfer.queue.base import Entry, Lane, Lease
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.testing import FakeClock, stub_spec
-from tests.batching import Bench, Done, StillLoop, ends_at_once
+from tests.support.batching import Bench, Done, StillLoop, ends_at_once
 
 MAX_ROWS = 4
 TICK_S = 0.5  # all instants of a run are multiples of it, so that no rounding decides

@@ -10,11 +10,11 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest
-from qinfer.messages import Response
-from qinfer.repository.spec import ModelSpec, TensorSpec
-from qinfer.repository.validate import validate
-from qinfer_workers.bridge.bodies import BodyCodec, BodyOptions, encode
+from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.validate import validate
+from qinfer_workers.bridge.bodies.decode import BodyCodec, BodyOptions, encode
 
 INPUTS = (
     TensorSpec(name="X", datatype="FP32", dims=(2,), optional=True),

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qinfer.bulk import shards as planning
-from qinfer.bulk.job import JobSpec, Output
-from qinfer.bulk.plan import (
+from qinfer.errors import CorruptEntry
+from qinfer.jobs import shards as planning
+from qinfer.jobs.job import JobSpec, Output
+from qinfer.jobs.plan import (
     NO_GROUPS,
     InputFile,
     Plan,
@@ -21,8 +22,7 @@ from qinfer.bulk.plan import (
     encode_plan,
     encode_ticket,
 )
-from qinfer.bulk.shards import Pace, Sizes, part_name, plan_shards, shard_sizes
-from qinfer.errors import CorruptEntry
+from qinfer.jobs.shards import Pace, Sizes, part_name, plan_shards, shard_sizes
 
 grouped = st.lists(st.one_of(st.integers(0, 30), st.integers(0, 400)), max_size=6).map(tuple)
 without_groups = st.integers(0, 500)

@@ -5,10 +5,10 @@ import contextlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.codec.frame import decode_request, decode_responses, encode_request, encode_responses
+from qinfer.core.messages import Failure, InferRequest, Response, Sequence, Timing
 from qinfer.errors import CorruptEntry
-from qinfer.messages import Failure, InferRequest, Response, Sequence, Timing
 from qinfer.tensors import DATATYPES, Tensor
+from qinfer.wire.frame import decode_request, decode_responses, encode_request, encode_responses
 
 NATURAL = st.integers(0, 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from qinfer.codec.kserve_json import check_depth, decode_infer, encode_infer
-from qinfer.codec.outputs import OutputPlan
+from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest, RequestError
-from qinfer.messages import Response
 from qinfer.tensors import DATATYPES, Tensor, from_numpy, to_numpy
+from qinfer.wire.kserve_json import check_depth, decode_infer, encode_infer
+from qinfer.wire.outputs import OutputPlan
 
 NUMPY = {d.name: np.dtype(d.numpy) for d in DATATYPES.values() if d.numpy}
 JSON_TYPES = [name for name in NUMPY if name != "FP16"]

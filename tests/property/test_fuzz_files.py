@@ -9,18 +9,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
-from qinfer.codec.classification import classify
-from qinfer.codec.frame import encode_request
-from qinfer.codec.kserve_grpc import decode_infer, parse_infer
-from qinfer.codec.outputs import NO_REGIONS
+from qinfer.core.settings import RepositorySettings
 from qinfer.errors import InvalidRequest, ModelLoadFailed, OutputMismatch, QinferError, RequestError
-from qinfer.repository.config import from_json
-from qinfer.repository.files import LocalFiles
-from qinfer.repository.open import open_repositories
-from qinfer.repository.reader import Reading, read_model
-from qinfer.settings import RepositorySettings
+from qinfer.models.config.config import from_json
+from qinfer.models.repository.files import LocalFiles
+from qinfer.models.repository.open import open_repositories
+from qinfer.models.repository.reader import Reading, read_model
 from qinfer.tensors import Tensor
-from qinfer_api.rest.preferences import read_preferences
+from qinfer.wire.classification import classify
+from qinfer.wire.frame import encode_request
+from qinfer.wire.kserve_grpc import decode_infer, parse_infer
+from qinfer.wire.outputs import NO_REGIONS
+from qinfer_api.requests.preferences import read_preferences
 
 patient = settings(deadline=None, suppress_health_check=list(HealthCheck))
 SURROGATES = st.text(st.characters(categories=["Cs", "Lu", "Nd"]), max_size=3)

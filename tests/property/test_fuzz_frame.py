@@ -8,11 +8,11 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.codec.frame import PayloadApart, decode_request, decode_responses, encode_request_apart
-from qinfer.delivery.values import _reference
+from qinfer.core.messages import InferRequest
 from qinfer.errors import CorruptEntry, InvalidRequest
-from qinfer.messages import InferRequest
+from qinfer.queue.values import _reference
 from qinfer.tensors import Tensor, to_numpy
+from qinfer.wire.frame import PayloadApart, decode_request, decode_responses, encode_request_apart
 
 HUGE = st.sampled_from([2**31, 2**32 - 1, 2**62, 2**63 - 1, 2**64 - 1])
 NUMBERS = st.integers(-2, 40) | HUGE

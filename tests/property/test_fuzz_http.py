@@ -10,9 +10,9 @@ import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from qinfer.settings import RepositorySettings
-from tests.threaded_gateway import Server, is_prescribed
-from tests.threaded_gateway import settings as gateway_settings
+from qinfer.core.settings import RepositorySettings
+from tests.support.threaded_gateway import Server, is_prescribed
+from tests.support.threaded_gateway import settings as gateway_settings
 
 pytestmark = [  # of Hypothesis: the gateway's thread draws random numbers too, and these strategies are long to print
     pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies"),

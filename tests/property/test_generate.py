@@ -7,10 +7,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qinfer.core.messages import Response
 from qinfer.errors import QinferError
-from qinfer.messages import Response
-from qinfer.repository.spec import ModelSpec, TensorSpec
-from qinfer.repository.validate import validate
+from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.validate import validate
 from qinfer_api.generate import encode_generate, read_generate
 
 INPUTS = (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.labeling.label_config import parse_label_config
 from qinfer.labeling.mapping import Mapping
-from qinfer.repository.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import DATATYPES, to_numpy
 
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qinfer.control.scaling import Observation, ScalingPolicy, ScalingState, decide
+from qinfer.scaling.policy import Observation, ScalingPolicy, ScalingState, decide
 
 seconds = st.floats(0, 1000)
 

@@ -5,8 +5,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qinfer.control.base import ScalerRecord
-from qinfer.control.scaling_shares import apportion
+from qinfer.models.state import ScalerRecord
+from qinfer.scaling.shares import apportion
 
 totals = st.integers(0, 60)
 

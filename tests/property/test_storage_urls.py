@@ -5,8 +5,8 @@ from urllib.parse import unquote
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from qinfer.core.store_urls import check_url
 from qinfer.errors import Forbidden, InvalidRequest
-from qinfer.storage.urls import check_url
 
 PREFIX = "s3://bucket/allowed/here"
 TRICKS = ("s3", "S3a", "file", "://", "/", "//", "..", ".", "@", ":", "::", "%2e", "%2f", "%5c", "\\", "?", "#", "*")

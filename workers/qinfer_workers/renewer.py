@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from qinfer.children import LENGTH, packed
-from qinfer.delivery.clients import blocking_client
+from qinfer.core.processes import LENGTH, packed
+from qinfer.queue.clients import blocking_client
 
 if TYPE_CHECKING:
-    from qinfer.settings import RedisSettings
+    from qinfer.core.settings import RedisSettings
 
 TELLS_PER_RENEWAL = 3
 """So often does a worker tell what it holds between two renewals."""

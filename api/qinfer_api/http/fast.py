@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
-from qinfer.codec.outputs import OutputPlan
-from qinfer.control.api_keys import Scope
-from qinfer.control.pending_requests import Pending
+from qinfer.core.api_keys import Scope
+from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InvalidRequest, QinferError
-from qinfer.messages import InferRequest, Response
+from qinfer.submission.pending import Pending
+from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import ANONYMOUS, Context, presented_key
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.forwarding import forwarded

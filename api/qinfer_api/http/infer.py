@@ -12,13 +12,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from qinfer.codec.kserve_json import decode_infer, encode_infer
-from qinfer.codec.outputs import OutputPlan, bind
-from qinfer.control.catalog import Served
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.settings import Settings
 from qinfer.errors import ErrorCode, InvalidRequest, Overloaded, PayloadTooLarge, QinferError, UnsupportedFeature
-from qinfer.messages import Failure, InferRequest, Response
-from qinfer.settings import Settings
+from qinfer.models.catalog import Served
 from qinfer.tensors import Bytes
+from qinfer.wire.kserve_json import decode_infer, encode_infer
+from qinfer.wire.outputs import OutputPlan, bind
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.raw_request import read_raw
 from qinfer_api.shared_memory import SharedMemory

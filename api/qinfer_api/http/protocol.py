@@ -20,7 +20,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from qinfer.settings import HttpSettings
+from qinfer.core.settings import HttpSettings
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.forwarding import compile_forward
 from qinfer_api.http.fast import MAX_FAST_BYTES, Call, Head, HeadCache, read_head

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import uvicorn
 
-from qinfer.settings import HttpSettings
+from qinfer.core.settings import HttpSettings
 from qinfer_api.http.protocol import FastPath, QinferHttpProtocol
 from qinfer_api.quiet_server import QuietServer
 

@@ -14,12 +14,12 @@ from urllib.parse import unquote
 import httpx
 
 import qinfer
+from qinfer.core.settings import LabelingSettings, StoreSettings, WebhookSettings
+from qinfer.core.store_urls import check_url
 from qinfer.errors import InvalidRequest, PayloadTooLarge, Unreachable
-from qinfer.settings import LabelingSettings, StoreSettings, WebhookSettings
 from qinfer.storage.open import store_for
-from qinfer.storage.urls import check_url
 from qinfer_api.labeling.studio import LabelStudio
-from qinfer_api.targets import MAX_URL_CHARACTERS, Resolve, Targets, Words
+from qinfer_api.requests.targets import MAX_URL_CHARACTERS, Resolve, Targets, Words
 
 _DATA_URI = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 _KEPT_BY_STUDIO = "/data/"

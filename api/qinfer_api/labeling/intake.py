@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from qinfer.codec.outputs import OutputPlan
-from qinfer.control.catalog import Served
-from qinfer.delivery.label_tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks, Placed
+from qinfer.core.messages import Failure
+from qinfer.core.settings import Settings
 from qinfer.errors import (
     DeliveryError,
     InferenceFailed,
@@ -27,8 +26,10 @@ from qinfer.errors import (
     QuotaExceeded,
 )
 from qinfer.labeling.mapping import Mapping as TaskMapping
-from qinfer.messages import Failure
-from qinfer.observability.stats import (
+from qinfer.labeling.tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks, Placed
+from qinfer.models.catalog import Served
+from qinfer.models.config.to_spec import MAX_TIMEOUT
+from qinfer.observe.stats import (
     LABEL_FAILED,
     LABEL_PUSHED,
     LABEL_QUEUED,
@@ -36,8 +37,7 @@ from qinfer.observability.stats import (
     LabelFailure,
     ModelCounts,
 )
-from qinfer.repository.config_spec import MAX_TIMEOUT
-from qinfer.settings import Settings
+from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Auth, Context
 from qinfer_api.labeling.files import Files
 from qinfer_api.labeling.mappings import MappingBook
@@ -45,7 +45,7 @@ from qinfer_api.labeling.pace import Pace
 from qinfer_api.labeling.predict import request_of
 from qinfer_api.labeling.studio import LabelStudio
 from qinfer_api.labeling.wire import task_id
-from qinfer_api.requests import AsyncRequests, Submission
+from qinfer_api.requests.service import AsyncRequests, Submission
 
 logger = logging.getLogger(__name__)
 

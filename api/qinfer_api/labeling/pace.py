@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 
-from qinfer.delivery.label_tasks import Board
+from qinfer.labeling.tasks import Board
 from qinfer_api.auth import Auth
 
 LOOK_AGAIN_S = 0.25

@@ -1,9 +1,9 @@
 """The parts of Label Studio's side, made and put together; the gateway's composition root calls it."""
 
-from qinfer.delivery.base import Delivery
+from qinfer.core.settings import LabelingSettings, Settings
 from qinfer.errors import SettingsError
-from qinfer.observability.stats import ModelCounts
-from qinfer.settings import LabelingSettings, Settings
+from qinfer.observe.stats import ModelCounts
+from qinfer.queue.base import Delivery
 from qinfer_api.auth import Auth
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.files import Files, targets_of
@@ -14,7 +14,7 @@ from qinfer_api.labeling.pusher import Pusher
 from qinfer_api.labeling.service import Labeling
 from qinfer_api.labeling.status import Statuses
 from qinfer_api.labeling.studio import LabelStudio, check_address
-from qinfer_api.requests import AsyncRequests
+from qinfer_api.requests.service import AsyncRequests
 
 _ORDER_S = 20.0  # of tasks ordered by one call; what is left goes on with the next
 

@@ -13,12 +13,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from qinfer.control.catalog import Served
-from qinfer.control.pending_requests import Pending
+from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.errors import DeadlineExceeded, ErrorCode, InferenceFailed, Overloaded, QinferError
 from qinfer.labeling.label_config import LabelConfig
 from qinfer.labeling.mapping import Mapping as TaskMapping
-from qinfer.messages import Failure, InferRequest, Response
+from qinfer.models.catalog import Served
+from qinfer.submission.pending import Pending
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import FutureSink

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from qinfer.codec.frame import decode_responses
-from qinfer.delivery.base import Delivery
-from qinfer.delivery.deliveries import outbox
-from qinfer.delivery.label_tasks import Board, LabelState, LabelTask
-from qinfer.delivery.request_records import Ending, RequestState
+from qinfer.core.messages import Failure
+from qinfer.core.settings import Settings
 from qinfer.errors import CorruptEntry, DeliveryError, InferenceFailed, QinferError, QueueFull
 from qinfer.labeling.label_config import parse_label_config
-from qinfer.messages import Failure
-from qinfer.observability.stats import LabelFailure
-from qinfer.settings import Settings
+from qinfer.labeling.tasks import Board, LabelState, LabelTask
+from qinfer.observe.stats import LabelFailure
+from qinfer.queue.base import Delivery
+from qinfer.queue.deliveries import outbox
+from qinfer.queue.request_records import Ending, RequestState
+from qinfer.wire.frame import decode_responses
 from qinfer_api.labeling.intake import OUTBOX, Intake, Notes
 from qinfer_api.labeling.mappings import MappingBook
 from qinfer_api.labeling.predict import prediction_of

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qinfer.control.catalog import Catalog, Served
-from qinfer.delivery.label_tasks import Board
 from qinfer.errors import Forbidden, InvalidRequest, Overloaded, UnsupportedFeature
 from qinfer.labeling.label_config import LabelConfig, parse_label_config
 from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.labeling.mapping import model_version
+from qinfer.labeling.tasks import Board
+from qinfer.models.catalog import Catalog, Served
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.intake import Intake, Reason
@@ -29,7 +29,7 @@ from qinfer_api.labeling.wire import (
     PredictCall,
     SetupCall,
 )
-from qinfer_api.requests import AsyncRequests
+from qinfer_api.requests.service import AsyncRequests
 
 TASKS_CREATED = "TASKS_CREATED"
 """The action of the webhook that tells of new tasks."""

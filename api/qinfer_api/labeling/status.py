@@ -12,12 +12,12 @@ from typing import Literal, get_args
 
 import msgspec
 
-from qinfer.delivery.label_tasks import Board, LabelState, LabelTask, LabelTasks
-from qinfer.delivery.request_records import RequestRecord
-from qinfer.delivery.requests import Requests
 from qinfer.errors import RequestNotFound
 from qinfer.labeling.mapping import model_version
-from qinfer_api.records import chosen_address, instant, path_of
+from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
+from qinfer.queue.request_records import RequestRecord
+from qinfer.queue.requests import Requests
+from qinfer_api.requests.records import chosen_address, instant, path_of
 
 TaskState = Literal["queued", "processing", "sending", "done", "failed"]
 """Where a task can be."""

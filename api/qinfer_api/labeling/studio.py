@@ -15,8 +15,8 @@ import httpx
 import msgspec
 
 import qinfer
+from qinfer.core.settings import LabelingSettings
 from qinfer.errors import InvalidRequest, PayloadTooLarge, SettingsError, Unreachable
-from qinfer.settings import LabelingSettings
 
 PAGE = 100
 """Tasks that are read by one call."""

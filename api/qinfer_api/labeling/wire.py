@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from qinfer.codec.kserve_json import check_depth
 from qinfer.errors import InvalidRequest
+from qinfer.wire.kserve_json import check_depth
 
 MAX_ID = 2**53 - 1
 """The largest id of a task or project."""

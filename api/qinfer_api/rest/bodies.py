@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive
 
-from qinfer.codec.kserve_types import InputParameters, OutputParameters
-from qinfer.codec.outputs import OutputPlan
+from qinfer.core.messages import Response
 from qinfer.errors import QinferError
-from qinfer.messages import Response
 from qinfer.tensors import Bytes
+from qinfer.wire.kserve_types import InputParameters, OutputParameters
+from qinfer.wire.outputs import OutputPlan
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
     JSON_LENGTH_HEADER,
@@ -37,7 +37,7 @@ T = TypeVar("T")
 _Scalar = bool | int | float | str
 
 
-# Of infer the schema only: `qinfer.codec` reads and writes these bodies, with exact numbers and Triton's errors.
+# Of infer the schema only: `qinfer.wire` reads and writes these bodies, with exact numbers and Triton's errors.
 
 
 class InferInput(msgspec.Struct, frozen=True):

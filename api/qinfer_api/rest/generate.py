@@ -15,11 +15,11 @@ from starlette.responses import Response as HttpResponse
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from qinfer.control.api_keys import Scope as Right
-from qinfer.control.catalog import Served
-from qinfer.control.pending_requests import Pending
+from qinfer.core.api_keys import Scope as Right
+from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InvalidRequest, QinferError
-from qinfer.messages import InferRequest, Response
+from qinfer.models.catalog import Served
+from qinfer.submission.pending import Pending
 from qinfer.tensors import Bytes
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.generate import encode_generate, read_generate

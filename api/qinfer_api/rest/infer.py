@@ -11,14 +11,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive
 
-from qinfer.codec.outputs import OutputPlan
-from qinfer.control.api_keys import Scope
-from qinfer.control.catalog import Served
+from qinfer.core.api_keys import Scope
+from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import QinferError
-from qinfer.messages import InferRequest, Response
+from qinfer.models.catalog import Served
 from qinfer.tensors import Bytes
+from qinfer.wire.outputs import OutputPlan
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, FutureSink, Target, response_encoding, with_headers
+from qinfer_api.requests.preferences import read_preferences
+from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
 from qinfer_api.rest.bodies import (
     INFER_BODY,
     INFER_ERRORS,
@@ -29,8 +31,6 @@ from qinfer_api.rest.bodies import (
     send_encoded,
 )
 from qinfer_api.rest.openapi import operation
-from qinfer_api.rest.preferences import read_preferences
-from qinfer_api.rest.requests import ACCEPTED, PREFER, submit
 from qinfer_api.rest.services import Services, context_of, headers_forwarded, target_of
 
 _INFER = operation("Run a model", {200: OUTPUTS, 202: ACCEPTED, **INFER_ERRORS}, JSON_LENGTH, PREFER, takes=INFER_BODY)

@@ -4,13 +4,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.control.api_keys import Scope
+from qinfer.core.api_keys import Scope
 from qinfer.errors import Overloaded
 from qinfer_api.about import ModelMetadata, is_model_ready, model_metadata
 from qinfer_api.http.infer import Reply, error_reply
+from qinfer_api.observe.statistics import ModelStats
 from qinfer_api.rest.openapi import answer, errors, operation
 from qinfer_api.rest.services import Services, needs, restricted, send, send_json, target_of
-from qinfer_api.statistics import ModelStats
 
 _METADATA = operation("", {200: answer("The metadata.", ModelMetadata), **errors(400, 401, 403, 404, 503)})
 _READY = operation("", {200: answer("It is ready."), **errors(400, 403, 404, 503)})

@@ -11,9 +11,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.control.api_keys import Scope
-from qinfer.control.index import IndexEntry
+from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedFeature
+from qinfer.models.index import IndexEntry
 from qinfer_api.http.infer import Reply
 from qinfer_api.rest.bodies import read_json
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation

@@ -3,8 +3,8 @@
 from fastapi import APIRouter
 from starlette.responses import Response as HttpResponse
 
-from qinfer.control.api_keys import Scope
-from qinfer.observability.metrics import CONTENT_TYPE
+from qinfer.core.api_keys import Scope
+from qinfer.observe.metrics import CONTENT_TYPE
 from qinfer_api import about
 from qinfer_api.http.infer import error_reply
 from qinfer_api.rest.openapi import answer, errors, operation, query

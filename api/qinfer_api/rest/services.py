@@ -10,24 +10,24 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.control.api_keys import Scope
-from qinfer.control.catalog import Catalog
-from qinfer.control.models import ModelControl
-from qinfer.control.work import VersionWork
+from qinfer.core.api_keys import Scope
+from qinfer.core.settings import Settings
 from qinfer.errors import QinferError
-from qinfer.settings import Settings
+from qinfer.models.catalog import Catalog
+from qinfer.models.control import ModelControl
+from qinfer.models.work import VersionWork
 from qinfer_api.auth import Context, presented_key
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.forwarding import forwarded
 from qinfer_api.http.infer import InferCodec, Reply, Target, error_reply, failure_reply, parse_version
 from qinfer_api.http.protocol import SENT_HEADERS
-from qinfer_api.jobs import BulkJobs
+from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.labeling.service import Labeling
-from qinfer_api.requests import AsyncRequests
+from qinfer_api.observe.statistics import Statistics
+from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.restrictions import Restrictions
 from qinfer_api.server_settings import LogSettings, TraceSettings
 from qinfer_api.shared_memory import SharedMemory
-from qinfer_api.statistics import Statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

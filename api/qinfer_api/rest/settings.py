@@ -6,12 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.control.api_keys import Scope
+from qinfer.core.api_keys import Scope
+from qinfer_api.observe.trace_values import TraceChanges
 from qinfer_api.rest.bodies import read_json
 from qinfer_api.rest.openapi import answer, body, errors, operation
 from qinfer_api.rest.services import Services, needs, restricted, send_json
 from qinfer_api.server_settings import LogChanges, LogValues, TraceValues
-from qinfer_api.trace_values import TraceChanges
 
 _LOG, _TRACE = {200: answer("The settings.", LogValues)}, {200: answer("The settings.", TraceValues)}
 _LOG_READ = operation("", {**_LOG, **errors(401, 403, 503)})

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.control.api_keys import Scope
+from qinfer.core.api_keys import Scope
 from qinfer_api.http.infer import Reply
 from qinfer_api.json_types import decode_json
 from qinfer_api.rest.bodies import read_body

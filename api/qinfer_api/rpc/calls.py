@@ -14,10 +14,10 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from qinfer.codec.protobuf_wire import malformed
-from qinfer.control.api_keys import Scope
+from qinfer.core.api_keys import Scope
+from qinfer.core.messages import Failure, Scalar
 from qinfer.errors import Forbidden, QinferError, Unauthorized
-from qinfer.messages import Failure, Scalar
+from qinfer.wire.protobuf_wire import malformed
 from qinfer_api.auth import ANONYMOUS, Context, presented_key
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.restrictions import Restrictions

@@ -6,14 +6,14 @@ import math
 
 import grpc.aio
 
-from qinfer.codec.kserve_grpc import Decoded, Message, decode_infer, parse_infer
-from qinfer.codec.kserve_grpc_reply import encode_infer
-from qinfer.codec.outputs import OutputPlan, bind
-from qinfer.control.api_keys import Scope
-from qinfer.control.pending_requests import Pending
+from qinfer.core.api_keys import Scope
+from qinfer.core.messages import Response, Scalar
 from qinfer.errors import QinferError, UnsupportedFeature
-from qinfer.messages import Response, Scalar
+from qinfer.submission.pending import Pending
 from qinfer.tensors import Bytes
+from qinfer.wire.kserve_grpc import Decoded, Message, decode_infer, parse_infer
+from qinfer.wire.kserve_grpc_reply import encode_infer
+from qinfer.wire.outputs import OutputPlan, bind
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import InferCodec, parse_version

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
-from qinfer.control.catalog import Catalog
 from qinfer.errors import ModelNotFound, ModelNotReady
-from qinfer.repository.config import from_json
+from qinfer.models.catalog import Catalog
+from qinfer.models.config.config import from_json
 from qinfer_api.about import is_model_ready, is_server_ready, model_metadata, server_metadata
 from qinfer_api.http.infer import parse_version
 from qinfer_api.rest.services import Services

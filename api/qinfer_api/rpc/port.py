@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import grpc
 import grpc.aio
 
+from qinfer.core.settings import Settings
 from qinfer.errors import SettingsError
-from qinfer.settings import Settings
 from qinfer_api.tls import read_certificate, read_tls_file
 
 _MAX_METADATA_BYTES = 64 * 1024

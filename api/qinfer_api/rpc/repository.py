@@ -6,9 +6,9 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from qinfer.control.api_keys import Scope
-from qinfer.control.models import ModelControl
+from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, UnsupportedFeature
+from qinfer.models.control import ModelControl
 from qinfer_api.rpc.calls import Guard, Handler
 
 _GROUP = "model-repository"

@@ -13,11 +13,11 @@ from collections import deque
 import grpc
 import grpc.aio
 
-from qinfer.codec.kserve_grpc_reply import encode_streamed, encode_streamed_error
-from qinfer.control.api_keys import Scope
-from qinfer.control.pending_requests import Pending
+from qinfer.core.api_keys import Scope
+from qinfer.core.messages import Failure, Response, Scalar
 from qinfer.errors import Overloaded, QinferError
-from qinfer.messages import Failure, Response, Scalar
+from qinfer.submission.pending import Pending
+from qinfer.wire.kserve_grpc_reply import encode_streamed, encode_streamed_error
 from qinfer_api.auth import Context
 from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, Call, Guard, fail
 from qinfer_api.rpc.infer import Infer, InferSink, join

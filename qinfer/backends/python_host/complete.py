@@ -7,8 +7,8 @@ from qinfer.backends.python import ENVIRONMENT, ask, check_model
 from qinfer.backends.python_host.messages import Complete, Completed
 from qinfer.backends.python_host.process import HostProcess
 from qinfer.errors import ModelLoadFailed
-from qinfer.repository.config_json import from_json, to_json
-from qinfer.repository.model_config import ModelConfig
+from qinfer.models.config.dialect import from_json, to_json
+from qinfer.models.config.message import ModelConfig
 
 COMPLETE_S = 120.0
 """How long importing the model and `auto_complete_config` may take together."""

@@ -8,7 +8,7 @@ from typing import Protocol
 from qinfer.backends.python_host.errors import TritonError, TritonModelException
 from qinfer.backends.python_host.tensor import Tensor
 from qinfer.backends.python_host.text import checked_parameters, text
-from qinfer.messages import Scalar
+from qinfer.core.messages import Scalar
 
 FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _RESCHEDULE = 2  # TRITONSERVER_REQUEST_RELEASE_RESCHEDULE

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from qinfer.messages import Scalar
+from qinfer.core.messages import Scalar
 
 
 class TensorMeta(msgspec.Struct, array_like=True, frozen=True):

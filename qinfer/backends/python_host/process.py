@@ -18,7 +18,7 @@ import msgspec
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.messages import Finalize
 from qinfer.backends.python_host.services import LINE_BYTES, MARK
-from qinfer.children import signal_name
+from qinfer.core.processes import signal_name
 from qinfer.errors import BackendUnavailable
 
 logger = logging.getLogger("qinfer.backends.python")

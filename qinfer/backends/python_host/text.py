@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from qinfer.backends.python_host.errors import TritonModelException
-from qinfer.messages import Scalar
+from qinfer.core.messages import Scalar
 
 MESSAGE_CHARACTERS = 4096
 """An error's text is cut to so many: what an exception quotes may be a whole array."""

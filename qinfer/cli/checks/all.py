@@ -11,12 +11,12 @@ from qinfer.cli.checks import fleet, host, redis_server, runtimes, storage
 from qinfer.cli.checks.permissions import examine_permissions
 from qinfer.cli.checks.report import Finding, ok, problem, without
 from qinfer.cli.overview import redis_settings
-from qinfer.control.base import BEAT, BULK, Desired, StoredModel, WorkerRecord
-from qinfer.control.redis_store import RedisControlStore
-from qinfer.delivery.address import Address, parse_place
-from qinfer.delivery.clients import admin_client, blocking_client
+from qinfer.core.settings import RedisSettings, Settings, load_settings
 from qinfer.errors import QinferError, SettingsError
-from qinfer.settings import RedisSettings, Settings, load_settings
+from qinfer.models.state import BEAT, BULK, Desired, StoredModel, WorkerRecord
+from qinfer.models.store import RedisControlStore
+from qinfer.queue.address import Address, parse_place
+from qinfer.queue.clients import admin_client, blocking_client
 from qinfer.storage.open import driver_variables
 
 

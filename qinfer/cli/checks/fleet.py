@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from qinfer.cli.checks.redis_server import clock
 from qinfer.cli.checks.report import Finding, ok, problem, warning
-from qinfer.codec.frame import FRAME_VERSION
-from qinfer.control.base import Desired, State, StoredModel, WorkerRecord
-from qinfer.control.readiness import assess
+from qinfer.models.readiness import assess
+from qinfer.models.state import Desired, State, StoredModel, WorkerRecord
+from qinfer.wire.frame import FRAME_VERSION
 
 _SHOWN = 5
 
@@ -36,11 +36,11 @@ def examine_workers(
             yield finding
     yield from _frames(workers)
     if needs_bulk and not bulk_workers:
-        yield warning("bulk workers", "none is live: bulk jobs wait", "start python -m qinfer_workers.bulk")
+        yield warning("bulk workers", "none is live: bulk jobs wait", "start python -m qinfer_workers.jobs")
     elif bulk_workers:
         yield ok("bulk workers", f"{len(bulk_workers)} live")
     if bulk_workers and not beats:
-        remedy = "start python -m qinfer_workers.bulk.beat, or set QINFER_BULK__BEAT=true for bulk workers"
+        remedy = "start python -m qinfer_workers.jobs.beat, or set QINFER_BULK__BEAT=true for bulk workers"
         yield warning("beat", "none is live: nobody looks for bulk jobs that are stuck or expired", remedy)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
-from qinfer.cli import runfile
 from qinfer.cli.checks.report import Finding, ok, problem, warning
 from qinfer.cli.health import gateway_health
-from qinfer.cli.machine import Address
-from qinfer.control.api_keys import check_exposure
+from qinfer.cli.local import runfile
+from qinfer.cli.local.machine import Address
+from qinfer.core.api_keys import check_exposure
+from qinfer.core.settings import Settings
 from qinfer.errors import SettingsError
-from qinfer.settings import Settings
 
 FILES_WARNING, FILES_PROBLEM = 8192, 512
 """File descriptors: a connection takes one."""

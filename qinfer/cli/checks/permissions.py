@@ -11,9 +11,9 @@ import redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from qinfer.cli.checks.report import Finding, ok, problem
-from qinfer.control.base import BEAT, BRIDGE, BULK
-from qinfer.delivery import keys
-from qinfer.settings import RedisSettings
+from qinfer.core.settings import RedisSettings
+from qinfer.models.state import BEAT, BRIDGE, BULK
+from qinfer.queue import keys
 
 Words = tuple[str | int, ...]
 
@@ -114,7 +114,7 @@ def _places(nonce: str) -> Iterator[Words]:
 
 def _broker_places(db: int, nonce: str) -> Iterator[Words]:
     """Yields the same for what Celery and its transport use."""
-    from qinfer.bulk.queue import QUEUE
+    from qinfer.jobs.tasks import QUEUE
 
     yield ("LREM", QUEUE, 0, nonce)
     yield from (("HDEL", "unacked", nonce), ("ZREM", "unacked_index", nonce), ("GET", "unacked_mutex"))

@@ -11,8 +11,8 @@ import redis
 from redis.exceptions import NoPermissionError, RedisClusterException, RedisError, ResponseError
 
 from qinfer.cli.checks.report import Finding, ok, problem, warning
-from qinfer.delivery.connection import MINIMUM_VERSION
-from qinfer.settings import RedisSettings
+from qinfer.core.settings import RedisSettings
+from qinfer.queue.connection import MINIMUM_VERSION
 
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 300.0
@@ -163,7 +163,7 @@ def _policy(node: Node) -> Finding:
 
 
 def _durability(node: Node, settings: RedisSettings) -> Finding:
-    """Judges the append-only file as `qinfer.delivery.durability` does at the start of a program."""
+    """Judges the append-only file as `qinfer.queue.durability` does at the start of a program."""
     subject = "durability"
     keeps, syncs = node.config.get("appendonly"), node.config.get("appendfsync")
     text = f"{node.at}appendonly {keeps}, appendfsync {syncs}; QINFER_REDIS__DURABILITY={settings.durability}"

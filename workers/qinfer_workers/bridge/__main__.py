@@ -20,9 +20,9 @@ from typing import NoReturn
 
 import uvloop
 
+from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
-from qinfer.observability import logs
-from qinfer.settings import Settings, load_settings
+from qinfer.observe import logs
 from qinfer_workers.bridge.config import BridgeConfig
 from qinfer_workers.bridge.config_file import load_config
 from qinfer_workers.bridge.program import check, serve

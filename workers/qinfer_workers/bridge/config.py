@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from kombu.transport import TRANSPORT_ALIASES
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
-from qinfer_workers.bridge.body_options import BodyOptions
+from qinfer_workers.bridge.bodies.options import BodyOptions
 
 MAX_NAME = 64
 """The longest name of a route: it is part of the name of its outbox."""

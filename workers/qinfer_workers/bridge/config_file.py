@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from qinfer.documents import Unreadable, parse, read_limited
+from qinfer.core.documents import Unreadable, parse, read_limited
 from qinfer.errors import SettingsError
 from qinfer_workers.bridge.config import BridgeConfig
 

@@ -13,13 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from qinfer.control.catalog import Served
+from qinfer.bridge.metrics import RouteTally
 from qinfer.errors import QinferError
-from qinfer.observability.bridge_metrics import RouteTally
-from qinfer_workers.bridge.links import Source
+from qinfer.models.catalog import Served
 from qinfer_workers.bridge.messages import Delivered, Receipt
 from qinfer_workers.bridge.pauses import Complaint, Pauses
 from qinfer_workers.bridge.reading import Reader, Work
+from qinfer_workers.bridge.transports.base import Source
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from qinfer.delivery.base import Delivery
-from qinfer.delivery.deliveries import Kind
-from qinfer.delivery.request_records import Ending
 from qinfer.errors import QinferError
+from qinfer.queue.base import Delivery
+from qinfer.queue.deliveries import Kind
+from qinfer.queue.request_records import Ending
 from qinfer_workers.bridge.letters import Told
 from qinfer_workers.bridge.pauses import Complaint, Pauses
 from qinfer_workers.bridge.reading import PARTITION

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 
-from qinfer.delivery.request_records import Acceptance, Accepted
+from qinfer.bridge.metrics import RouteTally
 from qinfer.errors import Conflict, Overloaded, QinferError, RequestError
-from qinfer.observability.bridge_metrics import RouteTally
+from qinfer.queue.request_records import Acceptance, Accepted
 from qinfer_workers.bridge.consumer import Refused
 from qinfer_workers.bridge.messages import Receipt
 from qinfer_workers.bridge.pauses import Complaint, Pauses

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from qinfer.codec.frame import decode_responses
-from qinfer.delivery.request_records import Ending, RequestState
+from qinfer.core.messages import Failure, Response
 from qinfer.errors import CorruptEntry, ErrorCode, QinferError
-from qinfer.messages import Failure, Response
-from qinfer_workers.bridge.bodies import Encoded, encode, encode_error
+from qinfer.queue.request_records import Ending, RequestState
+from qinfer.wire.frame import decode_responses
+from qinfer_workers.bridge.bodies.decode import Encoded, encode, encode_error
 from qinfer_workers.bridge.config import RouteOptions
 from qinfer_workers.bridge.messages import (
     CODE_HEADER,

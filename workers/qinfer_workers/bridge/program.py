@@ -9,22 +9,22 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from qinfer.control.base import BRIDGE, ControlStore
-from qinfer.control.catalog import Catalog
-from qinfer.control.redis_store import RedisControlStore
-from qinfer.delivery.base import Delivery
-from qinfer.delivery.clients import admin_client
-from qinfer.delivery.redis import RedisDelivery
+from qinfer.bridge.metrics import BridgeCollector
+from qinfer.core.messages import IdFactory
+from qinfer.core.settings import Settings
 from qinfer.errors import QinferError, SettingsError
-from qinfer.messages import IdFactory
-from qinfer.observability.bridge_metrics import BridgeCollector
-from qinfer.settings import Settings
-from qinfer_workers.bridge.bodies import BodyCodec
+from qinfer.models.catalog import Catalog
+from qinfer.models.state import BRIDGE, ControlStore
+from qinfer.models.store import RedisControlStore
+from qinfer.queue.base import Delivery
+from qinfer.queue.clients import admin_client
+from qinfer.queue.redis import RedisDelivery
+from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
-from qinfer_workers.bridge.opening import look
 from qinfer_workers.bridge.reporter import Reporter
 from qinfer_workers.bridge.route import Route
-from qinfer_workers.signs import give_signs
+from qinfer_workers.bridge.transports.open import look
+from qinfer_workers.liveness import give_signs
 
 logger = logging.getLogger("qinfer_workers.bridge")
 

@@ -9,10 +9,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from qinfer.observability.bridge_metrics import RouteTally
-from qinfer_workers.bridge.links import MessageRefused, Settled, Sink
+from qinfer.bridge.metrics import RouteTally
 from qinfer_workers.bridge.messages import Outgoing
 from qinfer_workers.bridge.pauses import Complaint, Pauses
+from qinfer_workers.bridge.transports.base import MessageRefused, Settled, Sink
 
 logger = logging.getLogger(__name__)
 

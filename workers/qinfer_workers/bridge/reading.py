@@ -2,12 +2,12 @@
 
 import msgspec
 
-from qinfer.control.catalog import Served
-from qinfer.control.submission import prepare
-from qinfer.delivery.request_records import MAX_NOTES_BYTES, Acceptance, Address
+from qinfer.core.messages import IdFactory
 from qinfer.errors import InvalidRequest
-from qinfer.messages import IdFactory
-from qinfer_workers.bridge.bodies import BodyCodec, ReplyEncoding
+from qinfer.models.catalog import Served
+from qinfer.queue.request_records import MAX_NOTES_BYTES, Acceptance, Address
+from qinfer.submission.submit import prepare
+from qinfer_workers.bridge.bodies.decode import BodyCodec, ReplyEncoding
 from qinfer_workers.bridge.config import RouteOptions
 from qinfer_workers.bridge.messages import Delivered, Note, body_hash, identity, request_id
 

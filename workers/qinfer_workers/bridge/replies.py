@@ -5,13 +5,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from qinfer.codec.kserve_json import encode_infer
-from qinfer.codec.outputs import OutputPlan, bind
+from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest
-from qinfer.messages import Response
-from qinfer.repository.spec import ModelSpec
+from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, iter_bytes
-from qinfer_workers.bridge.body_content import JSON_LENGTH_HEADER
+from qinfer.wire.kserve_json import encode_infer
+from qinfer.wire.outputs import OutputPlan, bind
+from qinfer_workers.bridge.bodies.content import JSON_LENGTH_HEADER
 from qinfer_workers.bridge.reply_rows import OutputColumn, arrow_batch, json_lines
 
 Form = Literal["kserve", "jsonl", "arrow-stream", "arrow-file"]

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from qinfer.errors import InvalidRequest, OutputMismatch
-from qinfer.repository.config_spec import BINARY_OUTPUTS
+from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.tensors import Tensor, to_numpy
 
 _encoder = msgspec.json.Encoder()

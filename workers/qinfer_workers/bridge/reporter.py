@@ -10,10 +10,10 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from qinfer.control.base import ControlStore
-from qinfer.control.bridges import Reports
+from qinfer.bridge.metrics import RouteTally
+from qinfer.bridge.reports import Reports
 from qinfer.errors import QinferError
-from qinfer.observability.bridge_metrics import RouteTally
+from qinfer.models.state import ControlStore
 
 logger = logging.getLogger(__name__)
 

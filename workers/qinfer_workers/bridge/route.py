@@ -19,21 +19,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from qinfer.control.catalog import Catalog, Served
-from qinfer.delivery.base import Delivery, reply_address
-from qinfer.delivery.deliveries import outbox
-from qinfer.observability.bridge_metrics import RouteTally, count
+from qinfer.bridge.metrics import RouteTally, count
+from qinfer.models.catalog import Catalog, Served
+from qinfer.queue.base import Delivery, reply_address
+from qinfer.queue.deliveries import outbox
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.consumer import Consumer, Refused
 from qinfer_workers.bridge.endings import Endings
 from qinfer_workers.bridge.intake import Intake
 from qinfer_workers.bridge.letters import Told, refusal, refuse, tell
-from qinfer_workers.bridge.links import Settled, Sink, Source
 from qinfer_workers.bridge.messages import Outgoing, Parcel, Place, Receipt
-from qinfer_workers.bridge.opening import open_sink, open_source
 from qinfer_workers.bridge.pauses import Complaint
 from qinfer_workers.bridge.publisher import Publisher
 from qinfer_workers.bridge.reading import Reader
+from qinfer_workers.bridge.transports.base import Settled, Sink, Source
+from qinfer_workers.bridge.transports.open import open_sink, open_source
 
 logger = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from pathlib import Path
 import uvloop
 
 from qinfer.backends import engine_cache, registry
-from qinfer.control.redis_store import RedisControlStore
-from qinfer.control.shared_settings import follow_log_settings
-from qinfer.delivery.clients import admin_client
-from qinfer.delivery.redis import RedisDelivery
+from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
-from qinfer.observability import logs, tracing
-from qinfer.repository.open import open_repositories
-from qinfer.settings import Settings, load_settings
+from qinfer.models.repository.open import open_repositories
+from qinfer.models.shared_settings import follow_log_settings
+from qinfer.models.store import RedisControlStore
+from qinfer.observe import logs, tracing
+from qinfer.queue.clients import admin_client
+from qinfer.queue.redis import RedisDelivery
 from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
 from qinfer_workers.inference.loader import Loader

@@ -19,10 +19,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from qinfer.control.catalog import Catalog, Served
-from qinfer.control.pending_requests import Pending
-from qinfer.control.submission import Submission, check
-from qinfer.delivery.base import Delivery, Lane
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.settings import LimitSettings
 from qinfer.errors import (
     BrokerUnavailable,
     Cancelled,
@@ -34,8 +32,10 @@ from qinfer.errors import (
     QinferError,
     QueueFull,
 )
-from qinfer.messages import Failure, InferRequest, Response
-from qinfer.settings import LimitSettings
+from qinfer.models.catalog import Catalog, Served
+from qinfer.queue.base import Delivery, Lane
+from qinfer.submission.pending import Pending
+from qinfer.submission.submit import Submission, check
 
 logger = logging.getLogger(__name__)
 

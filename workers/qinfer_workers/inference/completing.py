@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from qinfer.control.base import StoredModel
-from qinfer.control.completion import Completion
 from qinfer.errors import BackendUnavailable, QinferError
-from qinfer.repository.config import from_json, normalise, to_json
-from qinfer.repository.model_config import ModelConfig
+from qinfer.models.completion import Completion
+from qinfer.models.config.config import from_json, normalise, to_json
+from qinfer.models.config.message import ModelConfig
+from qinfer.models.state import StoredModel
 
 CompleteConfig = Callable[[ModelConfig, Path], ModelConfig]
 """What a backend offers: a configuration and the directory of a version → the configuration, completed; blocking."""

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.repository.spec import Device, ModelSpec
+from qinfer.models.spec import Device, ModelSpec
 
 _GPU = re.compile(r"nvidia\d+")
 

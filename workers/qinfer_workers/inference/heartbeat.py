@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from qinfer.batching.batcher import Batcher
-from qinfer.clock import ServerClock
-from qinfer.codec.frame import FRAME_VERSION
-from qinfer.control.base import ControlStore, Speed, VersionState, WorkerRecord
+from qinfer.core.clock import ServerClock
+from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer.observability import stats
-from qinfer.observability.stats import ModelCounts
-from qinfer.settings import WorkerSettings
+from qinfer.models.state import ControlStore, Speed, VersionState, WorkerRecord
+from qinfer.observe import stats
+from qinfer.observe.stats import ModelCounts
+from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.trouble import Trouble

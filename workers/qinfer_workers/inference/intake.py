@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
-from qinfer.codec.frame import PayloadApart, RequestReader, decode_request
-from qinfer.codec.versions import NewerVersion
-from qinfer.delivery.base import Delivery, Lease
+from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError
-from qinfer.messages import Failure, InferRequest, Response
-from qinfer.repository.validate import validate
+from qinfer.models.validate import validate
+from qinfer.queue.base import Delivery, Lease
+from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
+from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.trouble import Trouble
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
-from qinfer.clock import ServerClock
-from qinfer.delivery.base import Entry, Lane, Lease
+from qinfer.core.clock import ServerClock
+from qinfer.queue.base import Entry, Lane, Lease
 
 logger = logging.getLogger(__name__)
 

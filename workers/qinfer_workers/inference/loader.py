@@ -14,12 +14,12 @@ from qinfer.backends.reshape import reshaped
 from qinfer.batching.batcher import Executor, LoadedModel
 from qinfer.batching.execution import Caller, Observer
 from qinfer.batching.policy import LatencyModel
-from qinfer.clock import ServerClock
-from qinfer.control.base import StoredModel
-from qinfer.control.completion import Completion
+from qinfer.core.clock import ServerClock
 from qinfer.errors import ModelLoadFailed, QinferError
-from qinfer.repository.cache import MANIFEST
-from qinfer.repository.spec import Device, ModelSpec
+from qinfer.models.completion import Completion
+from qinfer.models.repository.cache import MANIFEST
+from qinfer.models.spec import Device, ModelSpec
+from qinfer.models.state import StoredModel
 from qinfer_workers.inference.completing import CompleteConfig, complete
 from qinfer_workers.inference.devices import devices_of
 from qinfer_workers.inference.warmup import warm_up

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from qinfer.control.base import ControlStore, State, StoredModel, VersionState
-from qinfer.control.completion import put_completion
-from qinfer.control.outcome import PENDING_REASON
-from qinfer.control.placement import is_placed
+from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
-from qinfer.repository import config
-from qinfer.settings import LimitSettings, WorkerSettings
+from qinfer.models.completion import put_completion
+from qinfer.models.config import config
+from qinfer.models.outcome import PENDING_REASON
+from qinfer.models.placement import is_placed
+from qinfer.models.state import ControlStore, State, StoredModel, VersionState
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
 

@@ -17,12 +17,12 @@ from functools import partial
 import msgspec
 
 from qinfer.batching.execution import TOLD, Pending
-from qinfer.codec.frame import encode_responses
-from qinfer.delivery.base import DELAYED, Delivery, Lease
-from qinfer.delivery.request_records import Address, Outcome, RequestState, Settlement
+from qinfer.core.messages import Failure, Response
 from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull
-from qinfer.messages import Failure, Response
-from qinfer.observability.stats import PublishTally, StatsTally
+from qinfer.observe.stats import PublishTally, StatsTally
+from qinfer.queue.base import DELAYED, Delivery, Lease
+from qinfer.queue.request_records import Address, Outcome, RequestState, Settlement
+from qinfer.wire.frame import encode_responses
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.trouble import Trouble

@@ -11,10 +11,10 @@ from contextlib import suppress
 
 import msgspec
 
-from qinfer.children import packed, received
-from qinfer.delivery import keys, scripts
-from qinfer.delivery.base import Lane
-from qinfer.settings import Settings
+from qinfer.core.processes import packed, received
+from qinfer.core.settings import Settings
+from qinfer.queue import keys, scripts
+from qinfer.queue.base import Lane
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.renewer import TELLS_PER_RENEWAL, Held, Hello, Report

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable
 
 from qinfer.batching.batcher import Batcher
-from qinfer.control.routes import NAMES, lanes_of
-from qinfer.delivery.base import Delivery, Lane
+from qinfer.core.settings import MetricsSettings
 from qinfer.errors import QinferError
-from qinfer.observability.latencies import LatencyTally
-from qinfer.settings import MetricsSettings
+from qinfer.models.routes import NAMES, lanes_of
+from qinfer.observe.latencies import LatencyTally
+from qinfer.queue.base import Delivery, Lane
 from qinfer_workers.inference.intake import Readings
 
 _LOOK_S = 0.05

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from qinfer.batching.execution import Execution, Pending
-from qinfer.clock import ServerClock
-from qinfer.delivery.job_records import JobRecord, ShardOutcome
+from qinfer.core.clock import ServerClock
 from qinfer.errors import QinferError
-from qinfer.observability.fence import Fence
-from qinfer.observability.tracing import (
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.observe.fence import Fence
+from qinfer.observe.tracing import (
     ATTEMPT,
     BATCH_ID,
     BATCH_SIZE,

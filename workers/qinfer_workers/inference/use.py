@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Collection
 
-from qinfer.observability.devices import GpuMeter, GpuUse
-from qinfer.observability.process_use import ProcessUse, read_use
+from qinfer.observe.devices import GpuMeter, GpuUse
+from qinfer.observe.process_use import ProcessUse, read_use
 
 EVERY_S = 2.0
 """Seconds between two readings: Triton's interval."""

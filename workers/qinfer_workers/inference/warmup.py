@@ -15,9 +15,9 @@ import numpy as np
 
 from qinfer.backends.base import Array, Backend, Batch
 from qinfer.batching.policy import LatencyModel
+from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import ModelLoadFailed, ModelNotReady, QinferError
-from qinfer.messages import InferRequest, Response, Scalar
-from qinfer.repository.spec import ModelSpec, WarmupInput
+from qinfer.models.spec import ModelSpec, WarmupInput
 from qinfer.tensors import DATATYPES, Tensor, to_numpy
 
 logger = logging.getLogger(__name__)

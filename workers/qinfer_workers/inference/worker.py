@@ -13,12 +13,11 @@ from dataclasses import replace
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
-from qinfer.control.base import ControlStore
-from qinfer.control.catalog import Catalog
-from qinfer.delivery.base import Delivery, Lane, Lease
+from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, QinferError
-from qinfer.settings import Settings
-from qinfer_workers.inference.bulk.work import BulkWork
+from qinfer.models.catalog import Catalog
+from qinfer.models.state import ControlStore
+from qinfer.queue.base import Delivery, Lane, Lease
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import Heartbeat
@@ -31,6 +30,7 @@ from qinfer_workers.inference.serving import Serving
 from qinfer_workers.inference.tasks import end
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.trouble import Trouble
+from qinfer_workers.jobs.scoring.work import BulkWork
 
 logger = logging.getLogger(__name__)
 

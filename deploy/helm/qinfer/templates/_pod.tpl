@@ -1,7 +1,7 @@
 {{/* What the pods of all programs have in common. */}}
 
 {{/* Settings that all programs share, as a map in YAML. */}}
-{{- define "qinfer.settings" -}}
+{{- define "qinfer.core.settings" -}}
 {{- $repository := .Values.repository -}}
 {{- $settings := dict
   "QINFER_REDIS__CLUSTER" .Values.redis.cluster

@@ -1,0 +1,128 @@
+"""The janitor's part in bulk jobs: keeps their lanes filled, and has them finished. No leader.
+
+    a notice ──▶ advance ──▶ lane filled
+                    ├─ nothing left to run ──▶ finalizing ──▶ Celery's `finalise`
+                    ├─ too many rows failed ──▶ failed; its shards are taken back ──▶ `finalise`
+                    └─ cancelling, nothing in hand ──▶ cancelled ──▶ `finalise`
+
+A notice is done after the last step: where Celery's broker, or this gateway, is gone meanwhile, it comes again.
+Each step may be done twice.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from qinfer.jobs.failures import why_failed
+from qinfer.jobs.queue.records import CANCELLING, ENDED, FINALIZING, RUNNING, TOP_UP_COUNT, JobRecord, Standing
+from qinfer.models.catalog import Catalog
+from qinfer.queue.base import Delivery
+from qinfer.queue.deliveries import JOBS, DeliveryItem
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 5.0
+"""The pause between two looks at all running jobs."""
+
+_NOTICES = 50  # of a model in a round
+_LATEST = 100  # jobs that are looked back at, at the start
+_TOGETHER = 16  # jobs looked at at once
+_SENDING = 2  # tasks sent at once: where Celery's broker hangs, the gateway's other threads are not all waiting for it
+
+
+class JobJanitor:
+    """One per gateway that takes bulk jobs.
+
+    Args:
+        delivery: The queue.
+        catalog: How many workers a model version has.
+        finalise: Sends Celery the task that finishes a job; it blocks, and may be called twice.
+    """
+
+    def __init__(self, delivery: Delivery, catalog: Catalog, finalise: Callable[[str], None]) -> None:
+        self._jobs = delivery.jobs
+        self._deliveries = delivery.deliveries
+        self._catalog = catalog
+        self._finalise = finalise
+        self._together = asyncio.Semaphore(_TOGETHER)
+        self._sending = asyncio.Semaphore(_SENDING)
+        self._places: dict[tuple[str, int], None] = {}  # where jobs were seen: an ended one may have a notice left
+        self._has_looked_back = False
+        self._look_at_s = 0.0
+
+    async def round(self) -> None:
+        """Acts on what is to be looked at, and now and then looks at all running jobs.
+
+        Raises:
+            QinferError: Some could not be acted on, and come again.
+        """
+        now_s = asyncio.get_running_loop().time()
+        await self.attend()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_EVERY_S
+            await self.look()
+
+    async def attend(self) -> int:
+        """Acts on the notices that there are; returns how many that were.
+
+        Raises:
+            QinferError: Some could not be acted on, and come again.
+        """
+        outcomes: list[BaseException | None] = []
+        for model, partition in await self._known():
+            notices = await self._deliveries.take(model, partition, JOBS, _NOTICES)
+            outcomes += await asyncio.gather(*map(self._act_on, notices), return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+        return len(outcomes)
+
+    async def look(self) -> None:
+        """Fills the lanes of all running jobs, the highest priority first: there may be more workers now.
+
+        Raises:
+            QinferError: The queue can't be reached.
+        """
+        for record in await self._jobs.unfinished():
+            if record.state == RUNNING:
+                await self._fill(record)
+
+    async def _known(self) -> list[tuple[str, int]]:
+        """Returns the models and partitions that have jobs, had some since the start, or lately before."""
+        if not self._has_looked_back:
+            latest = (await self._jobs.list(count=_LATEST)).records
+            self._places |= dict.fromkeys((record.model, record.partition) for record in latest)
+            self._has_looked_back = True
+        self._places |= dict.fromkeys(await self._jobs.models())
+        return list(self._places)
+
+    async def _act_on(self, notice: DeliveryItem) -> None:
+        async with self._together:
+            record = await self._jobs.get(notice.text)
+            standing = None if record is None else await self._fill(record)
+            state = await self._next(record, standing) if record is not None and standing is not None else ""
+            if state == FINALIZING or state in ENDED - {"completed"}:  # of which it lists the parts that are there
+                async with self._sending:
+                    await asyncio.to_thread(self._finalise, notice.text)
+            await self._deliveries.done(notice.model, notice.partition, JOBS, [notice.id])
+
+    async def _fill(self, record: JobRecord) -> Standing | None:
+        """Fills a job's lane; returns where the job stands, `None` where it is gone."""
+        workers = self._catalog.capacity(record.model, record.version).workers
+        while True:
+            standing = await self._jobs.advance(record.id, workers=workers)
+            if standing is None or standing.moved < TOP_UP_COUNT:
+                return standing
+
+    async def _next(self, record: JobRecord, standing: Standing) -> str:
+        """Gives a job its next state, where it has come to the end of the present one; returns the state."""
+        if standing.state == RUNNING and standing.has_failed:
+            outcomes = await self._jobs.outcomes(record.id)
+            error = why_failed(outcomes.values(), record.max_errors, record.shards)
+            await self._jobs.stop(record.id, "failed", error=error, in_hand=True)
+            return "failed"
+        following = {RUNNING: FINALIZING, CANCELLING: "cancelled"}.get(standing.state)
+        if following and standing.is_settled and await self._jobs.move(record.id, {standing.state}, following):
+            logger.info("job moved", extra={"job_id": record.id, "state": following})
+            return following
+        return standing.state

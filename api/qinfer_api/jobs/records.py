@@ -1,0 +1,388 @@
+"""How bulk jobs look to clients: jobs as they are asked for, and as `/v1/jobs` shows them. Pure.
+
+An id that the server makes has the form of a ULID, and is shown as it is. One that the client chose is `<id>@<tenant>`
+inside, so that tenants can't meet; where there are no tenants it is the same inside and outside.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+from urllib.parse import quote
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from qinfer.core.store_urls import check_url
+from qinfer.errors import InvalidRequest, JobNotFound
+from qinfer.jobs.job import (
+    PRIORITIES,
+    JobSpec,
+    JobState,
+    Natural,
+    Priority,
+    Seconds,
+    Threshold,
+    check_spec,
+    decode_spec_as,
+    encode_spec,
+)
+from qinfer.jobs.queue.records import JobRecord, LogLine
+from qinfer_api.requests.records import WebhookBody, instant, shown_webhook, written
+
+MANIFEST = "_manifest.json"
+"""The name of the list of parts, within the output."""
+
+_PRIORITY_NAMES: dict[int, Priority] = {1: "high", 2: "normal", 3: "low"}
+_CHOSEN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+_MADE = re.compile(r"[0-9A-HJKMNP-TV-Z]{26}")
+_BASE32, _CROCKFORD = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_SHOWN = 128
+_LEAST_S = 1e-6  # of which a rate is made: clocks tell no shorter times
+
+
+_OWN_ID = "An id of your own: the same id with the same job is one job."
+
+
+class NewJob(JobSpec, frozen=True, forbid_unknown_fields=True):  # noqa: D101 - as its base
+    __doc__ = (JobSpec.__doc__ or "").replace("Attributes:", f"Attributes:\n        id: {_OWN_ID}")
+    id: Annotated[str, Meta(extra_json_schema={"pattern": "^[A-Za-z0-9._~-]{1,128}$"})] | UnsetType = UNSET
+
+
+class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Changes of a job that is resumed; what is left out or null stays.
+
+    Attributes:
+        error_threshold: When more rows than this fail, the job does: a number of rows, a fraction between 0 and 1, or
+            -1 = never.
+        max_parallel: At most so many shards run at a time; 0 = as many as there are workers.
+        deadline_s: Seconds from now at which the job expires; 0 = never.
+
+    Example:
+        {"error_threshold": -1}
+    """
+
+    error_threshold: Threshold | None = None
+    max_parallel: Natural | None = None
+    deadline_s: Seconds | None = None
+
+
+class JobCounts(msgspec.Struct, frozen=True):
+    """How many there are, how many are done, and how many have failed; each is in one of these at the end.
+
+    Attributes:
+        total: Null until the job is planned.
+    """
+
+    total: int | None
+    done: int
+    failed: int
+
+
+class JobShardCounts(JobCounts, frozen=True):
+    """Counts of shards.
+
+    Attributes:
+        total: Null until the job is planned.
+        active: How many wait in the model's queue or are being executed.
+    """
+
+    active: int
+
+
+class JobLinks(msgspec.Struct, frozen=True, rename={"own": "self"}):
+    """Paths of the job."""
+
+    own: str
+    events: str
+    log: str
+
+
+class JobBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A bulk job; instants are RFC 3339 in UTC, null where they have not come.
+
+    Attributes:
+        state: validating | planning | running | finalizing | completed | failed | cancelling | cancelled | expired;
+            after completed, failed, cancelled and expired it is over
+        progress: The share of its rows that are done or failed, 0 … 1.
+        eta_s: Seconds that the rest will take.
+        error: Why it failed.
+        manifest_url: The list of the parts, once the job is completed.
+        spec: What was asked for, its version resolved, its URLs in one spelling.
+
+    Example:
+        {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F", "model": "digits", "version": 1, "state": "running", "priority": "normal",
+         "created_at": "2026-01-31T12:00:00.000Z", "started_at": "2026-01-31T12:00:00.500Z", "ended_at": null,
+         "deadline_at": null, "rows": {"total": 1000, "done": 499, "failed": 1},
+         "shards": {"total": 4, "done": 2, "failed": 0, "active": 2}, "progress": 0.5, "rows_per_s": 250.0,
+         "eta_s": 2.0, "error": null, "output_url": "s3://bucket/out", "manifest_url": null, "metadata": {},
+         "webhook": null,
+         "spec": {"model": "digits", "inputs": ["s3://bucket/in/*.parquet"], "columns": {"image": "pixels"},
+                  "key": "id", "output": {"url": "s3://bucket/out", "format": "parquet"}},
+         "links": {"self": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F",
+                   "events": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F/events",
+                   "log": "/v1/jobs/01JX3M3TC8Z6Q5RYB7WS2K4D9F/log"}}
+    """
+
+    id: str
+    model: str
+    version: int
+    state: JobState
+    priority: Priority
+    created_at: str
+    started_at: str | None
+    ended_at: str | None
+    deadline_at: str | None
+    rows: JobCounts
+    shards: JobShardCounts
+    progress: float
+    rows_per_s: float | None
+    eta_s: float | None
+    error: str | None
+    output_url: str
+    manifest_url: str | None
+    metadata: dict[str, str]
+    webhook: WebhookBody | None
+    spec: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
+    links: JobLinks
+
+
+class JobsBody(msgspec.Struct, frozen=True):
+    """A page of jobs, the newest first.
+
+    Attributes:
+        next: `after` of the next page; null = this was the last.
+    """
+
+    jobs: list[JobBody]
+    next: str | None
+
+
+class JobLine(msgspec.Struct, frozen=True):
+    """Something that happened to a job."""
+
+    at: str | None
+    text: str
+
+
+class JobLog(msgspec.Struct, frozen=True):
+    """The latest lines of a job's log, the oldest first."""
+
+    log: list[JobLine]
+
+
+class Progress(NamedTuple):
+    """How far a job is.
+
+    Attributes:
+        share: Of its rows that are settled, 0 … 1.
+        rows_per_s: Settled rows a second since it began to run, or was resumed; `None` before the first.
+        eta_s: Seconds until all are, at that rate; `None` = not known, or it does not run.
+    """
+
+    share: float
+    rows_per_s: float | None
+    eta_s: float | None
+
+
+def progress_of(record: JobRecord, now_s: float) -> Progress:
+    """Computes how far a job is, and how long the rest will take.
+
+    The rate is that up to the last change: shards end seconds apart, and between two of them it would only seem to
+    fall.
+
+    Args:
+        record: The job.
+        now_s: The broker's time.
+    """
+    settled = record.rows_done + record.rows_failed
+    share = min(settled / record.rows, 1.0) if record.rows else float(record.state == JobState.COMPLETED)
+    since_s = max(record.started_at, record.resumed_at)
+    measured_s = max(record.ended_at or record.updated_at, since_s) - since_s
+    settled_since = settled - record.rows_before
+    if not (settled_since > 0 and record.started_at and measured_s >= _LEAST_S):
+        return Progress(share, None, None)
+    rate = settled_since / measured_s
+    if record.state != JobState.RUNNING:
+        return Progress(share, rate, 0.0 if record.state == JobState.FINALIZING else None)
+    rest_s = max(record.rows - settled, 0) / rate
+    return Progress(share, rate, max(rest_s - max(now_s - record.updated_at, 0.0), 0.0))
+
+
+def chosen_id(job_id: str, tenant: str) -> str:
+    """Returns the id inside of a job whose id its client chose.
+
+    Raises:
+        InvalidRequest: The id has other characters, is too long, or looks like one that a server made.
+    """
+    if not _CHOSEN.fullmatch(job_id):
+        raise InvalidRequest(
+            f"'{job_id[:_SHOWN]}' can't be a job id; use 1 to 128 letters, digits, '.', '_', '~' and '-'"
+        )
+    if _MADE.fullmatch(job_id) or job_id in (".", ".."):
+        raise InvalidRequest(f"'{job_id}' can't be a job id: the server makes such ids itself, or paths mean others")
+    return f"{job_id}@{tenant}" if tenant else job_id
+
+
+def keyed_id(key: str, tenant: str) -> str:
+    """Returns the id of the job that an idempotency key makes: always the same, and in the form of the server's."""
+    digest = hashlib.sha256(f"{len(tenant)}:{tenant}:{key}".encode()).digest()
+    return base64.b32encode(digest).decode().translate(str.maketrans(_BASE32, _CROCKFORD))[:26]
+
+
+def inner_id(job_id: str, tenant: str) -> str:
+    """Returns the id inside of the job that a path names; that there is one is not known yet.
+
+    Raises:
+        JobNotFound: No job can have that id.
+    """
+    if _MADE.fullmatch(job_id):
+        return job_id
+    try:
+        return chosen_id(job_id, tenant)
+    except InvalidRequest:
+        raise unknown_job(job_id) from None
+
+
+def unknown_job(job_id: str) -> JobNotFound:
+    """Returns the error for an id that nobody knows, or that another tenant's job has."""
+    return JobNotFound(
+        f"job '{job_id[:_SHOWN]}' is not known: it was not created, was deleted, or ended too long ago; "
+        "GET /v1/jobs lists those that are"
+    )
+
+
+def shown_job_id(record: JobRecord) -> str:
+    """Returns the id as the client knows it."""
+    return record.id.removesuffix(f"@{record.tenant}") if record.tenant else record.id
+
+
+def job_path(record: JobRecord) -> str:
+    """Returns the path of a job."""
+    return f"/v1/jobs/{quote(shown_job_id(record), safe='')}"
+
+
+def new_record(job_id: str, spec: JobSpec, *, tenant: str, now_s: float, kept_s: float, trace: str) -> JobRecord:
+    """Returns the record of a job that is to be planned.
+
+    Args:
+        job_id: Its id inside.
+        spec: What is asked for, its version known.
+        tenant: Whose it is.
+        now_s: The broker's time.
+        kept_s: How long it is known after its end.
+        trace: W3C `traceparent` of its creation; empty = nobody records it.
+    """
+    return JobRecord(
+        id=job_id,
+        model=spec.model,
+        version=spec.version,
+        tenant=tenant,
+        state=JobState.PLANNING,
+        priority=PRIORITIES[spec.priority],
+        deadline_at=deadline_at(spec, now_s),
+        spec=encode_spec(spec),
+        max_parallel=spec.max_parallel,
+        kept_s=kept_s,
+        trace=trace,
+        webhook=spec.webhook,
+    )
+
+
+def deadline_at(spec: JobSpec, now_s: float) -> float:
+    """Returns when a job expires that is created or resumed now; 0 = never."""
+    return now_s + spec.deadline_s if spec.deadline_s else 0.0
+
+
+def spec_of(record: JobRecord) -> JobSpec:
+    """Returns the specification of a stored job."""
+    return msgspec.json.decode(record.spec, type=JobSpec)
+
+
+def shown_job(record: JobRecord, now_s: float) -> JobBody:
+    """Returns a job as clients have it."""
+    progress, path = progress_of(record, now_s), job_path(record)
+    spec = msgspec.json.decode(record.spec, type=_ShownSpec)
+    is_planned = bool(record.shards)
+    return JobBody(
+        id=shown_job_id(record),
+        model=record.model,
+        version=record.version,
+        state=JobState(record.state),
+        priority=_PRIORITY_NAMES.get(record.priority, "normal"),
+        created_at=written(record.created_at),
+        started_at=instant(record.started_at),
+        ended_at=instant(record.ended_at),
+        deadline_at=instant(record.deadline_at),
+        rows=JobCounts(record.rows if is_planned else None, record.rows_done, record.rows_failed),
+        shards=JobShardCounts(record.shards or None, record.shards_done, record.shards_failed, record.in_lane),
+        progress=round(progress.share, 6),
+        rows_per_s=None if progress.rows_per_s is None else round(progress.rows_per_s, 3),
+        eta_s=None if progress.eta_s is None else round(progress.eta_s, 3),
+        error=record.error or None,
+        output_url=spec.output.url,
+        manifest_url=f"{spec.output.url}/{MANIFEST}" if record.state == JobState.COMPLETED else None,
+        metadata=spec.metadata,
+        webhook=shown_webhook(record.webhook, record.webhook_state),
+        spec=msgspec.Raw(record.spec),
+        links=JobLinks(path, f"{path}/events", f"{path}/log"),
+    )
+
+
+def shown_log(lines: Sequence[LogLine]) -> JobLog:
+    """Returns a job's log as clients have it."""
+    return JobLog([JobLine(instant(line.at), line.text) for line in lines])
+
+
+def decode_job(body: bytes, allow: Sequence[str]) -> tuple[JobSpec, str]:
+    """Reads a job, its URLs in their one spelling, and the id that its client chose; empty without one.
+
+    Raises:
+        InvalidRequest: As `decode_spec`, or the id is empty.
+        Forbidden: A URL is in no store that may be used.
+    """
+    asked = decode_spec_as(body, NewJob)
+    if asked.id == "":
+        raise InvalidRequest("field 'id' is empty; leave it out to have the server make one")
+    fields = {name: getattr(asked, name) for name in JobSpec.__struct_fields__}
+    fields["inputs"] = tuple(dict.fromkeys(check_url(url, allow) for url in asked.inputs))
+    fields["output"] = msgspec.structs.replace(asked.output, url=check_url(asked.output.url, allow))
+    return JobSpec(**fields), asked.id or ""
+
+
+def decode_changes(body: bytes) -> Changes:
+    """Reads what is to be changed of a job; no body at all is nothing.
+
+    Raises:
+        InvalidRequest: It is none of these fields, or one of another type.
+    """
+    try:
+        return msgspec.json.decode(body, type=Changes) if body else Changes()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(
+            f"what is to be changed can't be read: {error}; there are {', '.join(Changes.__struct_fields__)}"
+        ) from None
+
+
+def changed(spec: JobSpec, changes: Changes) -> JobSpec:
+    """Returns a job with changes.
+
+    Raises:
+        InvalidRequest: A value can't be.
+    """
+    given = {name: value for name, value in msgspec.structs.asdict(changes).items() if value is not None}
+    found = msgspec.structs.replace(spec, **given)
+    check_spec(found)
+    return found
+
+
+class _ShownOutput(msgspec.Struct, frozen=True):
+    url: str
+
+
+class _ShownSpec(msgspec.Struct, frozen=True):
+    """What is shown of a stored specification, which may have fields that a newer gateway has written."""
+
+    output: _ShownOutput
+    metadata: dict[str, str] = {}

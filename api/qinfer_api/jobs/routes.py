@@ -1,0 +1,232 @@
+"""`/v1/jobs`: bulk jobs over HTTP (docs/reference/jobs-api.md)."""
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response as HttpResponse
+from starlette.responses import StreamingResponse
+
+from qinfer.core.api_keys import Scope
+from qinfer.errors import DeliveryError, InvalidRequest
+from qinfer.jobs.job import JobState
+from qinfer.jobs.queue.records import JobRecord
+from qinfer.wire.kserve_json import check_depth
+from qinfer_api.auth import Context
+from qinfer_api.jobs.records import (
+    Changes,
+    JobBody,
+    JobLog,
+    JobsBody,
+    NewJob,
+    decode_changes,
+    job_path,
+    shown_job,
+    shown_log,
+)
+from qinfer_api.rest.bodies import read_body
+from qinfer_api.rest.openapi import LAST_EVENT, Json, answer, body, errors, followed, header, operation, query
+from qinfer_api.rest.services import Services, context_of, send_json
+
+MAX_LIMIT = 1000
+"""The most jobs of one listing."""
+HEARTBEAT_S = 15.0
+"""Seconds without an event after which a comment is sent."""
+MAX_BODY_BYTES = 4 * 2**20
+"""The largest job; its record is as large."""
+
+_DEFAULT_LIMIT = 100
+_HEARTBEAT = b": still here\n\n"
+
+
+def _refusals(*statuses: int) -> dict[int, Json]:
+    return errors(
+        *statuses,
+        s400="A field, a column or a URL can't be; the text names it.",
+        s403="The API key does not allow it, or a URL is in no store that this server may use.",
+        s404="No such job, model or version.",
+        s409="The id belongs to another job, or the job's state does not allow it.",
+        s501="This server takes no jobs, or lacks what they need; the text says what.",
+    )
+
+
+_LOCATION = {"Location": "The path of the job."}
+_CREATE = operation(
+    "Create a job",
+    {
+        201: answer("Created: its model, inputs and output fit together.", JobBody, headers=_LOCATION),
+        200: answer(
+            "It had been created before, with the same id or key.",
+            JobBody,
+            headers={**_LOCATION, "Idempotent-Replayed": "`true`: it had been created before."},
+        ),
+        **_refusals(400, 401, 403, 404, 409, 429, 500, 501, 503),
+    },
+    header(
+        "Idempotency-Key",
+        "Visible ASCII, instead of an `id`. The same key with the same job is one job.",
+        pattern="^[!-~]{1,255}$",
+    ),
+    takes=body(NewJob),
+)
+_LIST = operation(
+    "List the jobs",
+    {200: answer("The jobs.", JobsBody), **_refusals(400, 401, 403, 503)},
+    query("state", "Only jobs in this state.", enum=list(JobState)),
+    query("after", "`next` of the page before.", type="string"),
+    query("limit", "How many at most.", type="integer", minimum=1, maximum=MAX_LIMIT, default=_DEFAULT_LIMIT),
+)
+_SHOW = operation("Look at a job", {200: answer("The job.", JobBody), **_refusals(401, 403, 404, 503)})
+_DELETE = operation("Forget a job", {204: answer("Forgotten; its output stays."), **_refusals(401, 403, 404, 409, 503)})
+_CANCEL = operation(
+    "Cancel a job",
+    {
+        200: answer("The job: cancelling, cancelled, or as it had ended before.", JobBody),
+        **_refusals(401, 403, 404, 503),
+    },
+)
+_RESUME = operation(
+    "Resume a job",
+    {
+        200: answer("The job, which is planned again or at work.", JobBody),
+        **_refusals(400, 401, 403, 404, 409, 429, 501, 503),
+    },
+    takes=body(Changes, required=False),
+)
+_LOG = operation("Read a job's log", {200: answer("Its latest lines.", JobLog), **_refusals(401, 403, 404, 503)})
+_EVENT = 'event: progress\nid: 7\ndata: {"id": "…", "state": "running", …}\n\n'
+_EVENTS = operation(
+    "Follow a job",
+    {
+        **followed("Server-sent events: the job at each change, until its end.", _EVENT),
+        **_refusals(401, 403, 404, 503),
+    },
+    LAST_EVENT,
+)
+
+
+def job_routes(services: Services) -> APIRouter:
+    """Returns the routes of bulk jobs."""
+    router = APIRouter(tags=["bulk jobs"])
+
+    @router.post("/v1/jobs", name="create_job", **_CREATE)
+    async def create(request: Request) -> HttpResponse:
+        """Checks a job and has it planned: its model, inputs and output fit together once this answers."""
+        return await _create(services, request)
+
+    @router.get("/v1/jobs", name="list_jobs", **_LIST)
+    async def list_all(request: Request) -> HttpResponse:
+        """Lists the jobs, the newest first."""
+        return await _list(services, request)
+
+    @router.get("/v1/jobs/{job_id}", name="job", **_SHOW)
+    async def show(job_id: str, request: Request) -> HttpResponse:
+        """Tells where a job is."""
+        return _shown(services, await services.jobs.get(_context(services, request), job_id))
+
+    @router.delete("/v1/jobs/{job_id}", name="delete_job", **_DELETE)
+    async def delete(job_id: str, request: Request) -> HttpResponse:
+        """Forgets a job that has ended; its output stays."""
+        await services.jobs.delete(_context(services, request), job_id)
+        return HttpResponse(status_code=204)
+
+    @router.post("/v1/jobs/{job_id}/cancel", name="cancel_job", **_CANCEL)
+    async def cancel(job_id: str, request: Request) -> HttpResponse:
+        """Stops a job, unless it has ended; what it has written stays, and it can be resumed."""
+        return _shown(services, await services.jobs.cancel(_context(services, request), job_id))
+
+    @router.post("/v1/jobs/{job_id}/resume", name="resume_job", **_RESUME)
+    async def resume(job_id: str, request: Request) -> HttpResponse:
+        """Has a job that ended early go on: what is there and whole is not done again."""
+        context = _context(services, request)
+        changes = decode_changes(await _body_of(services, request))
+        return _shown(services, await services.jobs.resume(context, job_id, changes))
+
+    @router.get("/v1/jobs/{job_id}/log", name="job_log", **_LOG)
+    async def log(job_id: str, request: Request) -> HttpResponse:
+        """Tells what happened to a job."""
+        lines = await services.jobs.log(_context(services, request), job_id)
+        return send_json(shown_log(lines))
+
+    @router.get("/v1/jobs/{job_id}/events", name="job_events", **_EVENTS)
+    async def events(job_id: str, request: Request) -> HttpResponse:
+        """Tells each change of a job until its end."""
+        return await _events(services, request, job_id)
+
+    return router
+
+
+async def _create(services: Services, request: Request) -> HttpResponse:
+    context = _context(services, request)
+    key = request.headers.get("idempotency-key")
+    if key is not None and not (1 <= len(key) <= 255 and all("!" <= c <= "~" for c in key)):
+        raise InvalidRequest("an Idempotency-Key has 1 to 255 visible ASCII characters")
+    try:
+        text = await _body_of(services, request)
+    except ClientDisconnect:
+        return HttpResponse()  # nobody reads it
+    ticket = await services.jobs.create(context, text, key or "")
+    response = _shown(services, ticket.record, 201 if ticket.is_new else 200)
+    response.headers["location"] = job_path(ticket.record)
+    if not ticket.is_new:
+        response.headers["idempotent-replayed"] = "true"
+    return response
+
+
+async def _list(services: Services, request: Request) -> HttpResponse:
+    context, query = _context(services, request), request.query_params
+    state, after = query.get("state", ""), query.get("after", "")
+    found, following = await services.jobs.list(context, state, after, _limit(query.get("limit")))
+    return send_json(JobsBody([_body(services, record) for record in found], following or None))
+
+
+async def _body_of(services: Services, request: Request) -> bytes:
+    text = bytes(await read_body(request, min(MAX_BODY_BYTES, services.settings.http.max_input_bytes)))
+    check_depth(text, services.settings.limits.max_json_depth)
+    return text
+
+
+async def _events(services: Services, request: Request, job_id: str) -> HttpResponse:
+    record = await services.jobs.get(_context(services, request), job_id)
+    seen = request.headers.get("last-event-id", "")
+    if record.is_over and seen == str(record.revision):
+        return HttpResponse(status_code=204)
+    services.jobs.check_watchers()
+    return StreamingResponse(
+        _stream(services, record, seen),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+    )
+
+
+async def _stream(services: Services, record: JobRecord, seen: str) -> AsyncIterator[bytes]:
+    with suppress(DeliveryError):  # the stream ends; whoever listens comes again, and is told then
+        async for changed in services.jobs.changes(record, HEARTBEAT_S):
+            if changed is None:
+                yield _HEARTBEAT
+            elif str(changed.revision) != seen:
+                seen = str(changed.revision)
+                data = msgspec.json.encode(_body(services, changed))
+                yield b"event: progress\nid: %b\ndata: %b\n\n" % (seen.encode(), data)
+
+
+def _context(services: Services, request: Request) -> Context:
+    return services.dispatcher.authorize(context_of(request), Scope.INFER)
+
+
+def _body(services: Services, record: JobRecord) -> JobBody:
+    return shown_job(record, services.jobs.now_s())
+
+
+def _shown(services: Services, record: JobRecord, status: int = 200) -> HttpResponse:
+    return send_json(_body(services, record), status)
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _DEFAULT_LIMIT
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= MAX_LIMIT):
+        raise InvalidRequest(f"limit is a number of jobs from 1 to {MAX_LIMIT}; got '{text[:40]}'")
+    return int(text)

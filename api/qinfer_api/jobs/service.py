@@ -1,0 +1,356 @@
+"""Bulk jobs: checked and created, looked at, cancelled, resumed, deleted (DESIGN.md §6).
+
+The use case behind `/v1/jobs`. A job that is created has been looked at: its model, inputs and output fit together.
+Planning and finishing it is Celery's, its shards the workers', its record the queue's; nothing of it is kept here.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from qinfer.core.messages import IdFactory
+from qinfer.core.settings import Settings
+from qinfer.errors import (
+    BrokerUnavailable,
+    Conflict,
+    InvalidRequest,
+    JobNotFound,
+    Overloaded,
+    QinferError,
+    QuotaExceeded,
+    SettingsError,
+    StoreUnavailable,
+    UnsupportedFeature,
+)
+from qinfer.jobs.job import TERMINAL, JobSpec, JobState, encode_spec
+from qinfer.jobs.queue.records import JobRecord, LogLine
+from qinfer.jobs.queue.scripts import Change
+from qinfer.models.catalog import Served
+from qinfer.models.spec import ModelSpec
+from qinfer.observe.tracing import JOB_ID
+from qinfer.queue.base import Delivery
+from qinfer_api.auth import Context
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.jobs.records import (
+    Changes,
+    changed,
+    chosen_id,
+    deadline_at,
+    decode_job,
+    inner_id,
+    keyed_id,
+    new_record,
+    spec_of,
+    unknown_job,
+)
+from qinfer_api.observe.tracing import trace_of
+from qinfer_api.requests.service import Targets
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EXAMINE_S = 60.0
+"""Seconds that looking at a job's inputs and output may take."""
+MAX_WATCHERS = 512
+"""So many may follow jobs at a gateway at a time: each costs two reads a second."""
+LOOK_S = 1.0
+"""Seconds after which one that follows a job sees that the gateway is shutting down."""
+
+_RESUMABLE = frozenset(TERMINAL - {JobState.COMPLETED})
+_STATES = tuple(state.value for state in JobState)
+_FULL_AGAIN_S = 30.0
+_WAITS = "waits for a bulk worker, which plans it"
+_threads = ThreadPoolExecutor(4, "bulk-tasks")  # a Redis that hangs may not keep the threads that decode bodies
+
+
+class Tasks(Protocol):
+    """Sends tasks to Celery; `qinfer.jobs.tasks.BulkTasks` is the one. It blocks."""
+
+    def check(self) -> None:
+        """Raises `SettingsError` where tasks can't be sent at all."""
+        ...
+
+    def plan(self, job_id: str) -> None:
+        """Has a job planned; raises `BrokerUnavailable`."""
+        ...
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What `create` gives: the job, and whether it was created now or had been before."""
+
+    record: JobRecord
+    is_new: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class BulkJobs:
+    """One per gateway.
+
+    Attributes:
+        delivery: The queue.
+        resolve: Finds the model version of a job; `AsyncRequests.resolve`.
+        dispatcher: Who may ask, and how much.
+        settings: The limits of jobs, and which stores they may use.
+        targets: Where webhooks may go.
+        tasks: Celery.
+        check: Refuses a job whose inputs or output do not fit; `ExaminerPool.check`.
+        ids: Makes ids.
+        watchers: How many follow a job now.
+    """
+
+    delivery: Delivery
+    resolve: Callable[[str, int], Served]
+    dispatcher: Dispatcher
+    settings: Settings
+    targets: Targets
+    tasks: Tasks
+    check: Callable[[JobSpec, ModelSpec], Awaitable[None]]
+    ids: IdFactory = field(default_factory=IdFactory)
+    watchers: int = 0
+
+    def now_s(self) -> float:
+        """Returns the broker's time, which records are written in."""
+        return self.delivery.clock.now_s()
+
+    async def create(self, context: Context, body: bytes, key: str) -> Ticket:
+        """Checks a job and has it planned, or finds the one that was created before with the same id or key.
+
+        Args:
+            context: Who asks, authorized.
+            body: The JSON of a `JobSpec`, which may have an `id` too.
+            key: The caller's idempotency key; empty without one.
+
+        Raises:
+            InvalidRequest: A field can't be, the inputs do not fit the model, or the output is not empty; the text
+                names the field, column or URL.
+            ModelNotFound: No such model or version.
+            Forbidden: A URL is in no store that may be used.
+            Conflict: The id or key belongs to another job.
+            QuotaExceeded: There are as many jobs as there may be, or the tenant's rate is used up.
+            UnsupportedFeature: The server takes no jobs; the text says what it needs.
+            QinferError: The store or the queue can't be reached.
+        """
+        self._check_enabled()
+        spec, chosen = await asyncio.to_thread(decode_job, body, self.settings.stores.allow)
+        if chosen and key:
+            raise InvalidRequest("the job has an 'id' and an Idempotency-Key; either names it: leave one out")
+        job_id = chosen_id(chosen, context.tenant) if chosen else keyed_id(key, context.tenant) if key else ""
+        if job_id and (known := await self.delivery.jobs.get(job_id)):
+            return _again(context, known, spec)
+        served = self.resolve(spec.model, spec.version)
+        self.dispatcher.charge(context)
+        await _in_thread(self._check_tasks)
+        await self._check_count()
+        if spec.webhook:
+            await self.targets.check(spec.webhook)
+        await self._checked(spec, served.spec)
+        spec = msgspec.structs.replace(spec, version=served.version)
+        job_id = job_id or self.ids.ulid()
+        record = new_record(
+            job_id,
+            spec,
+            tenant=context.tenant,
+            now_s=self.now_s(),
+            kept_s=self.settings.bulk.record_ttl_s,
+            trace=trace_of(self.dispatcher, context, served, {JOB_ID: job_id}),
+        )
+        if not await self.delivery.jobs.create(record):
+            known = await self._known(record.id)
+            return _again(context, known, spec)
+        await self.delivery.jobs.note(record.id, f"created; {_WAITS}")
+        await self._planned(record.id)
+        return Ticket(await self._known(record.id), is_new=True)
+
+    async def get(self, context: Context, job_id: str) -> JobRecord:
+        """Returns what is known of a job.
+
+        Raises:
+            JobNotFound: Nothing is, or it is another tenant's.
+        """
+        record = await self.delivery.jobs.get(inner_id(job_id, context.tenant))
+        if record is None or record.tenant != context.tenant:
+            raise unknown_job(job_id)
+        return record
+
+    async def list(self, context: Context, state: str, after: str, limit: int) -> tuple[Sequence[JobRecord], str]:
+        """Returns a tenant's jobs, the newest first, and where the next page begins; empty = there is none.
+
+        Raises:
+            InvalidRequest: There is no such state or place.
+        """
+        if state and state not in _STATES:
+            raise InvalidRequest(f"there is no state '{state[:40]}'; jobs are {', '.join(_STATES)}")
+        page = await self.delivery.jobs.list(tenant=context.tenant, state=state or None, after=after, count=limit)
+        return page.records, page.after
+
+    async def cancel(self, context: Context, job_id: str) -> JobRecord:
+        """Stops a job, unless it has ended; what it has written stays.
+
+        Raises:
+            JobNotFound: Nothing is known of it, or it is another tenant's.
+        """
+        record = await self.get(context, job_id)
+        if not record.is_over:
+            await self.delivery.jobs.stop(record.id, JobState.CANCELLING)
+        return await self.get(context, job_id)
+
+    async def resume(self, context: Context, job_id: str, changes: Changes) -> JobRecord:
+        """Has a job that ended early go on: what is there and whole is not done again. One that is at work stays so.
+
+        Raises:
+            InvalidRequest: A change can't be.
+            JobNotFound: Nothing is known of it, or it is another tenant's.
+            Conflict: It is complete, or is being cancelled still.
+            QinferError: As `create`.
+        """
+        self._check_enabled()
+        record = await self.get(context, job_id)
+        if record.state == JobState.COMPLETED:
+            raise Conflict(f"job '{job_id}' is completed; there is nothing to resume")
+        if record.state == JobState.CANCELLING:
+            raise Conflict(f"job '{job_id}' is cancelling; resume it once it is cancelled")
+        if record.state not in _RESUMABLE:
+            return record
+        spec = changed(spec_of(record), changes)
+        self.resolve(record.model, record.version)
+        self.dispatcher.charge(context)
+        await _in_thread(self._check_tasks)
+        await self._check_count()
+        change: Change = {
+            "error": "",
+            "spec": encode_spec(spec),
+            "max_parallel": spec.max_parallel,
+            "deadline_at": deadline_at(spec, self.now_s()),
+            "resumed_at": self.now_s(),
+            "rows_before": record.rows_done + record.rows_failed,
+        }
+        if await self.delivery.jobs.move(record.id, _RESUMABLE, JobState.PLANNING, **change):
+            await self.delivery.jobs.note(record.id, f"resumed; {_WAITS}")
+            await self._sent(record.id)
+        return await self.get(context, job_id)
+
+    async def delete(self, context: Context, job_id: str) -> None:
+        """Forgets a job that has ended; its output stays.
+
+        Raises:
+            JobNotFound: Nothing is known of it, or it is another tenant's.
+            Conflict: It has not ended.
+        """
+        record = await self.get(context, job_id)
+        if not await self.delivery.jobs.delete(record.id):
+            record = await self.get(context, job_id)
+            raise Conflict(
+                f"job '{job_id}' is {record.state}; cancel it first (POST /v1/jobs/{job_id}/cancel), and delete it "
+                "once it has ended"
+            )
+
+    async def log(self, context: Context, job_id: str) -> Sequence[LogLine]:
+        """Returns a job's log, the oldest line first; raises `JobNotFound`."""
+        record = await self.get(context, job_id)
+        return await self.delivery.jobs.log(record.id)
+
+    async def changes(self, record: JobRecord, heartbeat_s: float) -> AsyncIterator[JobRecord | None]:
+        """Yields a job now and at each change, and `None` when nothing changed for `heartbeat_s` seconds.
+
+        It ends after the end of the job, when the job is gone, and when the gateway shuts down.
+        """
+        self.watchers += 1
+        try:
+            yield record
+            quiet_s = 0.0
+            while not (record.is_over or self.dispatcher.draining):
+                wait_s = min(LOOK_S, heartbeat_s)
+                found = await self.delivery.jobs.wait_for_change(record.id, record.revision, wait_s)
+                if found is None:
+                    return
+                quiet_s = 0.0 if found.revision != record.revision else quiet_s + wait_s
+                if not quiet_s:
+                    yield found
+                elif quiet_s >= heartbeat_s:
+                    quiet_s = 0.0
+                    yield None
+                record = found
+        finally:
+            self.watchers -= 1
+
+    def check_watchers(self) -> None:
+        """Checks that one more may follow a job.
+
+        Raises:
+            Overloaded: There are as many as there may be, or the gateway is shutting down.
+        """
+        if self.dispatcher.draining:
+            raise Overloaded("Server exiting")
+        if self.watchers >= MAX_WATCHERS:
+            raise Overloaded("too many clients follow jobs at this server; ask now and then, or try again later")
+
+    def _check_enabled(self) -> None:
+        if not self.settings.bulk.enabled:
+            raise UnsupportedFeature("this server takes no bulk jobs; QINFER_BULK__ENABLED=true makes it")
+
+    def _check_tasks(self) -> None:
+        try:
+            self.tasks.check()
+        except SettingsError as error:
+            raise UnsupportedFeature(error.message) from None
+
+    async def _check_count(self) -> None:
+        count, limit = len(await self.delivery.jobs.unfinished()), self.settings.bulk.max_jobs
+        if count >= limit:
+            raise QuotaExceeded(
+                f"{count} jobs are unfinished, as many as there may be (QINFER_BULK__MAX_JOBS); wait for one to end",
+                _FULL_AGAIN_S,
+            )
+
+    async def _checked(self, spec: JobSpec, model: ModelSpec) -> None:
+        try:
+            async with asyncio.timeout(EXAMINE_S):
+                await self.check(spec, model)
+        except TimeoutError:
+            raise StoreUnavailable(
+                f"the stores of '{spec.inputs[0]}' and '{spec.output.url}' did not answer within {EXAMINE_S:g} s; "
+                "try again"
+            ) from None
+
+    async def _planned(self, job_id: str) -> None:
+        """Has a new job planned; where Celery can't be told, there is no job."""
+        try:
+            await _in_thread(self.tasks.plan, job_id)
+        except QinferError:
+            await self.delivery.jobs.stop(job_id, JobState.CANCELLED, in_hand=True)
+            await self.delivery.jobs.delete(job_id)
+            raise
+
+    async def _sent(self, job_id: str) -> None:
+        """Has a job planned that is known; where Celery can't be told now, its sweep sees to it later."""
+        try:
+            await _in_thread(self.tasks.plan, job_id)
+        except BrokerUnavailable as error:
+            logger.warning("job waits to be planned", extra={"job_id": job_id, "error": error.message})
+
+    async def _known(self, job_id: str) -> JobRecord:
+        record = await self.delivery.jobs.get(job_id)
+        if record is None:
+            raise JobNotFound(f"job '{job_id}' was deleted meanwhile; create it again")
+        return record
+
+
+async def _in_thread(call: Callable[..., T], *arguments: object) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_threads, call, *arguments)
+
+
+def _again(context: Context, known: JobRecord, spec: JobSpec) -> Ticket:
+    """Returns a job that was created before, if it is what is asked for."""
+    mine = spec_of(known)
+    asked = msgspec.structs.replace(spec, version=spec.version or known.version)
+    if known.resumed_at:  # perhaps with other limits than it was created with
+        asked = msgspec.structs.replace(asked, **{name: getattr(mine, name) for name in Changes.__struct_fields__})
+    if known.tenant != context.tenant or mine != asked:
+        raise Conflict("the id or Idempotency-Key belongs to another job; repeat that one's body, or choose another")
+    return Ticket(known, is_new=False)

@@ -1,0 +1,222 @@
+"""`/label-studio/{model}/…`, which Label Studio calls as an ML backend, and `/v1/label-studio/…`, about what is pushed.
+
+Label Studio presents an API key as the password of Basic authentication. It reads of an error its status only, so the
+text goes to this server's log, too.
+"""
+
+import asyncio
+import base64
+import binascii
+import logging
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response as HttpResponse
+
+from qinfer.core.api_keys import Scope
+from qinfer.errors import InvalidRequest, QinferError
+from qinfer.models.repository.base import is_model_name
+from qinfer_api.auth import Context
+from qinfer_api.http.fast import MAX_FAST_BYTES
+from qinfer_api.http.infer import Reply
+from qinfer_api.labeling.status import MAX_LIMIT, STATES, LabelTaskBody, LabelTasksBody
+from qinfer_api.labeling.wire import (
+    MAX_ID,
+    Call,
+    EventCall,
+    LabelEvent,
+    LabelHealth,
+    LabelOrder,
+    LabelPredictions,
+    LabelSetup,
+    LabelVersions,
+    PredictCall,
+    SetupCall,
+    read_call,
+)
+from qinfer_api.rest.bodies import read_body, unless_left
+from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
+from qinfer_api.rest.services import Services, context_of, send, send_json
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_LIMIT = 100
+_REFUSALS = errors(400, 401, 403, 404, 500, 501, 503)
+
+
+def _about(summary: str, schema: type, description: str, *parameters: Json, takes: Json | None = None) -> Json:
+    return operation(summary, {200: answer(description, schema), **_REFUSALS}, *parameters, takes=takes)
+
+
+_HEALTH = _about("Is the model up?", LabelHealth, "It takes tasks.")
+_SETUP = _about("Connect a project", LabelSetup, "Mapping, label config and model fit.", takes=body(SetupCall))
+_VERSIONS = _about("List the versions", LabelVersions, "The versions.")
+_PREDICT = _about("Predict tasks", LabelPredictions, "The predictions.", takes=body(PredictCall))
+_EVENT = operation(
+    "Tell of an event", {201: answer("What it says is safe.", LabelEvent), **_REFUSALS}, takes=body(EventCall)
+)
+_TASKS = _about(
+    "Where are the tasks of a project?",
+    LabelTasksBody,
+    "A page of them, by id.",
+    query("state", "Only tasks in this state; a page may have fewer then.", enum=list(STATES)),
+    query("after", "`next` of the page before.", type="integer", minimum=0),
+    query("limit", "How many at most.", type="integer", minimum=1, maximum=MAX_LIMIT, default=_DEFAULT_LIMIT),
+)
+_TASK = _about("Where is a task?", LabelTaskBody, "The task.")
+_ORDER = operation(
+    "Queue the tasks of a project",
+    {202: answer("They are queued.", LabelOrder), **_REFUSALS, **errors(429)},
+    query("page", "`next` of the call before.", type="integer", minimum=1),
+    query("all", "Those too that have predictions of others.", type="boolean", default=False),
+)
+
+
+def label_studio_routes(services: Services) -> APIRouter:
+    """Returns the routes of Label Studio."""
+    router = APIRouter(tags=["Label Studio"])
+    _add_calls(router, services)
+    _add_tasks(router, services)
+    return router
+
+
+def _add_calls(router: APIRouter, services: Services) -> None:
+    """Adds what Label Studio calls."""
+    labeling = services.labeling
+
+    @router.get("/label-studio/{model}/health", name="label_studio_health", **_HEALTH)
+    async def health(model: str, request: Request) -> HttpResponse:
+        """Tells that a model takes tasks."""
+        _context(services, request)
+        return send_json(await labeling.health(model))
+
+    @router.post("/label-studio/{model}/setup", name="label_studio_setup", **_SETUP)
+    async def setup(model: str, request: Request) -> HttpResponse:
+        """Checks that a project's mapping fits its label config and the model."""
+        context = _context(services, request)
+        try:
+            asked = await _read(services, request, SetupCall)
+            return send_json(await labeling.setup(context, model, asked))
+        except ClientDisconnect:
+            return HttpResponse()  # nobody reads it
+        except QinferError as error:
+            raise _told(model, "setup", error) from None
+
+    @router.get("/label-studio/{model}/versions", name="label_studio_versions", **_VERSIONS)
+    async def versions(model: str, request: Request) -> HttpResponse:
+        """Lists the versions that are ready."""
+        _context(services, request)
+        return send_json(await labeling.versions(model))
+
+    @router.post("/label-studio/{model}/predict", name="label_studio_predict", **_PREDICT)
+    async def predict(model: str, request: Request) -> HttpResponse:
+        """Answers a prediction for each task, in their order."""
+        return await _predict(services, model, request)
+
+    @router.post("/label-studio/{model}/webhook", name="label_studio_webhook", **_EVENT)
+    async def webhook(model: str, request: Request) -> HttpResponse:
+        """Takes Label Studio's events: new tasks are queued, where the project's predictions are pushed."""
+        return await _event(services, model, request)
+
+
+def _add_tasks(router: APIRouter, services: Services) -> None:
+    """Adds what tells of tasks whose predictions are pushed."""
+    labeling = services.labeling
+    path = "/v1/label-studio/{model}/projects/{project}/tasks"
+
+    @router.get(path, name="label_studio_tasks", **_TASKS)
+    async def tasks(model: str, project: str, request: Request) -> HttpResponse:
+        """Tells where the tasks of a project are, and how many are where."""
+        context, query = _context(services, request), request.query_params
+        state = query.get("state", "")
+        if state and state not in STATES:
+            raise InvalidRequest(f"'{state[:40]}' is no state of a task; use one of {', '.join(STATES)}")
+        after = _number("after", query.get("after", "0"), least=0)
+        limit = _number("limit", query.get("limit", str(_DEFAULT_LIMIT)), most=MAX_LIMIT)
+        found = await labeling.page(context, model, _number("project", project), state, after, limit)
+        return send_json(found)
+
+    @router.get(path + "/{task}", name="label_studio_task", **_TASK)
+    async def task(model: str, project: str, task: str, request: Request) -> HttpResponse:
+        """Tells where a task is."""
+        context = _context(services, request)
+        found = await labeling.one(context, model, _number("project", project), _number("task", task))
+        return send_json(found)
+
+    @router.post(path, name="label_studio_order", **_ORDER)
+    async def order(model: str, project: str, request: Request) -> HttpResponse:
+        """Queues the tasks of a project that Label Studio has no prediction of."""
+        context, query = _context(services, request), request.query_params
+        page, every = _number("page", query.get("page", "1")), query.get("all", "false")
+        if every not in ("true", "false"):
+            raise InvalidRequest(f"all is true or false; got '{every[:40]}'")
+        ordering = labeling.order(context, model, _number("project", project), page, every=every == "true")
+        return send_json(await ordering, 202)
+
+
+async def _predict(services: Services, model: str, request: Request) -> HttpResponse:
+    context = _context(services, request)
+    try:
+        asked = await _read(services, request, PredictCall)
+        found = await unless_left(request.receive, services.labeling.predict(context, model, asked))
+    except ClientDisconnect:
+        return HttpResponse()  # nobody reads it
+    except QinferError as error:
+        raise _told(model, "predict", error) from None
+    if found is None:
+        return HttpResponse()
+    if len(asked.tasks) > 100:
+        return send(Reply(200, await asyncio.to_thread(msgspec.json.encode, found)))
+    return send_json(found)
+
+
+async def _event(services: Services, model: str, request: Request) -> HttpResponse:
+    """Takes a webhook, also when its sender does not wait for the answer: Label Studio waits for a second."""
+    context = _context(services, request)
+    try:
+        event = await _read(services, request, EventCall)
+        return send_json(await services.labeling.event(context, model, event), 201)
+    except ClientDisconnect:
+        return HttpResponse()
+    except QinferError as error:
+        raise _told(model, "webhook", error) from None
+
+
+async def _read(services: Services, request: Request, kind: type[Call]) -> Call:
+    text = bytes(await read_body(request, services.settings.http.max_input_bytes))
+    depth = services.settings.limits.max_json_depth
+    if len(text) > MAX_FAST_BYTES:
+        return await asyncio.to_thread(read_call, text, depth, kind)
+    return read_call(text, depth, kind)
+
+
+def _context(services: Services, request: Request) -> Context:
+    """Returns who asks, by Basic authentication too.
+
+    Raises:
+        Unauthorized: As `Dispatcher.authorize`.
+        Forbidden: As `Dispatcher.authorize`.
+    """
+    context = context_of(request)
+    scheme, _, credentials = request.headers.get("authorization", "").strip().partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            _, _, password = base64.b64decode(credentials.strip(), validate=True).decode().partition(":")
+        except (binascii.Error, ValueError):
+            password = ""
+        context = context._replace(key=password)
+    return services.dispatcher.authorize(context, Scope.INFER)
+
+
+def _told(model: str, call: str, error: QinferError) -> QinferError:
+    """Logs what Label Studio will not show."""
+    shown = model if is_model_name(model) else model[:40]
+    logger.warning("call of Label Studio refused", extra={"model": shown, "route": call, "error": error.message})
+    return error
+
+
+def _number(name: str, text: str, *, least: int = 1, most: int = MAX_ID) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) <= 16 and least <= int(text) <= most):
+        raise InvalidRequest(f"{name} is a number from {least} to {most}; got '{text[:40]}'")
+    return int(text)

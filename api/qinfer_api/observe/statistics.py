@@ -1,0 +1,151 @@
+"""Statistics of models in the shape of Triton's statistics extension (reference §1.13), which REST and gRPC share.
+
+Workers and gateways add what they did to the control store about once a second, so that the numbers are the whole
+system's, whichever process is asked and whichever dies; what a process that is killed had not added yet is lost.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from qinfer.errors import InvalidRequest
+from qinfer.models.catalog import Catalog
+from qinfer.models.state import ControlStore
+from qinfer.observe import stats
+from qinfer_api.observe.scrape import read_stats
+
+
+class Duration(msgspec.Struct, frozen=True):
+    """How often something happened, and for how many nanoseconds altogether."""
+
+    count: int
+    ns: int
+
+
+class InferStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests by how they ended, and where their time went; durations are cumulative."""
+
+    success: Duration
+    fail: Duration
+    queue: Duration
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+    cache_hit: Duration
+    cache_miss: Duration
+
+
+class BatchStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Executions of one batch size."""
+
+    batch_size: int
+    compute_input: Duration
+    compute_infer: Duration
+    compute_output: Duration
+
+
+class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What one model version did.
+
+    Attributes:
+        last_inference: When the last execution began: milliseconds since the epoch, in the broker's time; 0 = never.
+        inference_count: Rows executed.
+        execution_count: Batches executed.
+        response_stats: By index of the response, of decoupled models; there are none.
+        batch_stats: By batch size, ascending.
+        memory_usage: Not measured.
+    """
+
+    name: str
+    version: str
+    last_inference: int
+    inference_count: int
+    execution_count: int
+    inference_stats: InferStatistics
+    response_stats: dict[str, Duration]
+    batch_stats: list[BatchStatistics]
+    memory_usage: list[int]
+
+
+class ModelStats(msgspec.Struct, frozen=True):
+    """What model versions did."""
+
+    model_stats: list[ModelStatistics]
+
+
+class Statistics:
+    """The use case.
+
+    Args:
+        catalog: Knows which versions are ready: of those it tells.
+        store: Where the numbers are.
+    """
+
+    def __init__(self, catalog: Catalog, store: ControlStore) -> None:
+        self._catalog = catalog
+        self._store = store
+
+    async def model_statistics(self, model: str = "", version: int = 0) -> list[ModelStatistics]:
+        """Returns the statistics of ready model versions, by name and version.
+
+        Args:
+            model: A model; empty = all.
+            version: One of its versions; 0 = all that are ready.
+
+        Raises:
+            InvalidRequest: The model has no version that is ready, or this one is not.
+            BrokerUnavailable: The store can't be reached.
+        """
+        wanted = self._all() if not model else [(model, v) for v in self._versions(model, version)]
+        found = await read_stats(self._store, wanted)
+        return [model_statistics(*which, fields) for which, fields in found.items()]
+
+    def _all(self) -> list[tuple[str, int]]:
+        return sorted(which for which, is_ready in self._catalog.readiness().items() if is_ready)
+
+    def _versions(self, model: str, version: int) -> tuple[int, ...]:
+        ready = self._catalog.ready_versions(model)
+        if not ready:
+            raise InvalidRequest(f"requested model '{model}' is not available")
+        if not version:
+            return ready
+        if version not in ready:
+            raise InvalidRequest(f"requested model version is not available for model '{model}'")
+        return (version,)
+
+
+def model_statistics(model: str, version: int, fields: Mapping[str, int]) -> ModelStatistics:
+    """Makes the statistics of a model version from the fields of `qinfer.observe.stats`."""
+    requests = fields.get(stats.SUCCESS_COUNT, 0)
+
+    def of_requests(field: str) -> Duration:
+        return Duration(requests, fields.get(field, 0))
+
+    return ModelStatistics(
+        name=model,
+        version=str(version),
+        last_inference=fields.get(stats.LAST_INFERENCE_MS, 0),
+        inference_count=fields.get(stats.INFERENCE_COUNT, 0),
+        execution_count=fields.get(stats.EXECUTION_COUNT, 0),
+        inference_stats=InferStatistics(
+            success=of_requests(stats.SUCCESS_NS),
+            fail=Duration(stats.failure_count(fields), fields.get(stats.FAIL_NS, 0)),
+            queue=of_requests(stats.QUEUE_NS),
+            compute_input=of_requests(stats.INPUT_NS),
+            compute_infer=of_requests(stats.INFER_NS),
+            compute_output=of_requests(stats.OUTPUT_NS),
+            cache_hit=Duration(0, 0),
+            cache_miss=Duration(0, 0),
+        ),
+        response_stats={},
+        memory_usage=[],
+        batch_stats=[
+            BatchStatistics(
+                batch_size=batch.rows,
+                compute_input=Duration(batch.executions, batch.input_ns),
+                compute_infer=Duration(batch.executions, batch.infer_ns),
+                compute_output=Duration(batch.executions, batch.output_ns),
+            )
+            for batch in stats.batches(fields)
+        ],
+    )

@@ -1,0 +1,249 @@
+"""Triton's traces: which requests are traced, and the JSON files that its `trace_summary.py` reads (reference §1.16).
+
+Every `trace_rate`-th request is traced, `trace_count` of them at most, by this process. Nothing is asked of workers for
+it: how long a request waited and executed comes with every response. Files are written whole, in a thread, and no file
+is ever replaced: a name that is taken gets the next number.
+
+    log_frequency n > 0   <file>.0, <file>.1 …: n traces each
+    log_frequency 0       <file>, once the setting has changed or the process ends
+    trace_count reached   what is left, numbered
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.models.shared_settings import FOLLOW_EVERY_S
+from qinfer.models.state import ControlStore
+from qinfer_api.observe.trace_values import CHANGE, groups_of
+
+logger = logging.getLogger(__name__)
+
+MOST_HELD = 10_000
+"""Traces that are kept in memory; then they are written, though `log_frequency` says nothing of it."""
+
+MOST_UNWRITTEN = 20_000
+"""Traces that wait to be written, as a slow disk has them; those that come when there are more are lost."""
+
+Stamps = list[tuple[str, int]]
+"""Activities and when they were: (name, nanoseconds)."""
+
+
+class Rule(NamedTuple):
+    """What is to be traced, of one model or of all that have no rule of their own.
+
+    Attributes:
+        is_on: Anything at all.
+        rate: Every how many requests; 0 = none.
+        most: How many traces are made; -1 = no end.
+        frequency: How many traces a file has; 0 = as many as there are.
+        change: Differs after each update by a client, which begins anew even with the same values.
+    """
+
+    is_on: bool
+    rate: int
+    most: int
+    frequency: int
+    change: str
+
+
+class Sampling:
+    """One rule at work.
+
+    Args:
+        rule: The rule.
+        output: Where its traces go.
+    """
+
+    def __init__(self, rule: Rule, output: "TraceFile") -> None:
+        self.rule = rule
+        self._output = output
+        self._seen = 0
+        self._left = rule.most
+        self._open = 0
+        self._held: list[dict[str, object]] = []
+        self._is_over = False
+
+    @property
+    def left(self) -> int:
+        """How many traces may still begin; -1 = no end."""
+        return self._left
+
+    def take(self) -> bool:
+        """Counts a request; tells whether it is traced, and then `add` is to be called for it."""
+        rule = self.rule
+        if not rule.is_on or not rule.rate or not self._left:
+            return False
+        self._seen += 1
+        if self._seen % rule.rate:
+            return False
+        self._left -= self._left > 0
+        self._open += 1
+        return True
+
+    def add(self, about: Mapping[str, object], stamps: Stamps) -> None:
+        """Takes a trace.
+
+        Args:
+            about: `model_name`, `model_version` and `request_id`.
+            stamps: Its activities, in order.
+        """
+        self._open -= 1
+        number = self._output.number()
+        times = [{"name": name, "ns": ns} for name, ns in stamps]
+        self._held += [{"id": number, **about}, {"id": number, "timestamps": times}]
+        held, frequency = len(self._held) // 2, self.rule.frequency
+        is_last = not self._open and (self._is_over or not self._left)
+        if is_last or held >= MOST_HELD or (frequency and held >= frequency):
+            self._write(numbered=not self._is_over or bool(frequency))
+
+    def end(self) -> None:
+        """Writes what it has; requests that are traced and not answered yet are written when they are."""
+        self._is_over = True
+        self._write(numbered=bool(self.rule.frequency))
+
+    def _write(self, *, numbered: bool) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            self._output.write(held, numbered=numbered)
+
+
+class TraceFile:
+    """All traces of this gateway.
+
+    Args:
+        path: The file, and what the names of the others begin with.
+
+    Raises:
+        SettingsError: Nothing can be written there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+            raise SettingsError(
+                f"QINFER_TRACE__FILE={path} can't be written; name a file in a directory that is there and is ours"
+            )
+        self._path = path
+        self._ids = itertools.count(1)
+        self._next = 0
+        self._samplings: dict[str, Sampling] = {}
+        self._writing: set[asyncio.Task[None]] = set()
+        self._unwritten = 0
+        self._is_behind = False
+        self._one_by_one = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        """The name of the file, without where it is."""
+        return self._path.name
+
+    def sample(self, model: str) -> Sampling | None:
+        """Returns what takes the trace of a request to a model; `None` if that is not traced."""
+        samplings = self._samplings
+        sampling = samplings.get(model) or samplings.get("")
+        return sampling if sampling is not None and sampling.take() else None
+
+    def left(self, model: str) -> int | None:
+        """Returns how many traces of a model may still begin, -1 = no end; `None` before `apply`."""
+        sampling = self._samplings.get(model) or self._samplings.get("")
+        return None if sampling is None else sampling.left
+
+    def apply(self, stored: Mapping[str, str]) -> None:
+        """Follows the stored settings; what has changed ends, its traces are written, and begins anew.
+
+        Args:
+            stored: As `ControlStore.settings` returns them.
+        """
+        rules = {model: _rule(values) for model, values in groups_of(stored).items()}
+        for model in [*self._samplings]:
+            if rules.get(model) != self._samplings[model].rule:
+                self._samplings.pop(model).end()
+        for model, rule in rules.items():
+            if model not in self._samplings:
+                self._samplings[model] = Sampling(rule, self)
+
+    async def follow(self, store: ControlStore) -> None:
+        """Follows the settings of the store until cancelled."""
+        while True:
+            with suppress(BrokerUnavailable):  # others tell; what holds now holds on
+                self.apply(await store.settings())
+            await asyncio.sleep(FOLLOW_EVERY_S)
+
+    def number(self) -> int:
+        """Returns the id of the next trace."""
+        return next(self._ids)
+
+    def write(self, traces: list[dict[str, object]], *, numbered: bool) -> None:
+        """Writes a file, in the background; its traces are lost where too many wait already, and the log says so once.
+
+        Args:
+            traces: What is in it.
+            numbered: Its name has a number, even if it could do without.
+        """
+        if self._unwritten >= MOST_UNWRITTEN:
+            if not self._is_behind:
+                logger.error("traces lost", extra={"reason": "they come faster than they can be written"})
+            self._is_behind = True
+            return
+        self._is_behind = False
+        self._unwritten += len(traces) // 2
+        task = asyncio.get_running_loop().create_task(self._save(traces, numbered=numbered))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def close(self) -> None:
+        """Ends, and waits until everything is written."""
+        for sampling in self._samplings.values():
+            sampling.end()
+        self._samplings = {}
+        if self._writing:
+            await asyncio.wait(self._writing)
+
+    async def _save(self, traces: list[dict[str, object]], *, numbered: bool) -> None:
+        async with self._one_by_one:  # so that the numbers are in order
+            try:
+                await asyncio.to_thread(self._save_here, traces, numbered=numbered)
+            except OSError as error:
+                logger.error("traces lost", extra={"reason": error.strerror, "traces": len(traces) // 2})
+            finally:
+                self._unwritten -= len(traces) // 2
+
+    def _save_here(self, traces: list[dict[str, object]], *, numbered: bool) -> None:
+        """Writes a file whole, and gives it the first name that is free."""
+        new = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}.tmp")
+        new.write_bytes(msgspec.json.encode(traces))
+        try:
+            for path in self._names(numbered=numbered):
+                try:
+                    os.link(new, path)
+                except FileExistsError:
+                    continue
+                return
+        finally:
+            new.unlink()
+
+    def _names(self, *, numbered: bool) -> Iterator[Path]:
+        if not numbered:
+            yield self._path
+        while True:
+            number, self._next = self._next, self._next + 1
+            yield self._path.with_name(f"{self._path.name}.{number}")
+
+
+def _rule(values: Mapping[str, object]) -> Rule:
+    levels, change = values["trace_level"], str(values.get(CHANGE, ""))
+    try:
+        rate, most, frequency = (int(str(values[name])) for name in ("trace_rate", "trace_count", "log_frequency"))
+    except ValueError:  # a newer qinfer's
+        return Rule(is_on=False, rate=0, most=0, frequency=0, change=change)
+    is_on = isinstance(levels, list) and "TIMESTAMPS" in levels
+    return Rule(is_on=is_on, rate=rate, most=most, frequency=frequency, change=change)

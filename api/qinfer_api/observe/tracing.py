@@ -1,0 +1,308 @@
+"""Traces of requests, where somebody wants any: spans for OpenTelemetry, and Triton's JSON files (`trace_file.py`).
+
+A gateway that makes neither has the plain `Dispatcher` and `Call`: tracing costs it nothing. The others have those of
+this module, which wrap the sink of each request that is traced; all times of a request that workers know come back with
+its response.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from pathlib import Path
+
+from qinfer.core.clock import ServerClock
+from qinfer.core.messages import Failure, InferRequest, Response, Timing
+from qinfer.core.settings import LimitSettings, TraceSettings
+from qinfer.errors import Cancelled, QinferError
+from qinfer.models.catalog import Catalog, Served
+from qinfer.observe.fence import Fence
+from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.tracing import ATTEMPT, BATCH_SIZE, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer
+from qinfer.queue.base import Delivery
+from qinfer.submission.pending import Pending, Sink
+from qinfer_api.auth import Auth, Context
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.http.fast import Call, Connection, Head
+from qinfer_api.http.infer import InferCodec
+from qinfer_api.observe.trace_file import Sampling, Stamps, TraceFile
+
+_FENCE = Fence(logging.getLogger(__name__), "traces lost, requests go on without")
+_MOST_TEXT = 256  # characters of what a client sends: thousands of traces are held before they are written
+_ROUNDING_S = 1e-6  # a float holds seconds since 1970 to a quarter of a microsecond
+
+
+class Tracing:
+    """What a gateway traces with.
+
+    Args:
+        trace: Where Triton's traces are written.
+        tracer: Takes spans; `None` = nobody wants any.
+
+    Attributes:
+        tracer: The same.
+        file: Triton's traces; `None` = they are not written.
+
+    Raises:
+        SettingsError: Traces can't be written there.
+    """
+
+    def __init__(self, trace: TraceSettings, tracer: Tracer | None = None) -> None:
+        self.tracer = tracer
+        self.file = TraceFile(Path(trace.file)) if trace.file else None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any request may be traced."""
+        return self.tracer is not None or self.file is not None
+
+    @property
+    def call_type(self) -> type[Call]:
+        """What a request on the fast path becomes."""
+        return TracedCall if self.is_on else Call
+
+    def dispatcher(
+        self,
+        delivery: Delivery,
+        catalog: Catalog,
+        tally: GatewayTally,
+        limits: LimitSettings,
+        owner: str,
+        auth: Auth | None,
+    ) -> Dispatcher:
+        """Makes the dispatcher; see there for the arguments."""
+        if not self.is_on:
+            return Dispatcher(delivery, catalog, tally, limits, owner, auth)
+        traced = TracedDispatcher(delivery, catalog, tally, limits, owner, auth)
+        traced.use(self, delivery.clock)
+        return traced
+
+    async def close(self) -> None:
+        """Writes and sends what is left; what can't be sent within seconds is lost."""
+        if self.file is not None:
+            await self.file.close()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
+
+
+class TracedCall(Call):
+    """A call that knows when it was received.
+
+    Attributes:
+        received_s: When its head was there, on the monotonic clock.
+        read_s: When its body was.
+    """
+
+    __slots__ = ("read_s", "received_s")
+
+    def __init__(self, connection: Connection, head: Head | None) -> None:
+        super().__init__(connection, head)
+        self.received_s = self.read_s = time.monotonic()
+
+    def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
+        """Decodes and submits the request, as `Call.start`."""
+        self.read_s = time.monotonic()
+        super().start(dispatcher, codec)
+
+
+class TracedDispatcher(Dispatcher):
+    """A dispatcher that traces; `use` says with what."""
+
+    def use(self, tracing: Tracing, clock: ServerClock) -> None:
+        """Sets what it traces with, and the broker's clock."""
+        self._tracer, self._file = tracing.tracer, tracing.file
+        self._server_clock = clock
+
+    def submit(self, context: Context, request: InferRequest, sink: Sink, within_s: float = math.inf) -> Pending:
+        """Submits a request, as `Dispatcher.submit`; what it causes is part of its span from here on."""
+        sampling = self._sample(request.model)
+        span = self._begin(context, sink)
+        if span is not None:
+            context = context._replace(trace=span.trace)
+            if not span.is_recorded:
+                span = None
+        if span is None and sampling is None:
+            return super().submit(context, request, sink, within_s)
+        traced = TracedSink(sink, request, self._server_clock, span, sampling)
+        try:
+            pending = super().submit(context, request, traced, within_s)
+        except QinferError as error:
+            traced.end(Failure.of(error))
+            raise
+        traced.submitted(pending)
+        return pending
+
+    def _sample(self, model: str) -> Sampling | None:
+        with _FENCE:  # the request goes on without
+            return None if self._file is None else self._file.sample(model)
+        return None
+
+    def _begin(self, context: Context, sink: Sink) -> Span | None:
+        if self._tracer is None:
+            return None
+        begin_s = self._server_clock.now_s()
+        if isinstance(sink, TracedCall):
+            begin_s -= time.monotonic() - sink.received_s
+        with _FENCE:  # as above
+            return self._tracer.start("request", context.trace, begin_s)
+        return None
+
+    def cancel(self, pending: Pending) -> None:
+        """Forgets a request whose caller went away, as `Dispatcher.cancel`."""
+        super().cancel(pending)
+        if isinstance(pending.sink, TracedSink):
+            pending.sink.end(Failure.of(Cancelled("the caller went away")))
+
+    def accepted(self, context: Context, served: Served, name: Attributes) -> str:
+        """Makes a span of a request or job that is about to be accepted; returns what it is now part of."""
+        if self._tracer is None:
+            return context.trace
+        now_s = self._server_clock.now_s()
+        with _FENCE:  # the request is accepted without
+            span = self._tracer.start("accept", context.trace, now_s)
+            span.end(now_s, {MODEL: served.spec.name, VERSION: served.version, **name})
+            return span.trace
+        return context.trace
+
+
+def trace_of(dispatcher: Dispatcher, context: Context, served: Served, name: Attributes) -> str:
+    """Returns the `traceparent` that the frame of an asynchronous request carries, or the record of a job.
+
+    Args:
+        dispatcher: That of the gateway, which traces or does not.
+        context: Who asks.
+        served: The model version it is for.
+        name: Its id, by its attribute.
+    """
+    if isinstance(dispatcher, TracedDispatcher):
+        return dispatcher.accepted(context, served, name)
+    return context.trace
+
+
+class TracedSink:
+    """Wraps the sink of a request that is traced, and takes note of its end.
+
+    Args:
+        sink: Gets the responses.
+        request: The request, which is not stamped yet.
+        clock: The broker's.
+        span: The request's span, if it is recorded.
+        sampling: Takes Triton's trace of it, if there is to be one.
+    """
+
+    __slots__ = ("_begin_s", "_clock", "_pending", "_request", "_sampling", "_sink", "_span")
+
+    def __init__(
+        self, sink: Sink, request: InferRequest, clock: ServerClock, span: Span | None, sampling: Sampling | None
+    ) -> None:
+        self._sink = sink
+        self._request: InferRequest | None = request
+        self._clock = clock
+        self._span = span
+        self._sampling = sampling
+        self._begin_s = clock.now_s()
+        self._pending: Pending | None = None
+
+    def submitted(self, pending: Pending) -> None:
+        """Takes note of the request's place in the queue, unless it has ended already."""
+        if self._request is not None:
+            self._pending = pending
+
+    def deliver(self, response: Response) -> None:
+        """Hands a response on; with the last one the request has ended."""
+        if not response.final or self._request is None:
+            self._sink.deliver(response)
+            return
+        end_s = self._clock.now_s()
+        try:
+            self._sink.deliver(response)
+        finally:
+            self.end(response.failure, response, end_s)
+
+    def end(self, failure: Failure | None, response: Response | None = None, end_s: float = 0.0) -> None:
+        """Ends the traces; nothing happens if they have ended. What can't be traced is lost, and the log says so.
+
+        Args:
+            failure: Why there is no answer, if there is none.
+            response: The last response, if there was any.
+            end_s: When it was there, in the broker's time; 0 = now.
+        """
+        request, self._request = self._request, None
+        if request is None:
+            return
+        now_s = self._clock.now_s()
+        if self._span is not None:
+            with _FENCE:  # the answer is worth more than what is told of it
+                self._end_span(self._span, request, failure, response, now_s)
+        if self._sampling is not None:
+            with _FENCE:  # as above
+                self._add_trace(self._sampling, request, response, end_s or now_s, now_s)
+        self._pending = None  # breaks the cycle with it, which would wait for the garbage collector
+
+    def _end_span(
+        self, span: Span, request: InferRequest, failure: Failure | None, response: Response | None, now_s: float
+    ) -> None:
+        model = request.model[:_MOST_TEXT]
+        about: dict[str, str | int] = {MODEL: model, VERSION: request.version, REQUEST_ID: request.id}
+        if response is not None:
+            about[ATTEMPT] = response.attempt
+            if response.timing is not None:
+                about[BATCH_SIZE] = response.timing.batch_size
+                now_s = max(now_s, self._executed_s(response.timing))  # clocks differ a bit
+        span.end(now_s, about, None if failure is None else (failure.code, failure.message))
+
+    def _executed_s(self, timing: Timing) -> float:
+        """Returns when the worker's execution ended, by the worker's clock."""
+        took_ns = timing.queue_ns + timing.input_ns + timing.infer_ns + timing.output_ns
+        return self._queued_s() + took_ns / 1e9 + _ROUNDING_S
+
+    def _queued_s(self) -> float:
+        entry = None if self._pending is None else self._pending.entry
+        return self._begin_s if entry is None else entry.enqueued_s
+
+    def _add_trace(
+        self, sampling: Sampling, request: InferRequest, response: Response | None, end_s: float, now_s: float
+    ) -> None:
+        about: dict[str, str | int] = {"model_name": request.model[:_MOST_TEXT], "model_version": request.version}
+        if request.client_id or request.id:
+            about["request_id"] = (request.client_id or request.id)[:_MOST_TEXT]
+        timing = None if response is None else response.timing
+        sampling.add(about, self._stamps(timing, end_s, now_s))
+
+    def _stamps(self, timing: Timing | None, end_s: float, sent_s: float) -> Stamps:
+        """Returns when was what, in order: what two clocks disagree about (a millisecond) is put straight."""
+        begin_s, sink = self._begin_s, self._sink
+        frontend = getattr(sink, "frontend", "")
+        received_s = read_s = begin_s
+        if isinstance(sink, TracedCall):
+            offset_s = self._clock.now_s() - time.monotonic()
+            received_s, read_s = sink.received_s + offset_s, sink.read_s + offset_s
+        receive = {"HTTP": "HTTP_RECV", "GRPC": "GRPC_WAITREAD"}.get(frontend, "")
+        stamps = [(f"{receive}_START", received_s), (f"{receive}_END", read_s)] if receive else []
+        stamps.append(("REQUEST_START", begin_s))
+        if timing is not None:
+            queued_s = self._queued_s()
+            stamps.append(("QUEUE_START", queued_s))
+            compute_s = queued_s + timing.queue_ns / 1e9
+            for name, ns in (
+                ("COMPUTE_START", 0),
+                ("COMPUTE_INPUT_END", timing.input_ns),
+                ("COMPUTE_OUTPUT_START", timing.infer_ns),
+                ("COMPUTE_END", timing.output_ns),
+            ):
+                compute_s += ns / 1e9
+                stamps.append((name, compute_s))
+            stamps.append(("INFER_RESPONSE_COMPLETE", end_s))
+        stamps.append(("REQUEST_END", end_s))
+        if receive:
+            stamps += [(f"{frontend}_SEND_START", end_s), (f"{frontend}_SEND_END", sent_s)]
+        return _ascending(stamps, sent_s)
+
+
+def _ascending(stamps: list[tuple[str, float]], last_s: float) -> Stamps:
+    """Makes instants nanoseconds; none is before the one before it, and none after the last."""
+    ordered, earliest_s = [], 0.0
+    for name, instant_s in stamps:
+        earliest_s = max(earliest_s, min(instant_s, last_s))
+        ordered.append((name, int(earliest_s * 1e9)))
+    return ordered

@@ -1,0 +1,252 @@
+"""The janitor: ends what nobody else would, and hands out webhooks . A role of every gateway; no leader.
+
+- Asynchronous requests past their deadline are settled as expired, with zero workers too.
+- Synchronous requests whose gateway died wait in their lanes for nobody: where no worker lives to expire them, their
+  entries are finished once their time is over.
+- Webhooks are taken, as many as can be delivered at once.
+- Bulk jobs are looked after, as `job_janitor` says.
+- What processes that died left in the payload store is deleted, once it has expired.
+
+Two gateways that do the same do no harm: each step is idempotent, and their rounds drift apart.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferError, QueueFull
+from qinfer.models.catalog import Catalog
+from qinfer.models.routes import NAMES
+from qinfer.observe.metrics import GatewayTally
+from qinfer.queue.base import Delivery, Entry, Lane
+from qinfer.queue.dead_letters import head_of
+from qinfer.queue.deliveries import DeliveryItem
+from qinfer.queue.request_records import RequestState, Settlement
+from qinfer_api.jobs.janitor import JobJanitor
+from qinfer_api.requests.records import failed_outcome
+from qinfer_api.requests.webhooks import Webhooks
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_GRACE_S = 1.0
+"""A synchronous request is over so long after its deadline: until then its gateway may still finish it."""
+
+SWEEP_OBJECTS_EVERY_S = 60.0
+"""The pause between two looks for expired objects in the payload store."""
+
+SWEEP_AGAIN_S = 1.0
+"""That pause after a look that found some."""
+
+_PARTITION = 0  # all that there is, until models are spread
+_BATCH = 200  # requests settled in one write
+_MODELS = 100  # looked at together
+_ORPHANS = 20  # frames read at a look: they may hold tensors
+_ORPHANS_EVERY_S = 5.0
+
+
+class Janitor:
+    """One per gateway.
+
+    Args:
+        delivery: The queue.
+        catalog: Which models there are, and whether a worker lives for them.
+        tally: Counts what expires.
+        sweep_every_s: The pause between rounds.
+        webhooks: Delivers webhooks.
+        jobs: Looks after bulk jobs; `None` where there are none.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        catalog: Catalog,
+        tally: GatewayTally,
+        sweep_every_s: float,
+        webhooks: Webhooks,
+        jobs: JobJanitor | None = None,
+    ) -> None:
+        self._delivery = delivery
+        self._catalog = catalog
+        self._tally = tally
+        self._sweep_every_s = sweep_every_s
+        self._webhooks = webhooks
+        self._jobs = jobs
+        self._models: dict[str, None] = {}  # all that were ever seen: a removed model may have requests left
+        self._away: dict[str, QinferError] = {}  # models that this round could not sweep, and why: a node may be down
+        self._places: dict[Lane, str] = {}  # how far its entries were looked through
+        self._orphans_at_s = 0.0
+
+    async def run(self) -> None:
+        """Sweeps until cancelled."""
+        async with self._webhooks, asyncio.TaskGroup() as group:
+            group.create_task(self._sweep(), name="sweep the payload store")
+            if self._jobs is not None:
+                words = ("bulk jobs can't be looked after now", "bulk jobs are looked after again")
+                group.create_task(self._again(self._jobs.round, *words), name="look after bulk jobs")
+            words = ("requests can't be swept now", "requests are swept again")
+            await self._again(partial(self._round, group), *words)
+
+    async def _again(self, work: Callable[[], Awaitable[None]], broken: str, mended: str) -> None:
+        """Works round after round; logs that it can't, or can again, once each time."""
+        is_working = True
+        while True:
+            await asyncio.sleep(self._sweep_every_s * random.uniform(0.75, 1.25))  # noqa: S311 - rounds drift apart
+            problem, defect = "", None
+            try:
+                await work()
+            except QinferError as error:
+                problem = error.message
+            except Exception as error:  # noqa: BLE001 - the boundary: one record must not cost the gateway
+                problem, defect = type(error).__name__, error
+            if problem and is_working:
+                logger.warning(broken, extra={"error": problem}, exc_info=defect)
+            if not problem and not is_working:
+                logger.info(mended)
+            is_working = not problem
+
+    async def _round(self, group: asyncio.TaskGroup) -> None:
+        """Ends what is over, and has webhooks delivered by the tasks of `group`.
+
+        Raises:
+            QinferError: Some models, or all, are out of reach.
+        """
+        now_s = asyncio.get_running_loop().time()
+        await self.expire()
+        if now_s >= self._orphans_at_s:
+            self._orphans_at_s = now_s + _ORPHANS_EVERY_S
+            await self.finish_orphans()
+        for item in await self.take_webhooks():
+            group.create_task(self._deliver(item))
+        for error in self._away.values():
+            raise error
+
+    async def expire(self) -> int:
+        """Settles what is past its deadline, of the models within reach; returns how many requests that ended."""
+        count = 0
+        self._away.clear()
+        for models in self._groups():
+            ended = await asyncio.gather(*map(self._expire, models), return_exceptions=True)
+            for model, outcome in zip(models, ended, strict=True):
+                if isinstance(outcome, DeliveryError | QueueFull):
+                    self._away[model] = outcome
+                elif isinstance(outcome, BaseException):
+                    raise outcome
+                else:
+                    count += outcome
+        return count
+
+    async def finish_orphans(self) -> int:
+        """Finishes synchronous entries past their time in lanes without a worker; returns how many there were.
+
+        Those of models that were unloaded, too: no worker will ever do it, and autoscalers take them for work.
+        """
+        count = 0
+        for (model, version), is_ready in self._catalog.readiness().items():
+            if model in self._away or (is_ready and self._catalog.capacity(model, version).workers):
+                continue
+            for lane in self._catalog.lanes(model, version):
+                count += await self._finish_orphans(lane)
+        unloaded = [(model, version) for model, version in self._catalog.unloaded() if model not in self._away]
+        left = [Lane(model, version, name) for model, version in unloaded for name in NAMES]
+        for lane, depth in zip(left, await self._delivery.depth(left), strict=True):
+            if depth:
+                count += await self._finish_orphans(lane)
+        return count
+
+    async def take_webhooks(self) -> list[DeliveryItem]:
+        """Takes as many webhooks as can be delivered now; which model is asked first changes from round to round."""
+        taken: list[DeliveryItem] = []
+        names = [model for model in self._known() if model not in self._away]
+        start = random.randrange(len(names)) if names else 0  # noqa: S311 - fairness
+        for model in (*names[start:], *names[:start]):
+            room = self._webhooks.free - len(taken)
+            if room <= 0:
+                break
+            taken += await self._delivery.deliveries.take(model, _PARTITION, self._webhooks.kind, room)
+        return taken
+
+    async def _sweep(self) -> None:
+        """Has expired objects deleted, again and again; sooner again where there may be more."""
+        is_working = True
+        while True:
+            found = 0
+            try:
+                found = await self._delivery.sweep()
+                is_working = True
+            except DeliveryError as error:
+                if is_working:
+                    logger.warning("expired objects can't be deleted now", extra={"error": error.message})
+                is_working = False
+            pause_s = SWEEP_AGAIN_S if found else SWEEP_OBJECTS_EVERY_S
+            await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311 - rounds drift apart
+
+    async def _expire(self, model: str) -> int:
+        requests, count = self._delivery.requests, 0
+        while True:
+            late = await requests.due(model, _PARTITION, _BATCH)
+            if not late:
+                return count
+            error = DeadlineExceeded(TIMED_OUT)
+            settlements = [
+                Settlement(address=address, outcome=failed_outcome(address, RequestState.EXPIRED, error))
+                for address in late
+            ]
+            firsts = await requests.settle(settlements)
+            ended = [address for address, is_first in zip(late, firsts, strict=True) if is_first]
+            for record in await asyncio.gather(*map(requests.record, ended)):
+                self._tally.failed(model, record.version if record is not None else 0, error.code)
+                if record is not None:
+                    self._tally.ended(model, record.version, error.code)
+            count += len(ended)
+
+    async def _finish_orphans(self, lane: Lane) -> int:
+        """Looks through a page of a lane, and at once through the next where all were over: they may fill the lane."""
+        age_s = self._shortest_s(lane) + ORPHAN_GRACE_S
+        count = 0
+        while True:
+            found = await self._delivery.oldest(lane, age_s, _ORPHANS, self._places.get(lane, ""))
+            self._places[lane] = found[-1][0].entry_id if len(found) == _ORPHANS else ""
+            now_s = self._delivery.clock.now_s()
+            over = [entry for entry, frame in found if _is_over(entry, frame, now_s)]
+            if over:
+                await self._delivery.finish(over)
+                for _ in over:
+                    self._tally.failed(lane.model, lane.version, DeadlineExceeded.code)
+                    self._tally.ended(lane.model, lane.version, DeadlineExceeded.code)
+            count += len(over)
+            if len(over) < _ORPHANS:
+                break
+        if count:
+            logger.info("orphaned requests finished", extra={"model": lane.model, "count": count})
+        return count
+
+    def _shortest_s(self, lane: Lane) -> float:
+        """Returns how old an entry is at least that can be over: the timeout that gateways give to all of a model's."""
+        try:
+            spec = self._catalog.accepting(lane.model, lane.version).spec
+        except QinferError:
+            return 0.0
+        return spec.default_timeout_s
+
+    async def _deliver(self, item: DeliveryItem) -> None:
+        with suppress(DeliveryError, QueueFull):  # it comes again, and the rounds tell that the queue is away
+            await self._webhooks.deliver(item)
+
+    def _known(self) -> list[str]:
+        self._models |= dict.fromkeys(self._catalog.known())
+        return list(self._models)
+
+    def _groups(self) -> Iterable[Sequence[str]]:
+        names = self._known()
+        return (names[start : start + _MODELS] for start in range(0, len(names), _MODELS))
+
+
+def _is_over(entry: Entry, frame: bytes, now_s: float) -> bool:
+    """Tells whether an entry is a synchronous request past its time; an asynchronous one has a deadline of its own."""
+    request = head_of(frame)
+    return (
+        request is not None and bool(request.reply_to) and entry.enqueued_s + request.timeout_s + ORPHAN_GRACE_S < now_s
+    )

@@ -1,0 +1,368 @@
+"""`/v1/…/requests`: asynchronous requests over HTTP, and `Prefer` on `/v2/…/infer`, which makes one of any request.
+
+A request's body is that of a synchronous call, and so is its result, to the byte: the way in which the result is to be
+encoded is stored with the request.
+
+Its states come as server-sent events (WHATWG HTML, "Server-sent events") too:
+
+    event: state          the record as data, now and at each change; the stream ends after the terminal state
+    : a comment           every `HEARTBEAT_S` seconds, so that proxies keep the connection
+
+A browser comes back by itself when a stream ends, with the id of the last event it saw: one that saw the end is told
+so by 204, which stops it; others are not told again what they know.
+"""
+
+import asyncio
+import hashlib
+import math
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response as HttpResponse
+from starlette.responses import StreamingResponse
+
+from qinfer.core.api_keys import Scope
+from qinfer.core.messages import InferRequest
+from qinfer.errors import Conflict, DeliveryError, InvalidRequest, ModelError, Overloaded, QinferError, RequestError
+from qinfer.models.catalog import Served
+from qinfer.queue.request_records import Address, RequestRecord
+from qinfer.tensors import Bytes
+from qinfer.wire.outputs import OutputPlan
+from qinfer_api.auth import Context
+from qinfer_api.http.fast import MAX_FAST_BYTES
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, response_encoding, with_headers
+from qinfer_api.requests.preferences import Preferences, read_preferences
+from qinfer_api.requests.records import RequestBody, address_of, path_of, shown_record
+from qinfer_api.requests.service import Submission, Ticket
+from qinfer_api.rest.bodies import (
+    INFER_BODY,
+    JSON_LENGTH,
+    OUTPUTS,
+    encoded_reply,
+    read_body,
+    send_encoded,
+    unless_left,
+)
+from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
+from qinfer_api.rest.services import Services, context_of, headers_forwarded, send, target_of
+
+AGAIN_S = 1
+"""When to ask again for a result that is not there yet."""
+HEARTBEAT_S = 15.0
+"""Seconds without an event after which a comment is sent."""
+
+
+PREFER = header(
+    "Prefer",
+    "RFC 7240: `respond-async`, `wait=<seconds>`. Either makes the request asynchronous: 202, or the result if it is "
+    "there within `wait` seconds.",
+    examples=["respond-async, wait=5"],
+)
+"""The header that `/v2/…/infer` takes too."""
+
+_STATE = {"Qinfer-Request-State": "The state."}
+ACCEPTED = answer(
+    "Accepted: it will end in exactly one terminal state.",
+    RequestBody,
+    headers={
+        "Location": "The path of the request.",
+        "Idempotent-Replayed": "`true`: it had been accepted before.",
+        "Preference-Applied": "The preferences that were honoured.",
+        **_STATE,
+    },
+)
+_SUBMIT = operation(
+    "Submit a request",
+    {
+        202: ACCEPTED,
+        200: {**OUTPUTS, "description": "With `Prefer: wait`: the result."},
+        **errors(400, 401, 403, 404, 409, 429, 500, 501, 503),
+    },
+    JSON_LENGTH,
+    header("Request-Timeout", "Seconds until it expires.", type="number", exclusiveMinimum=0, examples=[600]),
+    header(
+        "Idempotency-Key",
+        "Visible ASCII. The same key with the same body is the same request; with another body it is refused.",
+        maxLength=255,
+    ),
+    header("Request-Id", "An id of your own, unique within the model.", pattern="^[A-Za-z0-9._~-]{1,128}$"),
+    header("Webhook-Url", "Is told of the end by a signed POST.", format="uri"),
+    PREFER,
+    takes=INFER_BODY,
+)
+_RECORD = operation("Look at a request", {200: answer("The request.", RequestBody), **errors(401, 403, 404, 503)})
+_RESULT = operation(
+    "Read a result",
+    {
+        200: {**OUTPUTS, **answer(OUTPUTS["description"], headers=_STATE)},
+        202: answer(
+            "It has not ended.", RequestBody, headers={"Retry-After": "When to ask again, in seconds.", **_STATE}
+        ),
+        **errors(400, 401, 403, 404, 410, 500, 503),
+    },
+    query("wait", "Seconds to wait for the end.", type="number", minimum=0),
+)
+_CANCEL = operation(
+    "Cancel a request", {200: answer("The request as it ended.", RequestBody), **errors(401, 403, 404, 503)}
+)
+
+_EVENT = 'event: state\nid: 1-succeeded\ndata: {"id": "…", "state": "succeeded", …}\n\n'
+_EVENTS = operation(
+    "Follow a request",
+    {
+        **followed("Server-sent events: the record at each change, until the end.", _EVENT),
+        **errors(401, 403, 404, 503),
+    },
+    LAST_EVENT,
+)
+_HEARTBEAT = b": still here\n\n"
+
+
+def request_routes(services: Services) -> APIRouter:
+    """Returns the routes of asynchronous requests."""
+    router = APIRouter(tags=["asynchronous requests"])
+
+    @router.post("/v1/models/{model}/versions/{version}/requests", name="submit_version", **_SUBMIT)
+    @router.post("/v1/models/{model}/requests", name="submit", **_SUBMIT)
+    async def submit_request(request: Request) -> HttpResponse:
+        """Accepts a request for the highest ready version of a model, or that of the path.
+
+        A model without a live worker takes it too.
+        """
+        return await submit(services, target_of(request), request, _preferences(request))
+
+    @router.get("/v1/models/{model}/requests/{request_id}", name="record_of_model", **_RECORD)
+    @router.get("/v1/requests/{request_id}", name="record", **_RECORD)
+    async def record(request: Request) -> HttpResponse:
+        """Tells where a request is; one with an id that its client chose is below its model."""
+        context, address = _located(services, request)
+        return _shown(services, await services.requests.record(context, address), 200)
+
+    @router.get("/v1/models/{model}/requests/{request_id}/result", name="result_of_model", **_RESULT)
+    @router.get("/v1/requests/{request_id}/result", name="result", **_RESULT)
+    async def result(request: Request) -> HttpResponse:
+        """Gives the answer of a request; it can be read again until its time to live is over.
+
+        That of a request with an id that its client chose is below its model.
+        """
+        return await _result(services, request)
+
+    @router.delete("/v1/models/{model}/requests/{request_id}", name="cancel_of_model", **_CANCEL)
+    @router.delete("/v1/requests/{request_id}", name="cancel", **_CANCEL)
+    async def cancel(request: Request) -> HttpResponse:
+        """Cancels a request, unless it has ended; one with an id that its client chose is below its model."""
+        context, address = _located(services, request)
+        return _shown(services, await services.requests.cancel(context, address), 200)
+
+    @router.get("/v1/models/{model}/requests/{request_id}/events", name="events_of_model", **_EVENTS)
+    @router.get("/v1/requests/{request_id}/events", name="events", **_EVENTS)
+    async def events(request: Request) -> HttpResponse:
+        """Tells each change of a request's state until its end; of an id that its client chose, below its model."""
+        return await _events(services, request)
+
+    return router
+
+
+async def submit(services: Services, target: Target, request: Request, preferences: Preferences) -> HttpResponse:
+    """Accepts an asynchronous request; answers with its result if it ends while its client prefers to wait."""
+    requests = services.requests
+    try:
+        context = services.dispatcher.authorize(context_of(request), Scope.INFER)
+        ticket = await _accepted(services, context, target, request, _submission(request))
+    except ClientDisconnect:
+        return HttpResponse()  # nobody reads it
+    except QinferError as error:
+        raise requests.refuse(target.model, target.version, error) from None
+    record: RequestRecord | None = ticket.record
+    address = ticket.record.address
+    if preferences.wait_s is not None:
+        preferences = preferences._replace(wait_s=min(preferences.wait_s, int(services.settings.requests.max_wait_s)))
+        record = await unless_left(request.receive, requests.wait(context, address, preferences.wait_s or 0))
+    if record is None:
+        return HttpResponse()  # the client left; its request stays
+    ended = record.state.is_terminal and preferences.wait_s is not None
+    response = await _outcome(services, request, record) if ended else _shown(services, record, 202)
+    response.headers["location"] = path_of(address)
+    if not ticket.is_new:
+        response.headers["idempotent-replayed"] = "true"
+    if applied := preferences.applied(ended=ended):
+        response.headers["preference-applied"] = applied
+    return response
+
+
+def _located(services: Services, request: Request) -> tuple[Context, Address]:
+    """Returns who asks, and for which request.
+
+    Raises:
+        Unauthorized: As `Dispatcher.authorize`.
+        Forbidden: As `Dispatcher.authorize`.
+        RequestNotFound: No request can have that id.
+    """
+    context = services.dispatcher.authorize(context_of(request), Scope.INFER)
+    path = request.path_params
+    return context, address_of(path["request_id"], context.tenant, path.get("model"))
+
+
+def _preferences(request: Request) -> Preferences:
+    return read_preferences(request.headers.getlist("prefer"))
+
+
+async def _accepted(
+    services: Services, context: Context, target: Target, request: Request, submission: Submission
+) -> Ticket:
+    """Accepts a request, or finds that it was accepted before: also by a model that is gone, or has changed, since."""
+    requests = services.requests
+    try:
+        served = requests.resolve(target.model, target.version)  # before a large body is read for nothing
+    except (RequestError, ModelError):
+        if ticket := await _repeated(services, context, target, request, submission):
+            return ticket
+        raise
+    body = await read_body(request, services.settings.http.max_input_bytes)
+    try:
+        decoding = (services, served, target, body, request.headers.get(JSON_LENGTH_HEADER))
+        if len(body) > MAX_FAST_BYTES or services.codec.shares_memory:
+            decoded, plan, body_hash = await asyncio.to_thread(_decode, *decoding)
+        else:
+            decoded, plan, body_hash = _decode(*decoding)
+        with_headers(decoded, headers_forwarded(services, request))
+        return await requests.submit(context, decoded, plan, msgspec.structs.replace(submission, body_hash=body_hash))
+    except Conflict:  # it was found, with another body
+        raise
+    except (RequestError, ModelError):
+        if ticket := await _repeated(services, context, target, request, submission, body):
+            return ticket
+        raise
+
+
+async def _repeated(
+    services: Services,
+    context: Context,
+    target: Target,
+    request: Request,
+    submission: Submission,
+    body: Bytes | None = None,
+) -> Ticket | None:
+    """Finds what was accepted before with the same id or key and the same body; reads the body where it was not."""
+    if not (submission.request_id or submission.idempotency_key):
+        return None
+    if body is None:
+        body = await read_body(request, services.settings.http.max_input_bytes)
+    body_hash = await asyncio.to_thread(_body_hash, target, body, request.headers.get(JSON_LENGTH_HEADER))
+    known = msgspec.structs.replace(submission, body_hash=body_hash)
+    return await services.requests.repeated(context, target.model, known)
+
+
+async def _result(services: Services, request: Request) -> HttpResponse:
+    context, address = _located(services, request)
+    waiting = services.requests.wait(context, address, _wait_s(request))
+    record = await unless_left(request.receive, waiting)
+    if record is None:
+        return HttpResponse()  # nobody reads it
+    if record.state.is_terminal:
+        return await _outcome(services, request, record)
+    return _shown(services, record, 202, AGAIN_S)
+
+
+def _shown(services: Services, record: RequestRecord, status: int, again_s: int = 0) -> HttpResponse:
+    body = msgspec.json.encode(shown_record(record, services.requests.now_s()))
+    response = send(Reply(status, body, retry_after_s=again_s))
+    response.headers["qinfer-request-state"] = record.state.value
+    return response
+
+
+async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
+    """Answers as the synchronous call would have been; trying again would change nothing."""
+    outcome, plan = await services.requests.result(record)
+    reply = await encoded_reply(services.codec, outcome, record.client_id, plan)
+    reply = msgspec.structs.replace(reply, retry_after_s=0)
+    response = await send_encoded(reply, response_encoding(request.headers.get("accept-encoding")))
+    response.headers["qinfer-request-state"] = record.state.value
+    return response
+
+
+async def _events(services: Services, request: Request) -> HttpResponse:
+    context, address = _located(services, request)
+    record = await services.requests.record(context, address)
+    seen = request.headers.get("last-event-id", "")
+    if record.state.is_terminal and seen == _event_id(record):
+        return HttpResponse(status_code=204)
+    if services.dispatcher.draining:
+        raise Overloaded("Server exiting")
+    if services.requests.waits.is_full:
+        raise Overloaded("too many clients wait at this server for requests to end; poll, or try again later")
+    return StreamingResponse(
+        _stream(services, context, address, seen),
+        media_type="text/event-stream",
+        headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+    )
+
+
+async def _stream(services: Services, context: Context, address: Address, seen: str) -> AsyncIterator[bytes]:
+    with suppress(DeliveryError):  # the stream ends; whoever listens comes again, and is told then
+        async for record in services.requests.waits.changes(address, HEARTBEAT_S):
+            if record is None:
+                yield _HEARTBEAT
+            elif record.tenant == context.tenant and _event_id(record) != seen:
+                seen = _event_id(record)
+                data = msgspec.json.encode(shown_record(record, services.requests.now_s()))
+                yield b"event: state\nid: %b\ndata: %b\n\n" % (seen.encode(), data)
+
+
+def _event_id(record: RequestRecord) -> str:
+    return f"{record.attempts}-{record.state.value}"
+
+
+def _decode(
+    services: Services, served: Served, target: Target, body: Bytes, json_length: str | None
+) -> tuple[InferRequest, OutputPlan, str]:
+    """Decodes and checks a body, and identifies what it asks."""
+    decoded, plan = services.codec.decode(target, body, json_length, served)
+    services.dispatcher.check(decoded, served)
+    return decoded, plan, _body_hash(target, body, json_length)
+
+
+def _body_hash(target: Target, body: Bytes, json_length: str | None) -> str:
+    """Identifies what a request asks: the same body is the same, however it was compressed."""
+    content = hashlib.sha256(msgspec.json.encode([target.model, target.version, json_length]))
+    content.update(body)
+    return content.hexdigest()
+
+
+def _submission(request: Request) -> Submission:
+    """Reads the headers of a submission; the hash of the body is not known yet.
+
+    Raises:
+        InvalidRequest: A value is wrong.
+    """
+    headers = request.headers
+    key, timeout = headers.get("idempotency-key"), headers.get("request-timeout")
+    if key is not None and not (1 <= len(key) <= 255 and all("!" <= c <= "~" for c in key)):
+        raise InvalidRequest("an Idempotency-Key has 1 to 255 visible ASCII characters")
+    if headers.get("request-id") == "":
+        raise InvalidRequest("the Request-Id is empty; leave it out to have the server make one")
+    return Submission(
+        body_hash="",
+        timeout_s=None if timeout is None else _seconds("Request-Timeout", timeout),
+        request_id=headers.get("request-id", ""),
+        idempotency_key="" if key is None else hashlib.sha256(key.encode()).hexdigest(),
+        webhook=headers.get("webhook-url", ""),
+    )
+
+
+def _wait_s(request: Request) -> float:
+    text = request.query_params.get("wait")
+    return 0.0 if text is None else _seconds("wait", text)
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidRequest(f"{name} is a number of seconds, such as 2.5; got '{text[:100]}'")
+    return seconds

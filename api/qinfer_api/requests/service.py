@@ -1,0 +1,345 @@
+"""Asynchronous requests: accepted into the queue, looked at, waited for, cancelled (DESIGN.md §1, §2).
+
+The use case behind `/v1` and `Prefer` on `/v2`. What a caller may ask and how much is the dispatcher's rule, as for
+synchronous requests; the lane, the record and the result are `Requests`'. Nothing of a request is kept here: any
+gateway can be asked for it.
+"""
+
+import asyncio
+import contextlib
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
+from qinfer.core.settings import RequestSettings
+from qinfer.errors import (
+    Cancelled,
+    CorruptEntry,
+    InvalidRequest,
+    Overloaded,
+    QinferError,
+)
+from qinfer.models.catalog import Catalog, Served
+from qinfer.models.config.to_spec import DEFAULT_TIMEOUT, MAX_TIMEOUT
+from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.tracing import REQUEST_ID
+from qinfer.queue.base import Delivery, Lane
+from qinfer.queue.request_records import Acceptance, Accepted, Address, RequestRecord, RequestState, Settlement
+from qinfer.submission.submit import prepare, tensor_bytes
+from qinfer.wire.frame import decode_responses
+from qinfer.wire.outputs import OutputPlan
+from qinfer_api.auth import Context
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.observe.tracing import trace_of
+from qinfer_api.requests.records import chosen_address, conflict, expired, failed_outcome, own_record, shown_id
+from qinfer_api.requests.waits import Waits
+from qinfer_api.status import of_request
+
+MIN_TIMEOUT_S = 0.001
+
+_CANCELLED = "the request was cancelled"
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller says of a request besides its body.
+
+    Attributes:
+        body_hash: Identifies model, version and body.
+        timeout_s: From now to its deadline; `None` = the default.
+        request_id: The id that the caller chose; empty = the server makes one.
+        idempotency_key: The hash of the caller's key; empty without one.
+        webhook: Where to tell its end; empty = nowhere.
+        outbox: Which outbox its end goes to, for a part of the server that reads it; empty = none. Not with a webhook.
+        notes: For whoever reads the outbox.
+        result_ttl_s: How long its result can be read once it has ended; 0 = as the settings say.
+    """
+
+    body_hash: str
+    timeout_s: float | None = None
+    request_id: str = ""
+    idempotency_key: str = ""
+    webhook: str = ""
+    outbox: str = ""
+    notes: bytes = b""
+    result_ttl_s: float = 0.0
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What `submit` gives: the request's record, and whether it was accepted now or had been before."""
+
+    record: RequestRecord
+    is_new: bool
+
+
+class Targets(Protocol):
+    """Says where webhooks may go; `webhooks.Targets` is the one."""
+
+    async def check(self, url: str) -> object:
+        """Raises `InvalidRequest` for a URL that webhooks may not go to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsyncRequests:
+    """One per gateway.
+
+    Attributes:
+        delivery: The queue.
+        catalog: Which models accept requests.
+        dispatcher: Who may ask, and how much.
+        tally: Counts refusals and cancellations.
+        settings: Timeouts and times to live.
+        inline_max_bytes: Larger tensors travel beside the stream.
+        targets: Where webhooks may go.
+        waits: Those that wait here for a request's end.
+        ids: Makes ids.
+    """
+
+    delivery: Delivery
+    catalog: Catalog
+    dispatcher: Dispatcher
+    tally: GatewayTally
+    settings: RequestSettings
+    inline_max_bytes: int
+    targets: Targets
+    waits: Waits
+    ids: IdFactory = field(default_factory=IdFactory)
+
+    def now_s(self) -> float:
+        """Returns the broker's time, which records are written in."""
+        return self.delivery.clock.now_s()
+
+    def resolve(self, model: str, version: int) -> Served:
+        """Finds what a request is for; a model will do that no live worker has loaded yet.
+
+        Raises:
+            Overloaded: The gateway is shutting down.
+            ModelNotFound: No such model or version.
+            ModelNotReady: It can't be loaded.
+        """
+        if self.dispatcher.draining:
+            raise Overloaded("Server exiting")
+        return self.catalog.accepting(model, version)
+
+    def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
+        """Counts a request that was not accepted, and returns what to tell its client."""
+        try:
+            served = self.catalog.accepting(model, version)
+        except QinferError:
+            self.tally.failed("", 0, error.code)  # clients may not make series of names they think up
+        else:
+            self.tally.failed(model, served.version, error.code)
+            if isinstance(error, Overloaded):
+                self.tally.ended(model, served.version, error.code)
+        return error
+
+    async def submit(self, context: Context, request: InferRequest, plan: OutputPlan, submission: Submission) -> Ticket:
+        """Accepts a request, or finds the one that was accepted before with the same id or idempotency key.
+
+        Args:
+            context: Who asks, authorized.
+            request: The decoded request; it is stamped in place.
+            plan: How its result is to be encoded.
+            submission: What else was said of it.
+
+        Raises:
+            QinferError: It is refused, as `Dispatcher.submit` refuses; or its timeout or webhook is wrong; `Conflict`:
+                the id or the key belongs to a request with another body.
+        """
+        served = self.resolve(request.model, request.version)
+        if not request.generation or request.generation != served.generation:
+            self.dispatcher.check(request, served)
+        acceptance = self._acceptance(context, request, served, plan, submission)
+        self.dispatcher.charge(context)
+        if submission.webhook:
+            await self.targets.check(submission.webhook)
+        try:
+            accepted = await self._accept(context, request, served, acceptance)
+        except Overloaded as error:
+            error.args = (of_request(request.client_id) + error.message,)
+            raise
+        return await self._ticket(acceptance, accepted, submission)
+
+    async def repeated(self, context: Context, model: str, submission: Submission) -> Ticket | None:
+        """Finds what was accepted before with the same id or idempotency key, also of a model that is not there now.
+
+        Raises:
+            QinferError: The queue can't be asked; or `Conflict`, as `submit`.
+        """
+        address = self._address(context, Lane(model, 0), submission.request_id)
+        found = await self.delivery.requests.find(
+            address, submission.body_hash, tenant=context.tenant, idempotency_key=submission.idempotency_key
+        )
+        if found is None:
+            return None
+        _check_repetition(address, found, submission)
+        record = await self.delivery.requests.record(msgspec.structs.replace(address, id=found.id))
+        return None if record is None else Ticket(record, is_new=False)
+
+    async def record(self, context: Context, address: Address) -> RequestRecord:
+        """Returns what is known of a request.
+
+        Raises:
+            RequestNotFound: Nothing is, or it is another tenant's.
+        """
+        return own_record(context.tenant, address, await self.delivery.requests.record(address))
+
+    async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
+        """Returns what is known of a request once it has ended, or after `wait_s` seconds, or when too many wait here.
+
+        Raises:
+            RequestNotFound: Nothing is known of it, or it is another tenant's.
+        """
+        record = await self.record(context, address)
+        if record.state.is_terminal or wait_s <= 0 or self.waits.is_full:
+            return record
+        wait_s = min(wait_s, self.settings.max_wait_s)
+        return own_record(context.tenant, address, await self.waits.ended(address, wait_s))
+
+    async def result(self, record: RequestRecord) -> tuple[Response, OutputPlan]:
+        """Returns the response of a request that ended, outputs or failure, as a synchronous call would have had it.
+
+        Raises:
+            ResultExpired: Its time to live is over.
+            BrokerUnavailable: The queue can't be reached.
+        """
+        plan = msgspec.msgpack.decode(record.plan, type=OutputPlan) if record.plan else OutputPlan()
+        if record.state is not RequestState.SUCCEEDED:
+            if record.expires_at <= self.now_s():
+                raise expired(record)
+            failure = Failure(record.code, of_request(record.client_id) + record.message)
+            return Response(request_id=record.address.id, failure=failure), plan
+        blob = None
+        with contextlib.suppress(CorruptEntry):  # it was deleted in the payload store, before its time
+            blob = await self.delivery.requests.result(record.address)
+        if blob is None:
+            raise expired(record)
+        (response,) = decode_responses(blob)
+        return response, plan
+
+    async def cancel(self, context: Context, address: Address) -> RequestRecord:
+        """Ends a request, unless it has ended; returns its record then.
+
+        Raises:
+            RequestNotFound: Nothing is known of it, or it is another tenant's.
+        """
+        record = await self.record(context, address)
+        if record.state.is_terminal:
+            return record
+        outcome = failed_outcome(address, RequestState.CANCELLED, Cancelled(_CANCELLED), record.version)
+        (is_first,) = await self.delivery.requests.settle([Settlement(address=address, outcome=outcome)])
+        if is_first:
+            self.tally.failed(address.model, record.version, Cancelled.code)
+            self.tally.ended(address.model, record.version, Cancelled.code)
+        return await self.record(context, address)
+
+    def _timeout_s(self, served: Served, asked_s: float | None) -> float:
+        """Returns a request's timeout; what its model's configuration says goes before the settings."""
+        own = served.spec.parameters
+        longest_s = float(own.get(MAX_TIMEOUT, self.settings.max_timeout_s))
+        if asked_s is None:
+            return min(float(own.get(DEFAULT_TIMEOUT, self.settings.default_timeout_s)), longest_s)
+        if not (math.isfinite(asked_s) and MIN_TIMEOUT_S <= asked_s <= longest_s):
+            raise InvalidRequest(
+                f"a request timeout of {asked_s:g} s is not possible; "
+                f"choose one from {MIN_TIMEOUT_S:g} to {longest_s:g} seconds"
+            )
+        return asked_s
+
+    def _address(self, context: Context, lane: Lane, chosen: str) -> Address:
+        if chosen:
+            return chosen_address(lane.model, chosen, context.tenant)
+        return Address(lane.model, lane.partition, self.ids.request_id(lane.model, lane.partition))
+
+    async def _ticket(self, acceptance: Acceptance, accepted: Accepted, submission: Submission) -> Ticket:
+        _check_repetition(acceptance.address, accepted, submission)
+        found = msgspec.structs.replace(acceptance.address, id=accepted.id)
+        record = None if accepted.is_new else await self.delivery.requests.record(found)
+        return Ticket(record or self._first_record(found, acceptance), accepted.is_new)
+
+    async def _accept(
+        self, context: Context, request: InferRequest, served: Served, acceptance: Acceptance
+    ) -> Accepted:
+        """Admits, encodes and enqueues a request; where it is not admitted, it may still have been accepted before."""
+        try:
+            route = self.dispatcher.admit(served, request.priority, acceptance.timeout_s)
+        except Overloaded as refusal:
+            if not acceptance.idempotency_key and shown_id(acceptance.address) == acceptance.address.id:
+                raise  # its id was made just now
+            found = await self.delivery.requests.find(
+                acceptance.address,
+                acceptance.body_hash,
+                tenant=context.tenant,
+                idempotency_key=acceptance.idempotency_key,
+                notes=acceptance.notes if acceptance.outbox else None,
+            )
+            if found is None:
+                raise refusal from None
+            return found
+        stamp = functools.partial(
+            prepare,
+            request,
+            served,
+            address=acceptance.address,
+            timeout_s=acceptance.timeout_s,
+            inline_max_bytes=self.inline_max_bytes,
+            tenant=context.tenant,
+            trace=trace_of(self.dispatcher, context, served, {REQUEST_ID: acceptance.address.id}),
+            route=route,
+        )
+        is_large = tensor_bytes(request) > self.inline_max_bytes
+        lane, frame, payload, limit = await asyncio.to_thread(stamp) if is_large else stamp()
+        return await self.delivery.requests.accept(
+            msgspec.structs.replace(acceptance, lane=lane, frame=frame, payload=payload, limit=limit)
+        )
+
+    def _acceptance(
+        self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, submission: Submission
+    ) -> Acceptance:
+        """Returns what is to be stored of a request, but for its lane, frame and payload.
+
+        No idempotency key outlives the record that it leads to.
+        """
+        settings = self.settings
+        kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
+        return Acceptance(
+            address=self._address(context, served.lane, submission.request_id),
+            lane=served.lane,
+            frame=b"",
+            timeout_s=self._timeout_s(served, submission.timeout_s),
+            body_hash=submission.body_hash,
+            result_ttl_s=submission.result_ttl_s or settings.result_ttl_s,
+            tombstone_ttl_s=settings.tombstone_ttl_s,
+            tenant=context.tenant,
+            client_id=request.client_id,
+            plan=msgspec.msgpack.encode(plan),
+            idempotency_key=submission.idempotency_key,
+            idempotency_ttl_s=min(settings.idempotency_ttl_s, kept_s),
+            webhook=submission.webhook,
+            outbox=submission.outbox,
+            notes=submission.notes,
+        )
+
+    def _first_record(self, address: Address, acceptance: Acceptance) -> RequestRecord:
+        """Returns the record of a request that was accepted just now, which saves reading it."""
+        now_s = self.now_s()
+        return RequestRecord(
+            address=address,
+            state=RequestState.QUEUED,
+            version=acceptance.lane.version,
+            tenant=acceptance.tenant,
+            client_id=acceptance.client_id,
+            created_at=now_s,
+            deadline_at=now_s + acceptance.timeout_s,
+            webhook=acceptance.webhook,
+        )
+
+
+def _check_repetition(address: Address, accepted: Accepted, submission: Submission) -> None:
+    """Raises `Conflict` where the id or the key belongs to a request with another body."""
+    if accepted.body_hash != submission.body_hash:
+        raise conflict(submission.request_id if accepted.id == address.id else "")

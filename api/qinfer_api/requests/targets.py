@@ -1,0 +1,176 @@
+"""Where webhooks may go: an allow-list of hosts, and no address within the network unless that is allowed.
+
+A target is checked when a request names it, and again at each delivery: the name may lead elsewhere by then. What is
+delivered goes to the very address that was checked. The files of labeling tasks are fetched by the same rules.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import httpx
+
+from qinfer.core.settings import WebhookSettings
+from qinfer.errors import InvalidRequest, SettingsError
+
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Returns the addresses of a host for a port; raises `OSError` when there are none."""
+
+MAX_URL_CHARACTERS = 2048
+
+_PORTS = {"https": 443, "http": 80}
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_RESOLVE_TIMEOUT_S = 5.0
+_resolver = ThreadPoolExecutor(4, "webhook-names")  # a name that hangs may not keep the threads that decode bodies
+
+
+class Words(NamedTuple):
+    """What error texts call the targets.
+
+    Attributes:
+        name: One of them.
+        refused: How the text for a host that is not allowed begins.
+        allow: The setting of the hosts.
+        private: The setting that allows private addresses.
+    """
+
+    name: str
+    refused: str
+    allow: str
+    private: str
+
+
+OF_WEBHOOKS = Words("webhook", "webhooks may not go to", "QINFER_WEBHOOKS__ALLOW", "QINFER_WEBHOOKS__ALLOW_PRIVATE")
+
+
+class Target(NamedTuple):
+    """A URL that webhooks may go to now.
+
+    Attributes:
+        url: The URL.
+        host: Its host, for TLS and for logs.
+        address: The IP address to connect to.
+    """
+
+    url: httpx.URL
+    host: str
+    address: str
+
+
+class _Allowed(NamedTuple):
+    """An entry of the allow-list; port 0 = the port that the URL's scheme has by default."""
+
+    host: str
+    port: int
+
+    def matches(self, url: httpx.URL, host: str) -> bool:
+        port = url.port or _PORTS[url.scheme]
+        if port != (self.port or _PORTS[url.scheme]):
+            return False
+        if self.host.startswith("*."):
+            return host.endswith(self.host[1:]) and len(host) > len(self.host) - 1
+        return host == self.host
+
+
+class Targets:
+    """Checks URLs.
+
+    Args:
+        settings: What is allowed.
+        resolve: Looks up names; the system's resolver by default.
+        words: What they are called; webhooks by default.
+
+    Raises:
+        SettingsError: An entry of the allow-list is no host.
+    """
+
+    def __init__(self, settings: WebhookSettings, resolve: Resolve | None = None, words: Words = OF_WEBHOOKS) -> None:
+        self._words = words
+        self._allowed = [_parse(entry, words) for entry in settings.allow]
+        self._allow_private = settings.allow_private
+        self._resolve = resolve or _resolve
+
+    async def check(self, url: str) -> Target:
+        """Checks a URL, and looks up where it leads.
+
+        Raises:
+            InvalidRequest: Webhooks may not go there; the text names the host and what would allow it.
+        """
+        words = self._words
+        parsed = _parsed(url, words.name)
+        host = parsed.raw_host.decode("ascii").lower()
+        if not any(entry.matches(parsed, host) for entry in self._allowed):
+            raise InvalidRequest(
+                f"{words.refused} '{parsed.netloc.decode('ascii')}'; {words.allow} lists where they may"
+            )
+        addresses = await self._addresses(host, parsed.port or _PORTS[parsed.scheme])
+        for address in addresses:
+            if not (self._allow_private or is_public(address)):
+                raise InvalidRequest(
+                    f"{words.name} host '{host}' leads into a private network; {words.private} allows such hosts"
+                )
+        return Target(parsed, host, addresses[0])
+
+    async def _addresses(self, host: str, port: int) -> Sequence[str]:
+        try:
+            async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+                addresses = await self._resolve(host, port)
+        except (OSError, UnicodeError, TimeoutError):
+            addresses = []
+        if not addresses:
+            raise InvalidRequest(f"{self._words.name} host '{host}' can't be resolved; check its name")
+        return addresses
+
+
+def is_public(address: str) -> bool:
+    """Tells whether an IP address is one of the public internet, also where an IPv6 address stands for an IPv4 one."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if inner is None and ip in _NAT64:
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+        if ip.is_site_local:
+            return False
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
+
+
+def _parsed(url: str, name: str) -> httpx.URL:
+    """Reads a URL; error texts do not repeat it, for it may hold a secret."""
+    if len(url) > MAX_URL_CHARACTERS or not (url.isascii() and url.isprintable()):
+        raise InvalidRequest(f"a {name} URL has at most {MAX_URL_CHARACTERS} printable ASCII characters")
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InvalidRequest(f"the {name} URL is not a URL: {error}") from None
+    if parsed.scheme not in _PORTS or not parsed.raw_host:
+        raise InvalidRequest(f"a {name} URL begins with https:// or http:// and names a host")
+    if parsed.userinfo:
+        raise InvalidRequest(f"a {name} URL carries no user name and no password; leave them out")
+    if parsed.fragment:
+        raise InvalidRequest(f"a {name} URL has no fragment (#…); leave it out")
+    return parsed
+
+
+def _parse(entry: str, words: Words) -> _Allowed:
+    """Reads an entry of the allow-list: `example.org`, `*.example.org`, `host:port`, `[::1]:port`."""
+    host, port = entry.strip().lower(), "0"
+    name, colon, digits = host.rpartition(":")
+    if colon and digits.isdecimal() and (":" not in name or name.endswith("]")):
+        host, port = name, digits
+    host = host.removeprefix("[").removesuffix("]")
+    wrong = not host or any(c in host for c in "/@ ") or "*" in host.removeprefix("*.") or int(port) > 65535
+    if wrong:
+        raise SettingsError(f"{words.allow}: '{entry}' is no host; write example.org, *.example.org or host:port")
+    return _Allowed(host, int(port))
+
+
+async def _resolve(host: str, port: int) -> Sequence[str]:
+    lookup = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_resolver, lookup)
+    return [str(entry[4][0]) for entry in found]

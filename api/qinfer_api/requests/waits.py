@@ -1,0 +1,112 @@
+"""Those that wait for asynchronous requests to change: long polls and event streams, of one gateway.
+
+A hint on the reply stream wakes them; it may be missed, and none tells that a worker has begun: they read again every
+`REREAD_S` seconds.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+
+from qinfer.queue.request_records import Address, RequestRecord
+from qinfer.queue.requests import Requests
+
+REREAD_S = 1.0
+"""Seconds after which a waiter reads again without a hint."""
+
+MAX_WAITS = 4096
+"""So many may wait at a gateway at a time: each costs a read a second."""
+
+
+class Waits:
+    """The waiters of a gateway, by request id.
+
+    Args:
+        requests: Where the records are.
+        reply_to: Where hints come to, for `wake`.
+
+    Attributes:
+        ending: Nobody is to wait any more.
+    """
+
+    def __init__(self, requests: Requests, reply_to: str) -> None:
+        self._requests = requests
+        self._reply_to = reply_to
+        self._events: dict[str, set[asyncio.Event]] = {}
+        self._count = 0
+        self.ending = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may wait."""
+        return self.ending or self._count >= MAX_WAITS
+
+    def wake(self, request_id: str) -> None:
+        """Has those that wait for a request read again."""
+        for event in self._events.get(request_id, ()):
+            event.set()
+
+    def end(self) -> None:
+        """Ends all waits: the gateway shuts down."""
+        self.ending = True
+        for events in self._events.values():
+            for event in events:
+                event.set()
+
+    async def ended(self, address: Address, wait_s: float) -> RequestRecord | None:
+        """Returns a request's record once it has ended, or as it is after `wait_s` seconds; `None` when it is gone."""
+        ends_s = time.monotonic() + wait_s
+        with self._waiting(address.id) as event:
+            record = await self._requests.watch(address, self._reply_to)
+            while record is not None and not record.state.is_terminal and not self.ending:
+                left_s = ends_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                await _news(event, left_s)
+                record = await self._requests.record(address)
+        return record
+
+    async def changes(self, address: Address, heartbeat_s: float) -> AsyncIterator[RequestRecord | None]:
+        """Yields a request's record now and at each change, and `None` when nothing changed for `heartbeat_s` seconds.
+
+        It ends after the terminal state, when the request is gone, and when the gateway shuts down.
+        """
+        with self._waiting(address.id) as event:
+            last: tuple[str, int] | None = None
+            said_s = time.monotonic()
+            record = await self._requests.watch(address, self._reply_to)
+            while record is not None:
+                if last != (record.state, record.attempts):
+                    last, said_s = (record.state, record.attempts), time.monotonic()
+                    yield record
+                elif time.monotonic() - said_s >= heartbeat_s:
+                    said_s = time.monotonic()
+                    yield None
+                if record.state.is_terminal or self.ending:
+                    return
+                await _news(event, max(said_s + heartbeat_s - time.monotonic(), 0.0))
+                record = await self._requests.record(address)
+
+    @contextlib.contextmanager
+    def _waiting(self, request_id: str) -> Iterator[asyncio.Event]:
+        """Gives an event that is set whenever there may be news of a request."""
+        event = asyncio.Event()
+        self._events.setdefault(request_id, set()).add(event)
+        self._count += 1
+        try:
+            yield event
+        finally:
+            self._count -= 1
+            events = self._events[request_id]
+            events.discard(event)
+            if not events:
+                del self._events[request_id]
+
+
+async def _news(event: asyncio.Event, seconds: float) -> None:
+    """Waits for news, or until it is time to read again."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(min(REREAD_S, seconds)):
+            await event.wait()
+    event.clear()

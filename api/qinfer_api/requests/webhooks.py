@@ -1,0 +1,223 @@
+"""Webhooks: tells other servers that a request or a bulk job has ended, signed as standardwebhooks.com asks.
+
+    POST <the request's Webhook-Url>        {"type": "request.succeeded", "timestamp": …, "data": {the record}}
+    POST <the job's webhook>                {"type": "job.completed", "timestamp": …, "data": {the job}}
+    webhook-id · webhook-timestamp · webhook-signature: v1,<base64 of HMAC-SHA256(secret, "id.timestamp.body")>
+
+A 2xx reply is a delivery; after anything else, a redirect too, the webhook comes again, with the same `webhook-id`,
+until `max_attempts`. The connection goes to the address that `Targets` has checked, whatever the name leads to
+meanwhile, and of the reply only the head is read.
+"""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple
+
+import httpx
+import msgspec
+
+import qinfer
+from qinfer.core.settings import WebhookSettings
+from qinfer.errors import InvalidRequest, SettingsError
+from qinfer.jobs.queue.records import JobRecord
+from qinfer.queue import keys
+from qinfer.queue.base import Delivery
+from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
+from qinfer.queue.request_records import Address, RequestRecord
+from qinfer_api.jobs.records import shown_job
+from qinfer_api.requests.records import instant, path_of, shown_record
+from qinfer_api.requests.targets import Target, Targets
+
+logger = logging.getLogger(__name__)
+
+MAX_DELIVERIES = 16
+"""Deliveries that one gateway has under way at a time."""
+
+_ENCODED = "whsec_"
+_SECRET = "QINFER_WEBHOOKS__SECRET"  # noqa: S105 - the name of the setting
+_LONGEST_PAUSE_S = 900.0
+_MARGIN_S = 1.0
+_JOB = "job:"
+
+
+class Webhooks:
+    """One per gateway; a context manager that owns the HTTP client.
+
+    Args:
+        settings: The secret, and the patience with receivers.
+        delivery: Where the webhooks, and the requests and jobs that they are about, are.
+        targets: Where webhooks may go.
+
+    Attributes:
+        kind: The kind of delivery.
+
+    Raises:
+        SettingsError: Webhooks are allowed and can't be signed.
+    """
+
+    def __init__(self, settings: WebhookSettings, delivery: Delivery, targets: Targets) -> None:
+        self._settings = settings
+        self._secret = read_secret(settings)
+        self._delivery = delivery
+        self.kind = Kind(WEBHOOKS, settings.timeout_s + _MARGIN_S, _LONGEST_PAUSE_S)
+        self._targets = targets
+        self._under_way = 0
+        self._http: httpx.AsyncClient | None = None
+
+    @property
+    def free(self) -> int:
+        """How many webhooks `deliver` can take now; none where webhooks are off: other gateways may allow them."""
+        return MAX_DELIVERIES - self._under_way if self._settings.allow else 0
+
+    async def __aenter__(self) -> "Webhooks":
+        """Opens the HTTP client, where webhooks are allowed."""
+        if self._settings.allow:
+            self._http = httpx.AsyncClient(
+                timeout=self._settings.timeout_s,
+                trust_env=False,  # a proxy would connect to where the name leads by then
+                follow_redirects=False,
+                limits=httpx.Limits(max_keepalive_connections=0),  # hosts at one address must not share connections
+                headers={"user-agent": f"qinfer/{qinfer.__version__}", "content-type": "application/json"},
+            )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes the HTTP client."""
+        if self._http is not None:
+            await self._http.aclose()
+
+    async def deliver(self, item: DeliveryItem) -> None:
+        """Tries once to deliver a webhook; it is done when that succeeds or was the last try.
+
+        Raises:
+            BrokerUnavailable: The queue can't be reached; the webhook comes again.
+        """
+        self._under_way += 1
+        try:
+            await self._deliver(item)
+        finally:
+            self._under_way -= 1
+
+    async def _deliver(self, item: DeliveryItem) -> None:
+        message = await self._message(item)
+        if message is None:
+            await self._done(item, delivered=False)  # it is gone, was put back into its lane, or goes on
+            return
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                target = await self._targets.check(message.url)
+                status = await self._post(target, item, message)
+            problem = "" if 200 <= status < 300 else f"status {status}"
+        except InvalidRequest as error:
+            problem = error.message
+        except (httpx.HTTPError, OSError, TimeoutError) as error:
+            problem = type(error).__name__  # its text may repeat the URL, which may hold a secret
+        except Exception as error:  # noqa: BLE001 - the boundary: no receiver may end the janitor, at each try again
+            problem = type(error).__name__
+            logger.error("webhook failed", extra={"request_id": _about(item).id, "reason": problem})
+        if not problem:
+            await self._done(item, delivered=True)
+            return
+        extra = {"request_id": _about(item).id, "reason": problem, "attempt": item.attempts}
+        if item.attempts >= self._settings.max_attempts:
+            logger.warning("webhook given up", extra=extra)
+            await self._done(item, delivered=False)
+        else:
+            logger.info("webhook not delivered", extra=extra)
+
+    async def _message(self, item: DeliveryItem) -> "_Message | None":
+        """Returns what a webhook says; `None` where there is nothing to tell any more."""
+        if item.text.startswith(_JOB):
+            job = await self._delivery.jobs.get(_about(item).id)
+            is_due = job is not None and job.webhook and job.is_over
+            return _Message(job.webhook, partial(job_body_of, job)) if job is not None and is_due else None
+        record = await self._delivery.requests.record(_about(item))
+        is_due = record is not None and record.webhook and record.state.is_terminal
+        return _Message(record.webhook, partial(body_of, record)) if record is not None and is_due else None
+
+    async def _post(self, target: Target, item: DeliveryItem, message: "_Message") -> int:
+        """Sends a webhook; returns the status of the reply."""
+        assert self._http is not None  # the check of the target has failed otherwise
+        now_s = self._delivery.clock.now_s()
+        body, own_id, timestamp = message.body_at(now_s), webhook_id(item), int(now_s)
+        headers = {
+            "host": target.url.netloc.decode("ascii"),
+            "webhook-id": own_id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": sign(self._secret, own_id, timestamp, body),
+        }
+        url = target.url.copy_with(host=target.address)
+        named = {"sni_hostname": target.host}
+        async with self._http.stream("POST", url, content=body, headers=headers, extensions=named) as reply:
+            return reply.status_code
+
+    async def _done(self, item: DeliveryItem, *, delivered: bool) -> None:
+        """Removes a webhook, and notes in the record of its request or job what became of it."""
+        spell = keys.job if item.text.startswith(_JOB) else keys.request
+        record = spell(item.model, item.partition, _about(item).id).encode()
+        note = (record, "webhook_state", "delivered" if delivered else "failed")
+        await self._delivery.deliveries.done(item.model, item.partition, self.kind, [item.id], note=note)
+
+
+class _Message(NamedTuple):
+    """Where a webhook goes, and its body at an instant."""
+
+    url: str
+    body_at: Callable[[float], bytes]
+
+
+def read_secret(settings: WebhookSettings) -> bytes:
+    """Returns the bytes of the secret: those that `whsec_<base64>` stands for, or the text itself.
+
+    Raises:
+        SettingsError: There is none though webhooks are allowed, or its base64 is wrong.
+    """
+    secret = settings.secret.get_secret_value()
+    if settings.allow and not secret:
+        raise SettingsError(f"{_SECRET} is not set; webhooks, which QINFER_WEBHOOKS__ALLOW allows, are signed with it")
+    if not secret.startswith(_ENCODED):
+        return secret.encode()
+    try:
+        return base64.b64decode(secret.removeprefix(_ENCODED), validate=True)
+    except binascii.Error:
+        raise SettingsError(f"{_SECRET}: what follows '{_ENCODED}' is not base64") from None
+
+
+def sign(secret: bytes, own_id: str, timestamp: int, body: bytes) -> str:
+    """Returns the `webhook-signature` of a body."""
+    content = b"%b.%d.%b" % (own_id.encode(), timestamp, body)
+    return "v1," + base64.b64encode(hmac.digest(secret, content, hashlib.sha256)).decode()
+
+
+def webhook_id(item: DeliveryItem) -> str:
+    """Returns what receivers tell repetitions by: unique over all models, which an item's id is not."""
+    whole = f"{item.model}#{item.partition}:{item.id}"
+    return f"msg_{hashlib.sha256(whole.encode()).hexdigest()[:32]}"
+
+
+def _about(item: DeliveryItem) -> Address:
+    """Returns which request a webhook is about; of a job its id, and where it is."""
+    return Address(item.model, item.partition, item.text.partition(":")[2])
+
+
+def body_of(record: RequestRecord, now_s: float) -> bytes:
+    """Returns the body that tells a request's end."""
+    data = msgspec.to_builtins(shown_record(record, now_s)) | {"result_url": f"{path_of(record.address)}/result"}
+    about = {"type": f"request.{record.state.value}", "timestamp": instant(record.finished_at), "data": data}
+    return msgspec.json.encode(about)
+
+
+def job_body_of(record: JobRecord, now_s: float) -> bytes:
+    """Returns the body that tells a bulk job's end."""
+    data = shown_job(record, now_s)
+    about = {"type": f"job.{record.state}", "timestamp": instant(record.ended_at), "data": data}
+    return msgspec.json.encode(about)

@@ -1,0 +1,1 @@
+"""The backlog of a model, for autoscalers."""

@@ -1,0 +1,124 @@
+"""`GET /v1/models/{model}/backlog`: how much work a model has, for autoscalers (KEDA's metrics-api, `work_s`)."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response as HttpResponse
+
+from qinfer.core.api_keys import Scope
+from qinfer.models.work import LaneWork, VersionWork
+from qinfer_api.rest.openapi import answer, errors, operation
+from qinfer_api.rest.services import Services, needs, restricted, send_json
+
+
+class LaneBacklog(msgspec.Struct, frozen=True):
+    """The work of one lane.
+
+    Attributes:
+        entries: Requests that wait and those in flight; of a bulk lane: shards.
+        oldest_age_s: How long the oldest one has been in the queue; 0 = none is.
+    """
+
+    lane: str
+    partition: int
+    entries: int
+    oldest_age_s: float
+
+
+class VersionBacklog(msgspec.Struct, frozen=True):
+    """The work of one version.
+
+    Attributes:
+        requests: Requests that wait or are in flight, asynchronous ones too.
+        rows: Rows of these requests, by the mean of all so far, and `bulk_rows`.
+        bulk_rows: Rows that open bulk jobs have yet to do.
+        rows_per_s: What one worker does; 0 = not known yet.
+        work_s: Seconds that one worker would need for `rows`.
+        oldest_age_s: Age of the oldest of the requests.
+        workers: Live workers that have this version ready.
+    """
+
+    version: int
+    requests: int
+    rows: int
+    bulk_rows: int
+    rows_per_s: float
+    work_s: float
+    oldest_age_s: float
+    workers: int
+    lanes: list[LaneBacklog]
+
+
+class Backlog(msgspec.Struct, frozen=True):
+    """The work of a model, over all its versions and lanes.
+
+    Attributes:
+        work_s: Seconds that one worker would need for it; 0 only where there is nothing to do.
+        workers: Live workers that have a version of it ready.
+    """
+
+    model: str
+    requests: int
+    rows: int
+    work_s: float
+    oldest_age_s: float
+    workers: int
+    versions: list[VersionBacklog]
+
+
+_BACKLOG = operation("", {200: answer("The work.", Backlog), **errors(400, 401, 403, 404, 503)})
+
+
+def backlog_routes(services: Services) -> APIRouter:
+    """Returns the route that autoscalers ask."""
+    router = APIRouter(
+        tags=["models"], dependencies=[*restricted(services, "statistics"), needs(services, Scope.INFER)]
+    )
+
+    @router.get("/v1/models/{model}/backlog", **_BACKLOG)
+    async def backlog(model: str) -> HttpResponse:
+        """Tells how much work a model has; right without a worker, too."""
+        found = await services.work(model)
+        if not found:
+            services.catalog.status(model)  # a model that has no version has no work; an unknown one is an error
+        return send_json(backlog_of(model, found))
+
+    return router
+
+
+def backlog_of(model: str, found: Sequence[VersionWork]) -> Backlog:
+    """Returns a model's work as it is shown; times are whole milliseconds."""
+    return Backlog(
+        model=model,
+        requests=sum(one.requests for one in found),
+        rows=sum(one.rows for one in found),
+        work_s=_up(sum(one.work_s for one in found)),
+        oldest_age_s=round(max((one.oldest_age_s for one in found), default=0.0), 3),
+        workers=len({worker for one in found for worker in one.workers}),
+        versions=[_version(one) for one in found],
+    )
+
+
+def _version(work: VersionWork) -> VersionBacklog:
+    return VersionBacklog(
+        version=work.version,
+        requests=work.requests,
+        rows=work.rows,
+        bulk_rows=work.bulk_rows,
+        rows_per_s=round(work.rows_per_s, 3),
+        work_s=_up(work.work_s),
+        oldest_age_s=round(work.oldest_age_s, 3),
+        workers=len(work.workers),
+        lanes=[_lane(lane) for lane in work.lanes],
+    )
+
+
+def _lane(work: LaneWork) -> LaneBacklog:
+    return LaneBacklog(work.lane.name, work.lane.partition, work.entries, round(work.oldest_age_s, 3))
+
+
+def _up(seconds: float) -> float:
+    """Rounds up: what little work there is must not look like none."""
+    return math.ceil(seconds * 1000) / 1000

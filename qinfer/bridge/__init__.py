@@ -1,0 +1,1 @@
+"""Reports and metrics of bridges, as gateways show them."""

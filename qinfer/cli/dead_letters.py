@@ -1,0 +1,252 @@
+"""What `qinfer dlq` does: reads dead letters, decodes their requests, puts them back or removes them."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import msgspec
+import numpy as np
+
+from qinfer.cli.console import CommandFailed
+from qinfer.core.messages import InferRequest, Scalar
+from qinfer.core.settings import RedisSettings, load_settings
+from qinfer.errors import CorruptEntry, InvalidRequest, RequestError
+from qinfer.queue.dead_letters import DeadLetter, DeadLetters, place_after
+from qinfer.queue.redis import RedisDelivery
+from qinfer.tensors import Tensor, to_numpy
+from qinfer.wire.frame import decode_request
+
+T = TypeVar("T")
+
+_PAGE = 500
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+
+
+class LetterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `qinfer dlq list`; `buried_at` is UTC, in ISO 8601."""
+
+    id: str
+    request_id: str
+    version: int
+    lane: str
+    code: str
+    reason: str
+    deliveries: int
+    buried_at: str
+    size: int
+
+
+class InputRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An input of a request; `size` in bytes."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+class Letter(msgspec.Struct, frozen=True, kw_only=True):
+    """What `qinfer dlq show` shows.
+
+    Attributes:
+        row: The letter.
+        kind: Whether somebody waited for the answer: one of the three texts below.
+        timeout_s: The request's timeout.
+        tenant: Whose request it was.
+        parameters: Its custom parameters.
+        inputs: Its inputs.
+        problem: Why it can't be decoded; empty where it can.
+        written: The files that were written.
+    """
+
+    SYNCHRONOUS: ClassVar[str] = "synchronous request"
+    ASYNCHRONOUS: ClassVar[str] = "asynchronous request"
+    UNREADABLE: ClassVar[str] = "unreadable"
+
+    row: LetterRow
+    kind: str
+    timeout_s: float = 0.0
+    tenant: str = ""
+    parameters: dict[str, Scalar] = msgspec.field(default_factory=dict)
+    inputs: tuple[InputRow, ...] = ()
+    problem: str = ""
+    written: tuple[str, ...] = ()
+
+
+def choose(ids: Sequence[str] | None, *, everything: bool) -> Sequence[str] | None:
+    """Returns the ids that a command is to work on; `None` = all.
+
+    Raises:
+        InvalidRequest: Neither ids nor `--all` were given, or both, or an id is none.
+    """
+    if bool(ids) == everything:
+        raise InvalidRequest("name dead letters by their ids, or give --all; `qinfer dlq list MODEL` lists them")
+    for letter_id in ids or ():
+        place_after(letter_id)
+    return ids or None
+
+
+def require_yes(*, yes: bool) -> None:
+    """Refuses to go on without `--yes`.
+
+    Raises:
+        InvalidRequest: It was not given.
+    """
+    if not yes:
+        raise InvalidRequest("purge removes dead letters for good; add --yes to do it")
+
+
+def run_list(settings: RedisSettings, model: str, after: str, count: int) -> list[LetterRow]:
+    """Returns a page of a model's dead letters.
+
+    Raises:
+        InvalidRequest: `after` is no id.
+        BrokerUnavailable: Redis can't be reached.
+    """
+    page = _run(settings, lambda letters: letters.list(model, after=after, count=count), needs_payloads=False)
+    return [_row(letter) for letter in page]
+
+
+def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Path | None) -> Letter:
+    """Returns one, decoded; writes its tensors to `directory`.
+
+    Raises:
+        InvalidRequest: It is no id.
+        CommandFailed: There is no such dead letter, or its tensors can't be written.
+        BrokerUnavailable: Redis can't be reached.
+    """
+    place_after(letter_id)  # raises when it is none
+    letter = _run(settings, lambda letters: letters.show(model, letter_id))
+    if letter is None:
+        raise _missing(model, letter_id)
+    try:
+        request = decode_request(letter.frame, letter.payload)
+    except CorruptEntry as error:
+        files = {"frame.bin": letter.frame}
+        return Letter(
+            row=_row(letter), kind=Letter.UNREADABLE, problem=error.message, written=_written(directory, files=files)
+        )
+    return _letter(letter, request, _written(directory, request.inputs))
+
+
+def run_replay(settings: RedisSettings, model: str, ids: Sequence[str] | None) -> int:
+    """Puts dead letters back; returns how many.
+
+    Raises:
+        CommandFailed: One that was named is gone; those before it were put back.
+        BrokerUnavailable: Redis can't be reached.
+    """
+
+    async def replay(letters: DeadLetters) -> int:
+        count = 0
+        for letter_id in await _all_ids(letters, model) if ids is None else ids:
+            if await letters.replay(model, letter_id):
+                count += 1
+            elif ids is not None:
+                raise _missing(model, letter_id, f"; {count} were put back")
+        return count
+
+    return _run(settings, replay)
+
+
+def run_purge(settings: RedisSettings, model: str, ids: Sequence[str] | None) -> int:
+    """Removes dead letters; returns how many there were.
+
+    Raises:
+        BrokerUnavailable: Redis can't be reached.
+    """
+    return _run(settings, lambda letters: letters.purge(model, ids))
+
+
+def _run(
+    settings: RedisSettings, operation: Callable[[DeadLetters], Awaitable[T]], *, needs_payloads: bool = True
+) -> T:
+    limits = load_settings().limits if needs_payloads else None  # it says where the payload store is
+
+    async def run() -> T:
+        delivery = await RedisDelivery.connect(settings, limits)
+        try:
+            return await operation(delivery.dead_letters)
+        finally:
+            await delivery.close()
+
+    return asyncio.run(run())
+
+
+async def _all_ids(letters: DeadLetters, model: str) -> list[str]:
+    """Returns the ids of those that are there now: what is given up again meanwhile is not put back again."""
+    ids: list[str] = []
+    while page := await letters.list(model, after=ids[-1] if ids else "", count=_PAGE):
+        ids += [letter.id for letter in page]
+    return ids
+
+
+def _missing(model: str, letter_id: str, done: str = "") -> CommandFailed:
+    return CommandFailed(f"model '{model}' has no dead letter {letter_id}{done}; list them: qinfer dlq list {model}")
+
+
+def _row(letter: DeadLetter) -> LetterRow:
+    return LetterRow(
+        id=letter.id,
+        request_id=letter.request_id,
+        version=letter.lane.version,
+        lane=letter.lane.name,
+        code=letter.code,
+        reason=letter.reason,
+        deliveries=letter.deliveries,
+        buried_at=datetime.fromtimestamp(letter.buried_at, UTC).isoformat(timespec="milliseconds"),
+        size=letter.size,
+    )
+
+
+def _letter(letter: DeadLetter, request: InferRequest, written: tuple[str, ...]) -> Letter:
+    return Letter(
+        row=_row(letter),
+        kind=Letter.SYNCHRONOUS if request.reply_to else Letter.ASYNCHRONOUS,
+        timeout_s=request.timeout_s,
+        tenant=request.tenant,
+        parameters=dict(request.parameters),
+        inputs=tuple(
+            InputRow(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape, size=tensor.nbytes)
+            for tensor in request.inputs
+        ),
+        written=written,
+    )
+
+
+def _written(
+    directory: Path | None, tensors: Sequence[Tensor] = (), files: dict[str, bytes] | None = None
+) -> tuple[str, ...]:
+    """Writes tensors and files to a directory, which is made; returns their paths, none without a directory."""
+    if directory is None:
+        return ()
+    paths: list[str] = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for number, tensor in enumerate(tensors):
+            stem = f"{number}-{_UNSAFE.sub('_', tensor.name)[:100]}"  # a name in a request is nobody's path
+            paths.append(str(_write(directory / stem, tensor)))
+        for name, data in (files or {}).items():
+            (directory / name).write_bytes(data)
+            paths.append(str(directory / name))
+    except OSError as error:
+        raise CommandFailed(f"the tensors can't be written to {directory}: {error.strerror or error}") from None
+    return tuple(paths)
+
+
+def _write(stem: Path, tensor: Tensor) -> Path:
+    """Writes a tensor as an array; as it travels where it is BYTES, or where its bytes do not fill its shape."""
+    try:
+        array = to_numpy(tensor)
+    except RequestError:
+        array = None
+    if array is None or array.dtype.hasobject:  # an array of objects would have to be pickled
+        path = stem.with_name(f"{stem.name}.bin")
+        path.write_bytes(tensor.data)
+    else:
+        path = stem.with_name(f"{stem.name}.npy")
+        np.save(path, array, allow_pickle=False)
+    return path

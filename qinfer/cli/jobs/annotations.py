@@ -1,0 +1,238 @@
+"""Writes pre-annotations of a bulk job's output: row by row, or the least sure first, in bounded memory either way."""
+
+import os
+import stat
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from qinfer.cli.console import CommandFailed
+from qinfer.cli.jobs.output_rows import JobRows, Row
+from qinfer.errors import InvalidRequest, OutputMismatch
+from qinfer.labeling.exports import Format, Task
+from qinfer.labeling.label_config import LabelConfig
+from qinfer.labeling.mapping import Mapping as Labels
+from qinfer.labeling.mapping import model_version
+from qinfer.labeling.rules import wanted_outputs
+
+_STDOUT = ("-", "/dev/stdout")
+_HOPELESS = 100
+"""After so many rows of which none fits the mapping, the mapping is wrong and not the rows."""
+
+
+class Chosen(NamedTuple):
+    """Output format.
+
+    Attributes:
+        labels: The mapping.
+        label_config: What the results have to fit; `None` = that is not checked.
+        format: The format.
+        fields: Field of a task → column.
+        key: The column that tells rows apart; empty = their number does.
+    """
+
+    labels: Labels
+    label_config: LabelConfig | None
+    format: Format
+    fields: Mapping[str, str]
+    key: str
+
+
+class Report:
+    """What became of the rows.
+
+    Attributes:
+        written: Rows that are in the file.
+        failed: Rows that the job has an error for.
+        unfit: Rows whose outputs or fields the mapping or the format can't take.
+        first: The first of the two, in words.
+    """
+
+    def __init__(self) -> None:
+        self.written = self.failed = self.unfit = 0
+        self.first = ""
+
+    def leave_out(self, row: Row, why: str, *, failed: bool) -> None:
+        """Counts a row that is not in the file."""
+        self.failed, self.unfit = self.failed + failed, self.unfit + (not failed)
+        self.first = self.first or f"row {row.number}: {why}"
+
+    def left_out(self) -> str:
+        """Says how many rows are not in the file, and why; empty = all are."""
+        if not (self.failed or self.unfit):
+            return ""
+        return (
+            f"left out: {self.failed:,} rows that the job has errors for, and {self.unfit:,} that the mapping "
+            f"does not fit; the first is {self.first}"
+        )
+
+
+def chosen_fields(rows: JobRows, labels: Labels, given: Sequence[str]) -> dict[str, str]:
+    """Returns the fields of the tasks: those that are given, else all columns that tools can show.
+
+    Args:
+        rows: The output.
+        labels: The mapping, whose outputs are no fields.
+        given: Names of columns, or NAME=COLUMN.
+
+    Raises:
+        InvalidRequest: One has no name.
+    """
+    if not given:
+        return {name: name for name in rows.fields(wanted_outputs(labels.results))}
+    fields: dict[str, str] = {}
+    for text in given:
+        name, _, column = text.partition("=")
+        if not name:
+            raise InvalidRequest(f"--field '{text}' has no name; write NAME or NAME=COLUMN")
+        fields[name] = column or name
+    return fields
+
+
+def write_annotations(rows: JobRows, chosen: Chosen, out: str, *, by_confidence: bool, limit: int) -> Report:
+    """Writes the file, which appears whole or not at all.
+
+    Args:
+        rows: The output of the job.
+        chosen: Output format.
+        out: The file; `-` = stdout.
+        by_confidence: The least sure rows first; by default they are in the output's order.
+        limit: At most so many rows; 0 = all.
+
+    Raises:
+        CommandFailed: The file can't be written, or no row fits the mapping.
+        QinferError: The output can't be read.
+    """
+    report = Report()
+    scored = _scored(rows, chosen, report)
+    with _opened(out) as file:
+        if by_confidence:
+            with tempfile.TemporaryFile() as spool:
+                _write(_sorted(scored, spool, limit), file, chosen.format, 0, report)
+        else:
+            _write(scored, file, chosen.format, limit, report)
+        if not report.written and (left_out := report.left_out()):
+            raise CommandFailed(f"no row could be written; {left_out}")
+    return report
+
+
+def _scored(rows: JobRows, chosen: Chosen, report: Report) -> Iterator[tuple[float, bytes]]:
+    """Makes of each row its confidence, and what the file has of it."""
+    version = model_version(rows.model, rows.version)
+    fields = dict(chosen.fields)
+    own_key = "" if not chosen.key or chosen.key in fields.values() else "\0key"  # no column has that name
+    if own_key:
+        fields[own_key] = chosen.key
+    key_field = own_key or next((name for name, column in fields.items() if column == chosen.key), "")
+    fitting = 0
+    for row in rows.rows(wanted_outputs(chosen.labels.results), fields):
+        if row.error:
+            report.leave_out(row, row.error, failed=True)
+            continue
+        key = row.fields.get(key_field)
+        row.fields.pop(own_key, None)
+        try:
+            task = _task(row, _key(key, row.number, chosen.format), chosen, version)
+            line = chosen.format.encode(chosen.labels, task)
+        except (InvalidRequest, OutputMismatch) as error:
+            report.leave_out(row, error.message, failed=False)
+            if not fitting and report.unfit >= _HOPELESS:
+                raise CommandFailed(f"the first {_HOPELESS} rows do not fit the mapping; {report.first}") from None
+            continue
+        fitting += 1
+        yield task.prediction.score, line
+
+
+def _key(value: object, number: int, kind: Format) -> str | int:
+    """Returns what tells a row apart: its key, as text where a format's keys are, or else its number."""
+    if value is None:
+        return number
+    return value if isinstance(value, int) and kind.layout != "labels" else str(value)
+
+
+def _task(row: Row, key: str | int, chosen: Chosen, version: str) -> Task:
+    task = {"id": key, "data": row.fields}
+    prediction = chosen.labels.prediction_of(task, row.outputs, version, chosen.label_config)
+    return Task(row.number, key, row.fields, prediction)
+
+
+def _sorted(scored: Iterable[tuple[float, bytes]], spool: BinaryIO, limit: int) -> Iterator[tuple[float, bytes]]:
+    """Sorts by confidence: lines go to a file on disk, and 16 bytes for each stay in memory."""
+    scores, ends = array("d"), array("Q", [0])
+    try:
+        for score, line in scored:
+            spool.write(line)
+            scores.append(score)
+            ends.append(ends[-1] + len(line))
+        spool.flush()
+    except OSError as error:
+        where = tempfile.gettempdir()
+        raise CommandFailed(f"rows can't be sorted in {where}: {error.strerror}; set TMPDIR to another") from None
+    order = np.argsort(np.frombuffer(scores, np.float64), kind="stable")
+    for i in order[: limit or None]:
+        spool.seek(ends[i])
+        yield scores[i], spool.read(ends[i + 1] - ends[i])
+
+
+def _write(lines: Iterable[tuple[float, bytes]], file: BinaryIO, kind: Format, limit: int, report: Report) -> None:
+    start, end = kind.frame
+    file.write(start)
+    is_first = True
+    for _, line in lines:
+        if line:
+            file.write(line if is_first else kind.separator + line)
+            is_first = False
+        report.written += 1
+        if report.written == limit:
+            break
+    if not (is_first and kind.layout == "lines"):
+        file.write(end)
+
+
+@contextmanager
+def _opened(out: str) -> Iterator[BinaryIO]:
+    """Opens what is written; a file gets its name when it is whole."""
+    if "://" in out:
+        raise InvalidRequest(f"--out {out} is no file of this machine: write one, and copy it there")
+    if not out or out.endswith("/") or os.path.isdir(out):
+        raise InvalidRequest(f"--out '{out}' is a folder; name a file")
+    try:
+        if out in _STDOUT:
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
+        elif os.path.exists(out) and not stat.S_ISREG(os.stat(out).st_mode):  # a pipe or a device stays what it is
+            with open(out, "wb") as file:
+                yield file
+        else:
+            with _replaced(Path(os.path.realpath(out))) as file:
+                yield file
+    except BrokenPipeError:  # who reads has enough
+        raise
+    except OSError as error:
+        name = "stdout" if out in _STDOUT else out
+        raise CommandFailed(f"{name} can't be written: {error.strerror}") from None
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[BinaryIO]:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            yield file  # type: ignore[misc]  # a wrapper of one
+            file.close()
+            os.chmod(file.name, 0o666 & ~_umask())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

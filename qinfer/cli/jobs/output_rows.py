@@ -1,0 +1,231 @@
+"""Reads the output of a bulk job row by row, in bounded memory: a batch of rows at a time, part after part."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from qinfer.client.job_output import MANIFEST, PARTIAL, open_folder
+from qinfer.errors import InvalidRequest, QinferError, ResultNotFound, StoreError
+from qinfer.jobs.check import ERROR_COLUMNS
+from qinfer.jobs.job import JobSpec
+from qinfer.jobs.manifest import Manifest, decode_manifest
+from qinfer.labeling.values import Array
+
+_PLAN = "_plan.json"
+_ROWS = 2048
+_MICROSECONDS: dict[type[pa.DataType], Callable[[Any], pa.DataType]] = {
+    pa.TimestampType: lambda kind: pa.timestamp("us", kind.tz),
+    pa.DurationType: lambda _: pa.duration("us"),
+    pa.Time64Type: lambda _: pa.time64("us"),
+}
+"""Python knows no nanoseconds."""
+
+
+class Row(NamedTuple):
+    """A row of an output.
+
+    Attributes:
+        number: Its place in the output, from 1 on.
+        fields: Field → value, as Python has it.
+        outputs: Output → its values; empty when the row failed.
+        error: Why it has no outputs; empty = it has.
+    """
+
+    number: int
+    fields: dict[str, Any]
+    outputs: dict[str, Array]
+    error: str
+
+
+class _Planned(msgspec.Struct):
+    """What is needed of a plan."""
+
+    spec: JobSpec
+
+
+class JobRows:
+    """The rows of a bulk job's output.
+
+    Args:
+        url: The folder.
+        partial: Read the parts of a job that has ended before it was complete.
+
+    Attributes:
+        model: The model that made it.
+        version: Its version.
+        key: The column that tells rows apart; empty = there is none.
+
+    Raises:
+        ResultNotFound: There is no output, or it is not complete.
+        StoreError: It can't be read.
+        UnsupportedFeature: A library is missing.
+    """
+
+    def __init__(self, url: str, *, partial: bool = False) -> None:
+        self._url = url
+        self._files, self._folder = open_folder(url, {})
+        with self._errors():
+            self._manifest = self._read_manifest(partial=partial)
+            spec = msgspec.json.decode(self._files.cat_file(f"{self._folder}/{_PLAN}"), type=_Planned).spec
+        self.model, self.version, self.key = self._manifest.model, self._manifest.version, spec.key
+        self._columns = spec.output.columns
+        self._schema: pa.Schema | None = None
+
+    def fields(self, outputs: Sequence[str]) -> list[str]:
+        """Returns the columns that fields are made of by default: all but lists, bytes, errors and these outputs."""
+        taken = {*ERROR_COLUMNS, *map(self._column, outputs)}
+        return [field.name for field in self.schema if field.name not in taken and _is_plain(field.type)]
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns."""
+        if self._schema is None:
+            with self._errors():
+                self._schema = self._read_schema()
+        return self._schema
+
+    def rows(self, outputs: Sequence[str], fields: Mapping[str, str]) -> Iterator[Row]:
+        """Reads the rows in order.
+
+        Args:
+            outputs: The model's outputs that are wanted.
+            fields: Name → column.
+
+        Raises:
+            InvalidRequest: There is no such column.
+            ResultNotFound: A part is not there, or has other rows than the manifest says.
+            StoreError: The store can't be read.
+        """
+        columns = {name: self._column(name) for name in outputs}
+        wanted = list(dict.fromkeys([*columns.values(), *fields.values(), *ERROR_COLUMNS]))
+        if self._manifest.parts:
+            self._check(wanted)
+        number = 0
+        for batch in self._batches(wanted):
+            with self._errors():
+                rows = [_values(batch.column(column)) for column in fields.values()]
+                values = {name: _arrays(batch.column(column)) for name, column in columns.items()}
+                codes, messages = (batch.column(name).to_pylist() for name in ERROR_COLUMNS)
+            for i in range(batch.num_rows):
+                number += 1
+                data = dict(zip(fields, (column[i] for column in rows), strict=True))
+                if codes[i] is not None:
+                    yield Row(number, data, {}, f"{codes[i]}: {messages[i]}")
+                else:
+                    yield Row(number, data, {name: column[i] for name, column in values.items()}, "")
+        if number != self._manifest.rows:
+            raise ResultNotFound(f"the output has {number} rows, and its manifest says {self._manifest.rows}")
+
+    def _column(self, output: str) -> str:
+        return self._columns.get(output, output)
+
+    def _check(self, columns: Sequence[str]) -> None:
+        known = self.schema.names
+        if unknown := next((name for name in columns if name not in known), ""):
+            raise InvalidRequest(f"the job's output has no column '{unknown}'; it has {', '.join(known)}")
+
+    def _read_manifest(self, *, partial: bool) -> Manifest:
+        try:
+            return decode_manifest(self._files.cat_file(f"{self._folder}/{MANIFEST}"))
+        except FileNotFoundError:
+            if not self._files.exists(f"{self._folder}/{PARTIAL}"):
+                raise ResultNotFound(self._why_none()) from None
+        if not partial:
+            raise ResultNotFound(f"the output at {self._url} is not complete; resume the job, or say --partial")
+        return decode_manifest(self._files.cat_file(f"{self._folder}/{PARTIAL}"))
+
+    def _why_none(self) -> str:
+        if self._files.exists(f"{self._folder}/{_PLAN}"):
+            return f"the job that writes to {self._url} has not ended: wait for it (qinfer jobs list)"
+        return f"there is no output of a completed job at {self._url}"
+
+    def _read_schema(self) -> pa.Schema:
+        import pyarrow.ipc
+        import pyarrow.parquet as pq
+
+        if not self._manifest.parts:
+            return pa.schema([])
+        with self._open(self._manifest.parts[0].name) as file:
+            if self._manifest.output_format == "arrow":
+                return pyarrow.ipc.open_file(file).schema
+            return pq.read_schema(file)
+
+    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        import pyarrow.ipc
+        import pyarrow.parquet as pq
+
+        for part in self._manifest.parts:
+            with self._errors(), self._open(part.name) as file:
+                if self._manifest.output_format == "arrow":
+                    reader = pyarrow.ipc.open_file(file)
+                    for i in range(reader.num_record_batches):
+                        yield reader.get_batch(i).select(columns)
+                    continue
+                with pq.ParquetFile(file) as parquet:
+                    for batch in parquet.iter_batches(_ROWS, columns=columns):
+                        yield batch.select(columns)
+
+    def _open(self, name: str) -> Any:
+        return self._files.open(f"{self._folder}/{name}", "rb", cache_type="none")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Makes qinfer's errors of a store's."""
+        try:
+            yield
+        except (QinferError, GeneratorExit):
+            raise
+        except FileNotFoundError as error:
+            raise ResultNotFound(f"the output at {self._url} is not whole: {error} is not there") from None
+        except Exception as error:  # each driver has errors of its own
+            what = f"{type(error).__name__}: {error}"
+            raise StoreError(f"the output at {self._url} can't be read: {what}") from error
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Tells whether a column's values are what labeling tools show: text, numbers, instants."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return not (pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """Returns a column as Python's values: instants in microseconds, replacement characters for what is no UTF-8."""
+    kind = column.type
+    if pa.types.is_temporal(kind) and getattr(kind, "unit", "") == "ns":
+        column = column.cast(_MICROSECONDS[type(kind)](kind), safe=False)
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        if pa.types.is_dictionary(kind):
+            column = column.dictionary_decode()
+        found = column.cast(pa.large_binary()).to_pylist()
+        return [value if value is None else value.decode(errors="replace") for value in found]
+    return values
+
+
+def _arrays(column: pa.Array) -> Sequence[Array]:
+    """Returns an output's values row by row; lists in lists become one row of values."""
+    offsets = np.arange(len(column) + 1, dtype=np.int64)
+    values = column
+    while pa.types.is_nested(values.type):
+        if pa.types.is_fixed_size_list(values.type):
+            offsets = (offsets + values.offset) * values.type.list_size
+        else:
+            offsets = values.offsets.to_numpy()[offsets]
+        values = values.values  # the whole of it, where `values` is a slice
+    flat = _flat(values)
+    return [flat[offsets[i] : offsets[i + 1]] for i in range(len(column))]
+
+
+def _flat(values: pa.Array) -> Array:
+    if pa.types.is_string(values.type) or pa.types.is_binary(values.type):
+        array = np.empty(len(values), object)
+        array[:] = ["" if value is None else value for value in values.to_pylist()]
+        return array
+    numbers: Array = values.to_numpy(zero_copy_only=False)
+    return numbers

@@ -1,0 +1,1 @@
+"""`qinfer up`: the processes of one machine, started, supervised, stopped."""

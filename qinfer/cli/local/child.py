@@ -1,0 +1,37 @@
+"""Runs a program as a child of `qinfer up` that ends when `up` does: `python -m qinfer.cli.local.child CPUS MODULE`.
+
+The child's standard input is a pipe whose other end only the supervisor holds and never writes to. When the supervisor
+dies, even by SIGKILL, the kernel closes that end and the read below returns: the program gets SIGTERM and drains, so
+that no orphan holds the port of the next `qinfer up`. (`PR_SET_PDEATHSIG` would need Linux, code between fork and exec,
+and misses a parent that dies before the call.)
+"""
+
+import os
+import runpy
+import signal
+import sys
+import threading
+
+ORPHAN_DRAIN_S = 60.0
+"""Seconds that an orphan may drain before it kills itself; above the programs' own drain limits."""
+
+
+def main() -> None:
+    """Runs the module named by the second argument as `__main__`, on the cores that the first one lists, if any."""
+    cpus, sys.argv = sys.argv[1], sys.argv[2:]
+    if cpus:
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(ORPHAN_DRAIN_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

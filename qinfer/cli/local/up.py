@@ -1,0 +1,192 @@
+"""`qinfer up`: its options. What it does is in `qinfer.cli.local.deployment`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qinfer.cli.models import RepositoryOption
+
+EXAMPLE = "Example: qinfer up --model-repository ./models --workers 2"
+
+_MOST = 256
+
+
+class LogFormat(StrEnum):
+    """How the programs log."""
+
+    text = "text"
+    json = "json"
+
+
+class LogLevel(StrEnum):
+    """The least severe level that the programs log."""
+
+    debug = "DEBUG"
+    info = "INFO"
+    warning = "WARNING"
+    error = "ERROR"
+
+
+class ControlMode(StrEnum):
+    """Which models are loaded."""
+
+    none = "none"
+    poll = "poll"
+    explicit = "explicit"
+
+
+class Durability(StrEnum):
+    """Durability of accepted requests."""
+
+    everysec = "everysec"
+    always = "always"
+
+
+DurabilityOption = Annotated[
+    Durability,
+    typer.Option(
+        envvar="QINFER_REDIS__DURABILITY",
+        help="everysec may lose about the last second at power loss; always loses nothing and is slower.",
+    ),
+]
+ModelControlModeOption = Annotated[
+    ControlMode,
+    typer.Option(
+        envvar="QINFER_REPOSITORY__CONTROL_MODE",
+        help="none: load all models once. poll: load all and follow changes. explicit: load those of --load-model, "
+        "and others on request.",
+    ),
+]
+LoadModelOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A model to load at start in mode explicit; repeatable, * loads all."),
+]
+RepositoryPollSecsOption = Annotated[
+    float, typer.Option(envvar="QINFER_REPOSITORY__POLL_S", min=0.1, help="Seconds between two polls in mode poll.")
+]
+StrictReadinessOption = Annotated[
+    bool,
+    typer.Option(envvar="QINFER_REPOSITORY__STRICT_READINESS", help="Report ready only when every model is ready."),
+]
+DataDirOption = Annotated[
+    Path, typer.Option(help="Directory of the private Redis' data; one `up` at a time may use it.")
+]
+HostOption = Annotated[
+    str, typer.Option(envvar="QINFER_HTTP__HOST", help="Address to bind; 0.0.0.0 serves other machines.")
+]
+HttpPortOption = Annotated[
+    int, typer.Option(envvar="QINFER_HTTP__PORT", min=0, max=65535, help="Port; 0 picks a free one.")
+]
+GrpcPortOption = Annotated[
+    int, typer.Option(envvar="QINFER_GRPC__PORT", min=0, max=65535, help="Port of gRPC; 0 picks a free one.")
+]
+MetricsPortOption = Annotated[
+    int, typer.Option(envvar="QINFER_METRICS__PORT", min=0, max=65535, help="Port of metrics; 0 picks a free one.")
+]
+AllowClientShmOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-client-shm",
+        envvar="QINFER_ALLOW_CLIENT_SHM",
+        help="Let clients on this host pass tensors in system shared memory.",
+    ),
+]
+RedisOption = Annotated[
+    str,
+    typer.Option(
+        envvar="QINFER_REDIS__URL",
+        help="Use this Redis instead of a private one. Put a URL with a password into the environment variable.",
+    ),
+]
+AllowStoreOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A location bulk jobs may read and write, such as ./data or s3://bucket/folder; repeatable."),
+]
+WorkersOption = Annotated[
+    int | None, typer.Option("--workers", "-w", min=1, max=_MOST, show_default="1", help="Worker processes.")
+]
+AutoscaleOption = Annotated[
+    str,
+    typer.Option(
+        metavar="MIN:MAX",
+        help="MIN:MAX workers, as the waiting work needs, in place of --workers; 0:4 stops all workers when idle. "
+        "Tuned by QINFER_AUTOSCALE__TARGET_S and its siblings.",
+    ),
+]
+LogFormatOption = Annotated[LogFormat, typer.Option(envvar="QINFER_LOG__FORMAT", help="Log format.")]
+LogLevelOption = Annotated[
+    LogLevel, typer.Option(envvar="QINFER_LOG__LEVEL", case_sensitive=False, help="Lowest level to log.")
+]
+ReadyTimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds to wait until the models are loaded.")]
+
+
+def up(
+    *,
+    model_repository: RepositoryOption = None,
+    model_control_mode: ModelControlModeOption = ControlMode.none,
+    load_model: LoadModelOption = None,
+    repository_poll_secs: RepositoryPollSecsOption = 15.0,
+    strict_readiness: StrictReadinessOption = True,
+    data_dir: DataDirOption = Path(".qinfer"),
+    host: HostOption = "127.0.0.1",
+    http_port: HttpPortOption = 8000,
+    grpc_port: GrpcPortOption = 8001,
+    metrics_port: MetricsPortOption = 8002,
+    allow_client_shm: AllowClientShmOption = False,
+    redis: RedisOption = "",
+    durability: DurabilityOption = Durability.everysec,
+    workers: WorkersOption = None,
+    autoscale: AutoscaleOption = "",
+    allow_store: AllowStoreOption = None,
+    log_format: LogFormatOption = LogFormat.text,
+    log_level: LogLevelOption = LogLevel.warning,
+    ready_timeout: ReadyTimeoutOption = 120.0,
+) -> None:
+    """Run everything on this machine: a private Redis, the gateway, workers, the bulk worker; all supervised.
+
+    A crashed process is restarted. Ctrl-C drains: accepted requests are answered first. A second Ctrl-C
+    ends at once. The queue survives both, and kill -9.
+    """
+    from qinfer.cli.local.deployment import StackOptions, run_stack
+
+    if load_model and model_control_mode is not ControlMode.explicit:
+        raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")
+    run_stack(
+        StackOptions(
+            model_repositories=tuple(model_repository or ()),
+            control_mode=model_control_mode.value,
+            load_models=tuple(load_model or ()),
+            poll_s=repository_poll_secs,
+            strict_readiness=strict_readiness,
+            data_dir=data_dir,
+            host=host,
+            http_port=http_port,
+            grpc_port=grpc_port,
+            metrics_port=metrics_port,
+            allow_client_shm=allow_client_shm,
+            redis_url=redis,
+            workers=workers or 1,
+            autoscale=_range(autoscale, workers),
+            allow_stores=tuple(allow_store or ()),
+            log_format=log_format.value,
+            log_level=log_level.value,
+            ready_timeout_s=ready_timeout,
+            durability=durability.value,
+        )
+    )
+
+
+def _range(text: str, workers: int | None) -> tuple[int, int] | None:
+    if not text:
+        return None
+    if workers is not None:
+        raise typer.BadParameter("give this or --workers, not both", param_hint="--autoscale")
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdecimal() and most.isdecimal() and 0 <= int(least) <= int(most) <= _MOST and int(most)):
+        raise typer.BadParameter(
+            f"it must be MIN:MAX, such as 0:4, with MIN from 0 to MAX and MAX from 1 to {_MOST}, got {text!r}",
+            param_hint="--autoscale",
+        )
+    return int(least), int(most)

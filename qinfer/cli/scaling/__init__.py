@@ -1,0 +1,1 @@
+"""`qinfer autoscale`: starts and drains workers as the work asks."""

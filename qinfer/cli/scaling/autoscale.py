@@ -1,0 +1,125 @@
+"""`qinfer autoscale`: as many workers on this machine as the work asks for."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qinfer.cli.console import JsonOption
+from qinfer.cli.status import DataDirOption, RedisOption
+
+EXAMPLE = "Example: qinfer autoscale --min 0 --max 4 --redis redis://queue:6379/0"
+
+MinOption = Annotated[
+    int, typer.Option("--min", envvar="QINFER_AUTOSCALE__MIN_WORKERS", min=0, help="Minimum number of workers.")
+]
+MaxOption = Annotated[
+    int,
+    typer.Option(
+        "--max", envvar="QINFER_AUTOSCALE__MAX_WORKERS", min=0, help="Maximum number of workers; 0 = one per core."
+    ),
+]
+TargetOption = Annotated[
+    float,
+    typer.Option(envvar="QINFER_AUTOSCALE__TARGET_S", help="Seconds of waiting work per worker."),
+]
+UpAfterOption = Annotated[
+    float,
+    typer.Option(
+        envvar="QINFER_AUTOSCALE__UP_AFTER_S",
+        min=0,
+        help="Seconds of sustained demand before scaling up; the first worker starts at once.",
+    ),
+]
+DownAfterOption = Annotated[
+    float,
+    typer.Option(
+        envvar="QINFER_AUTOSCALE__DOWN_AFTER_S", min=0, help="Seconds of sustained lower demand before scaling down."
+    ),
+]
+IdleOption = Annotated[
+    float,
+    typer.Option(envvar="QINFER_AUTOSCALE__IDLE_S", min=0, help="Idle seconds before scaling down to --min."),
+]
+CooldownOption = Annotated[
+    float,
+    typer.Option(
+        envvar="QINFER_AUTOSCALE__COOLDOWN_S",
+        min=0,
+        help="Seconds without scaling down after scaling up; at least 1.5 times the models' load time.",
+    ),
+]
+RecordOption = Annotated[
+    str,
+    typer.Option(
+        envvar="QINFER_AUTOSCALE__RECORD",
+        metavar="FILE",
+        help="Append each second's measurements and decision to this file, as a line of JSON.",
+    ),
+]
+ReplayOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Start nothing; simulate these options on the traffic of a --record.",
+    ),
+]
+LateOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="With --replay: seconds after which a wait is late; default: --target-s plus a worker's start-up time.",
+    ),
+]
+
+
+def autoscale(
+    *,
+    least: MinOption = 0,
+    most: MaxOption = 0,
+    target_s: TargetOption = 10.0,
+    up_after_s: UpAfterOption = 0.0,
+    down_after_s: DownAfterOption = 60.0,
+    idle_s: IdleOption = 300.0,
+    cooldown_s: CooldownOption = 30.0,
+    record: RecordOption = "",
+    replay: ReplayOption = None,
+    late_s: LateOption = None,
+    as_json: JsonOption = False,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+) -> None:
+    """Run as many workers on this machine as the waiting work needs, beside an existing gateway and Redis.
+
+    The autoscaler reads the queue each second. The wanted number of workers is the waiting and executing work, in
+    seconds of one worker, divided by --target-s. A model accepts requests without a worker if the gateways run with
+    QINFER_REPOSITORY__MIN_WORKERS=0 or its configuration sets qinfer.min_workers to 0; otherwise one worker is kept.
+
+    Workers inherit this command's environment. A crashed worker is restarted. SIGTERM drains all workers and exits.
+
+    While Redis is unreachable the number of workers does not change.
+
+    With --replay nothing is started and Redis is not contacted: a simulation of the same policy prints the worker-
+    seconds and late rows of these options beside the recorded ones. --late-s and --json apply to it.
+
+    Exit codes: 0 stopped, or replayed; 2 a setting or a record is wrong.
+    """
+    from qinfer.cli.overview import redis_settings
+    from qinfer.cli.scaling.autoscaling import run_autoscaler
+    from qinfer.cli.scaling.replay import run_replay
+
+    options = {
+        "min_workers": least,
+        "max_workers": most,
+        "target_s": target_s,
+        "up_after_s": up_after_s,
+        "down_after_s": down_after_s,
+        "idle_s": idle_s,
+        "cooldown_s": cooldown_s,
+    }
+    if replay is not None:
+        run_replay(replay, options, late_s, as_json=as_json)
+        return
+    if as_json or late_s is not None:
+        raise typer.BadParameter("it belongs to --replay", param_hint="--json" if as_json else "--late-s")
+    run_autoscaler(redis_settings(redis, data_dir), {**options, "record": record})

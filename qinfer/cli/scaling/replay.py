@@ -1,0 +1,109 @@
+"""What `qinfer autoscale --replay` does: the policy on recorded traffic, beside what really was."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from qinfer.cli.console import print_json
+from qinfer.cli.scaling.scaler import policy_of
+from qinfer.core.settings import AutoscaleSettings
+from qinfer.errors import SettingsError
+from qinfer.scaling.record import Traffic, decode, traffic_of
+from qinfer.scaling.simulation import Machine, Outcome, as_recorded, simulate
+
+_ROWS = {
+    "worker_s": ("seconds of workers", "{:,.0f}"),
+    "idle_s": ("of them without work", "{:,.0f}"),
+    "excess": ("seconds of workers for each of work", "{:.2f}"),
+    "late_rows": ("late rows", "{:,}"),
+    "late_share": ("of all", "{:.2%}"),
+    "wait_p50_s": ("p50 of the waits, s", "{:.0f}"),
+    "wait_p99_s": ("p99 of the waits, s", "{:.0f}"),
+    "wait_max_s": ("longest wait, s", "{:.0f}"),
+    "most_workers": ("most workers", "{}"),
+    "changes": ("changes", "{}"),
+    "turns": ("of them back", "{}"),
+    "left_rows": ("rows left at the end", "{:,}"),
+}
+
+
+def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *, as_json: bool = False) -> None:
+    """Prints what a policy would have made of the traffic of a record.
+
+    Args:
+        path: The record.
+        options: Fields of `AutoscaleSettings`: the policy.
+        late_s: What waited longer is late; `None` = than the target and the start of a worker.
+        as_json: Print JSON instead of a table.
+
+    Raises:
+        SettingsError: The file can't be read or is no record, or the options make no sense together.
+    """
+    if late_s is not None and not math.isfinite(late_s):
+        raise SettingsError(f"--late-s must be a number of seconds, got {late_s}")
+    policy = policy_of(AutoscaleSettings().model_copy(update=dict(options)))
+    try:
+        with path.open("rb") as file:
+            traffic = traffic_of(decode(file))
+    except OSError as error:
+        raise SettingsError(f"{path} can't be read: {error.strerror}; --record writes such a file") from None
+    machine = Machine.of(traffic)
+    bound_s = policy.target_s + machine.load_s if late_s is None else late_s
+    told = {
+        "recorded": figures(as_recorded(traffic), bound_s),
+        "replayed": figures(simulate(policy, traffic.arrivals, machine), bound_s),
+    }
+    about = {
+        "seconds": len(traffic.arrivals),
+        "rows": sum(traffic.arrivals),
+        "work_s": round(sum(traffic.arrivals) / traffic.rows_per_s, 3),
+        "rows_per_s": round(traffic.rows_per_s, 3),
+        "load_s": round(traffic.load_s, 3),
+        "late_s": round(bound_s, 3),
+    }
+    if as_json:
+        print_json(about | told)
+    else:
+        _print_table(traffic, bound_s, told)
+
+
+def figures(outcome: Outcome, late_s: float) -> dict[str, float]:
+    """Returns what counts of an outcome.
+
+    Args:
+        outcome: What came of a trace.
+        late_s: What waited longer is late.
+    """
+    return {
+        "worker_s": outcome.worker_s,
+        "idle_s": round(max(outcome.worker_s - outcome.ideal_s, 0.0), 3),
+        "excess": round(outcome.excess, 4),
+        "late_rows": outcome.late_rows(late_s),
+        "late_share": round(outcome.late(late_s), 6),
+        "wait_p50_s": outcome.wait_s(0.5),
+        "wait_p99_s": outcome.wait_s(0.99),
+        "wait_max_s": outcome.wait_s(1.0),
+        "most_workers": outcome.most,
+        "changes": outcome.changes,
+        "turns": outcome.turns,
+        "left_rows": outcome.left,
+    }
+
+
+def _print_table(traffic: Traffic, late_s: float, told: Mapping[str, Mapping[str, float]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = sum(traffic.arrivals)
+    title = f"{rows:,} rows in {len(traffic.arrivals):,} s, {rows / traffic.rows_per_s:,.0f} s of work"
+    table = Table("", "as it was", "these options", title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, (words, form) in _ROWS.items():
+        table.add_row(words, *(form.format(figure[name]) for figure in told.values()))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"A worker did {traffic.rows_per_s:,.1f} rows a second and took {traffic.load_s:.1f} s to start. "
+        f"Late: waited longer than {late_s:.1f} s."
+    )

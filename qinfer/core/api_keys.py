@@ -1,0 +1,196 @@
+"""The file of API keys: who may call, what, and how much. Keys themselves are in no file, only their SHA-256.
+
+    {"keys": [{"id": "k1", "sha256": "…", "tenant": "acme", "scopes": ["infer"], "rate_per_s": 50, "max_in_flight": 9}]}
+
+A key has 256 random bits, so that a plain hash is enough: there is nothing to guess. Quotas belong to the tenant, and
+so all keys of a tenant have the same.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import ipaddress
+import os
+import secrets
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from qinfer.core.settings import AuthSettings
+from qinfer.errors import SettingsError
+
+_NAME = r"^[A-Za-z0-9._~-]{1,64}$"
+
+Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
+"""What keys and tenants may be called: letters, digits and `._~-`, at most 64."""
+
+
+class Scope(StrEnum):
+    """What a key allows: `infer` = ask models and look at them, `admin` = everything."""
+
+    INFER = "infer"
+    ADMIN = "admin"
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of the file.
+
+    Attributes:
+        id: Names the key, for people.
+        sha256: The SHA-256 of the key, in hexadecimal.
+        tenant: Whose key it is.
+        scopes: What it allows.
+        rate_per_s: Requests a second that the tenant may make of one gateway; 0 = any number.
+        burst: Requests that it may make at once before the rate counts; 0 = a second's worth, at least 1.
+        max_in_flight: Requests that it may have unanswered at one gateway; 0 = any number. An asynchronous one is
+            answered when it is accepted.
+    """
+
+    id: Name
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    tenant: Name
+    scopes: Annotated[tuple[Scope, ...], msgspec.Meta(min_length=1)] = (Scope.INFER,)
+    rate_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    burst: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_in_flight: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: tuple[ApiKey, ...] = ()
+
+
+def hash_key(key: str) -> str:
+    """Returns the SHA-256 of a key, in hexadecimal."""
+    return hashlib.sha256(key.encode(errors="surrogatepass")).hexdigest()
+
+
+def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HTTP__HOST") -> None:
+    """Refuses to let everyone call from other machines, unless somebody said so.
+
+    Args:
+        settings: How callers are told apart.
+        host: The address that the gateway binds.
+        variable: The environment variable that it comes from.
+
+    Raises:
+        SettingsError: It is no loopback address, and the mode is not set.
+    """
+    if settings.mode == "" and not _is_loopback(host):
+        raise SettingsError(
+            f"{variable}={host} serves other machines, and who may call is not set; set QINFER_AUTH__MODE=keys "
+            "(with QINFER_AUTH__KEYS_FILE), or QINFER_AUTH__MODE=none to let everyone"
+        )
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
+    """Reads and checks a file of keys.
+
+    Raises:
+        SettingsError: It can't be read, or something in it is wrong; says where, and shows no value.
+    """
+    try:
+        keys = msgspec.json.decode(path.read_bytes(), type=_File).keys
+    except OSError as error:
+        raise SettingsError(f"{path}: the file of API keys can't be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise SettingsError(f"{path}: {error}; `qinfer keys new` writes entries as they should be") from None
+    _check(path, keys)
+    return keys
+
+
+def add_key(path: Path, tenant: str, scopes: tuple[Scope, ...], key_id: str = "") -> tuple[ApiKey, str]:
+    """Makes a key and appends its entry to the file, which is made if there is none (mode 0600).
+
+    A tenant's further keys get the quotas of its first.
+
+    Args:
+        path: The file.
+        tenant: Whose key it is.
+        scopes: What it allows.
+        key_id: What it is called; a random name by default.
+
+    Returns:
+        Its entry, and the key, which is kept nowhere.
+
+    Raises:
+        SettingsError: A name is wrong or taken, or the file can't be read or written.
+    """
+    key = secrets.token_urlsafe(32)
+    with _locked(path):
+        keys = read_keys(path) if path.exists() else ()
+        same = next((known for known in keys if known.tenant == tenant), None)
+        fields = {
+            "id": key_id or f"{tenant[:48]}-{secrets.token_hex(4)}",
+            "sha256": hash_key(key),
+            "tenant": tenant,
+            "scopes": scopes,
+            "rate_per_s": same.rate_per_s if same else 0.0,
+            "burst": same.burst if same else 0,
+            "max_in_flight": same.max_in_flight if same else 0,
+        }
+        try:
+            entry = msgspec.convert(fields, ApiKey)
+        except msgspec.ValidationError as error:
+            rule = "1 to 64 letters, digits and ._~-"
+            raise SettingsError(f"no key was made: tenant and id are {rule} each, got '{tenant}' ({error})") from None
+        _check(path, (*keys, entry))
+        _replace(path, msgspec.json.format(msgspec.json.encode(_File((*keys, entry))), indent=2) + b"\n")
+    return entry, key
+
+
+def _check(path: Path, keys: tuple[ApiKey, ...]) -> None:
+    """Checks what concerns several entries."""
+    quotas: dict[str, tuple[float, int, int]] = {}
+    for number, key in enumerate(keys):
+        where = f"{path}: keys[{number}]"
+        if any(other.id == key.id for other in keys[:number]):
+            raise SettingsError(f"{where}.id '{key.id}' is taken; give each key its own")
+        if any(other.sha256 == key.sha256 for other in keys[:number]):
+            raise SettingsError(f"{where}.sha256 is that of another entry; give each entry its own key")
+        quota = key.rate_per_s, key.burst, key.max_in_flight
+        if quotas.setdefault(key.tenant, quota) != quota:
+            raise SettingsError(
+                f"{where} has other quotas than tenant '{key.tenant}' has before; quotas belong to the tenant: "
+                "give all of its keys the same rate_per_s, burst and max_in_flight"
+            )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps others from writing the file meanwhile, by a lock on its directory."""
+    try:
+        directory = os.open(path.parent, os.O_RDONLY)
+    except OSError as error:
+        raise SettingsError(f"{path}: its directory can't be opened: {error.strerror}") from None
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Writes the file beside its place and moves it there: nobody ever reads half of it."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise SettingsError(f"{path}: the file of API keys can't be written: {error.strerror}") from None
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,177 @@
+"""The records that cross processes: a request, a response, a failure. `qinfer.wire` knows how they become bytes.
+
+A response is `(request_id, attempt, index, final, outputs | failure)`: a request gets 0..n responses, of which the
+last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` tells every reader where the request's keys are
+(DESIGN.md §3).
+"""
+
+import os
+import time
+from collections.abc import Mapping
+
+import msgspec
+
+from qinfer.errors import ErrorCode, InvalidRequest, QinferError
+from qinfer.tensors import Tensor
+
+Scalar = bool | int | float | str
+"""A custom request parameter's value (reference §1.6)."""
+
+
+class Sequence(msgspec.Struct, frozen=True, array_like=True):
+    """The sequence flags of a request to a stateful model; reserved in frames from version 1 on."""
+
+    id: int | str
+    start: bool = False
+    end: bool = False
+
+
+class InferRequest(msgspec.Struct, kw_only=True):
+    """One inference request, checked against nothing yet; written to by the dispatcher only, which stamps it.
+
+    Attributes:
+        model: The model's name.
+        version: The version asked for; 0 lets the dispatcher choose the highest ready one, and it replaces the 0.
+        id: qinfer's own id, empty until the dispatcher stamps it.
+        client_id: The `id` the client gave, echoed in the reply; may be empty, need not be unique.
+        inputs: The input tensors, in the request's order.
+        outputs: Names of the outputs wanted; empty means all.
+        parameters: Custom parameters, handed to the backend.
+        priority: The level asked for; 0 is the model's default.
+        timeout_s: How long the answer is worth waiting for; 0 until the dispatcher stamps it.
+        reply_to: The address of the process that waits, `reply:<owner>`; empty for asynchronous requests.
+        tenant: Whose request it is.
+        trace: W3C `traceparent`; empty when the request is not traced.
+        partition: The queue partition it goes to.
+        generation: The model generation that the request was checked against.
+        attempt: Executions so far (DESIGN.md §2.5).
+        sequence: Set for stateful models.
+        queue_timeout_s: How long it may wait before it executes, by its model's queue policy; 0 = as long as its
+            `timeout_s`.
+        payload: True when the tensors' bytes are stored beside the stream (claim check) and not in the frame.
+    """
+
+    model: str
+    inputs: tuple[Tensor, ...]
+    version: int = 0
+    id: str = ""
+    client_id: str = ""
+    outputs: tuple[str, ...] = ()
+    parameters: Mapping[str, Scalar] = msgspec.field(default_factory=dict)
+    priority: int = 0
+    timeout_s: float = 0.0
+    reply_to: str = ""
+    tenant: str = ""
+    trace: str = ""
+    partition: int = 0
+    generation: int = 0
+    attempt: int = 0
+    sequence: Sequence | None = None
+    queue_timeout_s: float = 0.0
+    payload: bool = False
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Why there are no outputs: an `ErrorCode`, its text for the client, and whether trying again can help."""
+
+    code: str
+    message: str
+    retryable: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """Describes an error; a foreign one becomes `internal`, its text kept out of the client's sight."""
+        if isinstance(error, QinferError):
+            return cls(error.code.value, error.message, error.retryable)
+        return cls(ErrorCode.INTERNAL.value, "internal error; the server's log has the request id", False)
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Where a request's time went, in nanoseconds, and the size of the batch it ran in (reference §1.13)."""
+
+    queue_ns: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
+    batch_size: int = 0
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """One response to a request.
+
+    Attributes:
+        request_id: The id of the request answered.
+        model: The model that answered.
+        version: The version that answered.
+        outputs: The outputs; empty with a failure, and in a decoupled model's empty final response.
+        failure: Set when the request failed.
+        attempt: The execution that made it; readers follow one attempt only.
+        index: 0, 1, … within the attempt.
+        final: True on the last response of the request.
+        timing: Set by the worker when it executed the request.
+        stored: True when the outputs are stored beside the reply stream (`Delivery.take_result`) and not in the blob.
+        parameters: What the model says besides its outputs (reference §1.6).
+    """
+
+    request_id: str
+    model: str = ""
+    version: int = 0
+    outputs: tuple[Tensor, ...] = ()
+    failure: Failure | None = None
+    attempt: int = 1
+    index: int = 0
+    final: bool = True
+    timing: Timing | None = None
+    stored: bool = False
+    parameters: Mapping[str, Scalar] = msgspec.field(default_factory=dict)
+
+
+_ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32
+_PAIRS = tuple(a + b for a in _ALPHABET for b in _ALPHABET)
+_LAST = (1 << 20) - 1
+
+
+def _base32(value: int, characters: int) -> str:
+    return "".join(_ALPHABET[(value >> (5 * i)) & 31] for i in reversed(range(characters)))
+
+
+class IdFactory:
+    """Makes ULIDs cheaply: 48 bits of milliseconds, 60 random bits drawn anew every 2^20 ids, and a counter of 20 bits.
+
+    Ids of one factory ascend within a draw; ids of different factories collide with a chance of 2^-60 a millisecond.
+    """
+
+    def __init__(self) -> None:
+        self._millisecond = -1
+        self._prefix = ""
+        self._random = ""
+        self._counter = 0
+
+    def ulid(self) -> str:
+        """Returns a new ULID of 26 characters (github.com/ulid/spec)."""
+        millisecond = time.time_ns() // 1_000_000
+        counter = self._counter
+        if not counter:
+            self._random = _base32(int.from_bytes(os.urandom(8), "big") >> 4, 12)
+        if millisecond != self._millisecond or not counter:
+            self._millisecond = millisecond
+            self._prefix = _base32(millisecond, 10) + self._random
+        self._counter = (counter + 1) & _LAST
+        return f"{self._prefix}{_PAIRS[counter >> 10]}{_PAIRS[counter & 1023]}"
+
+    def request_id(self, model: str, partition: int = 0) -> str:
+        """Returns a new request id, `<ulid>.<partition>.<model>`."""
+        return f"{self.ulid()}.{partition}.{model}"
+
+
+def parse_request_id(request_id: str) -> tuple[str, int, str]:
+    """Splits a server-made id into (ulid, partition, model).
+
+    Raises:
+        InvalidRequest: It is not of that form.
+    """
+    ulid, _, rest = request_id.partition(".")
+    partition, _, model = rest.partition(".")
+    if len(ulid) != 26 or not partition.isdecimal() or not model:
+        raise InvalidRequest(f"'{request_id[:100]}' is not a request id; expected <ulid>.<partition>.<model>")
+    return ulid, int(partition), model

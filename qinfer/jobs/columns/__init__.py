@@ -1,0 +1,1 @@
+"""Columns of Arrow batches to tensors, and tensors to columns of the output."""

@@ -1,0 +1,175 @@
+"""Arrow values → numpy arrays of a tensor's datatype: which types fit, which values do, and the cast itself. Pure.
+
+A tensor of integers takes whole numbers that it can hold, and a row with another is an error. A tensor of floats takes
+any number, rounded to its precision as floats are; what would become infinite is an error. Booleans count as 0 and 1,
+and integers that are 0 or 1 as booleans. Floats are never made integers, nor texts numbers.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from qinfer.jobs.columns.row_errors import Array, Mask
+from qinfer.tensors import DATATYPES
+
+_INTEGERS = {name for name in DATATYPES if name.startswith(("INT", "UINT"))}
+_FLOATS = {"FP16", "BF16", "FP32", "FP64"}
+
+
+_DTYPES = {name: np.dtype(kind.numpy or "<f4") for name, kind in DATATYPES.items() if name != "BYTES"}
+
+
+class Bounds(NamedTuple):
+    """The least and the greatest value that fit; floats may be infinite or NaN beside."""
+
+    low: Any
+    high: Any
+
+
+def plain(kind: pa.DataType) -> pa.DataType:
+    """Returns the type that values are read as: without a dictionary, a run length encoding or an extension."""
+    while True:
+        if isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        elif pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+            kind = kind.value_type
+        elif pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+            kind = pa.large_list(kind.value_type)
+        else:
+            return kind
+
+
+def as_plain(array: pa.Array) -> pa.Array:
+    """Returns an array in its `plain` type; the same one when it has that already."""
+    while True:
+        if isinstance(array, pa.ExtensionArray):
+            array = array.storage
+        elif isinstance(array, pa.DictionaryArray):
+            array = array.dictionary_decode()
+        elif isinstance(array, pa.RunEndEncodedArray):
+            array = pc.run_end_decode(array)
+        elif pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
+            array = _as_list(array)
+        else:
+            return array
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Tells whether a type holds strings or bytes."""
+    checks = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "fixed_size_binary")
+    return any(getattr(pa.types, f"is_{check}")(kind) for check in checks)
+
+
+def fits(kind: pa.DataType, datatype: str) -> bool:
+    """Tells whether values of a plain, scalar type can become elements of a tensor, single values aside.
+
+    Args:
+        kind: The type of the values, as `plain` returns it.
+        datatype: The tensor's datatype, such as `FP32`.
+    """
+    if pa.types.is_null(kind):  # a column without any value, as of an empty CSV file
+        return True
+    if datatype == "BYTES":
+        return is_text(kind)
+    if pa.types.is_floating(kind):
+        return datatype in _FLOATS
+    return any((pa.types.is_integer(kind), pa.types.is_boolean(kind)))
+
+
+def bounds(kind: pa.DataType, datatype: str) -> Bounds | None:
+    """Returns which values of a type that `fits` can become elements; `None` when all can."""
+    if datatype == "BYTES" or pa.types.is_boolean(kind) or pa.types.is_null(kind):
+        return None
+    source = _source(kind)
+    low, high = _range(datatype)
+    least, most = _extremes(source)
+    if low <= least and most <= high:
+        return None
+    if source.kind == "f":
+        return Bounds(float(low), float(high))
+    return Bounds(max(int(low), least), min(int(high), most))
+
+
+def beyond(values: pa.Array, allowed: Bounds) -> Mask | None:
+    """Finds numbers that do not fit.
+
+    Args:
+        values: Numbers of a plain type; nulls are passed over.
+        allowed: What fits; infinities and NaN do in any case.
+
+    Returns:
+        A mask over `values`; `None` when all fit, which one quick look at the extremes mostly tells.
+    """
+    extremes = pc.min_max(values)
+    low, high = extremes["min"].as_py(), extremes["max"].as_py()
+    if low is None or (low >= allowed.low and high <= allowed.high):
+        return None
+    numbers = values.fill_null(0).to_numpy(zero_copy_only=False) if values.null_count else _numbers(values)
+    mask: Mask = (numbers < allowed.low) | (numbers > allowed.high)
+    if numbers.dtype.kind == "f":
+        mask &= np.isfinite(numbers)
+    return mask if mask.any() else None
+
+
+def target_dtype(datatype: str) -> np.dtype[Any]:
+    """Returns the numpy dtype of a tensor's array; float32 for BF16, objects for BYTES."""
+    if datatype == "BYTES":
+        return np.dtype(object)
+    return _DTYPES[datatype]
+
+
+def to_array(values: pa.Array, datatype: str) -> Array:
+    """Returns values as a flat array of a datatype: in place where the type is the same already.
+
+    Args:
+        values: Values of a plain type that `fits`, without nulls, none `beyond` the bounds.
+        datatype: The tensor's datatype.
+    """
+    if datatype == "BYTES":
+        return _objects(values)
+    return _numbers(values).astype(_DTYPES[datatype], copy=False)
+
+
+def _as_list(view: pa.Array) -> pa.Array:
+    """Returns lists whose offsets ascend; Arrow's own cast does not mind where a slice begins."""
+    lengths = pc.list_value_length(view).fill_null(0).to_numpy(zero_copy_only=False)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]))
+    return pa.LargeListArray.from_arrays(offsets, view.flatten(), mask=view.is_null())
+
+
+def _numbers(values: pa.Array) -> Array:
+    numbers: Array = values.to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def _objects(values: pa.Array) -> Array:
+    if pa.types.is_string(values.type):
+        values = values.cast(pa.binary())
+    elif pa.types.is_large_string(values.type) or pa.types.is_string_view(values.type):
+        values = values.cast(pa.large_binary())
+    array: Array = values.to_numpy(zero_copy_only=False)
+    return array
+
+
+def _range(datatype: str) -> tuple[int | float, int | float]:
+    """Returns the least and the greatest finite value of a datatype."""
+    if datatype == "BOOL":
+        return 0, 1
+    if datatype in _FLOATS:
+        most = float(np.finfo(target_dtype(datatype)).max)
+        return -most, most
+    whole = np.iinfo(str(DATATYPES[datatype].numpy))
+    return int(whole.min), int(whole.max)
+
+
+def _extremes(dtype: np.dtype[Any]) -> tuple[int | float, int | float]:
+    if dtype.kind == "f":
+        return float(np.finfo(dtype).min), float(np.finfo(dtype).max)
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+
+
+def _source(kind: pa.DataType) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
+    return dtype

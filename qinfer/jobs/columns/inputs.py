@@ -1,0 +1,163 @@
+"""Columns of an Arrow batch → the arrays that a model executes, without a step per row.
+
+Rows that no tensor can be made of (nulls, lists of the wrong length, numbers that do not fit) are marked in the batch's
+`RowErrors` and left out of the arrays. Where a dimension is variable, rows of one shape make one `Piece`.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from qinfer.errors import InvalidRequest
+from qinfer.jobs.columns.lists import ListColumn
+from qinfer.jobs.columns.row_errors import Array, Indices, RowErrors
+from qinfer.jobs.columns.scalars import ScalarColumns
+from qinfer.jobs.columns.views import schema_without_views, without_views
+from qinfer.jobs.job import Columns, JobSpec
+from qinfer.models.spec import ModelSpec, TensorSpec
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a batch whose tensors have one shape.
+
+    Attributes:
+        rows: Their numbers within the batch, ascending; `None` = all of them.
+        count: How many they are.
+        inputs: Tensor → array `[count, …]`; perhaps read-only, BYTES as objects of `bytes`, BF16 as float32.
+    """
+
+    rows: Indices | None
+    count: int
+    inputs: Mapping[str, Array]
+
+
+class Decoded(NamedTuple):
+    """What a batch became.
+
+    Attributes:
+        pieces: The rows that a model can execute; one piece unless shapes differ, none if no row is left.
+        errors: What is wrong with the others. Whoever executes the pieces marks those that fail there.
+    """
+
+    pieces: tuple[Piece, ...]
+    errors: RowErrors
+
+
+class InputColumns:
+    """How a model's inputs are made of the columns of a job's inputs; made once, used for every batch.
+
+    Args:
+        spec: The job.
+        model: The model's configuration.
+        schema: The inputs' columns and their types.
+
+    Attributes:
+        columns: The columns that batches need, each once.
+
+    Raises:
+        InvalidRequest: A column is missing, its type or size does not fit, or there is no such input. The message
+            names the column.
+    """
+
+    def __init__(self, spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
+        known = {tensor.name for tensor in model.inputs}
+        if unknown := [name for name in spec.columns if name not in known]:
+            raise InvalidRequest(
+                f"field 'columns' names input '{unknown[0]}', which model '{model.name}' lacks; "
+                f"it has {', '.join(sorted(known))}"
+            )
+        plain = schema_without_views(schema)
+        self._has_views = plain.types != schema.types
+        schema, counts = plain, Counter(schema.names)
+        self._tensors = [
+            _tensor(tensor, spec.columns_of(tensor.name), schema, counts)
+            for tensor in model.inputs
+            if not _is_left_out(tensor, spec, schema)
+        ]
+        self.columns = tuple(dict.fromkeys(name for tensor in self._tensors for name in tensor.columns))
+
+    def decode(self, record: pa.RecordBatch) -> Decoded:
+        """Makes the arrays of a batch.
+
+        Args:
+            record: At least `columns`, in the types of the schema; in place of a dictionary there may be its values.
+        """
+        if self._has_views:
+            record = without_views(record.select(self.columns))
+        errors = RowErrors(record.num_rows)
+        shapes: list[Indices] = []
+        for tensor in self._tensors:
+            found = tensor.check(record, errors)
+            if found is not None:
+                shapes.append(found)
+        rows: Indices | None = None
+        if (bad := errors.bad) is not None:
+            rows = np.flatnonzero(~bad)
+            record = record.take(pa.array(rows))
+            shapes = [found[rows] for found in shapes]
+        if not record.num_rows:
+            return Decoded((), errors)
+        if not shapes:
+            return Decoded((self._piece(record, rows),), errors)
+        return Decoded(tuple(self._by_shape(record, rows, np.concatenate(shapes, axis=1))), errors)
+
+    def _piece(self, record: pa.RecordBatch, rows: Indices | None) -> Piece:
+        inputs = {tensor.name: tensor.convert(record) for tensor in self._tensors}
+        return Piece(rows, record.num_rows, inputs)
+
+    def _by_shape(self, record: pa.RecordBatch, rows: Indices | None, shapes: Indices) -> list[Piece]:
+        if (shapes == shapes[0]).all():
+            return [self._piece(record, rows)]
+        _, group = np.unique(shapes, axis=0, return_inverse=True)
+        group = group.reshape(-1)
+        order = np.argsort(group, kind="stable")
+        pieces = []
+        for chosen in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+            own = chosen if rows is None else rows[chosen]
+            pieces.append(self._piece(record.take(pa.array(chosen)), own))
+        return pieces
+
+
+def _is_left_out(tensor: TensorSpec, spec: JobSpec, schema: pa.Schema) -> bool:
+    return tensor.optional and tensor.name not in spec.columns and tensor.name not in schema.names
+
+
+def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema, counts: Counter[str]) -> ScalarColumns | ListColumn:
+    for name in given.columns:
+        if counts[name] != 1:
+            raise InvalidRequest(_absent(tensor, name, schema, counts[name]))
+    shape = _shape(tensor, given)
+    kinds = [schema.field(name).type for name in given.columns]
+    if len(given.columns) == 1 and ListColumn.reads(kinds[0]):
+        return ListColumn(tensor, given.columns[0], kinds[0], shape)
+    return ScalarColumns(tensor, given.columns, kinds, shape)
+
+
+def _absent(tensor: TensorSpec, name: str, schema: pa.Schema, count: int) -> str:
+    if count:
+        return f"the inputs have {count} columns named '{name}'; rename all but one"
+    names = schema.names
+    there = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    return (
+        f"input '{tensor.name}' is made of column '{name}', which the inputs lack; they have {there}. "
+        f'Name its column in \'columns\', such as {{"{tensor.name}": "{names[0] if names else "x"}"}}'
+    )
+
+
+def _shape(tensor: TensorSpec, given: Columns) -> tuple[int, ...]:
+    if not given.shape:
+        return tensor.dims
+    dims = tensor.dims
+    if len(given.shape) != len(dims) or any(d not in (-1, s) for d, s in zip(dims, given.shape, strict=True)):
+        raise InvalidRequest(
+            f"field 'columns.{tensor.name}.shape' is {list(given.shape)}; the input's dimensions are {list(dims)}, "
+            "where -1 can be any number"
+        )
+    return given.shape

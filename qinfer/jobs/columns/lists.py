@@ -1,0 +1,253 @@
+"""A list column → one input tensor: lists of a fixed or a variable size, nested as the tensor is, or flat."""
+
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from qinfer.errors import ErrorCode, InvalidRequest
+from qinfer.jobs.columns import casts
+from qinfer.jobs.columns.row_errors import Array, Indices, Mask, RowErrors
+from qinfer.jobs.columns.scalars import beyond_text, check_type
+from qinfer.models.spec import TensorSpec
+
+_RAGGED = -1
+_MESSAGES = 100
+
+
+class ListColumn:
+    """Makes one tensor of a column of lists.
+
+    The lists are nested as deep as the tensor has dimensions, or they are flat and have all elements of a row, in
+    row-major order.
+
+    Args:
+        tensor: The input.
+        column: The column's name.
+        kind: Its type.
+        shape: The shape of one row; -1 = it may differ from row to row.
+
+    Raises:
+        InvalidRequest: The type, the depth or a fixed size does not fit.
+    """
+
+    def __init__(self, tensor: TensorSpec, column: str, kind: pa.DataType, shape: tuple[int, ...]) -> None:
+        self.name = tensor.name
+        self.columns = (column,)
+        self._column = column
+        self._datatype = tensor.datatype
+        sizes, element = _levels(kind)
+        check_type(tensor, column, element, kind)
+        self._depth = len(sizes)
+        self._is_flat = self._depth == 1 and len(shape) != 1
+        self._shape = _resolved(tensor, column, kind, shape, sizes)
+        self._is_fixed = _RAGGED not in self._shape
+
+    @staticmethod
+    def reads(kind: pa.DataType) -> bool:
+        """Tells whether a type is one of lists."""
+        return _is_list(casts.plain(kind))
+
+    def check(self, record: pa.RecordBatch, errors: RowErrors) -> Indices | None:
+        """Marks the rows of a batch that no tensor can be made of.
+
+        Returns:
+            The shape of each row, `[rows, dimensions]`, meaningless for marked ones; `None` if all must have the same.
+        """
+        array = casts.as_plain(record.column(self._column))
+        rows = None
+        if array.null_count:
+            mask = array.is_null().to_numpy(zero_copy_only=False)
+            errors.mark(mask, ErrorCode.INVALID_REQUEST, f"column '{self._column}' is null")
+            rows = np.flatnonzero(~mask)
+            array = array.drop_null()
+        if not len(array):
+            return None if self._is_fixed else np.zeros((record.num_rows, len(self._shape)), np.int64)
+        notes = _Notes(errors, rows)
+        found = _walk(array, self._depth)
+        self._check_sizes(found, notes)
+        if found.has_null is not None:
+            notes.mark(found.has_null, f"column '{self._column}' has a list with a null in it")
+        self._check_values(found, len(array), notes)
+        if self._is_fixed:
+            return None
+        shapes = self._shapes(found.sizes)
+        if rows is None:
+            return shapes
+        whole = np.zeros((record.num_rows, shapes.shape[1]), np.int64)
+        whole[rows] = shapes
+        return whole
+
+    def convert(self, record: pa.RecordBatch) -> Array:
+        """Returns the array `[rows, …]` of a batch whose rows are all fine and of one shape."""
+        array = casts.as_plain(record.column(self._column))
+        rows = len(array)
+        shape = self._shape
+        if not self._is_fixed:
+            shape = tuple(self._shapes(_walk(array.slice(0, 1), self._depth).sizes)[0].tolist())
+        for _ in range(self._depth):
+            array = casts.as_plain(array.flatten())
+        return casts.to_array(array, self._datatype).reshape(rows, *shape)
+
+    def _check_sizes(self, found: "_Walked", notes: "_Notes") -> None:
+        for level in range(self._depth):
+            sizes = found.sizes[:, level]
+            if (ragged := sizes == _RAGGED).any():
+                notes.mark(ragged, f"column '{self._column}' has lists of different lengths in one row")
+            if self._is_flat:
+                step = prod(dim for dim in self._shape if dim != _RAGGED)
+                wrong = sizes != step if self._is_fixed else sizes % step != 0
+                expected = str(step) if self._is_fixed else f"a multiple of {step}"
+            elif self._shape[level] == _RAGGED:
+                continue
+            else:
+                wrong, expected = sizes != self._shape[level], str(self._shape[level])
+            if wrong.any():
+                notes.mark_sizes(wrong & ~ragged, sizes, f"column '{self._column}' has a list of {{}}, not {expected}")
+
+    def _check_values(self, found: "_Walked", rows: int, notes: "_Notes") -> None:
+        if found.values.null_count:
+            mask = found.values.is_null().to_numpy(zero_copy_only=False)
+            notes.mark(found.rows_of(mask, rows), f"column '{self._column}' has a null in its list")
+        allowed = casts.bounds(found.values.type, self._datatype)
+        if allowed and (mask := casts.beyond(found.values, allowed)) is not None:
+            notes.mark(found.rows_of(mask, rows), beyond_text(self._column, self._datatype))
+
+    def _shapes(self, sizes: Indices) -> Indices:
+        """Returns rows' shapes of the sizes of their lists."""
+        if not self._is_flat:
+            return sizes
+        step = prod(dim for dim in self._shape if dim != _RAGGED)
+        shapes = np.empty((len(sizes), len(self._shape)), np.int64)
+        for index, dim in enumerate(self._shape):
+            shapes[:, index] = sizes[:, 0] // step if dim == _RAGGED else dim
+        return shapes
+
+
+class _Notes:
+    """Marks rows of a batch by their place among its rows that are not null."""
+
+    def __init__(self, errors: RowErrors, rows: Indices | None) -> None:
+        self._errors = errors
+        self._rows = rows
+
+    def mark(self, mask: Mask, message: str) -> None:
+        chosen = np.flatnonzero(mask) if self._rows is None else self._rows[mask]
+        self._errors.mark(chosen, ErrorCode.INVALID_REQUEST, message)
+
+    def mark_sizes(self, mask: Mask, sizes: Indices, template: str) -> None:
+        """Marks rows with the size that each has in the message, as long as there are few sizes."""
+        found = np.unique(sizes[mask])
+        if len(found) > _MESSAGES:
+            self.mark(mask, template.format("a wrong length"))
+            return
+        for size in found.tolist():
+            self.mark(mask & (sizes == size), template.format(size))
+
+
+class _Walked(NamedTuple):
+    """What is in a list array.
+
+    Attributes:
+        sizes: How long the lists are, by row and level; `_RAGGED` where those of a row differ.
+        values: The elements, flat.
+        owner: The row of each element; `None` = every row has as many.
+        has_null: The rows with a null in place of an inner list; `None` = there are none.
+    """
+
+    sizes: Indices
+    values: pa.Array
+    owner: Indices | None
+    has_null: Mask | None
+
+    def rows_of(self, mask: Mask, rows: int) -> Mask:
+        """Returns the mask of the rows that have a masked element."""
+        if self.owner is None:
+            whole: Mask = np.any(mask.reshape(rows, -1), axis=1)
+            return whole
+        found = np.zeros(rows, np.bool_)
+        found[self.owner[mask]] = True
+        return found
+
+
+def _walk(array: pa.Array, depth: int) -> _Walked:
+    rows = len(array)
+    sizes = np.empty((rows, depth), np.int64)
+    owner: Indices | None = None
+    has_null: Mask | None = None
+    for level in range(depth):
+        if level and array.null_count:
+            own = np.repeat(np.arange(rows), len(array) // rows) if owner is None else owner
+            valid = array.is_valid().to_numpy(zero_copy_only=False)
+            has_null = np.zeros(rows, np.bool_) if has_null is None else has_null
+            has_null[own[~valid]] = True
+            array, owner = array.drop_null(), own[valid]
+        lengths = _lengths(array)
+        uniform = isinstance(lengths, int) or not len(lengths) or bool((lengths == lengths[0]).all())
+        if owner is None and uniform and rows:
+            sizes[:, level] = lengths if isinstance(lengths, int) else (lengths[0] if len(lengths) else 0)
+        else:
+            each = np.full(len(array), lengths) if isinstance(lengths, int) else lengths
+            owner = np.repeat(np.arange(rows), len(array) // rows if rows else 0) if owner is None else owner
+            sizes[:, level] = _common(each, owner, rows)
+            owner = np.repeat(owner, each)
+        array = casts.as_plain(array.flatten())
+    return _Walked(sizes, array, owner, has_null)
+
+
+def _lengths(array: pa.Array) -> int | Indices:
+    """Returns how long the lists of an array without nulls are; a number where the type says it."""
+    if pa.types.is_fixed_size_list(array.type):
+        return int(array.type.list_size)
+    offsets = array.offsets.to_numpy(zero_copy_only=False)
+    lengths: Indices = np.diff(offsets).astype(np.int64, copy=False)
+    return lengths
+
+
+def _common(lengths: Indices, owner: Indices, rows: int) -> Indices:
+    """Returns the length that all lists of a row have; `_RAGGED` where they differ, 0 where there are none."""
+    least = np.full(rows, np.iinfo(np.int64).max)
+    most = np.zeros(rows, np.int64)
+    np.minimum.at(least, owner, lengths)
+    np.maximum.at(most, owner, lengths)
+    return np.where(least >= most, most, _RAGGED)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return any((pa.types.is_list(kind), pa.types.is_large_list(kind), pa.types.is_fixed_size_list(kind)))
+
+
+def _levels(kind: pa.DataType) -> tuple[list[int], pa.DataType]:
+    """Returns the fixed size of each level of lists, -1 where it has none, and the type of the elements."""
+    sizes = []
+    kind = casts.plain(kind)
+    while _is_list(kind):
+        sizes.append(int(kind.list_size) if pa.types.is_fixed_size_list(kind) else _RAGGED)
+        kind = casts.plain(kind.value_type)
+    return sizes, kind
+
+
+def _resolved(
+    tensor: TensorSpec, column: str, kind: pa.DataType, shape: tuple[int, ...], sizes: list[int]
+) -> tuple[int, ...]:
+    """Returns the shape of a row, with the variable dimensions that the type fixes.
+
+    Raises:
+        InvalidRequest: The type says another size, or the lists' depth does not fit.
+    """
+    text = f"column '{column}' is of type {kind}; a row of input '{tensor.name}' has the shape {list(shape)}"
+    if len(sizes) == len(shape):
+        if any(_RAGGED not in (size, dim) and size != dim for size, dim in zip(sizes, shape, strict=True)):
+            raise InvalidRequest(f"{text}, another size; map another column, or give 'shape'")
+        return tuple(size if dim == _RAGGED else dim for size, dim in zip(sizes, shape, strict=True))
+    if len(sizes) > 1:
+        raise InvalidRequest(f"{text}; nest the lists {len(shape)} deep, or make them flat")
+    if shape.count(_RAGGED) > 1:
+        raise InvalidRequest(f"{text}, of which a flat list tells too little; give 'shape' with the column")
+    step = prod(dim for dim in shape if dim != _RAGGED)
+    if sizes[0] == _RAGGED:
+        return shape
+    if sizes[0] % step or (_RAGGED not in shape and sizes[0] != step):
+        raise InvalidRequest(f"{text}, another number of elements; map another column, or give 'shape'")
+    return tuple(sizes[0] // step if dim == _RAGGED else dim for dim in shape)

@@ -1,0 +1,234 @@
+"""A model's outputs → columns of the output, in the input's row order, beside what is copied and where rows are from.
+
+A tensor of one element a row becomes a plain column, `[k]` a list of fixed size, `[a, b]` lists in lists; a variable
+dimension makes a list of any size. BYTES become strings: a row whose bytes are not UTF-8 is an error, unless the model
+configuration's parameter `qinfer.binary_outputs` names the output (names with commas between), which makes its column
+binary. A failed row has nulls in the outputs' columns.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from qinfer.errors import ErrorCode, InvalidRequest, OutputMismatch
+from qinfer.jobs.check import ERROR_COLUMNS, PLACE_COLUMNS, copied_columns, problems
+from qinfer.jobs.columns.casts import target_dtype
+from qinfer.jobs.columns.row_errors import Array, Indices, RowErrors
+from qinfer.jobs.columns.schemas import without_dictionary
+from qinfer.jobs.job import JobSpec
+from qinfer.jobs.rows.shard_rows import RowBatch, Segment
+from qinfer.models.config.to_spec import BINARY_OUTPUTS
+from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.tensors import Tensor, to_numpy
+
+
+class Scored(NamedTuple):
+    """What the model made of a piece of a batch.
+
+    Attributes:
+        rows: The rows' numbers within the batch; `None` = all of them.
+        outputs: Output → its values, `[rows, …]`; BYTES as objects of `bytes` or `str`, or a raw tensor.
+    """
+
+    rows: Indices | None
+    outputs: Mapping[str, Array | Tensor]
+
+
+class OutputColumns:
+    """How the columns of a job's output are made; made once, used for every batch.
+
+    Args:
+        spec: The job.
+        model: The model's configuration.
+        schema: The inputs' columns and their types.
+        urls: The files of the shard, which `_file` names; each once.
+
+    Attributes:
+        schema: The output's columns, the same for all parts.
+        copied: The columns of the inputs that batches need for it.
+
+    Raises:
+        InvalidRequest: A column does not exist, or two would have one name.
+    """
+
+    def __init__(self, spec: JobSpec, model: ModelSpec, schema: pa.Schema, urls: Sequence[str] = ()) -> None:
+        if found := next(problems(spec, model, schema), None):
+            raise InvalidRequest(found)
+        binary = {name.strip() for name in model.parameters.get(BINARY_OUTPUTS, "").split(",")}
+        self._outputs = [_Output(t, spec.column_of(t.name), is_binary=t.name in binary) for t in model.outputs]
+        self.copied = copied_columns(spec, schema)
+        self._urls = {url: number for number, url in enumerate(dict.fromkeys(urls))}
+        self._url_column = pa.array(list(self._urls), pa.string())
+        self._has_place = not spec.key
+        fields = [pa.field(output.column, output.type) for output in self._outputs]
+        fields += [pa.field(name, without_dictionary(schema.field(name).type)) for name in self.copied]
+        if self._has_place:
+            kinds = (pa.dictionary(pa.int32(), pa.string()), pa.int32(), pa.int64())
+            fields += [pa.field(*pair, nullable=False) for pair in zip(PLACE_COLUMNS, kinds, strict=True)]
+        fields += [pa.field(name, pa.string()) for name in ERROR_COLUMNS]
+        self.schema = pa.schema(fields)
+
+    def encode(self, batch: RowBatch, scored: Sequence[Scored], errors: RowErrors) -> pa.RecordBatch:
+        """Makes the output's rows of a batch.
+
+        Args:
+            batch: The rows that were read.
+            scored: The outputs of the rows that were executed; each row at most once.
+            errors: The errors of the others. Rows that turn out to have no column value are marked here, too.
+
+        Returns:
+            As many rows as the batch has, in its order.
+
+        Raises:
+            OutputMismatch: An output is missing, or its shape or datatype is not the configuration's.
+        """
+        place = None
+        if len(scored) != 1 or scored[0].rows is not None:
+            place = _place(batch.record.num_rows, scored)
+        columns = [output.column_of(scored, place, batch.record.num_rows, errors) for output in self._outputs]
+        if errors.count:
+            columns = [_without(column, errors) for column in columns]
+        columns += [batch.record.column(name) for name in self.copied]
+        if self._has_place:
+            columns += self._places(batch.segments)
+        return pa.RecordBatch.from_arrays([*columns, *errors.columns()], schema=self.schema)
+
+    def _places(self, segments: Sequence[Segment]) -> list[pa.Array]:
+        if len(segments) == 1:
+            (one,) = segments
+            files = np.full(one.rows, self._urls[one.url], np.int32)
+            groups = np.full(one.rows, one.row_group, np.int32)
+            rows = np.arange(one.first_row, one.first_row + one.rows, dtype=np.int64)
+        else:
+            counts = [segment.rows for segment in segments]
+            files = np.repeat(np.array([self._urls[segment.url] for segment in segments], np.int32), counts)
+            groups = np.repeat(np.array([segment.row_group for segment in segments], np.int32), counts)
+            rows = np.concatenate([np.arange(s.first_row, s.first_row + s.rows, dtype=np.int64) for s in segments])
+        numbers = pa.DictionaryArray.from_arrays(pa.array(files), self._url_column)
+        return [numbers, pa.array(groups), pa.array(rows)]
+
+
+class _Output:
+    """The column of one output."""
+
+    def __init__(self, tensor: TensorSpec, column: str, *, is_binary: bool) -> None:
+        self.column = column
+        self._tensor = tensor
+        self._dims = () if all(dim == 1 for dim in tensor.dims) else tensor.dims
+        self._is_text = tensor.datatype == "BYTES" and not is_binary
+        if tensor.datatype == "BYTES":
+            self._element = pa.binary() if is_binary else pa.string()
+        else:
+            self._element = pa.from_numpy_dtype(target_dtype(tensor.datatype))
+        self.type = self._element
+        for dim in reversed(self._dims):
+            self.type = _list_type(self.type, dim)
+
+    def column_of(self, scored: Sequence[Scored], place: pa.Array | None, rows: int, errors: RowErrors) -> pa.Array:
+        """Returns the column of a batch.
+
+        Args:
+            scored: What was executed.
+            place: For each row of the batch, its number among those executed, or null; `None` = they are the same.
+            rows: The rows of the batch.
+            errors: Gets the rows whose strings are not UTF-8.
+        """
+        arrays = [self._column(self._array(part.outputs, part.rows, rows), part.rows, errors) for part in scored]
+        if place is None:
+            return arrays[0]
+        if not arrays:
+            return pa.nulls(rows, self.type)
+        return (arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)).take(place)
+
+    def _array(self, outputs: Mapping[str, Array | Tensor], rows: Indices | None, all_rows: int) -> Array:
+        """Returns the output's values, with the shape and the dtype that the configuration says.
+
+        Raises:
+            OutputMismatch: They have others.
+        """
+        tensor = self._tensor
+        value = outputs.get(tensor.name)
+        if value is None:
+            raise OutputMismatch(f"the model returned no output '{tensor.name}'")
+        array = to_numpy(value) if isinstance(value, Tensor) else value
+        count = all_rows if rows is None else len(rows)
+        dims = array.shape[1:]
+        fits = len(dims) == len(tensor.dims) and all(e in (-1, d) for e, d in zip(tensor.dims, dims, strict=True))
+        if array.ndim == 0 or len(array) != count or not fits:
+            raise OutputMismatch(
+                f"output '{tensor.name}' has shape {list(array.shape)} for {count} rows of {list(tensor.dims)}"
+            )
+        if tensor.datatype == "BYTES":
+            if array.dtype.kind not in "OSU":
+                raise OutputMismatch(f"output '{tensor.name}' is an array of {array.dtype}, not of BYTES")
+        elif array.dtype != target_dtype(tensor.datatype):
+            raise OutputMismatch(f"output '{tensor.name}' is an array of {array.dtype}, not of {tensor.datatype}")
+        return array
+
+    def _column(self, array: Array, rows: Indices | None, errors: RowErrors) -> pa.Array:
+        flat = np.ascontiguousarray(array).reshape(-1)
+        values = self._texts(flat, len(array), rows, errors) if self._tensor.datatype == "BYTES" else pa.array(flat)
+        dims = array.shape[1:] if self._dims else ()
+        kinds = [self.type]
+        for _ in dims:
+            kinds.append(kinds[-1].value_type)
+        for level in reversed(range(len(dims))):
+            values = _lists(values, kinds[level], dims[level], prod(dims[:level]) * len(array))
+        return values
+
+    def _texts(self, flat: Array, count: int, rows: Indices | None, errors: RowErrors) -> pa.Array:
+        if self._is_text and flat.size and isinstance(flat[0], str):
+            with suppress(pa.ArrowException, UnicodeEncodeError):  # it has bytes beside
+                return pa.array(flat, pa.string())
+        values = pa.array(flat.astype(object, copy=False), pa.binary())
+        if not self._is_text:
+            return values
+        try:
+            return values.cast(pa.string())
+        except pa.ArrowInvalid:
+            texts = [value.decode(errors="replace") for value in values.to_pylist()]
+        wrong = np.array([text.encode() for text in texts], object) != values.to_numpy(zero_copy_only=False)
+        own = np.flatnonzero(wrong.reshape(count, -1).any(axis=1))
+        errors.mark(
+            own if rows is None else rows[own],
+            ErrorCode.OUTPUT_MISMATCH,
+            f"output '{self._tensor.name}' has bytes that are not UTF-8; name it in the model's parameter "
+            f"'{BINARY_OUTPUTS}' to have them as they are",
+        )
+        return pa.array(texts, pa.string())
+
+
+def _place(rows: int, scored: Sequence[Scored]) -> pa.Array:
+    """Returns, for each row of a batch, its number among those executed; null = it was not."""
+    place = np.full(rows, -1, np.int64)
+    first = 0
+    for part in scored:
+        chosen = np.arange(rows) if part.rows is None else part.rows
+        place[chosen] = np.arange(first, first + len(chosen))
+        first += len(chosen)
+    return pa.array(place, mask=place < 0)
+
+
+def _without(column: pa.Array, errors: RowErrors) -> pa.Array:
+    """Returns a column with nulls in the failed rows."""
+    bad = errors.bad
+    assert bad is not None
+    if column.is_null().to_numpy(zero_copy_only=False)[bad].all():
+        return column
+    return column.take(pa.array(np.arange(len(column)), mask=bad))
+
+
+def _list_type(element: pa.DataType, dim: int) -> pa.DataType:
+    field = pa.field("element", element, nullable=False)
+    return pa.list_(field) if dim == -1 else pa.list_(field, dim)
+
+
+def _lists(values: pa.Array, kind: pa.DataType, size: int, count: int) -> pa.Array:
+    if pa.types.is_fixed_size_list(kind):
+        return pa.FixedSizeListArray.from_arrays(values, type=kind)
+    offsets = pa.array(np.arange(count + 1, dtype=np.int32) * np.int32(size))
+    return pa.ListArray.from_arrays(offsets, values, type=kind)

@@ -1,0 +1,502 @@
+"""A pool of examiner processes (`qinfer.jobs.examiner`), in which gateways and bulk workers have files parsed.
+
+What a file does to the process that parses it, it does not do to the one that asked. A process serves one request
+after the other. Others are started when several requests come at once, and what died is replaced. No request waits for
+a start while a process lives that it can wait for.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import BinaryIO, Self
+
+import msgspec
+
+from qinfer import errors
+from qinfer.core.processes import packed, received, signal_name
+from qinfer.core.settings import PREFIX, Settings
+from qinfer.errors import InvalidRequest, Overloaded, QinferError
+from qinfer.jobs.examiner import (
+    DEFECT,
+    NO_MEMORY,
+    Answer,
+    CheckJob,
+    Hello,
+    PlanJob,
+    ReadParts,
+    Request,
+    SetAside,
+    Work,
+    notes_of,
+    parts_found,
+)
+from qinfer.jobs.job import JobSpec
+from qinfer.jobs.plan import ExpectedParts, PartInfo, Unplanned
+from qinfer.jobs.shards import Pace
+from qinfer.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-P", "-m", "qinfer.jobs.examiner")
+GATEWAY_PROCESSES = 2
+"""So many new jobs a gateway has checked at once; further ones wait in line."""
+PLAN_SHARES = 4
+"""A process that plans jobs may take so many times `bulk.max_examine_bytes`: it keeps all files of a job in memory."""
+CHECK_S = 120
+"""Seconds after which the kernel ends a process that checks a new job; the gateway gives up long before."""
+
+DIED = "the process that read "
+"""How the text of `ExaminerDied` begins."""
+
+_PLAN_MARGIN_S = 60
+_LONGEST_S = 2**31 - 1  # of alarm(2)
+_PARTS_AT_ONCE = 1000
+_IDLE = 2  # processes that are kept for the next request
+_START_S = 60.0
+_END_S = 5.0
+_MAX_ANSWER_BYTES = 2**20
+_MAX_RESULT_BYTES = 2**31
+_TAIL_BYTES = 4096
+_NAMED = 2  # files in a message
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+"""Native libraries then take memory for what they do, not for each core."""
+_CLASSES = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, QinferError)
+}
+
+
+class ExaminerDied(QinferError):
+    """An examiner ended before it answered.
+
+    Args:
+        how: How, such as `SIGSEGV`.
+        files: The URLs of the files that it was reading, as far as is known.
+
+    Attributes:
+        how: As given.
+    """
+
+    retryable = True
+
+    def __init__(self, how: str, files: Sequence[str]) -> None:
+        named = " or ".join(f"'{url}'" for url in files[:_NAMED]) or "the files"
+        more = f" or {len(files) - _NAMED} more" if len(files) > _NAMED else ""
+        super().__init__(f"{DIED}{named}{more} died ({how})")
+        self.how = how
+
+
+class ExaminerPool:
+    """Has work done by examiners, for one process that lives on an event loop.
+
+    Args:
+        settings: Which stores jobs may use, how much memory an examiner, and how long planning may take.
+        environment: That of this process, where drivers of stores find their credentials; qinfer's own settings, some
+            of which are secret, are not handed on.
+        command: What is started instead of `COMMAND`.
+        processes: How many there may be.
+        shares: How many times `bulk.max_examine_bytes` an examiner may take.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        environment: Mapping[str, str],
+        command: Sequence[str] = (),
+        *,
+        processes: int = GATEWAY_PROCESSES,
+        shares: int = 1,
+    ) -> None:
+        self._allow = settings.stores.allow
+        self._max_bytes = shares * settings.bulk.max_examine_bytes
+        self._bound = f"{shares} times " * (shares > 1) + "QINFER_BULK__MAX_EXAMINE_BYTES"
+        self._plan_s = min(int(settings.bulk.plan_timeout_s) + _PLAN_MARGIN_S, _LONGEST_S)
+        self._is_wanted = settings.bulk.enabled and bool(settings.stores.allow)
+        self._inherited = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+        self._command = command or COMMAND
+        self._processes = processes
+        # of the processes that there are, one that starts and those that end included
+        self._count = 0
+        self._is_starting = False
+        self._idle: list[_Child] = []
+        self._line: deque[asyncio.Future[_Child]] = deque()
+        self._tasks = asyncio.TaskGroup()
+        self._is_over = False
+
+    async def run(self, up: asyncio.Event | None = None) -> None:
+        """Looks after the processes until it is cancelled; starts one once `up` is set, where there can be jobs."""
+        async with self._tasks:
+            try:
+                if up is not None:
+                    await up.wait()
+                if self._is_wanted:
+                    self._prepare()
+                await asyncio.Event().wait()
+            finally:
+                self._is_over = True
+                self._turn_away("Server exiting")
+
+    async def check(self, spec: JobSpec, model: ModelSpec) -> None:
+        """Checks whether a job can be taken; who is cancelled meanwhile ends the process that does.
+
+        Args:
+            spec: What is asked for.
+            model: Its model's configuration.
+
+        Raises:
+            QinferError: As `qinfer.jobs.intake.examine`.
+            InvalidRequest: The process died of it, too.
+            UnsupportedFeature: A library is missing that reads the inputs.
+            Overloaded: No process can be started now, or this one is shutting down.
+        """
+        try:
+            await self._ask(CheckJob(spec, model), CHECK_S)
+        except ExaminerDied as died:
+            more = f" and {len(spec.inputs) - 1} more" if len(spec.inputs) > 1 else ""
+            raise InvalidRequest(
+                f"the inputs can't be read, '{spec.inputs[0]}'{more}: the process that read them died ({died.how}); "
+                "is a file damaged?"
+            ) from None
+
+    async def plan(self, job: Unplanned, pace: Pace, threads: int) -> bytes:
+        """Plans a job; returns the plan's JSON.
+
+        Args:
+            job: The job.
+            pace: What is known of the model's speed.
+            threads: Footers that are read at once.
+
+        Raises:
+            QinferError: As `qinfer.jobs.planning.make_plan`.
+            ExaminerDied: The process died.
+            Overloaded: As `check`.
+        """
+        return await self._ask(PlanJob(job, pace, threads), self._plan_s)
+
+    async def read_parts(self, parts: ExpectedParts, threads: int) -> list[PartInfo | str]:
+        """Reads the footers of parts; returns each part or what is wrong with it, in the order of the shards.
+
+        Raises:
+            StoreError: The store does not tell.
+            ExaminerDied: The process died.
+            Overloaded: As `check`.
+        """
+        found: list[PartInfo | str] = []
+        for some in _pieces(parts):
+            found += parts_found(await self._ask(ReadParts(some, threads), self._plan_s))
+        return found
+
+    async def set_aside(self, parts: ExpectedParts, threads: int) -> None:
+        """Makes the names of broken parts free (`qinfer.jobs.parts.set_aside`); raises as `read_parts`."""
+        for some in _pieces(parts):
+            await self._ask(SetAside(some, threads), self._plan_s)
+
+    async def _ask(self, work: Work, limit_s: int) -> bytes:
+        """Has a process do something; who is cancelled meanwhile ends the process that does."""
+        request, answer = packed(Request(work, limit_s)), None
+        while answer is None:
+            child = await self._next()
+            try:
+                answer = await child.ask(request)
+            except _Ended as ended:
+                if self._is_over:
+                    raise Overloaded("Server exiting") from None
+                raise ExaminerDied(ended.how, child.files) from None
+            except BaseException:
+                child.kill()
+                raise
+        self._free(child)
+        _raise(answer)
+        return answer.result
+
+    async def _next(self) -> "_Child":
+        """Waits for a process that is idle."""
+        if self._is_over:
+            raise Overloaded("Server exiting")
+        if self._idle:
+            return self._idle.pop()
+        self._prepare()
+        place: asyncio.Future[_Child] = asyncio.get_running_loop().create_future()
+        self._line.append(place)
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self._free(place.result())
+            raise
+
+    def _free(self, child: "_Child") -> None:
+        """Gives a process to who is first in line."""
+        if child.has_ended:
+            return
+        while self._line:
+            place = self._line.popleft()
+            if not place.done():
+                place.set_result(child)
+                return
+        if len(self._idle) < _IDLE:
+            self._idle.append(child)
+        else:
+            child.is_surplus = True
+            child.kill()
+
+    def _turn_away(self, reason: str) -> None:
+        """Tells all in line that there is no process for them."""
+        while self._line:
+            place = self._line.popleft()
+            if not place.done():
+                place.set_exception(Overloaded(reason))
+
+    def _prepare(self) -> None:
+        """Starts a process, unless one is idle or starts, or there are as many as there may be."""
+        if not (self._idle or self._is_starting or self._count == self._processes or self._is_over):
+            self._count += 1
+            self._is_starting = True
+            self._tasks.create_task(self._live())
+
+    async def _live(self) -> None:
+        """Runs a process. Until it has ended it counts, also where it was killed and does not end."""
+        child, reason = None, ""
+        try:
+            child = await _Child.start(self._command, self._inherited | _ENVIRONMENT, self._bound)
+            await child.greet(self._allow, self._max_bytes)
+            self._is_starting = False
+            self._free(child)
+            if self._line:
+                self._prepare()
+            await child.wait()
+        except OSError as error:  # no memory, or too many processes or files
+            reason = str(error.strerror)
+        except _Ended as ended:
+            reason = ended.how
+        finally:
+            if child is not None:
+                await child.end()
+            self._count -= 1
+            self._is_starting = self._is_starting and not reason
+        output = child.output if child is not None else ""
+        if reason:
+            logger.error("the process that looks at jobs can't be started", extra={"how": reason, "output": output})
+            if not self._count:  # else those in line wait for the others
+                self._turn_away(f"the process that looks at jobs can't be started now ({reason}); try again")
+        elif child in self._idle:
+            self._idle.remove(child)
+        elif child is not None and not child.is_surplus:
+            logger.warning("the process that looked at a job ended", extra={"how": child.how, "output": output})
+            self._prepare()
+
+
+def _pieces(parts: ExpectedParts) -> Iterator[ExpectedParts]:
+    """Yields parts in pieces whose requests and answers are of moderate size."""
+    for begin in range(0, len(parts.shards), _PARTS_AT_ONCE):
+        yield msgspec.structs.replace(parts, shards=parts.shards[begin : begin + _PARTS_AT_ONCE])
+
+
+def _raise(answer: Answer) -> None:
+    """Raises the error that a process told of, if it did."""
+    if answer.error == DEFECT:
+        raise RuntimeError(f"a defect in the process that parses files\n{answer.message}")
+    if answer.error:
+        raise _CLASSES.get(answer.error, QinferError)(answer.message)
+
+
+class _Ended(Exception):
+    """A process ended before it answered.
+
+    Attributes:
+        how: How, such as `SIGSEGV`.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.how = how
+
+
+class _Child:
+    """An examiner, as its parent sees it.
+
+    Args:
+        process: The process, just started; its stderr is a pipe.
+        reader: What it writes.
+        writer: What it reads.
+        notes: The file in which it says what it is reading.
+        bound: How its memory is bounded, in words.
+
+    Attributes:
+        files: The URLs of the files that it was reading when it ended.
+        output: The end of what it wrote to stderr; once it has ended.
+        has_ended: Set by `end`.
+        is_surplus: Whether it was ended because there is nothing to do for it.
+    """
+
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        notes: BinaryIO,
+        bound: str,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._notes = notes
+        self._bound = bound
+        self._is_gone = asyncio.Event()
+        self.files: list[str] = []
+        self.output = ""
+        self.has_ended = False
+        self.is_surplus = False
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch, args=(loop,), name="examiner-end", daemon=True).start()
+
+    @classmethod
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str], bound: str) -> Self:
+        """Starts a process.
+
+        Not by asyncio: with uvloop that forks, which holds a gateway of some hundred megabytes for tens of
+        milliseconds. `subprocess` does without a copy (vfork(2)).
+
+        Args:
+            command: The program and its arguments.
+            environment: Its whole environment.
+            bound: How its memory is bounded, in words.
+
+        Raises:
+            OSError: There is no such program, no memory, or there are too many processes or files.
+        """
+        notes = open(os.memfd_create("examiner-notes"), "rb")  # noqa: ASYNC230, SIM115  in memory; closed by `_ended`
+        mine, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=mine)
+            try:
+                process = subprocess.Popen(  # noqa: ASYNC220, S603  see above; our own interpreter and module
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.PIPE,
+                    env=environment,
+                    pass_fds=(notes.fileno(),),
+                    start_new_session=True,  # Ctrl-C in a terminal means the gateway, which drains
+                )
+            except OSError:
+                writer.transport.abort()
+                notes.close()
+                raise
+        try:
+            return cls(process, reader, writer, notes, bound)
+        except RuntimeError:  # no thread can be started
+            process.kill()
+            process.communicate()
+            writer.transport.abort()
+            notes.close()
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+
+    @property
+    def how(self) -> str:
+        """How it ended."""
+        code = self._process.returncode or 0
+        if code == NO_MEMORY:
+            return f"it needs more memory than {self._bound}"
+        return signal_name(-code) or f"exit code {code}"
+
+    async def greet(self, allow: tuple[str, ...], max_bytes: int) -> None:
+        """Sends the first message, and waits until the process has loaded what it needs.
+
+        Args:
+            allow: The URL prefixes that jobs may use.
+            max_bytes: Memory that the process may have.
+
+        Raises:
+            _Ended: It can't, or not in time.
+        """
+        try:
+            async with asyncio.timeout(_START_S):
+                await self._say(packed(Hello(allow, max_bytes, self._notes.fileno())))
+                await self._answer()
+        except TimeoutError:
+            raise _Ended(f"it is not ready after {_START_S:g} s") from None
+
+    async def ask(self, request: bytes) -> Answer | None:
+        """Has it do something.
+
+        Args:
+            request: The message, as it travels.
+
+        Returns:
+            What came of it; `None` = it had ended before it took the request.
+
+        Raises:
+            _Ended: It ended, or said what can't be understood, and was ended for that.
+        """
+        try:
+            await self._say(request)
+            await self._answer()
+        except _Ended:
+            return None
+        return await self._answer(_MAX_RESULT_BYTES)
+
+    async def wait(self) -> None:
+        """Waits for its end."""
+        await self._is_gone.wait()
+
+    def kill(self) -> None:
+        """Ends it: it has nothing to lose."""
+        if not self._is_gone.is_set():  # afterwards its number may be another's
+            os.kill(self._process.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Sees to it that nothing is left of it, as far as that can be waited for."""
+        self.kill()
+        with suppress(TimeoutError):  # a store that hangs may hold it within the kernel
+            async with asyncio.timeout(_END_S):
+                await self.wait()
+        self._writer.transport.abort()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+        self.has_ended = True
+
+    async def _say(self, message: bytes) -> None:
+        with suppress(ConnectionError):  # `_answer` knows
+            self._writer.write(message)
+            await self._writer.drain()
+
+    async def _answer(self, max_bytes: int = _MAX_ANSWER_BYTES) -> Answer:
+        try:
+            return msgspec.msgpack.decode(await received(self._reader, max_bytes), type=Answer)
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError, msgspec.MsgspecError):
+            self.kill()
+            await self.wait()
+            raise _Ended(self.how) from None
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Keeps the last of what it writes to stderr, as C++ says there why it gives up, and waits for its end.
+
+        The loop takes note of the end, so that `kill` never means a process that has the same number since.
+        """
+        assert self._process.stderr is not None
+        tail = b""
+        with self._process.stderr as stderr:
+            while text := os.read(stderr.fileno(), _TAIL_BYTES):
+                tail = (tail + text)[-_TAIL_BYTES:]
+        self.output = tail.decode(errors="replace").strip()
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        try:
+            loop.call_soon_threadsafe(self._ended)
+        except RuntimeError:  # the loop is closed
+            self._process.wait()
+
+    def _ended(self) -> None:
+        self._process.wait()
+        with self._notes:
+            self.files = notes_of(self._notes.fileno())
+        self._is_gone.set()

@@ -1,0 +1,299 @@
+"""The plan of a job: which rows of which files are which shard, what its parts are; its JSON and its tickets. Pure."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from qinfer.errors import CorruptEntry
+from qinfer.jobs.job import JobSpec
+from qinfer.models.spec import ModelSpec
+
+NO_GROUPS = -1
+"""The row group of formats that have none."""
+
+
+class Range(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one row group of one file.
+
+    Attributes:
+        url: The file.
+        etag: What the store called its content when the job was planned.
+        row_group: The row group (Parquet) or record batch (Arrow); -1 = the format has none (CSV, JSON lines).
+        first_row: The number of the first row within the file.
+        rows: How many rows.
+        first_in_group: The number of the first row within the row group.
+    """
+
+    url: str
+    etag: str
+    row_group: int
+    first_row: int
+    rows: int
+    first_in_group: int
+
+
+class Shard(msgspec.Struct, frozen=True, array_like=True):
+    """The rows that one worker scores at a time, and that become one part.
+
+    Attributes:
+        index: Its place among the job's shards.
+        part: The name of its part in the output folder.
+        rows: The rows of all its ranges.
+        ranges: Its rows in order; the one shard of a job without rows has one range of 0 rows, of a file with columns.
+    """
+
+    index: int
+    part: str
+    rows: int
+    ranges: tuple[Range, ...]
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """An input file.
+
+    Attributes:
+        url: Where it is.
+        etag: What the store calls its content.
+        size_bytes: Its size.
+        rows: Its rows.
+    """
+
+    url: str
+    etag: str
+    size_bytes: int
+    rows: int
+
+
+class ShardTicket(msgspec.Struct, frozen=True, array_like=True):
+    """What travels on a bulk lane: a shard of a job.
+
+    Attributes:
+        job_id: The job; its record has the specification.
+        shard: The shard.
+    """
+
+    job_id: str
+    shard: Shard
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the shards of a job are made by; written once, and never changed.
+
+    Attributes:
+        job_id: The job.
+        spec: Its specification, with the model's version resolved.
+        model_hash: What the model's files were when the job was planned.
+        schema: The inputs' columns, in the types that workers read them as (`schemas.decode_schema`).
+        sources: The input files in order.
+        shards: The shards in order.
+        rows: The rows of all files.
+    """
+
+    job_id: str
+    spec: JobSpec
+    model_hash: str
+    schema: str
+    sources: tuple[Source, ...]
+    shards: tuple[Shard, ...]
+    rows: int
+
+
+class InputFile(NamedTuple):
+    """What planning needs of a file.
+
+    Attributes:
+        source: The file.
+        groups: The rows of each of its row groups; `None` = its format has none.
+    """
+
+    source: Source
+    groups: tuple[int, ...] | None
+
+
+class Unplanned(NamedTuple):
+    """A job that has no plan yet.
+
+    Attributes:
+        job_id: Its id.
+        spec: What is asked for, its URLs checked (`intake.examine`) and the model's version resolved.
+        model: The model's configuration.
+        model_hash: What the model's files are.
+    """
+
+    job_id: str
+    spec: JobSpec
+    model: ModelSpec
+    model_hash: str
+
+
+class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
+    """Parts that a plan says an output has.
+
+    Attributes:
+        job_id: The job.
+        model_hash: What the model's files were when the job was planned.
+        output_url: The folder.
+        shards: The shards whose parts are meant.
+    """
+
+    job_id: str
+    model_hash: str
+    output_url: str
+    shards: tuple[Shard, ...]
+
+    def url_of(self, shard: Shard) -> str:
+        """Returns where the part of a shard is."""
+        return f"{self.output_url.rstrip('/')}/{shard.part}"
+
+
+class PartInfo(NamedTuple):
+    """A part that is whole.
+
+    Attributes:
+        url: Where it is.
+        rows: Its rows.
+        errors: How many of them failed.
+        size_bytes: Its size.
+        etag: What the store calls its content.
+        schema: Its columns as text, one `name: type` a line.
+    """
+
+    url: str
+    rows: int
+    errors: int
+    size_bytes: int
+    etag: str
+    schema: str
+
+
+def encode_ticket(ticket: ShardTicket) -> bytes:
+    """Returns what travels on a lane."""
+    return msgspec.msgpack.encode(ticket)
+
+
+def decode_ticket(data: bytes | memoryview) -> ShardTicket:
+    """Reads what travelled on a lane.
+
+    Raises:
+        CorruptEntry: It is no ticket.
+    """
+    try:
+        return _tickets.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptEntry(f"a shard's ticket can't be read: {error}") from None
+
+
+class _Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A range in the plan's JSON: files are named once, in `sources`."""
+
+    source: int
+    row_group: int
+    first_row: int
+    rows: int
+    first_in_group: int
+
+
+class _Shard(msgspec.Struct, frozen=True, array_like=True):
+    part: str
+    ranges: tuple[_Piece, ...]
+
+
+class _PlanJson(msgspec.Struct, frozen=True, kw_only=True):
+    format: Literal[1] = 1
+    job_id: str
+    model_hash: str
+    rows: int
+    spec: JobSpec
+    schema: str
+    sources: tuple[Source, ...]
+    shards: tuple[_Shard, ...]
+
+
+_tickets = msgspec.msgpack.Decoder(ShardTicket)
+_plans = msgspec.json.Decoder(_PlanJson)
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """Returns a plan as JSON; equal plans are equal bytes."""
+    numbers = {source.url: number for number, source in enumerate(plan.sources)}
+    shards = tuple(
+        _Shard(
+            shard.part,
+            tuple(_Piece(numbers[r.url], r.row_group, r.first_row, r.rows, r.first_in_group) for r in shard.ranges),
+        )
+        for shard in plan.shards
+    )
+    return msgspec.json.encode(
+        _PlanJson(
+            job_id=plan.job_id,
+            model_hash=plan.model_hash,
+            rows=plan.rows,
+            spec=plan.spec,
+            schema=plan.schema,
+            sources=plan.sources,
+            shards=shards,
+        )
+    )
+
+
+def decode_plan(data: bytes) -> Plan:
+    """Reads a plan.
+
+    Raises:
+        CorruptEntry: It is none.
+    """
+    try:
+        wire = _plans.decode(data)
+        shards = tuple(_shard(index, shard, wire.sources) for index, shard in enumerate(wire.shards))
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+        raise CorruptEntry(f"the job's plan can't be read: {error}") from None
+    return Plan(
+        job_id=wire.job_id,
+        spec=wire.spec,
+        model_hash=wire.model_hash,
+        schema=wire.schema,
+        sources=wire.sources,
+        shards=shards,
+        rows=wire.rows,
+    )
+
+
+class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker needs of a plan beside its shard; kept with the job's record.
+
+    Attributes:
+        model_hash: What the model's files were when the job was planned.
+        schema: The inputs' columns, in the types that workers read them as (`schemas.decode_schema`).
+    """
+
+    model_hash: str
+    schema: str
+
+
+def encode_plan_head(plan: Plan) -> bytes:
+    """Returns the head of a plan as JSON."""
+    return msgspec.json.encode(PlanHead(model_hash=plan.model_hash, schema=plan.schema))
+
+
+def decode_plan_head(data: bytes) -> PlanHead:
+    """Reads the head of a plan.
+
+    Raises:
+        CorruptEntry: It is none.
+    """
+    try:
+        return _heads.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptEntry(f"the head of the job's plan can't be read: {error}") from None
+
+
+_heads = msgspec.json.Decoder(PlanHead)
+
+
+def _shard(index: int, shard: _Shard, sources: Sequence[Source]) -> Shard:
+    ranges = tuple(
+        Range(sources[p.source].url, sources[p.source].etag, p.row_group, p.first_row, p.rows, p.first_in_group)
+        for p in shard.ranges
+    )
+    return Shard(index, shard.part, sum(piece.rows for piece in ranges), ranges)

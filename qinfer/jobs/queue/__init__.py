@@ -1,0 +1,1 @@
+"""Bulk jobs in the queue: records, shards and outcomes in Redis."""

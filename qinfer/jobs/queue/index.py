@@ -1,0 +1,220 @@
+"""The index of all bulk jobs on Redis: by creation, of those that may not have ended, and where each one's keys are.
+
+Its keys are in other slots than the jobs', so that it may name jobs whose record is gone, or that have ended. Readers
+drop the former once they are older than a creation can take; what has ended is closed by whoever sees it.
+"""
+
+import asyncio
+import logging
+import re
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from qinfer.core.clock import ServerClock
+from qinfer.errors import InvalidRequest
+from qinfer.jobs.queue.records import JobRecord, OpenRows, Page, open_rows
+from qinfer.jobs.queue.scripts import OPEN_FIELDS, Place, record_of
+from qinfer.queue import keys
+from qinfer.queue.router import Router
+from qinfer.wire.versions import NewerVersion
+
+logger = logging.getLogger(__name__)
+
+_CREATION_S = 60.0
+_JOBS, _OPEN, _PLACES = keys.jobs().encode(), keys.open_jobs().encode(), keys.job_places().encode()
+_LOOKS = 10  # of a listing: a page that few jobs fit ends before it is full
+_PAGE = 100
+_CURSOR = re.compile(r"([0-9]{1,15})-(.+)")
+_TOGETHER = 20  # records that are read at once
+_PAGE_BYTES = 8 * 2**20  # of specifications in a page: a job's may be megabytes
+
+
+class JobIndex:
+    """What `Jobs` looks jobs up in.
+
+    Args:
+        router: The way to Redis.
+        clock: The broker's time.
+    """
+
+    def __init__(self, router: Router, clock: ServerClock) -> None:
+        self._router = router
+        self._clock = clock
+
+    async def add(self, place: Place, created_ms: int, deadline_at: float) -> bool:
+        """Adds a job, open; False when there is one of that id elsewhere. One whose record is gone makes room."""
+        where = f"{place.partition} {place.model}".encode()
+        if not await self._call(b"HSETNX", _PLACES, place.job_id, where):
+            known = await self.find(place.job_id)
+            if known is not None and not await self._call(b"EXISTS", known.record):
+                await self.forget(place.job_id)
+                await self._call(b"HSETNX", _PLACES, place.job_id, where)
+                known = await self.find(place.job_id)
+            if known != place:
+                return False
+        await self._call(b"ZADD", _JOBS, b"NX", created_ms, place.job_id)
+        await self.open(place.job_id, deadline_at)
+        return True
+
+    async def find(self, job_id: str) -> Place | None:
+        """Returns where a job is; `None` when it is unknown."""
+        (place,) = await self._find_all([job_id])
+        return place
+
+    async def _find_all(self, job_ids: Sequence[str]) -> list[Place | None]:
+        """Returns where jobs are. They are asked for each time: an id may be used again, for another model."""
+        if not job_ids:
+            return []
+        found = await self._call(b"HMGET", _PLACES, *job_ids)
+        return [where and _place(job_id, where) for job_id, where in zip(job_ids, found, strict=True)]
+
+    async def open(self, job_id: str, deadline_at: float) -> None:
+        """Notes that a job has not ended, and its deadline; 0 = none."""
+        await self._call(b"ZADD", _OPEN, int(deadline_at * 1000) if deadline_at else b"+inf", job_id)
+
+    async def close(self, job_id: str) -> None:
+        """Notes that a job has ended."""
+        await self._call(b"ZREM", _OPEN, job_id)
+
+    async def open_ids(self, *, model: str | None = None, due_at: float | None = None) -> Sequence[str]:
+        """Returns the jobs that may not have ended: of one model, or with a deadline before an instant, or all."""
+        end = b"+inf" if due_at is None else int(due_at * 1000)
+        ids = [found.decode() for found in await self._call(b"ZRANGEBYSCORE", _OPEN, b"-inf", end)]
+        if model is None:
+            return ids
+        places = await self._find_all(ids)
+        return [job_id for job_id, place in zip(ids, places, strict=True) if place is not None and place.model == model]
+
+    async def models(self) -> Sequence[tuple[str, int]]:
+        """Returns the models and partitions of the jobs that may not have ended."""
+        places = await self._find_all(await self.open_ids())
+        return list(dict.fromkeys(place[:2] for place in places if place is not None))
+
+    async def states(self, newest: int) -> Mapping[str, int]:
+        """Counts jobs by state: all that have not ended, and of the newest so many those that have."""
+        words = (b"ZREVRANGE", _JOBS, 0, newest - 1)
+        open_ids, latest = await asyncio.gather(self.open_ids(), self._call(*words))
+        ids = list(dict.fromkeys([*open_ids, *(job_id.decode() for job_id in latest)]))
+        places = [place for place in await self._find_all(ids) if place is not None]
+        states = await asyncio.gather(*(self._call(b"HGET", place.record, b"state") for place in places))
+        return Counter(state.decode() for state in states if state is not None)
+
+    async def open_rows(self) -> Sequence[OpenRows]:
+        """Returns of each job that has not ended what it has yet to do."""
+        places = await self._find_all(await self.open_ids())
+        known = [place for place in places if place is not None]
+        read = await asyncio.gather(*(self._call(b"HMGET", place.record, *OPEN_FIELDS) for place in known))
+        now_s = self._clock.now_s()
+        found: list[OpenRows] = []
+        for place, values in zip(known, read, strict=True):
+            if values[0] is None:
+                continue  # its record is gone, or not there yet
+            try:
+                record = record_of(place, dict(zip(OPEN_FIELDS, values, strict=True)))
+            except NewerVersion as error:
+                skip(place.job_id, error)
+                continue
+            if not record.is_over:
+                found.append(open_rows(record, now_s))
+        return found
+
+    async def page(
+        self,
+        read: Callable[[str], Awaitable[JobRecord | NewerVersion | None]],
+        fits: Callable[[JobRecord], bool],
+        after: str,
+        count: int,
+    ) -> Page:
+        """Returns up to `count` jobs that fit, the newest first.
+
+        Args:
+            read: Returns a job's record, or that it is a newer qinfer's, which is left out.
+            fits: Whether a job belongs to the listing.
+            after: Where to begin; empty = at the newest.
+            count: How many at most.
+
+        Raises:
+            InvalidRequest: `after` is no `Page.after`.
+        """
+        place = place_of(after) if after else None
+        found: list[JobRecord] = []
+        left_bytes = _PAGE_BYTES
+        for _ in range(_LOOKS):
+            pairs, is_last = await self._behind(place)
+            for start in range(0, len(pairs), _TOGETHER):
+                some = pairs[start : start + _TOGETHER]
+                records = await asyncio.gather(*(read(job_id) for _, job_id in some))
+                for place, record in zip(some, records, strict=True):
+                    if record is None:
+                        await self.forget(place[1], place[0])
+                    elif isinstance(record, JobRecord) and fits(record):
+                        found.append(record)
+                        left_bytes -= len(record.spec)
+                    if len(found) == count or left_bytes < 0:
+                        return Page(found, cursor_of(*place))
+            if is_last:
+                return Page(found, "")
+        return Page(found, cursor_of(*place) if place is not None else "")
+
+    async def forget(self, job_id: str, created_ms: int | None = None) -> None:
+        """Drops a job without a record, unless it may just be being created."""
+        if created_ms is None:
+            score = await self._call(b"ZSCORE", _JOBS, job_id)
+            if score is None:  # it is not there yet, or not any more
+                return
+            created_ms = int(float(score))
+        if created_ms / 1000 < self._clock.now_s() - _CREATION_S:
+            await self.remove(job_id)
+
+    async def remove(self, job_id: str) -> None:
+        """Drops a job."""
+        await self.close(job_id)
+        await self._call(b"ZREM", _JOBS, job_id)
+        await self._call(b"HDEL", _PLACES, job_id)
+
+    async def _behind(self, place: tuple[int, str] | None) -> tuple[list[tuple[int, str]], bool]:
+        """Returns jobs older than the one at `place`, the newest first, as (created, id); and whether these are all."""
+        start = b"+inf" if place is None else place[0]
+        skipped = 0
+        while True:
+            words = (b"ZREVRANGEBYSCORE", _JOBS, start, b"-inf", b"WITHSCORES", b"LIMIT", skipped, _PAGE)
+            found = await self._call(*words)
+            pairs = [
+                (int(float(score)), job_id.decode()) for job_id, score in zip(found[::2], found[1::2], strict=True)
+            ]
+            older = [pair for pair in pairs if place is None or pair < place]
+            if older or len(pairs) < _PAGE:
+                return older, len(pairs) < _PAGE
+            skipped += _PAGE
+
+    async def _call(self, command: bytes, key: bytes, *words: str | int | bytes) -> Any:
+        return await self._router.call(keys.slot(key), command, key, *words)
+
+
+def _place(job_id: str, where: bytes) -> Place:
+    """Reads a place as `add` writes it."""
+    partition, _, model = where.decode().partition(" ")
+    return Place(model, int(partition), job_id)
+
+
+def skip(job_id: str, error: NewerVersion) -> None:
+    """Logs that a job is left out of what is read of many, so that it hides no other."""
+    logger.error("job unreadable", extra={"job": job_id, "reason": error.message})
+
+
+def cursor_of(created_ms: int, job_id: str) -> str:
+    """Returns the `after` that begins behind a job."""
+    return f"{created_ms}-{job_id}"
+
+
+def place_of(after: str) -> tuple[int, str]:
+    """Reads what `cursor_of` wrote.
+
+    Raises:
+        InvalidRequest: It is something else.
+    """
+    found = _CURSOR.fullmatch(after)
+    if found is None:
+        raise InvalidRequest(f"'{after[:60]}' begins no page of jobs; give the 'next' of the page before")
+    return int(found[1]), found[2]

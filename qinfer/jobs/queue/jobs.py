@@ -1,0 +1,415 @@
+"""Bulk jobs in the queue: their records, their shards on the way to workers, and what became of these.
+
+    create ──▶ validating ─▶ planning ──plan──▶ running ──finish_shard …──▶ finalizing ─▶ completed
+                                │ todo ──advance──▶ bulk1 | bulk2 | bulk3 ──fetch──▶ lease
+
+A *shard* is an entry on one of its model version's bulk lanes, fetched, renewed, released and reclaimed as any entry.
+Its frame is opaque here. The promises, each a test in `tests/contract/`:
+
+1. `create` stores a record once; `move` changes a job's state if it is one of those expected, in one step.
+2. `plan` is idempotent: it adds each shard once, not one that succeeded or is in the lane, and only while the job is
+   `planning`. With `complete` the job runs.
+3. A shard is in `todo`, in the lane or settled: `advance` moves it in one step, the lowest index first, at most twice
+   as many as may run at a time. `finish_shard` refills the lane in the same step.
+4. `finish_shard` is the only terminal step of a shard: it removes the entry, whoever owns it, records the outcome and
+   the counts once, and leaves a notice when nothing is left to run or too many rows failed.
+5. A notice is a delivery of kind `JOBS`; at most one that was not looked at yet exists for a job.
+6. `stop` ends a job and takes its shards out of `todo` and lane, and no other job's; `requeue` makes it run again.
+7. Each change raises the record's `revision`.
+8. A job that has ended is known for `kept_s` seconds; every other one for ever.
+
+A job's keys are in partition 0 of its model, in the slot of its lanes, but for the index of all jobs (`job_index`). A
+shard that the queue lost (its stream was deleted) is named by `missing`, to be requeued from the plan.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Unpack
+
+import msgspec
+
+from qinfer.core.clock import ServerClock
+from qinfer.jobs.queue import scripts as job_scripts
+from qinfer.jobs.queue.index import JobIndex, skip
+from qinfer.jobs.queue.records import (
+    ENDED,
+    FINALIZING,
+    PLANNING,
+    RUNNING,
+    TOP_UP_COUNT,
+    JobRecord,
+    LogLine,
+    OpenRows,
+    Page,
+    ShardOutcome,
+    Standing,
+    service_order,
+)
+from qinfer.jobs.queue.scripts import Change, Place, line_of, outcome_of, record_of
+from qinfer.queue import keys
+from qinfer.queue.base import Lease
+from qinfer.queue.durability import Durability
+from qinfer.queue.router import Router
+from qinfer.queue.scripts import Call
+from qinfer.wire.versions import NewerVersion
+
+POLL_S = 0.5
+"""The pause between two looks of `wait_for_change`."""
+
+_SCAN_COUNT = 1000  # outcomes read at once
+_STEP_BYTES = 2**20  # of frames that are put away in one step
+
+
+class Jobs:
+    """Bulk jobs; every coroutine raises `BrokerUnavailable` when Redis can't be reached.
+
+    Args:
+        router: The way to Redis.
+        durability: Makes what was created as safe as the settings ask.
+        clock: The broker's time.
+    """
+
+    def __init__(self, router: Router, durability: Durability, clock: ServerClock) -> None:
+        self._router = router
+        self._durability = durability
+        self._clock = clock
+        self._index = JobIndex(router, clock)
+
+    async def create(self, record: JobRecord) -> bool:
+        """Stores a job, as durably as the settings ask; False when there is one of that id.
+
+        Raises:
+            QueueFull: The broker has no memory left.
+            BrokerUnavailable: It may have been stored.
+        """
+        place = Place.of(record)
+        created_ms = int((record.created_at or self._clock.now_s()) * 1000)
+        if not await self._index.add(place, created_ms, record.deadline_at):
+            return False
+        new = msgspec.structs.replace(record, created_at=created_ms / 1000)
+        write = partial(job_scripts.create, record=new, nonce=secrets.token_hex(8))
+        return await self._durability.write(record.model, record.partition, write)
+
+    async def get(self, job_id: str) -> JobRecord | None:
+        """Returns what is known of a job; `None` = nothing, or not any more."""
+        place = await self._index.find(job_id)
+        if place is None:
+            return None
+        found = await self._call(place)(b"HGETALL", place.record)
+        return record_of(place, dict(zip(found[::2], found[1::2], strict=True))) if found else None
+
+    async def list(
+        self, tenant: str | None = None, state: str | None = None, after: str = "", count: int = 100
+    ) -> Page:
+        """Returns up to `count` jobs, the newest first, of one tenant and in one state where these are given.
+
+        Args:
+            tenant: Only this one's jobs; `None` = all.
+            state: Only jobs in this state; `None` = all.
+            after: The `Page.after` of the page before.
+            count: How many at most; a page may be shorter though there are more: `Page.after` tells.
+
+        Raises:
+            InvalidRequest: `after` is not what a page said.
+        """
+
+        def fits(record: JobRecord) -> bool:
+            return tenant in (None, record.tenant) and state in (None, record.state)
+
+        return await self._index.page(self._readable, fits, after, count)
+
+    async def unfinished(self, *, model: str | None = None) -> Sequence[JobRecord]:
+        """Returns the jobs that have not ended, of one model or all; those to be served first come first."""
+        return await self._open(await self._index.open_ids(model=model))
+
+    async def states(self, newest: int = 500) -> Mapping[str, int]:
+        """Counts jobs by state: all that have not ended, and of the newest so many those that have."""
+        return await self._index.states(newest)
+
+    async def open_rows(self) -> Sequence[OpenRows]:
+        """Returns of each job that has not ended what it has yet to do; in a few round trips."""
+        return await self._index.open_rows()
+
+    async def models(self) -> Sequence[tuple[str, int]]:
+        """Returns the models, with their partitions, that may have jobs which have not ended."""
+        return await self._index.models()
+
+    async def overdue(self) -> Sequence[JobRecord]:
+        """Returns the jobs that have not ended though their deadline has passed."""
+        return await self._open(await self._index.open_ids(due_at=self._clock.now_s()))
+
+    async def move(self, job_id: str, expected: Collection[str], state: str, **change: Unpack[Change]) -> bool:
+        """Changes a job's state if it is one of those expected; False otherwise, or when it is unknown.
+
+        From `running` it becomes `finalizing` only if none of its shards waits or is in hand.
+
+        A state that ends it also sets `ended_at`, begins `kept_s`, and has its webhook told. From `running` a job is
+        ended by `stop`, which takes its shards back.
+
+        Args:
+            job_id: The job.
+            expected: The states that it may have.
+            state: Its new state; it may be the old one, to change nothing but fields.
+            change: Fields of the record to be set with it.
+        """
+        place = await self._index.find(job_id)
+        if place is None:
+            return False
+        reopens = state not in ENDED and (not ENDED.isdisjoint(expected) or "deadline_at" in change)
+        if reopens:  # before, so that no job is without; and after, for somebody may see it ended, and close it
+            await self._reopen(place)
+        moved = await job_scripts.move(self._call(place), place, expected, state, change)
+        if reopens:
+            await self._reopen(place)
+        elif moved and state in ENDED:
+            await self._index.close(job_id)
+        return moved
+
+    async def plan(
+        self, job_id: str, shards: Sequence[tuple[int, bytes]], rows: int = 0, *, complete: bool = False
+    ) -> bool:
+        """Adds shards, index and frame, to what is to be run; for many, call it again and again.
+
+        Shards that succeeded before or are in the lane are left out; the outcome of one that failed is forgotten.
+
+        Args:
+            job_id: The job.
+            shards: Some of its shards, or none.
+            rows: With `complete`: how many rows the job has.
+            complete: They were the last: the job becomes `running`. A notice is left, so that its lane is filled.
+
+        Returns:
+            False when the job is not `planning`: nothing was done.
+        """
+        return await self._plan(job_id, shards, rows if complete else None, is_last=complete)
+
+    async def requeue(
+        self,
+        job_id: str,
+        shards: Sequence[tuple[int, bytes]],
+        *,
+        expected: Collection[str] = (PLANNING, RUNNING, FINALIZING, "failed", "cancelled", "expired"),
+        deadline_at: float | None = None,
+    ) -> bool:
+        """Has shards run though they may have been settled, and their job with them; the counts follow.
+
+        For a job to be resumed, a part that is broken, and a shard that is `missing`. While they are added the job is
+        `planning`: where the caller dies meanwhile, it is to be planned again.
+
+        Args:
+            job_id: The job.
+            shards: Index and frame of each; none = those that wait, if any.
+            expected: The states that the job may have.
+            deadline_at: Its new deadline, 0 = none; `None` = as it was.
+
+        Returns:
+            False when the job has another state, or is unknown: nothing was done.
+        """
+        change: Change = {} if deadline_at is None else {"deadline_at": deadline_at}
+        if not await self.move(job_id, expected, PLANNING, **change):
+            return False
+        return await self._plan(job_id, shards, None, is_last=True, is_forced=True)
+
+    async def advance(self, job_id: str, *, workers: int = 1) -> Standing | None:
+        """Fills the lane of one job, and tells where it stands; from now on its next notice is a new one.
+
+        Args:
+            job_id: The job.
+            workers: How many workers live for its model version, at least one is reckoned with; counts where the job
+                has no `max_parallel`.
+
+        Returns:
+            `None` when the job is unknown.
+        """
+        record = await self.get(job_id)
+        return None if record is None else await job_scripts.top_up(self._call(Place.of(record)), record, workers)
+
+    async def finish_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome) -> bool:
+        """Ends a shard: removes its entry in any case, and records the outcome if it is the first and the job lives.
+
+        Returns:
+            False when another has ended it, or the job is over or unknown: nothing was counted.
+        """
+        return await job_scripts.finish(self._of(lease), job_id, lease, outcome)
+
+    async def bury_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome, code: str) -> bool:
+        """As `finish_shard`, for a shard that is given up: its entry goes to the dead letters, in the same step.
+
+        Args:
+            job_id: The job; also the dead letter's request id.
+            lease: The shard; its owner must still be this one.
+            outcome: Its outcome; `error` is also the dead letter's reason.
+            code: The dead letter's error code.
+
+        Returns:
+            False when the entry is gone or another's: nothing was done.
+        """
+        return await job_scripts.bury(self._of(lease), job_id, lease, outcome, code)
+
+    async def drop_shard(self, job_id: str, lease: Lease, index: int) -> None:
+        """Removes a shard's entry without an outcome; if its job wants it (again), it waits in `todo` as before."""
+        await job_scripts.drop(self._of(lease), job_id, lease, index)
+
+    async def outcomes(self, job_id: str) -> dict[int, ShardOutcome]:
+        """Returns the outcomes of a job's settled shards by index."""
+        place = await self._index.find(job_id)
+        found: dict[int, ShardOutcome] = {}
+        cursor = b"0"
+        while place is not None:
+            words = (b"HSCAN", place.part("outcomes"), cursor, b"COUNT", _SCAN_COUNT)
+            cursor, pairs = await self._call(place)(*words)
+            for index, text in zip(pairs[::2], pairs[1::2], strict=True):
+                found[int(index)] = outcome_of(index, text)
+            if cursor == b"0":
+                break
+        return found
+
+    async def missing(self, job_id: str) -> Sequence[int]:
+        """Returns which shards should be in the lane and are not: their stream was deleted. They are to be requeued."""
+        record = await self.get(job_id)
+        return () if record is None else await job_scripts.missing(self._call(Place.of(record)), record)
+
+    async def note(self, job_id: str, text: str) -> None:
+        """Adds a line to a job's log; the oldest of more than `MAX_LOG_LINES` go. An unknown job has no log."""
+        place = await self._index.find(job_id)
+        if place is not None:
+            await job_scripts.note(self._call(place), place, text)
+
+    async def log(self, job_id: str) -> Sequence[LogLine]:
+        """Returns a job's log, the oldest line first."""
+        place = await self._index.find(job_id)
+        if place is None:
+            return ()
+        return [line_of(text) for text in await self._call(place)(b"LRANGE", place.part("log"), 0, -1)]
+
+    async def stop(self, job_id: str, state: str, *, error: str = "", in_hand: bool = False) -> bool:
+        """Stops a job that has not ended: takes what waits of it out of `todo` and lane, in bounded steps.
+
+        Repeat it when it fails: it goes on where it stopped. A notice is left when nothing of the job is in the lane.
+
+        Args:
+            job_id: The job.
+            state: Its new state: `cancelling`, or one that ends it.
+            error: Why it ended, for its record and log.
+            in_hand: Take back what workers hold, too: they learn it at their next renewal.
+
+        Returns:
+            False when the job had ended in another state, or is unknown: nothing was done.
+        """
+        record = await self.get(job_id)
+        if record is None:
+            return False
+        place = Place.of(record)
+        if not await job_scripts.stop(self._call(place), place, state, error):
+            return False
+        held = await self._call(place)(b"HGETALL", place.part("in_lane"))
+        for start in range(0, max(1, len(held)), 2 * TOP_UP_COUNT):
+            part = held[start : start + 2 * TOP_UP_COUNT]
+            await job_scripts.withdraw(self._call(place), record, part, in_hand=in_hand)
+        if state in ENDED:
+            await self._index.close(job_id)
+        return True
+
+    async def delete(self, job_id: str) -> bool:
+        """Forgets a job that has ended, or whose time was over; False when it has not ended, or is unknown."""
+        place = await self._index.find(job_id)
+        if place is None:
+            return False
+        deleted = await job_scripts.delete(self._call(place), place)
+        if deleted is not False:
+            await self._index.remove(job_id)
+        return bool(deleted)
+
+    async def is_wanted(self, job_id: str) -> bool:
+        """Tells whether a shard of the job is worth being run: it is `running`, or about to be again."""
+        return await self._field(job_id, b"state") in {RUNNING.encode(), PLANNING.encode()}
+
+    async def wait_for_change(self, job_id: str, since: int, timeout_s: float) -> JobRecord | None:
+        """Waits until a job's `revision` is above `since`, and returns its record then, or after the timeout.
+
+        Redis is asked twice a second: a waiter costs two short reads a second, and sees a change so late.
+
+        Returns:
+            `None` when the job is unknown.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        while True:
+            revision = await self._field(job_id, b"revision")
+            left_s = until_s - loop.time()
+            if revision is None or int(revision) > since or left_s <= 0:
+                return await self.get(job_id)
+            await asyncio.sleep(min(POLL_S, left_s))
+
+    async def _plan(
+        self,
+        job_id: str,
+        shards: Sequence[tuple[int, bytes]],
+        rows: int | None,
+        *,
+        is_last: bool,
+        is_forced: bool = False,
+    ) -> bool:
+        record = await self.get(job_id)
+        if record is None:
+            return False
+        call = self._call(Place.of(record))
+        parts = list(_parts(shards))
+        for number, part in enumerate(parts, 1):
+            last = is_last and number == len(parts)
+            of_last = rows if last else None
+            if not await job_scripts.plan(call, record, part, rows=of_last, is_last=last, is_forced=is_forced):
+                return False
+        return True
+
+    async def _open(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
+        """Returns the jobs that have not ended; the others leave the index of open ones."""
+        found = await asyncio.gather(*map(self._readable, job_ids))
+        records = [record for record in found if not isinstance(record, NewerVersion)]
+        for job_id, record in zip(job_ids, found, strict=True):
+            if record is None:
+                await self._index.forget(job_id)
+            elif isinstance(record, JobRecord) and record.is_over:
+                await self._index.close(job_id)
+                again = await self.get(job_id)
+                if again is not None and not again.is_over:  # it was resumed in this moment
+                    await self._index.open(job_id, again.deadline_at)
+        return sorted((record for record in records if record is not None and not record.is_over), key=service_order)
+
+    async def _readable(self, job_id: str) -> JobRecord | NewerVersion | None:
+        """Returns what is known of a job, one of many: that it is a newer qinfer's hides no other."""
+        try:
+            return await self.get(job_id)
+        except NewerVersion as error:
+            skip(job_id, error)
+            return error
+
+    async def _reopen(self, place: Place) -> None:
+        """Notes the deadline of a job that has not ended, or goes on."""
+        deadline_ms = await self._call(place)(b"HGET", place.record, b"deadline_at")
+        await self._index.open(place.job_id, int(deadline_ms or 0) / 1000)
+
+    async def _field(self, job_id: str, name: bytes) -> bytes | None:
+        place = await self._index.find(job_id)
+        return None if place is None else await self._call(place)(b"HGET", place.record, name)
+
+    def _of(self, lease: Lease) -> Call:
+        return partial(self._router.call, keys.lane_slot(lease.entry.lane))
+
+    def _call(self, place: Place) -> Call:
+        return partial(self._router.call, keys.slot(place.record))
+
+
+def _parts(shards: Sequence[tuple[int, bytes]]) -> Iterator[Sequence[tuple[int, bytes]]]:
+    """Cuts shards into groups of which each is put away in one step; there is at least one."""
+    part: list[tuple[int, bytes]] = []
+    size = 0
+    for shard in shards:
+        if part and (len(part) == TOP_UP_COUNT or size + len(shard[1]) > _STEP_BYTES):
+            yield part
+            part, size = [], 0
+        part.append(shard)
+        size += len(shard[1])
+    yield part

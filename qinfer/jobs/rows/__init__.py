@@ -1,0 +1,1 @@
+"""Input files of bulk jobs: listed, opened, and read as rows in bounded memory."""

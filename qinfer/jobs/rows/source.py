@@ -1,0 +1,264 @@
+"""The inputs of a job: which files its URLs and patterns name, and what their footers say."""
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO, Literal, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from qinfer.errors import InvalidRequest, StoreUnavailable
+from qinfer.jobs.job import InputFormat
+from qinfer.jobs.rows import text_rows
+from qinfer.jobs.rows.arrow_footer import batch_rows
+from qinfer.jobs.rows.text_types import NOTHING_WANTED, TextTypes, check_key
+from qinfer.jobs.shards import MAX_FILES
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Stat
+
+FileFormat = Literal["parquet", "arrow", "csv", "jsonl"]
+
+_EXTENSIONS: dict[str, FileFormat] = {
+    "parquet": "parquet", "pq": "parquet", "parq": "parquet",
+    "arrow": "arrow", "feather": "arrow", "ipc": "arrow",
+    "csv": "csv",
+    "jsonl": "jsonl", "ndjson": "jsonl",
+}  # fmt: skip
+_THREADS = 16
+_SMALL_BATCH_BYTES = 256 * 1024
+_REASON_CHARACTERS = 200
+_TOO_MANY = f"the inputs are more than {MAX_FILES} files, which is the most; make several jobs"
+_HIDDEN = "(?![._])"  # as all who read a folder do: `_SUCCESS`, `.part-0.crc`
+
+
+class Footer(NamedTuple):
+    """What a file says of itself.
+
+    Attributes:
+        schema: Its columns; none where a CSV or JSON lines file is empty.
+        rows: Its rows.
+        groups: The rows of each row group (Parquet) or record batch (Arrow); `None` = the format has none.
+    """
+
+    schema: pa.Schema
+    rows: int
+    groups: tuple[int, ...] | None
+
+
+def find_files(inputs: Sequence[str], *, enough: int = MAX_FILES + 1, within_s: float = math.inf) -> list[Stat]:
+    """Lists the files of a job; it looks at several URLs at once.
+
+    `*` stands for any part of a name, `**` for any folders, `[0-9]` for one of some characters; names that begin with
+    `_` or `.` are matched only by patterns that begin so.
+
+    Args:
+        inputs: URLs of files and patterns, each in its one spelling.
+        enough: No more of a folder is looked at when its patterns have so many files, and each at least one.
+        within_s: Seconds that looking at folders may take.
+
+    Returns:
+        The files: inputs in their order, those of one pattern sorted. A file that several name is there once.
+
+    Raises:
+        InvalidRequest: A URL or pattern names no file, or there are more than `MAX_FILES`.
+        StoreError: A store can't be read, or not in time.
+    """
+    until_s = time.monotonic() + within_s
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
+        literal = [url for url in inputs if "*" not in url]
+        stats = dict(zip(literal, pool.map(lambda url: store_for(url).stat(url), literal), strict=True))
+        folders: dict[str, dict[str, re.Pattern[str]]] = {}
+        for url in inputs:
+            if _is_pattern(url) and stats.get(url) is None:
+                folder = _folder(url)
+                folders.setdefault(folder, {})[url] = _compiled(url[len(folder) :].lstrip("/"))
+        listings = pool.map(lambda folder: _listing(folder, folders[folder], enough, until_s), folders)
+        matches = {url: files for listing in listings for url, files in listing.items()}
+    found: dict[str, Stat] = {}
+    for url in inputs:
+        stat = stats.get(url)
+        for file in [stat] if stat is not None else matches.get(url) or _none(url):
+            found.setdefault(file.url, file)
+    if len(found) > MAX_FILES:
+        raise InvalidRequest(_TOO_MANY)
+    return list(found.values())
+
+
+def format_of(url: str, input_format: InputFormat) -> FileFormat:
+    """Returns the format of a file: the one that the job names, else that of its extension.
+
+    Raises:
+        InvalidRequest: Neither tells.
+    """
+    if input_format:
+        return input_format
+    extension = url.rpartition("/")[2].rpartition(".")[2].lower()
+    if extension not in _EXTENSIONS:
+        raise InvalidRequest(
+            f"the extension of '{url}' is that of no format; set 'input_format' to parquet, arrow, csv or jsonl"
+        )
+    return _EXTENSIONS[extension]
+
+
+def read_footer(file: Stat, format_: FileFormat, types: TextTypes = NOTHING_WANTED) -> Footer:
+    """Reads what planning needs of a file; CSV and JSON lines are read to their end.
+
+    Args:
+        file: The file.
+        format_: What it is.
+        types: What the job needs of the columns of CSV and JSON lines.
+
+    Raises:
+        InvalidRequest: It is damaged, or not of this format.
+        StoreError: It can't be read.
+    """
+    return _read(file, format_, types, rows=True)
+
+
+def read_schema(file: Stat, format_: FileFormat, types: TextTypes = NOTHING_WANTED) -> pa.Schema:
+    """Reads a file's columns, of CSV and JSON lines those of the first block; an empty one has none.
+
+    Args:
+        file: The file.
+        format_: What it is.
+        types: What the job needs of the columns of CSV and JSON lines.
+
+    Raises:
+        InvalidRequest: It is damaged, or not of this format.
+        StoreError: It can't be read.
+    """
+    return _read(file, format_, types, rows=False).schema
+
+
+def _read(file: Stat, format_: FileFormat, types: TextTypes, *, rows: bool) -> Footer:
+    if not file.size_bytes:
+        if format_ in ("csv", "jsonl"):
+            return Footer(pa.schema([]), 0, None)
+        raise InvalidRequest(f"'{file.url}' is empty, without even the footer of {format_} files; remove it")
+    try:
+        with store_for(file.url).open(file.url, sequential=_sequential(format_, rows=rows)) as content:
+            if format_ == "parquet":
+                return _parquet(content)
+            if format_ == "arrow":
+                return _arrow(content, file, rows=rows)
+            footer = _text(content, format_, types, rows=rows)
+    except (pa.ArrowException, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
+        raise InvalidRequest(f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason}") from None
+    check_key(footer.schema, types, file.url)
+    return footer
+
+
+def _sequential(format_: FileFormat, *, rows: bool) -> bool:
+    return rows and format_ in ("csv", "jsonl")
+
+
+def _parquet(content: BinaryIO) -> Footer:
+    with pq.ParquetFile(content) as file:
+        groups = tuple(file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups))
+        return Footer(file.schema_arrow, sum(groups), groups)
+
+
+def _arrow(content: BinaryIO, file: Stat, *, rows: bool) -> Footer:
+    reader = pa.ipc.open_file(content)
+    count = reader.num_record_batches
+    if not rows:
+        return Footer(reader.schema, 0, ())
+    if count and file.size_bytes // count < _SMALL_BATCH_BYTES:  # a request for each would take longer
+        with store_for(file.url).open(file.url, sequential=True) as whole:
+            groups = batch_rows(whole)
+    else:
+        groups = batch_rows(content)
+    return Footer(reader.schema, sum(groups), groups)
+
+
+def _text(content: BinaryIO, format_: Literal["csv", "jsonl"], types: TextTypes, *, rows: bool) -> Footer:
+    if not rows:
+        return Footer(text_rows.text_schema(content, format_, types), 0, None)
+    return Footer(*text_rows.read_through(content, format_, types), None)
+
+
+def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, until_s: float) -> dict[str, list[Stat]]:
+    """Returns the files below a folder that each of some patterns means; no other is kept in memory."""
+    found: dict[str, list[Stat]] = {url: [] for url in patterns}
+    kept = 0
+    for file in store_for(folder).scan(folder):
+        name = file.url[len(folder) :].lstrip("/")
+        for url, pattern in patterns.items():
+            if pattern.fullmatch(name):
+                found[url].append(file)
+                kept += 1
+        if kept > MAX_FILES * len(patterns):
+            raise InvalidRequest(_TOO_MANY)
+        if time.monotonic() > until_s:
+            raise StoreUnavailable(
+                f"looking at all that is below '{folder}' takes too long; name files or folders further down"
+            )
+        if kept >= enough and all(found.values()):
+            break
+    return {url: sorted(files) for url, files in found.items()}
+
+
+def _none(url: str) -> list[Stat]:
+    """Says that a URL or pattern names no file."""
+    if _is_pattern(url):
+        raise InvalidRequest(
+            f"no file matches the input '{url}'; '*' stands for parts of a name and '**' for folders, and names that "
+            "begin with '_' or '.' are left out"
+        )
+    if next(iter(store_for(url).scan(url)), None) is not None:
+        raise InvalidRequest(f"input '{url}' is a folder; name its files, such as {url}/*.parquet")
+    raise InvalidRequest(f"input '{url}' does not exist")
+
+
+def _is_pattern(url: str) -> bool:
+    return "*" in url or "[" in url
+
+
+def _folder(url: str) -> str:
+    """Returns the URL of the last folder before a pattern begins."""
+    scheme, separator, path = url.partition("://")
+    fixed = re.split(r"[*\[]", path, maxsplit=1)[0].rpartition("/")[0]
+    return f"{scheme}{separator}{fixed or '/'}"
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Returns the regular expression of a pattern below its folder.
+
+    What follows a `*` or `**` is looked for once, the first place counts (`(?>…)`): no name takes long to compare.
+    """
+    *folders, last = pattern.split("/")
+    groups = [""]
+    for segment in folders:
+        if segment == "**":
+            groups.append(f"(?:{_HIDDEN}[^/]+/)*?")
+        else:
+            groups[-1] += f"{_name(segment)}/"
+    groups[-1] += f"(?:{_HIDDEN}[^/]+/)*{_HIDDEN}[^/]+" if last == "**" else f"{_name(last)}\\Z"
+    try:
+        return re.compile("".join(f"(?>{group})" for group in groups))
+    except re.error:
+        raise InvalidRequest(f"'{pattern}' of the inputs is no pattern; write such as [0-9], or * instead") from None
+
+
+def _name(segment: str) -> str:
+    """Returns the regular expression of one part of a pattern."""
+    hidden = "" if segment[0] in "._" else _HIDDEN
+    pieces = [""]
+    for token in re.findall(r"\*+|\[!?[^\]]+\]|.", segment):
+        if token.startswith("*"):
+            pieces.append("")
+        elif len(token) > 1:
+            negated = token[1] == "!"
+            inside = re.escape(token[2 if negated else 1 : -1]).replace(r"\-", "-")
+            pieces[-1] += f"[{'^/' if negated else ''}{inside}]"
+        else:
+            pieces[-1] += re.escape(token)
+    first, *others = pieces
+    if not others:
+        return hidden + first
+    between = "".join(f"(?>[^/]*?{piece})" for piece in others[:-1])
+    return f"{hidden}{first}{between}[^/]*{others[-1]}"

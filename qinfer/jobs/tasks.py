@@ -1,0 +1,192 @@
+"""The producer's side of the bulk tasks: sends them by name to Celery's queue (DESIGN.md §6).
+
+Celery plans, finishes and looks after jobs; the rows never pass through it. It needs a Redis without a cluster, that of
+`redis.url` or one of its own. Its libraries are loaded at the first task: a gateway without jobs does not pay for them.
+"""
+
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
+
+from redis.connection import parse_url
+
+from qinfer.core.settings import Settings
+from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.queue.address import Sentinels, parse_place
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+QUEUE = "qinfer-bulk"
+"""The queue of all tasks."""
+PLAN, FINALISE, SWEEP = "qinfer.bulk.plan", "qinfer.bulk.finalise", "qinfer.bulk.sweep"
+"""The names of the tasks."""
+
+_VARIABLE = "QINFER_BULK__BROKER_URL"
+_UNUSED = {"connection_class", "host", "port", "path", "db", "username", "password"}
+
+
+class Broker(NamedTuple):
+    """Where Celery's tasks are, in kombu's words.
+
+    Attributes:
+        url: The broker's URL; holds the password.
+        transport: Transport options: which primary to ask Sentinels for, timeouts.
+        tls: How to encrypt, as redis-py names it; empty = in the clear.
+    """
+
+    url: str
+    transport: dict[str, Any]
+    tls: dict[str, Any]
+
+
+def broker_of(settings: Settings) -> Broker:
+    """Returns the broker that is set: `bulk.broker_url`, else the Redis of `redis.url`.
+
+    Raises:
+        SettingsError: It can't be read, or is a cluster, which Celery can't use.
+    """
+    given = settings.bulk.broker_url.get_secret_value()
+    if not given and settings.redis.cluster:
+        raise SettingsError(f"{_VARIABLE} is not set: Celery needs a Redis that is no cluster; give its URL there")
+    try:
+        place = parse_place(given or settings.redis.url.get_secret_value())
+    except SettingsError as error:
+        raise SettingsError(error.message.replace("QINFER_REDIS__URL", _VARIABLE) if given else error.message) from None
+    if isinstance(place, Sentinels):
+        return _sentinels(place, settings)
+    fields = dict(parse_url(given or settings.redis.url.get_secret_value()))  # type: ignore[no-untyped-call]
+    login = _login(fields)
+    if path := str(fields.get("path", "")):
+        return Broker(f"redis+socket://{login}{quote(path)}?virtual_host={place.db}", {}, {})
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    return Broker(f"redis://{login}{host}:{place.port}/{place.db}", {}, _tls(fields) if place.tls else {})
+
+
+class BulkTasks:
+    """Sends tasks; blocking, for threads, of which any number may use it.
+
+    Args:
+        settings: Where the broker is, and how long it may take.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._app: Celery | None = None
+
+    def check(self) -> None:
+        """Says whether tasks can be sent at all, without sending one.
+
+        Raises:
+            SettingsError: The broker is not set, or Celery is not installed.
+        """
+        broker_of(self._settings)
+        self._producer()
+
+    def plan(self, job_id: str) -> None:
+        """Has a job planned, or planned again where it was resumed.
+
+        Raises:
+            BrokerUnavailable: It may have been sent all the same; a task twice is no harm.
+            SettingsError: As `check`.
+        """
+        self._send(PLAN, job_id)
+
+    def finalise(self, job_id: str) -> None:
+        """Has a job finished whose shards are all settled; raises as `plan`."""
+        self._send(FINALISE, job_id)
+
+    def waiting(self) -> int:
+        """Returns how many tasks wait that no bulk worker has taken.
+
+        Raises:
+            BrokerUnavailable: It can't be asked.
+        """
+        from kombu.exceptions import ChannelError, KombuError
+        from redis.exceptions import RedisError
+
+        try:
+            with closing(self._producer().connection_for_read()) as connection:
+                answer = connection.channel().queue_declare(QUEUE, passive=True)
+        except ChannelError:  # a queue without tasks is not there
+            return 0
+        except (KombuError, RedisError, OSError):
+            raise BrokerUnavailable("the queue of the bulk tasks can't be reached; try again") from None
+        return int(answer.message_count)
+
+    def close(self) -> None:
+        """Closes the connections."""
+        with self._lock:
+            app, self._app = self._app, None
+        if app is not None:
+            app.close()
+
+    def _send(self, name: str, job_id: str) -> None:
+        from kombu.exceptions import KombuError
+        from redis.exceptions import RedisError
+
+        app = self._producer()
+        patience_s = self._settings.redis.connect_timeout_s / 4
+        began_s = time.monotonic()
+        for is_last in (False, True):
+            try:
+                app.send_task(name, (job_id,), queue=QUEUE, ignore_result=True, retry=False)
+            except (KombuError, RedisError, OSError):  # their texts name hosts
+                if is_last or time.monotonic() - began_s > patience_s:
+                    raise BrokerUnavailable("the queue of the bulk tasks can't be reached; try again") from None
+            else:
+                return  # else the connection had died since the last task, and a new one was not tried yet
+
+    def _producer(self) -> "Celery":
+        with self._lock:
+            if self._app is None:
+                self._app = _producer(self._settings)
+            return self._app
+
+
+def _producer(settings: Settings) -> "Celery":
+    broker = broker_of(settings)
+    try:
+        from celery import Celery
+    except ImportError:
+        raise SettingsError("bulk jobs need Celery: pip install 'qinfer-ml[bulk]'") from None
+    half_s = settings.redis.connect_timeout_s / 2  # to connect, and to be answered
+    app = Celery("qinfer", set_as_current=False, broker=broker.url)
+    app.conf.update(
+        task_serializer="json",
+        accept_content=["json"],
+        broker_connection_timeout=half_s,
+        broker_use_ssl=broker.tls or None,
+        broker_transport_options=broker.transport
+        | {"socket_connect_timeout": half_s, "socket_timeout": half_s, "socket_keepalive": True, "max_retries": 0},
+        task_default_queue=QUEUE,
+        task_ignore_result=True,
+    )
+    return app
+
+
+def _sentinels(place: Sentinels, settings: Settings) -> Broker:
+    login = _login(place.options)
+    hosts = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in place.places]
+    tls = _tls(place.options) if place.node.tls else {}
+    encrypted: dict[str, Any] = {"ssl": True, **tls} if tls else {}
+    each_s = settings.redis.connect_timeout_s / (2 * len(hosts))
+    asking: dict[str, Any] = {"socket_connect_timeout": each_s, "socket_timeout": each_s}
+    if password := settings.redis.sentinel_password.get_secret_value():
+        asking["password"] = password
+    url = ";".join(f"sentinel://{login}{host}/{place.node.db}" for host in hosts)
+    return Broker(url, {"master_name": place.service, "sentinel_kwargs": asking | encrypted}, tls)
+
+
+def _login(fields: dict[str, Any]) -> str:
+    username, password = (quote(str(fields.get(name) or ""), safe="") for name in ("username", "password"))
+    return f"{username}:{password}@" if password else f"{username}@" if username else ""
+
+
+def _tls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the `ssl_…` options of a URL; kombu takes encryption from there being any."""
+    given = {name: value for name, value in fields.items() if name not in _UNUSED and name.startswith("ssl_")}
+    return {"ssl_cert_reqs": "required"} | given

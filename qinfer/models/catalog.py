@@ -1,0 +1,303 @@
+"""What a client of the queue knows of the models: a view of the control store that is rebuilt off the request path.
+
+Gateways are such clients, and workers whose models call others.
+
+`refresh` reads the store and replaces the view whole; requests only look things up in it. When the store can't be
+reached the last view serves on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
+from qinfer.models.config.config import from_json, to_spec
+from qinfer.models.readiness import Capacity, ModelStatus, assess, capacity_of
+from qinfer.models.routes import Routes, lanes_of
+from qinfer.models.spec import ModelSpec
+from qinfer.models.state import ControlStore, StoredModel, WorkerRecord
+from qinfer.queue.base import Lane
+
+logger = logging.getLogger(__name__)
+
+_REFRESH_S = 2.0  # how late the end of a worker that died silently is noticed, after its record's TTL
+_RETRY_S = 1.0
+_UNKNOWN = Capacity()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A model version that can be asked, as the request path needs it.
+
+    Attributes:
+        spec: The model's configuration.
+        version: The version.
+        generation: The generation that `spec` belongs to; a worker that has another one checks requests again.
+        lane: Where requests of the default level go: all of them, where the routes are plain.
+        routes: Where requests of other levels go, and how they wait.
+    """
+
+    spec: ModelSpec
+    version: int
+    generation: int
+    lane: Lane
+    routes: Routes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    served: Mapping[tuple[str, int], Served] = field(default_factory=dict)
+    accepting: Mapping[tuple[str, int], Served] = field(default_factory=dict)
+    capacities: Mapping[tuple[str, int], Capacity] = field(default_factory=dict)
+    known: tuple[str, ...] = ()
+    statuses: Mapping[str, ModelStatus] = field(default_factory=dict)
+    stored: Mapping[str, StoredModel] = field(default_factory=dict)
+    workers: tuple[WorkerRecord, ...] = ()
+
+
+class Catalog:
+    """The models that can be asked.
+
+    Args:
+        store: Where the state is kept.
+        limits: Timeouts for models that set none.
+    """
+
+    def __init__(self, store: ControlStore, limits: LimitSettings) -> None:
+        self._store = store
+        self._limits = limits
+        self._view = _View()
+        self._refreshed = False
+        self._refreshing = asyncio.Lock()
+        self._specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
+
+    async def refresh(self) -> None:
+        """Reads the store and replaces the view.
+
+        Raises:
+            BrokerUnavailable: The store can't be reached; the view stays as it was.
+        """
+        async with self._refreshing:  # of two the later one must not be overtaken
+            workers = tuple(await self._store.workers())  # first: they must not be ahead of the configurations
+            desired = await self._store.desired()
+            stored = await self._store.models(sorted(desired))
+            statuses = assess(desired, stored, workers)
+            capacities = await self._capacities(statuses, workers)
+            served, accepting = self._serve(statuses, stored)
+            _log_changes(self._view.statuses, statuses)
+            self._view = _View(
+                served=served,
+                accepting=accepting,
+                capacities=capacities,
+                known=tuple(sorted(desired)),
+                statuses=statuses,
+                stored=stored,
+                workers=workers,
+            )
+            self._refreshed = True
+
+    async def run(self) -> None:
+        """Keeps the view current until cancelled: refreshes when woken, and every few seconds."""
+        reachable = True
+        while True:
+            try:
+                await self._store.wait(_REFRESH_S)
+                await self.refresh()
+            except BrokerUnavailable as error:
+                if reachable:
+                    logger.warning("control store unreachable, serving the last view", extra={"error": error.message})
+                reachable = False
+                await asyncio.sleep(_RETRY_S)  # nothing can wake us while the store is away
+                continue
+            if not reachable:
+                logger.info("control store reachable again")
+            reachable = True
+
+    def resolve(self, model: str, version: int) -> Served:
+        """Returns the version to ask; 0 = the highest READY one.
+
+        Raises:
+            ModelNotFound: No such model or version, or none is READY when no version was named (reference §1.3).
+            ModelNotReady: The version is known, and no live worker has loaded it.
+        """
+        served = self._view.served.get((model, version))
+        if served is None:
+            raise self._refusal(model, version)
+        return served
+
+    def accepting(self, model: str, version: int) -> Served:
+        """As `resolve`, for requests that may wait: a version will do that no live worker has loaded yet.
+
+        Version 0 is the highest READY one, or else the highest that can be loaded.
+
+        Raises:
+            ModelNotFound: No such model or version.
+            ModelNotReady: It can't be loaded: its configuration is wrong, or every live worker has failed to.
+        """
+        view = self._view
+        served = view.served.get((model, version)) or view.accepting.get((model, version))
+        if served is None:
+            raise self._refusal(model, version)
+        return served
+
+    def capacity(self, model: str, version: int) -> Capacity:
+        """Returns how fast a version is executed by the live workers, or would be by one that is to start."""
+        return self._view.capacities.get((model, version), _UNKNOWN)
+
+    def known(self) -> tuple[str, ...]:
+        """Returns the names of all models, those that were unloaded too: requests may be left of them."""
+        return self._view.known
+
+    def status(self, model: str) -> ModelStatus:
+        """Returns the state of a model's versions.
+
+        Raises:
+            ModelNotFound: No such model.
+        """
+        status = self._view.statuses.get(model)
+        if status is None:
+            raise self._refusal(model, 0)
+        return status
+
+    def ready_versions(self, model: str) -> tuple[int, ...]:
+        """Returns the READY versions of a model, ascending; none for an unknown model."""
+        status = self._view.statuses.get(model)
+        return () if status is None else status.ready_versions
+
+    def readiness(self) -> dict[tuple[str, int], bool]:
+        """Returns (model, version) → whether it is READY, for every version that should be loaded."""
+        return {
+            (model, version): version in status.ready_versions
+            for model, status in self._view.statuses.items()
+            for version in status.versions
+        }
+
+    def unloaded(self) -> list[tuple[str, int]]:
+        """Returns (model, version) of models that should not be loaded: requests may be left of them."""
+        view = self._view
+        return [
+            (of.model, version)
+            for of in view.stored.values()
+            if of.model not in view.statuses
+            for version in of.versions
+        ]
+
+    def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
+        """Returns all online lanes of a version, in the order in which they are read."""
+        known = self._specs.get(model)
+        return (Lane(model, version),) if known is None else lanes_of(known[1], version)
+
+    def config_json(self, model: str, version: int) -> str:
+        """Returns a model's normalised configuration as `GET …/config` shows it.
+
+        Raises:
+            ModelNotFound: As `resolve`.
+            ModelNotReady: As `resolve`.
+        """
+        self.resolve(model, version)
+        return self._specs[model][0].config
+
+    def is_server_ready(self) -> bool:
+        """Tells whether the store was read and every model is READY: Triton's strict readiness (reference §1.3)."""
+        return self._refreshed and all(status.is_ready for status in self._view.statuses.values())
+
+    def workers(self) -> list[WorkerRecord]:
+        """Returns the workers that were live at the last refresh."""
+        return list(self._view.workers)
+
+    def _serve(
+        self, statuses: Mapping[str, ModelStatus], stored: Mapping[str, StoredModel]
+    ) -> tuple[dict[tuple[str, int], Served], dict[tuple[str, int], Served]]:
+        """Returns what can be asked, and what accepts requests that may wait."""
+        served: dict[tuple[str, int], Served] = {}
+        accepting: dict[tuple[str, int], Served] = {}
+        specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
+        for model, status in statuses.items():
+            spec = self._spec(stored.get(model))
+            if spec is None:
+                served.update(self._still_served(status))
+                if model in self._specs:
+                    specs[model] = self._specs[model]
+                continue
+            specs[model] = (stored[model], spec)
+            newest = stored[model].generation
+            for version in status.ready_versions:  # ascending: the last one answers requests without a version
+                generation = status.versions[version].generation
+                last = self._view.served.get((model, version))
+                if last is None or last.generation != generation:  # else the spec of a reload's old generation stays
+                    last = _served(spec, version, newest)
+                served[model, version] = served[model, 0] = last
+            for version in status.loadable_versions:
+                last = self._view.accepting.get((model, version))
+                if last is None or last.generation != newest:
+                    last = _served(spec, version, newest)
+                accepting[model, version] = accepting[model, 0] = last
+        self._specs = specs
+        return served, accepting
+
+    def _still_served(self, status: ModelStatus) -> dict[tuple[str, int], Served]:
+        """Returns what is served on of a model whose new configuration is not complete yet, or can't be used."""
+        kept: dict[tuple[str, int], Served] = {}
+        for version in status.ready_versions:
+            last = self._view.served.get((status.model, version))
+            if last is not None and last.generation == status.versions[version].generation:
+                kept[status.model, version] = kept[status.model, 0] = last
+        return kept
+
+    async def _capacities(
+        self, statuses: Mapping[str, ModelStatus], workers: tuple[WorkerRecord, ...]
+    ) -> dict[tuple[str, int], Capacity]:
+        """Sums up what the live workers measured; what is stored is read only for versions that none of them has."""
+        versions = [(model, version) for model, status in statuses.items() for version in status.versions]
+        capacities = {key: capacity_of(workers, *key) for key in versions}
+        speeds = await self._store.speeds([key for key, capacity in capacities.items() if not capacity.workers])
+        for key, speed in speeds.items():
+            capacities[key] = Capacity(speed.rps, speed.load_s or self._limits.cold_start_s)
+        return capacities
+
+    def _spec(self, stored: StoredModel | None) -> ModelSpec | None:
+        if stored is None or stored.error or stored.pending:
+            return None
+        known = self._specs.get(stored.model)
+        if known is not None and known[0] == stored:
+            return known[1]
+        try:
+            return to_spec(from_json(stored.config), self._limits, stored.labels)
+        except QinferError as error:  # written by a newer qinfer: one model must not take the others down
+            logger.error("stored configuration unusable", extra={"model": stored.model, "error": error.message})
+            return None
+
+    def _refusal(self, model: str, version: int) -> ModelNotFound | ModelNotReady:
+        who = f"Request for unknown model: '{model}'"
+        status, stored = self._view.statuses.get(model), self._view.stored.get(model)
+        if status is None and stored is None:
+            return ModelNotFound(f"{who} version {version} is not found" if version else f"{who} is not found")
+        if not version:
+            return ModelNotFound(f"{who} has no available versions")
+        known = status.versions if status is not None else stored.versions if stored is not None else ()
+        if version not in known:
+            return ModelNotFound(f"{who} version {version} is not found")
+        return ModelNotReady(f"{who} version {version} is not at ready state")
+
+
+def _served(spec: ModelSpec, version: int, generation: int) -> Served:
+    routes = Routes(spec, version)
+    return Served(spec=spec, version=version, generation=generation, lane=routes.default.lane, routes=routes)
+
+
+def _log_changes(old: Mapping[str, ModelStatus], new: Mapping[str, ModelStatus]) -> None:
+    """Logs what differs between two views, so that a state is logged once and not at every refresh."""
+    for model, status in new.items():
+        before = old.get(model)
+        if before == status:
+            continue
+        if status.error and (before is None or before.error != status.error):
+            logger.error("model can't be loaded", extra={"model": model, "error": status.error})
+        for version, state in status.versions.items():
+            if before is None or before.versions.get(version) != state:
+                extra = {"model": model, "version": version, "state": state.state.value, "reason": state.reason}
+                logger.info("model version state", extra=extra)
+    for model in old.keys() - new.keys():
+        logger.info("model gone", extra={"model": model})

@@ -1,0 +1,182 @@
+"""What a configuration may not say: the mistakes that Triton refuses, and the settings that qinfer does not offer.
+
+Which settings are refused, and which are only hints, `config_fields` tells.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.fields import REFUSED, is_set
+from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.config.to_spec import KNOWN_PARAMETERS, parameter_problems
+
+_WITHOUT_FILE = {
+    "pytorch": "a PyTorch file does not tell it: write it into config.pbtxt",
+    "tensorrt": "a plan tells it only to TensorRT on its GPU: write it into config.pbtxt",
+    "python": "model.py has no auto_complete_config to tell it: write it into config.pbtxt",
+}
+"""Why inputs and outputs can't be completed from the file of a backend."""
+
+_MAX_INSTANCES = 1024
+
+
+def check(config: ModelConfig) -> None:
+    """Refuses a configuration that can't be served as it says.
+
+    Raises:
+        ModelLoadFailed: With every problem found.
+    """
+    problems = [
+        *_refused(config),
+        *_batching_problems(config),
+        *_queue_problems(config),
+        *_tensor_problems(config, "input", config.input),
+        *_tensor_problems(config, "output", config.output),
+        *_instance_problems(config),
+        *_file_problems(config),
+        *_version_problems(config),
+        *_warmup_problems(config),
+        *parameter_problems(config, KNOWN_PARAMETERS),
+    ]
+    if problems:
+        raise ModelLoadFailed(f"model '{config.name}': {'; '.join(problems)}")
+
+
+def _refused(config: ModelConfig) -> Iterator[str]:
+    for path, why in REFUSED.items():
+        if is_set(config, path) or (path == "ensemble_scheduling" and config.platform == "ensemble"):
+            yield f"'{path}' is not supported by this server: {why.rstrip('.')}; remove it"
+
+
+def _batching_problems(config: ModelConfig) -> Iterator[str]:
+    if config.max_batch_size < 0:
+        yield f"'max_batch_size' must be non-negative value in model configuration, got {config.max_batch_size}"
+    for size in config.dynamic_batching.preferred_batch_size:
+        if size <= 0:
+            yield f"dynamic batching preferred size must be positive for {config.name}, got {size}"
+        elif size > config.max_batch_size:
+            yield (
+                f"dynamic batching preferred size must be <= max batch size for {config.name}, "
+                f"got {size} > {config.max_batch_size}"
+            )
+
+
+def _queue_problems(config: ModelConfig) -> Iterator[str]:
+    batching = config.dynamic_batching
+    levels, default, name = batching.priority_levels, batching.default_priority_level, config.name
+    policies = batching.priority_queue_policy
+    if levels and not 1 <= default <= levels:
+        yield f"default priority level must be in range [1, {levels}] for {name}, got {default}"
+    for level in sorted(policies) if levels else ():
+        if not 1 <= level <= levels:
+            yield f"priority queue policy must have priority level in range [1, {levels}] for {name}, got {level}"
+    if not batching.preserve_ordering:
+        return
+    if levels > 1:
+        yield f"Only one priority level is allowed when 'preserve_ordering' is true for {name}, got {levels}"
+    if any(_delays(policy) for policy in (batching.default_queue_policy, *policies.values())):
+        yield f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {name}"
+
+
+def _delays(policy: Any) -> bool:
+    delay = model_config_pb2.ModelQueuePolicy.DELAY
+    return bool(policy.default_timeout_microseconds) and policy.timeout_action == delay
+
+
+def _tensor_problems(config: ModelConfig, kind: str, tensors: Any) -> Iterator[str]:
+    if not tensors:
+        why = _WITHOUT_FILE.get(config.backend, "no model file to complete it from")
+        yield f"the configuration has no '{kind}', and {why}"
+    names = [tensor.name for tensor in tensors]
+    for name in sorted({n for n in names if names.count(n) > 1}):
+        yield f"{kind} '{name}' is configured more than once"
+    for tensor in tensors:
+        if not tensor.name:
+            yield f"model {kind} must specify 'name'"
+            continue
+        where = f"model {kind} '{tensor.name}'"
+        if tensor.data_type == model_config_pb2.TYPE_INVALID:
+            yield f"{where} must specify 'data_type'"
+        if not tensor.dims:
+            yield f"{where} must specify 'dims'"
+        if any(dim < 1 and dim != -1 for dim in tensor.dims):
+            yield (
+                f"{where} dimension must be integer >= 1, or -1 to indicate a variable-size dimension, "
+                f"got {list(tensor.dims)}"
+            )
+        if tensor.HasField("reshape"):
+            yield from _reshape_problems(config, where, list(tensor.dims), list(tensor.reshape.shape))
+
+
+def _reshape_problems(config: ModelConfig, where: str, dims: list[int], shape: list[int]) -> Iterator[str]:
+    if not shape and config.max_batch_size == 0:
+        yield f"{where} cannot have empty reshape for non-batching model"
+    elif -1 in dims or any(size < 1 for size in shape):
+        yield f"{where} with 'reshape' must have dims and shape >= 1; variable sizes are not supported with it"
+    elif prod(dims) != prod(shape):
+        yield f"{where} has different size for dims and reshape: {dims} and {shape}"
+
+
+def _instance_problems(config: ModelConfig) -> Iterator[str]:
+    kinds = model_config_pb2.ModelInstanceGroup
+    for group in config.instance_group:
+        where = f"instance group {group.name} of model {config.name}"
+        if not 1 <= group.count <= _MAX_INSTANCES:
+            yield f"{where} must specify 'count' >= 1 and <= {_MAX_INSTANCES}, got {group.count}"
+        if group.kind in (kinds.KIND_CPU, kinds.KIND_MODEL) and group.gpus:
+            yield f"{where} has kind {kinds.Kind.Name(group.kind)} but specifies one or more GPUs"
+        if group.kind == kinds.KIND_GPU and not group.gpus:
+            yield (
+                f"{where} has kind KIND_GPU but no GPUs are available; name them in 'gpus', "
+                "or set QINFER_REPOSITORY__GPUS to how many the workers have"
+            )
+        if any(gpu < 0 for gpu in group.gpus) or len(set(group.gpus)) != len(group.gpus):
+            yield f"{where} must name different GPUs by their numbers from 0, got {list(group.gpus)}"
+    if config.instance_group and all(group.passive for group in config.instance_group):
+        yield f"every instance group of model {config.name} is passive, so that nothing would execute it"
+
+
+def _file_problems(config: ModelConfig) -> Iterator[str]:
+    for setting, path in (
+        ("default_model_filename", config.default_model_filename),
+        *((f"label_filename of output '{output.name}'", output.label_filename) for output in config.output),
+        *(
+            (f"input_data_file of model warmup '{sample.name}'", data.input_data_file)
+            for sample in config.model_warmup
+            for data in sample.inputs.values()
+        ),
+    ):
+        if path and not is_inside(path):
+            yield f"{setting} must be a path within the model's directory, without '..', got '{path}'"
+
+
+def is_inside(path: str) -> bool:
+    """Tells whether a relative path stays within the directory that it starts from."""
+    parts = path.split("/")
+    return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
+
+
+def _version_problems(config: ModelConfig) -> Iterator[str]:
+    policy = config.version_policy
+    if policy.HasField("specific") and not policy.specific.versions:
+        yield "'version_policy.specific' must list at least one version"
+    if policy.HasField("latest") and policy.latest.num_versions == 0:
+        yield "'version_policy.latest.num_versions' must be >= 1"
+
+
+def _warmup_problems(config: ModelConfig) -> Iterator[str]:
+    inputs = {i.name: i for i in config.input}
+    for sample in config.model_warmup:
+        if sample.batch_size > max(config.max_batch_size, 1):
+            yield f"model warmup '{sample.name}' has batch_size {sample.batch_size} > {config.max_batch_size}"
+        missing = [name for name, i in inputs.items() if not i.optional and name not in sample.inputs]
+        if missing:
+            yield f"model warmup '{sample.name}' lacks input(s) {', '.join(missing)}"
+        for name in sorted(sample.inputs):
+            data = sample.inputs[name]
+            if name not in inputs:
+                yield f"model warmup '{sample.name}' has input '{name}', which the model has not"
+            elif data.data_type != inputs[name].data_type or any(dim < 1 for dim in data.dims):
+                yield f"model warmup '{sample.name}' must give input '{name}' the model's data_type and fixed dims"

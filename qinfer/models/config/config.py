@@ -1,0 +1,170 @@
+"""`config.pbtxt`: read, completed, checked, and turned into what the rest of qinfer reads (reference §2.5, §3.2).
+
+parse ──▶ normalise (names and backend, completion from the model file, defaults, check) ──▶ to_json / to_spec
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from google.protobuf import text_format
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.check import check
+from qinfer.models.config.complete import complete
+from qinfer.models.config.dialect import from_json, to_json
+from qinfer.models.config.file_tensors import FileTensors
+from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.config.to_spec import to_spec
+
+__all__ = ["ModelConfig", "from_json", "identify", "normalise", "parse", "place", "to_json", "to_spec"]
+
+
+class _Known(NamedTuple):
+    """A backend, its platform, and the model file that tells it (reference §2.5)."""
+
+    backend: str
+    platform: str
+    file: str
+
+
+_BACKENDS = (
+    _Known("onnxruntime", "onnxruntime_onnx", "model.onnx"),
+    _Known("tensorrt", "tensorrt_plan", "model.plan"),
+    _Known("pytorch", "pytorch_libtorch", "model.pt"),
+    _Known("pytorch", "torch_aoti", "model.pt2"),
+    _Known("openvino", "", "model.xml"),
+    _Known("python", "", "model.py"),
+)
+_BACKEND_OF_PLATFORM = {known.platform: known.backend for known in _BACKENDS if known.platform}
+_ON_GPU = frozenset({"onnxruntime", "pytorch", "tensorrt", "python"})  # what KIND_AUTO puts on a GPU
+
+_CPU_INSTANCES = {"onnxruntime": 2}  # Triton's default for this backend on a CPU; 1 for the others
+
+
+def parse(text: str, source: str = "config.pbtxt") -> ModelConfig:
+    """Parses the text of a `config.pbtxt`, or of another file that is named in messages.
+
+    Raises:
+        ModelLoadFailed: The text is wrong; the message names line and column.
+    """
+    try:
+        return text_format.Parse(text, ModelConfig())
+    except text_format.ParseError as error:
+        line, column = error.GetLine(), error.GetColumn()
+        where = f"{source}, line {line}, column {column}" if line else source
+        reason = str(error).partition(" : ")[2] or str(error)
+        raise ModelLoadFailed(f"{where}: {reason}") from None
+
+
+def normalise(
+    config: ModelConfig,
+    name: str,
+    files: Collection[str] = (),
+    tensors: FileTensors | None = None,
+    gpus: int = 0,
+) -> ModelConfig:
+    """Returns the configuration as Triton would show it: complete, with defaults, and checked.
+
+    Args:
+        config: What `config.pbtxt` says; empty when there is none. It is left as it is.
+        name: The name of the model's directory.
+        files: File names in its version directories, from which a backend that is not named is deduced.
+        tensors: What the model file declares, to complete the configuration from and to compare it with, if known.
+        gpus: GPUs of the installation, for instance groups that name none.
+
+    Raises:
+        ModelLoadFailed: The configuration is incomplete, contradictory, or uses what qinfer does not offer.
+    """
+    normal = identify(config, name, files)
+    if tensors is not None:
+        complete(normal, tensors)
+    _fill_defaults(normal, gpus)
+    check(normal)
+    return normal
+
+
+def identify(config: ModelConfig, name: str, files: Collection[str] = ()) -> ModelConfig:
+    """Returns the configuration with its name, backend, platform and model file name filled in, and nothing else.
+
+    Raises:
+        ModelLoadFailed: The name is another model's, nothing tells the backend, or it contradicts the platform.
+    """
+    normal = ModelConfig()
+    normal.CopyFrom(config)
+    if normal.name not in ("", name):
+        raise ModelLoadFailed(
+            f"unexpected directory name '{name}' for model '{normal.name}', directory name must equal model name"
+        )
+    normal.name = name
+    _fill_backend(normal, files)
+    return normal
+
+
+def _fill_backend(config: ModelConfig, files: Collection[str]) -> None:
+    """Fills backend, platform and model file name from one another, else from the files that are there."""
+    if config.platform == "ensemble":  # has no backend; `check` says what is the matter with it
+        return
+    of_platform = _BACKEND_OF_PLATFORM.get(config.platform)
+    if config.platform and of_platform is None and not config.backend:
+        known = ", ".join(sorted(_BACKEND_OF_PLATFORM))
+        raise ModelLoadFailed(
+            f"unexpected platform type '{config.platform}' for {config.name}; set 'backend', or one of {known}"
+        )
+    if of_platform and config.backend not in ("", of_platform):
+        raise ModelLoadFailed(
+            f"unexpected 'platform' and 'backend' pair, got:{config.platform}, {config.backend}; "
+            f"this platform is run by {of_platform}"
+        )
+    deduced = next((known for known in _BACKENDS if known.file in files), None)
+    if not config.backend and of_platform is None:
+        if deduced is None:
+            expected = ", ".join(known.file for known in _BACKENDS)
+            raise ModelLoadFailed(
+                f"must specify 'platform' or 'backend' for {config.name}; "
+                f"its version directories have none of {expected} to tell it"
+            )
+        config.backend, config.platform, config.default_model_filename = deduced
+        return
+    config.backend = config.backend or of_platform
+    rows = [r for r in _BACKENDS if r.backend == config.backend and config.platform in ("", r.platform)]
+    row = next((r for r in rows if r.file in files), rows[0] if rows else None)
+    if row is not None:
+        config.platform = config.platform or row.platform
+        config.default_model_filename = config.default_model_filename or row.file
+
+
+def _fill_defaults(config: ModelConfig, gpus: int) -> None:
+    """Applies the defaults of reference §2.5."""
+    if config.version_policy.WhichOneof("policy_choice") is None:
+        config.version_policy.latest.num_versions = 1
+    batching = config.dynamic_batching
+    if config.HasField("dynamic_batching") and not batching.preferred_batch_size and config.max_batch_size > 0:
+        batching.preferred_batch_size.append(config.max_batch_size)
+    for pinned in (config.optimization.input_pinned_memory, config.optimization.output_pinned_memory):
+        pinned.enable = True
+    place(config, gpus)
+
+
+def place(config: ModelConfig, gpus: int) -> None:
+    """Fills in the instance groups, in place: names, kinds, GPUs and counts.
+
+    Args:
+        config: As `identify` returned it.
+        gpus: GPUs of the installation, for groups that name none.
+    """
+    if not config.instance_group:
+        config.instance_group.add(name=config.name)
+    for index, group in enumerate(config.instance_group):
+        group.name = group.name or f"{config.name}_{index}"
+        _fill_group(config.backend, group, gpus)
+
+
+def _fill_group(backend: str, group: Any, gpus: int) -> None:
+    kinds = model_config_pb2.ModelInstanceGroup
+    if group.kind == kinds.KIND_AUTO:
+        on_gpu = bool(group.gpus) or (gpus > 0 and backend in _ON_GPU)
+        group.kind = kinds.KIND_GPU if on_gpu else kinds.KIND_CPU
+    if group.kind == kinds.KIND_GPU and not group.gpus:
+        group.gpus.extend(range(gpus))
+    if group.count == 0:
+        group.count = _CPU_INSTANCES.get(backend, 1) if group.kind == kinds.KIND_CPU else 1

@@ -1,0 +1,204 @@
+"""Turns a normalised `ModelConfig` into the `ModelSpec` that gateways and workers read; owns qinfer's parameters."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.dialect import to_json
+from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.spec import (
+    Accelerator,
+    BatchingSpec,
+    Device,
+    InstanceSpec,
+    ModelSpec,
+    QueuePolicy,
+    TensorSpec,
+    WarmupInput,
+    WarmupSpec,
+)
+from qinfer.tensors import CONFIG_DATATYPES
+
+PREFIX = "qinfer."
+DEFAULT_TIMEOUT = "qinfer.default_timeout_s"
+MAX_TIMEOUT = "qinfer.max_timeout_s"
+LANE_CAPACITY = "qinfer.lane_capacity"
+MIN_WORKERS = "qinfer.min_workers"
+TORCH_AMP = "qinfer.torch_amp"
+TORCH_COMPILE = "qinfer.torch_compile"
+BINARY_OUTPUTS = "qinfer.binary_outputs"
+KNOWN_PARAMETERS = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS, TORCH_AMP, TORCH_COMPILE, BINARY_OUTPUTS)
+
+
+def to_spec(
+    config: ModelConfig, limits: LimitSettings, labels: Mapping[str, tuple[str, ...]] | None = None
+) -> ModelSpec:
+    """Reads a normalised configuration.
+
+    Args:
+        config: As `normalise` returned it.
+        limits: Timeouts and lane capacity of a model that sets none; a model's own maximum counts for that model.
+        labels: Output → the names of its classes; `None` = they have none.
+
+    Raises:
+        ModelLoadFailed: A datatype or qinfer's own parameters are wrong, which `normalise` would have refused.
+    """
+    problems = list(parameter_problems(config, KNOWN_PARAMETERS))
+    if problems:
+        raise ModelLoadFailed(f"model '{config.name}': {'; '.join(problems)}")
+    parameters = {key: config.parameters[key].string_value for key in sorted(config.parameters)}
+    max_timeout_s = float(parameters.get(MAX_TIMEOUT, limits.max_timeout_s))
+    default_timeout_s = float(parameters.get(DEFAULT_TIMEOUT, limits.default_timeout_s))
+    graph = config.optimization.graph
+    return ModelSpec(
+        name=config.name,
+        backend=config.backend,
+        platform=config.platform,
+        max_batch_size=config.max_batch_size,
+        inputs=tuple(_tensor(i, optional=i.optional, ragged=i.allow_ragged_batch) for i in config.input),
+        outputs=tuple(_tensor(o, labels=(labels or {}).get(o.name, ())) for o in config.output),
+        batching=_batching(config),
+        instances=tuple(_instances(config)),
+        filename=config.default_model_filename,
+        parameters=parameters,
+        warmup=tuple(_warmup(sample, config.max_batch_size) for sample in config.model_warmup),
+        default_timeout_s=min(default_timeout_s, max_timeout_s),
+        max_timeout_s=max_timeout_s,
+        graph_level=graph.level if config.optimization.HasField("graph") else None,
+        gpu_accelerators=_accelerators(config.optimization.execution_accelerators.gpu_execution_accelerator),
+        cpu_accelerators=_accelerators(config.optimization.execution_accelerators.cpu_execution_accelerator),
+        cuda_graphs=config.optimization.cuda.graphs,
+        lane_capacity=int(parameters.get(LANE_CAPACITY, limits.lane_capacity)),
+        min_workers=int(parameters.get(MIN_WORKERS, 1)),
+        config_json=to_json(config) if config.backend == "python" else "",
+    )
+
+
+def parameter_problems(config: ModelConfig, known: Iterable[str]) -> Iterator[str]:
+    """Yields what is wrong with qinfer's own parameters: an unknown name, or a value that is no such number."""
+    for key in sorted(config.parameters):
+        if not key.startswith(PREFIX):
+            continue
+        text = config.parameters[key].string_value
+        if key not in known:
+            yield f"unknown parameter '{key}'; qinfer knows {', '.join(known)}"
+        elif not _VALUES[key][1](text):
+            yield f"parameter '{key}' must be {_VALUES[key][0]}, got '{text}'"
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS
+
+
+_MAX_DIGITS = 16
+
+_VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
+    DEFAULT_TIMEOUT: ("a positive number of seconds", _is_positive),
+    MAX_TIMEOUT: ("a positive number of seconds", _is_positive),
+    LANE_CAPACITY: ("an integer above 0", lambda text: _is_count(text) and int(text) > 0),
+    MIN_WORKERS: ("an integer of 0 or more", _is_count),
+    TORCH_AMP: ("a precision of PyTorch", bool),  # which ones there are is the backend's to say
+    TORCH_COMPILE: ("a mode of torch.compile", bool),
+    BINARY_OUTPUTS: ("names of outputs, with commas between", lambda text: all(map(str.strip, text.split(",")))),
+}
+
+PARAMETERS = {
+    DEFAULT_TIMEOUT: "The timeout of a request that names none.",
+    MAX_TIMEOUT: "The longest timeout that a request may ask for.",
+    LANE_CAPACITY: "Requests that may wait in one lane.",
+    MIN_WORKERS: "0 = the model is ready without a live worker: its requests wait until one has started.",
+    TORCH_AMP: "Executes with automatic mixed precision (backend `pytorch`).",
+    TORCH_COMPILE: "Compiles the model when it is loaded (backend `pytorch`).",
+    BINARY_OUTPUTS: "BYTES outputs that are no text: [bulk jobs](../how-to/bulk-jobs.md) write them as binary columns.",
+}
+"""What each of `KNOWN_PARAMETERS` means, for the reference page."""
+
+
+def value_of(parameter: str) -> str:
+    """Returns what the value of one of qinfer's own parameters must be."""
+    return _VALUES[parameter][0]
+
+
+def _tensor(io: Any, *, optional: bool = False, ragged: bool = False, labels: tuple[str, ...] = ()) -> TensorSpec:
+    return TensorSpec(
+        name=io.name,
+        datatype=_datatype(io.data_type),
+        dims=tuple(io.dims),
+        optional=optional,
+        ragged=ragged,
+        reshape=tuple(io.reshape.shape) if io.HasField("reshape") else None,
+        labels=tuple(labels),
+    )
+
+
+def _accelerators(entries: Any) -> tuple[Accelerator, ...]:
+    return tuple(Accelerator(entry.name, dict(sorted(entry.parameters.items()))) for entry in entries)
+
+
+def _datatype(number: int) -> str:
+    name = model_config_pb2.DataType.Name(number)
+    if name not in CONFIG_DATATYPES:
+        raise ModelLoadFailed(f"data_type {name} is not one of {', '.join(CONFIG_DATATYPES)}")
+    return CONFIG_DATATYPES[name].name
+
+
+def _instances(config: ModelConfig) -> Iterator[InstanceSpec]:
+    """Yields the instances of each group, and of each GPU of a group; KIND_MODEL counts as the CPU."""
+    for group in config.instance_group:
+        if group.passive:
+            continue
+        on_gpu = group.kind == model_config_pb2.ModelInstanceGroup.KIND_GPU
+        for device in [Device("gpu", number) for number in group.gpus] if on_gpu else [Device()]:
+            yield InstanceSpec(device=device, count=group.count, name=group.name)
+
+
+def _batching(config: ModelConfig) -> BatchingSpec | None:
+    """Reads `dynamic_batching`; without a batch dimension only its priorities and queue policies mean something."""
+    if not config.HasField("dynamic_batching"):
+        return None
+    batching = config.dynamic_batching
+    levels = batching.priority_levels
+    spec = BatchingSpec(
+        preferred_sizes=tuple(sorted(set(batching.preferred_batch_size))) or (max(config.max_batch_size, 1),),
+        max_queue_delay_s=batching.max_queue_delay_microseconds / 1e6,
+        priority_levels=levels,
+        default_priority=batching.default_priority_level if levels else 0,
+        default_policy=_policy(batching.default_queue_policy),
+        policies={
+            level: _policy(batching.priority_queue_policy[level]) for level in sorted(batching.priority_queue_policy)
+        }
+        if levels
+        else {},
+    )
+    return None if config.max_batch_size == 0 and spec.may_prefetch else spec
+
+
+def _policy(policy: Any) -> QueuePolicy:
+    """Reads a queue policy; without a timeout its action has no effect."""
+    timeout_us = policy.default_timeout_microseconds
+    return QueuePolicy(
+        max_queue_size=policy.max_queue_size,
+        timeout_s=timeout_us / 1e6,
+        delay=timeout_us > 0 and policy.timeout_action == model_config_pb2.ModelQueuePolicy.DELAY,
+        allow_override=policy.allow_timeout_override,
+    )
+
+
+def _warmup(sample: Any, max_batch_size: int) -> WarmupSpec:
+    return WarmupSpec(
+        name=sample.name,
+        batch_size=max(sample.batch_size, 1) if max_batch_size else 0,
+        inputs={
+            name: WarmupInput(_datatype(data.data_type), tuple(data.dims), data.random_data, data.input_data_file)
+            for name, data in sorted(sample.inputs.items())
+        },
+        count=max(sample.count, 1),
+    )

@@ -1,0 +1,304 @@
+"""The use cases of the model repository extension: what is there, load, unload (reference §1.14, §6; DESIGN.md §5).
+
+They write desired state, wake everyone, and watch what the workers report: no worker is asked directly, and whoever
+joins later finds the same wish.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from qinfer.core.settings import RepositorySettings
+from qinfer.errors import (
+    BrokerUnavailable,
+    ControlDisabled,
+    InvalidRequest,
+    ModelLoadFailed,
+    ModelNotFound,
+    ModelNotReady,
+    Overloaded,
+    QinferError,
+)
+from qinfer.models.index import IndexEntry, index_of
+from qinfer.models.outcome import Progress, outcome
+from qinfer.models.repository.base import Repository, RepositoryModel, is_model_name
+from qinfer.models.state import ControlStore, Desired, State, StoredModel, WorkerRecord
+from qinfer.models.writing import has_same_content, write_model
+from qinfer.queue.base import Delivery
+
+__all__ = ["IndexEntry", "ModelControl", "ModelSource"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 2.0
+"""Longest time between two looks at what the workers report; they wake whoever waits when something changes."""
+
+
+class ModelSource(Repository, Protocol):
+    """Repositories with an overlay for files that come with a request; `qinfer.models.repository.open.Repositories` is one."""
+
+    def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
+        """Writes the files of a load request; returns their location. Blocking."""
+        ...
+
+    def drop_files(self, location: str) -> None:
+        """Removes them. Blocking."""
+        ...
+
+
+class ModelControl:
+    """See the module docstring.
+
+    Args:
+        source: The repositories; `None` where this process has none.
+        store: The control store.
+        delivery: Where lanes are made.
+        settings: The control mode, and how long a load may take.
+        refresh: Makes this process see at once what has changed; awaited before a load or unload returns.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource | None,
+        store: ControlStore,
+        delivery: Delivery,
+        settings: RepositorySettings,
+        refresh: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._source = source
+        self._store = store
+        self._delivery = delivery
+        self._settings = settings
+        self._refresh = refresh
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._loads: set[asyncio.Task[None]] = set()
+
+    async def index(self, *, ready: bool = False) -> list[IndexEntry]:
+        """Returns every model of the repositories and of the desired state, by name and version.
+
+        Args:
+            ready: Only versions that are READY.
+
+        Raises:
+            BrokerUnavailable: The store can't be reached.
+        """
+        workers = await self._store.workers()  # first: they must not be ahead of the configurations
+        desired = await self._store.desired()
+        stored = await self._store.models(desired)
+        names = set() if ready else await asyncio.to_thread(self._names)
+        return index_of(names, desired, stored, workers, ready=ready)
+
+    async def load(self, model: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
+        """Loads a model, or loads it anew if anything about it has changed; returns once it is READY.
+
+        A reload that fails leaves the model as it was. A caller who goes away ends no load: it is seen through.
+
+        Args:
+            model: Its name.
+            config: A configuration in JSON in place of its `config.pbtxt`.
+            files: `<version>/<file>` → content, in place of all files of the repositories; only with `config`.
+
+        Raises:
+            ControlDisabled: The control mode is not explicit.
+            InvalidRequest: The name can't be a model's, or `files` came without `config`.
+            ModelLoadFailed: There is no such model, its configuration is wrong, or all workers failed to load it.
+            ModelNotReady: No worker has loaded it within `repository.load_timeout_s`.
+            UnsupportedFeature: Files came along, and there is no overlay to keep them.
+            BrokerUnavailable: The store can't be reached.
+            Overloaded: This process ends.
+        """
+        self._check(model)
+        if files and not config:
+            raise InvalidRequest(f"failed to load '{model}', parameter 'config' is required where files are given")
+        load = asyncio.create_task(self._load_alone(model, config or "", files or {}))
+        self._loads.add(load)
+        load.add_done_callback(self._over)
+        try:
+            await asyncio.shield(load)
+        except asyncio.CancelledError:
+            if not load.cancelled():
+                raise
+            raise Overloaded("Server exiting") from None
+
+    async def unload(self, model: str, *, unload_dependents: bool = False) -> None:
+        """Unloads a model: no request is admitted from now on, what waits is still answered.
+
+        A model that is not loaded, or unknown, stays so.
+
+        Args:
+            model: Its name.
+            unload_dependents: Also what depends on it; no model does.
+
+        Raises:
+            ControlDisabled: The control mode is not explicit.
+            InvalidRequest: The name can't be a model's.
+            BrokerUnavailable: The store can't be reached.
+        """
+        del unload_dependents
+        self._check(model)
+        wish = (await self._store.desired()).get(model)
+        if wish is None or not wish.load:
+            return
+        await self._store.set_desired(msgspec.structs.replace(wish, load=False))
+        await self._store.wake()
+        logger.info("model unload asked for", extra={"model": model})
+        await self._refresh()
+
+    def end(self) -> None:
+        """Ends the loads under way, when this process ends: whoever asked for them is told; they stay asked for."""
+        for load in self._loads:
+            load.cancel()
+
+    def _over(self, load: "asyncio.Task[None]") -> None:
+        self._loads.discard(load)
+        if not load.cancelled() and (error := load.exception()) is not None:  # also where its caller went away
+            logger.warning("model load failed", extra={"reason": str(error)})
+
+    def _check(self, model: str) -> None:
+        if self._settings.control_mode != "explicit":
+            raise ControlDisabled("explicit model load / unload is not allowed if polling is enabled")
+        if not model:
+            raise InvalidRequest("Model name cannot be empty")
+        if "/" in model or "\\" in model or model in (".", ".."):
+            raise InvalidRequest("model name must not contain path traversal characters")
+
+    def _names(self) -> set[str]:
+        try:
+            return set() if self._source is None else set(self._source.names())
+        except QinferError as error:  # what is loaded is known all the same
+            logger.warning("model repository can't be read", extra={"reason": error.message})
+            return set()
+
+    async def _load_alone(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+        async with self._locks.setdefault(model, asyncio.Lock()):
+            await self._load(model, config, files)
+        await self._refresh()
+
+    async def _load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
+        source = self._source
+        if source is None or not is_model_name(model):
+            raise _not_polled(model, "" if source else "this gateway has no model repository")
+        before = await self._store.model(model)
+        location = await asyncio.to_thread(source.put_files, model, files) if files else ""
+        try:
+            found = await self._read(source, model, config, location)
+            await self._bring_about(found, before)
+        finally:
+            await self._drop_unused(source, model, {location, before.location if before else ""} - {""})
+
+    async def _bring_about(self, found: RepositoryModel, before: StoredModel | None) -> None:
+        """Stores a model as it should be, and waits until it is loaded, or stores again what was before."""
+        wish = (await self._store.desired()).get(found.name)
+        anew = await self._is_due(wish, before)
+        written, changed = await write_model(
+            found, wish, self._store, self._delivery, anew=anew, min_workers=self._settings.min_workers
+        )
+        if changed:
+            await self._store.wake()
+            logger.info("model load asked for", extra={"model": found.name, "generation": written.generation})
+        try:
+            await self._until_ready(written)
+        except _Superseded:
+            raise
+        except ModelLoadFailed:
+            await self._revert(written, wish, before)
+            raise
+
+    async def _drop_unused(self, source: ModelSource, model: str, locations: set[str]) -> None:
+        """Removes files of load requests, of this one and the last, that the stored configuration names no more."""
+        if not locations:
+            return
+        try:
+            stored = await self._store.model(model)
+        except BrokerUnavailable:  # it may name them
+            logger.warning("files of a load request may be left over", extra={"model": model})
+            return
+        for location in locations - {stored.location if stored else ""}:
+            await asyncio.to_thread(source.drop_files, location)
+
+    async def _read(self, source: ModelSource, model: str, config: str, location: str) -> RepositoryModel:
+        try:
+            found = await asyncio.to_thread(source.read, model, config, location)
+        except ModelNotFound:
+            raise _not_polled(model) from None
+        except QinferError as error:
+            raise _not_polled(model, error.message) from None
+        if "version must be available" in found.error:
+            raise ModelLoadFailed(f"failed to load '{model}', no version is available")
+        if found.error:
+            raise _not_polled(model, found.error)
+        return found
+
+    async def _is_due(self, wish: Desired | None, before: StoredModel | None) -> bool:
+        """Tells whether to load though nothing has changed: it is not loaded, or its last load failed."""
+        if wish is None or not wish.load or before is None:
+            return True
+        return outcome(before, await self._store.workers()).progress is Progress.FAILED
+
+    async def _until_ready(self, target: StoredModel) -> None:
+        model, reason = target.model, ""
+        try:
+            async with asyncio.timeout(self._settings.load_timeout_s):
+                while True:
+                    target = await self._present(target)
+                    progress, reason = outcome(target, await self._store.workers())
+                    if progress is Progress.READY:
+                        return
+                    if progress is Progress.FAILED:
+                        raise ModelLoadFailed(f"failed to load '{model}', {reason}")
+                    await self._store.wait(_LOOK_S)
+        except TimeoutError:
+            raise ModelNotReady(
+                f"failed to load '{model}' within {self._settings.load_timeout_s:g} s, {reason}; it stays asked for"
+            ) from None
+
+    async def _present(self, target: StoredModel) -> StoredModel:
+        """Returns what is stored now, if it is what is being loaded: completed by a worker meanwhile, perhaps."""
+        current = await self._store.model(target.model)
+        wish = (await self._store.desired()).get(target.model)
+        if current is None or wish is None or not wish.load:
+            raise _Superseded(f"failed to load '{target.model}', it was unloaded meanwhile")
+        if current.generation == target.generation or has_same_content(current, target):
+            return current
+        is_completed = target.pending and (current.content_hash, current.location, current.pending) == (
+            target.content_hash,
+            target.location,
+            "",
+        )
+        if not is_completed:
+            raise _Superseded(f"failed to load '{target.model}', another load of it came in between")
+        return current
+
+    async def _revert(self, failed: StoredModel, wish: Desired | None, before: StoredModel | None) -> None:
+        """Stores what was loaded before under a new generation, for workers that join later."""
+        if before is None or before.error or wish is None or not wish.load:
+            return
+        current = await self._store.model(failed.model)
+        if current is None or current.location != failed.location or current.content_hash != failed.content_hash:
+            return
+        if not _serves(before, await self._store.workers()):
+            return
+        restored = msgspec.structs.replace(before, generation=current.generation + 1)
+        if not await self._store.put_model(restored):
+            return
+        await self._store.set_desired(Desired(restored.model, restored.generation))
+        await self._store.wake()
+        logger.warning("load reverted", extra={"model": restored.model, "generation": restored.generation})
+
+
+class _Superseded(ModelLoadFailed):
+    """Somebody else has changed what was asked for."""
+
+
+def _not_polled(model: str, reason: str = "") -> ModelLoadFailed:
+    text = f"failed to load '{model}', failed to poll from model repository"
+    return ModelLoadFailed(f"{text}: {reason}" if reason else text)
+
+
+def _serves(stored: StoredModel, workers: list[WorkerRecord]) -> bool:
+    """Tells whether a worker has an earlier generation of a model READY."""
+    return any(s.state is State.READY for w in workers for s in w.models.get(stored.model, {}).values())

@@ -1,0 +1,126 @@
+"""The state and the speed of each model version: pure functions of desired state, configurations and live workers.
+
+READY = desired, and loaded by a live worker (DESIGN.md §5), at the desired generation or, while that one is loading or
+when it fails to load, at an earlier one: a reload makes no gap. So a version that the new generation leaves out is
+shown as long as a worker serves it: workers retire it when they have loaded what replaces it. A model with
+`min_workers` 0 is READY without a live worker too, and while its first one loads: its requests wait in the queue.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from qinfer.models.outcome import PENDING_REASON
+from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+
+_RANK = (State.READY, State.LOADING, State.UNLOADING, State.UNAVAILABLE)
+_NO_WORKER = "no live worker has loaded it"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    """A model as all live workers together have it.
+
+    Attributes:
+        model: Its name.
+        generation: The generation that is desired.
+        versions: Version → the best state that a worker has it in, with its generation and the reason.
+        failed: The versions that no live worker could load.
+        error: Why the model can't be loaded at all; empty when it can.
+    """
+
+    model: str
+    generation: int
+    versions: Mapping[int, VersionState] = field(default_factory=dict)
+    failed: tuple[int, ...] = ()
+    error: str = ""
+
+    @property
+    def ready_versions(self) -> tuple[int, ...]:
+        """The versions that can be asked, ascending."""
+        return tuple(sorted(v for v, state in self.versions.items() if state.state is State.READY))
+
+    @property
+    def is_ready(self) -> bool:
+        """Tells whether every version of the model can be asked."""
+        return bool(self.versions) and len(self.ready_versions) == len(self.versions)
+
+    @property
+    def loadable_versions(self) -> tuple[int, ...]:
+        """The versions that can be asked or will be once a worker has loaded them, ascending."""
+        return () if self.error else tuple(sorted(v for v in self.versions if v not in self.failed))
+
+
+class Capacity(NamedTuple):
+    """The speed that a version's backlog is worked off with.
+
+    Attributes:
+        rps: Requests a second, of all live workers together; 0 = unknown.
+        start_s: Seconds until the first is executed; 0 while a worker has it loaded.
+        workers: Live workers that have it loaded.
+    """
+
+    rps: float = 0.0
+    start_s: float = 0.0
+    workers: int = 0
+
+
+def assess(
+    desired: Mapping[str, Desired], stored: Mapping[str, StoredModel], workers: Iterable[WorkerRecord]
+) -> dict[str, ModelStatus]:
+    """Returns the status of every model that is desired to be loaded, by name."""
+    records = list(workers)
+    return {model: _status(wish, stored.get(model), records) for model, wish in sorted(desired.items()) if wish.load}
+
+
+def _status(wish: Desired, stored: StoredModel | None, workers: list[WorkerRecord]) -> ModelStatus:
+    if stored is None:
+        return ModelStatus(model=wish.model, generation=wish.generation, error="its configuration is not stored")
+    # The configuration is written first: for a moment it may be newer than the wish, and is what workers will load.
+    generation = max(wish.generation, stored.generation)
+    waits = stored.min_workers == 0 and not stored.error and not stored.pending
+    versions: dict[int, VersionState] = {}
+    failed: list[int] = []
+    for version in (*stored.versions, *_left_out(stored, workers)):
+        best = _best(wish.model, version, generation, workers)
+        if stored.pending and (best is None or best.state is not State.READY):
+            best = VersionState(State.LOADING, generation, PENDING_REASON)
+        if best is not None and best.state is State.UNAVAILABLE:
+            failed.append(version)
+        if waits and (best is None or best.state in (State.LOADING, State.UNLOADING)):
+            best = VersionState(State.READY, generation)
+        versions[version] = best or VersionState(State.UNAVAILABLE, generation, _NO_WORKER)
+    return ModelStatus(
+        model=wish.model, generation=generation, versions=versions, failed=tuple(failed), error=stored.error
+    )
+
+
+def _left_out(stored: StoredModel, workers: list[WorkerRecord]) -> list[int]:
+    """Returns the versions that are served and not among those of the present configuration."""
+    served = {
+        version
+        for worker in workers
+        for version, state in worker.models.get(stored.model, {}).items()
+        if state.state is State.READY and state.generation < stored.generation
+    }
+    return sorted(served.difference(stored.versions))
+
+
+def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]) -> VersionState | None:
+    """Returns the best state that a live worker reports of a version; `None` when none reports on it."""
+    reported = [
+        state
+        for worker in workers
+        if (state := worker.models.get(model, {}).get(version)) is not None and state.generation <= generation
+    ]
+    return min(reported, key=lambda state: (_RANK.index(state.state), -state.generation), default=None)
+
+
+def capacity_of(workers: Iterable[WorkerRecord], model: str, version: int) -> Capacity:
+    """Sums up the speeds of the workers that have a version READY; unknown while one of them has measured nothing."""
+    speeds = [
+        worker.speeds.get(model, {}).get(version, 0.0)
+        for worker in workers
+        if (state := worker.models.get(model, {}).get(version)) is not None and state.state is State.READY
+    ]
+    return Capacity(sum(speeds) if all(speeds) else 0.0, 0.0, len(speeds))

@@ -1,0 +1,314 @@
+"""The model repositories that the settings name, and the overlay, as one `Repository` and `ModelFiles`."""
+
+import logging
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from qinfer.core.messages import IdFactory
+from qinfer.core.settings import RepositorySettings
+from qinfer.errors import (
+    InvalidRequest,
+    ModelFilesUnreachable,
+    ModelLoadFailed,
+    ModelNotFound,
+    SettingsError,
+    UnsupportedFeature,
+)
+from qinfer.models.repository.base import RepositoryModel, is_model_name
+from qinfer.models.repository.cache import FilesCache
+from qinfer.models.repository.files import Files, Listing, LocalFiles, RemoteFiles
+from qinfer.models.repository.reader import UNREADABLE, Reading, read_model
+
+logger = logging.getLogger(__name__)
+
+_LOCATION = re.compile(r"([^/]+)/[0-9A-HJKMNP-TV-Z]{26}")
+_NAME = re.compile(r"[\w.-]+")
+_LOCAL = ("file", "local")
+_NAME_MAX_BYTES, _PATH_MAX_BYTES = 255, 1024  # what file systems and object stores take
+_THREADS = 8
+_SETTLED_NS = 2_000_000_000
+_NOT_UNIQUE = "it is not unique across all model repositories; remove all but one"
+
+
+class _Place(NamedTuple):
+    url: str
+    files: Files
+
+
+class Repositories:
+    """The model repositories and the overlay; blocking, and safe to use from several threads.
+
+    Args:
+        places: The repositories.
+        overlay: Where files that come with load requests are kept; `None` = they are refused.
+        how: How models are read.
+        cache: The copies of remote files on this machine.
+    """
+
+    def __init__(self, places: list[_Place], overlay: _Place | None, how: Reading, cache: FilesCache) -> None:
+        self._places = places
+        self._overlay = overlay
+        self._how = how
+        self._cache = cache
+        self._read: dict[tuple[str, str], tuple[str, RepositoryModel]] = {}
+        """(URL, model) → hash of its listing and what was read then, so that polling is cheap."""
+
+    def names(self) -> list[str]:
+        """Returns the names of all models, sorted, without reading any of them.
+
+        Raises:
+            SettingsError: A repository can't be read.
+        """
+        return sorted({name for place in self._places for name in place.files.models()})
+
+    def scan(self) -> list[RepositoryModel]:
+        """Reads every model, sorted by name; one that can't be used carries its error and hides no other.
+
+        Raises:
+            SettingsError: A repository can't be read.
+        """
+        found: dict[str, RepositoryModel] = {}
+        for place in self._places:
+            for model in self._scan(place):
+                is_known = model.name in found
+                found[model.name] = RepositoryModel(name=model.name, error=_NOT_UNIQUE) if is_known else model
+        return [found[name] for name in sorted(found)]
+
+    def read(self, name: str, override: str = "", location: str = "") -> RepositoryModel:
+        """Reads one model.
+
+        Args:
+            name: The model's name.
+            override: A configuration in JSON that is used in place of the model's `config.pbtxt`; empty = none.
+            location: A directory of the overlay whose files are used in place of the repositories'; empty = none.
+
+        Raises:
+            ModelNotFound: No repository has the name, or the overlay has not the location.
+            ModelLoadFailed: The repository can't be read now.
+        """
+        try:
+            if location:
+                files = self._place_of_location(name, location).files
+                listing = files.listing(location)
+                if listing is None:
+                    raise ModelNotFound(f"the files that model '{name}' was loaded with are gone")
+                return replace(read_model(files, location, listing, self._how, override, name), location=location)
+            holders = self._holders(name)
+            if not holders:
+                raise ModelNotFound(f"no model repository has a model '{name}'")
+            if len(holders) > 1:
+                return RepositoryModel(name=name, error=_NOT_UNIQUE)
+            place, listing = holders[0]
+            return read_model(place.files, name, listing, self._how, override)
+        except SettingsError as error:
+            raise _unreadable(name, error) from None
+        except OSError as error:
+            raise ModelLoadFailed(f"model '{name}' can't be read: {error.strerror}") from None
+
+    def version_dir(self, stored_name: str, version: int, location: str = "", content_hash: str = "") -> Path:
+        """Returns a directory on this machine with the files of a model version; fetches them if they are remote.
+
+        Args:
+            stored_name: The model's name.
+            version: Its version.
+            location: Where its files are within the overlay; empty = in the repositories.
+            content_hash: The hash of the content that is wanted: what was fetched for it before is used again.
+
+        Raises:
+            ModelLoadFailed: The files are not there, or can't be fetched.
+        """
+        try:
+            if location:
+                place, directory = self._place_of_location(stored_name, location), location
+            else:
+                place, directory = self._holder(stored_name), stored_name
+            path = place.files.directory(f"{directory}/{version}")
+            if path is not None:
+                return path
+            return self._cache.version_dir(place.files, place.url, directory, version, content_hash)
+        except ModelNotFound as error:
+            raise ModelLoadFailed(error.message) from None
+        except OSError as error:
+            raise ModelLoadFailed(f"model '{stored_name}' can't be read: {error.strerror}") from None
+        except SettingsError as error:
+            raise _unreadable(stored_name, error) from None
+
+    def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
+        """Writes the files of a load request into the overlay.
+
+        Args:
+            model: The model's name.
+            files: `<version>/<file>` → content; what the request calls `file:<version>/<file>`.
+
+        Returns:
+            Their location, for `read` and `version_dir`.
+
+        Raises:
+            InvalidRequest: The model's or a file's name is none, is too long, or would lead elsewhere.
+            UnsupportedFeature: No overlay is set.
+            ModelLoadFailed: The overlay can't be written.
+        """
+        if not is_model_name(model):
+            raise InvalidRequest("model name must not contain path traversal characters")
+        if not _is_short(model):
+            length = len(model.encode())
+            raise InvalidRequest(f"model name is {length} bytes long; at most {_NAME_MAX_BYTES} can be kept")
+        for path in files:
+            _check_path(path)
+        if self._overlay is None:
+            raise UnsupportedFeature(
+                "this server keeps no files of load requests; its operator says where by QINFER_REPOSITORY__OVERLAY"
+            )
+        location = f"{model}/{IdFactory().ulid()}"
+        try:
+            for path, content in files.items():
+                self._overlay.files.write(f"{location}/{path}", bytes(content))
+        except SettingsError as error:
+            self.drop_files(location)
+            raise _unreadable(model, error) from None
+        return location
+
+    def drop_files(self, location: str) -> None:
+        """Removes what `put_files` wrote; a location that is not there, or that can't be removed, is no error."""
+        if self._overlay is None or not _LOCATION.fullmatch(location):
+            return
+        try:
+            self._overlay.files.remove(location)
+        except SettingsError as error:
+            logger.warning("files of a load request can't be removed", extra={"reason": error.message})
+
+    def _scan(self, place: _Place) -> list[RepositoryModel]:
+        listings = place.files.listings()
+        for key in [key for key in self._read if key[0] == place.url and key[1] not in listings]:
+            self._read.pop(key, None)
+        if not place.files.is_remote:
+            return [self._scanned(place, name, listing) for name, listing in listings.items()]
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="scan") as threads:
+            return list(threads.map(partial(self._scanned, place), listings.keys(), listings.values()))
+
+    def _scanned(self, place: _Place, name: str, listing: Listing | Exception) -> RepositoryModel:
+        if isinstance(listing, Exception):
+            reason = listing.strerror if isinstance(listing, OSError) else str(listing)
+            return RepositoryModel(name=name, error=f"{UNREADABLE}: {reason}")
+        digest, key = listing.digest(), (place.url, name)
+        known = self._read.get(key)
+        if known is not None and known[0] == digest:
+            return known[1]
+        model = read_model(place.files, name, listing, self._how)
+        if not model.error.startswith(UNREADABLE) and (place.files.is_remote or _is_settled(listing)):
+            self._read[key] = (digest, model)
+        return model
+
+    def _holders(self, name: str) -> list[tuple[_Place, Listing]]:
+        """Returns the repositories that have a model."""
+        if not is_model_name(name):
+            raise ModelNotFound("model name must not contain path traversal characters")
+        listings = [(place, place.files.listing(name)) for place in self._places]
+        return [(place, listing) for place, listing in listings if listing is not None]
+
+    def _holder(self, name: str) -> _Place:
+        """Returns the repository that has a model; the only one is not asked."""
+        if len(self._places) == 1 and is_model_name(name):
+            return self._places[0]
+        holders = self._holders(name)
+        if len(holders) != 1:
+            raise ModelLoadFailed(
+                f"model '{name}': {_NOT_UNIQUE}" if holders else f"no model repository has a model '{name}'"
+            )
+        return holders[0][0]
+
+    def _place_of_location(self, name: str, location: str) -> _Place:
+        matched = _LOCATION.fullmatch(location)
+        if matched is None or matched[1] != name or not is_model_name(name):
+            raise ModelNotFound(f"model '{name}' has no such location")
+        if self._overlay is None:
+            raise ModelNotFound(
+                f"model '{name}' was loaded with files of its own; QINFER_REPOSITORY__OVERLAY must say where they are"
+            )
+        return self._overlay
+
+
+def open_repositories(settings: RepositorySettings) -> Repositories:
+    """Opens the repositories that the settings name; nothing is read yet.
+
+    Raises:
+        SettingsError: A URL is of no known kind, its driver is not installed, or a name is wrong.
+    """
+    if settings.config_name and not _NAME.fullmatch(settings.config_name):
+        raise SettingsError(
+            f"QINFER_REPOSITORY__CONFIG_NAME must be a file's name without its ending, got '{settings.config_name}'"
+        )
+    urls = [url.strip() for url in settings.path.split(",") if url.strip()]
+    if not urls:
+        raise SettingsError("QINFER_REPOSITORY__PATH must name a directory or URL, got an empty text")
+    if len(set(urls)) != len(urls):
+        raise SettingsError(f"QINFER_REPOSITORY__PATH names a repository more than once: {settings.path}")
+    return Repositories(
+        [_Place(url, _open(url)) for url in urls],
+        _Place(settings.overlay, _open(settings.overlay)) if settings.overlay else None,
+        Reading(settings.autocomplete, settings.config_name, gpu_count(settings)),
+        FilesCache(Path(settings.cache_dir) if settings.cache_dir else _cache_dir()),
+    )
+
+
+def gpu_count(settings: RepositorySettings) -> int:
+    """Returns how many GPUs models may use that name none: as the settings say, or else those of this machine."""
+    if settings.gpus >= 0:
+        return settings.gpus
+    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _cache_dir() -> Path:
+    try:
+        return Path.home() / ".cache" / "qinfer" / "models"
+    except RuntimeError:  # a user without an entry, as containers have them
+        return Path(tempfile.gettempdir()) / "qinfer" / "models"
+
+
+def _open(url: str) -> Files:
+    protocol, separator, rest = url.partition("://")
+    if not separator:
+        return LocalFiles(Path(url))
+    if protocol in _LOCAL:
+        return LocalFiles(Path(unquote(rest)))
+    return RemoteFiles(url)
+
+
+def _is_settled(listing: Listing) -> bool:
+    """Tells whether local files are old enough for their times to tell of any further change.
+
+    A file system's clock ticks every few milliseconds only: two writes within a tick have the same time.
+    """
+    newest_ns = max((int(stamp.mark) for stamp in listing.files.values()), default=0)
+    return newest_ns < time.time_ns() - _SETTLED_NS
+
+
+def _check_path(path: str) -> None:
+    version, _, file = path.partition("/")
+    parts = file.split("/")
+    is_version = version.isascii() and version.isdecimal() and version[0] != "0"
+    is_short = len(path.encode()) <= _PATH_MAX_BYTES and all(_is_short(part) for part in (version, *parts))
+    if not is_version or not is_short or {"", ".", ".."} & set(parts) or not path.isprintable() or "\\" in path:
+        raise InvalidRequest(
+            f"Invalid file path: 'file:{path[:100]}' is not the name of a file of a model; expected "
+            f"file:<version>/<file>, without '..', and no part longer than {_NAME_MAX_BYTES} bytes"
+        )
+
+
+def _is_short(name: str) -> bool:
+    """Tells whether a file system takes a name."""
+    return len(name.encode()) <= _NAME_MAX_BYTES
+
+
+def _unreadable(model: str, error: SettingsError) -> ModelFilesUnreachable:
+    """Tells the operators what is the matter, and clients only that something is."""
+    logger.error("model repository can't be used", extra={"model": model, "reason": error.message})
+    return ModelFilesUnreachable(f"the files of model '{model}' can't be reached now; the server's log says why")

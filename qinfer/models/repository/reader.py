@@ -1,0 +1,193 @@
+"""Reads one model of a repository's files: configuration, versions, labels, completion from the model file."""
+
+import ast
+import logging
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.check import is_inside
+from qinfer.models.config.config import from_json, identify, normalise, parse, place
+from qinfer.models.config.file_tensors import FileTensors
+from qinfer.models.config.message import ModelConfig
+from qinfer.models.config.onnx_metadata import read_onnx
+from qinfer.models.config.openvino_metadata import MAX_BYTES as OPENVINO_BYTES
+from qinfer.models.config.openvino_metadata import read_openvino
+from qinfer.models.repository.base import RepositoryModel, is_model_name
+from qinfer.models.repository.files import Files, Listing, TooFarSpreadError
+from qinfer.models.repository.versions import select_versions
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.pbtxt"
+NAMED_CONFIGS = "configs"
+CONFIG_BYTES = 4 * 2**20
+LABEL_BYTES = 10 * 2**20
+MODEL_PY_BYTES = 16 * 2**20
+UNREADABLE = "can't be read"
+"""How the error of a model begins that was removed or changed while it was read, and may be read next time."""
+
+COMPLETION_HOOK = "auto_complete_config"
+
+
+class Reading(NamedTuple):
+    """How models are read.
+
+    Attributes:
+        autocomplete: Complete a missing or partial `config.pbtxt` from the model file.
+        config_name: Use `configs/<name>.pbtxt` of a model that has it; empty = always `config.pbtxt`.
+        gpus: GPUs of the installation, for instance groups that name none.
+    """
+
+    autocomplete: bool = True
+    config_name: str = ""
+    gpus: int = 0
+
+
+def read_model(
+    files: Files, directory: str, listing: Listing, how: Reading, override: str = "", name: str = ""
+) -> RepositoryModel:
+    """Reads a model; one that can't be used carries its error.
+
+    Args:
+        files: Where it is.
+        directory: Its directory there.
+        listing: What the directory holds.
+        how: How to read it.
+        override: A configuration in JSON in place of the one that is there; empty = none.
+        name: Its name, where that is not the directory's.
+
+    Raises:
+        SettingsError: The storage can't be reached.
+    """
+    name, digest = name or directory, ""
+    try:
+        if not is_model_name(name):
+            raise ModelLoadFailed("a model name is printable, and has none of / \\ { }")
+        one = _Reader(files, directory, listing, how, name)
+        source, text = ("", override) if override else one.config_text()
+        digest = listing.digest(text, without=[path for path in listing.files if _is_config(path)])
+        return one.model(from_json(text) if override else parse(text, source), digest)
+    except ModelLoadFailed as error:
+        return RepositoryModel(name=name, content_hash=digest, error=error.message)
+    except OSError as error:  # removed or changed while it was read
+        return RepositoryModel(
+            name=name, content_hash=digest, error=f"can't be read: {error.strerror or 'a file is gone'}"
+        )
+
+
+def _is_config(path: str) -> bool:
+    return path == CONFIG or path.startswith(f"{NAMED_CONFIGS}/")
+
+
+class _Reader(NamedTuple):
+    files: Files
+    directory: str
+    listing: Listing
+    how: Reading
+    name: str
+
+    def config_text(self) -> tuple[str, str]:
+        """Returns the name of the configuration's file, and its text; empty when there is none."""
+        named = f"{NAMED_CONFIGS}/{self.how.config_name}.pbtxt"
+        source = named if self.how.config_name and named in self.listing.files else CONFIG
+        return source, self._text(source, CONFIG_BYTES) if source in self.listing.files else ""
+
+    def model(self, config: ModelConfig, digest: str) -> RepositoryModel:
+        """Makes the model of its configuration as it is written.
+
+        Raises:
+            ModelLoadFailed: It can't be loaded so.
+            OSError: A file can't be read.
+        """
+        versions = select_versions(config, self.listing.versions())
+        if not versions:
+            raise ModelLoadFailed(
+                f"at least one version must be available under the version policy of model '{self.name}'"
+            )
+        there = {file for version in versions for file in self.listing.inside(str(version))}
+        known = identify(config, self.name, there)
+        pending = self._pending(known, versions[-1])
+        tensors = self._tensors(known, versions[-1])
+        if pending:  # whoever completes it may not know the installation's GPUs
+            place(known, self.how.gpus)
+        normal = known if pending else normalise(config, self.name, there, tensors, self.how.gpus)
+        self._check_warmup(normal)
+        return RepositoryModel(
+            name=self.name,
+            config=normal,
+            versions=versions,
+            content_hash=digest,
+            labels=self._labels(normal),
+            pending=pending,
+        )
+
+    def _tensors(self, known: ModelConfig, version: int) -> FileTensors | None:
+        """Reads what the highest version's model file declares, where this takes no runtime."""
+        if not self.how.autocomplete or known.backend not in ("onnxruntime", "openvino"):
+            return None
+        name = known.default_model_filename
+        path = f"{version}/{name}"
+        if path in self.listing.directories:  # an ONNX model of several files is a directory (reference §3.1)
+            path = f"{path}/model.onnx"
+        stamp = self.listing.files.get(path)
+        if stamp is None:
+            raise ModelLoadFailed(f"version {version} of model '{self.name}' has no file '{name}'")
+        path = f"{self.directory}/{path}"
+        if known.backend == "openvino" and not name.endswith(".onnx"):  # OpenVINO reads ONNX files too
+            if stamp.size > OPENVINO_BYTES:
+                raise ModelLoadFailed(f"'{name}' of model '{self.name}' is larger than {OPENVINO_BYTES} bytes")
+            return read_openvino(self.files.read(path, OPENVINO_BYTES), name)
+        try:
+            with self.files.blob(path, stamp.size) as blob:
+                return read_onnx(blob, name)
+        except TooFarSpreadError:
+            logger.warning("model file too large to be looked at where it is", extra={"model": self.name})
+            return None
+
+    def _pending(self, known: ModelConfig, version: int) -> str:
+        """Returns the backend that must complete the configuration: a `model.py` that says how, which is not run here.
+
+        One that has mistakes is left to its worker, whose message names them.
+        """
+        path = f"{version}/{known.default_model_filename}"
+        if not self.how.autocomplete or known.backend != "python" or path not in self.listing.files:
+            return ""
+        if self.listing.files[path].size > MODEL_PY_BYTES:
+            raise ModelLoadFailed(f"model.py of model '{self.name}' is larger than {MODEL_PY_BYTES} bytes")
+        source = self.files.read(f"{self.directory}/{path}", MODEL_PY_BYTES)
+        if COMPLETION_HOOK.encode() not in source:  # parsing is slow
+            return ""
+        try:
+            functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+            return "python" if any(function.name == COMPLETION_HOOK for function in functions) else ""
+        except (SyntaxError, ValueError, RecursionError):
+            return ""
+
+    def _labels(self, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+        labels: dict[str, tuple[str, ...]] = {}
+        for output in config.output:
+            path = output.label_filename
+            if not path:
+                continue
+            if not is_inside(path) or path not in self.listing.files:
+                raise ModelLoadFailed(f"model '{self.name}' has no label file '{path}' for output '{output.name}'")
+            text = self._text(path, LABEL_BYTES)
+            labels[output.name] = tuple(line.strip() for line in text.removesuffix("\n").split("\n"))
+        return labels
+
+    def _check_warmup(self, config: ModelConfig) -> None:
+        wanted = {data.input_data_file for sample in config.model_warmup for data in sample.inputs.values()} - {""}
+        for file in sorted(wanted - self._warmup_files()):
+            raise ModelLoadFailed(f"model '{self.name}' has no file '{file}' in its directory 'warmup'")
+
+    def _warmup_files(self) -> AbstractSet[str]:
+        return {path.removeprefix("warmup/") for path in self.listing.files if path.startswith("warmup/")}
+
+    def _text(self, path: str, limit_bytes: int) -> str:
+        if self.listing.files[path].size > limit_bytes:
+            raise ModelLoadFailed(f"{path} is larger than {limit_bytes} bytes")
+        try:
+            return self.files.read(f"{self.directory}/{path}", limit_bytes).decode()
+        except UnicodeDecodeError:
+            raise ModelLoadFailed(f"{path} is not UTF-8 text") from None

@@ -1,0 +1,96 @@
+"""Where a request waits, how long it may, and what is ahead of it: by its priority level and its queue policy."""
+
+from typing import NamedTuple
+
+from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
+from qinfer.queue.base import DELAYED, Lane
+
+MAX_LANES = 8
+"""Lanes per version: more levels share them by range; the exact level is in the frame."""
+
+NAMES = tuple(f"p{number}{suffix}" for number in range(1, MAX_LANES + 1) for suffix in ("", DELAYED))
+"""Every online lane that a version can have, with whatever configuration."""
+
+_NO_POLICY = QueuePolicy()
+
+
+class Route(NamedTuple):
+    """The way of the requests of one level.
+
+    Attributes:
+        lane: Where they go.
+        policy: How they wait there.
+        ahead: The lanes that are read before the end of theirs, theirs included: what a new request waits for.
+    """
+
+    lane: Lane
+    policy: QueuePolicy
+    ahead: tuple[Lane, ...]
+
+
+class Routes:
+    """The routes of one model version.
+
+    Args:
+        spec: The model's configuration.
+        version: The version.
+        partition: The queue partition.
+
+    Attributes:
+        are_plain: All requests go one way, without a queue policy: nobody needs to ask for it.
+    """
+
+    def __init__(self, spec: ModelSpec, version: int, partition: int = 0) -> None:
+        lanes = lanes_of(spec, version, partition)
+        self._batching = spec.batching
+        self._ahead = {lane.name: lanes[:number] for number, lane in enumerate(lanes, start=1)}
+        self.are_plain = spec.batching is None or spec.batching.may_prefetch
+        self.default = self.of(0)
+
+    def of(self, priority: int) -> Route:
+        """Returns the route of a request that asks for this priority."""
+        batching: BatchingSpec | None = self._batching
+        level = 0 if batching is None else batching.level(priority)
+        ahead = self._ahead[lane_name(0 if batching is None else batching.priority_levels, level)]
+        return Route(ahead[-1], _NO_POLICY if batching is None else batching.policy(level), ahead)
+
+
+def lane_name(levels: int, level: int) -> str:
+    """Returns the lane of a level: `p1` … `p8`; `p1` where there are no levels (both 0)."""
+    return f"p{_number(levels, level)}"
+
+
+def lanes_of(spec: ModelSpec, version: int, partition: int = 0) -> tuple[Lane, ...]:
+    """Returns a version's online lanes in the order in which they are read; delayed ones only where a policy delays.
+
+    There may be 2⁶⁴ levels, so that they are not gone through one by one.
+    """
+    batching = spec.batching or BatchingSpec(preferred_sizes=(1,))
+    levels = batching.priority_levels
+    names: list[str] = []
+    for number in range(1, min(max(levels, 1), MAX_LANES) + 1):
+        names.append(f"p{number}")
+        if _delays(batching, number):
+            names.append(f"p{number}{DELAYED}")
+    return tuple(Lane(spec.name, version, name, partition) for name in names)
+
+
+def _number(levels: int, level: int) -> int:
+    if levels <= MAX_LANES:
+        return max(level, 1)
+    return 1 + (level - 1) * MAX_LANES // levels
+
+
+def _delays(batching: BatchingSpec, number: int) -> bool:
+    """Tells whether any level of a lane has a policy that delays."""
+    levels = batching.priority_levels
+    own = [policy for level, policy in batching.policies.items() if _number(levels, level) == number]
+    if any(policy.delay for policy in own):
+        return True
+    size = 1 if levels <= MAX_LANES else _first(levels, number + 1) - _first(levels, number)
+    return batching.default_policy.delay and len(own) < size
+
+
+def _first(levels: int, number: int) -> int:
+    """Returns the first level of a lane that several levels share."""
+    return 1 - (1 - number) * levels // MAX_LANES

@@ -1,0 +1,87 @@
+"""Settings that clients change while the server runs, as the control store keeps them: one document for each value.
+
+A value by itself is written without reading the others, so that two clients who change different ones at the same
+time both succeed. `null` is what was cleared.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from qinfer.errors import BrokerUnavailable
+from qinfer.models.state import ControlStore
+from qinfer.observe import logs
+from qinfer.observe.logs import Switches
+
+logger = logging.getLogger(__name__)
+
+LOGGING = "logging"
+"""The group of the log settings."""
+TRACE = "trace"
+"""The group of the trace settings; those of one model are in `trace:<model>`."""
+
+FOLLOW_EVERY_S = 2.0
+"""How late a process notices what another gateway was told."""
+
+Value = bool | int | str | list[str] | None
+
+
+def of_group(stored: Mapping[str, str], group: str) -> dict[str, Value]:
+    """Returns the values of one group from `ControlStore.settings`, without what was cleared and what is no value."""
+    values: dict[str, Value] = {}
+    prefix = f"{group}/"
+    for name, document in stored.items():
+        if name.startswith(prefix):
+            try:
+                value: Value = msgspec.json.decode(document, type=Value)
+            except msgspec.DecodeError as error:  # a newer qinfer's
+                logger.error("stored setting unusable", extra={"setting": name, "error": str(error)})
+                continue
+            if value is not None:
+                values[name.removeprefix(prefix)] = value
+    return values
+
+
+async def put_group(store: ControlStore, group: str, values: Mapping[str, Value]) -> None:
+    """Stores values of one group; `None` clears a value.
+
+    Raises:
+        BrokerUnavailable: The store can't be reached.
+    """
+    for name, value in values.items():
+        await store.put_setting(f"{group}/{name}", msgspec.json.encode(value).decode())
+
+
+def switches_of(values: Mapping[str, Value], first: Switches) -> Switches:
+    """Returns what is logged by the log settings of the store, and by what a process started with where none is set."""
+    verbose = values.get("log_verbose_level", first.verbose_level)
+    return Switches(
+        info=bool(values.get("log_info", first.info)),
+        warning=bool(values.get("log_warning", first.warning)),
+        error=bool(values.get("log_error", first.error)),
+        verbose_level=verbose if isinstance(verbose, int) else first.verbose_level,
+        iso8601=values.get("log_format") == "ISO8601",
+    )
+
+
+async def follow_log_settings(store: ControlStore, first: Switches) -> None:
+    """Makes this process log what clients want logged, until cancelled.
+
+    Args:
+        store: Where the settings are.
+        first: What the process started with.
+    """
+    applied: Switches | None = None
+    while True:
+        try:
+            values = of_group(await store.settings(), LOGGING)
+        except BrokerUnavailable:  # others tell; what holds now holds on
+            values = {}
+        if values:
+            wanted = switches_of(values, first)
+            if wanted != applied:
+                logs.apply(wanted)
+                applied = wanted
+        await asyncio.sleep(FOLLOW_EVERY_S)

@@ -1,0 +1,318 @@
+"""The control contract: where desired state, configurations, heartbeats and statistics are kept (DESIGN.md §3, §5).
+
+Everyone re-reads the desired state at start, on reconnect, when woken, and every 10 s; `wake` only shortens the wait.
+"""
+
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+from typing import Protocol
+
+import msgspec
+
+from qinfer.bridge.metrics import RouteTotals
+from qinfer.bridge.reports import BridgeReport
+from qinfer.observe.devices import GpuUse
+
+BULK, BEAT, BRIDGE = "bulk", "beat", "bridge"
+"""The programs whose processes `sign` as `<name>@<host>`: bulk worker, what has Celery's beat in it, bridge."""
+
+
+class Desired(msgspec.Struct, frozen=True):
+    """What should be loaded of one model.
+
+    Attributes:
+        model: Its name.
+        generation: Grows with each change of its configuration or files.
+        load: True = loaded, False = unloaded.
+    """
+
+    model: str
+    generation: int
+    load: bool = True
+
+
+class StoredModel(msgspec.Struct, frozen=True):
+    """A model's configuration as `models sync` wrote it.
+
+    Attributes:
+        model: Its name.
+        generation: The generation it belongs to.
+        config: The normalised ModelConfig in the JSON dialect of `GET …/config` (reference §2.5).
+        versions: The versions that its version policy selects, ascending.
+        content_hash: Hash of the configuration and the model files, by which a change is noticed.
+        error: Why the model can't be loaded (bad configuration, no version); empty when it can.
+        min_workers: 0 = it is READY without a live worker (`qinfer.min_workers`).
+        labels: Output → the names of its classes.
+        location: Where its files are within the overlay repository; empty = in the repositories.
+        pending: The backend whose runtime must complete the configuration before anything can be loaded; a worker does
+            it, and stores the result under a new generation. Empty = it is complete.
+    """
+
+    model: str
+    generation: int
+    config: str
+    versions: tuple[int, ...]
+    content_hash: str = ""
+    error: str = ""
+    min_workers: int = 1
+    labels: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
+    location: str = ""
+    pending: str = ""
+
+
+class State(StrEnum):
+    """A model version's state in one worker (reference §1.14)."""
+
+    LOADING = "LOADING"
+    READY = "READY"
+    UNAVAILABLE = "UNAVAILABLE"
+    UNLOADING = "UNLOADING"
+
+
+class VersionState(msgspec.Struct, frozen=True):
+    """The state of one model version in one worker.
+
+    Attributes:
+        state: The state.
+        generation: The generation that is loaded, or that could not be.
+        reason: Why it is not READY at the newest generation.
+        tried: The newest generation whose load has ended, well or not; above `generation` where a reload failed and the
+            earlier generation serves on.
+    """
+
+    state: State
+    generation: int
+    reason: str = ""
+    tried: int = 0
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """What a worker measured of a model version; kept for when no worker lives.
+
+    Attributes:
+        rps: Requests a second that one worker can execute.
+        load_s: Seconds that it took to load.
+    """
+
+    rps: float
+    load_s: float = 0.0
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's heartbeat.
+
+    Attributes:
+        id: Unique for each start of a worker.
+        started_at: Seconds since the epoch, in the broker's time.
+        device: What it runs on, such as `cpu`.
+        models: Model → version → state.
+        executing: Requests in its batches now.
+        throughput_rps: Requests a second over the last heartbeats.
+        clock_offset_s: Broker time minus its wall clock.
+        frame_versions: Frame versions it can read.
+        speeds: Model → version → requests a second that it can execute; left out where nothing was measured.
+        places: Globs of the models that it loads.
+        busy: Model → version → requests that its instances execute now; left out where there are none.
+        load_s: Model → version → seconds that its last load took.
+        host: The name of its machine or container.
+        draining: It was told to stop, and ends what it has in hand.
+        renewals: Leases that it has renewed, each time.
+        leases_lost: Leases that it has lost.
+        cpu_s: CPU time of it and what it started; 0 = not known, as the next one.
+        memory_bytes: Resident memory of it and what it started.
+        gpus: What its GPUs use, where they can be asked.
+    """
+
+    id: str
+    started_at: float
+    models: dict[str, dict[int, VersionState]]
+    device: str = "cpu"
+    executing: int = 0
+    throughput_rps: float = 0.0
+    clock_offset_s: float = 0.0
+    frame_versions: tuple[int, ...] = (1,)
+    speeds: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
+    places: tuple[str, ...] = ("*",)
+    busy: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)
+    load_s: dict[str, dict[int, float]] = msgspec.field(default_factory=dict)
+    host: str = ""
+    draining: bool = False
+    renewals: int = 0
+    leases_lost: int = 0
+    cpu_s: float = 0.0
+    memory_bytes: int = 0
+    gpus: tuple[GpuUse, ...] = ()
+
+
+class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What an autoscaler of workers saw and decided last.
+
+    Attributes:
+        id: Unique for each start of an autoscaler.
+        host: The name of its machine or container.
+        places: Globs of the models that its workers load.
+        min_workers: The fewest workers that it may have.
+        max_workers: The most.
+        target: How many it is to have: of those that all of these models are to have, its share.
+        reason: Why it is that many in all, for people.
+        live: Workers of its own that serve.
+        starting: Those that were started and do not serve yet.
+        draining: Those that end what they have in hand.
+        work_s: Seconds that one worker would need for all that waits and executes.
+        entries: Requests and rows of bulk jobs that wait or execute.
+    """
+
+    id: str
+    host: str = ""
+    places: tuple[str, ...] = ("*",)
+    min_workers: int = 0
+    max_workers: int = 1
+    target: int = 0
+    reason: str = ""
+    live: int = 0
+    starting: int = 0
+    draining: int = 0
+    work_s: float = 0.0
+    entries: int = 0
+
+
+SCALED_UP, SCALED_DOWN, RESTARTED, KILLED = "up", "down", "restarts", "kills"
+"""What autoscalers count: decisions for more workers and for fewer, restarts after a crash, kills after a drain."""
+
+
+class ControlStore(Protocol):
+    """The port; adapters: Redis and memory. Coroutines raise `BrokerUnavailable` when the store can't be reached."""
+
+    async def desired(self) -> dict[str, Desired]:
+        """Returns the desired state of every model."""
+        ...
+
+    async def set_desired(self, desired: Desired) -> None:
+        """Writes the desired state of one model; an older generation never replaces a newer one."""
+        ...
+
+    async def model(self, name: str) -> StoredModel | None:
+        """Returns a model's stored configuration."""
+        ...
+
+    async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
+        """Returns the stored configurations of those models that have one, by name; all of them in one round trip."""
+        ...
+
+    async def put_model(self, stored: StoredModel) -> bool:
+        """Stores a model's configuration, unless one of the same or a newer generation is stored already.
+
+        Returns:
+            Whether it was stored: of several writers of one generation the first wins, and the others learn it.
+        """
+        ...
+
+    async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
+        """Writes a worker's record; it disappears `ttl_s` seconds after the last write."""
+        ...
+
+    async def retire(self, worker_id: str) -> None:
+        """Removes a worker's record at once."""
+        ...
+
+    async def workers(self) -> list[WorkerRecord]:
+        """Returns the records of all live workers."""
+        ...
+
+    async def sign(self, program: str, process: str, ttl_s: float) -> None:
+        """Tells that a process of another program than the workers lives, such as `bulk`; holds for `ttl_s` seconds."""
+        ...
+
+    async def signs(self, program: str) -> list[str]:
+        """Returns the processes of a program whose last `sign` still holds, sorted."""
+        ...
+
+    async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
+        """Writes an autoscaler's record, and adds to what all of them counted (`SCALED_UP`, …).
+
+        The record disappears `ttl_s` seconds after the last write; 0 takes it away at once.
+        """
+        ...
+
+    async def scalers(self) -> list[ScalerRecord]:
+        """Returns the records of all live autoscalers, by id."""
+        ...
+
+    async def scaler_counts(self) -> dict[str, int]:
+        """Returns what all autoscalers counted; the counts only grow."""
+        ...
+
+    async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
+        """Writes what a bridge has in hand, and adds what it counted; of reports with one number, the first's only.
+
+        One that comes after its successor changes nothing. What it has in hand disappears `ttl_s` seconds after the
+        last write; 0 takes it away at once.
+        """
+        ...
+
+    async def routes(self) -> dict[str, RouteTotals]:
+        """Returns what all bridges say of each route, by its name; the counts only grow."""
+        ...
+
+    async def put_speed(self, model: str, version: int, speed: Speed) -> None:
+        """Stores how fast a worker found a model version to be; the last writer wins. It outlives the worker."""
+        ...
+
+    async def speeds(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], Speed]:
+        """Returns what `put_speed` stored last of those versions (model, version) that have it; in one round trip."""
+        ...
+
+    async def put_completion(self, content_hash: str, completed: str) -> None:
+        """Stores what a runtime completed of the files with this hash: a JSON document; the first one stays."""
+        ...
+
+    async def completion(self, content_hash: str) -> str | None:
+        """Returns what `put_completion` stored."""
+        ...
+
+    async def put_setting(self, name: str, value: str) -> None:
+        """Stores a setting that all gateways share and that clients change, such as `logging`: a JSON document."""
+        ...
+
+    async def settings(self) -> dict[str, str]:
+        """Returns what `put_setting` stored, by name."""
+        ...
+
+    async def wake(self) -> None:
+        """Wakes everyone who waits in `wait`."""
+        ...
+
+    async def wait(self, timeout_s: float) -> None:
+        """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds.
+
+        May also return for no reason, at the first call above all: the reader just reads once more.
+        """
+        ...
+
+    async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
+        """Adds to the statistics of a model version; they only grow.
+
+        Of the fields in `observability.stats.LATEST` the greatest value stays, instead of the sum.
+        """
+        ...
+
+    async def stats(self, model: str, version: int) -> dict[str, int]:
+        """Returns the statistics of a model version."""
+        ...
+
+    async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns the statistics of several versions (model, version), each of them; in round trips as `some_stats`."""
+        ...
+
+    async def some_stats(
+        self, versions: Collection[tuple[str, int]], fields: Collection[str]
+    ) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns these fields of the statistics of several versions (model, version), where there are any.
+
+        In one round trip; in a cluster, one to each node.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        ...

@@ -1,0 +1,191 @@
+"""`qinfer models sync`: makes the desired state what the repository holds. Idempotent; several may run at once.
+
+A model that can't be read any more, or whose configuration has become wrong, stays as it was while a worker serves it:
+half-written files must not take a model down. A model that is gone is unloaded.
+
+`start` is what a gateway and `qinfer up` do first: a sync, or in mode `explicit` the loads that the settings name.
+"""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from qinfer.core.settings import RepositorySettings
+from qinfer.errors import ModelNotFound, SettingsError
+from qinfer.models.repository.base import Repository, RepositoryModel
+from qinfer.models.state import ControlStore, Desired, State, WorkerRecord
+from qinfer.models.writing import write_model
+from qinfer.queue.base import Delivery
+
+logger = logging.getLogger(__name__)
+
+ALL = "*"
+"""In `repository.load_models`: every model of the repositories."""
+
+_TOLD = 5
+_EMPTY = (
+    "the model repository has no model, and {count} are to be served ({names}): nothing was changed; is it mounted? "
+    "To unload all of them: qinfer models sync --may-empty"
+)
+
+
+class EmptyRepository(SettingsError):
+    """A repository without any model, where models are to be served."""
+
+
+class Source(Protocol):
+    """Where models come from: what of `qinfer.models.repository.base.Repository` a sync needs."""
+
+    def scan(self) -> Sequence[RepositoryModel]:
+        """Reads every model; blocking."""
+        ...
+
+
+class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sync did with one model.
+
+    Attributes:
+        model: Its name.
+        generation: Its generation now.
+        versions: The versions that will be loaded.
+        changed: The model is new, changed or gone.
+        removed: The repository no longer has it.
+        error: Why it can't be loaded; empty when it can.
+    """
+
+    model: str
+    generation: int
+    versions: tuple[int, ...] = ()
+    changed: bool = False
+    removed: bool = False
+    error: str = ""
+
+
+async def sync(
+    repository: Source, store: ControlStore, delivery: Delivery, *, min_workers: int = 1, may_empty: bool = True
+) -> list[SyncedModel]:
+    """Writes what the repository holds as the desired state, and wakes everyone if anything changed.
+
+    Args:
+        repository: Where models come from.
+        store: The control store.
+        delivery: Where lanes are made.
+        min_workers: `RepositorySettings.min_workers`.
+        may_empty: Whether a repository without any model unloads all. Mostly it is one that is not mounted.
+
+    Raises:
+        SettingsError: The repository can't be read, or may not be empty; nothing is changed then.
+        BrokerUnavailable: The store or the queue can't be reached; the next sync completes this one.
+    """
+    found = await asyncio.to_thread(repository.scan)
+    desired = await store.desired()
+    if not found and not may_empty and (served := sorted(name for name, wish in desired.items() if wish.load)):
+        raise EmptyRepository(_EMPTY.format(count=len(served), names=", ".join(served[:_TOLD])))
+    workers = await store.workers()
+    synced = [
+        await _sync_model(model, desired.get(model.name), workers, store, delivery, min_workers) for model in found
+    ]
+    for name in sorted(desired.keys() - {model.name for model in found}):
+        if desired[name].load:
+            await store.set_desired(msgspec.structs.replace(desired[name], load=False))
+            synced.append(SyncedModel(model=name, generation=desired[name].generation, changed=True, removed=True))
+    if any(model.changed for model in synced):
+        await store.wake()
+    return synced
+
+
+async def start(
+    repository: Repository,
+    store: ControlStore,
+    delivery: Delivery,
+    settings: RepositorySettings,
+    *,
+    again: bool = False,
+) -> list[SyncedModel]:
+    """Writes the desired state that a start calls for in the present control mode.
+
+    Args:
+        repository: Where models come from.
+        store: The control store.
+        delivery: Where lanes are made.
+        settings: The control mode and, in mode `explicit`, the models to load.
+        again: In mode `explicit`, also load models that were loaded or unloaded before: `qinfer up` is the one that
+            decides on its machine. A gateway that joins others leaves alone what they were told.
+
+    Raises:
+        SettingsError: The repository can't be read, or has no model of a name to load.
+        BrokerUnavailable: The store or the queue can't be reached.
+    """
+    if settings.control_mode != "explicit":
+        return await _sync_at_start(repository, store, delivery, settings, again=again)
+    desired, workers = await store.desired(), await store.workers()
+    synced: list[SyncedModel] = []
+    for name in await asyncio.to_thread(_names_to_load, repository, settings.load_models):
+        if again or name not in desired:
+            model = await asyncio.to_thread(_read, repository, name)
+            synced.append(await _sync_model(model, desired.get(name), workers, store, delivery, settings.min_workers))
+    if any(model.changed for model in synced):
+        await store.wake()
+    return synced
+
+
+async def _sync_at_start(
+    repository: Source, store: ControlStore, delivery: Delivery, settings: RepositorySettings, *, again: bool
+) -> list[SyncedModel]:
+    """Syncs; a gateway that joins others and finds no model leaves what they serve, until a poll says so again."""
+    may_empty = again or settings.control_mode == "poll"
+    try:
+        return await sync(repository, store, delivery, min_workers=settings.min_workers, may_empty=may_empty)
+    except EmptyRepository as error:
+        logger.warning("models left as they were", extra={"reason": error.message})
+        return []
+
+
+def _names_to_load(repository: Repository, named: tuple[str, ...]) -> list[str]:
+    if ALL not in named:
+        return list(dict.fromkeys(named))
+    if len(named) > 1:
+        raise SettingsError(
+            f"QINFER_REPOSITORY__LOAD_MODELS (--load-model) has '{ALL}' among other names: give it alone, or the names"
+        )
+    return repository.names()
+
+
+def _read(repository: Repository, name: str) -> RepositoryModel:
+    try:
+        return repository.read(name)
+    except ModelNotFound:
+        raise SettingsError(
+            f"QINFER_REPOSITORY__LOAD_MODELS (--load-model) names '{name}', which no model repository has"
+        ) from None
+
+
+async def _sync_model(
+    model: RepositoryModel,
+    wish: Desired | None,
+    workers: Iterable[WorkerRecord],
+    store: ControlStore,
+    delivery: Delivery,
+    min_workers: int,
+) -> SyncedModel:
+    if model.error and wish is not None and wish.load and _is_served(model.name, workers):
+        kept = await store.model(model.name)
+        if kept is not None and not kept.error:
+            return SyncedModel(
+                model=model.name,
+                generation=kept.generation,
+                versions=kept.versions,
+                error=f"{model.error}; what was loaded before serves on",
+            )
+    anew = wish is not None and not wish.load  # a worker may have the generation from before it was unloaded
+    stored, changed = await write_model(model, wish, store, delivery, anew=anew, min_workers=min_workers)
+    return SyncedModel(
+        model=model.name, generation=stored.generation, versions=stored.versions, changed=changed, error=stored.error
+    )
+
+
+def _is_served(model: str, workers: Iterable[WorkerRecord]) -> bool:
+    return any(state.state is State.READY for worker in workers for state in worker.models.get(model, {}).values())

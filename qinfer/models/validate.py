@@ -1,0 +1,211 @@
+"""Checks a request against its model, in Triton's order and with Triton's texts (core `src/infer_request.cc`).
+
+A glance at the configuration and the request, side by side, settles the ordinary good request in half a microsecond;
+everything else takes the long way, which names the mistake. The caller prefixes the request id.
+"""
+
+import struct
+from collections.abc import Sequence
+from math import prod
+
+from qinfer.core.messages import InferRequest
+from qinfer.errors import InvalidRequest
+from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.tensors import DATATYPES, Tensor
+
+_LENGTH = struct.Struct("<I")
+_MAX_ELEMENTS = 2**56  # of a shape, were its dimensions of 0 of 1: no array can have more
+_BATCH_NOTE = (
+    " NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
+    "input shape. If you want to specify the full shape including the batch dim in your input dims config, try "
+    "setting max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+
+def validate(request: InferRequest, spec: ModelSpec) -> int:
+    """Checks names, datatypes, shapes and sizes of a request's tensors.
+
+    Args:
+        request: The request.
+        spec: The model it is for.
+
+    Returns:
+        The request's batch size: its rows, or 1 when the model has no batch dimension.
+
+    Raises:
+        InvalidRequest: The request does not fit the model.
+    """
+    if request.outputs:
+        _check_outputs(request.outputs, spec)
+    rows = _plain_rows(request.inputs, spec)
+    if rows:
+        return rows
+    pairs = _pair(request.inputs, spec)
+    batch_size = _batch_size(request.inputs, spec) if spec.max_batch_size else 0
+    for tensor, expected in pairs:
+        if tensor.datatype != expected.datatype:
+            raise InvalidRequest(
+                f"inference input '{tensor.name}' data-type is '{tensor.datatype}', but model '{spec.name}' expects "
+                f"'{expected.datatype}'"
+            )
+        dims = tensor.shape[1:] if spec.max_batch_size else tensor.shape
+        if dims != expected.dims or -1 in dims:
+            _check_shape(tensor, dims, expected, spec)
+        if tensor.datatype == "BYTES":
+            _check_strings(tensor, prod(tensor.shape), spec.name)
+        else:
+            # Triton drops a batch dimension of 0 here, so that an empty batch fails as one of too few bytes.
+            count = prod(tensor.shape) if batch_size or not spec.max_batch_size else prod(dims)
+            size = count * DATATYPES[tensor.datatype].itemsize
+            if tensor.nbytes != size:
+                raise InvalidRequest(
+                    f"input byte size mismatch for input '{tensor.name}' for model '{spec.name}'. "
+                    f"Expected {size}, got {tensor.nbytes}"
+                )
+    if spec.max_batch_size and not batch_size:
+        raise InvalidRequest(f"inference request batch-size must be > 0 for '{spec.name}'")
+    return batch_size or 1
+
+
+def _plain_rows(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
+    """Settles ordinary requests at a glance: every input, in order, of fixed dimensions and elements of fixed size.
+
+    Returns:
+        The batch size, as `validate` returns it; 0 says nothing about the request, good or bad.
+    """
+    max_rows = spec.max_batch_size
+    if len(inputs) != len(spec.inputs):
+        return 0
+    rows = 0 if max_rows else 1
+    for position, expected in enumerate(spec.inputs):
+        tensor = inputs[position]
+        shape, dims, datatype = tensor.shape, expected.dims, tensor.datatype
+        if tensor.name != expected.name or datatype != expected.datatype or datatype == "BYTES" or -1 in dims:
+            return 0
+        if max_rows:
+            if not shape or shape[1:] != dims or (position and shape[0] != rows):
+                return 0
+            rows = shape[0]
+        elif shape != dims:
+            return 0
+        if len(tensor.data) != prod(shape) * DATATYPES[datatype].itemsize:
+            return 0
+    return rows if 0 < rows <= (max_rows or 1) else 0
+
+
+def _pair(inputs: Sequence[Tensor], spec: ModelSpec) -> list[tuple[Tensor, TensorSpec]]:
+    """Finds the configuration of each input."""
+    if len(inputs) == len(spec.inputs):
+        pairs = list(zip(inputs, spec.inputs, strict=True))
+        for tensor, expected in pairs:
+            if tensor.name != expected.name:
+                break
+        else:
+            return pairs
+    given: dict[str, Tensor] = {}
+    for tensor in inputs:
+        if tensor.name in given:
+            raise InvalidRequest(f"input '{tensor.name}' already exists in request")
+        given[tensor.name] = tensor
+    required = sum(not expected.optional for expected in spec.inputs)
+    if not required <= len(given) <= len(spec.inputs):
+        raise _wrong_count(list(given), required, spec)
+    known = {expected.name: expected for expected in spec.inputs}
+    for name in given:
+        if name not in known:
+            raise InvalidRequest(f"unexpected inference input '{name}' for model '{spec.name}'")
+    missing = [e.name for e in spec.inputs if not e.optional and e.name not in given]
+    if missing:
+        raise _wrong_count(list(given), required, spec)
+    return [(tensor, known[name]) for name, tensor in given.items()]
+
+
+def _wrong_count(given: list[str], required: int, spec: ModelSpec) -> InvalidRequest:
+    most = len(spec.inputs)
+    expected = f"{most} inputs" if most == required else f"number of inputs between {required} and {most}"
+    missing = [e.name for e in spec.inputs if not e.optional and e.name not in given]
+    return InvalidRequest(
+        f"expected {expected} but got {len(given)} inputs for model '{spec.name}'. Got input(s) {_quoted(given)}, "
+        f"but missing required input(s) {_quoted(missing)}. Please provide all required input(s)."
+    )
+
+
+def _quoted(names: list[str]) -> str:
+    return "[" + ",".join(f"'{name}'" for name in names) + "]"
+
+
+def _check_outputs(outputs: Sequence[str], spec: ModelSpec) -> None:
+    if spec.outputs and outputs == (spec.outputs[0].name,):
+        return
+    known = [output.name for output in spec.outputs]
+    for position, name in enumerate(outputs):
+        if name in outputs[:position]:
+            raise InvalidRequest(f"output '{name}' already exists in request")
+        if name not in known:
+            raise InvalidRequest(f"unexpected inference output '{name}' for model '{spec.name}'")
+
+
+def _batch_size(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
+    batch_size = inputs[0].shape[0] if inputs and inputs[0].shape else 0
+    for tensor in inputs:
+        if not tensor.shape:
+            raise InvalidRequest(
+                f"input '{tensor.name}' has no shape but model requires batch dimension for '{spec.name}'"
+            )
+        if tensor.shape[0] != batch_size:
+            raise InvalidRequest(f"input '{tensor.name}' batch size does not match other inputs for '{spec.name}'")
+    if batch_size > spec.max_batch_size:
+        raise InvalidRequest(f"inference request batch-size must be <= {spec.max_batch_size} for '{spec.name}'")
+    return batch_size
+
+
+def _check_shape(tensor: Tensor, dims: Sequence[int], expected: TensorSpec, spec: ModelSpec) -> None:
+    if min(tensor.shape, default=0) < 0:
+        raise InvalidRequest(
+            f"All input dimensions should be specified for input '{tensor.name}' for model '{spec.name}', "
+            f"got {_dims(tensor.shape)}"
+        )
+    if len(dims) == len(expected.dims) and all(
+        want in (-1, got) for got, want in zip(dims, expected.dims, strict=True)
+    ):
+        if 0 in tensor.shape and prod(size or 1 for size in tensor.shape) > _MAX_ELEMENTS:
+            raise InvalidRequest(
+                f"input '{tensor.name}' for model '{spec.name}' has a shape larger than any tensor can be: "
+                f"{_dims(tensor.shape)}"
+            )
+        return
+    full = (-1, *expected.dims) if spec.max_batch_size else expected.dims
+    note = _BATCH_NOTE if spec.max_batch_size else ""
+    raise InvalidRequest(
+        f"unexpected shape for input '{tensor.name}' for model '{spec.name}'. "
+        f"Expected {_dims(full)}, got {_dims(tensor.shape)}.{note}"
+    )
+
+
+def _dims(dims: Sequence[int]) -> str:
+    return "[" + ",".join(map(str, dims)) + "]"
+
+
+def _check_strings(tensor: Tensor, expected: int, model: str) -> None:
+    """Walks a BYTES tensor: every length indicator and every string must be whole, and their number right."""
+    data, end = tensor.data, tensor.nbytes
+    where = f"for inference input '{tensor.name}' for model '{model}'"
+    position = count = 0
+    while position < end:
+        if count >= expected:
+            raise InvalidRequest(f"unexpected number of string elements {count + 1} {where}, expecting {expected}")
+        if position + 4 > end:
+            raise InvalidRequest(
+                f"incomplete string length indicator {where}, expecting 4 bytes but only {end - position} bytes "
+                "available. Please make sure the string length indicator is in one buffer."
+            )
+        (length,) = _LENGTH.unpack_from(data, position)
+        position += 4 + length
+        if position > end:
+            raise InvalidRequest(
+                f"incomplete string data {where}, expecting string of length {length} but only "
+                f"{end - position + length} bytes available."
+            )
+        count += 1
+    if count != expected:
+        raise InvalidRequest(f"expected {expected} string elements {where}, got {count}")

@@ -1,0 +1,242 @@
+"""How much work waits, in seconds that one worker would need for it: what autoscalers go by (DESIGN.md §3).
+
+    rows   = requests, each of so many rows as the mean of all so far, + the rows that open bulk jobs have yet to do
+    work_s = rows ÷ rows a second of one worker       desired workers = ⌈work_s ÷ seconds of work for each⌉
+
+Requests are those that wait and those in flight, so that a version with a batch in hand is never without work. It is
+right without a worker: lanes, statistics and the speed that was measured last outlive workers. `read_work` is the I/O;
+what it makes of what it read is pure.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import msgspec
+
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import QinferError
+from qinfer.jobs.queue.records import BULK_LANES, OpenRows, bulk_lanes
+from qinfer.models.config.config import from_json, to_spec
+from qinfer.models.readiness import assess
+from qinfer.models.routes import NAMES, lanes_of
+from qinfer.models.state import ControlStore, Desired, Speed, State, StoredModel, WorkerRecord
+from qinfer.observe import stats
+from qinfer.queue.base import Delivery, Lane, LaneSize
+
+ASSUMED_ROW_S = 0.1
+"""What a row counts for where nothing was ever executed: the first worker that runs some replaces it."""
+
+_FIELDS = (stats.SUCCESS_COUNT, stats.INFERENCE_COUNT, stats.EXECUTION_NS)
+
+
+class LaneWork(msgspec.Struct, frozen=True, kw_only=True):
+    """What one lane holds.
+
+    Attributes:
+        lane: The lane.
+        entries: Waiting and in flight; of a bulk lane: shards.
+        oldest_age_s: How long its oldest entry has been in the queue; 0 when it is empty.
+    """
+
+    lane: Lane
+    entries: int
+    oldest_age_s: float
+
+
+class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
+    """The work that a model version has.
+
+    Attributes:
+        model: The model's name.
+        version: The version.
+        lanes: Its online lanes, then its bulk lanes where the model has open jobs. Before them, where no worker has it
+            READY, those of an earlier configuration that hold something: the next worker reads them.
+        requests: Entries of the online lanes.
+        rows: The rows of those requests, by the mean of all so far, and `bulk_rows`; one more while a worker is to
+            complete the model's configuration, so that one is started for it.
+        bulk_rows: Rows that the open jobs of this version have yet to do.
+        rows_per_s: What one worker does; 0 = not known.
+        work_s: Seconds that one worker would need for `rows`; 0 only without rows.
+        oldest_age_s: The greatest of the online lanes.
+        workers: The ids of the live workers that have it READY.
+    """
+
+    model: str
+    version: int
+    lanes: tuple[LaneWork, ...] = ()
+    requests: int = 0
+    rows: int = 0
+    bulk_rows: int = 0
+    rows_per_s: float = 0.0
+    work_s: float = 0.0
+    oldest_age_s: float = 0.0
+    workers: tuple[str, ...] = ()
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What was read of a version, for `work_of`.
+
+    Attributes:
+        lanes: Its lanes, online ones first, with what they hold.
+        jobs: What its open jobs have yet to do.
+        counts: Of its statistics: requests and rows executed, nanoseconds of executing.
+        speed: What was stored of its speed.
+        is_pending: A worker is to complete the model's configuration.
+    """
+
+    lanes: tuple[tuple[Lane, LaneSize], ...] = ()
+    jobs: tuple[OpenRows, ...] = ()
+    counts: Mapping[str, int] = msgspec.field(default_factory=dict)
+    speed: Speed | None = None
+    is_pending: bool = False
+
+
+async def read_work(store: ControlStore, delivery: Delivery, *, model: str = "") -> tuple[VersionWork, ...]:
+    """Reads the work of all models that should be loaded, sorted; in a few round trips however many there are.
+
+    Args:
+        store: The control store.
+        delivery: The queue.
+        model: Only this one, even if it was unloaded: what it accepted before may still wait. Empty = all.
+
+    Returns:
+        A version each; none for a model that is not known, or has no version.
+
+    Raises:
+        BrokerUnavailable: The store or the queue can't be reached.
+    """
+    workers, desired = await asyncio.gather(store.workers(), store.desired())
+    wanted = {name for name, wish in desired.items() if wish.load}
+    if model:
+        wish = desired.get(model)
+        desired = {} if wish is None else {model: msgspec.structs.replace(wish, load=True)}
+    stored = await store.models(sorted(desired))
+    versions = _versions(desired, stored, workers)
+    jobs = await delivery.jobs.open_rows()
+    lanes = _lanes(versions, stored, jobs)
+    earlier = _earlier_lanes(versions, stored, workers)
+    flat = [lane for of_version in (*lanes.values(), *earlier.values()) for lane in of_version]
+    sizes, counts, speeds = await asyncio.gather(
+        delivery.sizes(flat), store.some_stats(versions, _FIELDS), store.speeds(versions)
+    )
+    size_of = dict(zip(flat, sizes, strict=True))
+    return tuple(
+        work_of(
+            *key,
+            Seen(
+                lanes=(
+                    *((lane, size_of[lane]) for lane in earlier.get(key, ()) if size_of[lane].entries),
+                    *((lane, size_of[lane]) for lane in lanes[key]),
+                ),
+                jobs=tuple(job for job in jobs if (job.model, job.version) == key),
+                counts=counts.get(key, {}),
+                speed=speeds.get(key),
+                is_pending=bool(stored[key[0]].pending) and key[0] in wanted,
+            ),
+            workers,
+        )
+        for key in versions
+    )
+
+
+def work_of(model: str, version: int, seen: Seen, workers: Iterable[WorkerRecord] = ()) -> VersionWork:
+    """Makes out the work of one version.
+
+    Args:
+        model: The model's name.
+        version: The version.
+        seen: What was read of it.
+        workers: The live workers.
+    """
+    ready = [worker for worker in workers if _is_ready(worker, model, version)]
+    online = [size for lane, size in seen.lanes if lane.name not in BULK_LANES]
+    requests = sum(size.entries for size in online)
+    shards = sum(size.entries for lane, size in seen.lanes if lane.name in BULK_LANES)
+    bulk_rows = max(sum(job.rows for job in seen.jobs), shards)  # those of a job that is cancelled are to be taken back
+    rows_per_s = _rows_per_s(ready, model, version, seen)
+    rows = math.ceil(requests * _rows_per_request(seen.counts)) + bulk_rows + int(seen.is_pending)
+    return VersionWork(
+        model=model,
+        version=version,
+        lanes=tuple(
+            LaneWork(lane=lane, entries=size.entries, oldest_age_s=size.oldest_age_s) for lane, size in seen.lanes
+        ),
+        requests=requests,
+        rows=rows,
+        bulk_rows=bulk_rows,
+        rows_per_s=rows_per_s,
+        work_s=rows / rows_per_s if rows_per_s else rows * ASSUMED_ROW_S,
+        oldest_age_s=max((size.oldest_age_s for size in online), default=0.0),
+        workers=tuple(sorted(worker.id for worker in ready)),
+    )
+
+
+def _versions(
+    desired: Mapping[str, Desired], stored: Mapping[str, StoredModel], workers: Sequence[WorkerRecord]
+) -> list[tuple[str, int]]:
+    statuses = assess(desired, stored, workers)
+    return [
+        (name, version) for name, status in statuses.items() if name in stored for version in sorted(status.versions)
+    ]
+
+
+def _lanes(
+    versions: Iterable[tuple[str, int]], stored: Mapping[str, StoredModel], jobs: Iterable[OpenRows]
+) -> dict[tuple[str, int], list[Lane]]:
+    """Returns the lanes of each version: online ones, then the bulk lanes of the partitions in which it has jobs."""
+    partitions: dict[str, set[int]] = {}
+    for job in jobs:
+        partitions.setdefault(job.model, set()).add(job.partition)
+    found: dict[tuple[str, int], list[Lane]] = {}
+    for model, version in versions:
+        lanes = [Lane(model, version, name) for name in _online(stored[model].config)]
+        for partition in sorted(partitions.get(model, ())):
+            lanes += bulk_lanes(model, version, partition)
+        found[model, version] = lanes
+    return found
+
+
+def _earlier_lanes(
+    versions: Iterable[tuple[str, int]], stored: Mapping[str, StoredModel], workers: Sequence[WorkerRecord]
+) -> dict[tuple[str, int], list[Lane]]:
+    """Returns the lanes that only an earlier configuration may have had, of versions that no worker has READY."""
+    found: dict[tuple[str, int], list[Lane]] = {}
+    for model, version in versions:
+        own = _online(stored[model].config)
+        if own and not any(_is_ready(worker, model, version) for worker in workers):
+            found[model, version] = [Lane(model, version, name) for name in NAMES if name not in own]
+    return found
+
+
+@lru_cache(maxsize=4096)  # scrapers ask every few seconds, and configurations hardly change
+def _online(config: str) -> tuple[str, ...]:
+    """Returns the names of the online lanes of a stored configuration; none where it can't be used."""
+    try:
+        return tuple(lane.name for lane in lanes_of(to_spec(from_json(config), LimitSettings()), 1))
+    except QinferError:  # written by another qinfer, incomplete or wrong: it has no lane that we could know
+        return ()
+
+
+def _is_ready(worker: WorkerRecord, model: str, version: int) -> bool:
+    state = worker.models.get(model, {}).get(version)
+    return state is not None and state.state is State.READY
+
+
+def _rows_per_request(counts: Mapping[str, int]) -> float:
+    requests, rows = counts.get(stats.SUCCESS_COUNT, 0), counts.get(stats.INFERENCE_COUNT, 0)
+    return max(rows / requests, 1.0) if requests else 1.0
+
+
+def _rows_per_s(ready: Sequence[WorkerRecord], model: str, version: int, seen: Seen) -> float:
+    """Returns what one worker does: as the live ones measured, else the last ones, else as their totals tell."""
+    measured = [rps for worker in ready if (rps := worker.speeds.get(model, {}).get(version, 0.0))]
+    stored_rps = seen.speed.rps if seen.speed is not None else 0.0
+    rps = sum(measured) / len(measured) if measured else stored_rps
+    if rps:
+        return rps * _rows_per_request(seen.counts)
+    rows, executing_s = seen.counts.get(stats.INFERENCE_COUNT, 0), seen.counts.get(stats.EXECUTION_NS, 0) / 1e9
+    if rows and executing_s:
+        return rows / executing_s
+    return sum(job.rows_per_s for job in seen.jobs) / max(len(ready), 1)

@@ -1,0 +1,117 @@
+"""Writes a model as the repository has it into the control store: lanes, configuration, then the wish for it.
+
+Order matters: lanes first, so that an admitted request always has a queue; then the configuration, then the wish for
+it, so that whoever sees a wish finds its configuration. What is cut off is completed by the next who writes.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import QinferError
+from qinfer.jobs.queue.records import bulk_lanes
+from qinfer.models.completion import completed, find_completion
+from qinfer.models.config.config import from_json, to_json, to_spec
+from qinfer.models.config.to_spec import MIN_WORKERS
+from qinfer.models.repository.base import RepositoryModel
+from qinfer.models.routes import lanes_of
+from qinfer.models.state import ControlStore, Desired, StoredModel
+from qinfer.queue.base import Delivery
+
+_ANY_LIMITS = LimitSettings()  # nothing that depends on them is read here
+_ATTEMPTS = 10
+
+
+class Written(NamedTuple):
+    """A model as it is stored now, and whether anything was written."""
+
+    stored: StoredModel
+    changed: bool
+
+
+async def write_model(
+    model: RepositoryModel,
+    wish: Desired | None,
+    store: ControlStore,
+    delivery: Delivery,
+    *,
+    anew: bool = False,
+    min_workers: int = 1,
+) -> Written:
+    """Stores a model, and the wish that it is loaded, where either differs from what is there.
+
+    Args:
+        model: The model as the repository has it.
+        wish: Its present desired state.
+        store: Where to.
+        delivery: Where its lanes are.
+        anew: Store it under a new generation though nothing differs.
+        min_workers: Live workers that it needs to be READY, if its configuration does not say.
+
+    Raises:
+        BrokerUnavailable: The store or the queue can't be reached.
+        QinferError: Others change the model all the time.
+    """
+    new = await _as_stored(model, store, min_workers)
+    await ensure_lanes(new, delivery)
+    written = await _store(new, wish, store, int(delivery.clock.now_s() * 1000), anew=anew)
+    if wish is None or wish.generation < written.stored.generation or not wish.load:
+        await store.set_desired(Desired(model.name, written.stored.generation))
+        return Written(written.stored, changed=True)
+    return written
+
+
+async def ensure_lanes(stored: StoredModel, delivery: Delivery) -> None:
+    """Makes the lanes of a model's versions, those of bulk jobs too, unless its configuration is not known yet.
+
+    Raises:
+        BrokerUnavailable: The queue can't be reached.
+    """
+    if stored.pending or stored.error:
+        return
+    spec = to_spec(from_json(stored.config), _ANY_LIMITS)
+    for version in stored.versions:
+        await delivery.ensure((*lanes_of(spec, version), *bulk_lanes(stored.model, version)))
+
+
+async def _as_stored(model: RepositoryModel, store: ControlStore, min_workers: int) -> StoredModel:
+    if model.config is not None and not model.pending and MIN_WORKERS in model.config.parameters:
+        min_workers = to_spec(model.config, _ANY_LIMITS).min_workers
+    stored = StoredModel(
+        model=model.name,
+        generation=0,
+        config="" if model.config is None else to_json(model.config),
+        versions=model.versions,
+        content_hash=model.content_hash,
+        error=model.error,
+        min_workers=min_workers,
+        labels={output: tuple(names) for output, names in model.labels.items()},
+        location=model.location,
+        pending=model.pending,
+    )
+    completion = await find_completion(stored, store) if stored.pending else None
+    return stored if completion is None else completed(stored, completion)
+
+
+async def _store(new: StoredModel, wish: Desired | None, store: ControlStore, now_ms: int, *, anew: bool) -> Written:
+    """Stores a configuration under a new generation if it differs from what is stored.
+
+    A generation is at least the milliseconds since the epoch: a model that went and came back must not get a generation
+    that a worker still has loaded from before. Of two who write at once the slower finds its generation taken, and
+    looks again.
+    """
+    for _ in range(_ATTEMPTS):
+        current = await store.model(new.model)
+        previous = max(current.generation if current else 0, wish.generation if wish else 0)
+        stored = msgspec.structs.replace(new, generation=max(previous + 1, now_ms))
+        if current is not None and not anew and has_same_content(current, stored):
+            return Written(current, changed=False)
+        if await store.put_model(stored):
+            return Written(stored, changed=True)
+    raise QinferError(f"model '{new.model}' is being changed by others all the time; try again")
+
+
+def has_same_content(one: StoredModel, other: StoredModel) -> bool:
+    """Tells whether two stored models differ in nothing but their generation."""
+    return msgspec.structs.replace(one, generation=other.generation) == other

@@ -1,0 +1,103 @@
+"""Prometheus' text format, as Triton prints it.
+
+Triton's counters have no `_total`, its integers no `.0`, and `le` and `quantile` come after the other labels; a client
+library would write it otherwise, so the text is made here.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from qinfer.observe.catalogue import Info
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_TRITONS = "nv_"
+
+
+class Sample(NamedTuple):
+    """One line.
+
+    Attributes:
+        suffix: What stands behind the metric's name, such as `_count`.
+        labels: Names and values, in the order in which they are shown.
+        value: Its value.
+    """
+
+    suffix: str
+    labels: tuple[tuple[str, str], ...]
+    value: int | float
+
+
+class Family:
+    """One metric with its lines.
+
+    Args:
+        info: Which.
+    """
+
+    def __init__(self, info: Info) -> None:
+        self.info = info
+        self.samples: list[Sample] = []
+
+    def add(self, value: float, **labels: str) -> None:
+        """Adds a line; the labels are those of the metric, all of them."""
+        self.samples.append(Sample("", self._ordered(labels), value))
+
+    def add_histogram(self, buckets: Iterable[tuple[float, int]], total: float, **labels: str) -> None:
+        """Adds the lines of a histogram.
+
+        Args:
+            buckets: Upper bounds, ascending, the last one infinite, with cumulative counts.
+            total: The sum of what was observed.
+            labels: As in `add`.
+        """
+        ordered, pairs = self._ordered(labels), list(buckets)
+        self.samples += [Sample("_count", ordered, pairs[-1][1]), Sample("_sum", ordered, total)]
+        self.samples += [Sample("_bucket", (*ordered, ("le", self._bound(bound))), count) for bound, count in pairs]
+
+    def add_summary(self, quantiles: Mapping[float, float], count: int, total: float, **labels: str) -> None:
+        """Adds the lines of a summary: its quantiles, and count and sum of what was observed."""
+        ordered = self._ordered(labels)
+        self.samples += [Sample("_count", ordered, count), Sample("_sum", ordered, total)]
+        self.samples += [Sample("", (*ordered, ("quantile", f"{q:g}")), value) for q, value in quantiles.items()]
+
+    def _ordered(self, labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+        assert len(labels) == len(self.info.labels), (self.info.name, labels)
+        return tuple((name, labels[name]) for name in self.info.labels)
+
+    def _bound(self, bound: float) -> str:
+        if math.isinf(bound):
+            return "+Inf"
+        return f"{bound:g}" if self.info.name.startswith(_TRITONS) else str(float(bound))
+
+
+def render(shown: Iterable[Family]) -> bytes:
+    """Returns the text of metrics."""
+    lines: list[str] = []
+    for family in shown:
+        info = family.info
+        text = info.text.replace("\\", "\\\\").replace("\n", "\\n")
+        lines += [f"# HELP {info.name} {text}", f"# TYPE {info.name} {info.kind}"]
+        number = _of_triton if info.name.startswith(_TRITONS) else _own
+        lines += [f"{info.name}{suffix}{_told(labels)} {number(value)}" for suffix, labels, value in family.samples]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _told(labels: Sequence[tuple[str, str]]) -> str:
+    inside = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels)
+    return f"{{{inside}}}" if inside else ""
+
+
+def _of_triton(value: float) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return "Nan" if math.isnan(value) else format(value, ".9g")
+
+
+def _own(value: float) -> str:
+    return repr(float(value))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

@@ -1,0 +1,169 @@
+"""Logs: one JSON object a line on stderr, or text for people.
+
+`{"at": "2026-01-31T09:00:00.123Z", "level": "INFO", "logger": "…", "event": "…", "process": "gateway", …extra}`: the
+event is a short constant, its data are the record's `extra`. Warnings and uvicorn's loggers come out the same way.
+
+What clients switch on and off while the server runs (`Switches`) holds for the programs' own lines and everyone else's,
+but for the verbose ones: those of other libraries come only when the process was started with level DEBUG.
+"""
+
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+import msgspec
+
+from qinfer.core.settings import LogSettings
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+_OURS = ("qinfer", "qinfer_api", "qinfer_workers")
+_UVICORN = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
+
+
+def configure(log: LogSettings, process: str, stream: TextIO | None = None) -> None:
+    """Sets the process's logging up, in place of whatever was there; call it once, in a composition root.
+
+    Args:
+        log: Level and format.
+        process: The program's name, in every line.
+        stream: Where to; stderr by default.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if log.format == "json" else TextFormatter(process))
+    handler.addFilter(_Switchboard())
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(log.level)
+    for name in _UVICORN:  # uvicorn's own handlers would print every line again, in another format
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # its other lines have whole URLs, which may hold secrets
+    logging.captureWarnings(True)
+
+
+class Switches(msgspec.Struct, frozen=True, kw_only=True):
+    """What is logged, as the logging extension of the protocol has it (reference §1.17).
+
+    Attributes:
+        info: Lines of level INFO.
+        warning: Lines of level WARNING.
+        error: Lines of level ERROR and above.
+        verbose_level: Above 0, lines of level DEBUG.
+        iso8601: Text lines begin with date and time instead of the time only; JSON lines have both anyway.
+    """
+
+    info: bool = True
+    warning: bool = True
+    error: bool = True
+    verbose_level: int = 0
+    iso8601: bool = False
+
+    @classmethod
+    def of(cls, log: LogSettings) -> "Switches":
+        """Returns the switches that a process starts with."""
+        return cls(
+            info=log.level in ("DEBUG", "INFO"),
+            warning=log.level != "ERROR",
+            verbose_level=int(log.level == "DEBUG"),
+        )
+
+    def allow(self, level: int) -> bool:
+        """Tells whether lines of a level of `logging` are logged."""
+        if level < logging.INFO:
+            return self.verbose_level > 0
+        if level < logging.WARNING:
+            return self.info
+        return self.warning if level < logging.ERROR else self.error
+
+
+def apply(switches: Switches) -> None:
+    """Makes the process's logging follow the switches from now on; without `configure` it is somebody else's."""
+    root = logging.getLogger()
+    for handler in root.handlers:
+        for board in handler.filters:
+            if isinstance(board, _Switchboard):
+                board.switches = switches
+                root.setLevel(min(root.level, logging.INFO))
+                level = logging.DEBUG if switches.verbose_level else logging.NOTSET
+                for name in _OURS:
+                    logging.getLogger(name).setLevel(level)
+        if isinstance(handler.formatter, TextFormatter):
+            handler.formatter.iso8601 = switches.iso8601
+
+
+class _Switchboard(logging.Filter):
+    """Lets through what the switches allow; everything until somebody has switched something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.switches: Switches | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tells whether a line is logged."""
+        return self.switches is None or self.switches.allow(record.levelno)
+
+
+class JsonFormatter(logging.Formatter):
+    """Prints a record as one JSON object."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+        self._encoder = msgspec.json.Encoder(enc_hook=str)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the record's line."""
+        line = {
+            "at": _instant(record),
+            "level": record.levelname,
+            "logger": record.name,
+            "event": record.getMessage(),
+            "process": self._process,
+            **{key: value for key, value in _extra(record).items() if key not in _RESERVED},
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        try:
+            return self._encoder.encode(line).decode()
+        except (TypeError, ValueError, RecursionError):  # a value that can't be JSON must not cost the line
+            return self._encoder.encode({key: str(value) for key, value in line.items()}).decode()
+
+
+class TextFormatter(logging.Formatter):
+    """Prints a record for people: time, level, process, event, then `key=value` pairs.
+
+    Attributes:
+        iso8601: The date comes before the time.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+        self.iso8601 = False
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the record's line, with the traceback below it."""
+        pairs = "".join(f" {key}={value}" for key, value in _extra(record).items())
+        at = _instant(record) if self.iso8601 else _instant(record)[11:23]
+        text = f"{at} {record.levelname:<7} {self._process}: {record.getMessage()}{pairs}"
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        return text
+
+
+_RESERVED = frozenset(("at", "level", "logger", "event", "process", "exception", "stack"))
+
+
+def _instant(record: logging.LogRecord) -> str:
+    """Returns the record's own time, in UTC with milliseconds."""
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}

@@ -1,0 +1,339 @@
+"""Statistics of a model version, as the workers add them up and the gateways show them.
+
+They travel as integer deltas of named fields (`HINCRBY` on `stats:<version>`), so that the totals only grow, whichever
+worker dies and however many there are. A histogram is one field per bucket, `<histogram>:<upper bound>`, not
+cumulative; the bound is in the name, so that a changed list of buckets can't misread old counts. One field is no sum
+but an instant, of which the latest stays (`LATEST`). What a process had not sent when it is killed is lost: at most
+about a second of counts. What it had sent and Redis did not confirm in time is sent again, and may count twice.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from qinfer.observe.latencies import FIRST_RESPONSE, FIRST_RESPONSE_BUCKETS_MS, LatencyTally
+
+QUEUE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+EXECUTION_BUCKETS_S = QUEUE_BUCKETS_S
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+STEP_BUCKETS_S = (
+    2e-05,
+    5e-05,
+    0.0001,
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    5.0,
+)
+_QUEUE_BUCKETS_NS = tuple(round(bound_s * 1e9) for bound_s in QUEUE_BUCKETS_S)
+FILL_BUCKETS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+
+QUEUE, EXECUTION, BATCH = "queue", "execution", "batch"
+"""The histograms: wait in queue (seconds), execution of a batch (seconds), rows of a batch."""
+ASSEMBLE, PUBLISH, FILL = "assemble", "publish", "fill"
+"""More of them: assembling a batch (seconds), publishing its answers (seconds), its rows ÷ the largest batch."""
+BOUNDS: Mapping[str, Sequence[float]] = {
+    QUEUE: QUEUE_BUCKETS_S,
+    EXECUTION: EXECUTION_BUCKETS_S,
+    BATCH: BATCH_BUCKETS,
+    ASSEMBLE: STEP_BUCKETS_S,
+    PUBLISH: STEP_BUCKETS_S,
+    FILL: FILL_BUCKETS,
+    FIRST_RESPONSE: FIRST_RESPONSE_BUCKETS_MS,
+}
+"""Histogram → its upper bounds, but for the infinite one."""
+
+SUCCESS_COUNT = "success_count"
+"""Requests answered with outputs."""
+SUCCESS_NS = "success_ns"
+"""Nanoseconds from enqueueing to the outputs, over all requests answered with outputs."""
+FAIL_NS = "fail_ns"
+"""Nanoseconds from enqueueing to the failure, over all requests that failed."""
+LAST_INFERENCE_MS = "last_inference_ms"
+"""When the last execution began: milliseconds since the epoch, in the broker's time."""
+LATEST = frozenset((LAST_INFERENCE_MS,))
+"""The fields of which the greatest value stays; all others are sums."""
+INFERENCE_COUNT = "inference_count"
+"""Rows executed: Triton's inference count."""
+EXECUTION_COUNT = "execution_count"
+"""Batches executed."""
+EXECUTION_NS = "execution_ns"
+"""Nanoseconds of executing batches, each counted once."""
+QUEUE_NS, INPUT_NS, INFER_NS, OUTPUT_NS = "queue_ns", "input_ns", "infer_ns", "output_ns"
+"""Nanoseconds over all requests; each is charged its whole batch's, as in Triton (reference §1.13)."""
+PUBLISH_NS = "publish_ns"
+"""Nanoseconds of publishing answers, over all batches."""
+FILL_PERMILLE = "fill_permille"
+"""Thousandths of the largest batch, over all batches that the histogram counts."""
+ROWS_DONE, ROWS_FAILED = "job_rows_done", "job_rows_failed"
+"""Rows of bulk jobs in settled shards, with an output and without."""
+REDELIVERIES = "redeliveries"
+"""Requests handed to a worker again, once for each time."""
+RETRIES = "retries"
+"""Requests executed again because the batch that they were in raised; once for each time."""
+DEAD_LETTERS = "dead_letters"
+"""Entries that were given up and put with the dead letters."""
+FAILURES = "failures:"
+"""Requests that failed in a worker, by reason: `failures:<error code>`."""
+REFUSALS = "refusals:"
+"""Requests that a gateway ended, so that no worker counts them: refused by the queue, given up at their deadline,
+cancelled. By reason: `refusals:<error code>`."""
+LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES = "label_queued", "label_pushed", "label_retries"
+"""Labeling tasks whose predictions are pushed: stored, pushed, and pushes that are to be tried again, each time."""
+LABEL_FAILED = "label_failed:"
+"""Those that failed, by `LabelFailure`: `label_failed:<reason>`."""
+BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
+    "batch_count:",
+    "batch_input_ns:",
+    "batch_infer_ns:",
+    "batch_output_ns:",
+)
+"""Executions by batch size, and nanoseconds of them: `batch_count:<rows>`, …"""
+
+
+class LabelFailure(StrEnum):
+    """Why a labeling task has failed: it made no request, that no prediction, or Label Studio refused or failed."""
+
+    NOT_QUEUED = "not_queued"
+    NOT_PREDICTED = "not_predicted"
+    REFUSED = "refused"
+    PUSH_FAILED = "push_failed"
+
+
+LABELING = (LABEL_QUEUED, LABEL_PUSHED, LABEL_RETRIES, *(LABEL_FAILED + reason for reason in LabelFailure))
+"""All of labeling's fields."""
+
+
+class BatchTotals(NamedTuple):
+    """Executions of one batch size: how many, and for how long altogether; each is counted once."""
+
+    rows: int
+    executions: int
+    input_ns: int
+    infer_ns: int
+    output_ns: int
+
+
+class StatsTally:
+    """Adds up what one model version did in one worker; not for several threads at once.
+
+    Attributes:
+        max_rows: The largest batch that the model takes; 0 = it takes none, or nobody said.
+        latencies: Counts latencies more finely, where that is wanted.
+    """
+
+    def __init__(self) -> None:
+        self.max_rows = 0
+        self.latencies: LatencyTally | None = None
+        self._deltas: defaultdict[str, int] = defaultdict(int)
+        self._queue = [0] * (len(QUEUE_BUCKETS_S) + 1)
+        self._execution = [0] * (len(EXECUTION_BUCKETS_S) + 1)
+        self._batch = [0] * (len(BATCH_BUCKETS) + 1)
+        self._assemble = [0] * (len(STEP_BUCKETS_S) + 1)
+        self._fill = [0] * (len(FILL_BUCKETS) + 1)
+        self._sizes: dict[int, list[int]] = {}
+        self._last_s = 0.0
+
+    def executed(
+        self,
+        rows: int,
+        queue_ns: Sequence[int],
+        input_ns: int,
+        infer_ns: int,
+        output_ns: int,
+        begin_s: float = 0.0,
+    ) -> None:
+        """Counts one execution that answered its requests with outputs.
+
+        Args:
+            rows: Its batch size: rows of all requests.
+            queue_ns: How long each answered request waited: from enqueueing to the execution, less `input_ns`.
+            input_ns: How long making the inputs took.
+            infer_ns: Inputs ready → model done.
+            output_ns: Model done → outputs ready.
+            begin_s: When it began, in the broker's time; 0 = not known.
+        """
+        deltas, batch_ns = self._deltas, input_ns + infer_ns + output_ns
+        requests, waited_ns = len(queue_ns), sum(queue_ns)
+        deltas[SUCCESS_COUNT] += requests
+        deltas[SUCCESS_NS] += waited_ns + batch_ns * requests
+        deltas[QUEUE_NS] += waited_ns
+        deltas[INPUT_NS] += input_ns * requests
+        deltas[INFER_NS] += infer_ns * requests
+        deltas[OUTPUT_NS] += output_ns * requests
+        queue = self._queue
+        for item_ns in queue_ns:
+            queue[bisect_left(_QUEUE_BUCKETS_NS, item_ns)] += 1
+        self._execution[bisect_left(EXECUTION_BUCKETS_S, batch_ns / 1e9)] += 1
+        self._assemble[bisect_left(STEP_BUCKETS_S, input_ns / 1e9)] += 1
+        if self.max_rows:
+            self._fill[bisect_left(FILL_BUCKETS, rows / self.max_rows)] += 1
+            deltas[FILL_PERMILLE] += 1000 * rows // self.max_rows
+        if self.latencies is not None:
+            self.latencies.executed(queue_ns, input_ns, infer_ns, output_ns)
+        size = self._sizes.get(rows)
+        if size is None:
+            size = self._sizes[rows] = [0, 0, 0, 0]
+        size[0] += 1
+        size[1] += input_ns
+        size[2] += infer_ns
+        size[3] += output_ns
+        self._last_s = max(self._last_s, begin_s)
+
+    def retried(self, count: int) -> None:
+        """Counts requests that are executed again because their batch raised."""
+        self._deltas[RETRIES] += count
+
+    def redelivered(self) -> None:
+        """Counts a request that had been handed out before."""
+        self._deltas[REDELIVERIES] += 1
+
+    def buried(self) -> None:
+        """Counts an entry that became a dead letter."""
+        self._deltas[DEAD_LETTERS] += 1
+
+    def failed(self, reason: str, count: int = 1) -> None:
+        """Counts requests that failed in the worker, by `ErrorCode` value."""
+        self._deltas[FAILURES + reason] += count
+
+    def spent_failing(self, ns: int) -> None:
+        """Adds nanoseconds from enqueueing to failing, of requests that `failed` counts."""
+        self._deltas[FAIL_NS] += ns
+
+    def drain(self) -> dict[str, int]:
+        """Returns what was added since the last drain, without zeros."""
+        sizes = self._drain_sizes()
+        deltas = {name: value for name, value in self._deltas.items() if value}
+        self._deltas.clear()
+        for name, bounds, counts in (
+            (QUEUE, QUEUE_BUCKETS_S, self._queue),
+            (EXECUTION, EXECUTION_BUCKETS_S, self._execution),
+            (BATCH, BATCH_BUCKETS, self._batch),
+            (ASSEMBLE, STEP_BUCKETS_S, self._assemble),
+            (FILL, FILL_BUCKETS, self._fill),
+        ):
+            fields = zip(bucket_fields(name, bounds), counts, strict=True)
+            deltas.update((field, count) for field, count in fields if count)
+            counts[:] = [0] * len(counts)
+        deltas.update(sizes)
+        if self.latencies is not None:
+            deltas.update(self.latencies.drain())
+        if self._last_s:
+            deltas[LAST_INFERENCE_MS] = int(self._last_s * 1000)
+            self._last_s = 0.0
+        return deltas
+
+    def _drain_sizes(self) -> dict[str, int]:
+        """Returns the fields of each batch size, and adds up what all sizes have in common: it needs no own count."""
+        fields: dict[str, int] = {}
+        for rows, totals in self._sizes.items():
+            executions, *ns = totals
+            self._batch[bisect_left(BATCH_BUCKETS, rows)] += executions
+            self._deltas[INFERENCE_COUNT] += rows * executions
+            self._deltas[EXECUTION_COUNT] += executions
+            self._deltas[EXECUTION_NS] += sum(ns)
+            fields.update((f"{name}{rows}", total) for name, total in zip(_BATCH_FIELDS, totals, strict=True) if total)
+        self._sizes.clear()
+        return fields
+
+
+class ModelCounts:
+    """Adds up counts of several model versions; not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._deltas: dict[tuple[str, int], defaultdict[str, int]] = {}
+
+    def add(self, model: str, version: int, field: str, count: int = 1) -> None:
+        """Adds to a field of a model version."""
+        self._of(model, version)[field] += count
+
+    def drain(self) -> dict[tuple[str, int], dict[str, int]]:
+        """Returns what was added since the last drain, by model and version."""
+        drained: dict[tuple[str, int], dict[str, int]] = {key: dict(deltas) for key, deltas in self._deltas.items()}
+        self._deltas.clear()
+        return drained
+
+    def _of(self, model: str, version: int) -> defaultdict[str, int]:
+        deltas = self._deltas.get((model, version))
+        if deltas is None:
+            deltas = self._deltas[model, version] = defaultdict(int)
+        return deltas
+
+
+class RefusalTally(ModelCounts):
+    """Adds up the requests that one gateway ended itself, of all models; used by its event loop only."""
+
+    def refused(self, model: str, version: int, reason: str, seconds: float) -> None:
+        """Counts a request that no worker counts.
+
+        Args:
+            model: A model that exists.
+            version: Its version.
+            reason: The `ErrorCode` value.
+            seconds: How long ago it was received.
+        """
+        self.add(model, version, REFUSALS + reason)
+        self.add(model, version, FAIL_NS, int(seconds * 1e9))
+
+
+class PublishTally(ModelCounts):
+    """Adds up how long publishing took, of all models of one worker; used by its event loop only."""
+
+    def published(self, model: str, version: int, ns: int) -> None:
+        """Counts the answers of a batch, which took so many nanoseconds to be published or stored."""
+        deltas = self._of(model, version)
+        deltas[_PUBLISH_FIELDS[bisect_left(STEP_BUCKETS_S, ns / 1e9)]] += 1
+        deltas[PUBLISH_NS] += ns
+
+
+def add(totals: MutableMapping[str, int], deltas: Mapping[str, int]) -> None:
+    """Adds deltas to totals: sums, and the latest of instants."""
+    for name, value in deltas.items():
+        so_far = totals.get(name, 0)
+        totals[name] = max(so_far, value) if name in LATEST else so_far + value
+
+
+def failure_count(stats: Mapping[str, int]) -> int:
+    """Returns how many requests failed, in workers and gateways, from statistics."""
+    return sum(count for field, count in stats.items() if field.startswith((FAILURES, REFUSALS)))
+
+
+def batches(stats: Mapping[str, int]) -> list[BatchTotals]:
+    """Returns the executions by batch size, ascending, from statistics."""
+    sizes = sorted(int(field[len(BATCH_COUNT) :]) for field in stats if field.startswith(BATCH_COUNT))
+    return [BatchTotals(rows, *(stats.get(f"{name}{rows}", 0) for name in _BATCH_FIELDS)) for rows in sizes]
+
+
+def buckets(stats: Mapping[str, int], histogram: str) -> list[tuple[float, int]]:
+    """Returns a histogram's (upper bound, cumulative count) pairs, the last bound infinite, from statistics."""
+    counts = dict.fromkeys([*map(float, BOUNDS[histogram]), float("inf")], 0)
+    prefix = f"{histogram}:"
+    for field, count in stats.items():
+        if field.startswith(prefix):
+            bound = float(field[len(prefix) :])
+            counts[bound] = counts.get(bound, 0) + count
+    total, cumulative = 0, []
+    for bound in sorted(counts):
+        total += counts[bound]
+        cumulative.append((bound, total))
+    return cumulative
+
+
+def bucket_fields(histogram: str, bounds: Sequence[float]) -> list[str]:
+    """Returns the fields of a histogram's buckets, ascending; the last one is unbounded."""
+    return [f"{histogram}:{bound:g}" for bound in (*bounds, float("inf"))]
+
+
+_BATCH_FIELDS = (BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS)
+_PUBLISH_FIELDS = bucket_fields(PUBLISH, STEP_BUCKETS_S)

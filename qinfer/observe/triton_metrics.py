@@ -1,0 +1,204 @@
+"""Triton's metrics: its names, labels and texts (reference §4), made of the same numbers as qinfer's own.
+
+They come from the statistics that everyone adds to the shared store, so that they only grow, whichever process dies,
+and every gateway shows the same ones. Only CPU and memory of the machine are those of the gateway that is asked; GPUs
+are those that workers tell of.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from qinfer.errors import ErrorCode
+from qinfer.observe import catalogue, latencies, stats
+from qinfer.observe.catalogue import Info
+from qinfer.observe.devices import GpuUse
+from qinfer.observe.exposition import Family
+from qinfer.observe.host import HostUse
+
+Key = tuple[str, int]
+"""A model version: (model, version)."""
+
+
+class Reason(StrEnum):
+    """Why a request failed, as Triton tells it apart."""
+
+    REJECTED = "REJECTED"
+    CANCELED = "CANCELED"
+    BACKEND = "BACKEND"
+    OTHER = "OTHER"
+
+
+class _Reasons(NamedTuple):
+    """The reason of a code: where a worker counted it, and where a gateway did."""
+
+    worker: Reason
+    gateway: Reason
+
+
+_REJECTED = _Reasons(Reason.REJECTED, Reason.REJECTED)
+_CANCELED = _Reasons(Reason.CANCELED, Reason.CANCELED)
+_BACKEND = _Reasons(Reason.BACKEND, Reason.BACKEND)
+_OF_MODEL = _Reasons(Reason.BACKEND, Reason.OTHER)  # codes that a model may give its own errors
+_OTHER = _Reasons(Reason.OTHER, Reason.OTHER)
+
+REASONS: Mapping[str, _Reasons] = {
+    ErrorCode.QUEUE_FULL: _REJECTED,
+    ErrorCode.QUOTA_EXCEEDED: _REJECTED,
+    ErrorCode.DEADLINE_INFEASIBLE: _REJECTED,
+    ErrorCode.DEADLINE_EXCEEDED: _REJECTED,
+    ErrorCode.CANCELLED: _CANCELED,
+    ErrorCode.INFERENCE_FAILED: _BACKEND,
+    ErrorCode.OUTPUT_MISMATCH: _BACKEND,
+    ErrorCode.INVALID_REQUEST: _OF_MODEL,
+    ErrorCode.MODEL_NOT_FOUND: _OF_MODEL,
+    ErrorCode.MODEL_NOT_READY: _OF_MODEL,
+    ErrorCode.UNSUPPORTED_FEATURE: _OF_MODEL,
+    ErrorCode.CONFLICT: _OF_MODEL,
+}
+"""Code of an error → Triton's reason; the codes that are not here are OTHER."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which metrics of latencies are shown, as Triton's `--metrics-config` chooses.
+
+    Attributes:
+        counters: The cumulative durations.
+        quantiles: Those of the summaries; none = no summaries.
+        histogram: The histogram of the time to the first response.
+        recent: Model version → what the summaries' counts grew by of late; of these are the quantiles.
+    """
+
+    counters: bool = True
+    quantiles: tuple[float, ...] = ()
+    histogram: bool = False
+    recent: Mapping[Key, Mapping[str, int]] = field(default_factory=dict)
+
+
+USUAL = Wanted()
+"""Triton's defaults."""
+
+
+class _Latency(NamedTuple):
+    """What a request spends its time on: its counter and its summary, and where the statistics have it."""
+
+    counter: Info
+    summary: Info
+    field: str
+    which: str
+
+
+_LATENCIES = (
+    _Latency(catalogue.NV_REQUEST_DURATION, catalogue.NV_REQUEST_SUMMARY, stats.SUCCESS_NS, latencies.REQUEST),
+    _Latency(catalogue.NV_QUEUE_DURATION, catalogue.NV_QUEUE_SUMMARY, stats.QUEUE_NS, latencies.QUEUE),
+    _Latency(catalogue.NV_INPUT_DURATION, catalogue.NV_INPUT_SUMMARY, stats.INPUT_NS, latencies.INPUT),
+    _Latency(catalogue.NV_INFER_DURATION, catalogue.NV_INFER_SUMMARY, stats.INFER_NS, latencies.INFER),
+    _Latency(catalogue.NV_OUTPUT_DURATION, catalogue.NV_OUTPUT_SUMMARY, stats.OUTPUT_NS, latencies.OUTPUT),
+)
+
+
+def families(
+    statistics: Mapping[Key, Mapping[str, int]],
+    pending: Mapping[Key, int],
+    load_s: Mapping[Key, float],
+    wanted: Wanted = USUAL,
+) -> Iterator[Family]:
+    """Yields Triton's metrics of models.
+
+    Args:
+        statistics: Model version → the fields of `observability.stats`. All counters of each are there, from 0 on.
+        pending: Model version → requests that wait.
+        load_s: Model version → seconds that its last load took.
+        wanted: Which metrics of latencies to show.
+    """
+    yield _family(catalogue.NV_SUCCESS, {key: of.get(stats.SUCCESS_COUNT, 0) for key, of in statistics.items()})
+    failed = Family(catalogue.NV_FAILURE)
+    for (model, version), fields in statistics.items():
+        for reason, count in failures(fields).items():
+            failed.add(count, model=model, reason=reason.value, version=str(version))
+    yield failed
+    yield _family(catalogue.NV_COUNT, {key: of.get(stats.INFERENCE_COUNT, 0) for key, of in statistics.items()})
+    yield _family(catalogue.NV_EXEC_COUNT, {key: of.get(stats.EXECUTION_COUNT, 0) for key, of in statistics.items()})
+    if wanted.counters:
+        for latency in _LATENCIES:
+            totals = {key: of.get(latency.field, 0) // 1000 for key, of in statistics.items()}
+            yield _family(latency.counter, totals)
+    if wanted.quantiles:
+        yield from _summaries(statistics, wanted)
+    if wanted.histogram:
+        histogram = Family(catalogue.NV_FIRST_RESPONSE)
+        for (model, version), fields in statistics.items():
+            buckets = stats.buckets(fields, latencies.FIRST_RESPONSE)
+            total_ms = fields.get(latencies.FIRST_RESPONSE_NS, 0) / 1e6
+            histogram.add_histogram(buckets, total_ms, model=model, version=str(version))
+        yield histogram
+    yield _family(catalogue.NV_PENDING, pending)
+    yield _family(catalogue.NV_LOAD, load_s)
+
+
+def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
+    """Yields what Triton tells of GPUs, each once, though several workers may tell of it; nothing where none does."""
+    gpus: dict[str, GpuUse] = {}
+    for use in uses:
+        known = gpus.get(use.uuid)
+        if known is None or use.energy_j >= known.energy_j:  # the latest: energy only grows
+            gpus[use.uuid] = use
+    if not gpus:
+        return
+    for info, name in _OF_GPUS:
+        family = Family(info)
+        for uuid, use in gpus.items():
+            family.add(getattr(use, name), gpu_uuid=uuid)
+        yield family
+
+
+def of_host(use: HostUse) -> Iterator[Family]:
+    """Yields what Triton tells of its machine: here, of the one that this gateway runs on."""
+    for info, value in (
+        (catalogue.NV_CPU_UTILIZATION, use.cpu),
+        (catalogue.NV_CPU_MEMORY_TOTAL, use.memory_total_bytes),
+        (catalogue.NV_CPU_MEMORY_USED, use.memory_used_bytes),
+    ):
+        family = Family(info)
+        family.add(value)
+        yield family
+
+
+def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
+    """Returns how many requests failed for each of the four reasons, from statistics."""
+    counts = dict.fromkeys(Reason, 0)
+    for name, count in fields.items():
+        if name.startswith(stats.FAILURES):
+            counts[REASONS.get(name.removeprefix(stats.FAILURES), _OTHER).worker] += count
+        elif name.startswith(stats.REFUSALS):
+            counts[REASONS.get(name.removeprefix(stats.REFUSALS), _OTHER).gateway] += count
+    return counts
+
+
+def _summaries(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:
+    for latency in _LATENCIES:
+        family = Family(latency.summary)
+        for (model, version), fields in statistics.items():
+            values = latencies.quantiles(wanted.recent.get((model, version), {}), latency.which, wanted.quantiles)
+            count, total = fields.get(stats.SUCCESS_COUNT, 0), fields.get(latency.field, 0) // 1000
+            family.add_summary(values, count, total, model=model, version=str(version))
+        yield family
+
+
+def _family(info: Info, values: Mapping[Key, float]) -> Family:
+    family = Family(info)
+    for (model, version), value in values.items():
+        family.add(value, model=model, version=str(version))
+    return family
+
+
+_OF_GPUS = (
+    (catalogue.NV_GPU_UTILIZATION, "utilization"),
+    (catalogue.NV_GPU_MEMORY_TOTAL, "memory_total_bytes"),
+    (catalogue.NV_GPU_MEMORY_USED, "memory_used_bytes"),
+    (catalogue.NV_GPU_POWER, "power_w"),
+    (catalogue.NV_GPU_POWER_LIMIT, "power_limit_w"),
+    (catalogue.NV_GPU_ENERGY, "energy_j"),
+)

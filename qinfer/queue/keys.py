@@ -1,0 +1,209 @@
+"""Redis keys: the only place that spells them.
+
+The keys of one queue partition share the hash tag `{<model>#<partition>}`, hence a cluster slot, so that one script may
+touch several of them. Configuration and statistics are per model and live with partition 0.
+"""
+
+from functools import lru_cache
+
+from redis.crc import key_slot
+
+from qinfer.queue.base import Lane
+
+GROUP = b"workers"
+"""The consumer group of every lane."""
+
+RELEASED = b"released"
+"""The consumer that owns what was released; `fetch` takes from it first in each lane. No worker may have this name."""
+
+SUSPECTS = b"suspects"
+"""The consumer that owns what was reclaimed and then released; `reclaim` takes it at once, `fetch` never."""
+
+_BRIDGES = "qinfer:{bridges}:"
+
+
+@lru_cache(maxsize=65536)  # one call per request
+def lane(of: Lane) -> bytes:
+    """Returns the stream of a lane."""
+    return f"{_partition(of.model, of.partition)}{of.version}:{of.name}".encode()
+
+
+@lru_cache(maxsize=65536)  # one call per request
+def lane_slot(of: Lane) -> int:
+    """Returns the cluster slot of a lane, and so of everything in its partition."""
+    return slot(lane(of))
+
+
+def slot(key: str | bytes) -> int:
+    """Returns the cluster slot of a key, 0 … 16383."""
+    return key_slot(key if isinstance(key, bytes) else key.encode())
+
+
+def prefix(model: str, number: int) -> str:
+    """Returns what the keys of a partition begin with, for scripts that spell a lane from a record."""
+    return _partition(model, number)
+
+
+def dead_letters(model: str, partition: int = 0) -> str:
+    """Returns the dead-letter stream of a partition."""
+    return f"{_partition(model, partition)}dlq"
+
+
+def payload(model: str, partition: int, request_id: str) -> str:
+    """Returns the string that holds a request's large body."""
+    return f"{_partition(model, partition)}payload:{request_id}"
+
+
+def result(model: str, partition: int, request_id: str) -> str:
+    """Returns the string that holds an asynchronous request's outcome, or a synchronous one's large outputs."""
+    return f"{_partition(model, partition)}result:{request_id}"
+
+
+def request(model: str, partition: int, request_id: str) -> str:
+    """Returns the hash of an asynchronous request's state."""
+    return f"{_partition(model, partition)}request:{request_id}"
+
+
+def staged(key: str, nonce: str) -> str:
+    """Returns the string that holds a large value until the script that renames it to `key` runs.
+
+    No id of a request has a `|`: an id may be another one with something behind it.
+    """
+    return f"{key}|{nonce}"
+
+
+def idempotency(model: str, partition: int, tenant: str, key_hash: str) -> str:
+    """Returns the string that maps an idempotency key to a request id and the hash of its body, a line each."""
+    return f"{_partition(model, partition)}idem:{tenant}:{key_hash}"
+
+
+def due(model: str, partition: int = 0) -> str:
+    """Returns the sorted set of the deadlines of asynchronous requests."""
+    return f"{_partition(model, partition)}due"
+
+
+def deliveries(model: str, partition: int, kind: str) -> str:
+    """Returns the stream of what is to be delivered of a kind; those taken are in a sorted set with `|later` behind."""
+    return f"{_partition(model, partition)}deliveries:{kind}"
+
+
+def confirm(model: str, partition: int = 0) -> str:
+    """Returns the string that is written before the wait for replicas or the disk; see `durability`."""
+    return f"{_partition(model, partition)}confirm"
+
+
+def config(model: str) -> str:
+    """Returns the hash of a model's normalised configuration and latency model."""
+    return f"{_partition(model, 0)}config"
+
+
+def stats(model: str, version: int) -> str:
+    """Returns the hash of a model version's statistics."""
+    return f"{_partition(model, 0)}stats:{version}"
+
+
+def desired() -> str:
+    """Returns the hash of the desired state of all models."""
+    return "qinfer:desired"
+
+
+def control() -> str:
+    """Returns the stream that wakes the readers of the desired state."""
+    return "qinfer:control"
+
+
+def completions() -> str:
+    """Returns the hash of the configurations that a runtime completed, by the hash of the model's files."""
+    return "qinfer:completions"
+
+
+def settings() -> str:
+    """Returns the hash of the settings that clients change and all gateways follow."""
+    return "qinfer:settings"
+
+
+def worker(worker_id: str) -> str:
+    """Returns the hash of a worker's heartbeat."""
+    return f"qinfer:worker:{worker_id}"
+
+
+def workers() -> str:
+    """Returns the sorted set of worker ids by the time of their last heartbeat: an index, so that nobody scans."""
+    return "qinfer:workers"
+
+
+def scalers() -> str:
+    """Returns the hash of the live autoscalers: until when each holds (ms of Redis' time), and what it said."""
+    return "qinfer:scalers"
+
+
+def scaler_counts() -> str:
+    """Returns the hash of what all autoscalers counted."""
+    return "qinfer:scaler-counts"
+
+
+def signs(program: str) -> str:
+    """Returns the sorted set of the live processes of a program, by when their last sign of life is over."""
+    return f"qinfer:signs:{program}"
+
+
+def bridges() -> str:
+    """Returns the hash of bridges: until when each lives (ms of Redis' time), its last report, what it has in hand.
+
+    It, `routes` and `route_counts` share a hash tag, so that one script may touch them.
+    """
+    return f"{_BRIDGES}live"
+
+
+def routes() -> str:
+    """Returns the sorted set of the routes of bridges by the time of their last report."""
+    return f"{_BRIDGES}routes"
+
+
+def route_counts(route: str) -> str:
+    """Returns the hash of what all bridges counted for a route."""
+    return f"{_BRIDGES}counts:{route}"
+
+
+def reply(reply_to: str) -> str:
+    """Returns the reply stream at an address such as `reply:<owner>`."""
+    return f"qinfer:{reply_to}"
+
+
+def job(model: str, partition: int, job_id: str) -> str:
+    """Returns the hash of a bulk job."""
+    return f"{_partition(model, partition)}job:{job_id}"
+
+
+def job_part(model: str, partition: int, job_id: str, part: str) -> str:
+    """Returns what belongs to a bulk job: its `todo`, `in_lane`, `outcomes` or `log`."""
+    return f"{_partition(model, partition)}job-{part}:{job_id}"
+
+
+def jobs() -> str:
+    """Returns the sorted set of all bulk jobs by the time of their creation."""
+    return "qinfer:jobs"
+
+
+def job_places() -> str:
+    """Returns the hash that tells of each bulk job its partition and model."""
+    return "qinfer:jobs:places"
+
+
+def open_jobs() -> str:
+    """Returns the sorted set of the bulk jobs that may not have ended, by their deadlines."""
+    return "qinfer:jobs:open"
+
+
+def label_board(model: str, tenant: str, project: int, part: str) -> str:
+    """Returns what belongs to a labeling project's tasks: `entries`, `data`, `ended`, or a state's index."""
+    return f"{_partition(model, 0)}label-{part}:{project}:{tenant}"
+
+
+def label_boards(model: str) -> str:
+    """Returns the sorted set of the labeling projects that a model has tasks of, by when that is forgotten."""
+    return f"{_partition(model, 0)}label-boards"
+
+
+def _partition(model: str, number: int) -> str:
+    return f"qinfer:{{{model}#{number}}}:"

@@ -1,0 +1,367 @@
+"""Large tensors in an object store: who names them, how long they stay, and who deletes them.
+
+    <url>/<expiry>/<hash of the model>-<random>          expiry: seconds of the broker's time, a multiple of a minute
+
+An object is written before anything refers to it, under a name that nobody else knows, and never changed. What refers
+to it (`values`, dead letters) is in Redis and has a time to live that ends before the object's expiry. It is deleted
+when its reference is; what is left, because a process died in between or a reference expired, `sweep` deletes: it looks
+at folders whose expiry is over, and there at names that have this form, and at nothing else.
+
+The store blocks, and is used in threads; nobody waits for it longer than a timeout, not the end of the process either.
+A store that failed is left alone: everything fails at once, so that nobody who needs it not waits behind who does,
+until it has been tried in the background and works again.
+"""
+
+import asyncio
+import hashlib
+import logging
+import math
+import queue
+import re
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from qinfer.core.settings import LimitSettings, RedisSettings
+from qinfer.core.store_urls import normalised
+from qinfer.errors import (
+    BrokerUnavailable,
+    CorruptEntry,
+    InvalidRequest,
+    QinferError,
+    SettingsError,
+    StoreError,
+    StoreNotFound,
+    UnsupportedFeature,
+)
+from qinfer.queue.values import REFERENCE_VERSION, Reference
+from qinfer.storage.local import local_path
+from qinfer.storage.open import open_store, remedy
+from qinfer.storage.store import Store
+from qinfer.tensors import Bytes
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+VARIABLE = "QINFER_LIMITS__PAYLOAD_URL"
+"""The setting that the messages name."""
+
+UNREACHABLE = "the payload store can't be reached; try again"
+"""What clients are told of a store that fails, whatever it said."""
+
+SWEEP_MARGIN_S = 3600.0
+"""Objects are swept so long after their expiry: a transfer takes time, and so may clocks differ after a failover."""
+
+_EXPIRY_STEP_S = 60
+_FOLDER = re.compile(r"[0-9]{12}")
+_NAME = re.compile(r"[0-9]{12}/[0-9a-f]{16}-[0-9a-f]{32}")
+_SLOWEST_BYTES_PER_S = 2 * 2**20  # of a transfer, beyond the time of a command
+_TRY_AGAIN_S = 1.0
+_CLOSE_S = 1.0  # in which what is to be deleted still is
+_SWEPT_FOLDERS, _SWEPT_OBJECTS = 100, 1000  # of one round
+_MOST_TO_DELETE = 10_000
+_AT_ONCE = 64
+_THREADS = 16
+
+
+class ObjectStore:
+    """The objects of one deployment; gateways and workers have the same.
+
+    Args:
+        store: Where they are.
+        folder: The folder there that has them; no name but those that are made here is ever put after it.
+        limits: Values above its threshold belong here.
+        redis: How long a small operation may take, and whether what is written must be on the disk.
+        now_s: The broker's time.
+    """
+
+    def __init__(
+        self, store: Store, folder: str, limits: LimitSettings, redis: RedisSettings, now_s: Callable[[], float]
+    ) -> None:
+        self.min_bytes = limits.payload_url_min_bytes
+        self._store = store
+        self._folder = folder
+        self._directory = local_path(folder)
+        self._synced = redis.durability == "always"
+        self._small_s = redis.command_timeout_s
+        self._now_s = now_s
+        self._threads = _Threads()
+        self._to_delete: deque[str] = deque(maxlen=_MOST_TO_DELETE)
+        self._deleting: asyncio.Task[None] | None = None
+        self._recovering: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, limits: LimitSettings, redis: RedisSettings, now_s: Callable[[], float]) -> Self:
+        """Opens the store of `limits.payload_url`, and tries it: an object is written, read and deleted.
+
+        Raises:
+            SettingsError: The URL is wrong, its driver is missing, or the store does not take an object.
+        """
+        store, folder = await asyncio.to_thread(_opened, limits.payload_url)
+        one = cls(store, folder, limits, redis, now_s)
+        try:
+            await one._try()
+        except QinferError as error:
+            one._threads.close()
+            cause = error.__cause__ or error
+            reason = getattr(cause, "reason", "") or f"{type(cause).__name__}: {cause}"
+            raise SettingsError(f"{VARIABLE}: the store does not work: {reason}") from error
+        return one
+
+    async def write(self, owner: str, data: Bytes, kept_s: float) -> Reference:
+        """Writes an object.
+
+        Args:
+            owner: Whose it is; its hash is in the name, for people who look for one.
+            data: The bytes.
+            kept_s: How long it is referred to, at most.
+
+        Raises:
+            BrokerUnavailable: The store can't be reached; what it may have is swept.
+        """
+        reference = Reference(self._new_name(owner, kept_s), len(data))
+        await self._used(partial(self._write, reference.name, bytes(data)), self._transfer_s(reference))
+        return reference
+
+    async def read(self, reference: Reference) -> bytes | None:
+        """Returns an object's bytes; `None` when it is gone.
+
+        Raises:
+            CorruptEntry: It is not what the reference says.
+            BrokerUnavailable: The store can't be reached, or the reference is a newer qinfer's.
+        """
+        data = await self._used(partial(self._read, _checked(reference), reference.size), self._transfer_s(reference))
+        if data is not None and len(data) != reference.size:
+            raise CorruptEntry(f"the payload store has {len(data)} bytes of what were {reference.size}")
+        return data
+
+    async def copy(self, reference: Reference, owner: str, kept_s: float) -> Reference | None:
+        """Copies an object, to be kept longer; `None` when it is gone. Raises as `read`."""
+        copied = Reference(self._new_name(owner, kept_s), reference.size)
+        work = partial(self._copy, _checked(reference), copied.name)
+        return copied if await self._used(work, self._transfer_s(reference)) else None
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Has objects deleted soon, that nothing refers to; those of which the store can't be told are swept."""
+        self._to_delete.extend(name for name in names if _NAME.fullmatch(name))
+        if self._to_delete and self._deleting is None:
+            self._deleting = asyncio.create_task(self._delete(), name="delete objects")
+
+    async def settle(self) -> None:
+        """Waits until what is to be deleted is, or is left to the sweep."""
+        while self._deleting is not None:
+            await asyncio.wait([self._deleting])
+
+    async def sweep(self) -> int:
+        """Deletes what has expired long ago, a bounded number; returns how many objects that were.
+
+        Raises:
+            BrokerUnavailable: The store can't be reached.
+        """
+        before_s = self._now_s() - SWEEP_MARGIN_S
+        found = await self._used(partial(self._names, ""), self._small_s)
+        folders = sorted(name for name in found if _FOLDER.fullmatch(name) and int(name) < before_s)
+        count = 0
+        for folder in folders[:_SWEPT_FOLDERS]:
+            names = [f"{folder}/{name}" for name in await self._used(partial(self._names, folder), self._small_s)]
+            names = [name for name in names if _NAME.fullmatch(name)][: _SWEPT_OBJECTS - count]
+            await self._delete_all(names)
+            if self._directory is not None:
+                await self._in_thread(partial(_remove_if_empty, self._directory / folder), self._small_s)
+            count += len(names)
+            if count >= _SWEPT_OBJECTS:
+                break
+        if count:
+            logger.info("expired objects deleted from the payload store", extra={"count": count})
+        return count
+
+    async def close(self) -> None:
+        """Deletes what is still to be deleted, for a moment, and lets go of the store."""
+        if self._recovering is not None:
+            self._recovering.cancel()
+        if self._deleting is not None:
+            _, late = await asyncio.wait([self._deleting], timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
+        self._threads.close()
+
+    def _new_name(self, owner: str, kept_s: float) -> str:
+        expiry = math.ceil((self._now_s() + kept_s) / _EXPIRY_STEP_S) * _EXPIRY_STEP_S
+        return f"{expiry:012d}/{hashlib.sha256(owner.encode()).hexdigest()[:16]}-{secrets.token_hex(16)}"
+
+    async def _delete(self) -> None:
+        try:
+            while self._to_delete:
+                names = [self._to_delete.popleft() for _ in range(min(_AT_ONCE, len(self._to_delete)))]
+                try:
+                    await self._delete_all(names)
+                except BrokerUnavailable as error:
+                    logger.warning("objects are left to expire", extra={"count": len(names), "reason": error.message})
+        finally:
+            self._deleting = None
+
+    async def _delete_all(self, names: list[str]) -> None:
+        for begin in range(0, len(names), _THREADS):
+            some = names[begin : begin + _THREADS]
+            await asyncio.gather(*(self._used(partial(self._remove, name), self._small_s) for name in some))
+
+    async def _used(self, work: Callable[[], T], timeout_s: float) -> T:
+        """Runs in a thread what uses the store.
+
+        Raises:
+            BrokerUnavailable: It failed, or did before and was not found to work since.
+        """
+        if self._recovering is not None:
+            raise BrokerUnavailable(UNREACHABLE)
+        try:
+            return await self._in_thread(work, timeout_s)
+        except BrokerUnavailable:
+            if self._recovering is None:
+                self._recovering = asyncio.create_task(self._recover(), name="try the payload store")
+            raise
+
+    async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
+        """Runs in a thread what uses the store, whatever is known of it.
+
+        Raises:
+            BrokerUnavailable: It failed, or not in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.wrap_future(self._threads.submit(work))
+        except (StoreError, TimeoutError) as error:
+            logger.debug("the payload store failed", extra={"reason": getattr(error, "reason", "") or repr(error)})
+            raise BrokerUnavailable(UNREACHABLE) from error
+
+    async def _recover(self) -> None:
+        logger.warning("the payload store can't be reached")
+        while True:
+            await asyncio.sleep(_TRY_AGAIN_S)
+            with suppress(QinferError):
+                await self._try()
+                break
+        self._recovering = None
+        logger.info("the payload store works again")
+
+    async def _try(self) -> None:
+        """Writes, reads and deletes an object.
+
+        Raises:
+            BrokerUnavailable: One of these failed.
+            CorruptEntry: It gave back something else.
+        """
+        data = secrets.token_bytes(16)
+        name = self._new_name("", 0.0)
+        await self._in_thread(partial(self._write, name, data), self._small_s)
+        found = await self._in_thread(partial(self._read, name, len(data)), self._small_s)
+        await self._in_thread(partial(self._remove, name), self._small_s)
+        if found != data:
+            raise CorruptEntry("it does not give back what was written to it")
+
+    # --- in threads ---
+
+    def _write(self, name: str, data: bytes) -> None:
+        self._store.write(data, f"{self._folder}/{name}", synced=self._synced)
+
+    def _read(self, name: str, size: int) -> bytes | None:
+        try:
+            return self._store.read_range(f"{self._folder}/{name}", 0, size + 1)  # one that is longer is noticed
+        except StoreNotFound:
+            return None
+
+    def _copy(self, name: str, to: str) -> bool:
+        try:
+            self._store.copy(f"{self._folder}/{name}", f"{self._folder}/{to}")
+        except StoreNotFound:
+            return False
+        return True
+
+    def _remove(self, name: str) -> None:
+        self._store.delete(f"{self._folder}/{name}")
+
+    def _names(self, folder: str) -> list[str]:
+        return [child.name for child in self._store.children(f"{self._folder}/{folder}" if folder else self._folder)]
+
+    def _transfer_s(self, reference: Reference) -> float:
+        """Returns how long the transfer of an object may take."""
+        return self._small_s + reference.size / _SLOWEST_BYTES_PER_S
+
+
+def _checked(reference: Reference) -> str:
+    """Returns a reference's name, which only this module makes."""
+    if reference.version > REFERENCE_VERSION:
+        raise BrokerUnavailable("the tensors were stored by a newer qinfer, which can read them")
+    if not _NAME.fullmatch(reference.name):
+        raise CorruptEntry("a reference to the payload store is damaged")
+    return reference.name
+
+
+def _opened(url: str) -> tuple[Store, str]:
+    """Opens the store of a URL, and returns the folder in it.
+
+    Raises:
+        SettingsError: The URL is none, its driver is not installed, or its directory does not exist.
+    """
+    scheme = url.partition("://")[0]
+    try:
+        store, folder = open_store(normalised(url))
+    except SettingsError as error:
+        raise SettingsError(f"{VARIABLE}: {error.message}") from None
+    except UnsupportedFeature:
+        text = f"{VARIABLE}={url}: the driver of {scheme}:// is not installed; {remedy(scheme)}"
+        raise SettingsError(text) from None
+    except InvalidRequest:
+        raise SettingsError(f"{VARIABLE}={url}: {scheme}:// is not known; use s3, gs, az or file") from None
+    except StoreError as error:
+        raise SettingsError(f"{VARIABLE}: the store does not work: {error.reason}") from None
+    directory = local_path(folder)
+    if directory is not None and not directory.is_dir():
+        raise SettingsError(f"{VARIABLE}={url}: there is no such directory; make it, or mount it")
+    return store, folder
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):  # it is not, or another was first
+        folder.rmdir()
+
+
+class _Threads:
+    """Threads that do not keep the process from ending, as those of an executor would: it joins them."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._count = 0
+
+    def submit(self, work: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+        self._work.put((work, future))
+        if self._count < _THREADS:
+            self._count += 1
+            threading.Thread(target=self._run, name=f"qinfer-objects-{self._count}", daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Ends the threads, once they have done what was submitted; one that hangs ends with the process."""
+        for _ in range(self._count):
+            self._work.put(None)
+
+    def _run(self) -> None:
+        while (job := self._work.get()) is not None:
+            _fulfil(*job)
+            del job  # or it would hold a payload until the next one comes
+
+
+def _fulfil(work: Callable[[], Any], future: "Future[Any]") -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001 - it is the waiting one's
+        future.set_exception(error)

@@ -1,0 +1,237 @@
+"""Byte strings beside the streams: payloads and results, up to the 512 MB of a Redis string, or of any size.
+
+A command is answered after those before it on its connection. So that a request of a hundred bytes never waits for a
+hundred megabytes, values above `LARGE_BYTES` have a connection of their own, opened when the first of them comes.
+
+Where there is an object store, values above its threshold are objects there, and Redis holds a reference: a hash with
+the fields `v`, `name` and `size`. Bytes are always a string, so that no bytes can be taken for a reference.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from qinfer.errors import BrokerUnavailable, CorruptEntry, PayloadTooLarge
+from qinfer.queue import scripts
+from qinfer.queue.connection import pack, packable
+from qinfer.queue.router import BlockingLink, Router
+from qinfer.tensors import Bytes
+
+if TYPE_CHECKING:  # its driver is loaded only where there is a store
+    from qinfer.queue.object_store import ObjectStore
+
+LARGE_BYTES = 2**20
+"""Above this a value travels over a connection of its own."""
+
+MAX_BYTES = 512 * 2**20
+"""The longest string that Redis stores."""
+
+_TRANSFER_S = 55.0  # a large value may take so much longer than a command until Redis answers
+
+
+REFERENCE_VERSION = 1
+"""Of references; a newer one is left to those that know it."""
+
+_OWNER = re.compile(rb"\{([^}]*)\}")
+_NO_STORE = "the tensors are in a payload store, and this process knows none: set QINFER_LIMITS__PAYLOAD_URL"
+_LOST = "the tensors are not in the payload store any more: they were deleted there before their time"
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """Where a value's bytes are: the name of an object, how many they are, and the version of this form."""
+
+    name: str
+    size: int
+    version: int = REFERENCE_VERSION
+
+    @property
+    def fields(self) -> tuple[bytes | str | int, ...]:
+        """The hash that Redis holds."""
+        return (b"v", self.version, b"name", self.name, b"size", self.size)
+
+
+class Values:
+    """Stores and reads byte strings; each key expires.
+
+    Args:
+        router: The way to Redis.
+        is_cluster: Whether each slot may be on another node.
+    """
+
+    def __init__(self, router: Router, *, is_cluster: bool) -> None:
+        self._router = router
+        self._is_cluster = is_cluster
+        self._links: dict[int, BlockingLink] = {}
+        self.objects: ObjectStore | None = None
+        """Where values above its threshold go."""
+
+    def is_apart(self, size: int) -> bool:
+        """Tells whether a value of so many bytes is to be stored with `set`, and not passed to a script."""
+        return size > LARGE_BYTES or self.is_object(size)
+
+    def is_object(self, size: int) -> bool:
+        """Tells whether a value of so many bytes goes to the object store."""
+        return self.objects is not None and size > self.objects.min_bytes
+
+    async def set(self, slot: int, key: str | bytes, value: Bytes, ttl_s: float, *, later_s: float = 0.0) -> None:
+        """Stores a value for `ttl_s` seconds, in place of what was there.
+
+        Args:
+            slot: The key's slot.
+            key: Its key.
+            value: The bytes.
+            ttl_s: How long it is kept under this key.
+            later_s: How long it may be kept after that: a script is to give it another key.
+
+        Raises:
+            PayloadTooLarge: It is longer than `MAX_BYTES`, and does not go to an object store.
+            QueueFull: The broker has no memory left.
+            BrokerUnavailable: It may have been stored.
+        """
+        ttl_ms = max(1, int(ttl_s * 1000))
+        if self.objects is not None and len(value) > self.objects.min_bytes:
+            reference = await self.objects.write(_owner(key), value, ttl_s + later_s)
+            self.forget(await self._run(slot, scripts.REFER, key, ttl_ms, *reference.fields))
+            return
+        if len(value) > MAX_BYTES:
+            raise PayloadTooLarge(f"{len(value)} bytes in one piece are more than the {MAX_BYTES} that the queue takes")
+        command = (b"SET", key, packable(value), b"PX", ttl_ms)
+        if len(value) > LARGE_BYTES:
+            await self._large(slot, *command)
+        else:
+            await self._router.call(slot, *command)
+
+    async def get(self, slot: int, key: str | bytes) -> bytes | None:
+        """Returns a value; `None` when it is gone.
+
+        Raises:
+            CorruptEntry: It is known, and its object is gone.
+            BrokerUnavailable: It can't be read now.
+        """
+        value, _ = await self._read(slot, key)
+        return value
+
+    async def take(self, slot: int, key: str | bytes) -> bytes | None:
+        """Returns a value, and has it removed once it has arrived; `None` when it is gone.
+
+        Raises:
+            CorruptEntry: It is known, and its object is gone.
+            BrokerUnavailable: It can't be read now; it is still there.
+        """
+        value, reference = await self._read(slot, key)
+        if value is not None:
+            with suppress(BrokerUnavailable):  # its time to live ends it
+                self._router.send(slot, pack((b"UNLINK", key)), lambda _: None)
+                if reference is not None and self.objects is not None:
+                    self.objects.delete([reference.name])
+        return value
+
+    async def remove(self, slot: int, key: str | bytes) -> None:
+        """Removes a value.
+
+        Raises:
+            BrokerUnavailable: It may still be there.
+        """
+        self.forget(await self._run(slot, scripts.REMOVE, key))
+
+    def forget(self, names: Iterable[bytes]) -> None:
+        """Has objects deleted whose references a script has removed."""
+        if names and self.objects is not None:
+            self.objects.delete(name.decode() for name in names)
+
+    async def settle(self) -> None:
+        """Waits until the objects to be deleted are, or can't be now."""
+        if self.objects is not None:
+            await self.objects.settle()
+
+    async def reference(self, slot: int, key: str | bytes) -> Reference | None:
+        """Returns which object a value is; `None` where it is bytes, or gone.
+
+        Raises:
+            BrokerUnavailable: It can't be read now.
+        """
+        found = await self._run(slot, scripts.READ, key, 0)
+        return _reference(found) if isinstance(found, list) else None
+
+    async def copy_object(self, reference: Reference, key: str | bytes, kept_s: float) -> Reference | None:
+        """Copies an object for a value to refer to, to be kept for `kept_s` seconds; `None` when it is gone.
+
+        Raises:
+            CorruptEntry: The reference is none of ours.
+            BrokerUnavailable: It can't be copied now.
+        """
+        return await self._store().copy(reference, _owner(key), kept_s)
+
+    async def read_object(self, reference: Reference) -> bytes | None:
+        """Returns an object; `None` when it is gone. Raises as `copy_object`, or where it is not what was stored."""
+        return await self._store().read(reference)
+
+    async def sweep(self) -> int:
+        """Deletes expired objects, a bounded number; returns how many.
+
+        Raises:
+            BrokerUnavailable: The store can't be reached.
+        """
+        return await self.objects.sweep() if self.objects is not None else 0
+
+    async def close(self) -> None:
+        """Closes the object store; the router is its maker's."""
+        if self.objects is not None:
+            await self.objects.close()
+
+    async def _read(self, slot: int, key: str | bytes) -> tuple[bytes | None, Reference | None]:
+        """Reads a value, and says which object it is, if it is one."""
+        found = await self._run(slot, scripts.READ, key, LARGE_BYTES)
+        for _ in range(2):
+            if isinstance(found, int):
+                return await self._large(slot, b"GET", key), None
+            if not isinstance(found, list):
+                return found, None
+            reference = _reference(found)
+            data = await self._store().read(reference)
+            if data is not None:
+                return data, reference
+            before = found
+            found = await self._run(slot, scripts.READ, key, LARGE_BYTES)
+            if found == before:
+                break  # else it was finished meanwhile, or stored anew
+        raise CorruptEntry(_LOST)
+
+    def _store(self) -> "ObjectStore":
+        if self.objects is None:
+            raise BrokerUnavailable(_NO_STORE)
+        return self.objects
+
+    async def _run(self, slot: int, script: scripts.Script, key: str | bytes, *arguments: Any) -> Any:
+        name = key if isinstance(key, bytes) else key.encode()
+        return await scripts.run(partial(self._router.call, slot), script, [name], *arguments)
+
+    async def _large(self, slot: int, *command: Any) -> Any:
+        place = slot if self._is_cluster else 0
+        link = self._links.get(place)
+        if link is None:
+            link = self._links[place] = self._router.blocking(slot, "qinfer-values", _TRANSFER_S)
+        return await link.call(*command)
+
+
+def _owner(key: str | bytes) -> str:
+    """Returns whose a value is: what its key has in braces."""
+    found = _OWNER.search(key if isinstance(key, bytes) else key.encode())
+    return found[1].decode() if found else ""
+
+
+def _reference(fields: Sequence[bytes]) -> Reference:
+    """Reads the reply of read.lua.
+
+    Raises:
+        CorruptEntry: A field is missing, or is no number where one should be.
+    """
+    version, name, size = fields
+    try:
+        return Reference(name.decode(), int(size), int(version))
+    except (AttributeError, TypeError, ValueError):
+        raise CorruptEntry("a reference to the payload store is damaged") from None

@@ -1,0 +1,1 @@
+"""One way into the queue: resolve, validate, route, stamp, place the payload, enqueue, await."""

@@ -1,0 +1,400 @@
+"""The requests of this process that wait for their answers: a table by id with deadlines, and the cleanup behind it.
+
+Gateways wait for their clients here, and workers for the models that their models call. Adding and removing are O(1).
+Deadlines fall into buckets of 10 ms, and one timer is set for the earliest bucket: 100,000 waiting requests cost one
+timer. A deadline fires at most one bucket late, and never early. On the good path nothing is awaited, no task is made
+and nothing is logged. `run` does the rest in the background:
+
+- abandoned requests (cancelled, expired) are taken out of the queue, executing or not;
+- requests that waited too long are taken out of the queue if they still wait;
+- outputs beside the reply stream are fetched.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from qinfer.core.clock import Clock
+from qinfer.core.messages import Response
+from qinfer.errors import (
+    TIMED_OUT,
+    BrokerUnavailable,
+    CorruptEntry,
+    DeadlineExceeded,
+    DeliveryError,
+    InferenceFailed,
+    QinferError,
+)
+from qinfer.queue.base import Delivery, Entry, Lane
+from qinfer.submission.admission import Load
+from qinfer.wire.frame import decode_responses
+
+logger = logging.getLogger(__name__)
+
+_BUCKETS_PER_S = 100
+_GONE = "the outputs were stored and are gone; send the request again"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+
+
+class Sink(Protocol):
+    """Where the responses of one request go: a future, an HTTP connection, a gRPC stream."""
+
+    def deliver(self, response: Response) -> None:
+        """Takes a response; called on the event loop, for the last time with `response.final`."""
+        ...
+
+
+class Counter(Protocol):
+    """Counts the requests in flight of whoever has a quota of them."""
+
+    in_flight: int
+
+
+class Pending:
+    """A request that was submitted and not yet answered in full.
+
+    Attributes:
+        request_id: qinfer's id of it.
+        client_id: The id its client gave; may be empty.
+        model: The model it is for.
+        version: The version it is for.
+        sink: Who gets its responses.
+        started_s: When it was submitted, on the monotonic clock.
+        entry: Its place in the queue, once the broker confirmed it.
+        abandoned: Nobody waits for it any more: its entry is to be finished as soon as it is known.
+        attempt: The execution whose responses are followed; 0 before the first response.
+        bucket: The table's own: the bucket of its deadline.
+        load: The lane it was sent to, which counts it until it leaves the table.
+        quota: Its tenant's, which counts it too.
+        deadline_s: While the table has its queue timeout for a deadline: the deadline that comes after it.
+        is_late: It has waited for longer than its queue timeout.
+        is_fetched: Its outputs, which are beside the reply stream, are being fetched.
+    """
+
+    __slots__ = (
+        "abandoned",
+        "attempt",
+        "bucket",
+        "client_id",
+        "deadline_s",
+        "entry",
+        "is_fetched",
+        "is_late",
+        "load",
+        "model",
+        "quota",
+        "request_id",
+        "sink",
+        "started_s",
+        "version",
+    )
+
+    def __init__(self, request_id: str, client_id: str, model: str, version: int, sink: Sink, started_s: float) -> None:
+        self.request_id = request_id
+        self.client_id = client_id
+        self.model = model
+        self.version = version
+        self.sink = sink
+        self.started_s = started_s
+        self.entry: Entry | None = None
+        self.abandoned = False
+        self.attempt = 0
+        self.bucket = 0
+        self.load: Load | None = None
+        self.quota: Counter | None = None
+        self.deadline_s = 0.0
+        self.is_late = False
+        self.is_fetched = False
+
+
+class Timer(Protocol):
+    """What `call_later` returns."""
+
+    def cancel(self) -> None:
+        """Unsets the timer."""
+        ...
+
+
+class PendingRequests:
+    """See the module docstring.
+
+    Args:
+        delivery: The queue.
+        clock: The monotonic clock of the deadlines.
+        call_later: Sets a timer: (delay in seconds, callback); an event loop's `call_later`.
+        answered: Called with each response that somebody waits for.
+        failed: Called with each request that ends without one, out of the table already, and why.
+
+    Attributes:
+        unclaimed: Called with the id of a response that nobody waits for: the hint that a stored request has ended.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        clock: Clock,
+        call_later: Callable[[float, Callable[[], None]], Timer],
+        answered: Callable[[Pending, Response], None],
+        failed: Callable[[Pending, Exception], None],
+    ) -> None:
+        self._delivery = delivery
+        self._clock = clock
+        self._call_later = call_later
+        self._answered = answered
+        self._failed = failed
+        self.unclaimed: Callable[[str], None] = lambda _: None
+        self._pending: dict[str, Pending] = {}
+        self._buckets: dict[int, dict[str, Pending]] = {}
+        self._timer: Timer | None = None
+        self._timer_bucket = 0
+        self._abandoned: list[Entry] = []
+        self._late: list[Pending] = []
+        self._stored: list[Pending] = []
+        self._work = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __contains__(self, pending: Pending) -> bool:
+        return pending.request_id in self._pending
+
+    def has_any_of(self, model: str, version: int) -> bool:
+        """Tells whether a request to a model version waits here; looks at all."""
+        return any(each.model == model and each.version == version for each in self._pending.values())
+
+    def add(self, pending: Pending, deadline_s: float) -> None:
+        """Adds a request that is to be answered before `deadline_s` on the monotonic clock; it is counted from now."""
+        if pending.load is not None:
+            pending.load.own += 1
+        if pending.quota is not None:
+            pending.quota.in_flight += 1
+        number = pending.bucket = int(deadline_s * _BUCKETS_PER_S) + 1
+        self._pending[pending.request_id] = pending
+        bucket = self._buckets.get(number)
+        if bucket is None:
+            bucket = self._buckets[number] = {}
+            if self._timer is None or number < self._timer_bucket:
+                self._set_timer(number)
+        bucket[pending.request_id] = pending
+
+    def remove(self, pending: Pending) -> bool:
+        """Removes a request; tells whether it was still there."""
+        if self._pending.pop(pending.request_id, None) is None:
+            return False
+        self._forget(pending)
+        return True
+
+    def submitted(self, pending: Pending, outcome: Entry | QinferError) -> None:
+        """Takes note of a request's place in the queue, or of why it has none."""
+        if isinstance(outcome, QinferError):
+            if self.remove(pending):
+                self._failed(pending, outcome)
+            return
+        pending.entry = outcome
+        if pending.abandoned:
+            self._abandon(pending)
+        elif pending.is_late:
+            self._withdraw_soon(pending)
+
+    def receive(self, blob: bytes) -> None:
+        """Hands on the responses of one reply blob; those nobody waits for are dropped."""
+        try:
+            responses = decode_responses(blob)
+        except CorruptEntry:
+            logger.exception("reply dropped: it can't be decoded")
+            return
+        for response in responses:
+            self._receive(response)
+
+    def take(self, response: Response) -> Pending | None:
+        """Returns the request that a response belongs to, and removes it if the response is its last.
+
+        `None` for an id that is unknown (answered, expired, cancelled) and for another attempt than the one followed.
+        One whose outputs are yet to be fetched stays.
+        """
+        pending = self._pending.get(response.request_id)
+        if pending is None:
+            return None
+        if not pending.attempt:
+            pending.attempt = response.attempt
+        elif pending.attempt != response.attempt:
+            return None
+        if response.final and not response.stored:
+            del self._pending[response.request_id]
+            self._forget(pending)
+        return pending
+
+    def cancel(self, pending: Pending) -> bool:
+        """Forgets a request and takes it out of the queue if it is still there; tells whether it waited here."""
+        if not self.remove(pending):
+            return False
+        self._abandon(pending)
+        return True
+
+    def fail_all(self, error: QinferError) -> None:
+        """Fails every request that waits, and takes them out of the queue."""
+        for pending in self.clear():
+            self._abandon(pending)
+            self._failed(pending, error)
+
+    def clear(self) -> list[Pending]:
+        """Removes and returns all requests, and unsets the timer."""
+        everyone = list(self._pending.values())
+        self._pending.clear()
+        self._buckets.clear()
+        for pending in everyone:
+            _uncount(pending)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        return everyone
+
+    async def run(self) -> None:
+        """Cleans up until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                stored, self._stored = self._stored, []
+                for pending in stored:
+                    group.create_task(self._fetch(pending), name="stored outputs")
+                await self.discard()
+                await self._withdraw()
+
+    async def discard(self) -> None:
+        """Finishes the entries of abandoned requests now; what Redis can't be told, the worker's deadline ends."""
+        entries, self._abandoned = self._abandoned, []
+        for group in _by_lane(entries).values():
+            try:
+                await self._delivery.finish(group)
+            except DeliveryError as error:
+                logger.warning("abandoned requests stay queued", extra={"count": len(group), "error": error.message})
+
+    def _forget(self, pending: Pending) -> None:
+        bucket = self._buckets[pending.bucket]
+        del bucket[pending.request_id]
+        if not bucket:
+            del self._buckets[pending.bucket]
+        _uncount(pending)
+
+    def _set_timer(self, number: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_bucket = number
+        self._timer = self._call_later(max(0.0, number / _BUCKETS_PER_S - self._clock.monotonic_s()), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        due = int(self._clock.monotonic_s() * _BUCKETS_PER_S + 1e-6)  # rounding may not make a bucket miss its timer
+        for number in sorted(n for n in self._buckets if n <= due):
+            for pending in list(self._buckets.get(number, {}).values()):
+                if self.remove(pending):
+                    self._expired(pending)
+        if self._buckets and self._timer is None:
+            self._set_timer(min(self._buckets))
+
+    def _expired(self, pending: Pending) -> None:
+        if not pending.deadline_s:
+            self._abandon(pending)
+            self._failed(pending, DeadlineExceeded(TIMED_OUT))
+            return
+        # Its queue timeout is over: that concerns it only while it waits. Otherwise it has until its deadline.
+        deadline_s, pending.deadline_s = pending.deadline_s, 0.0
+        self.add(pending, deadline_s)
+        pending.is_late = True
+        if pending.entry is not None:
+            self._withdraw_soon(pending)
+
+    def _receive(self, response: Response) -> None:
+        pending = self.take(response)
+        if pending is None:
+            self.unclaimed(response.request_id)
+            return
+        if response.stored:
+            # A response may come twice, after a reconnect.
+            if not pending.is_fetched:
+                pending.is_fetched = True
+                self._stored.append(pending)
+                self._work.set()
+            return
+        try:
+            self._answered(pending, response)
+        except Exception as error:  # the loop that answers everyone: one bad answer may not end it
+            extra = {"request_id": response.request_id, "model": pending.model, "version": pending.version}
+            logger.exception("answer failed", extra=extra)
+            self._failed(pending, error)
+
+    def _abandon(self, pending: Pending) -> None:
+        """Has the entry of a request finished, once it is known: nobody waits for its answer."""
+        pending.abandoned = True
+        if pending.entry is not None:
+            self._abandoned.append(pending.entry)
+            self._work.set()
+
+    def _withdraw_soon(self, pending: Pending) -> None:
+        """Has a request taken out of the queue, if it still waits there."""
+        self._late.append(pending)
+        self._work.set()
+
+    async def _withdraw(self) -> None:
+        """Takes late requests out of the queue; those that stay there are the worker's, and their deadline's."""
+        late = {pending.entry: pending for pending in self._late if pending.entry is not None}
+        self._late.clear()
+        for entries in _by_lane(list(late)).values():
+            try:
+                removed = await self._delivery.withdraw(entries)
+            except DeliveryError as error:
+                logger.warning("late requests stay queued", extra={"count": len(entries), "error": error.message})
+                continue
+            for entry, is_removed in zip(entries, removed, strict=True):
+                if is_removed and self.remove(pending := late[entry]):
+                    self._failed(pending, DeadlineExceeded(TIMED_OUT))
+
+    async def _fetch(self, pending: Pending) -> None:
+        """Fetches the outputs of a request, and hands them on."""
+        try:
+            blob = await self._stored_outputs(pending)
+            if blob is None:
+                raise InferenceFailed(_GONE)
+            (response,) = decode_responses(blob)
+        except Exception as error:  # the boundary of a request: its caller is told, whatever it is
+            if self.remove(pending):
+                logger.exception("outputs can't be fetched", extra={"request_id": pending.request_id})
+                self._failed(pending, error)
+            return
+        # Another attempt may have stored its outputs over those that were announced: they are as good.
+        self._receive(msgspec.structs.replace(response, stored=False, attempt=pending.attempt))
+
+    async def _stored_outputs(self, pending: Pending) -> bytes | None:
+        """Reads stored outputs; while the queue is away it tries again, for as long as somebody waits for them."""
+        assert pending.load is not None
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._delivery.take_result(pending.load.lane, pending.request_id)
+            except BrokerUnavailable as error:
+                await asyncio.sleep(pause_s)
+                if pending not in self:
+                    raise
+                logger.info("outputs are read again", extra={"request_id": pending.request_id, "reason": error.message})
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _by_lane(entries: list[Entry]) -> dict[Lane, list[Entry]]:
+    """Groups entries as one call takes them."""
+    groups: defaultdict[Lane, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        groups[entry.lane].append(entry)
+    return groups
+
+
+def _uncount(pending: Pending) -> None:
+    if pending.load is not None:
+        pending.load.own -= 1
+        pending.load.left += 1
+    if pending.quota is not None:
+        pending.quota.in_flight -= 1

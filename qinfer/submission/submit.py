@@ -1,0 +1,337 @@
+"""The way into the queue: resolve → validate → route and admit → stamp → place the payload → enqueue.
+
+`Submission` is the way of requests that somebody waits for: a gateway's clients, and the models of a worker that call
+others. `prepare` does the same for requests that are stored, those of `/v1` and of bridges, up to the step that
+enqueues them (`Requests.accept`). Requests that are alike in all but id and elements take a shorter way: `Layouts`
+remembers what the first of them was checked for and how it was laid out.
+
+A request is laid out with its tensors within its entry, or beside the stream where they are large. What is not tensors
+(ids, names, parameters) is always in the entry, and bounded: a lane holds so many entries.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from qinfer.core.clock import SystemClock
+from qinfer.core.messages import IdFactory, InferRequest, Response
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import PayloadTooLarge, QinferError, QueueFull
+from qinfer.models.catalog import Catalog, Served
+from qinfer.models.routes import Route
+from qinfer.models.validate import validate
+from qinfer.queue.base import FULL, Delivery, Lane, Payload, reply_address
+from qinfer.queue.request_records import Address
+from qinfer.submission.admission import Backlog, queue_timeout_s
+from qinfer.submission.pending import Counter, Pending, PendingRequests, Sink
+from qinfer.tensors import Bytes, Tensor
+from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart
+
+MAX_HEAD_BYTES = 2**20
+"""What of a request is not tensors may be so large."""
+
+PAYLOAD_MARGIN_S = 60.0
+"""Tensors beside the stream outlive the deadline by so much."""
+
+_MAX_KNOWN = 1024
+
+Kind = tuple[object, ...]
+"""What requests have in common that are laid out alike."""
+
+
+class Submission:
+    """Submits the requests of one process and waits for their answers; made on its event loop.
+
+    Args:
+        delivery: The queue.
+        catalog: Which models are served, and where their lanes are.
+        limits: What is refused, and which tensors are large.
+        owner: The name of this process; replies come to `reply:<owner>`.
+        answered: Called with each response, as `PendingRequests` does.
+        failed: Called with each request that fails once it is submitted, as `PendingRequests` does.
+
+    Attributes:
+        pending: The requests that wait for their answers.
+        backlog: How much waits in the lanes.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        catalog: Catalog,
+        limits: LimitSettings,
+        owner: str,
+        answered: Callable[[Pending, Response], None],
+        failed: Callable[[Pending, Exception], None],
+    ) -> None:
+        self._delivery = delivery
+        self._max_in_flight = limits.max_in_flight
+        self._clock = SystemClock()
+        self._reply_to = reply_address(owner)
+        self._new_id = IdFactory().request_id
+        self._layouts = Layouts(limits.inline_max_bytes)
+        call_later = asyncio.get_running_loop().call_later
+        self.pending = PendingRequests(delivery, self._clock, call_later, answered, failed)
+        self.backlog = Backlog(delivery, catalog)
+
+    def submit(
+        self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None = None
+    ) -> Pending:
+        """Puts a request into the queue of its model version; its responses, or its failure, go to the sink.
+
+        Args:
+            served: The model version it is for, as the catalog resolves it.
+            request: The decoded request, its tenant and trace set; it is stamped in place. Its `timeout_s` is the
+                queue timeout that it asks for, if any.
+            sink: Called on the event loop.
+            timeout_s: From now to its deadline.
+            quota: Counts it while it is in flight.
+
+        Raises:
+            QinferError: The request is too large or does not fit its model, or too many wait or are in flight.
+        """
+        spec = served.spec
+        route = None if served.routes.are_plain else served.routes.of(request.priority)
+        lane = served.lane if route is None else route.lane
+        if len(self.pending) >= self._max_in_flight:
+            raise QueueFull(FULL)
+        kind = form = None
+        if route is None and not request.trace and timeout_s == spec.default_timeout_s:
+            kind = kind_of(request, lane, served.generation, request.tenant)
+            form = None if kind is None else self._layouts.find(kind)
+        if form is None and (not request.generation or request.generation != served.generation):
+            check(request, served)
+        load = self.backlog.load(served, lane)
+        if route is not None or load.own + load.others >= load.most:
+            self.admit(served, route or served.routes.default, timeout_s)
+        request.id = self._new_id(spec.name, lane.partition)
+        request.version = served.version
+        now_s = self._clock.monotonic_s()
+        pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
+        pending.load = load
+        pending.quota = quota
+        try:
+            if form is None:
+                self._submit_anew(pending, request, served, route or served.routes.default, timeout_s, kind)
+            else:
+                self.pending.add(pending, now_s + timeout_s)
+                self._delivery.submit(lane, form.fill(request), partial(self.pending.submitted, pending))
+        except QinferError:
+            self.pending.remove(pending)
+            raise
+        return pending
+
+    def admit(self, served: Served, route: Route, timeout_s: float) -> None:
+        """Decides whether a request may wait.
+
+        Args:
+            served: The model version it is for.
+            route: Where it goes.
+            timeout_s: How long its answer is worth waiting for.
+
+        Raises:
+            Overloaded: It is refused.
+        """
+        refusal = self.backlog.judge(served, route, served.spec.lane_capacity, timeout_s)
+        if refusal is not None:
+            raise refusal
+
+    async def run(self) -> None:
+        """Cleans up behind requests and looks at the lanes, in the background, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.pending.run())
+            group.create_task(self.backlog.run())
+
+    def _submit_anew(
+        self, pending: Pending, request: InferRequest, served: Served, route: Route, timeout_s: float, kind: Kind | None
+    ) -> None:
+        """Stamps, lays out and submits a request of no known kind: new, special, large, or under a policy."""
+        policy = route.policy
+        _stamp(request, served, route, timeout_s, self._reply_to)
+        frame, payload = self._layouts.lay_out(request, kind)
+        if not policy.delay and 0 < request.queue_timeout_s < timeout_s:
+            pending.deadline_s, timeout_s = pending.started_s + timeout_s, request.queue_timeout_s
+        self.pending.add(pending, pending.started_s + timeout_s)
+        done = partial(self.pending.submitted, pending)
+        self._delivery.submit(route.lane, frame, done, payload=payload, limit=policy.max_queue_size)
+
+
+def check(request: InferRequest, served: Served) -> None:
+    """Checks a request against its model, and notes that it was; for any thread.
+
+    Raises:
+        InvalidRequest: It does not fit.
+    """
+    validate(request, served.spec)
+    request.generation = served.generation
+
+
+class Stamped(NamedTuple):
+    """A request that is ready for the queue, as `Acceptance` takes it.
+
+    Attributes:
+        lane: Where it goes.
+        frame: The encoded request.
+        payload: Its tensors, where they are too large for the frame; empty otherwise.
+        limit: The lane takes no more when so many entries wait in it.
+    """
+
+    lane: Lane
+    frame: bytes
+    payload: Bytes
+    limit: int
+
+
+def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
+    request: InferRequest,
+    served: Served,
+    *,
+    address: Address,
+    timeout_s: float,
+    inline_max_bytes: int,
+    tenant: str = "",
+    trace: str = "",
+    route: Route | None = None,
+    max_waiting: int = 0,
+) -> Stamped:
+    """Stamps and encodes a request that was checked against its model.
+
+    It takes as long as its tensors are large: where these do not fit the frame, call it in a thread.
+
+    Args:
+        request: The decoded request, which is written to: prepare it once, and keep what it gives for a repetition. Its
+            `timeout_s` is the queue timeout that it asks for, if any.
+        served: The model version that it is for.
+        address: Its id and partition.
+        timeout_s: From its acceptance to its deadline.
+        inline_max_bytes: Larger tensors travel beside the stream.
+        tenant: Whose request it is.
+        trace: W3C `traceparent`; empty when it is not traced.
+        route: Where it goes and how it may wait there; `None` = as its priority says.
+        max_waiting: A limit of the caller's own for what waits in the lane; 0 = none.
+
+    Returns:
+        What is to be stored; its limit is the lowest of the queue policy's, the lane's capacity, and `max_waiting`.
+
+    Raises:
+        PayloadTooLarge: It is too large without its tensors.
+    """
+    if route is None:
+        route = served.routes.of(request.priority)
+    request.id = address.id
+    request.tenant = tenant
+    request.trace = trace
+    _stamp(request, served, route, timeout_s)
+    request.partition = address.partition
+    frame, payload = lay_out(request, tensor_bytes(request), inline_max_bytes)
+    limits = (route.policy.max_queue_size, served.spec.lane_capacity, max_waiting)
+    limit = min((limit for limit in limits if limit), default=0)
+    return Stamped(route.lane, frame, payload.data if payload is not None else b"", limit)
+
+
+def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float, reply_to: str = "") -> None:
+    """Sets what a request's model and route say; its id, tenant and trace are set before."""
+    request.version = served.version
+    request.partition = route.lane.partition
+    request.queue_timeout_s = queue_timeout_s(route.policy, request.timeout_s)
+    request.timeout_s = timeout_s
+    request.reply_to = reply_to
+
+
+class Layouts:
+    """How requests were laid out before: one that is alike is neither checked nor laid out again.
+
+    Args:
+        inline_max_bytes: Larger tensors go beside the stream.
+    """
+
+    def __init__(self, inline_max_bytes: int) -> None:
+        self._inline_max_bytes = inline_max_bytes
+        self._forms: dict[Kind, RequestForm] = {}
+        self._repeats = Repeats()
+
+    def find(self, kind: Kind) -> RequestForm | None:
+        """Returns the form of requests of that kind."""
+        return self._forms.get(kind)
+
+    def lay_out(self, request: InferRequest, kind: Kind | None) -> tuple[bytes, Payload | None]:
+        """Encodes a stamped request that fits its model, as `lay_out` does; the second of its kind makes it known.
+
+        An equal kind means equal names, datatypes, shapes and sizes: they fit, too.
+
+        Raises:
+            PayloadTooLarge: It is too large without its tensors.
+        """
+        frame, payload = lay_out(request, tensor_bytes(request), self._inline_max_bytes)
+        if kind is not None and payload is None and self._repeats.has(kind):
+            if len(self._forms) >= _MAX_KNOWN:
+                self._forms.clear()
+            self._forms[kind] = RequestForm(request)
+        return frame, payload
+
+
+def kind_of(request: InferRequest, lane: Lane, generation: int, tenant: str) -> Kind | None:
+    """Tells what a request has in common with others; `None` where it is too special, or its bytes have to be checked.
+
+    Args:
+        request: The request, not stamped yet.
+        lane: The lane it is for, which also tells model and version.
+        generation: The model's.
+        tenant: Whose it is.
+    """
+    if request.client_id or request.parameters or request.priority or request.sequence is not None:
+        return None
+    inputs, kind = request.inputs, (lane, generation, tenant, request.outputs)
+    if len(inputs) != 1:
+        return None if any(t.datatype == "BYTES" for t in inputs) else (*kind, *[_kind_of(tensor) for tensor in inputs])
+    return None if inputs[0].datatype == "BYTES" else (*kind, _kind_of(inputs[0]))
+
+
+def _kind_of(tensor: Tensor) -> Kind:
+    return tensor.name, tensor.datatype, tensor.shape, len(tensor.data)
+
+
+def tensor_bytes(request: InferRequest) -> int:
+    """Returns how many bytes the tensors of a request have."""
+    size = 0
+    for tensor in request.inputs:
+        size += len(tensor.data)
+    return size
+
+
+def lay_out(request: InferRequest, size: int, inline_max_bytes: int) -> tuple[bytes, Payload | None]:
+    """Encodes a stamped request.
+
+    Args:
+        request: The request; its field `payload` is set here.
+        size: Bytes of its tensors.
+        inline_max_bytes: Larger tensors go beside the stream.
+
+    Returns:
+        The frame, and what is to be stored with it.
+
+    Raises:
+        PayloadTooLarge: It is too large without its tensors.
+    """
+    if size <= inline_max_bytes:
+        frame = encode_request(request)
+        check_head(len(frame) - size)
+        return frame, None
+    request.payload = True
+    frame, data = encode_request_apart(request)
+    check_head(len(frame))
+    return frame, Payload(request.id, data, request.timeout_s + PAYLOAD_MARGIN_S)
+
+
+def check_head(size: int) -> None:
+    """Checks how large a request is without its tensors.
+
+    Raises:
+        PayloadTooLarge: It is more than `MAX_HEAD_BYTES`.
+    """
+    if size > MAX_HEAD_BYTES:
+        raise PayloadTooLarge(
+            f"the id, names and parameters of the request take {size} bytes, more than {MAX_HEAD_BYTES}; "
+            "send what is large as a tensor"
+        )

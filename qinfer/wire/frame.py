@@ -1,0 +1,453 @@
+"""The frame: how requests and responses look in Redis. Fixed for good by the golden files in `tests/unit/golden`.
+
+    byte 0      the frame version
+    byte 1      what it holds: 0 = one request, 1 = responses
+    bytes 2-3   zero
+    bytes 4-7   length of the header, uint32 little-endian
+    bytes 8-…   the header: msgpack arrays, whose fields are only ever appended
+    then        the tensors' raw bytes; each begins at a multiple of 8 from the frame's start
+
+A header names each tensor's offset (from the end of the padded header) and size, so that `numpy.frombuffer` takes it
+from the frame without a copy. A reader accepts its own version and the one before, skips header fields that it does
+not know, and says `NewerVersion` to what comes after, for a newer worker to take. No pickle, ever.
+
+A request whose tensors are stored beside the stream (claim check) has its `payload` field set, and no tensors in the
+frame: the offsets are those in the payload, which is laid out as the tensors in a frame are. Fields that were appended
+later are written only where they are set, so that frames without them stay as they were, byte for byte.
+"""
+
+import struct
+from collections.abc import Hashable, Mapping
+from collections.abc import Sequence as Items
+from typing import Annotated
+
+import msgspec
+
+from qinfer.core.messages import Failure, InferRequest, Response, Scalar, Sequence, Timing
+from qinfer.errors import CorruptEntry, DeliveryError
+from qinfer.tensors import Bytes, Tensor
+from qinfer.wire.versions import NewerVersion
+
+FRAME_VERSION = 1
+OLDEST_READABLE = 1
+ALIGNMENT = 8
+"""Of a tensor, in bytes from the frame's start."""
+
+_REQUEST, _RESPONSES = 0, 1
+_PRELUDE = struct.Struct("<BBHI")
+_BESIDE = "redis"
+_PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class PayloadApart(DeliveryError):
+    """The frame is whole, and its tensors are elsewhere: read them with `Delivery.payload`, and decode with both.
+
+    Attributes:
+        request: All of the request but its inputs, which are empty.
+    """
+
+    def __init__(self, request: InferRequest) -> None:
+        super().__init__(f"the tensors of request {request.id} are stored beside the stream")
+        self.request = request
+
+
+class _TensorHeader(msgspec.Struct, array_like=True, gc=False):
+    name: str
+    datatype: str
+    shape: tuple[_Natural, ...]
+    offset: _Natural
+    size: _Natural
+
+
+class _RequestHeader(msgspec.Struct, array_like=True, gc=False):
+    id: str
+    client_id: str
+    model: str
+    version: _Natural
+    inputs: list[_TensorHeader]
+    outputs: tuple[str, ...]
+    parameters: Mapping[str, Scalar]
+    priority: _Natural
+    timeout_us: _Natural
+    reply_to: str
+    tenant: str
+    trace: str
+    partition: _Natural
+    generation: _Natural
+    attempt: _Natural
+    sequence: Sequence | None
+    payload: str = ""  # `_BESIDE` when the tensors do not travel in the frame
+
+
+class _LongRequestHeader(_RequestHeader, array_like=True, gc=False):
+    queue_timeout_us: _Natural = 0
+
+
+class _ResponseHeader(msgspec.Struct, array_like=True, gc=False):
+    request_id: str
+    attempt: _Natural
+    index: _Natural
+    final: bool
+    model: str
+    version: _Natural
+    outputs: list[_TensorHeader]
+    failure: Failure | None
+    timing: Timing | None
+
+
+class _LongResponseHeader(_ResponseHeader, array_like=True, gc=False):
+    stored: bool = False
+
+
+class _LongestResponseHeader(_LongResponseHeader, array_like=True, gc=False):
+    parameters: Mapping[str, Scalar] = {}
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(_LongRequestHeader)
+_responses_decoder = msgspec.msgpack.Decoder(list[_LongestResponseHeader])
+
+
+def encode_request(request: InferRequest) -> bytes:
+    """Encodes a request; the tensors are copied once, into the frame."""
+    parts: list[Bytes] = []
+    inputs, _ = _lay_out(request.inputs, parts, 0)
+    return _join(_REQUEST, _encode_header(request, inputs, ""), parts)
+
+
+def encode_request_apart(request: InferRequest) -> tuple[bytes, bytes]:
+    """Encodes a request whose tensors are to be stored beside the stream.
+
+    Returns:
+        The frame, and the payload: the tensors, each beginning at a multiple of 8.
+    """
+    parts: list[Bytes] = []
+    inputs, _ = _lay_out(request.inputs, parts, 0)
+    return _join(_REQUEST, _encode_header(request, inputs, _BESIDE), []), b"".join(parts)
+
+
+def _encode_header(request: InferRequest, inputs: list[_TensorHeader], payload: str) -> bytes:
+    header = _RequestHeader(
+        request.id,
+        request.client_id,
+        request.model,
+        request.version,
+        inputs,
+        request.outputs,
+        request.parameters,
+        request.priority,
+        round(request.timeout_s * 1e6),
+        request.reply_to,
+        request.tenant,
+        request.trace,
+        request.partition,
+        request.generation,
+        request.attempt,
+        request.sequence,
+        payload,
+    )
+    if request.queue_timeout_s:
+        header = _LongRequestHeader(*msgspec.structs.astuple(header))
+        header.queue_timeout_us = round(request.queue_timeout_s * 1e6)
+    return _encoder.encode(header)
+
+
+def decode_request(frame: Bytes, payload: Bytes | None = None) -> InferRequest:
+    """Decodes a request; its tensors are views into `frame` or `payload`, which they keep alive.
+
+    Args:
+        frame: The frame.
+        payload: What is stored beside the stream, where the tensors do not travel in the frame.
+
+    Raises:
+        PayloadApart: The tensors are beside the stream, and `payload` was not given; has the rest of the request.
+        NewerVersion: The frame's version is above `FRAME_VERSION`.
+        CorruptEntry: It is no frame, or it or the payload is damaged.
+    """
+    view, end = _open(frame, _REQUEST)
+    try:
+        header = _request_decoder.decode(view[_PRELUDE.size : end])
+    except _UNREADABLE as error:
+        raise _corrupt(error) from None
+    inputs: tuple[Tensor, ...] = ()
+    if not header.payload:
+        inputs, _ = _cut(header.inputs, view[_aligned(end) :], 0)
+    elif payload is not None:
+        inputs, _ = _cut(header.inputs, memoryview(payload), 0)
+    request = InferRequest(
+        model=header.model,
+        inputs=inputs,
+        version=header.version,
+        id=header.id,
+        client_id=header.client_id,
+        outputs=header.outputs,
+        parameters=header.parameters,
+        priority=header.priority,
+        timeout_s=header.timeout_us / 1e6,
+        reply_to=header.reply_to,
+        tenant=header.tenant,
+        trace=header.trace,
+        partition=header.partition,
+        generation=header.generation,
+        attempt=header.attempt,
+    )
+    # Apart, because CPython makes a dict of more than 15 keywords, which costs as much as all the rest of this call.
+    request.sequence = header.sequence
+    request.queue_timeout_s = header.queue_timeout_us / 1e6
+    request.payload = bool(header.payload)
+    if header.payload and payload is None:
+        raise PayloadApart(request)
+    return request
+
+
+def encode_responses(responses: Items[Response]) -> bytes:
+    """Encodes the responses of a batch as one blob, for one reply stream."""
+    parts: list[Bytes] = []
+    headers: list[_ResponseHeader] = []
+    cursor = 0
+    for response in responses:
+        outputs, cursor = _lay_out(response.outputs, parts, cursor)
+        header = _ResponseHeader(
+            response.request_id,
+            response.attempt,
+            response.index,
+            response.final,
+            response.model,
+            response.version,
+            outputs,
+            response.failure,
+            response.timing,
+        )
+        if response.stored or response.parameters:
+            header = _LongResponseHeader(*msgspec.structs.astuple(header))
+            header.stored = response.stored
+        if response.parameters:
+            header = _LongestResponseHeader(*msgspec.structs.astuple(header))
+            header.parameters = response.parameters
+        headers.append(header)
+    return _join(_RESPONSES, _encoder.encode(headers), parts)
+
+
+def decode_responses(blob: Bytes) -> list[Response]:
+    """Decodes a batch's responses; their tensors are views into `blob`, which they keep alive.
+
+    Raises:
+        NewerVersion: The blob's version is above `FRAME_VERSION`.
+        CorruptEntry: It is no such blob, or is damaged.
+    """
+    view, end = _open(blob, _RESPONSES)
+    try:
+        headers = _responses_decoder.decode(view[_PRELUDE.size : end])
+    except _UNREADABLE as error:
+        raise _corrupt(error) from None
+    area = view[_aligned(end) :]
+    responses: list[Response] = []
+    cursor = 0
+    for header in headers:
+        outputs, cursor = _cut(header.outputs, area, cursor)
+        responses.append(
+            Response(
+                request_id=header.request_id,
+                model=header.model,
+                version=header.version,
+                outputs=outputs,
+                failure=header.failure,
+                attempt=header.attempt,
+                index=header.index,
+                final=header.final,
+                timing=header.timing,
+                stored=header.stored,
+                parameters=header.parameters,
+            )
+        )
+    return responses
+
+
+# A broken header shows itself as msgspec's errors, as text that is not UTF-8, or as nesting without end.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def _corrupt(error: Exception) -> CorruptEntry:
+    return CorruptEntry(f"frame header can't be decoded: {error}")
+
+
+def _aligned(position: int) -> int:
+    return (position + ALIGNMENT - 1) & -ALIGNMENT
+
+
+def _lay_out(tensors: Items[Tensor], parts: list[Bytes], cursor: int) -> tuple[list[_TensorHeader], int]:
+    """Appends the tensors' bytes and padding to `parts`, from `cursor` on; returns their headers and the new cursor."""
+    headers: list[_TensorHeader] = []
+    for tensor in tensors:
+        data = tensor.data
+        size = len(data)
+        headers.append(_TensorHeader(tensor.name, tensor.datatype, tensor.shape, cursor, size))
+        parts.append(data)
+        cursor += size
+        if padding := -cursor % ALIGNMENT:
+            parts.append(_PADDING[padding])
+            cursor += padding
+    return headers, cursor
+
+
+def _join(kind: int, header: bytes, parts: list[Bytes]) -> bytes:
+    size = len(header)
+    prelude = _PRELUDE.pack(FRAME_VERSION, kind, 0, size)
+    return b"".join((prelude, header, _PADDING[-size % ALIGNMENT], *parts))
+
+
+def _open(frame: Bytes, kind: int) -> tuple[memoryview, int]:
+    """Checks the prelude; returns a view of the frame and where its header ends."""
+    view = memoryview(frame)
+    if len(view) < _PRELUDE.size:
+        raise CorruptEntry(f"frame of {len(view)} bytes is too short")
+    version, found, _, size = _PRELUDE.unpack_from(view)
+    if version > FRAME_VERSION:
+        raise NewerVersion("a frame", version, FRAME_VERSION)
+    if version < OLDEST_READABLE or found != kind:
+        raise CorruptEntry(f"not a frame of this kind: version {version}, kind {found}, expected kind {kind}")
+    end: int = _PRELUDE.size + size
+    if end > len(view):
+        raise CorruptEntry(f"frame header of {size} bytes is cut off")
+    return view, end
+
+
+def tensor_places(frame: Bytes) -> tuple[int, list[tuple[int, int]]]:
+    """Returns where in a whole frame of a request its tensors' area begins, and from where to where in it each is."""
+    view, end = _open(frame, _REQUEST)
+    headers = _request_decoder.decode(view[_PRELUDE.size : end]).inputs
+    return _aligned(end), [(header.offset, header.offset + header.size) for header in headers]
+
+
+def _cut(headers: list[_TensorHeader], area: memoryview, cursor: int) -> tuple[tuple[Tensor, ...], int]:
+    """Makes tensors of slices of `area`, which must follow one another; returns them and where the last one ends."""
+    tensors: list[Tensor] = []
+    size = len(area)
+    for header in headers:
+        begin = header.offset
+        end = begin + header.size
+        if begin < cursor or end > size:
+            raise CorruptEntry(f"tensor '{header.name}' at {begin}:{end} overlaps another or leaves the frame")
+        tensors.append(Tensor(header.name, header.datatype, header.shape, area[begin:end]))
+        cursor = end
+    return tuple(tensors), cursor
+
+
+_PLAIN = b"\x01\x00\x00\x00"  # how the frame of a request begins
+_LONG_ID = b"\xdc\x00\x11\xd9"  # how its header begins: an array of 17, a text of 32 to 255 bytes
+_ID_AT = 13  # behind these, the header's size between them, and the text's size
+_MAX_KNOWN = 1024
+_SMALL_BYTES = 16 * 1024  # up to here a copy is cheaper than a view
+
+
+class Repeats:
+    """Tells what comes again: to remember what comes once only would cost more than it gains."""
+
+    def __init__(self) -> None:
+        self._seen: set[Hashable] = set()
+
+    def has(self, key: Hashable) -> bool:
+        """Tells whether it came before, and notes that it did."""
+        if key in self._seen:
+            return True
+        if len(self._seen) >= _MAX_KNOWN:
+            self._seen.clear()
+        self._seen.add(key)
+        return False
+
+
+class RequestForm:
+    """The frame of one request, to be filled with the ids and elements of others.
+
+    They are alike in all that a frame tells but `id`, which has the same length: server-made ids of one lane do. Their
+    tensors are alike in name, datatype, shape and size.
+
+    Args:
+        request: The first of them, stamped; its tensors travel in the frame.
+    """
+
+    __slots__ = ("_begin", "_end", "_paddings")
+
+    def __init__(self, request: InferRequest) -> None:
+        frame, name = encode_request(request), request.id.encode()
+        position = frame.index(name)  # the header's first field
+        area, _ = tensor_places(frame)
+        self._begin, self._end = frame[:position], frame[position + len(name) : area]
+        self._paddings = [bytes(-len(tensor.data) % ALIGNMENT) for tensor in request.inputs]
+
+    def fill(self, request: InferRequest) -> bytes:
+        """Encodes a request that is alike: to the byte what `encode_request` makes of it."""
+        inputs = request.inputs
+        if len(inputs) == 1:
+            return b"".join((self._begin, request.id.encode(), self._end, inputs[0].data, self._paddings[0]))
+        parts: list[Bytes] = [self._begin, request.id.encode(), self._end]
+        for tensor, padding in zip(inputs, self._paddings, strict=True):
+            parts += (tensor.data, padding)
+        return b"".join(parts)
+
+
+class _Known(msgspec.Struct, gc=False):
+    """A request without id and tensors, and of each tensor what it is and where in the tensors' area."""
+
+    request: InferRequest
+    tensors: list[tuple[str, str, tuple[int, ...], int, int]]
+    size: int
+
+
+class RequestReader:
+    """Decodes frames, and what they have in common once.
+
+    Only what repeats itself is remembered: nothing that has a client's id, a trace or parameters.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[bytes, tuple[int, int, int]] = {}
+        self._known: dict[bytes, _Known] = {}
+        self._repeats = Repeats()
+
+    def decode(self, frame: Bytes) -> InferRequest:
+        """Decodes a request as `decode_request` does; small tensors are copied."""
+        if not isinstance(frame, bytes):
+            return decode_request(frame)
+        span = self._spans.get(frame[:_ID_AT])
+        if span is None:
+            return self._learn(frame)
+        begin, end, area = span
+        known = self._known.get(frame[begin:end])
+        if known is None:
+            return self._learn(frame)
+        try:
+            name = frame[_ID_AT:begin].decode()
+        except UnicodeDecodeError:
+            return decode_request(frame)  # which tells what is wrong
+        if len(frame) < area + known.size:
+            return decode_request(frame)  # as above
+        data = frame if len(frame) <= _SMALL_BYTES else memoryview(frame)
+        tensors = []
+        for tensor, datatype, shape, first, last in known.tensors:
+            tensors.append(Tensor(tensor, datatype, shape, data[area + first : area + last]))
+        return msgspec.structs.replace(known.request, id=name, inputs=tuple(tensors), parameters={})
+
+    def _learn(self, frame: bytes) -> InferRequest:
+        """Decodes a request, and remembers what its frame says around its id, if it comes again."""
+        request = decode_request(frame)
+        is_special = request.client_id or request.trace or request.parameters or request.sequence is not None
+        if is_special or frame[:4] != _PLAIN or frame[8:12] != _LONG_ID:
+            return request
+        begin, end = _ID_AT + frame[_ID_AT - 1], 8 + int.from_bytes(frame[4:8], "little")
+        if not self._repeats.has(frame[begin:end]):
+            return request
+        if max(len(self._known), len(self._spans)) >= _MAX_KNOWN:
+            self._known.clear()
+            self._spans.clear()
+        area, places = tensor_places(frame)
+        tensors = [
+            (tensor.name, tensor.datatype, tensor.shape, first, last)
+            for tensor, (first, last) in zip(request.inputs, places, strict=True)
+        ]
+        known = msgspec.structs.replace(request, id="", inputs=())
+        self._known[frame[begin:end]] = _Known(known, tensors, max((last for _, last in places), default=0))
+        self._spans[frame[:_ID_AT]] = begin, end, area
+        return request

@@ -1,0 +1,179 @@
+"""The infer request and response of the KServe v2 protocol, from the client's side: the reverse of `kserve_json`.
+
+    request   JSON ‖ the bytes of each input, in the inputs' order (reference §1.6, §1.7)
+    response  JSON ‖ the bytes of each binary output, in the outputs' order
+
+A reply may mix binary outputs with outputs in JSON, whatever was asked: other servers of the protocol do.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, UnsetType
+
+from qinfer.core.messages import Response, Scalar
+from qinfer.errors import InvalidRequest, OutputMismatch, UnsupportedDatatype
+from qinfer.tensors import Bytes, Tensor, datatype, element_count, from_numpy, pack_bytes, to_numpy
+
+JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
+"""Says how many bytes of a body are its JSON, before compression."""
+
+
+class _InputJson(msgspec.Struct, gc=False):
+    name: str
+    shape: tuple[int, ...]
+    datatype: str
+    parameters: dict[str, int] | UnsetType = UNSET
+    data: msgspec.Raw | UnsetType = UNSET
+
+
+class _RequestJson(msgspec.Struct):
+    inputs: list[_InputJson]
+    id: str | UnsetType = UNSET
+    parameters: dict[str, Any] | UnsetType = UNSET
+    outputs: list[dict[str, str]] | UnsetType = UNSET
+
+
+class _OutputJson(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    parameters: dict[str, Any] = {}
+    data: Any = UNSET
+
+
+class _ReplyJson(msgspec.Struct):
+    outputs: list[_OutputJson]
+    model_name: str = ""
+    model_version: str = ""
+    id: str = ""
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(_ReplyJson)
+
+
+def encode_request(
+    inputs: Sequence[Tensor],
+    *,
+    outputs: Sequence[str] = (),
+    parameters: Mapping[str, Scalar] | None = None,
+    client_id: str = "",
+    binary: bool = True,
+) -> tuple[bytes, int]:
+    """Encodes an infer request.
+
+    Args:
+        inputs: The input tensors.
+        outputs: Names of the outputs wanted; empty means all.
+        parameters: Request parameters, `priority` and `timeout` (microseconds) among them.
+        client_id: The `id` to be echoed in the reply; empty for none.
+        binary: Tensors as raw bytes after the JSON, both ways; else everything as JSON.
+
+    Returns:
+        The body, and the length of its JSON part in bytes: the value of `JSON_LENGTH_HEADER` where `binary`.
+
+    Raises:
+        InvalidRequest: A parameter is no scalar, or a tensor can't travel as JSON: FP16 or BF16.
+    """
+    merged: dict[str, Any] = {name: _scalar(name, value) for name, value in (parameters or {}).items()}
+    if binary:
+        merged["binary_data_output"] = True
+    header = _RequestJson(
+        inputs=[_input(tensor, binary=binary) for tensor in inputs],
+        id=client_id or UNSET,
+        parameters=merged or UNSET,
+        outputs=[{"name": name} for name in outputs] or UNSET,
+    )
+    try:
+        text = _encoder.encode(header)
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
+        raise InvalidRequest(f"the request can't be written as JSON: {error}; parameters are plain scalars") from None
+    return (b"".join((text, *(tensor.data for tensor in inputs))) if binary else text), len(text)
+
+
+def decode_response(body: Bytes, json_length: int | None) -> tuple[Response, str]:
+    """Decodes a reply that carries outputs; binary ones become views into `body`.
+
+    Args:
+        body: The uncompressed body.
+        json_length: The reply's `JSON_LENGTH_HEADER`; `None` when it has none and is all JSON.
+
+    Returns:
+        The response, without a request id of qinfer's own, and the client's `id` that it echoes.
+
+    Raises:
+        OutputMismatch: It is no inference response, or an output does not fill its shape.
+    """
+    view = memoryview(body)
+    length = len(view) if json_length is None else json_length
+    if not 0 <= length <= len(view):
+        raise OutputMismatch(f"a reply of {len(view)} bytes says that {json_length} of them are JSON; it was cut off")
+    reply = _read(bytes(view[:length]))
+    outputs = []
+    position = length
+    for entry in reply.outputs:
+        size = entry.parameters.get("binary_data_size")
+        if size is None:
+            outputs.append(_tensor_of_json(entry))
+            continue
+        if not isinstance(size, int) or not 0 <= size <= len(view) - position:
+            raise OutputMismatch(f"output '{entry.name}' of {size} bytes does not fit into the reply; it was cut off")
+        outputs.append(Tensor(entry.name, entry.datatype, entry.shape, view[position : position + size]))
+        position += size
+    version = int(reply.model_version) if reply.model_version.isdecimal() else 0
+    return Response(request_id="", model=reply.model_name, version=version, outputs=tuple(outputs)), reply.id
+
+
+def _scalar(name: str, value: Scalar) -> Any:
+    """Returns a parameter's value as JSON has it; NaN and infinities are words, which msgspec would write as null."""
+    if not isinstance(name, str) or not isinstance(value, str | int | float):
+        what = f"parameter {name!r} is of type {type(value).__name__}"
+        raise InvalidRequest(f"{what}; parameters are plain scalars by name: text, bool, int or float")
+    if isinstance(value, float) and not math.isfinite(value):
+        return msgspec.Raw(json.dumps(value).encode())
+    return value
+
+
+def _input(tensor: Tensor, *, binary: bool) -> _InputJson:
+    if binary:
+        return _InputJson(tensor.name, tensor.shape, tensor.datatype, {"binary_data_size": tensor.nbytes})
+    return _InputJson(tensor.name, tensor.shape, tensor.datatype, data=msgspec.Raw(_elements(tensor)))
+
+
+def _elements(tensor: Tensor) -> bytes:
+    """Writes the elements as a JSON array, flat; NaN and infinities as the words that Triton reads."""
+    if tensor.datatype in ("FP16", "BF16"):
+        raise InvalidRequest(f"'{tensor.name}' is {tensor.datatype}, which JSON can't carry; send it as binary data")
+    values = to_numpy(tensor).ravel().tolist()
+    if tensor.datatype == "BYTES":
+        values = [value.decode(errors="replace") for value in values]
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def _read(text: bytes) -> _ReplyJson:
+    try:
+        try:
+            return _decoder.decode(text)
+        except msgspec.DecodeError:
+            return msgspec.convert(json.loads(text), _ReplyJson)  # knows NaN and Infinity
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise OutputMismatch(f"the reply is no inference response: {error}") from None
+
+
+def _tensor_of_json(entry: _OutputJson) -> Tensor:
+    try:
+        kind = datatype(entry.datatype)
+        if kind.name == "BYTES":
+            texts = np.array(entry.data, dtype=object).ravel().tolist()
+            if len(texts) != element_count(entry.shape):
+                raise ValueError(f"{len(texts)} elements for the shape {list(entry.shape)}")
+            return Tensor(entry.name, "BYTES", entry.shape, pack_bytes(text.encode() for text in texts))
+        array = np.asarray(entry.data, dtype=kind.numpy or "<f4").reshape(entry.shape)
+        return from_numpy(entry.name, array, kind.name)
+    except (UnsupportedDatatype, ValueError, TypeError, OverflowError, AttributeError) as error:
+        raise OutputMismatch(f"output '{entry.name}' can't be read as {entry.datatype}: {error}") from None

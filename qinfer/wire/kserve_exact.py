@@ -1,0 +1,230 @@
+"""The exact reading of an infer request's JSON: Triton's order of checks, its texts, and all that it allows.
+
+It takes what `kserve_types.parse` can't: nested data, NaN and Infinity (Triton parses with rapidjson's
+`kParseNanAndInfFlag`, triton-inference-server/common `triton_json.h`), and every mistake, which it names. Slower by
+half, so it runs second.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedDatatype
+from qinfer.wire.kserve_types import (
+    INPUTS,
+    AnyInput,
+    InputParameters,
+    Output,
+    OutputParameters,
+    Request,
+)
+
+_NOT_UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
+_NOT_SIGNED = "attempt to access JSON non-signed-integer as signed-integer"
+_NOT_NUMBER = "attempt to access JSON non-number as double"
+_NOT_BOOLEAN = "attempt to access JSON non-boolean as boolean"
+_NOT_STRING = "attempt to access JSON non-string as string"
+_NOT_ARRAY = "attempt to access JSON non-array as array"
+
+# rapidjson also knows `Inf` and `-NaN`, which Python's parser does not; strings are matched to be left alone. What is
+# between quotes is taken possessively, and to the end where the last quote is missing: no text makes it look twice.
+_SPECIAL_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*+"?|-NaN|Inf(?:inity)?', re.DOTALL)
+
+
+def read(text: bytes, max_depth: int) -> Request:
+    """Reads an infer request as Triton does.
+
+    Raises:
+        InvalidRequest: The text is no JSON, or a field contradicts another.
+        MalformedJson: A value has the wrong type, or a required one is missing.
+        UnsupportedDatatype: An input's datatype is unknown.
+    """
+    document = load(text, max_depth)
+    if not isinstance(document, dict):
+        raise _missing("inputs")
+    request_id = document.get("id", "")
+    _check(isinstance(request_id, str), "id", _NOT_STRING)
+    parameters = document.get("parameters", UNSET)
+    if parameters is not UNSET and not isinstance(parameters, dict):
+        raise MalformedJson("failed to get request params.: attempt to get members for non-object")
+    return Request(
+        inputs=[read_input(entry) for entry in _array(document, "inputs")],
+        id=request_id,
+        parameters=parameters,
+        outputs=[_output(entry) for entry in _array(document, "outputs")] if "outputs" in document else [],
+    )
+
+
+def load(text: bytes, max_depth: int) -> Any:
+    """Parses JSON as Triton does: NaN and Infinity are numbers, and a number too large for a double is a mistake.
+
+    Raises:
+        InvalidRequest: The text is no JSON, or too deep.
+    """
+    try:
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            if b"NaN" not in text and b"Inf" not in text:
+                raise
+            document = json.loads(_SPECIAL_NUMBER.sub(_as_python, text), parse_float=_finite)
+            msgspec.json.encode(document)  # finds the lone surrogates that Python's parser lets through
+            return document
+    except RecursionError:
+        raise too_deep(max_depth) from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InvalidRequest(f"failed to parse the request JSON buffer: {error}") from None
+
+
+def _as_python(match: re.Match[bytes]) -> bytes:
+    token = match.group()
+    return {b"-NaN": b"NaN", b"Inf": b"Infinity"}.get(token, token)
+
+
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError("Number too big to be stored in double.")
+    return value
+
+
+def read_input(entry: Any) -> AnyInput:
+    """Reads one input of a request from parsed JSON.
+
+    Raises:
+        InvalidRequest: Fields contradict each other.
+        MalformedJson: A value has the wrong type, or a required one is missing.
+        UnsupportedDatatype: Its datatype is unknown.
+    """
+    fields = entry if isinstance(entry, dict) else {}
+    raw = fields.get("parameters")
+    raw = raw if isinstance(raw, dict) else {}
+    size, region = raw.get("binary_data_size", UNSET), raw.get("shared_memory_region", UNSET)
+    _check_one_source("data" in fields, size, region)
+    name = _string(fields, "name")
+    datatype = _string(fields, "datatype")
+    shape = _array(fields, "shape")
+    for dimension in shape:
+        _check(_is_unsigned(dimension), "shape", _NOT_UNSIGNED)
+        if dimension >= 2**63:
+            raise InvalidRequest(f"a dimension of input '{name}' is {dimension}, larger than any tensor can be")
+    _check(size is UNSET or _is_unsigned(size), "binary_data_size", _NOT_UNSIGNED)
+    parameters = InputParameters(size, *_shared_memory(raw))
+    cls = INPUTS.get(datatype)
+    if cls is None:
+        raise UnsupportedDatatype(f"invalid datatype for input {name}")
+    data: Any = UNSET
+    if "data" in fields:
+        # Triton does not look at the data of an empty tensor.
+        data = [] if 0 in shape else _flat(_array(fields, "data"), datatype)
+    return cls(name, tuple(shape), parameters, data)
+
+
+def _shared_memory(raw: Mapping[str, Any]) -> tuple[Any, int, int]:
+    region = raw.get("shared_memory_region", UNSET)
+    _check(region is UNSET or isinstance(region, str), "shared_memory_region", _NOT_STRING)
+    offset, size = raw.get("shared_memory_offset", 0), raw.get("shared_memory_byte_size", 0)
+    _check(_is_unsigned(offset), "shared_memory_offset", _NOT_UNSIGNED)
+    _check(_is_unsigned(size), "shared_memory_byte_size", _NOT_UNSIGNED)
+    return region, offset, size
+
+
+def _check_one_source(has_data: bool, size: Any, region: Any) -> None:  # noqa: FBT001  # private
+    sources = [
+        name
+        for name, found in (
+            ("data", has_data),
+            ("binary_data_size", size is not UNSET),
+            ("shared_memory_region", region is not UNSET),
+        )
+        if found
+    ]
+    if len(sources) != 1:
+        raise one_source_only(sources)
+
+
+def one_source_only(sources: list[str]) -> InvalidRequest:
+    """Makes the error for an input that has no data, or more than one source of it."""
+    found = " set" + "".join(f" '{source}'" for source in sources) if sources else " no field is set"
+    return InvalidRequest(
+        "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+        f"'shared_memory_region' in 'parameters'. But{found}"
+    )
+
+
+def _output(entry: Any) -> Output:
+    fields = entry if isinstance(entry, dict) else {}
+    raw = fields.get("parameters")
+    raw = raw if isinstance(raw, dict) else {}
+    binary, classes = raw.get("binary_data", UNSET), raw.get("classification", UNSET)
+    _check(binary is UNSET or isinstance(binary, bool), "binary_data", _NOT_BOOLEAN)
+    _check(classes is UNSET or _is_unsigned(classes), "classification", _NOT_UNSIGNED)
+    return Output(_string(fields, "name"), OutputParameters(binary, classes, *_shared_memory(raw)))
+
+
+def _flat(data: list[Any], datatype: str) -> list[Any]:
+    """Flattens nested data of any regularity, as Triton's reader does, and checks the elements' types."""
+    data = list(_leaves(data))
+    types = set(map(type, data))
+    if datatype == "BOOL":
+        _check(types <= {bool}, "data", _NOT_BOOLEAN)
+    elif datatype == "BYTES":
+        _check(types <= {str}, "data", _NOT_STRING)
+    elif datatype in ("FP32", "FP64"):
+        _check(types <= {int, float}, "data", _NOT_NUMBER)
+    elif datatype.startswith("U"):
+        _check(types <= {int} and all(0 <= e < 2**64 for e in data), "data", _NOT_UNSIGNED)
+    elif datatype.startswith("I"):
+        _check(types <= {int} and all(-(2**63) <= e < 2**63 for e in data), "data", _NOT_SIGNED)
+    return data
+
+
+def _leaves(data: list[Any]) -> Iterator[Any]:
+    """Walks nested lists in order, each element once."""
+    stack = [iter(data)]
+    while stack:
+        for element in stack[-1]:
+            if type(element) is list:
+                stack.append(iter(element))
+                break
+            yield element
+        else:
+            stack.pop()
+
+
+def _is_unsigned(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**64
+
+
+def _string(fields: Mapping[str, Any], name: str) -> str:
+    if name not in fields:
+        raise _missing(name)
+    value = fields[name]
+    _check(isinstance(value, str), name, _NOT_STRING)
+    return str(value)
+
+
+def _array(fields: Mapping[str, Any], name: str) -> list[Any]:
+    if name not in fields:
+        raise _missing(name)
+    value = fields[name]
+    _check(isinstance(value, list), name, _NOT_ARRAY)
+    return list(value)
+
+
+def _missing(name: str) -> MalformedJson:
+    return MalformedJson(f"Unable to parse '{name}': attempt to access non-existing object member '{name}'")
+
+
+def _check(good: bool, name: str, text: str) -> None:  # noqa: FBT001  # private; reads as an assertion
+    if not good:
+        raise MalformedJson(f"Unable to parse '{name}': {text}")
+
+
+def too_deep(limit: int) -> InvalidRequest:
+    """Makes the error that Triton answers with."""
+    return InvalidRequest(f"JSON nesting depth exceeds maximum allowed limit ({limit})")

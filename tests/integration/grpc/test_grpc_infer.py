@@ -1,0 +1,244 @@
+"""ModelInfer of a real gateway: answers, errors with their codes, deadlines, cancellation."""
+
+import asyncio
+import threading
+from typing import Any, cast
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.aio import InferenceServerClient, InferInput, InferRequestedOutput
+from tritonclient.utils import InferenceServerException
+
+from qinfer.testing import eventually
+from qinfer.wire.kserve_grpc import parse_infer
+from qinfer_api.rpc import infer
+from tests.support.rpc import ROW, Rpc, infer_request, rpc, value_of
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+
+async def test_the_client_gets_its_answer(server: Rpc) -> None:
+    """Through tritonclient: id, version, parameters of the request, and the outputs as arrays."""
+    x = InferInput("x", [1, 4], "FP32")
+    x.set_data_from_numpy(ROW)
+    async with InferenceServerClient(server.running.grpc_target) as client:
+        result = await client.infer("echo", [x], request_id="7", model_version="1", parameters={"a": "b"}, priority=2)
+
+    assert np.array_equal(result.as_numpy("y"), ROW)
+    reply = result.get_response()
+    assert (reply.id, reply.model_name, reply.model_version) == ("7", "echo", "1")
+    (request,) = server.running.requests
+    assert (request.parameters, request.priority) == ({"a": "b"}, 2)
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+async def test_compressed_calls_are_answered(server: Rpc, algorithm: str) -> None:
+    """GRPC compresses by itself; the client chooses."""
+    x = InferInput("x", [1, 4], "FP32")
+    x.set_data_from_numpy(ROW)
+    async with InferenceServerClient(server.running.grpc_target) as client:
+        result = await client.infer("echo", [x], compression_algorithm=algorithm)
+
+    assert np.array_equal(result.as_numpy("y"), ROW)
+
+
+async def test_large_tensors_pass(server: Rpc) -> None:
+    """A request that is read, and an answer that is put together, off the event loop."""
+    texts = np.array([[b"x" * 100_000] * 8], dtype=object)
+    x = InferInput("x", [1, 8], "BYTES")
+    x.set_data_from_numpy(texts)
+    async with InferenceServerClient(server.running.grpc_target) as client:
+        result = await client.infer("text", [x])
+
+    assert result.as_numpy("y").tolist() == texts.tolist()
+
+
+async def test_classes_can_be_asked_for(server: Rpc) -> None:
+    """As over HTTP."""
+    x = InferInput("x", [1, 4], "FP32")
+    x.set_data_from_numpy(ROW)
+    async with InferenceServerClient(server.running.grpc_target) as client:
+        result = await client.infer("echo", [x], outputs=[InferRequestedOutput("y", class_count=2)])
+
+    assert result.as_numpy("y").tolist() == [[b"4.000000:3", b"3.000000:2:two"]]
+
+
+async def _refused(server: Rpc, request: Any, **options: Any) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await server.stub.ModelInfer(request, **options)
+    return error.value.code(), error.value.details() or ""
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "text"),
+    [
+        (infer_request("nothing"), "NOT_FOUND", "Request for unknown model: 'nothing' is not found"),
+        (infer_request(model_version="9"), "NOT_FOUND", "Request for unknown model: 'echo' version 9 is not found"),
+        (
+            infer_request(model_version="x"),
+            "INVALID_ARGUMENT",
+            "failed to get model version from specified version string 'x'",
+        ),
+        (infer_request("loading", model_version="1"), "UNAVAILABLE", "'loading' version 1 is not at ready state"),
+        (infer_request("fails", id="i"), "INTERNAL", "[request id: i] the model raised: boom"),
+        (
+            pb.ModelInferRequest(model_name="echo"),
+            "INVALID_ARGUMENT",
+            "[request id: <id_unknown>] expected 1 inputs but got 0 inputs for model 'echo'",
+        ),
+        (
+            pb.ModelInferRequest(
+                model_name="echo", inputs=[pb.ModelInferRequest.InferInputTensor(name="x", datatype="FP32")]
+            ),
+            "INVALID_ARGUMENT",
+            "unable to find data for input tensor 'x' for model 'echo' in request.",
+        ),
+        (
+            infer_request(parameters={"triton_x": pb.InferParameter(bool_param=True)}),
+            "INVALID_ARGUMENT",
+            "parameter keys starting with 'triton_' are reserved",
+        ),
+    ],
+)
+async def test_what_is_refused(server: Rpc, request_: Any, code: str, text: str) -> None:
+    """Each with Triton's code and text."""
+    got, details = await _refused(server, request_)
+
+    assert got.name == code
+    assert text.removeprefix("Request for ") in details
+
+
+async def test_garbage_is_an_invalid_request(server: Rpc) -> None:
+    """What is no protobuf, and calls that do not exist."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await server.channel.unary_unary(INFER)(b"\xff\xff")
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await server.channel.unary_unary("/inference.GRPCInferenceService/Nothing")(b"")
+    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+    assert value_of(await server.stub.ModelInfer(infer_request())) == 1.0
+
+
+async def test_messages_have_a_limit() -> None:
+    """A larger one is refused by gRPC, and the next one is answered."""
+    async with rpc({"max_message_bytes": 10_000}) as server:
+        request = infer_request(id="x" * 10_000)
+
+        code, _ = await _refused(server, request)
+
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert value_of(await server.stub.ModelInfer(infer_request())) == 1.0
+
+
+async def test_large_messages_are_read_off_the_event_loop(server: Rpc, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it: also the parsing, which takes long for typed contents."""
+    threads: dict[int, bool] = {}
+
+    def parse(blob: bytes) -> Any:
+        threads[len(blob)] = threading.current_thread() is threading.main_thread()
+        return parse_infer(blob)
+
+    monkeypatch.setattr(infer, "parse_infer", parse)
+    large = pb.ModelInferRequest(model_name="wide")
+    large.inputs.add(name="x", datatype="FP32", shape=[70_000, 1]).contents.fp32_contents.extend([1.0] * 70_000)
+    small = infer_request()
+    await server.stub.ModelInfer(large)
+    await server.stub.ModelInfer(small)
+
+    assert threads == {large.ByteSize(): False, small.ByteSize(): True}
+
+
+@pytest.mark.parametrize("letter", ["n", "%", "é", "😀"])
+async def test_the_text_of_a_status_fits(server: Rpc, letter: str) -> None:
+    """GRPC's clients take 8 KiB of metadata: a text with what the client sent in it is made shorter."""
+    code, details = await _refused(server, infer_request("fails", id=letter * 100_000))
+
+    assert code is grpc.StatusCode.INTERNAL
+    assert details.startswith(f"[request id: {letter * 100}")
+    assert details.endswith(f"{letter}] the model raised: boom")
+
+
+async def test_large_metadata_is_refused(server: Rpc) -> None:
+    """And does not end the connection for others."""
+    code, _ = await _refused(server, infer_request(), metadata=(("x", "y" * 200_000),))
+
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert value_of(await server.stub.ModelInfer(infer_request())) == 1.0
+
+
+async def test_a_full_queue_is_unavailable(server: Rpc) -> None:
+    """With the text that clients look for."""
+    waiting = [server.stub.ModelInfer(infer_request("bounded")) for _ in range(3)]
+    await eventually(lambda: _depth_is(server, "bounded", 3), description="three requests wait")
+
+    code, details = await _refused(server, infer_request("bounded"))
+
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert details.endswith("Exceeds maximum queue size")
+    for call in waiting:
+        call.cancel()
+
+
+async def _depth_is(server: Rpc, model: str, depth: int) -> bool:
+    return await server.running.depth(model) == depth
+
+
+async def test_a_cancelled_call_leaves_the_queue(server: Rpc) -> None:
+    """The client's cancel withdraws what has not been executed."""
+    call = server.stub.ModelInfer(infer_request("stuck"))
+    await eventually(lambda: _depth_is(server, "stuck", 1), description="the request waits")
+
+    call.cancel()
+
+    await eventually(lambda: _depth_is(server, "stuck", 0), description="the request is withdrawn")
+    await eventually(_answered(server), description="nothing is in flight")
+
+
+def _answered(server: Rpc) -> Any:
+    async def is_so() -> bool:
+        return server.running.gateway.dispatcher.in_flight == 0
+
+    return is_so
+
+
+async def test_a_broken_connection_leaves_the_queue(server: Rpc) -> None:
+    """As a cancelled call does."""
+    async with grpc.aio.insecure_channel(server.running.grpc_target) as channel:
+        call = cast(Any, channel).unary_unary(INFER)(infer_request("stuck").SerializeToString())
+        await eventually(lambda: _depth_is(server, "stuck", 1), description="the request waits")
+    del call
+
+    await eventually(lambda: _depth_is(server, "stuck", 0), description="the request is withdrawn")
+
+
+async def test_the_clients_deadline_is_the_requests(server: Rpc) -> None:
+    """The client sees DEADLINE_EXCEEDED, its own or the gateway's; the queue a timeout that is no longer."""
+    x = InferInput("x", [1, 4], "FP32")
+    x.set_data_from_numpy(ROW)
+    async with InferenceServerClient(server.running.grpc_target) as client:
+        with pytest.raises(InferenceServerException) as raised:
+            await client.infer("stuck", [x], client_timeout=0.2)
+        await client.infer("echo", [x], client_timeout=5)
+
+    assert raised.value.status() == "StatusCode.DEADLINE_EXCEEDED", raised.value
+    await eventually(lambda: _depth_is(server, "stuck", 0), description="the request is withdrawn")
+    assert 0 < server.running.requests[-1].timeout_s < 6  # gRPC rounds up
+
+
+async def test_metadata_is_forwarded_where_it_matches() -> None:
+    """Names that match the pattern become string parameters."""
+    async with rpc({"header_forward_pattern": "x-.*"}) as server:
+        await server.stub.ModelInfer(infer_request(), metadata=(("x-user", "u"), ("other", "o")))
+
+    assert server.running.requests[-1].parameters == {"x-user": "u"}
+
+
+async def test_concurrent_calls_get_their_own_answers(server: Rpc) -> None:
+    """Hundreds at once on one connection."""
+    replies = await asyncio.gather(*[server.stub.ModelInfer(infer_request(value=i)) for i in range(1, 301)])
+
+    assert [value_of(reply) for reply in replies] == list(range(1, 301))

@@ -1,0 +1,326 @@
+"""The gRPC server of a real gateway: health, keys, TLS, its port, and how it ends."""
+
+import asyncio
+import datetime
+import ipaddress
+import socket
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.aio import InferenceServerClient
+
+from qinfer.core.api_keys import hash_key
+from qinfer.core.messages import Response
+from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, Settings
+from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.models.state import Desired, State, VersionState, WorkerRecord
+from qinfer.models.store import RedisControlStore
+from qinfer.queue.base import Lane, Lease
+from qinfer.wire.frame import decode_request, encode_responses
+from qinfer_api.app import Gateway, bind, build
+from qinfer_api.rpc.port import open_port
+from tests.support.gateway import MODELS, settings_of
+from tests.support.rpc import Rpc, infer_request, rpc, stub_of, value_of
+from tests.support.servers.servers import Database
+
+SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
+
+
+def _health(server: Rpc) -> Any:
+    stub: Any = HealthStub
+    return stub(server.channel)
+
+
+async def _all_ready(server: Rpc) -> None:
+    models = {
+        name: {version: VersionState(State.READY, 1) for version in versions} for name, (_, versions) in MODELS.items()
+    }
+    await server.running.store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=models), ttl_s=3600)
+    await server.running.refresh()
+
+
+async def test_health_follows_the_models() -> None:
+    """SERVING if and only if the server is ready; other services are not known."""
+    async with rpc() as server:
+        health = _health(server)
+        before = await health.Check(health_pb2.HealthCheckRequest())
+        await _all_ready(server)
+        after = await health.Check(health_pb2.HealthCheckRequest(service="inference.GRPCInferenceService"))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await health.Check(health_pb2.HealthCheckRequest(service="other"))
+        async with InferenceServerClient(server.running.grpc_target) as client:
+            assert await client.is_server_live()
+            assert await client.is_server_ready()
+
+    assert before.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert after.status == health_pb2.HealthCheckResponse.SERVING
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_in_flight_calls_end_and_new_ones_are_refused() -> None:
+    """While the gateway drains: health says so, and the text is Triton's."""
+    async with rpc() as server:
+        await _all_ready(server)
+        call = server.stub.ModelInfer(infer_request("stuck"))
+        lease = await _fetch(server)
+        server.running.gateway.stop()
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await server.stub.ModelInfer(infer_request())
+        with pytest.raises(grpc.aio.AioRpcError) as not_live:
+            await server.stub.ServerLive(pb.ServerLiveRequest())
+        health = await _health(server).Check(health_pb2.HealthCheckRequest())
+        await _answer(server, lease)
+        reply = await call
+
+    assert (error.value.code(), error.value.details()) == (grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
+    assert not_live.value.details() == SHUTTING_DOWN
+    assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert value_of(reply) == 1.0
+
+
+async def test_a_load_under_way_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway that drains waits for every call, not only for infer calls."""
+    started, loaded = asyncio.Event(), asyncio.Event()
+
+    async def load(*_: Any) -> None:
+        started.set()
+        await loaded.wait()
+
+    async with rpc() as server:
+        monkeypatch.setattr(server.running.gateway.models, "load", load)
+        monkeypatch.setattr("qinfer_api.rpc.server._LAST_REPLIES_S", 0.0)
+        call = asyncio.ensure_future(server.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="m")))
+        await started.wait()
+        server.running.gateway.stop()
+        for _ in range(3):
+            await _health(server).Check(health_pb2.HealthCheckRequest())
+        loaded.set()
+        await call
+
+
+async def test_what_is_not_answered_in_time_is_refused() -> None:
+    """The drain time over, calls end with UNAVAILABLE, and the gateway ends."""
+    async with rpc(http={"drain_s": 0.2}) as server:
+        call = server.stub.ModelInfer(infer_request("stuck"))
+        await _fetch(server)
+        server.running.gateway.stop()
+
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call
+
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def _fetch(server: Rpc) -> Any:
+    leases: list[Lease] = []
+    while not leases:
+        leases = await server.running.delivery.fetch([Lane("stuck", 1)], "hand", 1, 100)
+    return decode_request(leases[0].frame)
+
+
+async def _answer(server: Rpc, request: Any) -> None:
+    response = Response(request_id=request.id, model="stuck", version=1, outputs=request.inputs)
+    await server.running.delivery.publish(request.reply_to, encode_responses([response]))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.json"
+    entries = [
+        f'{{"id": "{scope}", "tenant": "t", "sha256": "{hash_key(scope + "-key")}", "scopes": ["{scope}"]}}'
+        for scope in ("infer", "admin")
+    ]
+    path.write_text(f'{{"keys": [{", ".join(entries)}]}}')
+    return path
+
+
+async def _code(call: Any) -> str:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK"
+
+
+async def test_keys_are_asked_for(keys: Path) -> None:
+    """In either header; readiness needs none, loading an `admin` one."""
+    async with rpc(auth={"mode": "keys", "keys_file": str(keys)}) as server:
+        stub = server.stub
+        bearer, plain = (("authorization", "Bearer infer-key"),), (("x-api-key", "infer-key"),)
+        admin = (("x-api-key", "admin-key"),)
+        load = pb.RepositoryModelLoadRequest(model_name="m")
+
+        assert await _code(stub.ModelInfer(infer_request())) == "UNAUTHENTICATED"
+        assert await _code(stub.ModelInfer(infer_request(), metadata=(("x-api-key", "wrong"),))) == "UNAUTHENTICATED"
+        assert await _code(stub.ModelInfer(infer_request(), metadata=bearer)) == "OK"
+        assert await _code(stub.ModelInfer(infer_request(), metadata=plain)) == "OK"
+        assert await _code(stub.ModelStreamInfer().read()) == "UNAUTHENTICATED"
+        assert await _code(stub.ModelConfig(pb.ModelConfigRequest(name="echo"))) == "UNAUTHENTICATED"
+        assert await _code(stub.ServerReady(pb.ServerReadyRequest())) == "OK"
+        assert await _code(stub.RepositoryModelLoad(load, metadata=plain)) == "PERMISSION_DENIED"
+        assert await _code(stub.RepositoryModelLoad(load, metadata=admin)) == "UNAVAILABLE"  # the control mode is none
+
+
+def _certificate(directory: Path, name: str, issuer: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+    """Writes `<name>.pem` and `<name>.key`: an authority's, or one that an authority has issued for loopback."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject if issuer is None else issuer[0].subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+    )
+    certificate = builder.sign(key if issuer is None else issuer[1], hashes.SHA256())
+    (directory / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (directory / f"{name}.key").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return certificate, key
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    """`server` and `client` issued by `ca`, and `stranger` by another."""
+    authority = _certificate(tmp_path, "ca")
+    _certificate(tmp_path, "server", authority)
+    _certificate(tmp_path, "client", authority)
+    _certificate(tmp_path, "stranger")
+    return tmp_path
+
+
+def _tls(directory: Path, *, mutual: bool) -> dict[str, Any]:
+    settings = {"tls_certfile": str(directory / "server.pem"), "tls_keyfile": str(directory / "server.key")}
+    return settings | ({"tls_client_ca_file": str(directory / "ca.pem")} if mutual else {})
+
+
+async def _ask(server: Rpc, directory: Path, client: str = "") -> str:
+    def read(name: str) -> bytes:
+        return (directory / name).read_bytes()
+
+    chain = (read(f"{client}.key"), read(f"{client}.pem")) if client else (None, None)
+    credentials = grpc.ssl_channel_credentials(read("ca.pem"), *chain)
+    async with grpc.aio.secure_channel(server.running.grpc_target, credentials) as channel:
+        return await _code(stub_of(channel).ModelInfer(infer_request(), timeout=10))
+
+
+async def test_tls(certificates: Path) -> None:
+    """Clients that trust the authority are answered; those without TLS are not."""
+    async with rpc(_tls(certificates, mutual=False)) as server:
+        assert await _ask(server, certificates) == "OK"
+        assert await _code(server.stub.ModelInfer(infer_request(), timeout=10)) == "UNAVAILABLE"
+        async with InferenceServerClient(
+            server.running.grpc_target, ssl=True, root_certificates=str(certificates / "ca.pem")
+        ) as client:
+            assert await client.is_server_live()
+
+
+async def test_mutual_tls(certificates: Path) -> None:
+    """Only clients with a certificate of the authority are answered."""
+    async with rpc(_tls(certificates, mutual=True)) as server:
+        assert await _ask(server, certificates, "client") == "OK"
+        assert await _ask(server, certificates) == "UNAVAILABLE"
+        assert await _ask(server, certificates, "stranger") == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tls_certfile": "server.pem"}, "QINFER_GRPC__TLS_KEYFILE is not set"),
+        ({"tls_keyfile": "server.key"}, "QINFER_GRPC__TLS_CERTFILE is not set"),
+        ({"tls_client_ca_file": "ca.pem"}, "QINFER_GRPC__TLS_CLIENT_CA_FILE is set without"),
+        ({"tls_certfile": "none", "tls_keyfile": "server.key"}, "QINFER_GRPC__TLS_CERTFILE=.*none: there is no such"),
+        ({"tls_certfile": "server.pem", "tls_keyfile": "client.key"}, "QINFER_GRPC__TLS_KEYFILE=.*client.key: not a"),
+        (
+            {"tls_certfile": "server.pem", "tls_keyfile": "server.key", "tls_client_ca_file": "ca.key"},
+            "QINFER_GRPC__TLS_CLIENT_CA_FILE=.*these are no PEM certificates",
+        ),
+    ],
+)
+async def test_wrong_tls_settings_are_named(certificates: Path, fields: dict[str, str], named: str) -> None:
+    """With the variable and the file."""
+    paths = {name: str(certificates / file) for name, file in fields.items()}
+
+    with pytest.raises(SettingsError, match=named):
+        open_port(Settings(grpc=GrpcSettings(port=0, **paths)))
+
+
+async def test_a_taken_port_is_named() -> None:
+    """Also when it is another gRPC server's: the port is not shared."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"QINFER_GRPC__PORT={port}"):
+            open_port(Settings(grpc=GrpcSettings(port=port)))
+
+    first = open_port(Settings(grpc=GrpcSettings(port=0)))
+    await first.server.start()
+    with pytest.raises(SettingsError, match="the address is in use"):
+        open_port(Settings(grpc=GrpcSettings(port=int(first.url.rpartition(":")[2]))))
+    await first.server.stop(None)
+
+
+async def test_a_gateway_that_can_not_start_ends(database: Database) -> None:
+    """With its error, though the gRPC server was made and never started."""
+
+    class Away(RedisControlStore):
+        async def desired(self) -> dict[str, Desired]:
+            raise BrokerUnavailable("Redis can't be reached")
+
+    settings = settings_of(grpc={})
+    delivery, store = await database.delivery(), database.store(Away)
+    gateway = Gateway(settings, delivery, store, bind(settings.http), rpc_port=open_port(settings))
+
+    with pytest.raises(BrokerUnavailable):
+        await gateway.serve()
+
+
+async def test_other_machines_are_served_on_purpose_only() -> None:
+    """The address of gRPC counts as that of HTTP does, and before Redis is looked for."""
+    settings = Settings(http=HttpSettings(port=0), grpc=GrpcSettings(host="0.0.0.0", port=0), auth=AuthSettings())
+
+    with pytest.raises(SettingsError, match=r"QINFER_GRPC__HOST=0\.0\.0\.0 serves other machines"):
+        await build(settings)
+
+
+async def test_a_wrong_pattern_is_named() -> None:
+    """At the start, not at the first request."""
+    with pytest.raises(SettingsError, match="QINFER_GRPC__HEADER_FORWARD_PATTERN"):
+        async with rpc({"header_forward_pattern": "("}):
+            pass
+
+
+async def test_refused_connections_are_retried_elsewhere(server: Rpc) -> None:
+    """A client that repeats what is UNAVAILABLE loses nothing while one gateway takes another's place."""
+    async with rpc() as second:
+        answered, refusals = 0, set()
+        stubs = [server.stub, second.stub]
+        for number in range(50):
+            if number == 25:
+                server.running.gateway.stop()
+            for stub in stubs:
+                try:
+                    reply = await stub.ModelInfer(infer_request(value=number))
+                except grpc.aio.AioRpcError as error:
+                    refusals.add(error.code())
+                    continue
+                assert value_of(reply) == number
+                answered += 1
+                break
+        assert answered == 50
+        assert refusals <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}

@@ -1,0 +1,423 @@
+"""Connections, byte by byte: order of replies, pieces, limits, slow and vanishing clients, draining, TLS."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from qinfer.core.settings import HttpSettings
+from qinfer_api.app import bind
+from qinfer_api.http.protocol import MAX_CHUNKS, MAX_HEAD_BYTES, QinferHttpProtocol
+from tests.support.gateway import Running, running_gateway, settings_of
+
+URL = "/v2/models/echo/infer"
+TIMEOUT_S = 20
+
+
+def body_of(client_id: str) -> bytes:
+    tensor = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
+    return json.dumps({"id": client_id, "inputs": [tensor]}).encode()
+
+
+def infer(client_id: str, *headers: str, url: str = URL, version: str = "1.1") -> bytes:
+    body = body_of(client_id)
+    head = [f"POST {url} HTTP/{version}", "Host: qinfer", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def get(path: str, *headers: str) -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: qinfer", *headers]).encode() + b"\r\n\r\n"
+
+
+class Client:
+    """One connection that sends raw bytes and reads replies."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self.writer = writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    async def reply(self) -> tuple[int, dict[str, str], bytes]:
+        """Reads one reply: status, headers, body."""
+        async with asyncio.timeout(TIMEOUT_S):
+            head = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            status = int(head[0].split()[1])
+            headers = dict(line.split(": ", 1) for line in head[1:] if line)
+            body = await self._reader.readexactly(int(headers.get("content-length", "0")))
+            return status, headers, body
+
+    async def client_id(self) -> str:
+        """Reads one reply to `infer` and returns the id in it."""
+        status, _, body = await self.reply()
+        assert status == 200, body
+        return str(json.loads(body)["id"])
+
+    async def is_closed(self) -> bool:
+        """Waits for the end of the connection; tells whether nothing came before it."""
+        async with asyncio.timeout(TIMEOUT_S):
+            return await self._reader.read() == b""
+
+
+@contextlib.asynccontextmanager
+async def connected(running: Running, context: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port, ssl=context)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
+            await writer.wait_closed()
+
+
+def the_connection(running: Running) -> QinferHttpProtocol:
+    """Returns the server's side of the only connection."""
+    (connection,) = running.gateway._server.server_state.connections
+    assert isinstance(connection, QinferHttpProtocol)
+    return connection
+
+
+async def until_in_flight(running: Running, count: int) -> None:
+    """Waits until the dispatcher has that many unanswered requests."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while running.gateway.dispatcher.in_flight != count:  # noqa: ASYNC110 - a count has no event
+            await asyncio.sleep(0)
+
+
+async def test_a_connection_is_kept_alive() -> None:
+    """One request after the other."""
+    async with running_gateway() as running, connected(running) as client:
+        for number in range(3):
+            client.send(infer(str(number)))
+            assert await client.client_id() == str(number)
+
+
+async def test_two_requests_in_one_packet() -> None:
+    """Both are answered, in order."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(infer("a") + infer("b"))
+
+        assert [await client.client_id(), await client.client_id()] == ["a", "b"]
+
+
+async def test_a_request_byte_by_byte() -> None:
+    """However a request is cut, it is one request."""
+    async with running_gateway() as running, connected(running) as client:
+        client.writer.get_extra_info("socket").setsockopt(6, 1, 1)  # TCP_NODELAY
+        for byte in infer("a"):
+            client.send(bytes([byte]))
+            await asyncio.sleep(0)
+
+        assert await client.client_id() == "a"
+
+
+async def test_mixed_pipelined_requests_are_answered_in_order() -> None:
+    """Fast, ASGI, ASGI infer, fast, fast: the replies come in the order of the requests."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(infer("a") + infer("b") + get("/v2") + infer("c", "Prefer: x") + infer("d") + infer("e"))
+
+        first = [await client.client_id(), await client.client_id()]
+        _, _, metadata = await client.reply()
+        last = [await client.client_id() for _ in range(3)]
+
+        assert (first, json.loads(metadata)["name"], last) == (["a", "b"], "triton", ["c", "d", "e"])
+
+
+async def test_a_slow_fast_request_holds_back_what_is_behind_it() -> None:
+    """An ASGI request behind an unfinished fast one waits for it, and so does the fast one behind that."""
+    async with running_gateway(settings_of(limits={"default_timeout_s": 0.2})) as running, connected(running) as client:
+        client.send(infer("s", url="/v2/models/stuck/infer") + get("/v2") + infer("c"))
+
+        statuses = [(await client.reply())[0] for _ in range(3)]
+
+        assert statuses == [503, 200, 200]
+
+
+async def test_hundreds_of_pipelined_requests() -> None:
+    """More than may be in flight on one connection: reading pauses, and all are answered in order."""
+    ids = [str(number) for number in range(500)]
+    async with running_gateway() as running, connected(running) as client:
+        client.send(b"".join(infer(client_id) for client_id in ids))
+
+        assert [await client.client_id() for _ in ids] == ids
+
+
+async def test_expect_100_continue() -> None:
+    """The interim reply comes before the body is sent."""
+    whole = infer("a", "Expect: 100-continue")
+    head, _, body = whole.partition(b"\r\n\r\n")
+    async with running_gateway() as running, connected(running) as client:
+        client.send(head + b"\r\n\r\n")
+        interim = await client.reply()
+        client.send(body)
+
+        assert interim[0] == 100
+        assert await client.client_id() == "a"
+
+
+async def test_a_chunked_body() -> None:
+    """Bodies without a length take the route."""
+    body = body_of("a")
+    head = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with running_gateway() as running, connected(running) as client:
+        client.send(head + b"%x\r\n" % 10 + body[:10] + b"\r\n%x\r\n" % (len(body) - 10) + body[10:] + b"\r\n0\r\n\r\n")
+
+        assert await client.client_id() == "a"
+
+
+async def test_http_1_0() -> None:
+    """Answered, and closed."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(infer("a", version="1.0"))
+
+        assert await client.client_id() == "a"
+        assert await client.is_closed()
+
+
+async def test_connection_close_is_honoured() -> None:
+    """The reply says so, requests behind it are ignored, and the connection ends."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(infer("a", "Connection: close") + infer("b"))
+        status, headers, _ = await client.reply()
+
+        assert (status, headers["connection"]) == (200, "close")
+        assert await client.is_closed()
+
+
+async def test_garbage_is_refused_after_the_replies_before_it() -> None:
+    """What came before is answered; then 400 and the end."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(infer("a") + b"\x16\x03\x01 this is not HTTP\r\n\r\n")
+        answered = await client.client_id()
+        status, headers, body = await client.reply()
+
+        assert (answered, status, headers["connection"]) == ("a", 400, "close")
+        assert json.loads(body) == {"error": "Invalid HTTP request received."}
+        assert await client.is_closed()
+
+
+async def test_a_head_without_end_is_refused() -> None:
+    """Memory for headers is bounded."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(b"GET /v2 HTTP/1.1\r\nHost: q\r\n")
+        for _ in range(2 * MAX_HEAD_BYTES // 1024 + 300):
+            client.send(b"X-Filler: " + b"x" * 1012 + b"\r\n")
+        status, _, _ = await client.reply()
+
+        assert status == 431
+
+
+async def test_a_conflicting_content_length_is_refused() -> None:
+    """Two lengths, or a length and chunks, are how requests are smuggled."""
+    for extra in ("Content-Length: 3", "Transfer-Encoding: chunked"):
+        async with running_gateway() as running, connected(running) as client:
+            client.send(infer("a", extra))
+
+            assert (await client.reply())[0] == 400
+
+
+async def test_a_client_that_leaves_cancels_its_requests() -> None:
+    """On both ways; the entries leave the queue."""
+    for headers in ((), ("Prefer: x",)):
+        async with running_gateway() as running:
+            async with connected(running) as client:
+                client.send(infer("a", *headers, url="/v2/models/stuck/infer"))
+                await until_in_flight(running, 1)
+            await until_in_flight(running, 0)
+            await running.gateway.dispatcher.submission.pending.discard()
+
+            assert await running.depth("stuck") == 0
+
+
+async def test_too_many_in_flight_are_refused() -> None:
+    """Triton's text for a full queue, as 503."""
+    settings = settings_of(limits={"max_in_flight": 1})
+    async with running_gateway(settings) as running, connected(running) as first, connected(running) as second:
+        first.send(infer("a", url="/v2/models/stuck/infer"))
+        await until_in_flight(running, 1)
+        second.send(infer("b"))
+        status, _, body = await second.reply()
+
+        assert (status, json.loads(body)) == (503, {"error": "[request id: b] Exceeds maximum queue size"})
+
+
+async def test_a_client_that_does_not_read_is_not_read_from() -> None:
+    """Replies nobody takes stop the requests: what is queued stays bounded, and goes on once the client reads."""
+    count = 3000
+    ids = [f"{number:05}" + "x" * 10_000 for number in range(count)]
+    async with running_gateway() as running, connected(running) as client:
+        sending = asyncio.create_task(_send_all(client, ids))
+        answered = await _until_stalled(running)
+        replies = [(await client.client_id())[:5] for _ in ids]
+        await sending
+
+    assert answered < count
+    assert replies == [client_id[:5] for client_id in ids]
+
+
+async def _send_all(client: Client, ids: list[str]) -> None:
+    for client_id in ids:
+        client.send(infer(client_id))
+        await client.writer.drain()
+
+
+async def _until_stalled(running: Running) -> int:
+    """Returns how many requests were executed when the gateway had stopped taking more."""
+    while True:
+        before = len(running.requests)
+        await asyncio.sleep(0.2)  # no event tells that nothing happens
+        if before and before == len(running.requests):
+            return before
+
+
+async def test_an_idle_connection_is_closed() -> None:
+    """After `keep_alive_s`."""
+    async with running_gateway(settings_of({"keep_alive_s": 0.05})) as running, connected(running) as client:
+        client.send(infer("a"))
+        await client.reply()
+
+        assert await client.is_closed()
+
+
+async def test_a_request_that_takes_too_long_to_arrive_is_cut_off() -> None:
+    """Half a head, then silence; on the way of the fast path half a body."""
+    for part in (infer("a")[:20], infer("a")[:-5]):
+        settings = settings_of({"request_read_timeout_s": 0.05})
+        async with running_gateway(settings) as running, connected(running) as client:
+            client.send(part)
+
+            assert await client.is_closed()
+
+
+async def test_draining_answers_what_is_in_flight() -> None:
+    """Requests in flight are answered with `connection: close`, idle connections end, and the gateway ends."""
+    settings = settings_of({"drain_s": 10}, {"default_timeout_s": 0.6})
+    async with running_gateway(settings) as running, connected(running) as busy, connected(running) as idle:
+        idle.send(infer("i"))
+        await idle.client_id()
+        busy.send(infer("a", url="/v2/models/stuck/infer"))
+        await until_in_flight(running, 1)
+        running.gateway.stop()
+        status, headers, body = await busy.reply()
+
+        assert (status, headers["connection"]) == (503, "close")
+        assert "Request timeout expired" in json.loads(body)["error"]
+        assert await idle.is_closed()
+        assert await busy.is_closed()
+
+
+async def test_draining_is_bounded() -> None:
+    """What is not answered within `drain_s` is refused, on both ways."""
+    for headers in ((), ("Prefer: x",)):
+        await _drain_runs_out(*headers)
+
+
+async def _drain_runs_out(*headers: str) -> None:
+    async with running_gateway(settings_of({"drain_s": 0.1})) as running, connected(running) as client:
+        client.send(infer("a", *headers, url="/v2/models/stuck/infer"))
+        await until_in_flight(running, 1)
+        running.gateway.stop()
+        status, _, body = await client.reply()
+
+        assert (status, json.loads(body)) == (503, {"error": "[request id: a] Server exiting"})
+
+
+async def test_health_while_draining() -> None:
+    """503 and Triton's text, on a connection that is still busy."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(get("/v2/health/live"))
+        running.gateway.dispatcher.draining = True
+        live = await client.reply()
+        client.send(get("/v2/health/ready"))
+        ready = await client.reply()
+        client.send(infer("a"))
+        refused = await client.reply()
+
+    assert [live[0], ready[0], refused[0]] == [503, 503, 503]
+    assert json.loads(live[2]) == {"error": "Server exiting"}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    options = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(["openssl", *options.split(), *names], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_tls(certificate: tuple[Path, Path]) -> None:
+    """Both ways work over TLS."""
+    cert, key = certificate
+    settings = settings_of({"tls_certfile": str(cert), "tls_keyfile": str(key)})
+    context = ssl.create_default_context(cafile=cert)
+    async with running_gateway(settings) as running, connected(running, context) as client:
+        client.send(infer("a") + infer("b", "Prefer: x"))
+
+        assert running.url.startswith("https://")
+        assert [await client.client_id(), await client.client_id()] == ["a", "b"]
+
+
+async def test_a_busy_connection_is_not_closed_by_the_timer_of_an_earlier_request() -> None:
+    """Uvicorn arms a keep-alive timer after an ASGI reply; requests that skip its parser would not stop it."""
+    async with running_gateway(settings_of({"keep_alive_s": 0.2})) as running, connected(running) as client:
+        client.send(get("/v2/health/live"))
+        assert (await client.reply())[0] == 200
+
+        protocol = the_connection(running)
+        assert protocol.timeout_keep_alive_task is None
+
+        client.send(infer("a"))
+        assert await client.client_id() == "a"
+
+
+async def test_answered_requests_are_not_kept() -> None:
+    """However the packets fall: here each ends within the next request."""
+    async with running_gateway() as running, connected(running) as client:
+        stream = b"".join(infer(f"{number}") for number in range(20))
+        step = len(stream) // 20 + 7
+        for start in range(0, len(stream), step):
+            client.send(stream[start : start + step])
+            await client.writer.drain()
+        assert [await client.client_id() for _ in range(20)] == [str(number) for number in range(20)]
+
+        assert the_connection(running)._completed == []
+
+
+async def test_trailers_are_not_kept() -> None:
+    """Nobody reads them, and a client may send them without end."""
+    async with running_gateway() as running, connected(running) as client:
+        body = body_of("a")
+        client.send(f"POST {URL} HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n".encode())
+        client.send(body + b"\r\n0\r\n" + b"x: y\r\n" * 1000 + b"\r\n")
+        assert await client.client_id() == "a"
+
+        protocol = the_connection(running)
+        assert len(protocol.headers) == 2
+
+
+async def test_too_many_chunks_are_refused() -> None:
+    """Triton's limit."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(f"POST {URL} HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        client.send(b"1\r\n \r\n" * (MAX_CHUNKS + 1))
+
+        assert await client.is_closed()
+
+
+def test_replies_do_not_wait_for_acknowledgements() -> None:
+    """Head and body of a route's reply are two writes; the second would wait for what the client delays."""
+    with bind(HttpSettings(port=0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        with client, accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

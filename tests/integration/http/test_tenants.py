@@ -1,0 +1,79 @@
+"""Asynchronous requests of several tenants: nobody sees, reads or ends another's."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from qinfer.core.api_keys import Scope, add_key
+from tests.support.gateway import Running, running_gateway, settings_of
+
+ECHO = "/v1/models/echo/requests"
+BODY: dict[str, Any] = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+
+
+class Callers:
+    """A gateway that asks for keys, and clients of two tenants and of nobody."""
+
+    def __init__(self, running: Running, keys: dict[str, str]) -> None:
+        self.running, self._keys = running, keys
+        self._client = httpx.AsyncClient(base_url=running.url)
+
+    async def ask(self, who: str, method: str, url: str, body: Any = None, **headers: str) -> httpx.Response:
+        if who in self._keys:
+            headers["authorization"] = f"Bearer {self._keys[who]}"
+        names = {name.replace("_", "-"): text for name, text in headers.items()}
+        return await self._client.request(method, url, json=body, headers=names)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+@pytest.fixture
+async def callers(tmp_path: Path) -> AsyncIterator[Callers]:
+    file = tmp_path / "keys.json"
+    keys = {name: add_key(file, name, (Scope.INFER,), name)[1] for name in ("acme", "other", "slow")}
+    entries = json.loads(file.read_text())
+    entries["keys"][-1].update(rate_per_s=0.01, burst=1)
+    file.write_text(json.dumps(entries))
+    async with running_gateway(settings_of(auth={"mode": "keys", "keys_file": str(file)})) as running:
+        callers = Callers(running, keys)
+        yield callers
+        await callers.close()
+
+
+@pytest.mark.parametrize("chosen", ["", "row-1"])
+async def test_a_request_is_its_tenants(callers: Callers, chosen: str) -> None:
+    """For another tenant it does not exist; without a key nothing does."""
+    headers = {"request_id": chosen} if chosen else {}
+    reply = await callers.ask("acme", "POST", ECHO, BODY, **headers)
+    links = reply.json()["links"]
+
+    for url in links.values():
+        assert (await callers.ask("other", "GET", url)).status_code == 404
+        assert (await callers.ask("nobody", "GET", url)).status_code == 401
+    assert (await callers.ask("other", "DELETE", links["self"])).status_code == 404
+    result = await callers.ask("acme", "GET", links["result"] + "?wait=20")
+
+    assert (reply.status_code, result.status_code) == (202, 200)
+    assert callers.running.requests[-1].tenant == "acme"
+
+
+async def test_ids_and_keys_of_tenants_do_not_meet(callers: Callers) -> None:
+    """The same id and the same idempotency key are two requests."""
+    for headers in ({"request_id": "same"}, {"idempotency_key": "same"}):
+        replies = [await callers.ask(who, "POST", ECHO, BODY, **headers) for who in ("acme", "other")]
+
+        assert [reply.status_code for reply in replies] == [202, 202]
+        assert not any("idempotent-replayed" in reply.headers for reply in replies)
+
+
+async def test_a_rate_counts_on_v1_too(callers: Callers) -> None:
+    """429 there, with when to come back."""
+    first, second = [await callers.ask("slow", "POST", ECHO, BODY) for _ in range(2)]
+
+    assert (first.status_code, second.status_code) == (202, 429)
+    assert int(second.headers["retry-after"]) >= 1

@@ -1,0 +1,210 @@
+"""The bulk worker as a process, on a real Redis: tasks, kills at every step, a broker that restarts, Flower."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import httpx
+import pytest
+import redis
+from pydantic import SecretStr
+
+from qinfer.core.settings import RedisSettings, Settings
+from qinfer.errors import BrokerUnavailable
+from qinfer.jobs.job import JobState
+from qinfer.jobs.tasks import QUEUE, BulkTasks
+from qinfer.testing import eventually
+from tests.support.jobs.bulk_plant import WITHIN_S, Plant, check_output, opened
+from tests.support.servers.servers import RedisServer, free_port, make_certificate, system_redis
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    options = ("--appendonly", "yes", "--appendfsync", "always")
+    with RedisServer(system_redis(), tmp_path_factory.mktemp("redis"), *options) as one:
+        yield one
+
+
+@pytest.fixture
+async def plant(server: RedisServer, tmp_path: Path) -> AsyncIterator[Plant]:
+    async with opened(server, tmp_path) as one:
+        yield one
+
+
+async def test_a_job_is_planned_and_finished_whenever_the_process_dies(plant: Plant) -> None:
+    """Each process is killed at another step, and the next goes on; those that end a step were told by the sweep."""
+    for fault in (("before", "_plan.json"), ("after", "_plan.json")):
+        await plant.send("plan")
+        assert await plant.ended(plant.start(*fault)) == -signal.SIGKILL
+        assert (await plant.record()).state == JobState.PLANNING
+    plan = plant.directory / "out" / "_plan.json"
+    before = plan.read_bytes()
+    planner = plant.start()
+    await plant.becomes(JobState.RUNNING)
+    planner.kill()
+    assert plan.read_bytes() == before
+
+    await plant.settle()
+
+    for fault in (("before", "_manifest.json"), ("before", "_SUCCESS"), ("after", "_SUCCESS")):
+        await plant.send("finalise")
+        assert await plant.ended(plant.start(*fault)) == -signal.SIGKILL
+        assert (await plant.record()).state == JobState.FINALIZING
+    plant.start()
+    await plant.becomes(JobState.COMPLETED)
+    check_output(plant.directory)
+
+
+async def test_a_process_that_is_asked_to_stop_hands_its_task_back(plant: Plant, server: RedisServer) -> None:
+    """The thread that reads never comes back, and is not waited for."""
+    await plant.send("plan")
+    process = plant.start("hang", "store")
+    await eventually(lambda: "the store hangs" in plant.log.read_text(), WITHIN_S, f"a reader; see {plant.log}")
+
+    process.send_signal(signal.SIGTERM)
+
+    assert await plant.ended(process) == 0, plant.log.read_text()
+    assert (await plant.texts())[-1] == "planning is tried again: the bulk worker was stopped"
+    with server.client() as client:
+        assert "qinfer.bulk.plan" in str(client.lrange(QUEUE, 0, -1))
+    plant.start()
+    await plant.becomes(JobState.RUNNING)
+
+
+async def test_a_process_that_hangs_ends_itself_and_the_next_goes_on(plant: Plant) -> None:
+    """With what its threads did in the log; a supervisor starts the next."""
+    await plant.send("plan")
+
+    assert await plant.ended(plant.start("hang", "loop")) == os.EX_SOFTWARE
+
+    log = plant.log.read_text()
+    assert "the event loop hangs" in log
+    assert "in _hang" in log
+    plant.start()
+    await plant.becomes(JobState.RUNNING)
+
+
+async def test_tasks_come_through_a_restart_of_redis(plant: Plant, server: RedisServer) -> None:
+    """The worker connects again, and so does the producer."""
+    plant.start()
+    await plant.send("plan")
+    await plant.becomes(JobState.RUNNING)
+    await plant.settle()
+
+    server.stop()
+    server.start()
+
+    await plant.send("finalise")
+    await plant.becomes(JobState.COMPLETED)
+    check_output(plant.directory)
+
+
+async def test_a_lost_connection_does_not_hang_the_worker(plant: Plant, server: RedisServer) -> None:
+    """Any of them, at any moment: one for `PUBSUB` would be made again and read, without data and without a limit."""
+    plant.start()
+    await plant.send("plan")
+    await plant.becomes(JobState.RUNNING)
+    await plant.settle()
+    with server.client() as client:
+        for kind in ("pubsub", "normal", "pubsub"):
+            client.execute_command("CLIENT", "KILL", "TYPE", kind)
+            await asyncio.sleep(0.5)  # in which it would connect again, and hang
+
+    await plant.send("finalise")
+    await plant.becomes(JobState.COMPLETED)
+    check_output(plant.directory)
+
+
+async def test_flower_shows_the_worker_and_its_tasks(plant: Plant) -> None:
+    """Where users of Celery look."""
+    port = plant.start_flower()
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10.0) as flower:
+
+        async def has(path: str, word: str) -> bool:
+            try:
+                return word in (await flower.get(path)).text
+            except httpx.TransportError:
+                return False
+
+        await eventually(lambda: has("/api/tasks", "{"), WITHIN_S, f"what Flower shows; see {plant.log}")
+        plant.start()
+        await plant.send("plan")
+
+        await eventually(lambda: has("/api/tasks", "qinfer.bulk.plan"), WITHIN_S, f"what Flower shows; see {plant.log}")
+        await eventually(
+            lambda: has("/workers?json=1", "qinfer-bulk-"), WITHIN_S, f"what Flower shows; see {plant.log}"
+        )
+    assert (await plant.record()).state in (JobState.PLANNING, JobState.RUNNING)
+
+
+def producer(url: str) -> BulkTasks:
+    redis = RedisSettings(url=SecretStr(url), connect_timeout_s=2.0)
+    return BulkTasks(Settings(redis=redis))
+
+
+def test_tasks_go_through_a_unix_socket(tmp_path: Path) -> None:
+    """As with the private Redis of `qinfer up`; the path and the database are those of the URL."""
+    socket = tmp_path / "a b.sock"
+    with RedisServer(system_redis(), tmp_path, "--unixsocket", str(socket)) as server:
+        tasks = producer(f"unix://{quote(str(socket))}?db=3")
+        tasks.plan("job")
+        tasks.close()
+
+        with redis.Redis(port=server.port, db=3) as client:
+            assert client.llen(QUEUE) == 1
+
+
+def test_tasks_are_sent_over_tls_and_to_nobody_unknown(tmp_path: Path) -> None:
+    """With the certificate authority; without, nothing is sent."""
+    key, certificate = make_certificate(tmp_path)
+    options = ["--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no"]
+    with RedisServer(system_redis(), tmp_path, *options, tls=True) as server:
+        url = f"rediss://127.0.0.1:{server.port}"
+        tasks = producer(f"{url}/0?ssl_ca_certs={certificate}")
+        tasks.plan("job")
+        tasks.close()
+        with pytest.raises(BrokerUnavailable):
+            producer(f"{url}/1").plan("job")  # another database: kombu shares the connections of one in a process
+
+        with redis.Redis(port=server.port, ssl=True, ssl_ca_certs=str(certificate)) as client:
+            assert client.llen(QUEUE) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "text"),
+    [
+        ({"QINFER_REDIS__CLUSTER": "true"}, 2, "QINFER_BULK__BROKER_URL is not set"),
+        ({"QINFER_REDIS__CONNECT_TIMEOUT_S": "0.2"}, 1, "bulk worker can't run"),
+    ],
+)
+def test_what_keeps_it_from_starting_is_told(settings: dict[str, str], code: int, text: str) -> None:
+    """By the exit code, to the supervisor; by a message that shows no secret, to people."""
+    env = {**os.environ, "QINFER_REDIS__URL": f"redis://:secret@127.0.0.1:{free_port()}", **settings}
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "qinfer_workers.jobs"], env=env, capture_output=True, text=True, check=False
+    )
+
+    assert ended.returncode == code
+    assert text in ended.stderr
+    assert "secret" not in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_it_ends_well(plant: Plant, number: signal.Signals) -> None:
+    """With nothing in hand."""
+    process = plant.start()
+    await plant.send("plan")
+    await plant.becomes(JobState.RUNNING)
+
+    process.send_signal(number)
+
+    assert await plant.ended(process) == 0, plant.log.read_text()
+    assert "bulk worker stopped" in plant.log.read_text()

@@ -1,0 +1,217 @@
+"""Bulk jobs on workers in this process: shards fetched, run between online requests, finished, released, given up."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qinfer.jobs.job import JobSpec
+from qinfer.jobs.plan import Shard
+from qinfer.jobs.queue.records import BULK_LANES, ShardOutcome
+from qinfer.queue.base import Lane
+from qinfer.testing import eventually
+from qinfer_workers.jobs.scoring import errand
+from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
+from tests.support.stage import Stage, value
+
+LANES = [Lane("stub", 1, name) for name in BULK_LANES]
+QUICK: dict[str, Any] = {"lease_s": 0.4, "renew_every_s": 0.1}
+
+
+class Work:
+    """A file with rows, and what becomes of them."""
+
+    def __init__(self, folder: Path, rows: int, group: int = 0) -> None:
+        self.output = folder / "out"
+        self.output.mkdir()
+        self.rows = rows
+        self.url = write_rows(folder / "in.parquet", rows, group=group)
+        self.shards: list[Shard] = shards_of(self.url)
+        self.spec: JobSpec = job_spec([self.url], self.output)
+
+    async def submit(self, scene: Stage) -> None:
+        """Puts the job into the queue."""
+        await submit_job(scene.delivery, self.spec, self.shards)
+
+    def check(self, found: list[ShardOutcome]) -> None:
+        """Checks that each row was scored once, and is in order."""
+        assert found == [ShardOutcome(shard.index, shard.rows) for shard in self.shards]
+        assert scored_rows(self.output) == [(row, float(row)) for row in range(self.rows)]
+
+    def parts(self) -> list[str]:
+        """Returns what was committed."""
+        return [path.name for path in self.output.iterdir()]
+
+
+async def begin(scene: Stage, work: Work, worker_id: str = "w1") -> None:
+    """Submits a job, and waits until the worker executes its first batch, which ends with `scene.go`."""
+    scene.hold()
+    await work.submit(scene)
+    await scene.started(worker_id)
+
+
+async def test_a_job_is_scored_by_the_model_s_workers(scene: Stage, tmp_path: Path) -> None:
+    """Every row once, in order, by two workers; its counts tell the same."""
+    work = Work(tmp_path, 500, 50)
+    await scene.model()
+    await scene.worker("w1")
+    await scene.worker("w2")
+    await work.submit(scene)
+
+    work.check(await outcomes(scene.delivery, 10))
+    record = await scene.delivery.jobs.get(JOB)
+    assert record is not None
+    assert (record.rows_done, record.rows_failed, record.shards_done, record.in_lane) == (500, 0, 10, 0)
+
+
+async def test_online_requests_go_first(scene: Stage, tmp_path: Path) -> None:
+    """One that comes during a bulk batch is the next to be executed, of any size; then the job goes on."""
+    work = Work(tmp_path, 100)
+    await scene.model()
+    worker = await scene.worker()
+    await begin(scene, work)
+    answer = scene.submit(3.0, rows=7)
+    await eventually(lambda: any(batcher.has_work for batcher in worker._batchers()), description="a request in hand")
+    scene.go()
+
+    assert value(await answer) == 3.0
+    assert scene.backends["w1"][0].sizes[1] == 7
+    work.check(await outcomes(scene.delivery, 1))
+
+
+async def test_a_worker_that_drains_releases_its_shard(scene: Stage, tmp_path: Path) -> None:
+    """At the next batch, as if it had not been delivered; nothing of it is committed."""
+    work = Work(tmp_path, 2000)
+    await scene.model()
+    worker = await scene.worker()
+    await begin(scene, work)
+    stopping = asyncio.create_task(scene.stop())
+    await eventually(lambda: all(loop.cancelling() for loop in worker._bulk.loops()), description="the drain")
+    scene.go()
+    await stopping
+
+    (lease,) = await scene.delivery.fetch(LANES, "other", 1, 1.0)
+    assert lease.deliveries == 1
+    assert not work.parts()
+
+
+async def test_a_model_that_is_unloaded_leaves_its_shards_to_others(scene: Stage, tmp_path: Path) -> None:
+    """They wait for a worker that loads it."""
+    work = Work(tmp_path, 2000)
+    await scene.model()
+    worker = await scene.worker()
+    await begin(scene, work)
+    wish = await scene.unload()
+    await eventually(lambda: not worker._bulk.loops(), description="the end of the loop")
+    scene.go()
+    await eventually(lambda: not scene.backends["w1"][0].loaded, description="an unloaded model")
+    before = work.parts()
+    await scene.store.set_desired(wish)
+    await scene.store.wake()
+
+    work.check(await outcomes(scene.delivery, 1))
+    assert not before
+
+
+async def test_a_job_that_is_stopped_commits_nothing_more(
+    scene: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker asks for it, and takes its entry out of the lane."""
+    monkeypatch.setattr(errand, "WANTED_EVERY_S", 0.05)
+    work = Work(tmp_path, 2000)
+    await scene.model()
+    await scene.worker()
+    await begin(scene, work)
+    asked = asyncio.Event()
+    is_wanted = scene.delivery.jobs.is_wanted
+
+    async def noted(job_id: str) -> bool:
+        wanted = await is_wanted(job_id)
+        if not wanted:
+            asyncio.get_running_loop().call_soon(asked.set)  # when the worker knows
+        return wanted
+
+    monkeypatch.setattr(scene.delivery.jobs, "is_wanted", noted)
+    await scene.delivery.jobs.stop(JOB, "cancelling")
+    await asked.wait()
+    scene.go()
+
+    async def is_empty() -> bool:
+        return not any(await scene.delivery.depth(LANES))
+
+    await eventually(is_empty, description="empty lanes")
+    assert not work.parts()
+    assert not await scene.delivery.jobs.outcomes(JOB)
+
+
+async def test_a_lost_lease_ends_the_run(scene: Stage, tmp_path: Path) -> None:
+    """Somebody took it; the worker learns that when it renews, and goes on with the next job."""
+    work = Work(tmp_path, 2000)
+    await scene.model()
+    worker = await scene.worker(**QUICK)
+    await begin(scene, work)
+    await scene.delivery.jobs.stop(JOB, "cancelled", in_hand=True)
+    await eventually(lambda: not worker._keeper.held(), description="a renewal")
+    scene.go()
+    await submit_job(scene.delivery, work.spec, work.shards, job_id="job2")
+    found = await outcomes(scene.delivery, 1, job_id="job2")
+
+    assert found == [ShardOutcome(0, 2000)]
+    assert work.parts() == ["part-00000.parquet"]
+
+
+async def test_a_dead_worker_s_shard_is_run_by_another(scene: Stage, tmp_path: Path) -> None:
+    """Exactly once, as far as the output shows."""
+    work = Work(tmp_path, 2000, 1000)
+    await scene.model()
+    await scene.worker("w1", **QUICK)
+    await begin(scene, work)
+    await scene.kill("w1")
+    scene.go()
+    await scene.worker("w2", **QUICK)
+
+    work.check(await outcomes(scene.delivery, 2))
+
+
+async def test_a_shard_that_keeps_killing_workers_is_given_up(scene: Stage, tmp_path: Path) -> None:
+    """It becomes a dead letter, and its rows count as failed."""
+    work = Work(tmp_path, 20)
+    await scene.model()
+    await work.submit(scene)
+    await scene.delivery.fetch(LANES, "dead1", 1, 1.0)
+    for name in ("dead2", "dead3"):
+        await asyncio.sleep(0.01)
+        assert await scene.delivery.reclaim(LANES, name, 0.005, 1)
+    await scene.worker(**QUICK)
+
+    (found,) = await outcomes(scene.delivery, 1)
+    assert (found.rows, found.failed_rows, found.error) == (20, 20, "the shard was given up: 3 executions did not end")
+    assert not work.parts()
+    assert await scene.delivery.depth(LANES) == [0, 0, 0]
+
+
+async def test_what_is_no_shard_is_buried(scene: Stage, tmp_path: Path) -> None:
+    """It would be fetched again and again."""
+    work = Work(tmp_path, 20)
+    await scene.model()
+    await scene.worker()
+    scene.delivery.submit(LANES[0], b"\xff no shard", lambda _: None)
+    await work.submit(scene)
+
+    work.check(await outcomes(scene.delivery, 1))
+    assert await scene.delivery.depth(LANES) == [0, 0, 0]
+
+
+async def test_a_suspect_request_runs_without_a_shard_beside_it(scene: Stage, tmp_path: Path) -> None:
+    """The shard is released for so long: a crash would count against it."""
+    work = Work(tmp_path, 2000)
+    await scene.model()
+    answer = scene.submit(5.0)
+    await scene.queued(1)
+    assert await scene.delivery.fetch([scene.lane], "dead", 1, 1.0)
+    await scene.worker(**QUICK)
+    await work.submit(scene)
+
+    assert value(await answer) == 5.0
+    work.check(await outcomes(scene.delivery, 1))

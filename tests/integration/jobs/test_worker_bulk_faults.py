@@ -1,0 +1,120 @@
+"""Worker processes that are killed, stopped and crashed in the middle of a shard: each row counts once."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from qinfer.jobs.queue.records import BULK_LANES, JobRecord, ShardOutcome
+from qinfer.queue.base import Lane
+from qinfer.testing import eventually
+from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
+from tests.support.trouble import CRASH, SLOW, write_model
+from tests.support.worker_processes import Workshop, resume, workshop
+
+LANES = [Lane("trouble", 1, name) for name in BULK_LANES]
+ROWS, GROUP = 2000, 1000
+
+
+class Job:
+    """Rows whose numbers are what the model gets; some of them make it slow, or crash."""
+
+    def __init__(self, folder: Path, *numbers: float) -> None:
+        self.output, self.spool = folder / "out", folder / "spool"
+        self.output.mkdir()
+        self.spool.mkdir()
+        self.numbers = [number for number in range(ROWS) if number not in {CRASH, SLOW} or number in numbers]
+        url = write_rows(folder / "in.parquet", numbers=self.numbers, group=GROUP)
+        self.shards = shards_of(url)
+        self.spec = job_spec([url], self.output, model="trouble", columns={"x": "id"}, passthrough=("id",))
+
+    async def submit(self, work: Workshop) -> None:
+        """Puts the job into the queue."""
+        model = await work.store.model(self.spec.model)
+        assert model is not None
+        await submit_job(work.delivery, self.spec, self.shards, model_hash=model.content_hash)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Tells a worker where to write parts."""
+        return {"QINFER_BULK__SPOOL_DIR": str(self.spool)}
+
+    async def check(self, work: Workshop) -> None:
+        """Waits until all shards are settled; checks the rows, the counts, and that nothing is left."""
+        found = await outcomes(work.delivery, len(self.shards), timeout_s=40.0)
+        assert found == [ShardOutcome(shard.index, shard.rows) for shard in self.shards]
+        assert [value for _, value in scored_rows(self.output)] == [float(number) for number in self.numbers]
+        record = await record_of(work)
+        assert (record.rows_done, record.rows_failed, record.shards_done) == (len(self.numbers), 0, len(self.shards))
+        assert await work.delivery.depth(LANES) == [0, 0, 0]
+
+
+async def record_of(work: Workshop) -> JobRecord:
+    record = await work.delivery.jobs.get(JOB)
+    assert record is not None
+    return record
+
+
+async def scoring(trace: Path) -> None:
+    """Waits until a worker executes the row that makes the model slow."""
+    await eventually(lambda: str(SLOW) in trace.read_text(), 40.0, "the slow row")
+
+
+@pytest.fixture
+async def trace(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "repository", hold_s=1.0)
+
+
+@pytest.fixture
+async def work(tmp_path: Path, trace: Path) -> AsyncIterator[Workshop]:
+    async with workshop(tmp_path) as one:
+        yield one
+
+
+async def test_a_killed_worker_s_shard_is_finished_by_another(work: Workshop, tmp_path: Path, trace: Path) -> None:
+    """Nothing of what it did is seen."""
+    job = Job(tmp_path, SLOW)
+    first = await work.worker(**job.environment)
+    await job.submit(work)
+    await scoring(trace)
+    first.kill()
+    await work.worker(**job.environment)
+
+    await job.check(work)
+
+
+async def test_two_workers_on_one_shard_make_one_part(work: Workshop, tmp_path: Path, trace: Path) -> None:
+    """One is stopped for longer than a lease and goes on afterwards, when another has run its shard."""
+    job = Job(tmp_path, SLOW)
+    first = await work.worker(**job.environment)
+    await job.submit(work)
+    await scoring(trace)
+    first.send_signal(signal.SIGSTOP)
+    await work.worker(**job.environment)
+    await outcomes(work.delivery, len(job.shards), timeout_s=40.0)
+    before = {path.name: path.stat().st_mtime_ns for path in job.output.iterdir()}
+    resume(first)
+    await eventually(lambda: len(list(job.spool.iterdir())) == 0, 40.0, "an empty spool")
+    first.terminate()
+    await asyncio.to_thread(first.wait)
+
+    assert {path.name: path.stat().st_mtime_ns for path in job.output.iterdir()} == before
+    await job.check(work)
+
+
+async def test_a_row_that_crashes_workers_costs_its_shard_only(work: Workshop, tmp_path: Path) -> None:
+    """The shard is given up after so many executions, and the others are scored."""
+    job = Job(tmp_path, CRASH)
+    await job.submit(work)
+    async with asyncio.TaskGroup() as tasks:
+        supervisor = tasks.create_task(work.supervise())
+        bad, good = await outcomes(work.delivery, 2, timeout_s=50.0)
+        supervisor.cancel()
+
+    assert (good, bad.failed_rows) == (ShardOutcome(1, job.shards[1].rows), job.shards[0].rows)
+    assert bad.error == "the shard was given up: 3 executions did not end"
+    assert [path.name for path in job.output.iterdir()] == ["part-00001.parquet"]
+    record = await record_of(work)
+    assert record.rows_done + record.rows_failed == len(job.numbers)

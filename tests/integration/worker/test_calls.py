@@ -1,0 +1,178 @@
+"""Models that call models, in one worker and in two: on the memory delivery and on a real Redis."""
+
+import asyncio
+
+from qinfer.core.messages import Failure
+from qinfer.queue.base import Lane
+from qinfer.testing import eventually
+from qinfer_workers.inference.worker import Worker
+from tests.support.stage import Stage, value
+
+FRONT, BACK = "front", "back"
+
+
+async def models(scene: Stage, back: str = "echo", dims: int = 2) -> None:
+    """Stores `front`, which calls `back`."""
+    await scene.model(FRONT, mode=f"call:{BACK}")
+    await scene.model(BACK, mode=back, dims=dims)
+
+
+async def failure(scene: Stage, timeout_s: float = 30.0) -> Failure:
+    answer = (await scene.submit(model=FRONT, timeout_s=timeout_s)).failure
+    assert answer is not None
+    return answer
+
+
+def executed(scene: Stage, worker_id: str, model: str) -> int:
+    return sum(len(backend.sizes) for backend in scene.backends[worker_id] if backend.model == model)
+
+
+async def are_paused(worker: Worker) -> None:
+    """Waits until a draining worker asks for nothing more."""
+    await eventually(lambda: all(batcher.paused for batcher in worker._batchers()), description="all models paused")
+
+
+async def test_a_model_calls_another_of_its_worker(scene: Stage) -> None:
+    """The answer is the called model's, and nothing stays in the lanes."""
+    await models(scene)
+    await scene.worker()
+    scene.forget_started()
+
+    answers = await asyncio.gather(*[scene.submit(float(i), model=FRONT) for i in range(20)])
+
+    assert [value(answer) for answer in answers] == [float(i) for i in range(20)]
+    assert executed(scene, "w1", BACK)
+    await scene.queued(0, model=FRONT)
+    await scene.queued(0, model=BACK)
+
+
+async def test_a_model_calls_one_of_another_worker(scene: Stage) -> None:
+    """A worker calls what it does not host."""
+    await models(scene)
+    await scene.worker("w1", models=(FRONT,))
+    await scene.worker("w2", models=(BACK,))
+    scene.forget_started()
+
+    assert value(await scene.submit(3.0, model=FRONT)) == 3.0
+    assert executed(scene, "w2", BACK) == 1
+
+
+async def test_a_chain_of_calls(scene: Stage) -> None:
+    """What is called calls on."""
+    await models(scene, back="call:last")
+    await scene.model("last")
+    await scene.worker()
+
+    assert value(await scene.submit(3.0, model=FRONT)) == 3.0
+
+
+async def test_a_call_of_an_unknown_model_is_the_models_failure(scene: Stage) -> None:
+    """Its client named no unknown model."""
+    await scene.model(FRONT, mode="call:nobody")
+    await scene.worker()
+
+    assert await failure(scene) == Failure(
+        "inference_failed", "a call failed: Request for unknown model: 'nobody' is not found"
+    )
+
+
+async def test_a_call_that_does_not_fit_is_the_models_failure(scene: Stage) -> None:
+    """Its client sent what the model asks for."""
+    await models(scene, dims=3)
+    await scene.worker()
+
+    failed = await failure(scene)
+
+    assert failed.code == "inference_failed"
+    assert failed.message.startswith("a call failed: unexpected shape for input 'x' for model 'back'")
+    await scene.queued(0, model=BACK)
+
+
+async def test_a_called_models_failure_is_passed_on(scene: Stage) -> None:
+    """With its text, and the name of the model that it is about."""
+    await models(scene, back="raise")
+    await scene.worker()
+
+    assert await failure(scene) == Failure("inference_failed", "model 'back' failed: the stub was told to raise")
+
+
+async def test_a_call_ends_with_the_deadline_of_the_batch(scene: Stage) -> None:
+    """The called request leaves the queue, though a worker still executes it."""
+    await models(scene)
+    await scene.worker()
+    await scene.submit(model=FRONT)  # from now on a call takes no longer than its model
+    scene.hold(BACK)
+
+    failed = await failure(scene, timeout_s=1.0)
+
+    assert failed.code == "deadline_exceeded"
+    await scene.started(model=BACK)
+    await scene.queued(0, model=BACK)
+    scene.go()
+    assert value(await scene.submit(3.0, model=FRONT)) == 3.0
+
+
+async def test_drain_ends_a_batch_that_calls_when_all_is_paused(scene: Stage) -> None:
+    """A worker that drains serves on what its last batches call."""
+    await models(scene)
+    worker = await scene.worker()
+    scene.hold(FRONT)
+    call = scene.submit(3.0, model=FRONT)
+    await scene.started(model=FRONT)
+
+    stopping = asyncio.create_task(scene.stop())
+    await are_paused(worker)
+    scene.go()
+
+    assert value(await call) == 3.0
+    await stopping
+    await scene.queued(0, model=FRONT)
+    await scene.queued(0, model=BACK)
+
+
+async def test_drain_ends_a_call_that_waits_in_the_queue(scene: Stage) -> None:
+    """The model that is called is paused last."""
+    await models(scene)
+    await scene.worker()
+    scene.hold(BACK)
+    before = scene.submit(1.0, model=BACK)
+    await scene.started(model=BACK)
+    call = scene.submit(3.0, model=FRONT)
+    await scene.queued(2, model=BACK)
+
+    stopping = asyncio.create_task(scene.stop())
+    await scene.queued(2, model=BACK)
+    scene.go()
+
+    assert [value(await before), value(await call)] == [1.0, 3.0]
+    await stopping
+
+
+async def test_a_drain_that_takes_too_long_abandons_its_calls(scene: Stage) -> None:
+    """The called request leaves the queue; the caller's own stays, for another worker."""
+    await models(scene)
+    await scene.worker("w2", models=(BACK,))
+    await scene.worker("w1", models=(FRONT,), drain_s=0.2)
+    scene.hold(BACK)
+    call = scene.submit(3.0, model=FRONT)
+    await scene.started("w2", model=BACK)
+
+    await scene.stop("w1")
+
+    await scene.queued(0, model=BACK)
+    await scene.queued(1, model=FRONT)
+    scene.go()
+    await scene.worker("w3", models=(FRONT,), lease_s=0.2, renew_every_s=0.05)
+    assert value(await call) == 3.0
+
+
+async def test_a_suspect_calls_a_model_of_its_worker(scene: Stage) -> None:
+    """It runs alone but for what it calls; then the worker goes on."""
+    await models(scene)
+    call = scene.submit(3.0, model=FRONT)
+    assert len(await scene.delivery.fetch([Lane(FRONT, 1)], "dead", 1, 1.0)) == 1
+    await scene.worker(lease_s=0.3, renew_every_s=0.05)
+
+    assert value(await call) == 3.0
+    assert (await call).attempt == 2
+    assert value(await scene.submit(4.0, model=FRONT)) == 4.0

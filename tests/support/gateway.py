@@ -1,0 +1,238 @@
+"""A gateway in this process, on the embedded server, with a worker that echoes: what the gateway's tests run against.
+
+Models, all `x` → `y`, at most 8 rows: `echo` (FP32[4], versions 1 and 2), `text` (BYTES[-1]), `half` (FP16[2]), `pair`
+(`a`, `b`, given back as outputs), `fails` (every request), `stuck` (never answered), `loading` (no live worker).
+Never answered either: `small` (50 may wait), `bounded` (3 may wait, by its queue policy), `levels` (1 … 3, of which the
+default 2 refuses what has waited for 50 ms, and 3 is delayed), `asleep` (no live worker, and READY: `min_workers` 0).
+Without a batch dimension: `one` (BYTES[1]), `vary` (INT32[2, -1]), `wide` (FP32[-1, -1]). The output of `echo` has the
+labels zero, one and two. A request's parameters whose names begin with `told_` come back with its response, and one
+named `responses` says how many responses it gets.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, LimitSettings, Settings
+from qinfer.errors import BrokerUnavailable
+from qinfer.models.config.config import normalise, parse, to_json, to_spec
+from qinfer.models.routes import lanes_of
+from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.store import RedisControlStore
+from qinfer.queue.base import Lane, Lease
+from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.request_records import Address, Outcome, RequestState, Settlement
+from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
+from qinfer_api.app import Gateway, bind
+from qinfer_api.rpc.port import open_port
+from tests.support.servers.servers import Database
+
+_ONE = 'input {{ name: "x" data_type: {0} dims: [{1}] }} output {{ name: "y" data_type: {0} dims: [{1}] }}'
+_FP32 = _ONE.format("TYPE_FP32", 4)
+_PAIR = " ".join(
+    f'{kind} {{ name: "{name}" data_type: TYPE_INT32 dims: [2] }}' for kind in ("input", "output") for name in "ab"
+)
+_LEVELS = """
+dynamic_batching {
+  priority_levels: 3 default_priority_level: 2
+  priority_queue_policy { key: 2 value { default_timeout_microseconds: 50000 allow_timeout_override: true } }
+  priority_queue_policy { key: 3 value { default_timeout_microseconds: 50000 timeout_action: DELAY } }
+}
+"""
+
+
+def _parameter(key: str, value: int) -> str:
+    return f' parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
+
+
+MODELS: Mapping[str, tuple[str, tuple[int, ...]]] = {
+    "echo": (_FP32, (1, 2)),
+    "text": (_ONE.format("TYPE_STRING", -1), (1,)),
+    "half": (_ONE.format("TYPE_FP16", 2), (1,)),
+    "pair": (_PAIR, (1,)),
+    "fails": (_FP32, (1,)),
+    "stuck": (_FP32, (1,)),
+    "loading": (_FP32, (1,)),
+    "späte modelle": (_FP32, (1,)),
+    "small": (_FP32 + _parameter("qinfer.lane_capacity", 50), (1,)),
+    "bounded": (_FP32 + " dynamic_batching { default_queue_policy { max_queue_size: 3 } }", (1,)),
+    "levels": (_FP32 + _LEVELS, (1,)),
+    "one": (_ONE.format("TYPE_STRING", 1), (1,)),
+    "vary": (_ONE.format("TYPE_INT32", "2, -1"), (1,)),
+    "wide": (_ONE.format("TYPE_FP32", "-1, -1"), (1,)),
+    "asleep": (_FP32 + _parameter("qinfer.min_workers", 0), (1,)),
+    "hasty": (_FP32 + _parameter("qinfer.default_timeout_s", 30) + _parameter("qinfer.max_timeout_s", 40), (1,)),
+}
+UNBATCHED = ("one", "vary", "wide")
+LABELS: dict[str, tuple[str, ...]] = {"y": ("zero", "one", "two")}
+ANSWERING = ("echo", "text", "half", "pair", "fails", "späte modelle", *UNBATCHED)
+
+
+@dataclass(kw_only=True)
+class Running:
+    """A gateway that serves, and what is behind it."""
+
+    gateway: Gateway
+    delivery: RedisDelivery
+    store: RedisControlStore
+    requests: list[InferRequest]
+    serving: "asyncio.Task[None] | None" = None
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def grpc_target(self) -> str:
+        """Where gRPC is served, as channels want it."""
+        assert self.gateway.rpc is not None
+        return self.gateway.rpc.url.partition("://")[2]
+
+    async def refresh(self) -> None:
+        """Lets the catalog see the store as it is now."""
+        await self.gateway.catalog.refresh()
+
+    async def depth(self, model: str, version: int = 1) -> int:
+        return (await self.delivery.depth([Lane(model, version)]))[0]
+
+
+def settings_of(
+    http: Mapping[str, Any] | None = None,
+    limits: Mapping[str, Any] | None = None,
+    auth: Mapping[str, Any] | None = None,
+    grpc: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Returns settings on free ports; gRPC is served if `grpc` is given."""
+    return Settings(
+        http=HttpSettings(port=0, **(http or {})),
+        grpc=GrpcSettings(port=0, **grpc) if grpc is not None else GrpcSettings(enabled=False),
+        limits=LimitSettings(**(limits or {})),
+        auth=AuthSettings(**(auth or {})),
+    )
+
+
+@contextlib.asynccontextmanager
+async def running_gateway(
+    settings: Settings | None = None, delivery: RedisDelivery | None = None
+) -> AsyncIterator[Running]:
+    """Runs a gateway and its echo worker until the block ends, then drains it.
+
+    Its queue is in a database of its own unless it is given.
+    """
+    settings = settings or settings_of()
+    async with Database() as database:
+        delivery, store = delivery or await database.delivery(), database.store()
+        await declare_models(store, delivery)
+        rpc_port = open_port(settings) if settings.grpc.enabled else None
+        gateway = Gateway(settings, delivery, store, bind(settings.http), rpc_port=rpc_port)
+        running = Running(gateway=gateway, delivery=delivery, store=store, requests=[])
+        async with asyncio.TaskGroup() as group:
+            serving = running.serving = group.create_task(gateway.serve())
+            workers = [group.create_task(_work(running, lane)) for lane in _lanes(ANSWERING)]
+            try:
+                await gateway.started.wait()
+                yield running
+            finally:
+                gateway.stop()
+                await asyncio.wait([serving])
+                for worker in workers:
+                    worker.cancel()
+
+
+async def declare_models(store: RedisControlStore, delivery: RedisDelivery) -> None:
+    """Writes the models and their lanes, and the heartbeat of a worker that has most of them."""
+    await asyncio.gather(*(_declare(store, delivery, name) for name in MODELS))
+    ready = {
+        name: {version: VersionState(State.READY, 1) for version in versions}
+        for name, (_, versions) in MODELS.items()
+        if name not in ("loading", "asleep")
+    }
+    await store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=ready), ttl_s=3600)
+
+
+async def _declare(store: RedisControlStore, delivery: RedisDelivery, name: str) -> None:
+    tensors, versions = MODELS[name]
+    rows = 0 if name in UNBATCHED else 8
+    config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: {rows} {tensors}'), name)
+    spec = to_spec(config, LimitSettings())
+    labels = LABELS if name == "echo" else {}
+    stored = StoredModel(name, 1, to_json(config), versions, min_workers=spec.min_workers, labels=labels)
+    await store.put_model(stored)
+    await store.set_desired(Desired(name, 1))
+    await delivery.ensure([lane for version in versions for lane in lanes_of(spec, version)])
+
+
+def _lanes(names: Any) -> list[Lane]:
+    return [Lane(name, version) for name in names for version in MODELS[name][1]]
+
+
+async def _work(running: Running, lane: Lane) -> None:
+    with contextlib.suppress(BrokerUnavailable):  # the gateway has closed it
+        while True:
+            if leases := await running.delivery.fetch([lane], "w1", 64, 3600):
+                await _serve(running, leases)
+
+
+async def _serve(running: Running, leases: list[Lease]) -> None:
+    requests = [await _read(running, lease) for lease in leases]
+    running.requests += requests
+    for lease, request in zip(leases, requests, strict=True):
+        if request.reply_to:
+            await running.delivery.publish(request.reply_to, encode_responses(_answers(request)))
+        else:
+            await running.delivery.requests.settle([_settlement(lease, request)])
+    await running.delivery.finish([lease.entry for lease in leases])
+
+
+def _settlement(lease: Lease, request: InferRequest) -> Settlement:
+    answer = _answer(request)
+    failure = answer.failure
+    outcome = Outcome(
+        state=RequestState.FAILED if failure else RequestState.SUCCEEDED,
+        blob=encode_responses([answer]),
+        code=failure.code if failure else "",
+        message=failure.message if failure else "",
+        attempt=1,
+    )
+    return Settlement(address=Address(request.model, request.partition, request.id), outcome=outcome, entry=lease.entry)
+
+
+async def _read(running: Running, lease: Lease) -> InferRequest:
+    """Decodes a request, with its tensors from beside the stream if they are there."""
+    try:
+        return decode_request(lease.frame)
+    except PayloadApart as apart:
+        return decode_request(lease.frame, await running.delivery.payload(lease.entry, apart.request.id))
+
+
+def _answers(request: InferRequest) -> list[Response]:
+    """Returns the answer so often as the request says; none is an empty response that is the last."""
+    answer = _answer(request)
+    count = int(request.parameters.get("responses", 1))
+    if not count:
+        return [msgspec.structs.replace(answer, outputs=())]
+    return [msgspec.structs.replace(answer, index=index, final=index == count - 1) for index in range(count)]
+
+
+def _answer(request: InferRequest) -> Response:
+    if request.model == "fails":
+        failure = Failure("inference_failed", "the model raised: boom")
+        return Response(request_id=request.id, model=request.model, version=request.version, failure=failure)
+    outputs = tuple(
+        tensor if request.model == "pair" else msgspec.structs.replace(tensor, name="y")
+        for tensor in request.inputs
+        if not request.outputs or tensor.name in request.outputs or request.model != "pair"
+    )
+    told = {name: value for name, value in request.parameters.items() if name.startswith("told_")}
+    return Response(
+        request_id=request.id, model=request.model, version=request.version, outputs=outputs, parameters=told
+    )

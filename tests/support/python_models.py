@@ -1,0 +1,103 @@
+"""Models of the `python` backend for tests: written to disk, loaded in real processes, and asked without a queue."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from qinfer.backends.base import Array, Batch
+from qinfer.backends.python import PythonBackend
+from qinfer.core.messages import InferRequest
+from qinfer.core.settings import LimitSettings
+from qinfer.models.config import config
+from qinfer.models.spec import Device, ModelSpec
+from tests.support.backends import Answers
+
+HEADER = """
+import ctypes, json, os, sys, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+def reply(array, name="y", **more):
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, array)], **more)
+
+def x(request, name="x"):
+    return pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+
+"""
+
+ECHO = HEADER + (
+    """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [reply(x(request)) for request in requests]
+"""
+)
+
+CONFIG = """
+name: "{name}" backend: "python" max_batch_size: {max_batch_size}
+input {{ name: "x" data_type: TYPE_{datatype} dims: [ {dims} ] }}
+output {{ name: "y" data_type: TYPE_{datatype} dims: [ {dims} ] }}
+dynamic_batching {{ max_queue_delay_microseconds: {delay_us} }}
+{more}
+"""
+
+
+def execute(body: str, before: str = "") -> str:
+    """Returns a model whose `execute` is `body`, a statement a line; `before` are further methods."""
+    lines = "\n".join(f"        {line}" for line in body.splitlines())
+    methods = "\n".join(f"    {line}" for line in before.splitlines())
+    return f"{HEADER}\nclass TritonPythonModel:\n{methods}\n    def execute(self, requests):\n{lines}\n"
+
+
+def write_model(repository: Path, code: str, name: str = "m", **options: object) -> Path:
+    """Writes a model with input `x` and output `y`; returns the directory of its version."""
+    fields = {"max_batch_size": 64, "datatype": "FP32", "dims": "-1", "delay_us": 0, "more": "", **options}
+    directory = repository / name / "1"
+    directory.mkdir(parents=True)
+    (directory.parent / "config.pbtxt").write_text(CONFIG.format(name=name, **fields))
+    (directory / "model.py").write_text(code)
+    return directory
+
+
+def spec_of(directory: Path) -> ModelSpec:
+    """Reads a model's configuration."""
+    parsed = config.parse((directory.parent / "config.pbtxt").read_text())
+    return config.to_spec(config.normalise(parsed, directory.parent.name, ["model.py"]), LimitSettings())
+
+
+def load(directory: Path, device: Device | None = None) -> PythonBackend:
+    """Loads a model; unload it."""
+    backend = PythonBackend()
+    backend.load(spec_of(directory), directory, device or Device())
+    return backend
+
+
+@contextmanager
+def loaded(repository: Path, code: str, name: str = "m", **options: object) -> Iterator[PythonBackend]:
+    """Writes and loads a model."""
+    backend = load(write_model(repository, code, name, **options))
+    try:
+        yield backend
+    finally:
+        backend.unload()
+
+
+def batch_of(array: Array, rows: Sequence[int] | None = None, **request: object) -> Batch:
+    """Returns a batch with input `x`; every request has the fields given."""
+    rows = [1] * len(array) if rows is None else rows
+    requests = [InferRequest(model="m", inputs=(), **request) for _ in rows]  # type: ignore[arg-type]
+    return Batch(requests=requests, rows=rows, inputs={"x": array})
+
+
+def run(backend: PythonBackend, array: Array, rows: Sequence[int] | None = None, **request: object) -> Answers:
+    """Executes a batch."""
+    answers = Answers()
+    backend.execute(batch_of(array, rows, **request), answers)
+    return answers
+
+
+def floats(*values: float) -> Array:
+    """Returns a column of numbers, a row each."""
+    return np.array(values, dtype="<f4").reshape(-1, 1)

@@ -1,0 +1,64 @@
+"""What the suites about asynchronous requests share: how one is made, ended and taken."""
+
+import msgspec
+
+from qinfer.core.messages import InferRequest
+from qinfer.queue.base import Delivery, Entry, Lane, Lease
+from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
+from qinfer.queue.request_records import Acceptance, Accepted, Address, Outcome, RequestState, Settlement
+from qinfer.wire.frame import encode_request
+
+LANE = Lane("digits", 1, "p1")
+LONG_S = 60.0
+HOOKS = Kind(WEBHOOKS, 60.0, 900.0)
+
+
+def address(request_id: str = "r1", model: str = "digits") -> Address:
+    return Address(model, 0, request_id)
+
+
+def acceptance(request_id: str = "r1", model: str = "digits", **changes: object) -> Acceptance:
+    plain = Acceptance(
+        address=address(request_id, model),
+        lane=Lane(model, 1, "p1"),
+        frame=request_id.encode(),
+        body_hash=f"hash of {request_id}",
+        timeout_s=LONG_S,
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+async def accept(delivery: Delivery, request_id: str = "r1", model: str = "digits", **changes: object) -> Accepted:
+    return await delivery.requests.accept(acceptance(request_id, model, **changes))
+
+
+def frame_of(request_id: str) -> bytes:
+    """Returns a frame that tells its request's id, as the move to another lane needs it."""
+    return encode_request(InferRequest(model="digits", inputs=(), id=request_id, version=1))
+
+
+def outcome(state: RequestState = RequestState.SUCCEEDED, **changes: object) -> Outcome:
+    return msgspec.structs.replace(Outcome(state=state, blob=b"blob of " + state.encode()), **changes)
+
+
+def ended(
+    request_id: str = "r1",
+    state: RequestState = RequestState.SUCCEEDED,
+    entry: Entry | None = None,
+    model: str = "digits",
+    **changes: object,
+) -> Settlement:
+    return Settlement(address=address(request_id, model), outcome=outcome(state, **changes), entry=entry)
+
+
+async def settle(delivery: Delivery, *settlements: Settlement) -> list[bool]:
+    return await delivery.requests.settle(settlements)
+
+
+async def webhooks(delivery: Delivery, model: str = "digits") -> list[DeliveryItem]:
+    return await delivery.deliveries.take(model, 0, HOOKS, 10)
+
+
+async def fetch(delivery: Delivery, consumer: str = "a", lane: Lane = LANE) -> list[Lease]:
+    await delivery.ensure([lane])
+    return await delivery.fetch([lane], consumer, 100, 0.0)

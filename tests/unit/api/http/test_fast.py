@@ -1,0 +1,255 @@
+"""What the fast path reads of a request, and what it leaves to the route."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from qinfer.core.api_keys import Scope
+from qinfer.core.settings import Settings
+from qinfer.errors import InvalidRequest, ModelNotFound, QinferError
+from qinfer_api.auth import Context
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.forwarding import compile_forward
+from qinfer_api.http.fast import MAX_FAST_BYTES, Call, HeadCache, parse_target, read_head
+from qinfer_api.http.infer import InferCodec, Reply, Target, Writer, parse_json_length, parse_version
+from qinfer_api.shared_memory import SharedMemory
+
+URL = b"/v2/models/m/infer"
+LENGTH = (b"Content-Length", b"10")
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        (b"/v2/models/m/infer", Target("m", 0)),
+        (b"/v2/models/m/versions/12/infer", Target("m", 12)),
+        (b"/v2/models/m/infer/", None),
+        (b"/v2/models//infer", None),
+        (b"/v2/models/m/versions/x/infer", None),
+        (b"/v2/models/m/versions/0/infer", None),
+        (b"/v2/models/m/other/1/infer", None),
+        (b"/v2/models/m%20n/infer", None),
+        (b"/v2/models/m/infer?a=1", None),
+        (b"http://host/v2/models/m/infer", None),
+        (b"/v2/models/m/ready", None),
+    ],
+)
+def test_parse_target(url: bytes, target: Target | None) -> None:
+    """Only plain infer URLs; everything odd is the route's."""
+    assert parse_target(url) == target
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "", "1.0", "٣", "9223372036854775808"])
+def test_a_version_is_an_integer_above_zero(text: str) -> None:
+    """Reference §1.1."""
+    with pytest.raises(InvalidRequest, match="failed to get model version from specified version string"):
+        parse_version(text)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"Content-Length", b"%d" % (MAX_FAST_BYTES + 1))],
+        [LENGTH, (b"Content-Encoding", b"gzip")],
+        [LENGTH, (b"Expect", b"100-continue")],
+        [LENGTH, (b"Prefer", b"respond-async")],
+        [LENGTH, (b"Upgrade", b"h2c")],
+        [(b"Transfer-Encoding", b"chunked")],
+    ],
+)
+def test_special_requests_are_left_to_the_route(headers: list[tuple[bytes, bytes]]) -> None:
+    """Large, encoded, chunked, and everything with a protocol of its own."""
+    assert read_head(URL, headers) is None
+
+
+@pytest.mark.parametrize(("accepted", "encoding"), [(b"gzip, deflate", "gzip"), (b"deflate", "deflate"), (b"br", None)])
+def test_the_reply_may_be_compressed(accepted: bytes, encoding: str | None) -> None:
+    """What many clients send by themselves does not cost them the fast path."""
+    head = read_head(URL, [LENGTH, (b"Accept-Encoding", accepted)])
+
+    assert head is not None
+    assert head.encoding == encoding
+
+
+def test_the_head_of_a_plain_request() -> None:
+    """Header names have no case; identity encodings are none; other headers mean nothing."""
+    headers = [
+        LENGTH,
+        (b"CONTENT-ENCODING", b"Identity"),
+        (b"Inference-Header-Content-Length", b"7"),
+        (b"traceparent", b"00-1-2-01"),
+        (b"X-Other", b"1"),
+    ]
+
+    head = read_head(URL, headers)
+
+    assert head is not None
+    assert (head.target, head.json_length, head.context.trace) == (Target("m", 0), "7", "00-1-2-01")
+
+
+def test_headers_are_forwarded_only_when_asked_for() -> None:
+    """Without a pattern nothing is looked at; with one, whole names count, and are kept as they were sent."""
+    headers = [LENGTH, (b"X-Tenant", b"a"), (b"X-Tenant-Id", b"b")]
+    plain, told = read_head(URL, headers), read_head(URL, headers, forward=compile_forward("V", "x-tenant"))
+
+    assert plain is not None
+    assert told is not None
+    assert plain.forwarded == {}
+    assert told.forwarded == {"X-Tenant": "a"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", "Unable to parse Inference-Header-Content-Length, got: x"),
+        ("-1", r"inference header size should be in range \(0, 10\), got: -1"),
+        ("11", r"inference header size should be in range \(0, 10\), got: 11"),
+    ],
+)
+def test_a_json_length_outside_the_body_is_refused(text: str, message: str) -> None:
+    """Triton's texts."""
+    with pytest.raises(InvalidRequest, match=message):
+        parse_json_length(text, 10)
+
+
+def test_a_reply_is_one_piece_of_bytes() -> None:
+    """Status line, common headers, own headers, body."""
+    whole = Writer().render(Reply(400, b"{}"), [(b"date", b"today")], close=True)
+
+    assert whole == (
+        b"HTTP/1.1 400 Bad Request\r\ndate: today\r\ncontent-type: application/json\r\ncontent-length: 2\r\n"
+        b"connection: close\r\n\r\n{}"
+    )
+
+
+def test_the_common_headers_are_renewed() -> None:
+    """The server puts a new list in place each second."""
+    writer = Writer()
+    writer.render(Reply(200, b""), [(b"date", b"then")], close=False)
+
+    assert b"date: now\r\n" in writer.render(Reply(200, b""), [(b"date", b"now")], close=False)
+
+
+@pytest.mark.parametrize("text", ["9" * 19, "0" * 20 + "1", "1" * 5000])
+def test_endless_versions_are_refused(text: str) -> None:
+    """Neither is a version that Python can't convert a crash, nor one that no version can be."""
+    with pytest.raises(InvalidRequest, match="failed to get model version from specified version string"):
+        parse_version(text)
+
+
+def test_a_header_sent_twice_is_left_to_the_route() -> None:
+    """One of the two counts; the route knows which."""
+    assert read_head(URL, [LENGTH, (b"Accept-Encoding", b"gzip"), (b"accept-encoding", b"br")]) is None
+
+
+def test_the_limit_may_be_below_that_of_the_fast_path() -> None:
+    """What exceeds `max_input_bytes` is refused by the route."""
+    assert read_head(URL, [(b"Content-Length", b"100")], max_bytes=99) is None
+
+
+def test_only_whole_requests_with_known_heads_skip_the_parser() -> None:
+    """Equal bytes, exactly one body behind them, no trace: anything else is parsed."""
+    heads, head = HeadCache(), read_head(URL, [(b"Content-Length", b"4")])
+    assert head is not None
+    packet = b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody"
+
+    heads.learn(packet, head)
+
+    assert heads.find(packet) == (head, b"body")
+    assert heads.find(packet.replace(b"body", b"else")) == (head, b"else")
+    assert heads.find(packet[:-1]) is None
+    assert heads.find(packet + packet) is None
+    assert heads.find(packet.replace(b"/m/", b"/n/")) is None
+
+
+def test_heads_of_traced_requests_are_not_kept() -> None:
+    """Each has another trace: they would only push out those that come again."""
+    heads = HeadCache()
+    head = read_head(URL, [(b"Content-Length", b"4"), (b"traceparent", b"00-1-2-01")])
+    assert head is not None
+    packet = b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 4\r\ntraceparent: 00-1-2-01\r\n\r\nbody"
+
+    heads.learn(packet, head)
+
+    assert heads.find(packet) is None
+
+
+@pytest.mark.parametrize(
+    ("header", "learned"),
+    [
+        ((b"Authorization", b"Bearer abc"), True),
+        ((b"X-API-Key", b"abc"), True),
+        ((b"traceparent", b"00-1-2-01"), False),
+    ],
+)
+def test_heads_with_a_key_are_learned_and_traced_ones_not(header: tuple[bytes, bytes], learned: bool) -> None:  # noqa: FBT001
+    """Equal bytes are an equal key; a trace comes once only."""
+    heads, head = HeadCache(), read_head(URL, [(b"Content-Length", b"4"), header])
+    packet = b"POST %b HTTP/1.1\r\nContent-Length: 4\r\n%b: %b\r\n\r\nbody" % (URL, *header)
+    assert head is not None
+    heads.learn(packet, head)
+
+    found = heads.find(packet)
+
+    assert (found is not None) is learned
+    assert head.context.key == ("abc" if learned else "")
+    assert heads.find(packet.replace(b"abc", b"abd")) is None
+
+
+def test_a_reply_tells_when_to_try_again_and_what_to_present() -> None:
+    """As headers of its own."""
+    assert b"\r\nretry-after: 7\r\n" in Reply(503, b"{}", retry_after_s=7).head()
+    assert Reply(401, b"{}").head().endswith(b"\r\nwww-authenticate: Bearer\r\n")
+    assert b"retry-after" not in Reply(503, b"{}").head()
+
+
+class _Connection:
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    def answered(self) -> None:
+        self.told.set()
+
+
+class _Dispatcher:
+    """Counts what is submitted."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+
+    def authorize(self, context: Context, scope: Scope) -> Context:
+        return context
+
+    def resolve(self, model: str, version: int) -> Any:
+        raise ModelNotFound("gone")
+
+    def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
+        return error
+
+    def submit(self, *_: Any) -> None:
+        self.submitted += 1
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_client_may_leave_while_its_inputs_are_read(leaves: bool) -> None:  # noqa: FBT001
+    """Shared memory is read in a thread: what it gives is submitted only for those who still wait."""
+    dispatcher, memory = _Dispatcher(), SharedMemory(allowed=True)
+    codec = InferCodec(cast(Dispatcher, dispatcher), memory, Settings())
+    connection = _Connection()
+    call = Call(connection, read_head(URL, [LENGTH]))
+    call.parts = [b'{"shared_memory_region": 1}']
+
+    call.start(cast(Dispatcher, dispatcher), codec)
+    if leaves:
+        call.cancel(cast(Dispatcher, dispatcher))
+    else:
+        await connection.told.wait()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    await asyncio.sleep(0)
+
+    assert call.reply is not None
+    assert call.reply.status == (400 if leaves else 404)
+    assert connection.told.is_set() is not leaves
+    assert dispatcher.submitted == 0

@@ -1,0 +1,165 @@
+"""Who calls: keys, scopes and quotas, without HTTP."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qinfer.core.api_keys import ApiKey, Scope, hash_key
+from qinfer.core.settings import AuthSettings
+from qinfer.errors import Forbidden, QuotaExceeded, SettingsError, Unauthorized
+from qinfer.testing import FakeClock
+from qinfer_api.auth import Auth, Context, load_auth, presented_key
+
+
+def key(secret: str, *, id: str = "", **fields: Any) -> ApiKey:
+    return ApiKey(id=id or f"id-{secret}", sha256=hash_key(secret), **{"tenant": "acme", **fields})
+
+
+def test_a_known_key_tells_who_asks() -> None:
+    """The key itself goes no further than here."""
+    auth = Auth([key("one"), key("two", tenant="other")])
+
+    context = auth.authorize(Context(trace="00-1", key="two"), Scope.INFER)
+
+    assert (context.tenant, context.trace, context.key) == ("other", "00-1", "")
+    assert context.principal is not None
+    assert context.principal.key_id == "id-two"
+
+
+@pytest.mark.parametrize(
+    ("presented", "message"),
+    [
+        ("", "this server asks for an API key; send it as 'Authorization: Bearer <key>' or 'X-API-Key: <key>'"),
+        ("three", "the API key is not known; ask for another"),
+        ("ONE", "the API key is not known; ask for another"),
+        ("\udcff", "the API key is not known; ask for another"),
+        (hash_key("one"), "the API key is not known; ask for another"),
+    ],
+    ids=["missing", "unknown", "other case", "not text", "the hash"],
+)
+def test_others_are_unauthorized(presented: str, message: str) -> None:
+    """The text does not repeat what was presented."""
+    with pytest.raises(Unauthorized) as caught:
+        Auth([key("one")]).authorize(Context(key=presented), Scope.INFER)
+
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("scopes", "asked", "allowed"),
+    [
+        ((Scope.INFER,), Scope.INFER, True),
+        ((Scope.INFER,), Scope.ADMIN, False),
+        ((Scope.ADMIN,), Scope.INFER, True),
+        ((Scope.ADMIN,), Scope.ADMIN, True),
+    ],
+)
+def test_a_scope_is_asked_for(scopes: tuple[Scope, ...], asked: Scope, allowed: bool) -> None:  # noqa: FBT001
+    """Admin may everything."""
+    auth = Auth([key("one", scopes=scopes)])
+
+    if allowed:
+        assert auth.authorize(Context(key="one"), asked).tenant == "acme"
+    else:
+        with pytest.raises(Forbidden, match=r"^key 'id-one' does not have the scope 'admin'; use one that has$"):
+            auth.authorize(Context(key="one"), asked)
+
+
+def test_a_rate_is_a_bucket_of_tokens() -> None:
+    """A burst at once, then as many as the rate refills; a tenant's keys share the bucket."""
+    clock = FakeClock()
+    quota: dict[str, Any] = {"rate_per_s": 2.0, "burst": 3}
+    auth = Auth([key("one", **quota), key("two", **quota), key("free", tenant="other")], clock)
+
+    for secret in ("one", "two", "one"):
+        auth.admit(Context(key=secret))
+    with pytest.raises(QuotaExceeded, match="tenant 'acme' has used up its rate of 2 requests a second") as caught:
+        auth.admit(Context(key="two"))
+    auth.admit(Context(key="free"))
+    clock.advance(0.5)
+    auth.admit(Context(key="two"))
+    clock.advance(3600.0)
+    for _ in range(3):
+        auth.admit(Context(key="two"))
+
+    assert caught.value.retry_after_s == 0.5
+    with pytest.raises(QuotaExceeded):
+        auth.admit(Context(key="two"))
+
+
+def test_so_many_may_be_in_flight() -> None:
+    """Counted by whoever keeps the requests."""
+    auth = Auth([key("one", max_in_flight=2)])
+    principal = auth.admit(Context(key="one")).principal
+    assert principal is not None
+    principal.quota.in_flight = 2
+
+    with pytest.raises(QuotaExceeded, match="tenant 'acme' has 2 requests in flight, as many as it may"):
+        auth.admit(Context(key="one"))
+
+    principal.quota.in_flight = 1
+    auth.admit(Context(key="one"))
+
+
+@pytest.mark.parametrize(
+    ("authorization", "api_key", "presented"),
+    [
+        (None, None, ""),
+        ("Bearer abc", None, "abc"),
+        ("bearer   abc ", None, "abc"),
+        (None, "abc", "abc"),
+        ("Bearer abc", "other", "abc"),
+        ("Basic abc", None, ""),
+        ("Basic abc", "key", "key"),
+        ("Bearer", None, ""),
+    ],
+)
+def test_presented_key(authorization: str | None, api_key: str | None, presented: str) -> None:
+    """A bearer token, or else the header of its own; other schemes are a proxy's business."""
+    assert presented_key(authorization, api_key) == presented
+
+
+def test_the_mode_decides(tmp_path: Path) -> None:
+    """No keys, no check; keys without a file are no setting."""
+    (tmp_path / "keys.json").write_text("{}")
+
+    assert load_auth(AuthSettings(), "127.0.0.1") is None
+    assert load_auth(AuthSettings(mode="none"), "0.0.0.0") is None
+    assert load_auth(AuthSettings(mode="keys", keys_file=str(tmp_path / "keys.json")), "0.0.0.0") is not None
+    with pytest.raises(SettingsError, match="QINFER_AUTH__KEYS_FILE is not set"):
+        load_auth(AuthSettings(mode="keys"), "127.0.0.1")
+
+
+def test_half_of_the_burst_is_kept_for_callers() -> None:
+    """From what the server does for a tenant, which is charged to the same bucket; a burst of 1 is not halved."""
+    clock = FakeClock()
+    auth = Auth([key("one", rate_per_s=2.0, burst=5), key("single", tenant="single", rate_per_s=0.5)], clock)
+
+    assert (auth.spare("acme"), auth.spare("single")) == (3.0, 1.0)
+    for _ in range(3):
+        auth.charge_tenant("acme")
+    assert auth.spare("acme") == 0.0
+    for _ in range(2):
+        auth.admit(Context(key="one"))
+    with pytest.raises(QuotaExceeded, match="tenant 'acme' has used up its rate"):
+        auth.charge_tenant("acme")
+    assert auth.spare("acme") == 0.0
+    clock.advance(1.5)
+    assert auth.spare("acme") == 1.0
+    auth.give_back("acme")
+    assert auth.spare("acme") == 2.0
+    clock.advance(3600.0)
+    auth.give_back("acme")
+    assert auth.spare("acme") == 3.0
+
+
+def test_without_a_rate_there_is_room_for_all() -> None:
+    """A tenant whose keys have none, and one that has no keys any more."""
+    auth = Auth([key("free", tenant="free")])
+
+    for tenant in ("free", "gone", ""):
+        auth.charge_tenant(tenant)
+        auth.give_back(tenant)
+        assert auth.spare(tenant) == math.inf

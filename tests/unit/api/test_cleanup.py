@@ -1,0 +1,298 @@
+"""Requests that need more than a way in and a way out: queue timeouts, tensors and outputs beside the streams."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import cast
+
+import pytest
+
+from qinfer.core.api_keys import ApiKey, hash_key
+from qinfer.core.messages import InferRequest, Response
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import BrokerUnavailable, QueueFull, QuotaExceeded
+from qinfer.models.catalog import Catalog, Served
+from qinfer.models.readiness import Capacity
+from qinfer.models.routes import Routes, lanes_of
+from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, TensorSpec
+from qinfer.observe.metrics import GatewayTally
+from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.redis import RedisDelivery
+from qinfer.submission.pending import Pending
+from qinfer.tensors import Tensor
+from qinfer.testing import eventually
+from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
+from qinfer_api.auth import ANONYMOUS, Auth, Context
+from qinfer_api.dispatcher import Dispatcher
+from tests.support.servers.servers import Database
+
+SHORT_S = 0.02
+KEY = ApiKey(id="k", sha256=hash_key("secret"), tenant="acme", max_in_flight=1)
+
+
+class Models:
+    """A catalog of one model, whose queue policy is set by hand."""
+
+    def __init__(self) -> None:
+        self.policy = QueuePolicy()
+
+    def resolve(self, model: str, version: int) -> Served:
+        port = TensorSpec(name="x", datatype="UINT8", dims=(-1,))
+        batching = BatchingSpec(preferred_sizes=(8,), default_policy=self.policy)
+        spec = ModelSpec(name="m", backend="stub", inputs=(port,), outputs=(port,), max_batch_size=8, batching=batching)
+        return Served(spec=spec, version=1, generation=1, lane=Lane("m", 1), routes=Routes(spec, 1))
+
+    def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
+        return lanes_of(self.resolve(model, version).spec, 1)
+
+    def capacity(self, model: str, version: int) -> Capacity:
+        return Capacity()
+
+
+class Queue(RedisDelivery):
+    """A queue whose stored results can be out of reach, and that tells what was to be withdrawn."""
+
+    is_down = False
+    reads = 0
+    withdrawals = 0
+
+    async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
+        self.withdrawals += 1
+        return await super().withdraw(entries)
+
+    async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
+        self.reads += 1
+        if self.is_down:
+            raise BrokerUnavailable("Redis can't be reached")
+        return await super().take_result(lane, request_id)
+
+
+class Setup:
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.models, self.responses = queue, Models(), list[Response]()
+        self.use(LimitSettings(inline_max_bytes=1000))
+
+    def use(self, limits: LimitSettings, auth: Auth | None = None) -> None:
+        catalog = cast(Catalog, self.models)
+        self.dispatcher = Dispatcher(self.queue, catalog, GatewayTally(), limits, "me", auth)
+        self.waiting = self.dispatcher.submission.pending
+
+    def deliver(self, response: Response) -> None:
+        self.responses.append(response)
+
+    def submit(self, size: int = 4, timeout_s: float = 0.0, context: Context = ANONYMOUS) -> Pending:
+        x = Tensor("x", "UINT8", (1, size), bytes(size))
+        request = InferRequest(model="m", client_id="c", inputs=(x,), timeout_s=timeout_s)
+        return self.dispatcher.submit(context, request, self)
+
+    async def fetch(self) -> Lease:
+        (lease,) = await self.queue.fetch(self.models.lanes("m", 1), "w", 1, 10.0)
+        return lease
+
+    async def depth(self) -> int:
+        return sum(await self.queue.depth(self.models.lanes("m", 1)))
+
+    def texts(self) -> list[str]:
+        return [response.failure.message for response in self.responses if response.failure is not None]
+
+
+@pytest.fixture
+async def setup(database: Database) -> AsyncIterator[Setup]:
+    one = Setup(await database.delivery(Queue))
+    await one.queue.ensure([Lane("m", 1)])
+    runs = [asyncio.create_task(one.dispatcher.submission.run())]
+    yield one
+    for task in runs:
+        task.cancel()
+    await asyncio.wait(runs)
+
+
+async def test_what_waits_longer_than_its_queue_timeout_is_taken_out(setup: Setup) -> None:
+    """With zero workers too, and with Triton's text."""
+    setup.models.policy = QueuePolicy(timeout_s=SHORT_S)
+
+    setup.submit()
+
+    await eventually(lambda: bool(setup.responses), description="the refusal")
+    assert setup.texts() == ["[request id: c] Request timeout expired"]
+    assert setup.responses[0].failure is not None
+    assert setup.responses[0].failure.code == "deadline_exceeded"
+    assert await setup.depth() == 0
+    assert setup.dispatcher.in_flight == 0
+
+
+async def test_what_is_executed_may_take_longer_than_its_queue_timeout(setup: Setup) -> None:
+    """It concerns waiting only: the answer still comes."""
+    setup.models.policy = QueuePolicy(timeout_s=SHORT_S)
+    pending = setup.submit()
+    lease = await setup.fetch()
+
+    await eventually(lambda: setup.queue.withdrawals == 1, description="the end of the queue timeout")
+    setup.waiting.receive(encode_responses([Response(request_id=pending.request_id)]))
+
+    assert decode_request(lease.frame).queue_timeout_s == SHORT_S
+    assert [response.failure for response in setup.responses] == [None]
+    assert await setup.depth() == 1
+
+
+async def test_what_is_delayed_is_not_refused(setup: Setup) -> None:
+    """The worker moves it; the gateway sets no timer."""
+    setup.models.policy = QueuePolicy(timeout_s=SHORT_S, delay=True)
+
+    pending = setup.submit()
+
+    assert pending.deadline_s == 0.0
+    assert decode_request((await setup.fetch()).frame).queue_timeout_s == SHORT_S
+
+
+@pytest.mark.parametrize(("asked_s", "stamped_s"), [(0.0, 5.0), (2.0, 2.0), (9.0, 5.0)])
+async def test_a_request_may_shorten_its_queue_timeout(setup: Setup, asked_s: float, stamped_s: float) -> None:
+    """Where the policy allows it; its deadline stays the model's."""
+    setup.models.policy = QueuePolicy(timeout_s=5.0, allow_override=True)
+
+    setup.submit(timeout_s=asked_s)
+
+    request = decode_request((await setup.fetch()).frame)
+    assert (request.queue_timeout_s, request.timeout_s) == (stamped_s, 60.0)
+
+
+async def test_without_a_policy_a_timeout_has_no_effect(setup: Setup) -> None:
+    """Triton's rule: nothing is shortened where there is nothing (reference §3.3)."""
+    setup.submit(timeout_s=0.001)
+
+    request = decode_request((await setup.fetch()).frame)
+    assert (request.queue_timeout_s, request.timeout_s) == (0.0, 60.0)
+
+
+async def test_max_queue_size_is_counted_by_the_queue(setup: Setup) -> None:
+    """Exactly: one more than may wait is refused, with the request's id in front."""
+    setup.models.policy = QueuePolicy(max_queue_size=3)
+
+    for _ in range(4):
+        setup.submit()
+
+    await eventually(lambda: bool(setup.responses), description="the refusal")
+    assert setup.texts() == ["[request id: c] Exceeds maximum queue size"]
+    assert await setup.depth() == 3
+
+
+async def test_large_tensors_travel_beside_the_stream(setup: Setup) -> None:
+    """The frame stays small, and names no tensor's bytes."""
+    pending = setup.submit(size=1001)
+
+    lease = await setup.fetch()
+    payload = await setup.queue.payload(lease.entry, pending.request_id)
+
+    assert len(lease.frame) < 500
+    with pytest.raises(PayloadApart):
+        decode_request(lease.frame)
+    assert payload is not None
+    assert decode_request(lease.frame, payload).inputs[0].nbytes == 1001
+
+
+async def stored_answer(setup: Setup, pending: Pending, attempt: int = 1) -> bytes:
+    """Stores outputs as a worker does, in some attempt; returns the reply that tells of the first attempt's."""
+    y = Tensor("y", "UINT8", (1, 3), b"abc")
+    whole = Response(request_id=pending.request_id, model="m", version=1, outputs=(y,), attempt=attempt)
+    await setup.queue.store_result(Lane("m", 1), pending.request_id, encode_responses([whole]), 60.0)
+    return encode_responses([Response(request_id=pending.request_id, model="m", version=1, stored=True)])
+
+
+async def test_stored_outputs_are_fetched(setup: Setup) -> None:
+    """And delivered once, however often the reply comes."""
+    pending = setup.submit()
+    reply = await stored_answer(setup, pending)
+
+    setup.waiting.receive(reply)
+    setup.waiting.receive(reply)
+
+    await eventually(lambda: bool(setup.responses), description="the answer")
+    (response,) = setup.responses
+    assert bytes(response.outputs[0].data) == b"abc"
+    assert setup.dispatcher.in_flight == 0
+
+
+async def test_outputs_that_are_gone_are_a_failure(setup: Setup) -> None:
+    """Nobody waits for them until the deadline."""
+    pending = setup.submit()
+    reply = await stored_answer(setup, pending)
+    await setup.queue.take_result(Lane("m", 1), pending.request_id)
+
+    setup.waiting.receive(reply)
+
+    await eventually(lambda: bool(setup.responses), description="the failure")
+    assert setup.texts() == ["[request id: c] the outputs were stored and are gone; send the request again"]
+    assert setup.dispatcher.in_flight == 0
+
+
+async def test_outputs_out_of_reach_are_read_again(setup: Setup) -> None:
+    """The queue is back before the deadline: nothing was lost."""
+    pending = setup.submit()
+    reply = await stored_answer(setup, pending)
+    setup.queue.is_down = True
+
+    setup.waiting.receive(reply)
+    await eventually(lambda: setup.queue.reads >= 2, description="a second try")
+    setup.queue.is_down = False
+
+    await eventually(lambda: bool(setup.responses), description="the answer")
+    assert bytes(setup.responses[0].outputs[0].data) == b"abc"
+
+
+async def test_outputs_out_of_reach_are_not_read_for_ever(setup: Setup) -> None:
+    """The deadline, or the client who leaves, ends it."""
+    pending = setup.submit()
+    reply = await stored_answer(setup, pending)
+    setup.queue.is_down = True
+    setup.waiting.receive(reply)
+    await eventually(lambda: setup.queue.reads == 1, description="the first try")
+
+    setup.dispatcher.cancel(pending)
+
+    def is_over() -> bool:
+        return all(task.get_name() != "stored outputs" for task in asyncio.all_tasks())
+
+    await eventually(is_over, description="the end of the tries")
+    assert setup.responses == []
+
+
+async def test_outputs_of_another_attempt_are_as_good(setup: Setup) -> None:
+    """A second execution stored its outputs over those that were announced, before they were read."""
+    pending = setup.submit()
+
+    setup.waiting.receive(await stored_answer(setup, pending, attempt=2))
+
+    await eventually(lambda: bool(setup.responses), description="the answer")
+    assert bytes(setup.responses[0].outputs[0].data) == b"abc"
+    assert setup.dispatcher.in_flight == 0
+
+
+async def test_a_lane_at_its_capacity_takes_no_more(setup: Setup) -> None:
+    """Own requests count from the moment they are submitted, and no more once they are answered."""
+    setup.use(LimitSettings(max_in_flight=10))
+    load = setup.dispatcher.submission.backlog.load(setup.models.resolve("m", 1), Lane("m", 1))
+    load.others = 9_999
+    pending = setup.submit()
+
+    with pytest.raises(QueueFull, match=r"^\[request id: c\] Exceeds maximum queue size$"):
+        setup.submit()
+
+    setup.waiting.receive(encode_responses([Response(request_id=pending.request_id)]))
+    setup.submit()
+
+
+async def test_in_flight_quotas_end_with_their_requests(setup: Setup) -> None:
+    """By answer, cancel and shutdown alike."""
+    setup.use(LimitSettings(), Auth([KEY]))
+    context = Context(key="secret")
+
+    answered = setup.submit(context=context)
+    with pytest.raises(QuotaExceeded):
+        setup.submit(context=context)
+    setup.waiting.receive(encode_responses([Response(request_id=answered.request_id)]))
+    setup.dispatcher.cancel(setup.submit(context=context))
+    setup.submit(context=context)
+    setup.waiting.fail_all(QueueFull("over"))
+    setup.submit(context=context)
+
+    assert decode_request((await setup.fetch()).frame).tenant == "acme"
+    assert setup.dispatcher.in_flight == 1

@@ -1,0 +1,192 @@
+"""Calls of a `model.py` to other models (BLS): `exec` and `async_exec`, answered by the test in place of the queue."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qinfer.backends.python import PythonBackend
+from qinfer.core.messages import InferRequest, Response
+from qinfer.errors import InferenceFailed, InvalidRequest, ModelNotFound, ModelNotReady, QueueFull
+from qinfer.tensors import from_numpy, to_numpy
+from tests.support.backends import Answers
+from tests.support.python_models import batch_of, execute, floats, loaded
+
+CALL = """
+def call(request, **more):
+    return pb_utils.InferenceRequest(
+        model_name="other", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x(request))], **more)
+"""
+
+FORWARD = (
+    execute(
+        """
+responses = []
+for request in requests:
+    response = call(request, request_id="theirs", timeout=2_000_000, model_version=3, parameters={"a": 1}).exec()
+    if response.has_error():
+        error = response.error()
+        responses.append(pb_utils.InferenceResponse(error=pb_utils.TritonError(error.message(), error.code())))
+    else:
+        tensor = pb_utils.get_output_tensor_by_name(response, "y")
+        responses.append(pb_utils.InferenceResponse([tensor], parameters=json.loads(response.parameters())))
+return responses
+"""
+    )
+    + CALL
+)
+
+
+def ask(backend: PythonBackend, answers: Answers, *values: float) -> None:
+    backend.execute(batch_of(floats(*values)), answers)
+
+
+def test_a_model_calls_another(tmp_path: Path) -> None:
+    """The call says what the model said, and its outputs and parameters come back."""
+    asked: list[InferRequest] = []
+
+    def other(request: InferRequest) -> Response:
+        asked.append(request)
+        doubled = from_numpy("y", to_numpy(request.inputs[0]) * 2)
+        return Response(request_id="", outputs=(doubled,), parameters={"said": True})
+
+    answers = Answers(other)
+    with loaded(tmp_path, FORWARD) as backend:
+        ask(backend, answers, 1, 2)
+
+    assert [float(answers.array(item).item()) for item in (0, 1)] == [2.0, 4.0]
+    assert answers.parameters[0] == {"said": True}
+    assert (asked[0].model, asked[0].version, asked[0].outputs) == ("other", 3, ("y",))
+    assert (asked[0].client_id, asked[0].timeout_s, asked[0].parameters) == ("theirs", 2.0, {"a": 1})
+
+
+def test_large_tensors_of_calls(tmp_path: Path) -> None:
+    """Go by shared memory, to the other model and back."""
+
+    def other(request: InferRequest) -> Response:
+        return Response(request_id="", outputs=(from_numpy("y", to_numpy(request.inputs[0]) + 1),))
+
+    answers = Answers(other)
+    array = np.arange(300_000, dtype="<f4").reshape(1, -1)
+    with loaded(tmp_path, FORWARD) as backend:
+        backend.execute(batch_of(array), answers)
+
+    np.testing.assert_array_equal(answers.array(), array + 1)
+
+
+FAILURES = [
+    (ModelNotFound("no such model"), ModelNotFound, "no such model"),
+    (InvalidRequest("bad shape"), InvalidRequest, "bad shape"),
+    (InferenceFailed("it failed"), InferenceFailed, "it failed"),
+    (QueueFull("too much"), ModelNotReady, "too much"),
+    (RuntimeError("private"), InferenceFailed, "RuntimeError"),
+]
+
+
+def test_a_call_that_fails_is_a_response_with_an_error(tmp_path: Path) -> None:
+    """The model decides what to make of it."""
+
+    def other(request: InferRequest) -> Response:
+        raise FAILURES[int(to_numpy(request.inputs[0]).item())][0]
+
+    with loaded(tmp_path, FORWARD) as backend:
+        for number, (_, kind, text) in enumerate(FAILURES):
+            answers = Answers(other)
+            ask(backend, answers, number)
+            assert (type(answers.error()), answers.error().message) == (kind, text)
+
+
+def test_asynchronous_calls_run_at_once(tmp_path: Path) -> None:
+    """Both are under way before either is answered."""
+    both = threading.Barrier(2, timeout=20)
+
+    def other(request: InferRequest) -> Response:
+        both.wait()
+        return Response(request_id="", outputs=(from_numpy("y", to_numpy(request.inputs[0])),))
+
+    code = (
+        execute(
+            """
+import asyncio
+responses = await asyncio.gather(*[call(request).async_exec() for request in requests])
+return [pb_utils.InferenceResponse(response.output_tensors()) for response in responses]
+"""
+        ).replace("def execute", "async def execute")
+        + CALL
+    )
+    answers = Answers(other)
+    with loaded(tmp_path, code) as backend:
+        ask(backend, answers, 1, 2)
+
+    assert [float(answers.array(item).item()) for item in (0, 1)] == [1.0, 2.0]
+
+
+REFUSED = [
+    ("call(requests[0]).exec(decoupled=True)", "calls to decoupled models are not supported"),
+    ("pb_utils.InferenceRequest(inputs=[]).exec()", "a request needs a model_name to be executed"),
+    ("pb_utils.load_model('other')", "pb_utils.load_model is not supported by this server"),
+    ("pb_utils.unload_model('other')", "pb_utils.unload_model is not supported by this server"),
+    ("pb_utils.is_model_ready('other')", "pb_utils.is_model_ready is not supported by this server"),
+    ("requests[0].set_release_flags(2)", "a request can't be rescheduled"),
+    ("requests[0].get_response_sender().send()", "Unable to send response."),
+]
+
+
+def test_what_is_not_offered_is_refused(tmp_path: Path) -> None:
+    """By an exception that says so."""
+    code = execute("\n".join(f"if x(requests[0]) == {n}: {body}" for n, (body, _) in enumerate(REFUSED))) + CALL
+    with loaded(tmp_path, code) as backend:
+        for number, (_, text) in enumerate(REFUSED):
+            with pytest.raises(InferenceFailed) as caught:
+                ask(backend, Answers(), number)
+            assert f"TritonModelException: {text}" in caught.value.message
+
+
+def test_calls_are_part_of_a_batch(tmp_path: Path) -> None:
+    """Nothing answers one that `initialize` makes."""
+    code = execute(
+        "return [reply(x(request), parameters={'said': self.said}) for request in requests]",
+        before="""
+def initialize(self, args):
+    try:
+        pb_utils.InferenceRequest(model_name="other", requested_output_names=[], inputs=[]).exec()
+    except pb_utils.TritonModelException as error:
+        self.said = str(error)
+""",
+    )
+    answers = Answers()
+    with loaded(tmp_path, code) as backend:
+        ask(backend, answers, 1)
+
+    assert answers.parameters[0] == {"said": "other models can be called within `execute` only"}
+
+
+def test_a_process_that_dies_in_a_call(tmp_path: Path) -> None:
+    """Fails its batch; the call's answer has nowhere to go, and the next batch calls again."""
+    released = threading.Event()
+
+    def other(request: InferRequest) -> Response:
+        if to_numpy(request.inputs[0]) == 1:
+            released.wait(20)
+        return Response(request_id="", outputs=(from_numpy("y", to_numpy(request.inputs[0])),))
+
+    code = (
+        execute(
+            """
+if x(requests[0]) == 1:
+    import threading
+    threading.Timer(0.1, lambda: os._exit(4)).start()
+return [pb_utils.InferenceResponse(call(request).exec().output_tensors()) for request in requests]
+"""
+        )
+        + CALL
+    )
+    answers = Answers(other)
+    with loaded(tmp_path, code) as backend:
+        with pytest.raises(InferenceFailed, match=r"died \(exit code 4\)"):
+            ask(backend, Answers(other), 1)
+        ask(backend, answers, 2)
+        released.set()
+
+    assert answers.array() == 2.0

@@ -1,0 +1,260 @@
+"""Models in the shape of Triton's own examples, as their users write them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qinfer.backends.base import Array, Batch
+from qinfer.backends.python import PythonBackend
+from qinfer.backends.python_host.complete import complete_config
+from qinfer.core.messages import InferRequest, Response
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import InferenceFailed, ModelLoadFailed
+from qinfer.models.config import config
+from qinfer.models.spec import Device, ModelSpec
+from qinfer.tensors import from_numpy, to_numpy
+from tests.support.backends import Answers
+
+INPUTS = """
+input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "INPUT1" data_type: TYPE_FP32 dims: [ 4 ] } ]
+"""
+OUTPUTS = """
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "OUTPUT1" data_type: TYPE_FP32 dims: [ 4 ] } ]
+instance_group [ { kind: KIND_CPU } ]
+"""
+MODEL_NAME = 'input { name: "MODEL_NAME" data_type: TYPE_STRING dims: [ 1 ] }'
+
+ADD_SUB = """
+import json
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.model_config = model_config = json.loads(args["model_config"])
+        self.dtypes = [
+            pb_utils.triton_string_to_numpy(pb_utils.get_output_config_by_name(model_config, name)["data_type"])
+            for name in ("OUTPUT0", "OUTPUT1")
+        ]
+        assert not pb_utils.using_decoupled_model_transaction_policy(model_config)
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            in_0 = pb_utils.get_input_tensor_by_name(request, "INPUT0")
+            in_1 = pb_utils.get_input_tensor_by_name(request, "INPUT1")
+            out_0, out_1 = (in_0.as_numpy() + in_1.as_numpy(), in_0.as_numpy() - in_1.as_numpy())
+            out_tensor_0 = pb_utils.Tensor("OUTPUT0", out_0.astype(self.dtypes[0]))
+            out_tensor_1 = pb_utils.Tensor("OUTPUT1", out_1.astype(self.dtypes[1]))
+            responses.append(pb_utils.InferenceResponse(output_tensors=[out_tensor_0, out_tensor_1]))
+        return responses
+
+    def finalize(self):
+        print("Cleaning up...")
+"""
+
+AUTO_COMPLETE = ADD_SUB.replace(
+    "    def initialize",
+    """    @staticmethod
+    def auto_complete_config(auto_complete_model_config):
+        inputs = [{"name": name, "data_type": "TYPE_FP32", "dims": [4]} for name in ("INPUT0", "INPUT1")]
+        outputs = [{"name": name, "data_type": "TYPE_FP32", "dims": [4]} for name in ("OUTPUT0", "OUTPUT1")]
+
+        # Demonstrate the usage of `as_dict`, `add_input`, `add_output`, `set_max_batch_size`
+        config = auto_complete_model_config.as_dict()
+        input_names = [input["name"] for input in config["input"]]
+        output_names = [output["name"] for output in config["output"]]
+        for input in inputs:
+            if input["name"] not in input_names:
+                auto_complete_model_config.add_input(input)
+        for output in outputs:
+            if output["name"] not in output_names:
+                auto_complete_model_config.add_output(output)
+        auto_complete_model_config.set_max_batch_size(4)
+        auto_complete_model_config.set_dynamic_batching()
+        return auto_complete_model_config
+
+    def initialize""",
+    1,
+)
+
+BLS_SYNC = """
+import json
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.model_config = json.loads(args["model_config"])
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            in_0 = pb_utils.get_input_tensor_by_name(request, "INPUT0")
+            in_1 = pb_utils.get_input_tensor_by_name(request, "INPUT1")
+            model_name = pb_utils.get_input_tensor_by_name(request, "MODEL_NAME")
+            model_name_string = model_name.as_numpy()[0]
+            infer_request = pb_utils.InferenceRequest(
+                model_name=model_name_string,
+                requested_output_names=["OUTPUT0", "OUTPUT1"],
+                inputs=[in_0, in_1],
+            )
+            infer_response = infer_request.exec()
+            if infer_response.has_error():
+                raise pb_utils.TritonModelException(infer_response.error().message())
+            responses.append(pb_utils.InferenceResponse(output_tensors=infer_response.output_tensors()))
+        return responses
+"""
+
+BLS_ASYNC = """
+import asyncio
+
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    async def execute(self, requests):
+        responses = []
+        for request in requests:
+            in_0 = pb_utils.get_input_tensor_by_name(request, "INPUT0")
+            in_1 = pb_utils.get_input_tensor_by_name(request, "INPUT1")
+            awaits = []
+            for model_name in ["pytorch", "add_sub"]:
+                infer_request = pb_utils.InferenceRequest(
+                    model_name=model_name, requested_output_names=["OUTPUT0", "OUTPUT1"], inputs=[in_0, in_1]
+                )
+                awaits.append(infer_request.async_exec())
+            infer_responses = await asyncio.gather(*awaits)
+            for infer_response in infer_responses:
+                if infer_response.has_error():
+                    raise pb_utils.TritonModelException(infer_response.error().message())
+            out_0 = pb_utils.get_output_tensor_by_name(infer_responses[0], "OUTPUT0")
+            out_1 = pb_utils.get_output_tensor_by_name(infer_responses[1], "OUTPUT1")
+            responses.append(pb_utils.InferenceResponse(output_tensors=[out_0, out_1]))
+        return responses
+"""
+
+CUSTOM_METRICS = ADD_SUB.replace(
+    "    def initialize(self, args):",
+    """    def initialize(self, args):
+        self.metric_family = pb_utils.MetricFamily(
+            name="requests_process_latency_ns",
+            description="Cumulative time spent processing requests",
+            kind=pb_utils.MetricFamily.COUNTER,
+        )
+        self.metric = self.metric_family.Metric(labels={"model": "custom_metrics", "version": "1"})
+        self.metric.increment(5)
+        pb_utils.Logger.log_info("Cumulative requests processing latency: {}".format(self.metric.value()))
+        assert self.metric.value() == 5""",
+    1,
+)
+
+INSTANCE_KIND = ADD_SUB.replace(
+    "    def initialize(self, args):",
+    """    def initialize(self, args):
+        device = "cuda" if args["model_instance_kind"] == "GPU" else "cpu"
+        self.device = f"{device}:{args['model_instance_device_id']}"
+        assert self.device == "cuda:1", self.device""",
+    1,
+)
+
+
+def write(directory: Path, code: str, text: str) -> ModelSpec:
+    version = directory / "model" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(code)
+    read = config.parse(f'name: "model" backend: "python" {text}')
+    return config.to_spec(config.normalise(read, "model", ["model.py"]), LimitSettings())
+
+
+def ask(
+    directory: Path, spec: ModelSpec, answers: Answers, device: Device | None = None, **inputs: Array
+) -> dict[str, list[float]]:
+    """Loads a model, has it answer one request, unloads it."""
+    backend = PythonBackend()
+    backend.load(spec, directory / "model" / "1", device or Device())
+    try:
+        request = InferRequest(model="model", inputs=())
+        backend.execute(Batch(requests=[request], rows=[1], inputs=inputs), answers)
+    finally:
+        backend.unload()
+    outputs = answers.by_item[0]
+    assert isinstance(outputs, tuple), outputs
+    return {tensor.name: to_numpy(tensor).ravel().tolist() for tensor in outputs}
+
+
+def add_sub(request: InferRequest) -> Response:
+    """Answers calls as the model `add_sub` does, which there is, or `pytorch`, which adds the same."""
+    if request.model not in ("add_sub", "pytorch"):
+        raise InferenceFailed(f"Request for unknown model: '{request.model}' is not found")
+    a, b = (to_numpy(tensor) for tensor in request.inputs)
+    return Response(request_id="", outputs=(from_numpy("OUTPUT0", a + b), from_numpy("OUTPUT1", a - b)))
+
+
+A, B = np.array([1, 2, 3, 4], "<f4"), np.array([4, 3, 2, 1], "<f4")
+RESULT = {"OUTPUT0": [5, 5, 5, 5], "OUTPUT1": [-3, -1, 1, 3]}
+
+
+def test_add_sub(tmp_path: Path) -> None:
+    """The first example of all."""
+    spec = write(tmp_path, ADD_SUB, INPUTS + OUTPUTS)
+
+    assert ask(tmp_path, spec, Answers(), INPUT0=A, INPUT1=B) == RESULT
+
+
+def test_auto_complete(tmp_path: Path) -> None:
+    """Whatever the configuration says already."""
+    write(tmp_path, AUTO_COMPLETE, INPUTS + OUTPUTS)
+    partial = config.parse(f'name: "model" backend: "python" {INPUTS}')
+
+    complete = config.normalise(complete_config(partial, tmp_path / "model" / "1"), "model", ["model.py"])
+
+    spec = config.to_spec(complete, LimitSettings())
+    assert (spec.max_batch_size, [i.name for i in spec.inputs]) == (4, ["INPUT0", "INPUT1"])
+    assert json.loads(spec.config_json)["dynamic_batching"]["preferred_batch_size"] == [4]
+    assert ask(tmp_path, spec, Answers(), INPUT0=A.reshape(1, 4), INPUT1=B.reshape(1, 4)) == RESULT
+
+
+def test_business_logic_scripting(tmp_path: Path) -> None:
+    """One call after the other, the model named by a string of the request."""
+    spec = write(tmp_path, BLS_SYNC, INPUTS + MODEL_NAME + OUTPUTS)
+    name = np.array([b"add_sub"], dtype=object)
+
+    assert ask(tmp_path, spec, Answers(add_sub), INPUT0=A, INPUT1=B, MODEL_NAME=name) == RESULT
+    with pytest.raises(InferenceFailed, match="TritonModelException: Request for unknown model: 'nobody'"):
+        ask(tmp_path, spec, Answers(add_sub), INPUT0=A, INPUT1=B, MODEL_NAME=np.array([b"nobody"], dtype=object))
+
+
+def test_asynchronous_business_logic_scripting(tmp_path: Path) -> None:
+    """Two calls at once."""
+    spec = write(tmp_path, BLS_ASYNC, INPUTS + OUTPUTS)
+
+    assert ask(tmp_path, spec, Answers(add_sub), INPUT0=A, INPUT1=B) == RESULT
+
+
+def test_custom_metrics(tmp_path: Path) -> None:
+    """The model runs; the metric is the process's own."""
+    spec = write(tmp_path, CUSTOM_METRICS, INPUTS + OUTPUTS)
+
+    assert ask(tmp_path, spec, Answers(), INPUT0=A, INPUT1=B) == RESULT
+
+
+def test_instance_kind(tmp_path: Path) -> None:
+    """The model is told its device, and chooses it itself."""
+    spec = write(tmp_path, INSTANCE_KIND, INPUTS + OUTPUTS)
+
+    assert ask(tmp_path, spec, Answers(), Device("gpu", 1), INPUT0=A, INPUT1=B) == RESULT
+
+
+def test_decoupled_models_are_refused(tmp_path: Path) -> None:
+    """By the configuration, also by one that the model completes."""
+    code = AUTO_COMPLETE.replace("set_dynamic_batching()", 'set_model_transaction_policy({"decoupled": True})')
+    write(tmp_path, code, INPUTS + OUTPUTS)
+    complete = complete_config(config.parse('backend: "python"'), tmp_path / "model" / "1")
+
+    with pytest.raises(ModelLoadFailed, match=r"decoupled"):
+        config.normalise(complete, "model", ["model.py"])

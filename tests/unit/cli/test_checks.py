@@ -1,0 +1,145 @@
+"""What `qinfer doctor` makes of what it is told: pure findings."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from qinfer.cli.checks import permissions
+from qinfer.cli.checks.fleet import examine_models, examine_workers
+from qinfer.cli.checks.redis_server import Node, examine_node
+from qinfer.cli.checks.report import HIDDEN, Finding, Level, problem, without
+from qinfer.cli.checks.runtimes import Runtime, load_runtime
+from qinfer.core.settings import RedisSettings
+from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+
+INFO = {"redis_version": "7.4.1", "used_memory": 10, "maxmemory": 100, "redis_mode": "standalone", "role": "master"}
+CONFIG = {"maxmemory-policy": "noeviction", "appendonly": "yes", "appendfsync": "everysec", "maxclients": "100"}
+WORKER = WorkerRecord(id="w1", started_at=0.0, models={"m": {1: VersionState(State.READY, 1)}})
+LUA = Path(permissions.__file__).parents[2] / "delivery" / "lua"
+
+
+def levels(findings: "list[Finding]") -> dict[str, Level]:
+    return {finding.subject: finding.level for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("info", "config", "settings", "subject", "level"),
+    [
+        ({}, {}, {}, "eviction", Level.OK),
+        ({}, {}, {}, "durability", Level.OK),
+        ({}, {}, {}, "memory of Redis", Level.OK),
+        ({"redis_version": "6.0.9"}, {}, {}, "Redis version", Level.PROBLEM),
+        ({"redis_version": "10.0.1"}, {}, {}, "Redis version", Level.OK),
+        ({"used_memory": 85}, {}, {}, "memory of Redis", Level.WARNING),
+        ({"used_memory": 99}, {}, {}, "memory of Redis", Level.PROBLEM),
+        ({"maxmemory": 0, "total_system_memory": 100}, {}, {}, "memory of Redis", Level.WARNING),
+        ({"role": "slave"}, {}, {}, "Redis role", Level.PROBLEM),
+        ({}, {}, {"cluster": True}, "Redis mode", Level.PROBLEM),
+        ({}, {}, {"min_replicas": 1}, "Redis replicas", Level.PROBLEM),
+        ({"aof_enabled": 1, "aof_last_write_status": "err"}, {}, {}, "files of Redis", Level.PROBLEM),
+        ({"connected_clients": 90}, {}, {}, "connections of Redis", Level.WARNING),
+        ({}, {"maxmemory-policy": "allkeys-lru"}, {}, "eviction", Level.PROBLEM),
+        ({}, {"appendonly": "no"}, {}, "durability", Level.WARNING),
+        ({}, {"appendonly": "no"}, {"durability": "always"}, "durability", Level.PROBLEM),
+        ({"redis_version": "7.0.1"}, {}, {"durability": "always"}, "durability", Level.PROBLEM),
+        ({"redis_version": "7.2.0"}, {}, {"durability": "always"}, "durability", Level.OK),
+    ],
+)
+def test_a_node_is_judged(
+    info: dict[str, object], config: dict[str, str], settings: dict[str, object], subject: str, level: Level
+) -> None:
+    """As the programs themselves would at their start; and whatever is wrong comes with a remedy."""
+    wanted = RedisSettings().model_copy(update=settings)
+    findings = list(examine_node(Node("h:1", INFO | info, CONFIG | config, 0.0), wanted))
+
+    assert levels(findings)[subject] is level
+    assert all(finding.remedy for finding in findings if finding.level is Level.PROBLEM)
+
+
+@pytest.mark.parametrize(("offset_s", "level"), [(0.1, Level.OK), (-3.0, Level.WARNING), (900.0, Level.PROBLEM)])
+def test_clocks_are_compared(offset_s: float, level: Level) -> None:
+    """Redis' with this machine's, and each worker's with Redis'."""
+    node = levels(list(examine_node(Node("h:1", INFO, CONFIG, offset_s), RedisSettings())))
+    workers = [WORKER, msgspec.structs.replace(WORKER, id="w2", clock_offset_s=offset_s)]
+    fleet = levels(list(examine_workers(workers, [], [], needs_bulk=False)))
+
+    assert node["clock of Redis"] is level
+    assert fleet.get("clock of a worker", Level.OK) is level
+
+
+def test_what_is_forbidden_is_said_not_to_be_checked() -> None:
+    """Managed services forbid CONFIG, and sometimes INFO."""
+    found = levels(list(examine_node(Node("h:1", {}, {}, 0.0), RedisSettings())))
+
+    assert (found["Redis"], found["Redis settings"]) == (Level.WARNING, Level.WARNING)
+
+
+def test_workers_that_can_not_read_what_gateways_write_are_a_problem() -> None:
+    """They must be upgraded first."""
+    old = msgspec.structs.replace(WORKER, id="old", frame_versions=(0,))
+    findings = list(examine_workers([WORKER, old], ["b@h"], ["b@h"], needs_bulk=True))
+
+    (frames,) = (finding for finding in findings if finding.subject == "frame versions")
+    assert (frames.level, "old" in frames.text, "w1" in frames.text) == (Level.PROBLEM, True, False)
+
+
+def test_bulk_workers_without_a_beat_are_told() -> None:
+    """Jobs run without one; only what is stuck stays so."""
+    without = levels(list(examine_workers([WORKER], ["b@h"], [], needs_bulk=True)))
+    beside = levels(list(examine_workers([WORKER], ["b@h"], ["beat@other"], needs_bulk=True)))
+
+    assert (without["bulk workers"], without["beat"]) == (Level.OK, Level.WARNING)
+    assert "beat" not in beside
+
+
+def test_missing_workers_and_failed_models_are_named() -> None:
+    """A model that no worker could load is a problem; without any worker it only waits."""
+    desired, stored = {"m": Desired("m", 1)}, {"m": StoredModel("m", 1, "{}", (1,))}
+    failed = msgspec.structs.replace(WORKER, models={"m": {1: VersionState(State.UNAVAILABLE, 1, "no file")}})
+
+    nobody = levels(list(examine_workers([], [], [], needs_bulk=True)))
+    (waits,) = examine_models(desired, stored, [])
+    (broken,) = examine_models(desired, stored, [failed])
+
+    assert nobody == {"workers": Level.WARNING, "bulk workers": Level.WARNING}
+    assert (waits.level, broken.level) == (Level.WARNING, Level.PROBLEM)
+    assert "no file" in broken.text
+
+
+def test_secrets_are_hidden_wherever_they_are() -> None:
+    """Also in what a driver has written."""
+    (found,) = without(["geheim", ""], [problem("x", "AUTH geheim failed", "not geheim")])
+
+    assert (found.text, found.remedy) == (f"AUTH {HIDDEN} failed", f"not {HIDDEN}")
+
+
+def test_every_command_of_the_scripts_is_tried() -> None:
+    """A command that a script gains is one that a restricted user needs."""
+    calls = re.findall(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?", "".join(p.read_text() for p in LUA.glob("*.lua")))
+    tried = {name.split()[0] for name in permissions.command_names()}
+
+    assert {command for command, _ in calls} - tried == set()
+
+
+def test_a_runtime_that_crashes_is_told_from_one_that_lacks_a_library() -> None:
+    """Neither takes the check with it."""
+    crash = load_runtime(Runtime("os", ("os",), "x", "os.abort()"))
+    lacks = load_runtime(Runtime("nothing_of_this_name", (), "x", "[]"))
+    works = load_runtime(Runtime("sys", (), "x", "['CPU']"))
+
+    assert "crashes (signal 6)" in crash.error
+    assert "nothing_of_this_name" in lacks.error
+    assert works == (("CPU",), "")
+
+
+def test_the_checks_need_no_program() -> None:
+    """Neither the gateway's nor the workers' packages are imported by them."""
+    source = "import sys, qinfer.cli.checks.all; print([m for m in sys.modules if m in ('qinfer_api', 'torch')])"
+
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "[]\n"

@@ -1,0 +1,189 @@
+"""The commands as people type them: help, errors, exit codes."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from typer.testing import CliRunner
+
+from qinfer import __version__
+from qinfer.cli import client
+from qinfer.cli.local.summary import example_line
+from qinfer.cli.main import app
+from qinfer.client import InferResult, ModelMetadata, TensorMetadata
+from qinfer.core.messages import Response
+from qinfer.core.settings import variable_names
+from qinfer.tensors import Tensor, from_numpy, to_numpy
+
+METADATA = ModelMetadata(
+    name="double", versions=("1",), inputs=(TensorMetadata(name="x", datatype="FP32", shape=(-1, 2)),)
+)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in variable_names():
+        monkeypatch.delenv(name, raising=False)
+
+
+class FakeGateway:
+    """Answers with twice its inputs."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def metadata(self, model: str, version: int = 0) -> ModelMetadata:
+        return METADATA
+
+    def infer(self, model: str, inputs: dict[str, Tensor], **_: object) -> InferResult:
+        doubled = from_numpy("y", to_numpy(inputs["x"]) * 2)
+        return InferResult(Response(request_id="", model=model, version=1, outputs=(doubled,)))
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_version_is_printed() -> None:
+    """`qinfer --version` says which."""
+    assert run("--version") == (0, f"qinfer {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    "command", [["up"], ["infer"], ["status"], ["bench"], ["models", "sync"], ["models", "list"]], ids=" ".join
+)
+def test_help_has_an_example(command: list[str]) -> None:
+    """Help that can be copied from."""
+    code, stdout, _ = run(*command, "--help")
+
+    assert code == 0
+    assert f"Example: qinfer {' '.join(command)}" in stdout
+
+
+def test_help_loads_nothing_heavy() -> None:
+    """`qinfer --help` answers at once: no numpy, no redis, no pydantic."""
+    source = (
+        "import sys, qinfer.cli.main; print([m for m in ('numpy', 'redis', 'pydantic', 'httpx') if m in sys.modules])"
+    )
+
+    loaded = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+
+    assert loaded.stdout == "[]\n"
+
+
+def test_infer_prints_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name, datatype, shape and value of each output."""
+    monkeypatch.setattr(client, "GatewayClient", FakeGateway)
+
+    code, stdout, _ = run("infer", "double", "--input", "x=[1, 2]")
+
+    assert code == 0
+    assert re.search(r"y\W+FP32\W+\[1, 2\]\W+\[\[2\. 4\.\]\]", stdout)
+
+
+def test_infer_prints_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs read `--json`."""
+    monkeypatch.setattr(client, "GatewayClient", FakeGateway)
+
+    code, stdout, _ = run("infer", "double", "--input", "x=[1, 2]", "--json")
+
+    assert code == 0
+    assert json.loads(stdout)["outputs"] == {"y": {"datatype": "FP32", "shape": [1, 2], "data": [[2.0, 4.0]]}}
+
+
+def test_unknown_input_is_wrong_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 2 and the inputs that there are, in one line without a traceback."""
+    monkeypatch.setattr(client, "GatewayClient", FakeGateway)
+
+    code, _, stderr = run("infer", "double", "--input", "z=[1]")
+
+    assert code == 2
+    assert stderr == "Error: model 'double' has no input 'z'; its inputs are: x (FP32 [-1, 2])\n"
+
+
+@pytest.mark.parametrize("command", [["infer", "m", "--input", "x=zeros"], ["bench", "m"]], ids=["infer", "bench"])
+def test_no_server_says_how_to_start_one(command: list[str], unused_tcp_port: int) -> None:
+    """The remedy is in the message."""
+    code, _, stderr = run(*command, "--url", f"http://127.0.0.1:{unused_tcp_port}")
+
+    assert code == 1
+    assert "no server answers" in stderr
+    assert "qinfer up --model-repository" in stderr
+
+
+def test_missing_repository_is_wrong_usage(tmp_path: Path) -> None:
+    """`up` shows what a repository looks like."""
+    code, _, stderr = run("up", "--model-repository", str(tmp_path / "nowhere"), "--data-dir", str(tmp_path / "data"))
+
+    assert code == 2
+    assert "does not exist" in stderr
+    assert "model.onnx" in stderr
+    assert not (tmp_path / "data").exists()
+
+
+def test_unknown_variable_stops_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A misspelt setting is found before anything starts."""
+    monkeypatch.setenv("QINFER_HTTP__PROT", "8001")
+
+    code, _, stderr = run("up", "--model-repository", str(tmp_path), "--data-dir", str(tmp_path / "data"))
+
+    assert code == 2
+    assert "did you mean QINFER_HTTP__PORT" in stderr
+
+
+@pytest.mark.parametrize("command", [["status"], ["models", "list"], ["models", "sync"]], ids=" ".join)
+def test_no_running_up_says_what_to_give(command: list[str], tmp_path: Path) -> None:
+    """Without `up` and without --redis there is nothing to ask."""
+    code, _, stderr = run(*command, "--data-dir", str(tmp_path))
+
+    assert code == 2
+    assert "no `qinfer up` runs with the data directory" in stderr
+
+
+def test_redis_that_is_away_is_one_line(unused_tcp_port: int) -> None:
+    """A connection that is refused is no traceback."""
+    code, _, stderr = run("status", "--redis", f"redis://127.0.0.1:{unused_tcp_port}")
+
+    assert code == 1
+    assert stderr.startswith("Error: ")
+    assert "Traceback" not in stderr
+
+
+def shown_request(model: ModelMetadata) -> dict[str, Any]:
+    """Has a shell expand the example's body."""
+    body = example_line("http://h", model).partition(" -d ")[2]
+    expanded = subprocess.run(["sh", "-c", f"printf %s {body}"], capture_output=True, text=True, check=True).stdout
+    return dict(json.loads(expanded))
+
+
+@pytest.mark.parametrize("size", [2, 16, 17, 1000])
+def test_example_request_is_valid_whatever_the_size(size: int) -> None:
+    """What `up` shows can be pasted into a shell."""
+    wanted = TensorMetadata(name="it's x", datatype="FP32", shape=(-1, size))
+
+    request = shown_request(ModelMetadata(name="m", versions=("1",), inputs=(wanted,)))
+
+    (tensor,) = request["inputs"]
+    assert (tensor["name"], tensor["shape"], tensor["datatype"]) == ("it's x", [1, size], "FP32")
+    assert len(tensor["data"]) == size
+
+
+def test_example_for_a_datatype_without_json_uses_the_command_line() -> None:
+    """FP16 and BF16 can't travel as JSON (reference §1.8)."""
+    wanted = TensorMetadata(name="x", datatype="FP16", shape=(-1, 2))
+
+    assert example_line("http://h", ModelMetadata(name="m", versions=("1",), inputs=(wanted,))) == (
+        "qinfer infer m --url http://h --input x=zeros"
+    )

@@ -1,0 +1,305 @@
+"""`qinfer submit` and `qinfer jobs` as people type them: what is sent, printed, and how they exit."""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from qinfer.cli import client
+from qinfer.cli.jobs.submit import pairs, read_columns
+from qinfer.cli.main import app
+from qinfer.client import Client
+from qinfer.client.job_flows import JobStatus
+from qinfer.client.jobs import Job
+from qinfer.core.settings import variable_names
+from qinfer.errors import InvalidRequest
+from tests.support.scripted_gateway import Scripted, Server, reply
+from tests.unit.client.test_jobs import job, shown
+
+IN, OUT = "s3://b/in/*.parquet", "s3://b/out"
+Talk = Callable[..., Server]
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Talk:
+    """Makes the gateway that every command finds, with what it answers."""
+    monkeypatch.setenv("COLUMNS", "250")
+    for name in variable_names():
+        monkeypatch.delenv(name, raising=False)
+
+    def answering(*replies: Scripted) -> Server:
+        server = Server(*replies)
+
+        def connected(url: str) -> Client:
+            return server.client(max_retries=0)
+
+        monkeypatch.setattr(client, "GatewayClient", connected)
+        return server
+
+    return answering
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+def sent(server: Server) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(server.requests[0].content)
+    return body
+
+
+# --- submit ---
+
+
+def test_a_job_is_submitted(gateway: Talk) -> None:
+    """Several inputs and one output; what to do next is printed."""
+    server = gateway(job("planning", 201))
+
+    code, out, _ = run("submit", "m", IN, "in/rows.csv", OUT, "--column", "x=a,b", "--key", "id", "--passthrough", "*")
+
+    body = sent(server)
+    assert code == 0, out
+    assert body["inputs"] == [IN, f"file://{os.getcwd()}/in/rows.csv"]
+    assert body["output"] == {"url": OUT, "format": "parquet", "rows_per_part": 0, "columns": {}}
+    assert (body["columns"], body["key"], body["passthrough"]) == ({"x": ["a", "b"]}, "id", ["*"])
+    assert "job j1: planning" in out
+    assert "qinfer jobs wait j1" in out
+
+
+def test_all_that_can_be_said(gateway: Talk) -> None:
+    """Each option has its field."""
+    server = gateway(job("planning", 201))
+    options = (
+        "--format arrow --input-format csv --shape x=2,2 --output-column y=score --exclude name --compression lz4 "
+        "--rows-per-part 100 --priority high --error-threshold 0.5 --max-parallel 2 --deadline 60 --metadata who=me "
+        "--webhook https://x/y --id nightly --version 3 --passthrough *"
+    )
+
+    code, out, err = run("submit", "m", IN, OUT, *options.split())
+
+    assert code == 0, out + err
+    assert sent(server) == {
+        "model": "m",
+        "inputs": [IN],
+        "output": {
+            "url": OUT,
+            "format": "arrow",
+            "compression": "lz4",
+            "rows_per_part": 100,
+            "columns": {"y": "score"},
+        },
+        "input_format": "csv",
+        "columns": {"x": {"columns": ["x"], "shape": [2, 2]}},
+        "passthrough": ["*"],
+        "exclude": ["name"],
+        "priority": "high",
+        "error_threshold": 0.5,
+        "max_parallel": 2,
+        "deadline_s": 60.0,
+        "metadata": {"who": "me"},
+        "webhook": "https://x/y",
+        "id": "nightly",
+        "version": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("columns", "shapes", "expected"),
+    [
+        (["x=a"], [], {"x": "a"}),
+        (["x=a,b", "y=c"], [], {"x": ["a", "b"], "y": "c"}),
+        (["x=a"], ["x=2,3"], {"x": {"columns": ["a"], "shape": [2, 3]}}),
+        ([], ["x=4"], {"x": {"columns": ["x"], "shape": [4]}}),
+        (["x=a=b"], [], {"x": "a=b"}),
+    ],
+)
+def test_columns_are_read(columns: list[str], shapes: list[str], expected: dict[str, object]) -> None:
+    """As the API has them."""
+    assert read_columns(columns, shapes) == expected
+
+
+@pytest.mark.parametrize(("columns", "shapes", "said"), [(["x"], [], "'x'"), (["x=a", "x=b"], [], "'x' twice")])
+def test_columns_that_can_not_be(columns: list[str], shapes: list[str], said: str) -> None:
+    """The text has what was typed."""
+    with pytest.raises(InvalidRequest, match=said):
+        read_columns(columns, shapes)
+
+
+@pytest.mark.parametrize("shape", ["x=", "x=a", "x=-1", "x=2x3", "x=9999999999"])
+def test_shapes_that_can_not_be(shape: str) -> None:
+    """The text has what was typed, and an example."""
+    with pytest.raises(InvalidRequest, match=f"{shape}' can't be read; expected sizes such as x=3,4"):
+        read_columns([], [shape])
+
+
+def test_pairs_may_be_empty() -> None:
+    """A text may be; a name may not."""
+    assert pairs("--metadata", ["a="]) == {"a": ""}
+    with pytest.raises(InvalidRequest, match="--metadata '=b'"):
+        pairs("--metadata", ["=b"])
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, 2), (403, 2), (404, 2), (409, 2), (429, 1), (501, 2), (503, 1)])
+def test_a_refusal_is_printed(gateway: Talk, status: int, code: int) -> None:
+    """On stderr, with the server's text; 2 where the command is to be changed."""
+    gateway(reply(status, error="the inputs have no column 'x'"))
+
+    found, out, err = run("submit", "m", IN, OUT)
+
+    assert (found, out) == (code, "")
+    assert "the inputs have no column 'x'" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["m"], ["m", IN], ["m", IN, OUT, "--rows-per-part", "-1"], ["m", IN, OUT, "--x"]]
+)
+def test_wrong_usage(gateway: Talk, arguments: list[str]) -> None:
+    """2, and nothing is sent."""
+    server = gateway(job())
+
+    code, _, err = run("submit", *arguments)
+
+    assert code == 2
+    assert "Usage" in err
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 1), ("expired", 1)])
+def test_waiting_for_the_end(gateway: Talk, state: str, code: int) -> None:
+    """Lines on stderr where there is no terminal, the end on stdout; the exit code tells how it ended."""
+    gateway(job("planning", 201), job("running"), job(state, error="it broke" if state == "failed" else None))
+
+    found, out, err = run("submit", "m", IN, OUT, "--wait")
+
+    assert found == code
+    assert "j1: running, 50 of 100 rows" in err
+    assert f"job j1: {state}" in out
+    assert ("output: s3://b/out" in out, "it broke" in out) == (state == "completed", state == "failed")
+
+
+def test_waiting_with_json(gateway: Talk) -> None:
+    """Stdout is the job, and nothing else."""
+    gateway(job("planning", 201), job("completed"))
+
+    code, out, _ = run("submit", "m", IN, OUT, "--wait", "--json")
+
+    assert (code, json.loads(out)) == (0, shown("completed"))
+
+
+def test_an_interrupt_leaves_the_job(gateway: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says how to look at it, and how to stop it; nothing is cancelled."""
+    server = gateway(job("planning", 201))
+
+    def interrupted(self: Job, *, progress: bool) -> JobStatus:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "wait", interrupted)
+    code, _, err = run("submit", "m", IN, OUT, "--wait", "--url", "http://other:8000")
+
+    assert code == 130
+    assert "qinfer jobs show j1 --url http://other:8000" in err
+    assert "qinfer jobs cancel j1 --url http://other:8000" in err
+    assert server.paths == ["POST /v1/jobs"]
+
+
+# --- jobs ---
+
+
+def test_jobs_are_listed(gateway: Talk) -> None:
+    """One line each, or all of it as JSON."""
+    server = gateway(reply(200, jobs=[shown(), shown("planning", id="j2", shards={}, rows={})], next=None))
+
+    code, out, _ = run("jobs", "list", "--state", "running", "--count", "5")
+    as_json = json.loads(run("jobs", "list", "--json")[1])
+
+    assert code == 0
+    assert all(text in out for text in ("j1", "running", "m 1", "100", "50%", "s3://b/out", "j2", "planning"))
+    assert server.paths[0] == "GET /v1/jobs?limit=5&state=running"
+    assert [entry["id"] for entry in as_json] == ["j1", "j2"]
+
+
+def test_a_narrow_listing_keeps_the_model(gateway: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is no place for is left out, and no name is cut into letters."""
+    monkeypatch.setenv("COLUMNS", "80")
+    gateway(reply(200, jobs=[shown(id="01JX3M3TC8Z6Q5RYB7WS2K4D9F", model="digits-small")], next=None))
+
+    _, out, _ = run("jobs", "list")
+
+    assert "01JX3M3TC8Z6Q5RYB7WS2K4D9F" in out
+    assert "digits-small" in out
+    assert "s3://b/out" not in out
+
+
+def test_no_jobs(gateway: Talk) -> None:
+    """A sentence, and no empty table."""
+    gateway(reply(200, jobs=[], next=None))
+
+    assert run("jobs", "list") == (0, "there are no jobs\n", "")
+
+
+def test_a_job_is_shown(gateway: Talk) -> None:
+    """What it is, where it is, why it failed, and what was asked for."""
+    spec = {"model": "m", "inputs": ["s3://b/in"]}
+    gateway(job("failed", error="more than 5 rows failed", spec=spec, created_at="2026-01-31T12:00:00.000Z"))
+
+    code, out, _ = run("jobs", "show", "j1")
+
+    assert code == 0
+    said = (
+        "Job j1",
+        "failed",
+        "more than 5 rows failed",
+        "40 done, 10 failed, of 100",
+        "5 rows/s",
+        "s3://b/in",
+        "2026-",
+    )
+    assert [text for text in said if text not in out] == []
+    assert json.loads(run("jobs", "show", "j1", "--json")[1])["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answers", "path", "said"),
+    [
+        (["cancel", "j1"], [job("cancelling")], "POST /v1/jobs/j1/cancel", "job j1: cancelling"),
+        (["resume", "j1"], [job("planning")], "POST /v1/jobs/j1/resume", "job j1: planning"),
+        (["resume", "j1", "-w"], [job("planning"), job("completed")], "POST /v1/jobs/j1/resume", "job j1: completed"),
+        (["resume", "j1", "--error-threshold", "-1"], [job("planning")], "POST /v1/jobs/j1/resume", "job j1: planning"),
+        (["wait", "j1"], [job("completed")], "GET /v1/jobs/j1", "job j1: completed"),
+        (["delete", "j1"], [httpx.Response(204)], "DELETE /v1/jobs/j1", "job j1 deleted; its output stays"),
+        (
+            ["logs", "j1"],
+            [reply(200, log=[{"at": "2026-01-31T12:00:00.000Z", "text": "planned"}])],
+            "GET /v1/jobs/j1/log",
+            "2026-01-31T12:00:00.000Z  planned",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and isinstance(value[0], str) else "",
+)
+def test_jobs_are_changed(gateway: Talk, arguments: list[str], answers: list[Scripted], path: str, said: str) -> None:
+    """Each command asks its route and says what came of it; as JSON, too."""
+    server = gateway(*answers)
+    code, out, _ = run("jobs", *arguments)
+    gateway(*answers)
+    json_code, as_json, _ = run("jobs", *arguments, "--json")
+
+    assert (code, json_code) == (0, 0)
+    assert server.paths[0] == path
+    assert said in out
+    assert json.loads(as_json)
+
+
+@pytest.mark.parametrize("command", ["show", "wait", "cancel", "resume", "delete", "logs"])
+def test_a_job_that_is_not_there(gateway: Talk, command: str) -> None:
+    """The server's text, and 2."""
+    gateway(reply(404, error="job 'j1' is not known"))
+
+    code, out, err = run("jobs", command, "j1")
+
+    assert (code, out) == (2, "")
+    assert "job 'j1' is not known" in err

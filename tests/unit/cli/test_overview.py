@@ -1,0 +1,118 @@
+"""What `qinfer status` reads."""
+
+from pathlib import Path
+
+from qinfer.cli.local.runfile import RunFile, read, remove, write
+from qinfer.cli.overview import ModelRow, read_overview
+from qinfer.jobs.queue.records import JobRecord
+from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.store import RedisControlStore
+from qinfer.queue.base import Lane
+from qinfer.queue.redis import RedisDelivery
+
+
+async def put(store: RedisControlStore, model: str, *versions: int, error: str = "") -> None:
+    stored = StoredModel(model=model, generation=1, config="{}", versions=versions, error=error)
+    await store.put_model(stored)
+    await store.set_desired(Desired(model, 1))
+
+
+async def beat(
+    store: RedisControlStore, delivery: RedisDelivery, states: dict[str, dict[int, VersionState]], age_s: float = 5.0
+) -> None:
+    record = WorkerRecord(id=f"w{age_s:g}", started_at=delivery.clock.now_s() - age_s, models=states)
+    await store.heartbeat(record, ttl_s=60.0)
+
+
+async def test_state_reason_and_depth_are_shown(store: RedisControlStore, delivery: RedisDelivery) -> None:
+    """One row per version, one per lane, one per worker."""
+    await put(store, "digits", 1, 2)
+    await put(store, "bad", error="config.pbtxt line 3: unknown field")
+    await beat(
+        store,
+        delivery,
+        {"digits": {1: VersionState(State.READY, 1), 2: VersionState(State.UNAVAILABLE, 1, "no such file")}},
+    )
+    lane = Lane("digits", 1)
+    await delivery.ensure([lane, Lane("digits", 2)])
+    delivery.submit(lane, b"frame", lambda _entry: None)
+
+    overview = await read_overview(store, delivery)
+
+    assert overview.models == (
+        ModelRow(name="bad", version=0, state=State.UNAVAILABLE, reason="config.pbtxt line 3: unknown field"),
+        ModelRow(name="digits", version=1, state=State.READY),
+        ModelRow(name="digits", version=2, state=State.UNAVAILABLE, reason="no such file"),
+    )
+    assert [(row.model, row.version, row.depth) for row in overview.lanes] == [("digits", 1, 1), ("digits", 2, 0)]
+    assert [(row.ready, round(row.up_s)) for row in overview.workers] == [(("digits:1",), 5)]
+
+
+async def test_bulk_lanes_are_shown_of_models_that_have_jobs(store: RedisControlStore, delivery: RedisDelivery) -> None:
+    """Until the last has ended; a model without jobs has its online lanes only."""
+    await put(store, "digits", 1)
+    await put(store, "other", 1)
+    await delivery.jobs.create(JobRecord(id="j1", model="digits", version=1, state="planning", priority=1))
+    await delivery.jobs.plan("j1", [(0, b"a"), (1, b"b")], 2, complete=True)
+    await delivery.jobs.advance("j1")
+
+    shown = (await read_overview(store, delivery)).lanes
+    await delivery.jobs.stop("j1", "cancelled")
+    later = (await read_overview(store, delivery)).lanes
+
+    rows = [(row.model, row.name, row.depth) for row in shown if row.name.startswith("bulk")]
+    assert rows == [("digits", "bulk1", 2), ("digits", "bulk2", 0), ("digits", "bulk3", 0)]
+    assert not any(row.name.startswith("bulk") for row in later)
+
+
+async def test_version_nobody_reported_on_is_pending(store: RedisControlStore, delivery: RedisDelivery) -> None:
+    """A worker that has just started says nothing about its models yet: `up` goes on waiting."""
+    await put(store, "digits", 1)
+    await delivery.ensure([Lane("digits", 1)])
+    await beat(store, delivery, {})
+
+    overview = await read_overview(store, delivery)
+
+    assert [row.pending for row in overview.models] == [True]
+
+
+async def test_failed_version_is_not_pending(store: RedisControlStore, delivery: RedisDelivery) -> None:
+    """A model that can't be loaded must not hold `up` back."""
+    await put(store, "digits", 1)
+    await delivery.ensure([Lane("digits", 1)])
+    await beat(store, delivery, {"digits": {1: VersionState(State.UNAVAILABLE, 1, "not an ONNX file")}})
+
+    overview = await read_overview(store, delivery)
+
+    assert [row.pending for row in overview.models] == [False]
+
+
+async def test_older_workers_can_be_left_out(store: RedisControlStore, delivery: RedisDelivery) -> None:
+    """After kill -9 the record of the dead worker lives for seconds: `up` must not take it for its own."""
+    await put(store, "digits", 1)
+    await delivery.ensure([Lane("digits", 1)])
+    await beat(store, delivery, {"digits": {1: VersionState(State.READY, 1)}}, age_s=100.0)
+    await beat(store, delivery, {"digits": {1: VersionState(State.LOADING, 1)}}, age_s=1.0)
+
+    overview = await read_overview(store, delivery, max_up_s=10.0)
+
+    assert [row.id for row in overview.workers] == ["w1"]
+    assert [row.state for row in overview.models] == [State.LOADING]
+
+
+def test_run_file_is_read_back(tmp_path: Path) -> None:
+    """What `up` writes is what `status` finds; after `remove` there is nothing."""
+    run = RunFile(pid=1, url="http://127.0.0.1:1", redis_url="unix:///x")
+
+    write(tmp_path, run)
+
+    assert read(tmp_path) == run
+    remove(tmp_path)
+    assert read(tmp_path) is None
+
+
+def test_torn_run_file_counts_as_none(tmp_path: Path) -> None:
+    """Whatever is in the directory, a command says what to do and does not crash."""
+    (tmp_path / "up.json").write_text('{"pid": ')
+
+    assert read(tmp_path) is None

@@ -1,0 +1,273 @@
+"""The supervisor with real, tiny processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qinfer.cli.local.restart import RestartPolicy
+from qinfer.cli.local.supervisor import GaveUp, Program, Supervisor
+from qinfer.errors import SettingsError
+
+QUICK = RestartPolicy(first_delay_s=0.01)
+SLEEPS = "import signal; signal.pause()"
+STUBBORN = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.stdout.write("up"); sys.stdout.flush()
+while True: signal.pause()
+"""
+
+
+class Script:
+    """A supervised `python -c`."""
+
+    def __init__(self, name: str, source: str) -> None:
+        self.name = name
+        self.starts = 0
+        self._source = source
+
+    def start(self) -> None:
+        self.starts += 1
+        self.popen = subprocess.Popen([sys.executable, "-c", self._source], stdout=subprocess.PIPE)
+
+    def poll(self) -> int | None:
+        code = self.popen.poll()
+        if code is not None and self.popen.stdout:
+            self.popen.stdout.close()
+        return code
+
+    def terminate(self) -> None:
+        self.popen.terminate()
+
+    def kill(self) -> None:
+        self.popen.kill()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def supervisor(said: list[str]) -> Iterator[Supervisor]:
+    with Supervisor(said.append) as supervisor:
+        yield supervisor
+
+
+def test_crashed_process_is_restarted(supervisor: Supervisor, said: list[str]) -> None:
+    """A process that was killed runs again, and people are told how it ended."""
+    script = Script("worker 1", SLEEPS)
+    supervisor.add(script, QUICK, stop_s=5)
+
+    script.kill()
+    while script.starts < 2:
+        supervisor.wait(5)
+
+    assert said == [
+        "worker 1 was killed by SIGKILL (by hand, or by the system for lack of memory); restarting it in 0.01 s"
+    ]
+    assert script.poll() is None
+    supervisor.stop([script])
+
+
+def test_settings_that_a_process_refuses_end_it_at_once(supervisor: Supervisor) -> None:
+    """As settings, so that `qinfer up` ends with 2 and no service manager starts it again and again."""
+    supervisor.add(Script("gateway", "raise SystemExit(2)"), RestartPolicy(give_up_after=3), stop_s=5)
+
+    with pytest.raises(SettingsError, match="gateway ended with exit code 2; its own message is above"):
+        supervisor.run()
+
+
+def test_essential_process_that_fails_again_and_again_ends_it(supervisor: Supervisor) -> None:
+    """The gateway's failure is the whole's, after a few tries."""
+    script = Script("gateway", "raise SystemExit(3)")
+    supervisor.add(script, RestartPolicy(first_delay_s=0.01, give_up_after=3), stop_s=5)
+
+    with pytest.raises(GaveUp, match="gateway ended with exit code 3"):
+        supervisor.run()
+
+    assert script.starts == 3
+
+
+def test_stop_signal_ends_the_run(supervisor: Supervisor) -> None:
+    """SIGTERM to the supervisor makes `run` return; the process lives on until it is stopped."""
+    script = Script("worker", SLEEPS)
+    supervisor.add(script, QUICK, stop_s=5)
+
+    os.kill(os.getpid(), signal.SIGTERM)
+    supervisor.run()
+
+    assert supervisor.stop_asked
+    assert script.poll() is None
+    supervisor.stop([script])
+    assert script.poll() == -signal.SIGTERM
+
+
+def test_process_that_does_not_end_is_killed(supervisor: Supervisor, said: list[str]) -> None:
+    """A drain is bounded."""
+    script = Script("worker", STUBBORN)
+    supervisor.add(script, QUICK, stop_s=0.01)
+    assert script.popen.stdout is not None
+    assert script.popen.stdout.read(2) == b"up"
+
+    supervisor.stop([script])
+
+    assert script.poll() == -signal.SIGKILL
+    assert said == ["worker is killed"]
+
+
+def test_second_stop_signal_kills(supervisor: Supervisor) -> None:
+    """Who presses Ctrl-C twice does not want to wait."""
+    script = Script("worker", STUBBORN)
+    supervisor.add(script, QUICK, stop_s=600)
+    assert script.popen.stdout is not None
+    assert script.popen.stdout.read(2) == b"up"
+
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    supervisor.wait(5)
+    supervisor.stop([script])
+
+    assert script.poll() == -signal.SIGKILL
+
+
+def test_others_are_looked_after_while_one_stops(supervisor: Supervisor) -> None:
+    """A worker that crashes while the gateway drains is started again: the drain needs it."""
+    gateway, worker = Script("gateway", SLEEPS), Script("worker", SLEEPS)
+    supervisor.add(gateway, QUICK, stop_s=5)
+    supervisor.add(worker, RestartPolicy(first_delay_s=0.0), stop_s=5)
+    worker.kill()
+    worker.popen.wait()
+
+    supervisor.stop([gateway])
+
+    assert worker.starts == 2
+    supervisor.stop([worker])
+
+
+def test_process_waiting_for_its_restart_is_not_started_by_stop(supervisor: Supervisor) -> None:
+    """Stopping what is down means leaving it down."""
+    script = Script("worker", "raise SystemExit(1)")
+    supervisor.add(script, RestartPolicy(first_delay_s=600), stop_s=5)
+    script.popen.wait()
+    supervisor.wait(5)
+
+    supervisor.stop([script])
+
+    assert script.starts == 1
+
+
+def test_signal_handlers_are_given_back(said: list[str]) -> None:
+    """A supervisor leaves its process as it found it."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    with Supervisor(said.append):
+        assert signal.getsignal(signal.SIGTERM) is not before
+
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_child_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
+    """SIGKILL of the supervisor leaves no orphan: the child drains as after SIGTERM."""
+    (tmp_path / "child_program.py").write_text(
+        "import os, signal\n"
+        "def drained(*_): os.write(1, b'drained'); os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, drained)\n"
+        "os.write(1, b'ready')\n"
+        "while True: signal.pause()\n"
+    )
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, signal\n"
+            "from qinfer.cli.local.supervisor import Program\n"
+            "program = Program('child', 'child_program', os.environ)\n"
+            "program.start()\n"
+            "signal.pause()\n",
+        ],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.read(5) == b"ready"
+
+    parent.kill()
+    parent.wait()
+
+    assert parent.stdout.read() == b"drained"  # EOF: the child's end of the pipe is closed, it is gone
+    parent.stdout.close()
+
+
+def test_program_gets_its_settings_by_environment_only() -> None:
+    """A password in a URL must not show in the process list."""
+    program = Program("gateway", "this", {**os.environ, "QINFER_REDIS__URL": "redis://:hunter2@127.0.0.1"})
+    program.start()
+
+    arguments = Path(f"/proc/{program.pid}/cmdline").read_bytes()
+
+    assert b"hunter2" not in arguments
+    with Supervisor(lambda _line: None) as supervisor:
+        supervisor.add(program, RestartPolicy(first_delay_s=600), stop_s=5, started=True)
+        supervisor.stop([program])
+
+
+def test_dismissed_process_ends_without_being_waited_for(supervisor: Supervisor, said: list[str]) -> None:
+    """The others go on, and it is not restarted."""
+    one, other = Script("worker 1", SLEEPS), Script("worker 2", SLEEPS)
+    for script in (one, other):
+        supervisor.add(script, QUICK, stop_s=60)
+
+    supervisor.dismiss(one)
+    assert supervisor.looks_after(one)
+    while supervisor.looks_after(one):
+        supervisor.wait(5)
+
+    assert (one.poll(), one.starts, other.poll()) == (-signal.SIGTERM, 1, None)
+    assert said == []
+    supervisor.stop([one, other])
+    assert other.poll() == -signal.SIGTERM
+
+
+def test_dismissed_process_that_does_not_end_is_killed(supervisor: Supervisor, said: list[str]) -> None:
+    """By `wait`, at its time."""
+    script = Script("worker", STUBBORN)
+    supervisor.add(script, QUICK, stop_s=0.05)
+    assert script.popen.stdout is not None
+    assert script.popen.stdout.read(2) == b"up"
+
+    supervisor.dismiss(script)
+    supervisor.dismiss(script)
+    while supervisor.looks_after(script):
+        supervisor.wait()
+
+    assert script.poll() == -signal.SIGKILL
+    assert said == ["worker is killed: it did not end within 0.05 s"]
+
+
+def test_process_that_waits_for_its_restart_is_dismissed(supervisor: Supervisor) -> None:
+    """It never comes back."""
+    script = Script("worker", "raise SystemExit(1)")
+    supervisor.add(script, RestartPolicy(first_delay_s=600), stop_s=60)
+    script.popen.wait()
+    supervisor.wait(5)
+
+    supervisor.dismiss(script)
+
+    assert not supervisor.looks_after(script)
+    assert script.starts == 1
+
+
+def test_poke_ends_a_wait(supervisor: Supervisor) -> None:
+    """From any thread; it is no signal to stop."""
+    threading.Timer(0.01, supervisor.poke).start()
+
+    supervisor.wait()
+
+    assert not supervisor.stop_asked

@@ -1,0 +1,104 @@
+"""Prometheus' configuration, rules and alerts: valid, tested by promtool, and about metrics that there are."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qinfer.errors import ErrorCode
+from qinfer.jobs.job import TERMINAL, JobState
+from tests.support.deploy.deployments import DEPLOY, ROOT, assert_runs, tool
+from tests.support.deploy.promql import uses_of, wrong_with
+
+PROMETHEUS = DEPLOY / "prometheus"
+CASES = PROMETHEUS / "tests" / "alerts_test.yml"
+
+
+def rules_of(name: str) -> list[dict[str, Any]]:
+    groups = yaml.safe_load((PROMETHEUS / "rules" / name).read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+ALERTS = rules_of("alerts.yml")
+RECORDED = rules_of("recording.yml")
+NAMES = [rule["alert"] for rule in ALERTS]
+GUIDE = (ROOT / "docs" / "how-to" / "monitor.md").read_text()
+
+
+def promtool(*words: str | Path) -> None:
+    found = subprocess.run([tool("promtool", "promtool"), *words], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_the_configuration_is_valid() -> None:
+    """Prometheus takes it with its rules."""
+    promtool("check", "config", PROMETHEUS / "prometheus.yml")
+
+
+def test_the_alerts_do_what_they_should() -> None:
+    """Each case of the unit tests has exactly the alerts that it names."""
+    promtool("test", "rules", CASES)
+
+
+def test_each_alert_is_seen_to_fire_and_to_be_silent() -> None:
+    """No alert without a case for either; a case that names none asserts that none fires."""
+    fires: set[str] = set()
+    silent: set[str] = set()
+    for case in yaml.safe_load(CASES.read_text())["tests"]:
+        about = case["name"].partition(":")[0]
+        samples = case["promql_expr_test"][0]["exp_samples"]
+        (fires if samples else silent).add(about)
+        assert [sample["labels"] for sample in samples] in ([], [f'{{alertname="{about}"}}'])
+
+    assert fires == silent == set(NAMES)
+
+
+@pytest.mark.parametrize("rule", [*RECORDED, *ALERTS], ids=lambda rule: rule.get("alert") or rule["record"])
+def test_expressions_name_what_is_measured(rule: dict[str, Any]) -> None:
+    """Each metric is one of qinfer's, with these labels, and is used as its kind is."""
+    found = [wrong_with(use, {each["record"] for each in RECORDED}) for use in uses_of(rule["expr"])]
+
+    assert found
+    assert [wrong for wrong in found if wrong] == []
+
+
+def test_values_of_labels_are_words_of_the_code() -> None:
+    """Reasons are error codes, states are states of a job, and those that are said to end do not count as stuck."""
+    for rule in [*RECORDED, *ALERTS]:
+        for use in uses_of(rule["expr"]):
+            words = {label: set(value.split("|")) for label, value in use.matchers}
+            assert words.get("reason", set()) <= {code.value for code in ErrorCode}
+            if use.name == "qinfer_jobs":
+                assert words["state"] <= {state.value for state in JobState} - {state.value for state in TERMINAL}
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=NAMES)
+def test_alerts_say_what_to_do(rule: dict[str, Any]) -> None:
+    """Each has a severity, a summary, a description, a runbook whose commands are there, a place in the guide."""
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
+    assert set(rule["annotations"]) == {"summary", "description", "runbook"}
+    for command in re.findall(r"`(qinfer [a-z ]+[a-z])", rule["annotations"]["runbook"]):
+        if command.split()[1] not in ("bridge", "dlq", "jobs"):  # which need an argument
+            assert_runs(command.split())
+    assert f"### {rule['alert']}\n" in GUIDE
+
+
+def test_the_guide_knows_no_other_alerts() -> None:
+    """An alert that is gone is gone from the guide."""
+    assert set(re.findall(r"^### (Qinfer\w+)$", GUIDE, re.MULTILINE)) == set(NAMES)
+
+
+def test_the_installation_is_scraped_once() -> None:
+    """Shared series come from one address, those of bridges too; each gateway's own from all."""
+    jobs = {
+        job["job_name"]: job for job in yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
+    }
+
+    assert set(jobs) == {"qinfer-cluster", "qinfer-gateways", "prometheus"}
+    assert jobs["qinfer-cluster"]["params"] == {"scope": ["cluster"]}
+    assert len(jobs["qinfer-cluster"]["static_configs"][0]["targets"]) == 1
+    assert jobs["qinfer-gateways"]["params"] == {"scope": ["process"]}
+    assert jobs["qinfer-gateways"]["dns_sd_configs"][0]["names"] == ["gateway"]

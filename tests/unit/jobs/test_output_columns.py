@@ -1,0 +1,246 @@
+"""A model's outputs become columns: in the inputs' row order, with nulls where a row failed."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from qinfer.errors import InvalidRequest, OutputMismatch
+from qinfer.jobs.columns.outputs import OutputColumns, Scored
+from qinfer.jobs.columns.row_errors import Array, RowErrors
+from qinfer.jobs.job import Output
+from qinfer.jobs.rows.shard_rows import RowBatch, Segment
+from qinfer.models.spec import TensorSpec
+from qinfer.tensors import Tensor, from_numpy
+from tests.support.jobs.bulk_data import job_of, model_of, tensor
+
+URLS = ("s3://bucket/a.parquet", "s3://bucket/b.parquet")
+X = tensor("x", "FP32", 1)
+LAST = ["_file", "_row_group", "_row", "error_code", "error_message"]
+
+
+def batch_of(rows: int, **columns: Any) -> RowBatch:
+    record = pa.record_batch({"x": pa.array(np.arange(rows, dtype=np.float32)), **columns})
+    return RowBatch(record, (Segment(URLS[0], 3, 100, rows),))
+
+
+def columns_of(batch: RowBatch, *outputs: TensorSpec, **job: Any) -> OutputColumns:
+    binary = job.pop("binary", "")
+    model = model_of([X], outputs, qinfer__binary_outputs=binary)
+    return OutputColumns(job_of(**job), model, batch.record.schema, URLS)
+
+
+def encode(output: TensorSpec, array: Array | Tensor, **job: Any) -> pa.Array:
+    """Encodes one output of as many rows as it has."""
+    batch = batch_of(array.shape[0])
+    columns = columns_of(batch, output, **job)
+    record = columns.encode(batch, [Scored(None, {output.name: array})], RowErrors(array.shape[0]))
+    assert record.schema.equals(columns.schema)
+    record.validate(full=True)
+    return record.column(output.name)
+
+
+def test_the_place_of_each_row_is_told() -> None:
+    record = pa.record_batch({"x": pa.array([1.0, 2.0, 3.0], pa.float32())})
+    batch = RowBatch(record, (Segment(URLS[0], 1, 7, 1), Segment(URLS[1], 0, 0, 2)))
+    columns = columns_of(batch, tensor("y", "FP32", 1))
+
+    found = columns.encode(batch, [Scored(None, {"y": np.array([[1], [2], [3]], np.float32)})], RowErrors(3))
+
+    assert found.schema.names == ["y", *LAST]
+    assert found.schema.equals(columns.schema)
+    assert found.to_pydict() == {
+        "y": [1.0, 2.0, 3.0],
+        "_file": [URLS[0], URLS[1], URLS[1]],
+        "_row_group": [1, 0, 0],
+        "_row": [7, 0, 1],
+        "error_code": [None] * 3,
+        "error_message": [None] * 3,
+    }
+
+
+def test_a_key_is_copied_in_place_of_the_row_numbers() -> None:
+    batch = batch_of(2, id=pa.array(["p", "q"]), other=pa.array([1, 2]))
+    columns = columns_of(batch, tensor("y", "FP32", 1), key="id")
+
+    found = columns.encode(batch, [Scored(None, {"y": np.zeros((2, 1), np.float32)})], RowErrors(2))
+
+    assert found.schema.names == ["y", "id", "error_code", "error_message"]
+    assert found.column("id").to_pylist() == ["p", "q"]
+    assert columns.copied == ("id",)
+
+
+def test_columns_are_passed_through_but_the_excluded() -> None:
+    batch = batch_of(1, a=pa.array([1]), b=pa.array([2]), c=pa.array(["u"]).dictionary_encode())
+    columns = columns_of(batch, tensor("y", "FP32", 1), passthrough=("*",), exclude=("b", "c"), key="a")
+
+    assert columns.schema.names == ["y", "x", "a", "error_code", "error_message"]
+    kinds = columns_of(batch, passthrough=("c",)).schema
+    assert kinds.field("c").type == pa.string()
+
+
+@pytest.mark.parametrize(
+    ("datatype", "kind"),
+    [
+        ("FP32", pa.float32()),
+        ("FP64", pa.float64()),
+        ("FP16", pa.float16()),
+        ("INT64", pa.int64()),
+        ("UINT8", pa.uint8()),
+        ("BOOL", pa.bool_()),
+    ],
+)
+def test_a_tensor_becomes_the_column_of_its_shape(datatype: str, kind: pa.DataType) -> None:
+    array = np.array([[[0, 1], [1, 0], [1, 1]], [[1, 1], [0, 0], [0, 1]]]).astype(from_dtype(kind))
+
+    plain = encode(tensor("y", datatype), array[:, 0, 0])
+    vector = encode(tensor("y", datatype, 2), array[:, 0])
+    matrix = encode(tensor("y", datatype, 3, 2), array)
+
+    inner = pa.list_(pa.field("element", kind, nullable=False), 2)
+    assert plain.type == kind
+    assert plain.to_pylist() == array[:, 0, 0].tolist()
+    assert vector.type == inner
+    assert vector.to_pylist() == array[:, 0].tolist()
+    assert matrix.type == pa.list_(pa.field("element", inner, nullable=False), 3)
+    assert matrix.to_pylist() == array.tolist()
+
+
+def from_dtype(kind: pa.DataType) -> Any:
+    return kind.to_pandas_dtype()
+
+
+def test_one_element_a_row_is_a_plain_column() -> None:
+    assert encode(tensor("y", "FP32", 1), np.array([[1.5], [2.5]], np.float32)).to_pylist() == [1.5, 2.5]
+    assert encode(tensor("y", "INT32", 1, 1), np.array([[[3]]], np.int32)).to_pylist() == [3]
+
+
+def test_values_are_not_copied() -> None:
+    array = np.arange(8, dtype=np.float32).reshape(2, 4)
+
+    column = encode(tensor("y", "FP32", 4), array)
+
+    assert column.values.buffers()[1].address == array.ctypes.data
+
+
+def test_bf16_becomes_floats() -> None:
+    column = encode(tensor("y", "BF16", 2), from_numpy("y", np.array([[1.5, 2.0]], np.float32), "BF16"))
+
+    assert column.to_pylist() == [[1.5, 2.0]]
+    assert column.type.value_type == pa.float32()
+
+
+def test_a_variable_dimension_becomes_lists_of_any_size() -> None:
+    batch = batch_of(3)
+    columns = columns_of(batch, tensor("y", "INT64", -1, 2))
+    scored = [
+        Scored(np.array([0, 2]), {"y": np.arange(4).reshape(2, 1, 2)}),
+        Scored(np.array([1]), {"y": np.arange(4).reshape(1, 2, 2)}),
+    ]
+
+    found = columns.encode(batch, scored, RowErrors(3))
+
+    assert pa.types.is_list(columns.schema.field("y").type)
+    assert found.column("y").to_pylist() == [[[0, 1]], [[0, 1], [2, 3]], [[2, 3]]]
+
+
+@pytest.mark.parametrize("kind", [bytes, str])
+def test_texts_become_strings(kind: type) -> None:
+    values = ["é", "", "b"] if kind is str else ["é".encode(), b"", b"b"]
+    array = np.array(values, dtype=object).reshape(3, 1)
+
+    assert encode(tensor("y", "BYTES", 1), array).to_pylist() == ["é", "", "b"]
+    assert encode(tensor("y", "BYTES", 1), from_numpy("y", array)).to_pylist() == ["é", "", "b"]
+    assert encode(tensor("y", "BYTES", 1), array, binary="z, y").to_pylist() == ["é".encode(), b"", b"b"]
+
+
+def test_bytes_that_are_no_text_are_their_rows_error() -> None:
+    batch = batch_of(4)
+    columns = columns_of(batch, tensor("y", "BYTES", 2))
+    array = np.array([[b"a", b"b"], [b"\xff", b"c"], [b"d", "\ufffd".encode()]], dtype=object)
+    errors = RowErrors(4)
+
+    found = columns.encode(batch, [Scored(np.array([0, 2, 3]), {"y": array})], errors)
+
+    assert found.column("y").to_pylist() == [["a", "b"], None, None, ["d", "\ufffd"]]
+    assert found.column("error_code").to_pylist() == [None, None, "output_mismatch", None]
+    assert "'qinfer.binary_outputs'" in found.column("error_message")[2].as_py()
+    found.validate(full=True)
+
+
+@pytest.mark.parametrize("dims", [(), (3,), (2, 2), (-1,)])
+@pytest.mark.parametrize("datatype", ["FP32", "FP16", "BOOL", "BYTES"])
+def test_failed_rows_have_nulls(dims: tuple[int, ...], datatype: str) -> None:
+    batch = batch_of(4)
+    shape = tuple(2 if dim == -1 else dim for dim in dims)
+    columns = columns_of(batch, tensor("y", datatype, *dims), tensor("z", "INT64", 1))
+    dtype = {"FP32": np.float32, "FP16": np.float16, "BOOL": np.bool_, "BYTES": object}[datatype]
+    fill = b"v" if datatype == "BYTES" else 1
+    errors = RowErrors(4)
+    errors.mark(np.array([False, True, False, False]), "invalid_request", "column 'x' is null")
+    errors.mark(np.array([1, 3]), "execution_failed", "the model failed")
+    outputs = {"y": np.full((2, *shape), fill, dtype), "z": np.array([[7], [8]])}
+
+    found = columns.encode(batch, [Scored(np.array([0, 2]), outputs)], errors)
+
+    found.validate(full=True)
+    assert found.column("y").is_null().to_pylist() == [False, True, False, True]
+    assert found.column("z").to_pylist() == [7, None, 8, None]
+    assert found.column("_row").to_pylist() == [100, 101, 102, 103]
+    assert found.column("error_code").to_pylist() == [None, "invalid_request", None, "execution_failed"]
+    assert found.column("error_message").to_pylist() == [None, "column 'x' is null", None, "the model failed"]
+
+
+def test_a_batch_without_any_output_is_all_nulls() -> None:
+    batch = batch_of(2)
+    columns = columns_of(batch, tensor("y", "FP32", 3))
+    errors = RowErrors(2)
+    errors.mark(np.array([0, 1]), "invalid_request", "bad")
+
+    found = columns.encode(batch, [], errors)
+
+    assert found.column("y").null_count == 2
+    assert found.schema.equals(columns.schema)
+
+
+def test_an_output_of_a_row_that_failed_later_is_not_told() -> None:
+    batch = batch_of(2)
+    columns = columns_of(batch, tensor("y", "FP32", 1))
+    errors = RowErrors(2)
+    errors.mark(np.array([1]), "execution_failed", "late")
+
+    found = columns.encode(batch, [Scored(None, {"y": np.ones((2, 1), np.float32)})], errors)
+
+    assert found.column("y").to_pylist() == [1.0, None]
+
+
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        (np.zeros((3, 2), np.float32), r"shape \[3, 2\] for 2 rows of \[2\]"),
+        (np.zeros((2, 3), np.float32), r"shape \[2, 3\]"),
+        (np.zeros(2, np.float32), r"shape \[2\]"),
+        (np.zeros((2, 2), np.float64), "array of float64, not of FP32"),
+        (None, "no output 'y'"),
+    ],
+)
+def test_an_output_that_is_not_the_configurations_is_refused(array: Any, text: str) -> None:
+    batch = batch_of(2)
+    columns = columns_of(batch, tensor("y", "FP32", 2))
+
+    with pytest.raises(OutputMismatch, match=text):
+        columns.encode(batch, [Scored(None, {} if array is None else {"y": array})], RowErrors(2))
+
+
+def test_two_columns_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'x'"):
+        columns_of(batch_of(1), tensor("y", "FP32", 1), passthrough=("*",), output=named("x"))
+
+
+def test_an_output_is_named_as_the_job_says() -> None:
+    assert columns_of(batch_of(1), tensor("y", "FP32", 1), output=named("score")).schema.names == ["score", *LAST]
+
+
+def named(name: str) -> Output:
+    return Output(url="file:///out", columns={"y": name})

@@ -1,0 +1,202 @@
+"""Plans of real files: what their columns have in common, and what is said when they have not."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from qinfer.errors import CorruptEntry, InvalidRequest
+from qinfer.jobs.columns.schemas import common_type, decode_schema
+from qinfer.jobs.job import JobSpec, Output
+from qinfer.jobs.plan import NO_GROUPS, Plan, Range, Unplanned, decode_plan_head, encode_plan_head
+from qinfer.jobs.planning import make_plan
+from qinfer.jobs.shards import Pace
+from qinfer.testing import stub_spec
+
+MODEL = stub_spec(dims=(1,))
+PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
+
+
+def write(path: Path, columns: Mapping[str, Any], **options: Any) -> None:
+    pq.write_table(pa.table(dict(columns)), path, **options)
+
+
+def planned(folder: Path, pattern: str = "*.parquet", pace: Pace = PACE, **fields: Any) -> Plan:
+    rows_per_part = fields.pop("rows_per_part", 0)
+    output = Output("file:///out", rows_per_part=rows_per_part)
+    spec = JobSpec(model="stub", inputs=(f"file://{folder}/{pattern}",), output=output, version=3, **fields)
+    return make_plan(Unplanned("job-1", spec, MODEL, "hash"), pace)
+
+
+def test_a_plan_has_all_that_shards_are_made_by(tmp_path: Path) -> None:
+    """Files with etags, rows along row groups, columns, and the model."""
+    write(tmp_path / "a.parquet", {"x": [1.0] * 5}, row_group_size=2)
+    write(tmp_path / "b.parquet", {"x": [1.0] * 3})
+    plan = planned(tmp_path, rows_per_part=4)
+    urls = [f"file://{tmp_path}/{name}.parquet" for name in "ab"]
+    assert [(s.url, s.rows, s.size_bytes > 0, bool(s.etag)) for s in plan.sources] == [
+        (urls[0], 5, True, True),
+        (urls[1], 3, True, True),
+    ]
+    a, b = (source.etag for source in plan.sources)
+    assert [shard.ranges for shard in plan.shards] == [
+        (Range(urls[0], a, 0, 0, 2, 0), Range(urls[0], a, 1, 2, 2, 0)),
+        (Range(urls[0], a, 2, 4, 1, 0), Range(urls[1], b, 0, 0, 3, 0)),
+    ]
+    assert [shard.part for shard in plan.shards] == ["part-00000.parquet", "part-00001.parquet"]
+    assert (plan.rows, plan.job_id, plan.model_hash) == (8, "job-1", "hash")
+    assert decode_schema(plan.schema) == pa.schema([("x", pa.float64())])
+
+
+def test_a_worker_reads_the_head_of_a_plan(tmp_path: Path) -> None:
+    """Without its shards, of which there may be many."""
+    write(tmp_path / "a.parquet", {"x": [1.0]})
+    plan = planned(tmp_path)
+    head = decode_plan_head(encode_plan_head(plan))
+    assert (head.model_hash, head.schema) == ("hash", plan.schema)
+    for data in (b"", b"{}", b"[1]", encode_plan_head(plan)[:-1]):
+        with pytest.raises(CorruptEntry, match="plan can't be read"):
+            decode_plan_head(data)
+
+
+def test_inputs_without_a_row_are_one_part_with_columns(tmp_path: Path) -> None:
+    """Of the first file that has columns."""
+    (tmp_path / "a.csv").touch()
+    (tmp_path / "b.csv").write_text("x\n")
+    plan = planned(tmp_path, "*.csv")
+    assert (plan.rows, len(plan.shards), plan.shards[0].rows) == (0, 1, 0)
+    (only,) = plan.shards[0].ranges
+    assert only == Range(f"file://{tmp_path}/b.csv", plan.sources[1].etag, NO_GROUPS, 0, 0, 0)
+    assert decode_schema(plan.schema).names == ["x"]
+
+
+def test_files_without_rows_among_others_change_nothing(tmp_path: Path) -> None:
+    """Whatever the types of their columns seem to be."""
+    (tmp_path / "a.csv").write_text("x,id\n")
+    (tmp_path / "b.csv").write_text("x,id\n1.5,a\n")
+    (tmp_path / "c.csv").write_text("id,x\n")
+    plan = planned(tmp_path, "*.csv", passthrough=("id",))
+    assert plan.rows == 1
+    assert decode_schema(plan.schema) == pa.schema([("x", pa.float64()), ("id", pa.string())])
+
+
+def test_types_of_several_files_become_one(tmp_path: Path) -> None:
+    """Wide enough for all, and in the order of the first file."""
+    (tmp_path / "a.csv").write_text("x,id,note,other\n1,7,,yes\n")
+    (tmp_path / "b.csv").write_text("note,x,id\nhello,2.5,8\n")
+    plan = planned(tmp_path, "*.csv", passthrough=("id", "note"))
+    assert decode_schema(plan.schema) == pa.schema(
+        [("x", pa.float64()), ("id", pa.int64()), ("note", pa.string()), ("other", pa.string())]
+    )
+
+
+def test_a_file_that_lacks_a_column_is_named(tmp_path: Path) -> None:
+    """With the column, for an input and for a copied one."""
+    write(tmp_path / "a.parquet", {"x": [1.0], "id": [1]})
+    write(tmp_path / "b.parquet", {"id": [1]})
+    with pytest.raises(InvalidRequest, match=r"'file://.*/b.parquet': the inputs have no column 'x'"):
+        planned(tmp_path)
+    write(tmp_path / "b.parquet", {"x": [1.0]})
+    assert planned(tmp_path).rows == 2
+    with pytest.raises(InvalidRequest, match=r"'.*/a.parquet' has the column 'id', and '.*/b.parquet' lacks it"):
+        planned(tmp_path, passthrough=("*",))
+
+
+def test_a_dtype_that_does_not_fit_in_the_middle_is_named(tmp_path: Path) -> None:
+    """The file, the column and both types."""
+    write(tmp_path / "a.parquet", {"x": [1.0], "id": [1]})
+    write(tmp_path / "b.parquet", {"x": ["one"], "id": [1]})
+    write(tmp_path / "c.parquet", {"x": [1.0], "id": [1]})
+    with pytest.raises(
+        InvalidRequest, match=r"'file://.*/b.parquet': column 'x' is of type string, which does not fit"
+    ):
+        planned(tmp_path)
+
+
+def test_copied_columns_without_a_common_type_are_named_with_both_files(tmp_path: Path) -> None:
+    """And what to do about them."""
+    write(tmp_path / "a.parquet", {"x": [1.0], "id": [1]})
+    write(tmp_path / "b.parquet", {"x": [1.0], "id": ["one"]})
+    said = r"column 'id' is string in '.*/b.parquet' and int64 in '.*/a.parquet'; .* or leave it out of 'passthrough'"
+    with pytest.raises(InvalidRequest, match=said):
+        planned(tmp_path, passthrough=("id",))
+
+
+def test_lists_and_scalars_do_not_mix(tmp_path: Path) -> None:
+    """A shard reads both files with one type."""
+    write(tmp_path / "a.parquet", {"x": [[1.0]]})
+    write(tmp_path / "b.parquet", {"x": [1.0]})
+    with pytest.raises(InvalidRequest, match=r"column 'x' is double in '.*/b.parquet' and list<.*> in '.*/a.parquet'"):
+        planned(tmp_path)
+
+
+def test_damaged_files_end_the_planning_with_the_first(tmp_path: Path) -> None:
+    """In the order of the inputs, however many are read at once."""
+    for number in range(40):
+        write(tmp_path / f"{number:02d}.parquet", {"x": [1.0]})
+    for number in (31, 17, 25):
+        content = (tmp_path / f"{number}.parquet").read_bytes()
+        (tmp_path / f"{number}.parquet").write_bytes(content[:-5])
+    with pytest.raises(InvalidRequest, match=r"/17.parquet' can't be read as parquet; is it damaged or cut off\?"):
+        planned(tmp_path)
+
+
+def test_one_huge_row_group_is_cut(tmp_path: Path) -> None:
+    """By rows, as the pace asks for."""
+    table = pa.table({"x": pa.nulls(3_000_000, pa.float32())})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=3_000_000)
+    plan = planned(tmp_path, pace=Pace(20_000.0, 30.0, 1, 5_000_000))
+    assert [(s.rows, s.ranges[0].first_in_group) for s in plan.shards] == [
+        (n, i * n) for i, n in enumerate([600_000] * 5)
+    ]
+
+
+def test_a_thousand_tiny_files_are_a_few_shards(tmp_path: Path) -> None:
+    """In order, with every row."""
+    write(tmp_path / "0000.parquet", {"x": [1.0, 2.0]})
+    content = (tmp_path / "0000.parquet").read_bytes()
+    for number in range(1, 1000):
+        (tmp_path / f"{number:04d}.parquet").write_bytes(content)
+    plan = planned(tmp_path)
+    assert [shard.rows for shard in plan.shards] == [512, 512, 512, 464]
+    assert [r.url for shard in plan.shards for r in shard.ranges] == [source.url for source in plan.sources]
+
+
+def test_nulls_and_nested_columns_are_planned(tmp_path: Path) -> None:
+    """They are the rows' matter, or copied as they are."""
+    nested = pa.array([{"a": [1, 2]}, None], pa.struct([("a", pa.list_(pa.int8()))]))
+    write(tmp_path / "a.parquet", {"x": pa.array([None, 1.0], pa.float32()), "nested": nested})
+    write(tmp_path / "b.parquet", {"x": pa.array([None, None], pa.float32()), "nested": nested})
+    plan = planned(tmp_path, passthrough=("nested",))
+    assert decode_schema(plan.schema).field("nested").type == nested.type
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        (pa.int32(), pa.int64(), pa.int64()),
+        (pa.int64(), pa.float32(), pa.float64()),
+        (pa.null(), pa.string(), pa.string()),
+        (pa.dictionary(pa.int8(), pa.string()), pa.string(), pa.string()),
+        (pa.list_(pa.float32()), pa.list_(pa.float32(), 4), pa.list_(pa.float32())),
+        (pa.string(), pa.int64(), None),
+        (pa.timestamp("us"), pa.timestamp("us", "UTC"), None),
+        (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int8())])),
+        (pa.struct([("a", pa.int8())]), pa.struct([("a", pa.int16())]), None),
+        (pa.list_(pa.struct([("a", pa.int8())])), pa.list_(pa.struct([("b", pa.int8())])), None),
+    ],
+)
+def test_two_types_have_a_common_one_or_not(one: pa.DataType, other: pa.DataType, common: pa.DataType | None) -> None:
+    """Numbers get wider and lists longer; structures stay what they are."""
+    assert common_type(one, other) == common
+    assert common_type(other, one) == common
+
+
+def test_a_plan_with_broken_columns_is_none() -> None:
+    """Text that is no schema, and no base64 even."""
+    for text in ("", "!!", "AAAA"):
+        with pytest.raises(CorruptEntry, match="columns of the job's inputs"):
+            decode_schema(text)

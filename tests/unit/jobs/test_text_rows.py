@@ -1,0 +1,303 @@
+"""CSV and JSON lines from planning to a worker's rows: no value changes, no field is lost, wherever in a file it is."""
+
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from qinfer.errors import InvalidRequest
+from qinfer.jobs.columns.schemas import decode_schema
+from qinfer.jobs.intake import examine
+from qinfer.jobs.job import JobSpec, Output
+from qinfer.jobs.plan import Plan, Range, Unplanned
+from qinfer.jobs.planning import make_plan
+from qinfer.jobs.rows.row_files import open_rows
+from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.jobs.rows.source import FileFormat, read_footer
+from qinfer.jobs.rows.text_types import text_types
+from qinfer.jobs.shards import Pace
+from qinfer.models.spec import ModelSpec
+from qinfer.storage.store import Stat
+from tests.support.jobs.bulk_data import job_of, model_of, tensor
+
+PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
+BLOCK = 128
+NUMBER, WHOLE, TEXT = (model_of([tensor("x", datatype, 1)]) for datatype in ("FP64", "INT64", "BYTES"))
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qinfer.jobs.rows.text_rows.BLOCK_BYTES", BLOCK)
+
+
+def planned(folder: Path, model: ModelSpec, **fields: Any) -> Plan:
+    """Takes and plans a job of all files of a folder."""
+    spec = JobSpec(model="m", inputs=(f"file://{folder}/*",), output=Output(f"file://{folder}-out"), **fields)
+    examine(spec, model, [f"file://{folder.parent}"])
+    return make_plan(Unplanned("job-1", spec, model, "hash"), PACE)
+
+
+def rows(folder: Path, model: ModelSpec, **fields: Any) -> list[dict[str, Any]]:
+    """Returns what workers read of all files of a folder."""
+    plan = planned(folder, model, **fields)
+    schema = decode_schema(plan.schema)
+    found: list[dict[str, Any]] = []
+    for shard in plan.shards:
+        with ShardReader(shard, schema.names, schema) as reader:
+            while (batch := reader.read(1000)) is not None:
+                found += batch.record.to_pylist()
+    assert len(found) == plan.rows
+    return found
+
+
+class Watched(io.FileIO):
+    """A file that tells whether it was moved after a reader's own thread had read of it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._opened_by = threading.get_ident()
+        self._has_reader = False
+        self.was_moved = False
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._has_reader |= threading.get_ident() != self._opened_by
+        return super().read(size)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self.was_moved |= self._has_reader
+        return super().seek(offset, whence)
+
+
+class OneFile:
+    """A store of one file."""
+
+    def __init__(self, file: Watched) -> None:
+        self._file = file
+
+    def open(self, _: str, *, sequential: bool = False) -> Watched:
+        del sequential
+        return self._file
+
+
+LINES = {"csv": ["n,t", *(f"{i},t{i}" for i in range(200))], "jsonl": [f'{{"n": {i}}}' for i in range(200)]}
+
+
+@pytest.mark.parametrize("format_", ["csv", "jsonl"])
+def test_a_reader_that_reads_ahead_has_a_file_for_itself_in_planning(
+    tmp_path: Path, format_: FileFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what it read would be missing, or there twice, to the next reader."""
+    path = tmp_path / "x"
+    path.write_text("\n".join(LINES[format_]))
+    file = Watched(path)
+    monkeypatch.setattr("qinfer.jobs.rows.source.store_for", lambda _: OneFile(file))
+
+    assert read_footer(Stat("file:///x", 1, ""), format_).rows == 200
+
+    assert not file.was_moved
+
+
+@pytest.mark.parametrize("format_", ["csv", "jsonl"])
+def test_a_reader_that_reads_ahead_has_a_file_for_itself_in_a_worker(tmp_path: Path, format_: FileFormat) -> None:
+    """As in planning."""
+    path = tmp_path / "x"
+    path.write_text("\n".join(LINES[format_]))
+    file = Watched(path)
+
+    opened = open_rows(file, format_, pa.schema([("n", pa.int64())]), "file:///x", far=False)
+    found = pa.Table.from_batches(opened.batches(Range("file:///x", "", -1, 120, 30, 120)))
+    opened.close()
+
+    assert found["n"].to_pylist() == list(range(120, 150))
+    assert not file.was_moved
+
+
+@pytest.mark.parametrize(
+    "keys", [["12345678901234567890", "12345678901234567891"], ["7", "007"], ["2020-01-01", ""], ["1"] * BLOCK + ["a"]]
+)
+def test_keys_of_csv_stay_what_they_are(tmp_path: Path, keys: list[str]) -> None:
+    """Also numbers that are the same once they are rounded, and zeros in front."""
+    (tmp_path / "a.csv").write_text("id,x\n" + "".join(f"{key},1\n" for key in keys))
+
+    assert [row["id"] for row in rows(tmp_path, WHOLE, key="id")] == keys
+
+
+def test_a_key_that_is_an_input_too_stays_a_number(tmp_path: Path) -> None:
+    """The model needs one; a fraction would be rounded, and is refused."""
+    (tmp_path / "a.csv").write_text("x\n1\n2\n")
+    assert rows(tmp_path, NUMBER, key="x") == [{"x": 1}, {"x": 2}]
+    assert rows(tmp_path, WHOLE, key="x") == [{"x": 1}, {"x": 2}]
+    (tmp_path / "a.csv").write_text("x\n1.5\n2\n")
+    with pytest.raises(InvalidRequest, match=r"key column 'x' of '.*/a.csv' has fractions"):
+        planned(tmp_path, NUMBER, key="x")
+
+
+def test_keys_of_json_lines_that_would_be_rounded_are_refused(tmp_path: Path) -> None:
+    """Wherever they are in the file; in quotes they are kept."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1, "x": 1}\n' * BLOCK + '{"id": 12345678901234567890, "x": 1}\n')
+    with pytest.raises(
+        InvalidRequest, match=r"column 'id' of '.*/a.jsonl' has fractions or whole numbers beyond 2\^63"
+    ):
+        planned(tmp_path, WHOLE, key="id")
+    path.write_text('{"id": "12345678901234567890", "x": 1}\n{"id": "007", "x": 1}\n')
+    assert [row["id"] for row in rows(tmp_path, WHOLE, key="id")] == ["12345678901234567890", "007"]
+
+
+@pytest.mark.parametrize("texts", [["007", "1e5"], ["2020-01-01"], ["true"], ["1"] * BLOCK + ["abc"], [""]])
+def test_what_looks_like_another_type_is_text_for_bytes(tmp_path: Path, texts: list[str]) -> None:
+    """In any file, in any order."""
+    for number, all_ in enumerate((texts, ["abc"], ["7"])):
+        (tmp_path / f"{number}.csv").write_text("id,x\n" + "".join(f"1,{text}\n" for text in all_))
+
+    assert [row["x"] for row in rows(tmp_path, TEXT)] == [*texts, "abc", "7"]
+
+
+def test_bytes_that_are_no_text_are_kept(tmp_path: Path) -> None:
+    """Where the first block tells."""
+    (tmp_path / "a.csv").write_bytes(b"id,x\n1,\xff\xfe\n")
+
+    assert rows(tmp_path, TEXT) == [{"id": 1, "x": b"\xff\xfe"}]
+
+
+def test_an_input_of_floats_may_begin_with_whole_numbers_or_nothing(tmp_path: Path) -> None:
+    """And have fractions after the first block."""
+    (tmp_path / "a.csv").write_text("id,x\n" + "1,2\n" * BLOCK + "1,2.5\n")
+    (tmp_path / "b.csv").write_text("id,x\n" + "1,\n" * BLOCK + "1,2.5\n")
+
+    found = [row["x"] for row in rows(tmp_path, NUMBER)]
+
+    assert found == [2.0] * BLOCK + [2.5] + [None] * BLOCK + [2.5]
+
+
+@pytest.mark.parametrize(("datatype", "text", "value"), [("INT32", "7", 7), ("UINT64", str(2**64 - 1), 2**64 - 1)])
+def test_an_input_of_whole_numbers_may_begin_with_nothing(tmp_path: Path, datatype: str, text: str, value: int) -> None:
+    """Such rows are errors, each for itself."""
+    (tmp_path / "a.csv").write_text("id,x\n" + "1,\n" * BLOCK + f"1,{text}\n")
+
+    assert rows(tmp_path, model_of([tensor("x", datatype, 1)]))[-1]["x"] == value
+
+
+def test_a_text_for_a_number_is_still_refused_with_its_column(tmp_path: Path) -> None:
+    """Before the job is taken."""
+    (tmp_path / "a.csv").write_text("id,x\n1,one\n")
+    with pytest.raises(InvalidRequest, match=r"column 'x' is of type string, which does not fit input 'x' of FP64"):
+        planned(tmp_path, NUMBER)
+
+
+def test_a_copied_column_may_be_empty_at_first(tmp_path: Path) -> None:
+    """It is text then, unless another file has numbers there."""
+    (tmp_path / "a.csv").write_text("x,note,n\n" + "1,,\n" * BLOCK + "1,hello,\n")
+    assert rows(tmp_path, WHOLE, passthrough=("note",))[-1]["note"] == "hello"
+    (tmp_path / "b.csv").write_text("x,note,n\n1,you,5\n")
+    found = rows(tmp_path, WHOLE, passthrough=("note", "n"))
+    assert [found[0]["n"], found[-1]["n"], found[-1]["note"]] == [None, 5, "you"]
+
+
+@pytest.mark.parametrize("value", ["007", "-01", "0x1F", "12345678901234567890", "00.5"])
+def test_copied_numbers_that_would_change_are_text(tmp_path: Path, value: str) -> None:
+    """Whatever else the column has."""
+    (tmp_path / "a.csv").write_text(f"x,n\n1,2\n2,{value}\n")
+
+    assert [row["n"] for row in rows(tmp_path, WHOLE, passthrough=("n",))] == ["2", value]
+
+
+def test_other_copied_numbers_are_numbers(tmp_path: Path) -> None:
+    """Whole, with fractions, negative, and zero."""
+    (tmp_path / "a.csv").write_text("x,n,f\n1,0,0.5\n2,-10,1e30\n3,1234567890123456789,\n")
+
+    found = rows(tmp_path, WHOLE, passthrough=("*",))
+
+    assert [row["n"] for row in found] == [0, -10, 1234567890123456789]
+    assert [row["f"] for row in found] == [0.5, 1e30, None]
+
+
+def test_copied_columns_that_csv_files_differ_in_are_text(tmp_path: Path) -> None:
+    """As one file alone would have it."""
+    (tmp_path / "a.csv").write_text("x,n\n1,5\n")
+    (tmp_path / "b.csv").write_text("x,n\n2,five\n")
+    (tmp_path / "c.csv").write_text("x,n\n2,2020-01-01\n")
+
+    assert [row["n"] for row in rows(tmp_path, WHOLE, passthrough=("n",))] == ["5", "five", "2020-01-01"]
+
+
+@pytest.mark.parametrize("lines", [1, BLOCK])
+def test_fields_of_json_lines_that_come_late_are_there(tmp_path: Path, lines: int) -> None:
+    """At the top and within others, copied, or an optional input."""
+    late = '{"x": 2.5, "o": 3, "in": {"a": 1, "b": [{"c": null}]}, "w": "new"}\n{"in": {"b": [{"c": true}]}}\n'
+    (tmp_path / "a.jsonl").write_text('{"x": 1, "in": {"a": null}}\n' * lines + late)
+    model = model_of([tensor("x", "FP64", 1), tensor("o", "INT64", 1, optional=True)])
+
+    found = rows(tmp_path, model, passthrough=("*",))
+
+    assert found[0] == {"x": 1.0, "in": {"a": None, "b": None}, "o": None, "w": None}
+    assert found[lines:] == [
+        {"x": 2.5, "in": {"a": 1, "b": [{"c": None}]}, "o": 3, "w": "new"},
+        {"x": None, "in": {"a": None, "b": [{"c": True}]}, "o": None, "w": None},
+    ]
+
+
+@pytest.mark.parametrize("lines", [1, BLOCK])
+def test_a_text_of_json_lines_is_a_text(tmp_path: Path, lines: int) -> None:
+    """Also where it looks like a date, and later ones do not."""
+    (tmp_path / "a.jsonl").write_text('{"x": "2020-01-01", "l": ["2020-01-01"]}\n' * lines + '{"x": "", "l": ["-"]}\n')
+
+    found = rows(tmp_path, TEXT)
+
+    assert found == [{"x": "2020-01-01", "l": ["2020-01-01"]}] * lines + [{"x": "", "l": ["-"]}]
+
+
+@pytest.mark.parametrize("lines", [1, BLOCK])
+def test_a_field_of_json_lines_with_several_kinds_of_values_is_named(tmp_path: Path, lines: int) -> None:
+    """Wherever they are, by planning at the latest."""
+    (tmp_path / "a.jsonl").write_text('{"x": 1, "n": {"m": 1}}\n' * lines + '{"x": 1, "n": {"m": "one"}}\n')
+
+    with pytest.raises(InvalidRequest, match=r"'file://.*/a.jsonl' can't be read as jsonl.*\bm\b"):
+        planned(tmp_path, WHOLE)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_json_lines_are_cut_at_their_ends(tmp_path: Path, end: str) -> None:
+    """Of any kind, between blank ones, with characters of several bytes, and without one at the end of the file."""
+    values = [f"é{number}" for number in range(3 * BLOCK)]
+    (tmp_path / "a.jsonl").write_bytes(
+        (end * BLOCK + end.join(f'{{"x": "{v}"}}{end}' for v in values)).rstrip().encode()
+    )
+
+    assert [row["x"] for row in rows(tmp_path, TEXT)] == values
+
+
+def test_a_csv_row_may_go_beyond_the_first_block(tmp_path: Path) -> None:
+    """With line ends in quotes, and with characters of several bytes where the block ends."""
+    text = "é\n" * (BLOCK // 4) + "é"
+    (tmp_path / "a.csv").write_text("id,x\n" + f'1,"{text}"\n' * 9)
+
+    assert rows(tmp_path, TEXT) == [{"id": 1, "x": text}] * 9
+
+
+def test_a_line_longer_than_a_block_is_named(tmp_path: Path) -> None:
+    """A worker could not read it."""
+    (tmp_path / "a.jsonl").write_text(f'{{"x": "{"a" * 3 * BLOCK}"}}\n')
+
+    with pytest.raises(InvalidRequest, match=f"a line is longer than {BLOCK} bytes"):
+        planned(tmp_path, TEXT)
+
+
+def test_types_follow_from_what_a_column_is_for() -> None:
+    """Of inputs, the key, and of neither where uses differ."""
+    inputs = [tensor(name, kind, 1) for name, kind in (("a", "BYTES"), ("b", "FP16"), ("c", "BOOL"), ("d", "INT8"))]
+    model = model_of([*inputs, tensor("e", "FP32", 2)])
+
+    types = text_types(job_of({"e": ("d", "k"), "b": "f"}, key="id"), model)
+
+    assert types.wanted == {
+        "a": pa.string(),
+        "f": pa.float64(),
+        "c": pa.bool_(),
+        "d": None,
+        "k": pa.float64(),
+        "id": pa.string(),
+    }

@@ -1,0 +1,448 @@
+"""The gateway's view of the models, and what `models sync` makes of a repository."""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from qinfer.core.settings import LimitSettings, RepositorySettings
+from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError, SettingsError
+from qinfer.jobs.queue.records import bulk_lanes
+from qinfer.models.catalog import Catalog
+from qinfer.models.readiness import Capacity
+from qinfer.models.repository.open import open_repositories
+from qinfer.models.state import Desired, Speed, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.store import RedisControlStore
+from qinfer.models.sync import SyncedModel, start, sync
+from qinfer.queue.base import Lane
+from qinfer.queue.redis import RedisDelivery
+from tests.support.servers.servers import Database
+
+CONFIG = """
+backend: "onnxruntime"
+version_policy { all { } }
+input { name: "x" data_type: TYPE_FP32 dims: 4 }
+output { name: "y" data_type: TYPE_FP32 dims: 4 }
+"""
+TTL_S = 60.0
+
+
+class Stack:
+    """A repository on disk, a store, and a catalog."""
+
+    def __init__(self, path: Path, store: RedisControlStore, delivery: RedisDelivery) -> None:
+        self.path = path
+        self.repository = open_repositories(RepositorySettings(path=str(path), autocomplete=False))
+        self.store, self.delivery = store, delivery
+        self.catalog = Catalog(self.store, LimitSettings())
+
+    def write(self, name: str, *versions: int, config: str = CONFIG) -> None:
+        for version in versions:
+            (self.path / name / str(version)).mkdir(parents=True, exist_ok=True)
+        (self.path / name).mkdir(exist_ok=True)
+        (self.path / name / "config.pbtxt").write_text(config)
+
+    async def sync(self) -> dict[str, SyncedModel]:
+        return {model.model: model for model in await sync(self.repository, self.store, self.delivery)}
+
+    async def load(self, model: str, *versions: int, state: State = State.READY, worker: str = "w") -> None:
+        """Pretends that a worker has the versions, at the generation desired."""
+        generation = (await self.store.desired())[model].generation
+        states = {version: VersionState(state, generation) for version in versions}
+        await self.store.heartbeat(WorkerRecord(id=worker, started_at=0.0, models={model: states}), TTL_S)
+        await self.catalog.refresh()
+
+
+@pytest.fixture
+def stack(tmp_path: Path, store: RedisControlStore, delivery: RedisDelivery) -> Stack:
+    return Stack(tmp_path, store, delivery)
+
+
+def refusal(catalog: Catalog, model: str, version: int) -> QinferError:
+    with pytest.raises(QinferError) as caught:
+        catalog.resolve(model, version)
+    return caught.value
+
+
+async def test_a_ready_version_is_resolved(stack: Stack) -> None:
+    """By its number, with what a request needs to be sent."""
+    stack.write("m", 1)
+    generation = (await stack.sync())["m"].generation
+    await stack.load("m", 1)
+
+    served = stack.catalog.resolve("m", 1)
+
+    assert (served.version, served.generation, served.lane) == (1, generation, Lane("m", 1, "p1"))
+    assert served.spec.inputs[0].name == "x"
+    assert stack.catalog.is_server_ready()
+
+
+async def test_without_a_version_the_highest_ready_one_answers(stack: Stack) -> None:
+    """Not the highest that exists."""
+    stack.write("m", 1, 2, 10)
+    await stack.sync()
+    await stack.load("m", 1, 2)
+
+    assert stack.catalog.resolve("m", 0).version == 2
+    assert stack.catalog.ready_versions("m") == (1, 2)
+    assert stack.catalog.readiness() == {("m", 1): True, ("m", 2): True, ("m", 10): False}
+    assert not stack.catalog.is_server_ready()
+
+
+@pytest.mark.parametrize(
+    ("model", "version", "error", "text"),
+    [
+        ("x", 0, ModelNotFound, "Request for unknown model: 'x' is not found"),
+        ("x", 3, ModelNotFound, "Request for unknown model: 'x' version 3 is not found"),
+        ("m", 3, ModelNotFound, "Request for unknown model: 'm' version 3 is not found"),
+        ("m", 1, ModelNotReady, "Request for unknown model: 'm' version 1 is not at ready state"),
+        ("m", 0, ModelNotFound, "Request for unknown model: 'm' has no available versions"),
+    ],
+)
+async def test_refusals_are_tritons(
+    stack: Stack, model: str, version: int, error: type[QinferError], text: str
+) -> None:
+    """Class and text of reference §1.3."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1, state=State.LOADING)
+
+    caught = refusal(stack.catalog, model, version)
+
+    assert type(caught) is error
+    assert caught.message == text
+
+
+async def test_the_configuration_is_shown_of_what_can_be_asked(stack: Stack) -> None:
+    """GET …/config of a version that is not READY is refused as its requests are."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    with pytest.raises(ModelNotReady):
+        stack.catalog.config_json("m", 1)
+
+    await stack.load("m", 1)
+
+    assert '"name":"m"' in stack.catalog.config_json("m", 0)
+
+
+async def test_a_retired_worker_takes_its_models_with_it(stack: Stack) -> None:
+    """At the next refresh."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+
+    await stack.store.retire("w")
+    await stack.catalog.refresh()
+
+    assert isinstance(refusal(stack.catalog, "m", 1), ModelNotReady)
+
+
+async def test_a_reload_keeps_the_old_spec_until_the_new_generation_is_loaded(stack: Stack) -> None:
+    """Requests are checked against what is loaded."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+
+    stack.write("m", 1, config=CONFIG.replace('"x"', '"z"'))
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    assert stack.catalog.resolve("m", 1).spec.inputs[0].name == "x"
+
+    await stack.load("m", 1)
+
+    assert stack.catalog.resolve("m", 1).spec.inputs[0].name == "z"
+
+
+async def test_a_fresh_gateway_stamps_the_generation_of_the_spec_it_has(stack: Stack) -> None:
+    """A worker that has not loaded it yet sees that, and checks the request again."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+    stack.write("m", 1, config=CONFIG.replace('"x"', '"z"'))
+    newest = (await stack.sync())["m"].generation
+
+    fresh = Catalog(stack.store, LimitSettings())
+    await fresh.refresh()
+
+    served = fresh.resolve("m", 1)
+    assert (served.spec.inputs[0].name, served.generation) == ("z", newest)
+
+
+async def test_what_is_served_stays_when_its_new_configuration_can_not_be_used(stack: Stack) -> None:
+    """A runtime completes a configuration after it is stored: when that fails, workers serve the old one on."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+    good = await stack.store.model("m")
+    assert good is not None
+
+    await stack.store.put_model(
+        msgspec.structs.replace(good, generation=good.generation + 1, config="", error="no such module")
+    )
+    await stack.catalog.refresh()
+
+    assert stack.catalog.resolve("m", 1).generation == good.generation
+    assert stack.catalog.config_json("m", 1) == good.config
+    assert stack.catalog.lanes("m", 1) == (Lane("m", 1),)
+
+
+class Hasty(RedisControlStore):
+    """A store in which a model is reloaded at the moment at which its configurations have been read."""
+
+    reload: StoredModel | None = None
+
+    async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
+        read = await super().models(names)
+        if self.reload is not None:
+            await self.put_model(self.reload)
+            states = {1: VersionState(State.READY, self.reload.generation)}
+            await self.heartbeat(WorkerRecord(id="w", started_at=0.0, models={self.reload.model: states}), TTL_S)
+        return read
+
+
+async def test_a_reload_while_the_store_is_read_makes_no_gap(database: Database, stack: Stack) -> None:
+    """Workers must not be seen ahead of the configuration that they have."""
+    stack.store = store = database.store(Hasty)
+    stack.catalog = Catalog(store, LimitSettings())
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+    good = await store.model("m")
+    assert good is not None
+
+    store.reload = msgspec.structs.replace(good, generation=good.generation + 1)
+    await stack.catalog.refresh()
+
+    assert stack.catalog.resolve("m", 1).version == 1
+
+
+async def test_before_the_first_refresh_nothing_is_ready(stack: Stack) -> None:
+    """A gateway that has seen nothing yet must get no traffic."""
+    assert not stack.catalog.is_server_ready()
+
+    await stack.catalog.refresh()
+
+    assert stack.catalog.is_server_ready()
+
+
+async def test_a_bad_model_is_known_and_makes_the_server_not_ready(stack: Stack) -> None:
+    """Its error is kept, and the other model is served."""
+    stack.write("bad", 1, config="max_batch: 1")
+    stack.write("m", 1)
+    synced = await stack.sync()
+    await stack.load("m", 1)
+
+    assert "line 1" in synced["bad"].error
+    assert stack.catalog.known() == ("bad", "m")
+    assert "line 1" in stack.catalog.status("bad").error
+    assert not stack.catalog.is_server_ready()
+    assert stack.catalog.resolve("m", 1).version == 1
+
+
+class Absent(RedisControlStore):
+    """A store that goes away and comes back, and says when it was asked."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        self.is_away = False
+        self.asked = asyncio.Event()
+
+    async def desired(self) -> dict[str, Desired]:
+        self.asked.set()
+        if self.is_away:
+            raise BrokerUnavailable("gone")
+        return await super().desired()
+
+
+async def test_the_last_view_serves_while_the_store_is_away(
+    database: Database, stack: Stack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`run` survives it, and says so once."""
+    store = database.store(Absent)
+    stack.store, stack.catalog = store, Catalog(store, LimitSettings())
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.load("m", 1)
+    store.is_away = True
+    store.asked.clear()
+
+    with caplog.at_level(logging.WARNING):
+        task = asyncio.create_task(stack.catalog.run())
+        await store.wake()
+        await store.asked.wait()
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+    assert stack.catalog.resolve("m", 1).version == 1
+    assert [r.message for r in caplog.records] == ["control store unreachable, serving the last view"]
+
+
+async def test_changes_are_logged_once(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """Not at every refresh."""
+    stack.write("m", 1)
+    await stack.sync()
+    with caplog.at_level(logging.INFO, "qinfer.models.catalog"):
+        await stack.load("m", 1)
+        await stack.catalog.refresh()
+        await stack.catalog.refresh()
+
+    assert [r.message for r in caplog.records] == ["model version state"]
+
+
+@pytest.mark.parametrize(("asked", "version"), [(0, 2), (1, 1), (2, 2)])
+async def test_what_may_wait_is_accepted_without_a_worker(stack: Stack, asked: int, version: int) -> None:
+    """Version 0 is the highest that can be loaded, until one is READY."""
+    stack.write("m", 1, 2)
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    served = stack.catalog.accepting("m", asked)
+
+    assert (served.version, served.lane) == (version, Lane("m", version))
+    assert isinstance(refusal(stack.catalog, "m", 1), ModelNotReady)
+
+    await stack.load("m", 1)
+
+    assert stack.catalog.accepting("m", 0).version == 1
+
+
+async def test_what_nobody_can_load_accepts_nothing(stack: Stack) -> None:
+    """A request would wait for ever."""
+    stack.write("m", 1)
+    stack.write("bad", 1, config="max_batch: 1")
+    await stack.sync()
+    await stack.load("m", 1, state=State.UNAVAILABLE)
+
+    with pytest.raises(ModelNotReady, match="Request for unknown model: 'm' version 1 is not at ready state"):
+        stack.catalog.accepting("m", 1)
+    with pytest.raises(ModelNotFound, match="Request for unknown model: 'bad' has no available versions"):
+        stack.catalog.accepting("bad", 0)
+    with pytest.raises(ModelNotFound, match="Request for unknown model: 'x' is not found"):
+        stack.catalog.accepting("x", 0)
+
+
+async def test_speeds_of_live_workers_add_up(stack: Stack) -> None:
+    """What a worker has not READY, or has not measured, makes no capacity."""
+    stack.write("m", 1)
+    generation = (await stack.sync())["m"].generation
+    ready, loading = ({"m": {1: VersionState(state, generation)}} for state in (State.READY, State.LOADING))
+    for worker_id, models, rps in (("a", ready, 10.0), ("b", ready, 5.0), ("c", loading, 7.0)):
+        record = WorkerRecord(id=worker_id, started_at=0.0, models=models, speeds={"m": {1: rps}})
+        await stack.store.heartbeat(record, TTL_S)
+    await stack.catalog.refresh()
+    known = stack.catalog.capacity("m", 1)
+
+    await stack.store.heartbeat(WorkerRecord(id="d", started_at=0.0, models=ready), TTL_S)
+    await stack.catalog.refresh()
+
+    assert known == Capacity(15.0, 0.0, 2)
+    assert stack.catalog.capacity("m", 1) == Capacity(0.0, 0.0, 3)
+    assert stack.catalog.capacity("unknown", 1) == Capacity()
+
+
+@pytest.mark.parametrize(("load_s", "start_s"), [(12.0, 12.0), (0.0, LimitSettings().cold_start_s)])
+async def test_without_a_worker_the_last_speed_counts(stack: Stack, load_s: float, start_s: float) -> None:
+    """And the time that a load took, or is assumed to take."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.store.put_speed("m", 1, Speed(10.0, load_s))
+    await stack.catalog.refresh()
+
+    assert stack.catalog.capacity("m", 1) == Capacity(10.0, start_s, 0)
+
+
+async def test_sync_is_idempotent(stack: Stack) -> None:
+    """The same repository changes nothing the second time, and wakes nobody."""
+    stack.write("m", 1)
+
+    first, second = await stack.sync(), await stack.sync()
+
+    assert first["m"].changed
+    assert not second["m"].changed
+    assert first["m"].generation == second["m"].generation
+
+
+async def test_a_changed_file_raises_the_generation(stack: Stack) -> None:
+    """So that workers load it again."""
+    stack.write("m", 1)
+    first = await stack.sync()
+
+    (stack.path / "m" / "1" / "weights.bin").write_bytes(b"1234")
+    second = await stack.sync()
+
+    assert second["m"].changed
+    assert second["m"].generation > first["m"].generation
+
+
+async def test_an_empty_repository_unloads_nothing_unasked(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """Mostly it is one that is not mounted: a sync says so, a gateway that joins others leaves what they serve."""
+    stack.write("m", 1)
+    await stack.sync()
+    shutil.rmtree(stack.path / "m")
+
+    with pytest.raises(SettingsError, match=r"no model, and 1 are to be served \(m\).*--may-empty"):
+        await sync(stack.repository, stack.store, stack.delivery, may_empty=False)
+    assert await start(stack.repository, stack.store, stack.delivery, RepositorySettings()) == []
+    assert "models left as they were" in caplog.messages
+    assert (await stack.store.desired())["m"].load
+
+    again = await start(stack.repository, stack.store, stack.delivery, RepositorySettings(), again=True)
+    assert [(model.model, model.removed) for model in again] == [("m", True)]
+    assert not (await stack.store.desired())["m"].load
+    assert await sync(stack.repository, stack.store, stack.delivery, may_empty=False) == []  # nothing is served now
+
+
+async def test_a_model_that_is_gone_is_forgotten(stack: Stack) -> None:
+    """And one that comes back has a newer generation than before."""
+    stack.write("m", 1)
+    first = await stack.sync()
+    (stack.path / "m").rename(stack.path / ".m")
+
+    gone = await stack.sync()
+    (stack.path / ".m").rename(stack.path / "m")
+    back = await stack.sync()
+
+    assert gone["m"].removed
+    assert back["m"].generation > first["m"].generation
+
+
+async def test_lanes_exist_before_a_model_is_desired(database: Database, stack: Stack) -> None:
+    """An admitted request always has a queue."""
+    stack.write("m", 1)
+    ensured: list[Lane] = []
+
+    class Spy(RedisDelivery):
+        async def ensure(self, lanes: Sequence[Lane]) -> None:
+            assert await stack.store.desired() == {}
+            ensured.extend(lanes)
+
+    await sync(stack.repository, stack.store, await database.delivery(Spy))
+
+    assert ensured == [Lane("m", 1, "p1"), *bulk_lanes("m", 1)]
+
+
+async def test_every_level_has_its_lanes(stack: Stack) -> None:
+    """They are made by the sync, known to the catalog, and where requests go."""
+    policy = "priority_queue_policy { key: 1 value { timeout_action: DELAY default_timeout_microseconds: 9 } }"
+    levels = f"dynamic_batching {{ priority_levels: 2 default_priority_level: 2 {policy} }}"
+    stack.write("m", 1, config=f"{CONFIG} max_batch_size: 8 {levels}")
+    stack.write("free", 1, config=f'{CONFIG} parameters {{ key: "qinfer.min_workers" value {{ string_value: "0" }} }}')
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    lanes = stack.catalog.lanes("m", 1)
+
+    assert [lane.name for lane in lanes] == ["p1", "p1.delayed", "p2"]
+    assert await stack.delivery.depth(lanes) == [0, 0, 0]
+    assert stack.catalog.accepting("m", 0).lane == Lane("m", 1, "p2")
+    assert stack.catalog.lanes("unknown", 1) == (Lane("unknown", 1),)
+    assert stack.catalog.resolve("free", 1).version == 1

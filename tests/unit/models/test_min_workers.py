@@ -1,0 +1,106 @@
+"""`repository.min_workers`: what a model needs whose configuration does not say."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from qinfer.core.settings import RepositorySettings
+from qinfer.models.completion import Completion, put_completion
+from qinfer.models.config.config import normalise, parse, to_json
+from qinfer.models.control import ModelControl
+from qinfer.models.repository.base import RepositoryModel
+from qinfer.models.store import RedisControlStore
+from qinfer.models.sync import start, sync
+from qinfer.queue.redis import RedisDelivery
+from qinfer_api.repository_watch import RepositoryWatch
+
+CONFIG = """
+backend: "stub"
+input { name: "x" data_type: TYPE_FP32 dims: 2 }
+output { name: "y" data_type: TYPE_FP32 dims: 2 }
+"""
+SAYS_ONE = CONFIG + 'parameters { key: "qinfer.min_workers" value { string_value: "1" } }'
+ASLEEP = RepositorySettings(control_mode="explicit", load_models=("*",), min_workers=0)
+
+
+def model(name: str, config: str = CONFIG, pending: str = "") -> RepositoryModel:
+    return RepositoryModel(name=name, config=normalise(parse(config), name), versions=(1,), pending=pending)
+
+
+class Source:
+    """Two models; one says what it needs."""
+
+    def __init__(self, *models: RepositoryModel) -> None:
+        self.models = models
+
+    def names(self) -> list[str]:
+        return [one.name for one in self.models]
+
+    def scan(self) -> list[RepositoryModel]:
+        return list(self.models)
+
+    def read(self, name: str, override: str = "", location: str = "") -> RepositoryModel:
+        return next(one for one in self.models if one.name == name)
+
+    def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
+        raise NotImplementedError
+
+    def drop_files(self, location: str) -> None:
+        raise NotImplementedError
+
+
+class Scene:
+    """An empty store, before a repository."""
+
+    def __init__(self, store: RedisControlStore, delivery: RedisDelivery) -> None:
+        self.source = Source(model("quiet"), model("says", SAYS_ONE))
+        self.store, self.delivery = store, delivery
+
+    async def needs(self) -> dict[str, int]:
+        stored = await self.store.models(["quiet", "says"])
+        return {name: one.min_workers for name, one in stored.items()}
+
+
+@pytest.fixture
+def scene(store: RedisControlStore, delivery: RedisDelivery) -> Scene:
+    return Scene(store, delivery)
+
+
+async def test_everyone_who_writes_a_model_writes_it(scene: Scene) -> None:
+    """A start in each mode, a sync, a look in mode `poll`, a load: all the same, or they would undo each other."""
+    await start(scene.source, scene.store, scene.delivery, ASLEEP)
+    assert await scene.needs() == {"quiet": 0, "says": 1}
+
+    again = await start(scene.source, scene.store, scene.delivery, ASLEEP.model_copy(update={"control_mode": "none"}))
+    synced = await sync(scene.source, scene.store, scene.delivery, min_workers=0)
+    await RepositoryWatch(scene.source, scene.store, scene.delivery, 1.0, 0).look()
+    before = await scene.store.desired()
+
+    async def refresh() -> None: ...
+
+    await ModelControl(scene.source, scene.store, scene.delivery, ASLEEP, refresh).load("quiet")
+
+    assert not any(one.changed for one in (*again, *synced))
+    assert await scene.store.desired() == before
+    assert await scene.needs() == {"quiet": 0, "says": 1}
+
+
+async def test_one_worker_is_the_default(scene: Scene) -> None:
+    """A model is ready when a worker has it."""
+    await start(scene.source, scene.store, scene.delivery, RepositorySettings())
+
+    assert await scene.needs() == {"quiet": 1, "says": 1}
+
+
+@pytest.mark.parametrize(("config", "needs"), [(CONFIG, 0), (SAYS_ONE, 1)])
+async def test_a_worker_that_completes_a_configuration_keeps_it(scene: Scene, config: str, needs: int) -> None:
+    """The worker has no such setting: what the gateway wrote holds, unless the completed configuration says more."""
+    scene.source.models = (model("quiet", pending="python"), model("says"))
+    await sync(scene.source, scene.store, scene.delivery, min_workers=0)
+    pending = await scene.store.model("quiet")
+    assert pending is not None
+    assert pending.pending
+
+    await put_completion(pending, Completion(config=to_json(normalise(parse(config), "quiet"))), scene.store)
+
+    assert (await scene.needs())["quiet"] == needs

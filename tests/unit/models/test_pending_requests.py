@@ -1,0 +1,164 @@
+"""The table of pending requests: deadlines, removal, and following one attempt."""
+
+from collections.abc import Callable
+from typing import cast
+
+from qinfer.core.messages import Response
+from qinfer.queue.base import Delivery
+from qinfer.submission.pending import Pending, PendingRequests
+
+
+class Clock:
+    """A clock with timers that fire when it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.timers: list[Timer] = []
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> "Timer":
+        timer = Timer(self.now_s + delay_s, callback)
+        self.timers.append(timer)
+        return timer
+
+    def move_to(self, now_s: float) -> None:
+        self.now_s = now_s
+        due = [t for t in self.timers if t.at_s <= now_s and not t.cancelled]
+        self.timers = [t for t in self.timers if t not in due and not t.cancelled]
+        for timer in due:
+            timer.callback()
+
+
+class Timer:
+    def __init__(self, at_s: float, callback: Callable[[], None]) -> None:
+        self.at_s = at_s
+        self.callback = callback
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Ignore:
+    def deliver(self, response: Response) -> None:
+        raise AssertionError("the table hands requests back, it does not deliver")
+
+
+def pending(request_id: str) -> Pending:
+    return Pending(request_id, "", "m", 1, Ignore(), 0.0)
+
+
+def table() -> tuple[PendingRequests, Clock, list[str]]:
+    clock, expired = Clock(), list[str]()
+
+    def answered(request: Pending, response: Response) -> None:
+        raise AssertionError("nothing is received")
+
+    def failed(request: Pending, error: Exception) -> None:
+        expired.append(request.request_id)
+
+    return PendingRequests(cast(Delivery, None), clock, clock.call_later, answered, failed), clock, expired
+
+
+def test_a_request_expires_after_its_deadline_and_not_before() -> None:
+    """A deadline fires at most one bucket late and never early."""
+    sinks, clock, expired = table()
+    sinks.add(pending("a"), 1000.505)
+
+    clock.move_to(1000.504)
+    early = list(expired)
+    clock.move_to(1000.5151)
+
+    assert (early, expired, len(sinks)) == ([], ["a"], 0)
+
+
+def test_a_timer_that_fires_a_little_early_is_set_again() -> None:
+    """A loop may call back before the clock shows the time: the request must still expire."""
+    sinks, clock, expired = table()
+    sinks.add(pending("a"), 1000.505)
+    clock.now_s = 1000.5
+
+    (timer,) = clock.timers
+    timer.callback()
+    clock.move_to(1000.6)
+
+    assert expired == ["a"]
+
+
+def test_an_earlier_deadline_moves_the_timer() -> None:
+    """The timer is always that of the earliest bucket, and only one is set."""
+    sinks, clock, expired = table()
+    sinks.add(pending("late"), 1060.0)
+    sinks.add(pending("soon"), 1001.0)
+
+    live = [t for t in clock.timers if not t.cancelled]
+    clock.move_to(1001.02)
+
+    assert len(live) == 1
+    assert expired == ["soon"]
+    clock.move_to(1060.02)
+    assert expired == ["soon", "late"]
+
+
+def test_a_removed_request_does_not_expire() -> None:
+    """Removing is cancelling."""
+    sinks, clock, expired = table()
+    item = pending("a")
+    sinks.add(item, 1000.5)
+
+    removed = sinks.remove(item)
+    clock.move_to(1002.0)
+
+    assert (removed, expired, len(sinks)) == (True, [], 0)
+    assert not sinks.remove(item)
+
+
+def test_thousands_of_requests_need_one_timer() -> None:
+    """Many requests within a bucket share its timer, and many buckets set only the first."""
+    sinks, clock, expired = table()
+    for number in range(10_000):
+        sinks.add(pending(str(number)), 1001.0 + number / 1000)
+
+    assert len([t for t in clock.timers if not t.cancelled]) == 1
+    clock.move_to(1012.0)
+    assert len(expired) == 10_000
+
+
+def test_the_final_response_takes_the_request_out() -> None:
+    """Responses before the final one leave it there."""
+    sinks, _, _ = table()
+    item = pending("a")
+    sinks.add(item, 1001.0)
+
+    first = sinks.take(Response(request_id="a", index=0, final=False))
+    last = sinks.take(Response(request_id="a", index=1, final=True))
+    again = sinks.take(Response(request_id="a", index=1, final=True))
+
+    assert (first, last, again) == (item, item, None)
+
+
+def test_one_attempt_is_followed() -> None:
+    """Responses of another execution of the same request are dropped."""
+    sinks, _, _ = table()
+    item = pending("a")
+    sinks.add(item, 1001.0)
+
+    sinks.take(Response(request_id="a", attempt=2, final=False))
+    other = sinks.take(Response(request_id="a", attempt=1, final=True))
+
+    assert other is None
+    assert len(sinks) == 1
+
+
+def test_clear_hands_everyone_back_and_unsets_the_timer() -> None:
+    """What is cleared can neither expire nor be answered."""
+    sinks, clock, expired = table()
+    sinks.add(pending("a"), 1001.0)
+
+    everyone = sinks.clear()
+    clock.move_to(1002.0)
+
+    assert [p.request_id for p in everyone] == ["a"]
+    assert expired == []

@@ -1,0 +1,83 @@
+"""How a request is made ready for the queue: its stamps, its layout, its lane and limit."""
+
+import pytest
+
+from qinfer.core.messages import InferRequest
+from qinfer.models.catalog import Served
+from qinfer.models.routes import Routes
+from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
+from qinfer.queue.base import Lane
+from qinfer.queue.request_records import Address
+from qinfer.submission.submit import Stamped, prepare
+from qinfer.tensors import Tensor
+from qinfer.wire.frame import PayloadApart, decode_request
+
+POLICY = QueuePolicy(max_queue_size=30, timeout_s=5.0, allow_override=True)
+
+
+def served(batching: BatchingSpec | None = None, lane_capacity: int = 50) -> Served:
+    spec = ModelSpec(name="m", backend="stub", inputs=(), outputs=(), batching=batching, lane_capacity=lane_capacity)
+    routes = Routes(spec, 3)
+    return Served(spec=spec, version=3, generation=7, lane=routes.default.lane, routes=routes)
+
+
+def request(size: int = 8, **changes: object) -> InferRequest:
+    inputs = (Tensor("x", "UINT8", (size,), bytes(size)),)
+    return InferRequest(**{"model": "m", "inputs": inputs, "reply_to": "reply:g", **changes})  # type: ignore[arg-type]  # any of its fields
+
+
+def stamped(of: InferRequest, by: Served, max_waiting: int = 0, inline_max_bytes: int = 100) -> Stamped:
+    return prepare(
+        of,
+        by,
+        address=Address("m", 2, "r1"),
+        timeout_s=60.0,
+        inline_max_bytes=inline_max_bytes,
+        tenant="t",
+        trace="00-1",
+        max_waiting=max_waiting,
+    )
+
+
+def test_the_frame_tells_whose_it_is_and_until_when() -> None:
+    """Everything that a worker needs; nobody waits at a reply address."""
+    lane, frame, payload, limit = stamped(request(client_id="mine"), served())
+
+    found = decode_request(frame)
+    assert (lane, payload, limit) == (Lane("m", 3), b"", 50)
+    assert (found.id, found.partition, found.version, found.timeout_s) == ("r1", 2, 3, 60.0)
+    assert (found.client_id, found.tenant, found.trace, found.reply_to) == ("mine", "t", "00-1", "")
+    assert bytes(found.inputs[0].data) == bytes(8)
+
+
+def test_large_tensors_travel_beside_the_frame() -> None:
+    """The frame says so; a byte less, and they are in it."""
+    _, frame, payload, _ = stamped(request(9), served(), inline_max_bytes=8)
+
+    assert len(payload) >= 9
+    with pytest.raises(PayloadApart):
+        decode_request(frame)
+    assert stamped(request(8), served(), inline_max_bytes=8).payload == b""
+
+
+def test_its_priority_says_where_it_waits_and_how_long() -> None:
+    """The policy of the level, which a request may shorten only where it is allowed."""
+    by = served(BatchingSpec(preferred_sizes=(8,), priority_levels=2, default_priority=2, policies={1: POLICY}))
+
+    first = stamped(request(priority=1, timeout_s=2.0), by)
+    second = stamped(request(priority=2, timeout_s=2.0), by)
+
+    assert (first.lane.name, decode_request(first.frame).queue_timeout_s) == ("p1", 2.0)
+    assert (second.lane.name, decode_request(second.frame).queue_timeout_s) == ("p2", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "max_waiting", "limit"),
+    [(QueuePolicy(), 0, 50), (POLICY, 0, 30), (POLICY, 20, 20), (QueuePolicy(), 60, 50)],
+    ids=["capacity", "policy", "caller", "capacity below the caller"],
+)
+def test_the_lowest_limit_counts(policy: QueuePolicy, max_waiting: int, limit: int) -> None:
+    """Of those that are set."""
+    by = served(BatchingSpec(preferred_sizes=(8,), default_policy=policy))
+
+    assert stamped(request(), by, max_waiting).limit == limit

@@ -1,0 +1,158 @@
+"""Requests that are alike: what they share is laid out once, and nothing else is taken for it."""
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from qinfer.core.messages import IdFactory, InferRequest, Scalar, Sequence
+from qinfer.errors import PayloadTooLarge
+from qinfer.queue.base import Lane
+from qinfer.submission import submit as submission
+from qinfer.submission.submit import Layouts, kind_of
+from qinfer.tensors import Tensor, pack_bytes
+from qinfer.wire.frame import decode_request, encode_request
+
+LANE = Lane("m", 3, partition=1)
+IDS = IdFactory()
+
+
+def request(*sizes: int, **changes: Any) -> InferRequest:
+    """A stamped request with inputs of so many bytes."""
+    inputs = tuple(Tensor(f"x{n}", "UINT8", (1, size), bytes([n + 1]) * size) for n, size in enumerate(sizes))
+    fields = {"version": 3, "timeout_s": 2.0, "reply_to": "reply:me", "partition": 1, "generation": 5, **changes}
+    return InferRequest(model="m", inputs=fields.pop("inputs", inputs), id=IDS.request_id("m", 1), **fields)
+
+
+def kind(one: InferRequest, *, lane: Lane = LANE, generation: int = 5, tenant: str = "") -> submission.Kind | None:
+    return kind_of(one, lane, generation, tenant)
+
+
+def test_what_is_alike_has_the_same_kind() -> None:
+    """Ids and elements don't count."""
+    first, second = request(4, 2), request(4, 2)
+    second.inputs = tuple(msgspec.structs.replace(tensor, data=bytes(len(tensor.data))) for tensor in second.inputs)
+
+    assert kind(first) == kind(second) is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"outputs": ("y",)},
+        {"inputs": (Tensor("x1", "UINT8", (1, 4), bytes(4)),)},
+        {"inputs": (Tensor("x0", "INT8", (1, 4), bytes(4)),)},
+        {"inputs": (Tensor("x0", "UINT8", (4, 1), bytes(4)),)},
+        {"inputs": (Tensor("x0", "UINT8", (1, 4), bytes(3)),)},
+        {"inputs": (Tensor("x0", "UINT8", (1, 4), bytes(4)), Tensor("x1", "UINT8", (1,), b"1"))},
+        {"inputs": ()},
+    ],
+)
+def test_what_a_frame_or_the_model_tells_apart_has_another_kind(changes: Mapping[str, Any]) -> None:
+    """A name, a datatype, a shape, a size, one more."""
+    other = kind(request(4, **changes))
+
+    assert other is not None
+    assert other != kind(request(4))
+
+
+def test_a_lane_a_generation_and_a_tenant_count() -> None:
+    """The frame has them, or the check that is spared was another model's."""
+    one = request(4)
+    kinds = [kind(one), kind(one, lane=Lane("m", 4, partition=1)), kind(one, generation=6), kind(one, tenant="t")]
+
+    assert len(set(kinds)) == 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"client_id": "mine"},
+        {"parameters": {"a": 1}},
+        {"priority": 1},
+        {"sequence": Sequence(1)},
+        {"inputs": (Tensor("x0", "BYTES", (1, 1), pack_bytes([b"abc"])),)},
+        {"inputs": (Tensor("x0", "UINT8", (1,), b"1"), Tensor("x1", "BYTES", (1, 1), pack_bytes([b"abc"])))},
+    ],
+)
+def test_what_is_special_has_none(changes: Mapping[str, Any]) -> None:
+    """What differs from request to request, and bytes that have to be checked each time."""
+    assert kind(request(4, **changes)) is None
+
+
+def test_what_was_laid_out_is_known() -> None:
+    """Within its entry only: what is beside the stream is another thing each time."""
+    layouts = Layouts(inline_max_bytes=4)
+    small, large = request(4), request(5)
+    known, unknown = kind(small), kind(large)
+    assert known is not None
+    assert unknown is not None
+
+    assert layouts.lay_out(small, known) == (encode_request(small), None)
+    assert layouts.find(known) is None, "it may be the only one"
+    assert layouts.lay_out(small, known) == (encode_request(small), None)
+    for _ in range(2):
+        _, payload = layouts.lay_out(large, unknown)
+        assert payload is not None
+
+    assert layouts.find(unknown) is None
+    form = layouts.find(known)
+    assert form is not None
+    assert form.fill(small) == encode_request(small)
+
+
+def test_what_has_no_kind_is_not_remembered() -> None:
+    """It is laid out all the same."""
+    layouts = Layouts(inline_max_bytes=100)
+    one = request(4, client_id="mine")
+
+    assert layouts.lay_out(one, kind(one)) == (encode_request(one), None)
+
+
+def test_there_is_an_end_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose the shapes, as many as they like."""
+    monkeypatch.setattr(submission, "_MAX_KNOWN", 3)
+    layouts = Layouts(inline_max_bytes=100)
+    kinds = []
+    for size in range(4):
+        one = request(size)
+        found = kind(one)
+        assert found is not None
+        kinds.append(found)
+        layouts.lay_out(one, found)
+        layouts.lay_out(one, found)
+
+    assert [layouts.find(found) is not None for found in kinds] == [False, False, False, True]
+
+
+def test_what_is_too_large_without_its_tensors_is_refused() -> None:
+    """And not remembered."""
+    layouts = Layouts(inline_max_bytes=100)
+    parameters: dict[str, Scalar] = {"a": "b" * submission.MAX_HEAD_BYTES}
+    one = request(4, parameters=parameters)
+
+    for _ in range(2):
+        with pytest.raises(PayloadTooLarge, match="take 10"):
+            layouts.lay_out(one, ("some kind",))
+    assert layouts.find(("some kind",)) is None
+
+
+def test_elements_keep_their_own_bytes() -> None:
+    """Two that are alike and follow one another do not get one another's."""
+    layouts = Layouts(inline_max_bytes=100)
+    found = kind(request(8))
+    assert found is not None
+    layouts.lay_out(request(8), found)
+    layouts.lay_out(request(8), found)
+    form = layouts.find(found)
+    assert form is not None
+
+    frames = [
+        form.fill(request(inputs=(Tensor("x0", "UINT8", (1, 8), struct.pack("<Q", value)),))) for value in range(3)
+    ]
+
+    assert [bytes(decode_request(frame).inputs[0].data) for frame in frames] == [
+        struct.pack("<Q", value) for value in range(3)
+    ]

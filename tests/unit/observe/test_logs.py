@@ -1,0 +1,200 @@
+"""Log lines."""
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from qinfer.core.settings import LogSettings
+from qinfer.observe import logs
+from qinfer.observe.logs import Switches, configure
+
+logger = logging.getLogger("qinfer.test")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    for name in ("qinfer", "qinfer_api", "qinfer_workers"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    logging.getLogger("httpx").setLevel(logging.NOTSET)
+    logging.captureWarnings(False)
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    stream = io.StringIO()
+    configure(LogSettings(), "gateway", stream)
+    return stream
+
+
+def lines(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_is_one_json_object(stream: io.StringIO) -> None:
+    """Event, data, who and where; an event of several lines stays one."""
+    logger.info("model\nready", extra={"model": "m", "version": 1})
+
+    (line,) = lines(stream)
+
+    assert line.pop("at")
+    assert line == {
+        "level": "INFO",
+        "logger": "qinfer.test",
+        "event": "model\nready",
+        "process": "gateway",
+        "model": "m",
+        "version": 1,
+    }
+
+
+def test_the_time_is_the_records_own(stream: io.StringIO) -> None:
+    """In UTC, ISO 8601, with milliseconds: not the time of formatting."""
+    record = logger.makeRecord("qinfer.test", logging.INFO, "f", 1, "e", (), None)
+    record.created = 1_700_000_000.1239
+
+    logger.handle(record)
+
+    assert lines(stream)[0]["at"] == "2023-11-14T22:13:20.123Z"
+
+
+def test_an_exception_is_one_field(stream: io.StringIO) -> None:
+    """The traceback is inside the object."""
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        logger.exception("failed")
+
+    (line,) = lines(stream)
+
+    assert str(line["exception"]).endswith("ValueError: bad")
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, float("nan"), b"\xff", {object(): 1}, 2**80])
+def test_no_value_costs_the_line(stream: io.StringIO, value: object) -> None:
+    """What can't be JSON is shown as text."""
+    logger.info("e", extra={"value": value})
+
+    assert lines(stream)[0]["event"] == "e"
+
+
+def test_extra_fields_replace_no_field_of_the_line(stream: io.StringIO) -> None:
+    """A field named as one of the line's own is dropped."""
+    logger.info("e", extra={"event": "other", "level": "x"})
+
+    assert (lines(stream)[0]["event"], lines(stream)[0]["level"]) == ("e", "INFO")
+
+
+def test_warnings_and_uvicorn_come_out_once(stream: io.StringIO) -> None:
+    """In the same format, whatever handlers uvicorn had set."""
+    logging.getLogger("uvicorn").addHandler(logging.StreamHandler(stream))
+    configure(LogSettings(), "gateway", stream)
+
+    logging.getLogger("uvicorn.error").info("started")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.warn("old", UserWarning, stacklevel=1)
+
+    assert [line["logger"] for line in lines(stream)] == ["uvicorn.error", "py.warnings"]
+
+
+def test_the_level_is_kept() -> None:
+    """What is less severe is not written."""
+    stream = io.StringIO()
+    configure(LogSettings(level="WARNING"), "worker", stream)
+
+    logger.info("quiet")
+    logger.warning("loud")
+
+    assert [line["event"] for line in lines(stream)] == ["loud"]
+
+
+def test_text_is_for_people() -> None:
+    """Time, level, process, event and data on one line."""
+    stream = io.StringIO()
+    configure(LogSettings(format="text"), "worker", stream)
+
+    logger.info("model ready", extra={"model": "m"})
+
+    assert stream.getvalue().endswith(" INFO    worker: model ready model=m\n")
+
+
+@pytest.mark.parametrize(
+    ("switches", "logged"),
+    [
+        (Switches(), ["INFO", "WARNING", "ERROR", "CRITICAL"]),
+        (Switches(info=False), ["WARNING", "ERROR", "CRITICAL"]),
+        (Switches(warning=False), ["INFO", "ERROR", "CRITICAL"]),
+        (Switches(error=False), ["INFO", "WARNING"]),
+        (Switches(verbose_level=1), ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]),
+    ],
+)
+@pytest.mark.parametrize("level", ["DEBUG", "ERROR"])
+def test_levels_are_switched_each_by_itself(level: str, switches: Switches, logged: list[str]) -> None:
+    """While the process runs, whatever level it was started with."""
+    stream = io.StringIO()
+    configure(LogSettings.model_validate({"level": level}), "gateway", stream)
+
+    logs.apply(switches)
+    for number in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
+        logger.log(number, "event")
+
+    assert [line["level"] for line in lines(stream)] == logged
+
+
+def test_other_libraries_do_not_become_verbose(stream: io.StringIO) -> None:
+    """What they tell for debugging may hold what is secret."""
+    logs.apply(Switches(verbose_level=1))
+
+    logging.getLogger("botocore.auth").debug("CanonicalRequest: …")
+
+    assert lines(stream) == []
+
+
+def test_urls_are_not_logged_by_the_http_client(stream: io.StringIO) -> None:
+    """Webhooks, and files of tasks, have secrets in theirs."""
+    logging.getLogger("httpx").info("HTTP Request: GET https://files.example.org/a?signature=hidden")
+
+    assert lines(stream) == []
+
+
+def test_text_lines_may_have_the_date() -> None:
+    """Triton's log format ISO8601, and back."""
+    stream = io.StringIO()
+    configure(LogSettings(format="text"), "gateway", stream)
+
+    for iso8601 in (True, False):
+        logs.apply(Switches(iso8601=iso8601))
+        logger.info("event")
+    first, second = stream.getvalue().splitlines()
+
+    assert first.partition(" ")[0].endswith("Z")
+    assert "T" in first.partition(" ")[0]
+    assert second[2] == ":"
+
+
+def test_logging_that_is_somebody_elses_stays_as_it_is() -> None:
+    """A notebook that uses the library has its own."""
+    before = logging.getLogger("qinfer").level
+
+    logs.apply(Switches(verbose_level=1))
+
+    assert logging.getLogger("qinfer").level == before
+
+
+def test_what_a_process_starts_with() -> None:
+    """The switches of each level."""
+    started = {level: Switches.of(LogSettings.model_validate({"level": level})) for level in ("DEBUG", "INFO", "ERROR")}
+
+    assert started == {
+        "DEBUG": Switches(verbose_level=1),
+        "INFO": Switches(),
+        "ERROR": Switches(info=False, warning=False),
+    }

@@ -1,0 +1,367 @@
+"""The text of /metrics."""
+
+from itertools import pairwise
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from qinfer.bridge.metrics import BridgeCollector, RouteTally, RouteTotals
+from qinfer.errors import ErrorCode, InvalidRequest
+from qinfer.observe import catalogue
+from qinfer.observe.catalogue import MetricScope
+from qinfer.observe.devices import GpuUse
+from qinfer.observe.host import HostUse
+from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render, scopes_of
+from qinfer.observe.process_use import ProcessUse
+from qinfer.observe.stats import PublishTally, StatsTally, add
+from qinfer.observe.triton_metrics import Wanted
+
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+ROUTE = {"accepted": 5, "paused_ms": 1500, "refused:conflict": 3, "replied:succeeded": 2, "unroutable:sink": 1}
+M1 = (("model", "m"), ("version", "1"))
+OURS = (("model", "m"), ("process", "g"), ("version", "1"))
+
+
+def series(tally: GatewayTally, snapshot: Snapshot) -> Series:
+    """Parses the text as Prometheus does: (sample name, sorted labels) → value."""
+    families = text_string_to_metric_families(render(tally, snapshot).decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def busy() -> tuple[GatewayTally, Snapshot]:
+    tally = GatewayTally("g")
+    for seconds in (0.0001, 0.004, 0.2, 100.0):
+        tally.answered("m", 1, seconds)
+    tally.failed("m", 1, ErrorCode.QUEUE_FULL)
+    worker = StatsTally()
+    worker.executed(6, [1_000_000, 2_000_000, 70 * 10**9], 1_000_000, 8_000_000, 1_000_000)
+    worker.failed("inference_failed", 2)
+    worker.buried()
+    return tally, Snapshot(
+        stats={("m", 1): worker.drain(), ("idle", 2): {}},
+        depth={("m", 1, "p1"): 7},
+        ready={("m", 1): True, ("idle", 2): False},
+        workers={"w": WorkerLoad(device="cpu", executing=3)},
+    )
+
+
+def test_the_gateway_counts_answers_and_failures() -> None:
+    """Requests include failures; failures have their reason; durations are of answers with outputs."""
+    shown = series(*busy())
+
+    assert shown[catalogue.REQUESTS.name, OURS] == 5
+    assert shown[catalogue.REQUEST_FAILURES.name, (*OURS[:2], ("reason", "queue_full"), OURS[2])] == 1
+    assert shown[f"{catalogue.REQUEST_DURATION.name}_count", OURS] == 4
+    assert shown[f"{catalogue.REQUEST_DURATION.name}_sum", OURS] == 100.2041
+
+
+def test_requests_in_flight_are_asked_for_at_the_scrape() -> None:
+    """The gauge calls the gateway back."""
+    tally = GatewayTally("g")
+    tally.in_flight = lambda: 42
+
+    assert series(tally, Snapshot())[catalogue.REQUESTS_IN_FLIGHT.name, (("process", "g"),)] == 42
+
+
+def test_shared_numbers_are_shown() -> None:
+    """Backlog by lane, workers, readiness, and what workers counted, in base units."""
+    shown = series(*busy())
+
+    assert shown[catalogue.BACKLOG.name, (("lane", "p1"), *M1)] == 7
+    assert shown[catalogue.WORKER_UP.name, (("device", "cpu"), ("worker", "w"))] == 1
+    assert shown[catalogue.WORKER_EXECUTING.name, (("worker", "w"),)] == 3
+    assert shown[catalogue.MODEL_READY.name, M1] == 1
+    assert shown[catalogue.MODEL_READY.name, (("model", "idle"), ("version", "2"))] == 0
+    assert shown[catalogue.EXECUTED_REQUESTS.name, M1] == 3
+    assert shown[catalogue.EXECUTION_FAILURES.name, (M1[0], ("reason", "inference_failed"), M1[1])] == 2
+    assert shown[catalogue.DEAD_LETTERS_TOTAL.name, M1] == 1
+    assert shown[f"{catalogue.QUEUE_WAIT.name}_sum", M1] == 70.003
+    assert shown[f"{catalogue.EXECUTION.name}_sum", M1] == 0.01
+    assert shown[f"{catalogue.BATCH_SIZE.name}_sum", M1] == 6
+    assert shown[f"{catalogue.BATCH_SIZE.name}_count", M1] == 1
+
+
+def test_a_model_that_did_nothing_has_its_histograms() -> None:
+    """Series exist from the start, at zero, so that rates are right from the first request on."""
+    shown = series(*busy())
+
+    assert shown[f"{catalogue.QUEUE_WAIT.name}_count", (("model", "idle"), ("version", "2"))] == 0
+
+
+def test_histograms_are_cumulative() -> None:
+    """Buckets of a series grow with their bound, and the infinite one is the count."""
+    shown = series(*busy())
+    grouped: dict[tuple[str, tuple[tuple[str, str], ...]], list[tuple[float, float]]] = {}
+    for (name, labels), value in shown.items():
+        if name.endswith("_bucket"):
+            rest = tuple(pair for pair in labels if pair[0] != "le")
+            grouped.setdefault((name, rest), []).append((float(dict(labels)["le"]), value))
+
+    assert len(grouped) == 13
+    for (name, labels), pairs in grouped.items():
+        ordered = sorted(pairs)
+
+        assert all(a[1] <= b[1] for a, b in pairwise(ordered))
+        assert ordered[-1] == (float("inf"), shown[name.replace("_bucket", "_count"), labels])
+
+
+def test_every_metric_has_help_and_follows_the_conventions() -> None:
+    """One prefix, counters end in _total, each family has a help text and appears once."""
+    text = render(*busy()).decode()
+    text, triton = text.split("# HELP nv_", 1)
+    typed = [line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE ")]
+    helped = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP ") and len(line.split()) > 3]
+
+    assert [name for name, _ in typed] == helped
+    assert len(set(helped)) == len(helped)
+    assert all(name.startswith("qinfer_") for name in helped)
+    assert all(name.endswith("_total") == (kind == "counter") for name, kind in typed)
+    assert text.endswith("\n")
+    assert triton.endswith("\n")
+
+
+def test_names_that_clients_think_up_make_no_series() -> None:
+    """Unknown models share one."""
+    tally = GatewayTally("g")
+    for number in range(100):
+        tally.failed(f"guess{number}", number, ErrorCode.MODEL_NOT_FOUND)
+
+    shown = series(tally, Snapshot())
+
+    assert shown[catalogue.REQUESTS.name, (("model", ""), ("process", "g"), ("version", ""))] == 100
+    assert not any("guess" in str(key) for key in shown)
+
+
+def test_labels_are_escaped() -> None:
+    """A model's name may hold quotes and backslashes."""
+    tally = GatewayTally("g")
+    tally.answered('a"b\\c\n', 1, 0.1)
+
+    assert (
+        series(tally, Snapshot())[catalogue.REQUESTS.name, (("model", 'a"b\\c\n'), ("process", "g"), ("version", "1"))]
+        == 1
+    )
+
+
+def test_without_the_store_the_gateways_own_numbers_are_shown() -> None:
+    """And a gauge says why the others are missing."""
+    tally, _ = busy()
+
+    shown = series(tally, Snapshot(store_up=False))
+
+    assert shown[catalogue.STORE_UP.name, (("process", "g"),)] == 0
+    assert shown[catalogue.REQUESTS.name, OURS] == 5
+
+
+def everything() -> tuple[GatewayTally, Snapshot]:
+    """A gateway and an installation that have something to show of each metric."""
+    tally, busy_snapshot = busy()
+    gpu = GpuUse(
+        number=1,
+        uuid="GPU-1",
+        memory_used_bytes=10,
+        memory_total_bytes=80,
+        utilization=0.25,
+        power_w=71.5,
+        energy_j=9.0,
+    )
+    fields = dict(busy_snapshot.stats["m", 1]) | {"job_rows_done": 7, "job_rows_failed": 2, "redeliveries": 1}
+    fields |= {"label_queued": 9, "label_pushed": 2, "label_failed:refused": 1}
+    publishing = PublishTally()
+    publishing.published("m", 1, 3_000_000)
+    add(fields, publishing.drain()["m", 1])
+    return tally, Snapshot(
+        stats={("m", 1): fields},
+        depth={("m", 1, "p1"): 7},
+        shards={("m", 1, "bulk2"): 3},
+        ages_s={("m", 1, "p1"): 2.5, ("m", 1, "bulk2"): 0.0},
+        rows={("m", 1): 40},
+        work_s={("m", 1): 4.5},
+        ready={("m", 1): True},
+        workers={
+            "w": WorkerLoad(
+                device="cpu, gpu 1",
+                executing=3,
+                ready=2,
+                renewals=11,
+                leases_lost=1,
+                use=ProcessUse(12.5, 4096),
+                gpus=(gpu,),
+            )
+        },
+        executing={("m", 1): 3},
+        load_s={("m", 1): 0.5},
+        letters={("m", 1): 2, ("m", 0): 1},
+        jobs={"running": 1},
+        scaled={"up": 4, "down": 3},
+        wanted_workers=2,
+        host=HostUse(0.5, 100, 50),
+        use=ProcessUse(1.5, 2048),
+        routes={"r": RouteTotals(ROUTE, processes=2, unacknowledged=7, unconfirmed=4, connected={"source": 1})},
+        labeling={"m": 6},
+    )
+
+
+def test_what_workers_and_queues_tell() -> None:
+    """Each number of the snapshot under its name."""
+    shown = series(*everything())
+
+    def value(info: catalogue.Info, **labels: str) -> float:
+        return shown[info.name, tuple(sorted(labels.items()))]
+
+    model = {"model": "m", "version": "1"}
+    assert value(catalogue.OLDEST_AGE, lane="p1", **model) == 2.5
+    assert value(catalogue.BACKLOG, lane="bulk2", **model) == 3
+    assert value(catalogue.BACKLOG_ROWS, **model) == 40
+    assert value(catalogue.BACKLOG_WORK, **model) == 4.5
+    assert value(catalogue.EXECUTING, **model) == 3
+    assert value(catalogue.REDELIVERIES, **model) == 1
+    assert value(catalogue.JOB_ROWS, outcome="done", **model) == 7
+    assert value(catalogue.JOB_ROWS, outcome="failed", **model) == 2
+    assert value(catalogue.DEAD_LETTERS, **model) == 2
+    assert value(catalogue.DEAD_LETTERS, model="m", version="") == 1
+    assert value(catalogue.JOBS, state="running") == 1
+    assert value(catalogue.AUTOSCALE_DECISIONS, direction="up") == 4
+    assert value(catalogue.AUTOSCALE_TARGET) == 2
+    assert value(catalogue.WORKER_READY_MODELS, worker="w") == 2
+    assert value(catalogue.WORKER_RENEWALS, worker="w") == 11
+    assert value(catalogue.WORKER_LEASES_LOST, worker="w") == 1
+    assert value(catalogue.WORKER_CPU, worker="w") == 12.5
+    assert value(catalogue.WORKER_MEMORY, worker="w") == 4096
+    assert value(catalogue.DEVICE_MEMORY_USED, worker="w", device="gpu 1") == 10
+    assert value(catalogue.DEVICE_UTILIZATION, worker="w", device="gpu 1") == 0.25
+    assert value(catalogue.BRIDGE_ACCEPTED, route="r") == 5
+    assert value(catalogue.BRIDGE_PAUSED, route="r") == 1.5
+    assert value(catalogue.BRIDGE_REFUSED, reason="conflict", route="r") == 3
+    assert value(catalogue.BRIDGE_REPLIED, route="r", state="succeeded") == 2
+    assert value(catalogue.BRIDGE_UNACKNOWLEDGED, route="r") == 7
+    assert value(catalogue.BRIDGE_UNCONFIRMED, route="r") == 4
+    assert value(catalogue.BRIDGE_CONNECTED, connection="source", route="r") == 1
+    assert value(catalogue.BRIDGE_PROCESSES, route="r") == 2
+    assert value(catalogue.LABEL_WAITING, model="m") == 6
+    assert value(catalogue.LABEL_QUEUED, **model) == 9
+    assert value(catalogue.LABEL_PUSHED, **model) == 2
+    assert value(catalogue.LABEL_FAILED, reason="refused", **model) == 1
+    assert value(catalogue.LABEL_FAILED, reason="not_queued", **model) == 0
+    assert value(catalogue.PROCESS_CPU, process="g") == 1.5
+    assert shown["qinfer_publish_seconds_sum", M1] == 0.003
+    assert shown["qinfer_assemble_seconds_sum", M1] == 0.001
+
+
+def test_a_route_without_a_bridge_keeps_its_counts() -> None:
+    """What nobody has in hand is not shown, not even as 0; that nobody serves the route is."""
+    shown = {
+        name
+        for (name, labels) in series(GatewayTally(), Snapshot(routes={"r": RouteTotals(ROUTE)}))
+        if ("route", "r") in labels
+    }
+
+    assert {catalogue.BRIDGE_ACCEPTED.name, catalogue.BRIDGE_RECEIVED.name, catalogue.BRIDGE_PROCESSES.name} <= shown
+    assert not shown & {info.name for info in catalogue.OF_BRIDGES if info.kind == "gauge"}
+
+
+def test_a_bridge_shows_its_own_with_its_name() -> None:
+    """The same series as of the cluster, from the port of the bridge, but for how many live."""
+    tally = RouteTally("r", received=3, refused={"conflict": 1}, paused_s=0.5, connected={"source": True})
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(BridgeCollector("b1", [tally]))
+    page = text_string_to_metric_families(generate_latest(registry).decode())
+    shown = {sample.name: (sample.labels, sample.value) for family in page for sample in family.samples}
+
+    assert shown[catalogue.BRIDGE_RECEIVED.name] == ({"process": "b1", "route": "r"}, 3)
+    assert shown[catalogue.BRIDGE_PAUSED.name] == ({"process": "b1", "route": "r"}, 0.5)
+    assert shown[catalogue.BRIDGE_REFUSED.name] == ({"process": "b1", "reason": "conflict", "route": "r"}, 1)
+    assert shown[catalogue.BRIDGE_CONNECTED.name] == ({"connection": "source", "process": "b1", "route": "r"}, 1)
+    assert catalogue.BRIDGE_PROCESSES.name not in shown
+    assert all(list(info.labels) == sorted(info.labels) and "process" in info.labels for info in catalogue.OF_BRIDGES)
+
+
+def test_models_without_labeling_have_no_series_of_it() -> None:
+    """They would be many, and all 0."""
+    page = render(GatewayTally(), Snapshot(stats={("m", 1): {"success_count": 1}})).decode()
+
+    assert "qinfer_labeling_queued_tasks_total{" not in page
+
+
+def test_what_expired_and_what_was_refused() -> None:
+    """Expired, whoever noticed; refused at the door, each reason from 0 on."""
+    fields = {
+        "failures:deadline_exceeded": 2,
+        "refusals:deadline_exceeded": 3,
+        "refusals:queue_full": 4,
+        "refusals:cancelled": 5,
+    }
+    shown = series(GatewayTally(), Snapshot(stats={("m", 1): fields}))
+
+    assert shown[catalogue.EXPIRED.name, M1] == 5
+    refused = {
+        dict(labels)["reason"]: value for (name, labels), value in shown.items() if name == catalogue.REFUSED.name
+    }
+    assert refused == {"queue_full": 4, "deadline_infeasible": 0, "quota_exceeded": 0}
+
+
+def test_how_full_batches_are() -> None:
+    """Rows divided by the model's largest batch; a model that takes none has no such series to speak of."""
+    worker = StatsTally()
+    worker.executed(3, [0], 0, 0, 0)
+    worker.max_rows = 8
+    worker.executed(2, [0], 0, 0, 0)
+    worker.executed(8, [0], 0, 0, 0)
+
+    shown = series(GatewayTally(), Snapshot(stats={("m", 1): worker.drain()}))
+
+    assert shown["qinfer_batch_fill_ratio_count", M1] == 2
+    assert shown["qinfer_batch_fill_ratio_sum", M1] == 1.25
+    assert shown["qinfer_batch_fill_ratio_bucket", (("le", "0.25"), *M1)] == 1
+
+
+def test_no_series_is_in_both_scopes() -> None:
+    """And each is in the one that the catalogue says; without a scope all are shown."""
+    tally, snapshot = everything()
+    of_name = {info.name: info for info in catalogue.ALL}
+
+    def shown(*scopes: MetricScope) -> dict[str, int]:
+        page = render(tally, snapshot, scopes).decode()
+        return {line.split()[2]: page.count(f"\n{line.split()[2]}") for line in page.splitlines() if "# TYPE" in line}
+
+    cluster, process = shown(MetricScope.CLUSTER), shown(MetricScope.PROCESS)
+
+    assert not cluster.keys() & process.keys()
+    assert cluster | process == shown(MetricScope.CLUSTER, MetricScope.PROCESS)
+    for scope, names in ((MetricScope.CLUSTER, cluster), (MetricScope.PROCESS, process)):
+        infos = [of_name[name] for name in names]
+        assert {info.scope for info in infos} == {scope}
+        own = [info for info in infos if not info.name.startswith("nv_")]
+        assert all(("process" in info.labels) == (scope is MetricScope.PROCESS) for info in own)
+
+
+def test_the_catalogue_is_what_is_shown() -> None:
+    """Every metric of it, of its kind, with its labels and no others."""
+    tally, snapshot = everything()
+    page = render(tally, snapshot, wanted=Wanted(quantiles=(0.5,), histogram=True)).decode()
+    families = {(family.name, family.type): family for family in text_string_to_metric_families(page)}
+
+    for info in catalogue.ALL:
+        assert list(info.labels) == sorted(info.labels), info.name
+        family = families.pop((info.name.removesuffix("_total"), info.kind))
+        assert family.documentation == info.text
+        assert family.samples, info.name
+        labels = {tuple(sorted(sample.labels.keys() - {"le", "quantile"})) for sample in family.samples}
+        assert labels == {info.labels}, info.name
+    assert not families
+    assert len({info.name for info in catalogue.ALL}) == len(catalogue.ALL)
+
+
+@pytest.mark.parametrize("text", ["Cluster", "all", "x" * 1000])
+def test_a_wrong_scope_is_refused(text: str) -> None:
+    """The error names the choices, and not all of a long value."""
+    with pytest.raises(
+        InvalidRequest, match=r"^unknown scope '\w{1,60}': it must be cluster or process, or be left out"
+    ):
+        scopes_of(text)

@@ -1,0 +1,213 @@
+"""Triton's metrics, line by line."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from qinfer.backends.python_host.errors import NAMES, to_qinfer
+from qinfer.errors import ErrorCode
+from qinfer.observe.devices import GpuUse
+from qinfer.observe.host import HostUse
+from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render
+from qinfer.observe.stats import StatsTally, add
+from qinfer.observe.triton_metrics import Reason, failures
+
+REJECTED = {"queue_full", "quota_exceeded", "deadline_infeasible", "deadline_exceeded"}
+
+IDLE = """\
+# HELP nv_inference_request_success Number of successful inference requests, all batch sizes
+# TYPE nv_inference_request_success counter
+nv_inference_request_success{model="m",version="1"} 0
+# HELP nv_inference_request_failure Number of failed inference requests, all batch sizes
+# TYPE nv_inference_request_failure counter
+nv_inference_request_failure{model="m",reason="REJECTED",version="1"} 0
+nv_inference_request_failure{model="m",reason="CANCELED",version="1"} 0
+nv_inference_request_failure{model="m",reason="BACKEND",version="1"} 0
+nv_inference_request_failure{model="m",reason="OTHER",version="1"} 0
+# HELP nv_inference_count Number of inferences performed (does not include cached requests)
+# TYPE nv_inference_count counter
+nv_inference_count{model="m",version="1"} 0
+# HELP nv_inference_exec_count Number of model executions performed (does not include cached requests)
+# TYPE nv_inference_exec_count counter
+nv_inference_exec_count{model="m",version="1"} 0
+# HELP nv_inference_request_duration_us Cumulative inference request duration in microseconds (includes cached requests)
+# TYPE nv_inference_request_duration_us counter
+nv_inference_request_duration_us{model="m",version="1"} 0
+# HELP nv_inference_queue_duration_us Cumulative inference queuing duration in microseconds (includes cached requests)
+# TYPE nv_inference_queue_duration_us counter
+nv_inference_queue_duration_us{model="m",version="1"} 0
+# HELP nv_inference_compute_input_duration_us Cumulative compute input duration in microseconds (does not include \
+cached requests)
+# TYPE nv_inference_compute_input_duration_us counter
+nv_inference_compute_input_duration_us{model="m",version="1"} 0
+# HELP nv_inference_compute_infer_duration_us Cumulative compute inference duration in microseconds (does not include \
+cached requests)
+# TYPE nv_inference_compute_infer_duration_us counter
+nv_inference_compute_infer_duration_us{model="m",version="1"} 0
+# HELP nv_inference_compute_output_duration_us Cumulative inference compute output duration in microseconds (does not \
+include cached requests)
+# TYPE nv_inference_compute_output_duration_us counter
+nv_inference_compute_output_duration_us{model="m",version="1"} 0
+# HELP nv_inference_pending_request_count Instantaneous number of pending requests awaiting execution per-model.
+# TYPE nv_inference_pending_request_count gauge
+nv_inference_pending_request_count{model="m",version="1"} 0
+# HELP nv_model_load_duration_secs Model load time in seconds
+# TYPE nv_model_load_duration_secs gauge
+nv_model_load_duration_secs{model="m",version="1"} 0.004683712
+"""
+
+
+def lines(snapshot: Snapshot) -> list[str]:
+    """Returns the samples that have Triton's names."""
+    return [line for line in render(GatewayTally(), snapshot).decode().splitlines() if line.startswith("nv_")]
+
+
+def worked() -> dict[str, int]:
+    """Two executions of three requests, and failures."""
+    worker = StatsTally()
+    worker.executed(5, [1_000_000, 3_000_999], 10_000, 2_000_000, 1_500)
+    worker.executed(2, [7_000_000], 20_000, 3_000_000, 2_600)
+    worker.failed("inference_failed", 2)
+    worker.failed("output_mismatch")
+    worker.failed("corrupt_entry")
+    worker.failed("deadline_exceeded", 3)
+    gateway = GatewayTally()
+    gateway.ended("m", 1, "queue_full")
+    gateway.ended("m", 1, "cancelled")
+    gateway.ended("m", 1, "broker_unavailable")
+    fields = worker.drain()
+    add(fields, gateway.refusals.drain()["m", 1])
+    return fields
+
+
+def test_a_version_that_did_nothing() -> None:
+    """Everything is there from the start, as Triton writes it, after qinfer's own metrics."""
+    snapshot = Snapshot(stats={("m", 1): {}}, depth={("m", 1, "p1"): 0}, load_s={("m", 1): 0.0046837120001})
+
+    assert render(GatewayTally(), snapshot).decode().partition("# HELP nv_")[2] == IDLE.removeprefix("# HELP nv_")
+
+
+def test_values() -> None:
+    """Integers without a decimal point; microseconds, charged to each request; four reasons of failures."""
+    assert lines(Snapshot(stats={("m", 1): worked()})) == [
+        'nv_inference_request_success{model="m",version="1"} 3',
+        'nv_inference_request_failure{model="m",reason="REJECTED",version="1"} 4',
+        'nv_inference_request_failure{model="m",reason="CANCELED",version="1"} 1',
+        'nv_inference_request_failure{model="m",reason="BACKEND",version="1"} 3',
+        'nv_inference_request_failure{model="m",reason="OTHER",version="1"} 2',
+        'nv_inference_count{model="m",version="1"} 7',
+        'nv_inference_exec_count{model="m",version="1"} 2',
+        'nv_inference_request_duration_us{model="m",version="1"} 18046',
+        'nv_inference_queue_duration_us{model="m",version="1"} 11000',
+        'nv_inference_compute_input_duration_us{model="m",version="1"} 40',
+        'nv_inference_compute_infer_duration_us{model="m",version="1"} 7000',
+        'nv_inference_compute_output_duration_us{model="m",version="1"} 5',
+    ]
+
+
+def test_large_values_have_no_exponent() -> None:
+    """Nor do they lose digits."""
+    shown = lines(Snapshot(stats={("m", 1): {"success_count": 123_456_789_012_345_678}}))
+
+    assert 'nv_inference_request_success{model="m",version="1"} 123456789012345678' in shown
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_every_code_of_a_gateway_has_a_reason(code: ErrorCode) -> None:
+    """What queue and quotas refuse is rejected; what is in no table is OTHER."""
+    reason = (
+        Reason.REJECTED
+        if code in REJECTED
+        else Reason.CANCELED
+        if code == "cancelled"
+        else Reason.BACKEND
+        if code in ("inference_failed", "output_mismatch")
+        else Reason.OTHER
+    )
+
+    assert failures({f"refusals:{code}": 2}) == dict.fromkeys(Reason, 0) | {reason: 2}
+
+
+@pytest.mark.parametrize("code", range(len(NAMES)))
+def test_an_error_that_a_model_made_is_the_backends(code: int) -> None:
+    """Whatever its code, but where it says that the request was cancelled."""
+    reason = Reason.CANCELED if NAMES[code] == "CANCELLED" else Reason.BACKEND
+
+    assert failures({f"failures:{to_qinfer('no', code).code}": 1})[reason] == 1
+
+
+def test_codes_of_a_newer_qinfer_are_other() -> None:
+    """Nothing is left out."""
+    assert failures({"failures:new": 1, "refusals:newer": 2})[Reason.OTHER] == 3
+
+
+def test_pending_is_what_waits_and_does_not_execute() -> None:
+    """In all lanes; never below zero, though what executes is known of a moment ago only."""
+    depth = {("m", 1, "p1"): 4, ("m", 1, "p2"): 3, ("n", 2, "p1"): 1, ("idle", 1, "p1"): 0}
+
+    assert lines(Snapshot(depth=depth, executing={("m", 1): 2, ("n", 2): 5})) == [
+        'nv_inference_pending_request_count{model="m",version="1"} 5',
+        'nv_inference_pending_request_count{model="n",version="2"} 0',
+        'nv_inference_pending_request_count{model="idle",version="1"} 0',
+    ]
+
+
+def test_without_the_store_no_counter_falls() -> None:
+    """There are none: zeros would look like a restart."""
+    assert lines(Snapshot(store_up=False, ready={("m", 1): True}, load_s={("m", 1): 2.0})) == [
+        'nv_model_load_duration_secs{model="m",version="1"} 2'
+    ]
+
+
+def test_the_machine_has_no_labels() -> None:
+    """CPU and memory, where they are known."""
+    assert lines(Snapshot(host=HostUse(0.3125, 16_825_843_712, 0))) == [
+        "nv_cpu_utilization 0.3125",
+        "nv_cpu_memory_total_bytes 16825843712",
+        "nv_cpu_memory_used_bytes 0",
+    ]
+
+
+def test_a_gpu_that_two_workers_tell_of_is_there_once() -> None:
+    """By its UUID, as the one told of it that saw more energy used; watts and joules."""
+    uses = [
+        GpuUse(
+            number=number,
+            uuid="GPU-1",
+            memory_used_bytes=used,
+            memory_total_bytes=80,
+            utilization=0.25,
+            power_w=71.5,
+            power_limit_w=700.0,
+            energy_j=energy_j,
+        )
+        for number, used, energy_j in ((0, 20, 1500.5), (3, 10, 1400.0))
+    ]
+    workers = {f"w{place}": WorkerLoad(device="cpu", executing=0, gpus=(use,)) for place, use in enumerate(uses)}
+
+    assert lines(Snapshot(workers=workers)) == [
+        'nv_gpu_utilization{gpu_uuid="GPU-1"} 0.25',
+        'nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"} 80',
+        'nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 20',
+        'nv_gpu_power_usage{gpu_uuid="GPU-1"} 71.5',
+        'nv_gpu_power_limit{gpu_uuid="GPU-1"} 700',
+        'nv_energy_consumption{gpu_uuid="GPU-1"} 1500.5',
+    ]
+
+
+def test_prometheus_reads_the_page() -> None:
+    """With qinfer's own on it, and a model's name that must be escaped."""
+    name = 'a"b\\c\n'
+    page = render(GatewayTally(), Snapshot(stats={(name, 1): worked()}, load_s={(name, 1): 0.25})).decode()
+
+    found = {
+        (family.name, sample.labels.get("reason")): (family.type, sample.labels["model"], sample.value)
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if family.name.startswith("nv_")
+    }
+
+    assert len(found) == 13
+    assert found["nv_inference_request_failure", "REJECTED"] == ("counter", name, 4)
+    assert found["nv_model_load_duration_secs", None] == ("gauge", name, 0.25)
+    assert "_total" not in page.partition("# HELP nv_")[2]
+    assert "_created" not in page

@@ -1,0 +1,99 @@
+"""The rules of CONTRIBUTING.md that a machine can check and ruff does not."""
+
+import ast
+from pathlib import Path
+
+import qinfer
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDERS = ("qinfer", "api", "workers", "scripts", "examples")
+SOURCES = {path: path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+TREES = {path: ast.parse(text) for path, text in SOURCES.items()}
+FILE_LINES, FUNCTION_LINES, ARCHITECTURE_LINES = 600, 50, 150
+
+# "path" or "path:function" → since when, and why it can't be shorter.
+EXCEPTIONS: dict[str, str] = {}
+
+# Where adapters are constructed, and hence the environment may be read.
+COMPOSITION_ROOTS = {"app.py", "__main__.py"}
+READS_ENVIRONMENT = {"qinfer/core/settings/loading.py", "qinfer/testing.py"}  # the latter starts a server for tests
+PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Counts a function's lines without its docstring, which is for the reader and may be as long as it needs."""
+    docstring = function.body[0] if ast.get_docstring(function) is not None else None
+    documented = (docstring.end_lineno or 0) - docstring.lineno + 1 if docstring else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - documented
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Returns the names of the top-level packages that a module imports."""
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
+
+
+def test_files_are_short() -> None:
+    """A file is one room: whole thoughts, and at most 600 lines of them."""
+    lengths = {named(path): len(text.splitlines()) for path, text in SOURCES.items()}
+
+    assert {name: lines for name, lines in lengths.items() if lines > FILE_LINES and name not in EXCEPTIONS} == {}
+
+
+def test_functions_are_short() -> None:
+    """A function of more than 50 lines can't be read at a glance."""
+    lengths = [
+        (f"{named(path)}:{function.name}", body_lines(function))
+        for path, tree in TREES.items()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+    assert [each for each in lengths if each[1] > FUNCTION_LINES and each[0] not in EXCEPTIONS] == []
+
+
+def test_exceptions_name_what_is_there() -> None:
+    """An exception whose file is gone is removed from the list, and each says since when."""
+    names = {named(path) for path in SOURCES}
+
+    assert all(name.partition(":")[0] in names and since.startswith("20") for name, since in EXCEPTIONS.items())
+
+
+def test_only_composition_roots_read_the_environment() -> None:
+    """Everything else is given its settings."""
+    reads = {
+        named(path)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv"}
+        if path.name not in COMPOSITION_ROOTS and not path.is_relative_to(ROOT / "qinfer" / "cli")
+    }
+
+    assert reads <= READS_ENVIRONMENT
+
+
+def test_nothing_is_pickled() -> None:
+    """What comes off a queue or a disk never becomes code."""
+    assert {named(path) for path, tree in TREES.items() if imports(tree) & PICKLERS} == set()
+
+
+def test_the_changelog_knows_this_version() -> None:
+    """The newest section of CHANGELOG.md is about the version that the package says it is."""
+    headings = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## [")]
+
+    assert headings[0].startswith(f"## [{qinfer.__version__}]")
+
+
+def test_the_package_and_its_metadata_agree() -> None:
+    """`qinfer.__version__` is what pyproject.toml says."""
+    assert f'version = "{qinfer.__version__}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_architecture_is_short_enough_to_be_read() -> None:
+    """ARCHITECTURE.md is re-read in each review: at most 150 lines."""
+    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) <= ARCHITECTURE_LINES

@@ -1,0 +1,30 @@
+"""What goes over a connection to Redis."""
+
+import pytest
+
+from qinfer.queue.connection import Argument, Template, pack, pack_large
+
+
+@pytest.mark.parametrize("last", [b"", b"frame", bytearray(b"\r\n"), memoryview(b"x" * 1000)])
+def test_a_template_packs_what_pack_packs(last: bytes | bytearray | memoryview) -> None:
+    """Only the way is shorter: the bytes are those of the whole command."""
+    template = Template(b"XADD", "lane", b"*", 1, b"f")
+
+    packed = template.pack(last)
+
+    assert packed == pack((b"XADD", "lane", b"*", 1, b"f", bytes(last)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (b"TIME",),
+        (b"SET", "schl\u00fcssel", memoryview(b"x" * 1_000_000), b"PX", 60_000),
+        (b"EVALSHA", b"", 1.5, -3, memoryview(bytearray(b"\r\n")), b"y" * 300_000),
+        (b"X", memoryview(bytes(8)).cast("I")),
+    ],
+    ids=["one word", "a large view", "every type", "items of four bytes"],
+)
+def test_a_large_command_is_packed_as_any_other(words: tuple[Argument, ...]) -> None:
+    """Only faster."""
+    assert pack_large(words) == pack(words)

@@ -1,0 +1,88 @@
+"""The scaling policy on recorded traces (tests/data/scaling): what it costs, and who waits too long.
+
+The bounds are a little above what it does now: a change of the policy that makes it worse has to say so here.
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from qinfer.scaling.policy import ScalingPolicy
+from qinfer.scaling.record import Traffic, decode, traffic_of
+from qinfer.scaling.simulation import Machine, Outcome, as_recorded, simulate
+
+TRACES = Path(__file__).parents[2] / "data" / "scaling"
+POLICY = ScalingPolicy(max_workers=4, target_s=3, down_after_s=10, idle_s=15, cooldown_s=5)
+"""That which was at work when they were recorded."""
+
+EXCESS = {"burst": 2.8, "ramp": 1.6, "diurnal": 1.6}
+"""Seconds of workers for each second of work, at most. Over a burst that is over soon, patience weighs more."""
+
+
+@cache
+def traffic(shape: str) -> Traffic:
+    with (TRACES / f"{shape}.jsonl").open("rb") as file:
+        return traffic_of(decode(file))
+
+
+def run(shape: str, policy: ScalingPolicy = POLICY, *, load_s: float | None = None) -> Outcome:
+    machine = Machine.of(traffic(shape))
+    return simulate(policy, traffic(shape).arrivals, machine if load_s is None else replace(machine, load_s=load_s))
+
+
+def is_good(shape: str, outcome: Outcome, load_s: float) -> bool:
+    """Nobody waits for longer than the target and the start of a worker, and few workers stand idle."""
+    return not outcome.late(POLICY.target_s + load_s + 1) and not outcome.left and outcome.excess <= EXCESS[shape]
+
+
+@pytest.mark.parametrize("shape", EXCESS)
+def test_recorded_traffic_is_served_in_time_by_few_workers(shape: str) -> None:
+    """A hundredth may wait for as long as a worker takes to start, besides its share of a worker's work."""
+    outcome = run(shape)
+
+    assert is_good(shape, outcome, traffic(shape).load_s)
+    assert outcome.late(POLICY.target_s) <= 0.01
+    assert outcome.turns == 1
+    assert (outcome.most, outcome.targets[-1]) == (3, 0)
+
+
+@pytest.mark.parametrize("shape", EXCESS)
+def test_it_was_served_so_indeed(shape: str) -> None:
+    """What is asserted of the simulation held of the real queue and its workers, which the simulation is close to."""
+    real, simulated = as_recorded(traffic(shape)), run(shape)
+
+    assert is_good(shape, real, traffic(shape).load_s)
+    assert real.rows == simulated.rows > 500
+    assert simulated.worker_s == pytest.approx(real.worker_s, rel=0.1)
+    assert abs(simulated.most - real.most) <= 1
+    assert simulated.wait_s(0.99) == pytest.approx(real.wait_s(0.99), abs=1.5)
+
+
+@pytest.mark.parametrize("shape", EXCESS)
+def test_slow_starts_cost_waits_and_no_more(shape: str) -> None:
+    """The same traffic with workers that take a quarter of a minute to start."""
+    outcome = run(shape, load_s=15.0)
+
+    assert outcome.left == 0
+    assert outcome.late(POLICY.target_s + 15.0) == 0
+    assert outcome.turns == 1
+    assert outcome.excess <= 1.3 * EXCESS[shape]
+
+
+@pytest.mark.parametrize("shape", EXCESS)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        replace(POLICY, max_workers=1),
+        replace(POLICY, min_workers=4),
+        replace(POLICY, down_after_s=600, idle_s=600),
+        replace(POLICY, target_s=60),
+        replace(POLICY, up_after_s=20),
+    ],
+    ids=["never scales", "always the most", "never leaves", "too late", "too slow"],
+)
+def test_these_traces_tell_bad_policies(shape: str, bad: ScalingPolicy) -> None:
+    """Each makes somebody wait or keeps workers that nobody needs: the proof that what is asserted above can fail."""
+    assert not is_good(shape, run(shape, bad), traffic(shape).load_s)

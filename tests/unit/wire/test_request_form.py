@@ -1,0 +1,180 @@
+"""What frames have in common is encoded and decoded once: nobody can tell by what comes of it."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qinfer.core.messages import IdFactory, InferRequest, Sequence
+from qinfer.errors import QinferError
+from qinfer.tensors import Bytes, Tensor, pack_bytes
+from qinfer.wire import frame as request_form
+from qinfer.wire.frame import (
+    PayloadApart,
+    RequestForm,
+    RequestReader,
+    decode_request,
+    encode_request,
+    encode_request_apart,
+)
+
+GOLDEN = Path(__file__).parent / "golden"
+IDS = IdFactory()
+
+
+def request(*sizes: int, **changes: Any) -> InferRequest:
+    """A stamped request with inputs of so many bytes."""
+    inputs = tuple(Tensor(f"x{n}", "UINT8", (1, size), bytes([n + 1]) * size) for n, size in enumerate(sizes))
+    fields = {"id": IDS.request_id("model", 1), "version": 3, "timeout_s": 2.0, "reply_to": "reply:me", **changes}
+    return InferRequest(model="model", inputs=fields.pop("inputs", inputs), generation=5, **fields)
+
+
+def outcome(decode: Any, frame: Bytes) -> object:
+    """What decoding gives or raises."""
+    try:
+        return decode(frame)
+    except QinferError as error:
+        return type(error), error.message
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (8,), (13,), (3, 8, 5), (0, 7)])
+def test_a_filled_form_is_the_frame(sizes: tuple[int, ...]) -> None:
+    """To the byte, padding and all."""
+    first, second = request(*sizes, tenant="t", outputs=("y",)), request(*sizes, tenant="t", outputs=("y",))
+
+    assert RequestForm(first).fill(second) == encode_request(second)
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (8,), (13,), (3, 8, 5), (0, 7), (20_000, 3)])
+def test_a_reader_gives_each_its_own(sizes: tuple[int, ...]) -> None:
+    """Its id and its bytes; what it has in common with others is the same."""
+    reader = RequestReader()
+    for number in range(4):
+        inputs = tuple(
+            Tensor(f"x{n}", "UINT8", (size,), bytes([17 * n + number]) * size) for n, size in enumerate(sizes)
+        )
+        frame = encode_request(request(inputs=inputs, tenant="t", outputs=("y",)))
+
+        assert reader.decode(frame) == decode_request(frame)
+
+
+def test_ids_may_differ_in_length() -> None:
+    """A bridge makes its own: the tensors lie elsewhere then."""
+    reader = RequestReader()
+    lengths = (1, 30, 31, 32, 33, 40, 41, 100, 255, 256, 70_000)
+    for length in (*lengths, *lengths, *lengths):
+        frame = encode_request(request(5, 3, id="i" * length))
+
+        assert reader.decode(frame) == decode_request(frame)
+
+
+@pytest.mark.parametrize(
+    "change", ["model", "version", "outputs", "priority", "timeout_s", "queue_timeout_s", "attempt"]
+)
+def test_what_differs_is_read(change: str) -> None:
+    """Everything that a header says counts."""
+    reader, values = RequestReader(), {"model": "other", "outputs": ("z",), "timeout_s": 7.5, "queue_timeout_s": 0.5}
+    for one in [request(4) for _ in range(5)]:
+        frame = encode_request(one)
+        setattr(one, change, values.get(change, 9))
+
+        assert reader.decode(frame) == decode_request(frame)
+        assert reader.decode(encode_request(one)) == decode_request(encode_request(one))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"client_id": "mine"},
+        {"trace": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"},
+        {"parameters": {"a": 1}},
+        {"sequence": Sequence(1)},
+        {"inputs": (Tensor("text", "BYTES", (1, 1), pack_bytes([b"abc"])),)},
+    ],
+)
+def test_special_requests_are_read_as_well(changes: dict[str, Any]) -> None:
+    """Remembered or not."""
+    reader = RequestReader()
+    for _ in range(4):
+        frame = encode_request(request(4, **changes))
+
+        assert reader.decode(frame) == decode_request(frame)
+
+
+def test_requests_share_nothing_that_can_be_changed() -> None:
+    """Else one model's code could write into the next request."""
+    reader = RequestReader()
+    frames = [encode_request(request(4)) for _ in range(5)]
+    requests = [reader.decode(frame) for frame in frames]
+
+    assert len({id(one.parameters) for one in requests}) == len(requests)
+    assert len({id(one) for one in requests}) == len(requests)
+
+
+def test_every_damage_is_found_as_before() -> None:
+    """Each byte in turn is another one, and each length too short, with a reader that knows the good frame."""
+    frame = encode_request(request(5, 3))
+    reader = RequestReader()
+    reader.decode(frame)
+    reader.decode(frame)
+    assert reader._known
+    damaged = [frame[:length] for length in range(len(frame))]
+    for position, byte in enumerate(frame):
+        damaged += [frame[:position] + bytes([other]) + frame[position + 1 :] for other in {byte ^ 1, byte ^ 128, 255}]
+
+    for bad in damaged:
+        assert outcome(reader.decode, bad) == outcome(decode_request, bad)
+
+
+@pytest.mark.parametrize("name", ["full", "limited", "minimal", "apart"])
+def test_golden_frames_are_read(name: str) -> None:
+    """Whatever is in them, a first time and again."""
+    frame, reader = (GOLDEN / f"request_{name}.v1.bin").read_bytes(), RequestReader()
+
+    def told(decode: Any) -> object:
+        try:
+            return decode(frame)
+        except PayloadApart as apart:
+            return apart.request
+
+    assert [told(reader.decode), told(reader.decode)] == [told(decode_request)] * 2
+
+
+def test_tensors_beside_the_stream_are_told_each_time() -> None:
+    """With the request that they belong to."""
+    reader = RequestReader()
+    for _ in range(2):
+        one = request(4, payload=True)
+        with pytest.raises(PayloadApart) as caught:
+            reader.decode(encode_request_apart(one)[0])
+        assert caught.value.request.id == one.id
+
+
+def test_frames_that_are_no_bytes_are_read() -> None:
+    """A memory adapter's may be anything."""
+    frame, reader = encode_request(request(4)), RequestReader()
+
+    assert reader.decode(memoryview(frame)) == reader.decode(bytearray(frame)) == decode_request(frame)
+
+
+def test_there_is_an_end_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose the shapes, as many as they like."""
+    monkeypatch.setattr(request_form, "_MAX_KNOWN", 3)
+    reader = RequestReader()
+    for value in range(10):
+        shape = (1,) * (value + 1)
+        frame = encode_request(request(inputs=(Tensor("x", "FP64", shape, struct.pack("<d", value)),)))
+
+        for _ in range(3):
+            assert reader.decode(frame) == decode_request(frame)
+        assert 1 <= len(reader._known) <= 3
+
+
+def test_what_comes_once_is_not_remembered() -> None:
+    """It would cost more than it gains."""
+    reader = RequestReader()
+    for size in range(10):
+        reader.decode(encode_request(request(size)))
+
+    assert not reader._known

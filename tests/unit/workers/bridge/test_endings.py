@@ -1,0 +1,90 @@
+"""How ends are taken from an outbox, told and confirmed: by a route's `Endings`, between fakes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from qinfer.errors import QinferError, SettingsError
+from qinfer.queue.deliveries import outbox as outbox_kind
+from qinfer.queue.request_records import Ending
+from qinfer.testing import eventually
+from qinfer_workers.bridge import endings
+from qinfer_workers.bridge.endings import Endings
+from qinfer_workers.bridge.letters import Told
+from qinfer_workers.bridge.messages import Parcel
+
+MIB = 2**20
+
+
+class Outbox:
+    """An outbox, and what was published of it."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.waiting = [
+            Ending(id=f"{n}-0", request_id=f"r{n}", record=None, notes=b"", blob=b"\0" * size)
+            for n, size in enumerate(sizes)
+        ]
+        self.posted: list[str] = []
+        self.confirmed: list[str] = []
+        self.errors: list[QinferError] = []
+        self.reads = 0
+        self.requests = self.deliveries = self
+        self.one = Endings(
+            delivery=self,  # type: ignore[arg-type]  # it has what is asked of one
+            model="m",
+            kind=outbox_kind("box", 10.0),
+            write=lambda ending: Told("succeeded", Parcel(ending_id=ending.id), []),
+            post=lambda told: self.posted.extend(each.parcel.ending_id for each in told),
+            took=lambda: None,
+        )
+
+    async def endings(self, *_: Any, **__: Any) -> list[Ending]:
+        self.reads += 1
+        if self.errors:
+            raise self.errors.pop()
+        taken, self.waiting = self.waiting[:2], self.waiting[2:]
+        return taken
+
+    async def done(self, *given: Any) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        self.confirmed += given[-1]
+
+
+@asynccontextmanager
+async def outbox(*sizes: int) -> AsyncIterator[Outbox]:
+    box = Outbox(sizes)
+    running = asyncio.create_task(box.one.run())
+    yield box
+    box.one.told([each for each in box.posted if each not in box.confirmed])
+    box.one.stop()
+    await running
+
+
+async def test_large_results_wait_in_the_outbox_until_others_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sink that is away must not fill the memory; small ones are taken by thousands."""
+    monkeypatch.setattr(endings, "MOST_BYTES_IN_HAND", 3 * MIB)
+    async with outbox(*[MIB] * 8) as box:
+        await eventually(lambda: len(box.posted) == 4)
+        box.one.wake()
+        await asyncio.sleep(0.05)
+        assert (len(box.posted), box.one.in_hand) == (4, 4)
+        box.one.told(box.posted[:2])
+        await eventually(lambda: len(box.posted) == 6)
+        box.one.drop(box.posted[2])
+        box.one.told(box.posted[3:])
+        await eventually(lambda: len(box.posted) == 8)
+
+
+async def test_whatever_redis_says_it_is_asked_again() -> None:
+    """A wrong password, or an error of a script, is told and does not end the bridge."""
+    async with outbox(1) as box:
+        box.errors = [SettingsError("the password is wrong")]
+        box.one.wake()
+        await eventually(lambda: not box.errors and len(box.posted) == 1)
+        box.errors = [SettingsError("the password is wrong")]
+        box.one.told(box.posted)
+        await eventually(lambda: box.confirmed == ["0-0"])

@@ -1,0 +1,147 @@
+"""What a bridge adds to the installation's metrics: nothing is lost while the store is away, nothing counted twice."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from qinfer.bridge.metrics import RouteTally, count
+from qinfer.bridge.reports import BridgeReport, Reports
+from qinfer.errors import BrokerUnavailable
+from qinfer.models.store import RedisControlStore
+from qinfer.queue.clients import admin_client
+from qinfer_workers.bridge.reporter import Reporter
+from tests.support.servers.servers import Database
+
+WAIT_S = 20.0
+
+
+class WeakStore(RedisControlStore):
+    """Fails where it is told to, before it writes or after; lives on the reporter's event loop.
+
+    Attributes:
+        fails: How often it is away; a report is lost.
+        forgets: How often it stores a report and does not say so.
+        asked: Set at each report that has come.
+    """
+
+    def __init__(self, database: Database, fails: int = 0, forgets: int = 0) -> None:
+        super().__init__(admin_client(database.settings))
+        self.fails, self.forgets = fails, forgets
+        self.asked = threading.Semaphore(0)
+
+    async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
+        try:
+            if self.fails:
+                self.fails -= 1
+                raise BrokerUnavailable("Redis can't be reached")
+            await super().put_bridge(report, ttl_s)
+            if self.forgets:
+                self.forgets -= 1
+                raise BrokerUnavailable("no reply within 5 s")
+        finally:
+            self.asked.release()
+
+
+async def counted(store: RedisControlStore) -> int:
+    return (await store.routes())["r"].counts["accepted"]
+
+
+def reported(store: WeakStore, work: Callable[[RouteTally], None]) -> RouteTally:
+    """Runs a reporter while a route counts: 2 accepted, then what `work` counts after the first report has come."""
+    tally = RouteTally("r", accepted=2)
+    reporter = Reporter("b1", [tally], lambda: store, every_s=0.001)
+    reporter.start()
+    try:
+        for _ in range(3):
+            assert store.asked.acquire(timeout=WAIT_S)
+        work(tally)
+    finally:
+        reporter.close()
+    return tally
+
+
+def add(tally: RouteTally) -> None:
+    tally.accepted += 5
+    count(tally.refused, "conflict")
+
+
+async def test_all_is_stored_at_the_end(database: Database) -> None:
+    """What was counted since the last report too; the bridge does not live then."""
+    await asyncio.to_thread(reported, WeakStore(database), add)
+
+    totals = (await database.store().routes())["r"]
+    assert (totals.counts["accepted"], totals.counts["refused:conflict"], totals.processes) == (7, 1, 0)
+
+
+async def test_a_store_that_is_away_loses_nothing(database: Database) -> None:
+    """The counts are stored when it is back."""
+    tally = await asyncio.to_thread(reported, WeakStore(database, fails=3), add)
+
+    assert await counted(database.store()) == tally.accepted == 7
+
+
+async def test_a_report_that_was_stored_unsaid_counts_once(database: Database) -> None:
+    """It is sent again as it was, and what came meanwhile afterwards."""
+    tally = await asyncio.to_thread(reported, WeakStore(database, forgets=2), add)
+
+    assert await counted(database.store()) == tally.accepted == 7
+
+
+async def test_the_last_report_comes_after_one_that_failed(database: Database) -> None:
+    """That one is sent once more, and then the rest."""
+    store = WeakStore(database)
+
+    def break_store(tally: RouteTally) -> None:
+        store.forgets = 1
+        while store.forgets:
+            assert store.asked.acquire(timeout=WAIT_S)
+        add(tally)
+
+    await asyncio.to_thread(reported, store, break_store)
+
+    assert await counted(database.store()) == 7
+
+
+def test_threads_that_count_the_same_lose_nothing() -> None:
+    """A route refuses messages in the thread of its source and on its loop."""
+    reading, counted = threading.Event(), threading.Event()
+
+    class Slow(dict[str, int]):
+        """Reads a count, and returns it only when the other thread has counted, or can't."""
+
+        def get(self, key: str, default: int = 0) -> int:  # type: ignore[override]  # of one kind of default
+            value = super().get(key, default)
+            if not reading.is_set():
+                reading.set()
+                counted.wait(0.1)
+            return value
+
+    counts = Slow()
+    first = threading.Thread(target=count, args=(counts, "conflict"))
+    first.start()
+    assert reading.wait(WAIT_S)
+    count(counts, "conflict")
+    counted.set()
+    first.join(WAIT_S)
+
+    assert counts == {"conflict": 2}
+
+
+def test_a_report_is_the_same_until_it_is_stored() -> None:
+    """Its counts; what is in hand is as of now."""
+    tally = RouteTally("r", received=4, paused_s=1.2345, connected={"source": False})
+    reports = Reports("b1", [tally])
+    first = reports.next()
+    tally.received, tally.unacknowledged = 9, 3
+    tally.connected["source"] = True
+    again = reports.next()
+    reports.stored()
+    second = reports.next()
+    reports.stored()
+
+    assert first.counts == again.counts == {"r": {"received": 4, "paused_ms": 1234}}
+    assert (first.number, again.number, second.number) == (1, 1, 2)
+    assert (first.uses["r"].unacknowledged, again.uses["r"].unacknowledged) == (0, 3)
+    assert again.uses["r"].connected == {"source": 1}
+    assert second.counts == {"r": {"received": 5}}
+    assert reports.is_complete

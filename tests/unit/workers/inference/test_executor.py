@@ -1,0 +1,130 @@
+"""Instance threads: what runs on the event loop, and what does not."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qinfer.backends.base import Backend, Batch, Context
+from qinfer.backends.stub import StubBackend
+from qinfer.batching.execution import Execution, Pending
+from qinfer.core.messages import InferRequest
+from qinfer.errors import InferenceFailed
+from qinfer.models.spec import Device
+from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.testing import eventually, stub_spec
+from qinfer_workers.inference.executor import SHORT_S, ThreadExecutor
+from tests.support import models
+
+
+class Quick(StubBackend):
+    """A stub whose executions never wait."""
+
+    short_on_loop = True
+
+
+def executor(backend: Backend) -> ThreadExecutor:
+    backend.load(stub_spec(), None, Device())  # type: ignore[arg-type]  # the stub reads no file
+    return ThreadExecutor([backend], asyncio.get_running_loop(), "stub")
+
+
+def execution() -> Execution:
+    request = InferRequest(model="stub", inputs=())
+    lease = Lease(Entry(Lane("stub", 1), "1000-0"), "w", b"")
+    item = Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
+    return Execution([item], Batch(requests=[request], rows=[1], inputs={"x": np.ones((1, 2), "<f4")}), 0)
+
+
+async def test_only_what_is_known_to_be_short_runs_on_the_loop() -> None:
+    """Unknown and long executions go to a thread."""
+    instances = executor(Quick())
+
+    ran = [instances.run_now(execution(), expected_s) for expected_s in (0.0, SHORT_S / 2, SHORT_S * 2)]
+
+    assert ran == [False, True, False]
+    instances.retire()
+
+
+async def test_a_backend_that_may_wait_never_runs_on_the_loop() -> None:
+    """However short its executions were."""
+    instances = executor(StubBackend())
+
+    assert not instances.run_now(execution(), SHORT_S / 2)
+    instances.retire()
+
+
+async def test_nothing_runs_on_the_loop_beside_a_busy_instance() -> None:
+    """An instance is used by one thread at a time."""
+    instances = executor(Quick())
+    ended = asyncio.Event()
+    instances.start(execution(), lambda _: ended.set())
+
+    beside = instances.run_now(execution(), SHORT_S / 2)
+
+    assert not beside
+    await ended.wait()
+    assert instances.run_now(execution(), SHORT_S / 2)
+    instances.retire()
+
+
+def test_a_model_that_exits_fails_its_batch_only() -> None:
+    """`sys.exit` in a model's code must not end the instance's thread."""
+
+    class Exiting(StubBackend):
+        def execute(self, batch: Batch, ctx: Context) -> None:
+            sys.exit("enough")
+
+    run = execution()
+    run.run(Exiting())
+
+    assert isinstance(run.error, InferenceFailed)
+    assert run.error.message == "enough"
+
+
+LOADING = """
+import asyncio, atexit, sys, threading
+from pathlib import Path
+import onnxruntime
+from qinfer_workers.inference.__main__ import _leave
+from qinfer_workers.inference.executor import in_thread
+
+file, began = Path(sys.argv[1]).read_bytes(), threading.Event()
+
+def load():
+    while True:
+        onnxruntime.InferenceSession(file)
+        began.set()
+
+async def main():
+    loading = asyncio.create_task(in_thread("load", load))
+    await asyncio.to_thread(began.wait)
+    loading.cancel()
+
+atexit.register(_leave, [7])
+asyncio.run(main())
+"""
+
+
+def test_a_worker_ends_with_its_own_status_while_a_runtime_loads(tmp_path: Path) -> None:
+    """An interpreter that ends kills threads, and C++ code in them would abort the process."""
+    models.add_sub(tmp_path)
+    file = tmp_path / "add_sub" / "1" / "model.onnx"
+
+    ended = subprocess.run([sys.executable, "-c", LOADING, str(file)], capture_output=True, timeout=50, check=False)
+
+    assert (ended.returncode, ended.stderr) == (7, b"")
+
+
+async def test_an_instance_that_can_not_be_unloaded_takes_nothing_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are unloaded; the process goes on."""
+
+    class Sticky(StubBackend):
+        def unload(self) -> None:
+            raise OSError("busy")
+
+    executor(Sticky()).retire()
+
+    await eventually(lambda: "model instance not unloaded" in caplog.messages)

@@ -1,0 +1,157 @@
+"""The worker's record: how fast it finds its models to be, and what of that outlives it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from qinfer.batching.batcher import Batcher
+from qinfer.core.clock import ServerClock
+from qinfer.core.settings import WorkerSettings
+from qinfer.errors import BrokerUnavailable
+from qinfer.models.state import Speed, State, VersionState, WorkerRecord
+from qinfer.models.store import RedisControlStore
+from qinfer.testing import FakeClock, eventually
+from qinfer_workers.inference.heartbeat import SPEEDS_EVERY_S, Heartbeat
+from tests.support.batching import Bench, Scene
+from tests.support.servers.servers import Database
+
+
+class Store(RedisControlStore):
+    """Counts the speeds that are written."""
+
+    def __init__(self, client: Any) -> None:
+        super().__init__(client)
+        self.puts: list[Speed] = []
+
+    async def put_speed(self, model: str, version: int, speed: Speed) -> None:
+        self.puts.append(speed)
+        await super().put_speed(model, version, speed)
+
+
+class Setup:
+    def __init__(self, database: Database, scene: Scene) -> None:
+        self.time = FakeClock()
+        self.store = database.store(Store)
+        self.batchers: list[Batcher] = [scene.batcher]
+        self.states = {"stub": {1: VersionState(State.READY, 1)}}
+        clock = ServerClock(self.time, offset_s=0.0)
+        settings = WorkerSettings()
+        self.heartbeat = Heartbeat(self.store, "w", settings, clock, lambda: self.states, lambda: self.batchers)
+
+    async def speeds(self) -> dict[str, dict[int, float]]:
+        (record,) = await self.store.workers()
+        return record.speeds
+
+
+@pytest.mark.parametrize(("instances", "rows", "rps"), [(1, 1, 100.0), (3, 1, 300.0), (1, 4, 25.0)])
+async def test_a_batcher_knows_its_speed(instances: int, rows: int, rps: float) -> None:
+    """All instances, full batches, requests of as many rows as the last ones."""
+    scene = Scene(Bench(instances), known_s=0.01)
+    scene.batcher.admit(scene.items(2, rows))
+
+    assert scene.batcher.speed_rps() == pytest.approx(rps)
+
+
+async def test_a_batcher_that_has_run_nothing_knows_nothing(database: Database) -> None:
+    """And nothing is written of it."""
+    setup = Setup(database, Scene(Bench()))
+
+    await setup.heartbeat.beat()
+
+    assert setup.batchers[0].speed_rps() == 0.0
+    assert await setup.speeds() == {}
+
+
+async def test_speeds_are_in_every_record_and_stored_now_and_then(database: Database) -> None:
+    """What outlives the worker need not be new."""
+    setup = Setup(database, Scene(Bench(), known_s=0.01))
+
+    await setup.heartbeat.beat()
+    first = list(setup.store.puts)
+    setup.time.advance(SPEEDS_EVERY_S)
+    await setup.heartbeat.beat()
+    setup.time.advance(SPEEDS_EVERY_S / 2)
+    await setup.heartbeat.beat()
+
+    assert await setup.speeds() == {"stub": {1: 100.0}}
+    assert (first, setup.store.puts) == ([], [Speed(100.0)])
+
+
+async def test_the_last_speed_is_stored_at_the_end(database: Database) -> None:
+    """Of a version that is served no more, at drain too; once."""
+    setup = Setup(database, Scene(Bench(), known_s=0.01))
+    (batcher,) = setup.batchers
+    setup.batchers.clear()
+    setup.heartbeat.collect(batcher)
+
+    await setup.heartbeat.beat()
+    await setup.heartbeat.beat()
+
+    assert await setup.store.speeds([("stub", 1)]) == {("stub", 1): Speed(100.0)}
+    assert len(setup.store.puts) == 1
+
+
+async def test_a_load_is_timed(database: Database) -> None:
+    """In the record, and beside the speed, for when no worker lives."""
+    setup = Setup(database, Scene(Bench(), known_s=0.01))
+    setup.heartbeat.load_times = lambda: {"stub": {1: 7.5004}, "idle": {2: 0.25}}
+    setup.time.advance(SPEEDS_EVERY_S)
+
+    await setup.heartbeat.beat()
+
+    (record,) = await setup.store.workers()
+    assert record.load_s == {"stub": {1: 7.5004}, "idle": {2: 0.25}}
+    assert setup.store.puts[-1] == Speed(100.0, 7.5)
+
+
+async def test_what_waits_for_an_instance_is_not_executing(database: Database) -> None:
+    """One batch is placed ahead of the only instance: it is pending still."""
+    setup = Setup(database, scene := Scene(Bench(), known_s=0.01))
+    scene.batcher.admit(scene.items(2, 8))
+    executing = scene.batcher.executing
+    await setup.heartbeat.beat()
+    (first,) = await setup.store.workers()
+    began, _ = scene.batcher.expected_ends
+    began.begin_ns = 1
+    await setup.heartbeat.beat()
+    (then,) = await setup.store.workers()
+
+    assert executing == 2
+    assert (first.busy, then.busy) == ({}, {"stub": {1: 1}})
+
+
+class AwayStore(RedisControlStore):
+    """Refuses the first heartbeats, and counts the wakes."""
+
+    failures, wakes = 2, 0
+
+    async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise BrokerUnavailable("Redis can't be reached")
+        await super().heartbeat(record, ttl_s)
+
+    async def wake(self) -> None:
+        self.wakes += 1
+        await super().wake()
+
+
+async def test_news_wake_their_readers_though_the_store_was_away(database: Database) -> None:
+    """Once, at the first beat that succeeds; a beat without news wakes nobody."""
+    store, beats = database.store(AwayStore), 0
+
+    def states() -> dict[str, dict[int, VersionState]]:
+        nonlocal beats
+        beats += 1
+        return {}
+
+    clock = ServerClock(FakeClock(), offset_s=0.0)
+    heartbeat = Heartbeat(store, "w", WorkerSettings(heartbeat_every_s=0.001), clock, states, list)
+    heartbeat.changed()
+    beating = asyncio.create_task(heartbeat.run())
+    await eventually(lambda: beats >= 6, description="some beats")
+    beating.cancel()
+    await asyncio.wait([beating])
+
+    assert store.wakes == 1

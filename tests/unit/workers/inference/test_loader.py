@@ -1,0 +1,203 @@
+"""What a load loads: where instances run, and how little is done when little has changed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qinfer.backends.base import Backend
+from qinfer.backends.stub import StubBackend
+from qinfer.core.clock import ServerClock
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.config import from_json, normalise, parse, to_json, to_spec
+from qinfer.models.repository.cache import FilesCache
+from qinfer.models.repository.files import LocalFiles
+from qinfer.models.spec import Device, InstanceSpec, ModelSpec
+from qinfer.models.state import StoredModel
+from qinfer.testing import FakeClock, stub_spec
+from qinfer_workers.inference.devices import devices_of, gpus_here, named
+from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
+
+CONFIG = """
+backend: "stub" max_batch_size: {rows}
+input {{ name: "x" data_type: TYPE_FP32 dims: 2 }}
+output {{ name: "y" data_type: TYPE_FP32 dims: 2 }}
+version_policy {{ latest {{ num_versions: {latest} }} }}
+instance_group {{ count: {count} kind: KIND_CPU }}
+"""
+
+
+class Scene:
+    """A model on disk, and what is served of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.made: list[StubBackend] = []
+        self.is_broken = False
+        (path / "m" / "1").mkdir(parents=True)
+        self.write("1/model.stub", "weights")
+        self.loader = Loader(lambda model, version, *_: path / model / str(version), lambda _: self._make, _clock())
+        self.generation = 0
+        self.serving: Loaded | None = None
+
+    def write(self, file: str, text: str) -> None:
+        path = self.path / "m" / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+    def _make(self) -> Backend:
+        if self.is_broken and len(self.made) % 2:
+            raise OSError(2, "No such file", str(self.path / "m" / "1" / "model.stub"))
+        self.made.append(StubBackend())
+        return self.made[-1]
+
+    def load(self, *, rows: int = 8, latest: int = 1, count: int = 1, spec: ModelSpec | None = None) -> Change:
+        self.generation += 1
+        config = to_json(normalise(parse(CONFIG.format(rows=rows, latest=latest, count=count)), "m"))
+        stored = StoredModel("m", self.generation, config, (1,))
+        change = self.loader.load(spec or to_spec(from_json(config), LimitSettings()), 1, stored, self.serving)
+        self.serving = change.loaded
+        return change
+
+
+def _clock() -> ServerClock:
+    return ServerClock(FakeClock(), offset_s=0.0)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_what_has_not_changed_is_not_loaded(scene: Scene) -> None:
+    """Another version's files and the version policy are none of this version's."""
+    first = scene.load()
+    scene.write("2/model.stub", "other")
+    second = scene.load(latest=2)
+
+    assert (first.kind, second.kind) == (Kind.NEW, Kind.SAME)
+    assert len(scene.made) == 1
+    assert second.loaded.generation == 2
+
+
+@pytest.mark.parametrize("file", ["1/model.stub", "1/weights.bin", "labels.txt", "warmup/x"])
+def test_any_file_that_it_may_read_counts(scene: Scene, file: str) -> None:
+    """In the version's directory, and beside the versions."""
+    scene.load()
+    scene.write(file, "something new")
+
+    assert scene.load().kind is Kind.NEW
+
+
+def test_the_configuration_counts(scene: Scene) -> None:
+    """But for how many instances there are: those are added, or end."""
+    scene.load()
+    more, fewer = scene.load(count=3), scene.load(count=2)
+    other = scene.load(count=2, rows=4)
+
+    assert [(change.kind, len(change.loaded.instances), change.surplus) for change in (more, fewer, other)] == [
+        (Kind.RESIZED, 2, 0),
+        (Kind.RESIZED, 0, 1),
+        (Kind.NEW, 2, 0),
+    ]
+
+
+def test_another_copy_of_the_same_remote_files_is_no_change(scene: Scene, tmp_path: Path) -> None:
+    """A remote model whose `config.pbtxt` was written anew has a copy of its own."""
+    cache, files = FilesCache(tmp_path / "cache"), LocalFiles(scene.path)
+    copies: list[Path] = []
+
+    def version_dir(model: str, version: int, location: str, content_hash: str) -> Path:
+        copies.append(cache.version_dir(files, "s3://bucket", model, version))
+        return copies[-1]
+
+    scene.loader = Loader(version_dir, lambda _: scene._make, _clock())
+    scene.load()
+    scene.write("config.pbtxt", "# with more instances")
+
+    assert scene.load(count=2).kind is Kind.RESIZED
+    assert copies[0] != copies[1]
+
+
+def test_instances_of_several_devices_are_not_taken_away_singly(scene: Scene) -> None:
+    """Any idle one would end: the model is loaded anew instead. More of them are just added."""
+    scene.loader.gpus = (0, 1)
+    on = [InstanceSpec(device=Device("gpu", number), count=1) for number in (0, 1)]
+    one, two = on[:1], on
+    spec = stub_spec("m")
+
+    def load(groups: list[InstanceSpec]) -> Kind:
+        return scene.load(spec=_on(spec, groups)).kind
+
+    assert [load(one), load(two), load(one)] == [Kind.NEW, Kind.RESIZED, Kind.NEW]
+
+
+def _on(spec: ModelSpec, groups: list[InstanceSpec]) -> ModelSpec:
+    return replace(spec, instances=tuple(groups))
+
+
+def test_what_fails_leaves_nothing_behind_and_tells_no_path(scene: Scene) -> None:
+    """Clients read the reason."""
+    scene.is_broken = True
+
+    with pytest.raises(ModelLoadFailed, match=r"^FileNotFoundError: .*'1/model.stub'$"):
+        scene.load(count=2)
+
+    assert [backend.loaded for backend in scene.made] == [False]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "visible", "gpus"),
+    [
+        (None, None, (0, 1)),
+        ((), None, ()),
+        ((3, 1), "0", (1, 3)),
+        (None, "", ()),
+        (None, "4,2,GPU-abc", (0, 1, 2)),
+        (None, "0,-1,1", (0,)),
+    ],
+)
+def test_the_gpus_of_a_worker(
+    tmp_path: Path, allowed: tuple[int, ...] | None, visible: str | None, gpus: tuple[int, ...]
+) -> None:
+    """What the setting says, or else what CUDA would see."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+
+    assert gpus_here(allowed, visible, tmp_path) == gpus
+
+
+def test_a_record_names_the_devices() -> None:
+    """For people."""
+    assert (named(()), named((0, 2))) == ("cpu", "cpu, gpu 0, gpu 2")
+
+
+def test_instances_run_where_there_is_a_device_for_them() -> None:
+    """Another worker may have the others."""
+    groups = [
+        InstanceSpec(device=Device("gpu", 0), count=2),
+        InstanceSpec(device=Device("gpu", 1), count=2),
+        InstanceSpec(count=1),
+    ]
+    spec = _on(stub_spec("m"), groups)
+
+    assert devices_of(spec, (1,)) == (Device("gpu", 1), Device("gpu", 1), Device())
+    assert devices_of(spec, ()) == (Device(),)
+    with pytest.raises(ModelLoadFailed, match=r"^model 'm' needs GPU 0 or 1; this worker has GPU 2$"):
+        devices_of(_on(spec, groups[:2]), (2,))
+
+
+def test_what_can_not_be_unloaded_does_not_stop_the_rest(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """A backend's mistake ends no worker."""
+    change = scene.load(count=3)
+    scene.made[0].unload = raise_busy  # type: ignore[method-assign]  # a backend with a mistake
+
+    scene.loader.discard(change)
+
+    assert caplog.messages == ["model instance not unloaded"]
+    assert [made.loaded for made in scene.made] == [True, False, False]
+
+
+def raise_busy() -> None:
+    raise OSError("busy")

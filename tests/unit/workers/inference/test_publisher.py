@@ -1,0 +1,242 @@
+"""What becomes of answers and entries when the broker refuses, or when time has passed unnoticed."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from qinfer.batching.execution import Pending
+from qinfer.core.clock import SystemClock
+from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.settings import RedisSettings
+from qinfer.errors import InferenceFailed
+from qinfer.observe.stats import StatsTally
+from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.connection import Refused
+from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.request_records import Settlement
+from qinfer.queue.router import Router
+from qinfer.tensors import Bytes
+from qinfer.testing import eventually
+from qinfer.wire.frame import decode_responses
+from qinfer_workers.inference import publisher
+from qinfer_workers.inference.leases import LeaseKeeper, place_of
+from qinfer_workers.inference.publisher import Publisher
+from tests.support.stage import NoRenewals
+
+
+class Offline(RedisDelivery):
+    """A queue that is not connected: what a test does not replace fails."""
+
+    def __init__(self) -> None:
+        settings = RedisSettings()
+        super().__init__(settings, Router(settings), SystemClock())
+
+
+class Refusing(Offline):
+    """A queue that takes nothing back."""
+
+    async def release(self, leases: Sequence[Lease]) -> None:
+        raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
+
+
+class Releasing(Offline):
+    """A queue that notes what is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released: list[Lease] = []
+
+    async def release(self, leases: Sequence[Lease]) -> None:
+        self.released += leases
+
+
+class Burying(Offline):
+    """A queue that takes its time to bury the first entry, and refuses the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+        self.burying = 0
+
+    async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
+        self.burying += 1
+        await self.go.wait()
+        if request_id == "r2":
+            raise Refused("WRONGTYPE", "WRONGTYPE Operation against a key holding the wrong kind of value")
+        return True
+
+    async def publish(self, reply_to: str, blob: Bytes) -> bool:
+        return True
+
+
+class Noting(Offline):
+    """A queue that notes what leaves.
+
+    Attributes:
+        seen: The ids of requests whose answers were published or stored.
+        finished: The ids of entries, those that were finished together in one list.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.finished: list[list[str]] = []
+        self.requests.settle = self._settle  # type: ignore[method-assign]  # it is the test's own
+
+    async def publish(self, reply_to: str, blob: Bytes) -> bool:
+        self.seen += [response.request_id for response in decode_responses(blob)]
+        return True
+
+    async def finish(self, entries: Sequence[Entry]) -> None:
+        self.finished.append([entry.entry_id for entry in entries])
+
+    async def _settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+        self.seen += [settlement.address.id for settlement in settlements]
+        return [True] * len(settlements)
+
+
+def pending(number: int = 0, reply_to: str = "reply:g") -> Pending:
+    request = InferRequest(model="stub", inputs=(), id=f"r{number}", reply_to=reply_to)
+    lease = Lease(Entry(Lane("stub", 1), f"1000-{number}"), "w", b"")
+    return Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
+
+
+def keeper_of(delivery: RedisDelivery, lease_s: float = 10.0) -> LeaseKeeper:
+    return LeaseKeeper(NoRenewals(), delivery.clock, lease_s, list, lambda _: None)
+
+
+async def test_what_can_not_be_read_is_held_until_it_is_released() -> None:
+    """However long the pause is, beside the lease; nobody else takes what comes back in a moment."""
+    delivery = Releasing()
+    keeper = keeper_of(delivery)
+    first, second = pending(1), pending(2)
+
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(delivery, keeper, tasks)
+        publisher.release_later(first, 60.0)
+        publisher.release_later(second, 0.0)
+        await eventually(lambda: delivery.released == [second.lease])
+        await eventually(lambda: keeper.held() == [first])
+        await publisher.settle()
+
+    assert delivery.released == [second.lease, first.lease]
+    assert keeper.held() == []
+
+
+async def test_a_lease_is_held_while_its_entry_is_buried() -> None:
+    """Its tensors may take longer than a lease to be copied; after that it is renewed no longer, buried or refused."""
+    delivery = Burying()
+    keeper = keeper_of(delivery)
+    items = [pending(1), pending(2)]
+    error = InferenceFailed("it was given up")
+
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(delivery, keeper, tasks)
+        for item in items:
+            response = Response(request_id=item.request.id, failure=Failure.of(error))
+            publisher.bury(item.lease, error, StatsTally(), (item, response))
+        await eventually(lambda: delivery.burying == 2)
+        assert keeper.held() == items
+        delivery.go.set()
+        await publisher.settle()
+
+    assert keeper.held() == []
+
+
+@pytest.mark.parametrize("reply_to", ["reply:g", ""])
+async def test_nothing_is_answered_while_leases_may_have_ended(reply_to: str) -> None:
+    """After a stop longer than a lease, the owner is asked first; what is lost is another's to answer."""
+    delivery = Noting()
+    lease_s = 1e-9  # time has passed since the last renewal, however soon it is
+    items = [pending(1, reply_to), pending(2, reply_to)]
+    keeper: LeaseKeeper
+
+    class OnDemand:
+        async def run(self, keeper: LeaseKeeper) -> None:
+            raise NotImplementedError
+
+        def ask(self) -> None:
+            asked.set()
+
+    asked = asyncio.Event()
+    keeper = LeaseKeeper(OnDemand(), delivery.clock, lease_s, list, lambda item: setattr(item, "lost", True))
+    keeper.hold(items)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(delivery, keeper, tasks)
+        publisher.answer(items, [Response(request_id=item.request.id) for item in items])
+        await asked.wait()
+        assert delivery.seen == []
+        keeper.renewed(float("inf"), {place_of(items[0])})
+        await eventually(lambda: bool(delivery.seen))
+        await publisher.settle()
+
+    assert delivery.seen == ["r2"]
+
+
+async def test_a_refused_release_is_left_to_the_end_of_its_lease(caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged, its lease is renewed no longer, and nothing else ends."""
+    delivery = Refusing()
+    keeper = keeper_of(delivery)
+    item = pending()
+    keeper.hold([item])
+
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(delivery, keeper, tasks)
+        publisher.give_back([item])
+        await publisher.settle()
+
+    assert not keeper.holds(item.lease.entry)
+    assert "refused by the broker" in caplog.text
+
+
+def responses(items: Sequence[Pending]) -> list[Response]:
+    return [Response(request_id=item.request.id) for item in items]
+
+
+@asynccontextmanager
+async def publishing(delivery: RedisDelivery) -> AsyncIterator[Publisher]:
+    """A publisher with leases that last; what it has begun has ended when the block has."""
+    async with asyncio.TaskGroup() as tasks:
+        outlet = Publisher(delivery, keeper_of(delivery, lease_s=60.0), tasks)
+        yield outlet
+        await outlet.settle()
+
+
+async def test_a_few_published_items_are_finished_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script call for each batch of one would cost Redis as much as the answers do."""
+    monkeypatch.setattr(publisher, "FINISH_DELAY_S", 600.0)
+    delivery = Noting()
+    async with publishing(delivery) as outlet:
+        outlet.answer([pending(1)], responses([pending(1)]))
+        await eventually(lambda: len(delivery.seen) == 1)
+        outlet.answer([pending(2)], responses([pending(2)]))
+        await eventually(lambda: len(delivery.seen) == 2)
+        assert delivery.finished == []
+
+    assert delivery.finished == [["1000-1", "1000-2"]]
+
+
+async def test_many_published_items_are_finished_with_the_next_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same write; nothing waits for the timer."""
+    monkeypatch.setattr(publisher, "FINISH_DELAY_S", 600.0)
+    delivery = Noting()
+    many = [pending(number) for number in range(publisher.FINISH_COUNT)]
+    async with publishing(delivery) as outlet:
+        outlet.answer(many, responses(many))
+        await eventually(lambda: len(delivery.seen) == len(many))
+        outlet.answer([pending(100)], responses([pending(100)]))
+        await eventually(lambda: len(delivery.seen) > len(many))
+        assert delivery.finished == [[item.lease.entry.entry_id for item in many]]
+
+
+async def test_what_nothing_comes_after_is_finished_all_the_same() -> None:
+    """After a moment, whether or not the timer had been set for what came before it."""
+    delivery = Noting()
+    many = [pending(number) for number in range(publisher.FINISH_COUNT)]
+    async with publishing(delivery) as outlet:
+        outlet.answer(many, responses(many))
+        await eventually(lambda: len(delivery.seen) == len(many))
+        outlet.answer([pending(100)], responses([pending(100)]))
+        await eventually(lambda: sum(map(len, delivery.finished)) == len(many) + 1)

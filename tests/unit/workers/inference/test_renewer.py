@@ -1,0 +1,210 @@
+"""What the process beside a worker renews, and what it does not."""
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as Away
+from redis.exceptions import ResponseError
+
+from qinfer.core.processes import packed
+from qinfer.testing import wait_until
+from qinfer_workers import renewer
+from qinfer_workers.renewer import Held, Hello, Renewer, Secret
+
+LANE, OTHER = b"qinfer:{a#0}:1:p1", b"qinfer:{b#0}:1:p1"
+HELLO = Hello("redis://127.0.0.1:1", "", False, 1.0, 1.0, b"workers", b"w", b"the script", 3.0, 100.0)
+
+
+class FakeRedis:
+    """Answers what a test says.
+
+    Attributes:
+        pending: Lane → (entry id, idle milliseconds) of the worker's entries.
+        lost: What renewals find lost.
+        errors: Lane → what is raised.
+        renewed: (lane, entry ids) of each renewal.
+        counts: How many of the worker's entries were asked for at most, each time.
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[bytes, list[tuple[bytes, int]]] = {}
+        self.lost: list[bytes] = []
+        self.errors: dict[bytes, Exception] = {}
+        self.renewed: list[tuple[bytes, list[bytes]]] = []
+        self.counts: list[int] = []
+
+    def xpending_range(
+        self, lane: bytes, _group: bytes, _start: str, _end: str, count: int, _consumer: bytes
+    ) -> list[dict[str, Any]]:
+        self.counts.append(count)
+        if lane in self.errors:
+            raise self.errors[lane]
+        return [{"message_id": name, "time_since_delivered": idle} for name, idle in self.pending.get(lane, [])]
+
+    def eval(self, script: bytes, count: int, lane: bytes, group: bytes, consumer: bytes, *ids: bytes) -> list[bytes]:
+        assert (script, count, group, consumer) == (b"the script", 1, b"workers", b"w")
+        if lane in self.errors:
+            raise self.errors[lane]
+        self.renewed.append((lane, list(ids)))
+        return [name for name in ids if name in self.lost]
+
+
+class Time:
+    """Stands in for `time`."""
+
+    now_s = 1000.0
+
+    @classmethod
+    def monotonic(cls) -> float:
+        return cls.now_s
+
+
+@pytest.fixture
+def redis(monkeypatch: pytest.MonkeyPatch) -> FakeRedis:
+    monkeypatch.setattr(renewer, "time", Time)
+    monkeypatch.setattr(Time, "now_s", 1000.0)
+    return FakeRedis()
+
+
+def test_what_was_told_is_renewed_until_its_end(redis: FakeRedis) -> None:
+    """And what is lost is reported."""
+    one = Renewer(HELLO, redis)
+    one.tell(Held({LANE: {b"1-0": 2000.0, b"2-0": 999.0, b"3-0": 2000.0}, OTHER: {}}))
+    redis.lost = [b"3-0"]
+
+    report = one.renew()
+
+    assert redis.renewed == [(LANE, [b"1-0", b"3-0"])]
+    assert (report.began_s, report.lost, report.failed) == (1000.0, [(LANE, b"3-0")], {})
+
+
+def test_what_was_fetched_since_is_renewed_when_the_worker_is_silent(
+    redis: FakeRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not what the worker had long had and did not tell: it has let it go."""
+    one = Renewer(HELLO, redis)
+    one.tell(Held({LANE: {b"1-0": 2000.0, b"2-0": 1001.0}}))
+    redis.pending[LANE] = [(b"1-0", 100), (b"2-0", 100), (b"5-0", 60_000), (b"8-0", 4_000), (b"9-0", 10)]
+    one.renew()
+    assert redis.renewed.pop() == (LANE, [b"1-0", b"2-0"])
+
+    monkeypatch.setattr(Time, "now_s", 1002.5)
+    one.renew()
+    assert redis.renewed.pop() == (LANE, [b"1-0", b"8-0", b"9-0"])
+
+    monkeypatch.setattr(Time, "now_s", 1103.0)
+    redis.pending[LANE] = []
+    one.renew()
+    assert redis.renewed.pop() == (LANE, [b"1-0"])
+
+
+def test_what_was_fetched_since_is_found_behind_all_that_was_told(
+    redis: FakeRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis lists the oldest first, of a worker with large batches thousands."""
+    one = Renewer(HELLO, redis)
+    one.tell(Held({LANE: {b"%d-0" % number: 2000.0 for number in range(5000)}}))
+    monkeypatch.setattr(Time, "now_s", 1002.5)
+    one.renew()
+
+    assert redis.counts[0] > 5000
+
+
+def test_the_worker_tells_again(redis: FakeRedis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then only that counts."""
+    one = Renewer(HELLO, redis)
+    one.tell(Held({LANE: {}}))
+    redis.pending[LANE] = [(b"9-0", 10)]
+    monkeypatch.setattr(Time, "now_s", 1002.5)
+    one.renew()
+    one.tell(Held({LANE: {b"1-0": 2000.0}}))
+    one.renew()
+
+    assert redis.renewed == [(LANE, [b"9-0"]), (LANE, [b"1-0"])]
+
+
+def test_a_node_that_is_away_is_told_and_the_others_renewed(redis: FakeRedis) -> None:
+    """By the name of the error only, which has no address in it."""
+    one = Renewer(HELLO, redis)
+    one.tell(Held({LANE: {b"1-0": 2000.0}, OTHER: {b"2-0": 2000.0}}))
+    redis.errors[LANE] = Away("to 10.0.0.1:6379")
+
+    report = one.renew()
+
+    assert redis.renewed == [(OTHER, [b"2-0"])]
+    assert report.failed == {LANE: "ConnectionError"}
+
+
+def test_a_node_that_was_away_is_told_until_it_is_there_again(redis: FakeRedis) -> None:
+    """Though nothing is held there any more: or the worker would fetch what can't be renewed."""
+    one = Renewer(HELLO, redis)
+    one.tell(Held({LANE: {b"1-0": 2000.0}}))
+    redis.errors[LANE] = Away("to 10.0.0.1:6379")
+    one.renew()
+    one.tell(Held({LANE: {}}))
+
+    still = one.renew()
+    del redis.errors[LANE]
+
+    assert still.failed == {LANE: "ConnectionError"}
+    assert [one.renew().failed for _ in range(2)] == [{}, {}]
+    assert redis.renewed == [(LANE, [])]
+
+
+def test_entries_of_a_deleted_lane_are_lost(redis: FakeRedis) -> None:
+    """Redis knows no group then."""
+    one = Renewer(HELLO, redis)
+    one.tell(Held({LANE: {b"1-0": 2000.0}}))
+    redis.errors[LANE] = ResponseError("NOGROUP No such key")
+
+    report = one.renew()
+
+    assert (report.lost, report.failed) == ([(LANE, b"1-0")], {})
+
+
+def test_a_secret_is_read_as_pydantics_are() -> None:
+    """`clients` asks for it like this."""
+    assert Secret("redis://:word@host").get_secret_value() == "redis://:word@host"
+
+
+def test_it_ends_with_the_process_that_started_it_and_not_by_its_signals() -> None:
+    """SIGTERM means the worker, which drains."""
+    command = [sys.executable, "-m", "qinfer_workers.renewer"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    assert child.stdin is not None
+    try:
+        child.stdin.write(packed(HELLO))
+        child.stdin.flush()
+        wait_until(lambda: _ignores(child.pid, signal.SIGTERM), description="a renewer that ignores SIGTERM")
+        child.terminate()
+        child.stdin.close()
+        assert child.wait(10) == 0
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _ignores(pid: int, signum: int) -> bool:
+    with open(f"/proc/{pid}/status") as file:
+        (mask,) = [line.split()[1] for line in file if line.startswith("SigIgn")]
+    return bool(int(mask, 16) >> (signum - 1) & 1)
+
+
+def test_it_knows_whether_a_process_runs() -> None:
+    """Stopped counts as gone."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert renewer._is_running(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: not renewer._is_running(child.pid))
+        child.send_signal(signal.SIGCONT)
+        wait_until(lambda: renewer._is_running(child.pid))
+    finally:
+        child.kill()
+        child.communicate()
+    assert not renewer._is_running(child.pid)
+    assert renewer._is_running(os.getpid())

@@ -1,0 +1,94 @@
+"""Warm-up of models that call others: it ends where they call, and fails nothing."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qinfer.backends.base import Array, Batch, Context
+from qinfer.backends.stub import StubBackend
+from qinfer.batching.policy import LatencyModel
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.spec import Device, ModelSpec, WarmupInput, WarmupSpec
+from qinfer.tensors import pack_bytes
+from qinfer.testing import stub_spec
+from qinfer_workers.inference.warmup import warm_up
+
+SAMPLE = WarmupSpec(name="zeros", batch_size=1, inputs={"x": WarmupInput("FP32", (2,))}, count=2)
+
+
+def warmed(spec: ModelSpec) -> tuple[StubBackend, LatencyModel]:
+    backend, latency = StubBackend(), LatencyModel()
+    backend.load(spec, Path(), Device())
+    warm_up(backend, spec, latency, 0.0)
+    return backend, latency
+
+
+@pytest.mark.parametrize("samples", [(), (SAMPLE,)])
+def test_a_call_ends_the_warm_up(samples: tuple[WarmupSpec, ...], caplog: pytest.LogCaptureFixture) -> None:
+    """The model that is called may not be loaded yet: the load goes on, and nothing is learned from it."""
+    with caplog.at_level(logging.WARNING):
+        backend, latency = warmed(dataclasses.replace(stub_spec(mode="call:other"), warmup=samples))
+
+    assert backend.sizes == [1] * (len(samples) + 1)
+    assert not latency.known
+    assert caplog.text == ""
+
+
+def test_another_failure_of_a_sample_fails_the_load() -> None:
+    """As in Triton."""
+    with pytest.raises(ModelLoadFailed, match="sample 'zeros'"):
+        warmed(dataclasses.replace(stub_spec(mode="raise"), warmup=(SAMPLE,)))
+
+
+def test_a_model_that_calls_nobody_is_timed() -> None:
+    """The last run tells how long a row takes."""
+    assert warmed(stub_spec())[1].known
+
+
+def with_file(file: str = "x.bin", datatype: str = "FP32", dims: tuple[int, ...] = (2,)) -> ModelSpec:
+    sample = WarmupSpec(name="w", batch_size=3, inputs={"x": WarmupInput(datatype, dims, file=file)})
+    return dataclasses.replace(stub_spec(), warmup=(sample,))
+
+
+class Recorder(StubBackend):
+    """Keeps what it executes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[dict[str, Array]] = []
+
+    def execute(self, batch: Batch, ctx: Context) -> None:
+        self.inputs.append(dict(batch.inputs))
+
+
+def run(spec: ModelSpec, directory: Path) -> Array:
+    backend = Recorder()
+    warm_up(backend, spec, LatencyModel(), 0.0, directory)
+    return backend.inputs[0]["x"]
+
+
+def test_a_sample_may_be_a_file(tmp_path: Path) -> None:
+    """Of the model's directory `warmup`: one row, which is repeated."""
+    (tmp_path / "warmup").mkdir()
+    (tmp_path / "warmup" / "x.bin").write_bytes(np.array([1, 2], "<f4").tobytes())
+    (tmp_path / "warmup" / "text").write_bytes(pack_bytes([b"a", b"bc"]))
+
+    assert run(with_file(), tmp_path).tolist() == [[1, 2]] * 3
+    assert run(with_file("text", "BYTES"), tmp_path).tolist() == [[b"a", b"bc"]] * 3
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), (b"1234", "'x'"), (bytes(12), "'x'")])
+def test_a_file_that_does_not_fit_fails_the_load(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    """The message names it, and not where it is."""
+    (tmp_path / "warmup").mkdir()
+    if content is not None:
+        (tmp_path / "warmup" / "x.bin").write_bytes(content)
+
+    with pytest.raises(
+        ModelLoadFailed, match=f"warm-up file 'x.bin' can't be used for input 'x': .*{reason}"
+    ) as failed:
+        run(with_file(), tmp_path)
+    assert str(tmp_path) not in failed.value.message

@@ -1,0 +1,223 @@
+"""Jobs that nobody moves on: what the sweep does about them, and what it leaves alone."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qinfer.errors import StoreUnavailable
+from qinfer.jobs.job import JobState
+from qinfer.testing import eventually
+from qinfer_workers.jobs.sweep import CREATION_S, Sweeper
+from tests.support.jobs.bulk_office import Bench, bench, record_of, spec, write_inputs
+from tests.support.servers.servers import Database
+
+pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it
+
+
+class Sent:
+    """Notes which tasks were sent; the first is kept by `trouble`."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[str, str]] = []
+        self.trouble: Exception | None = None
+
+    def plan(self, job_id: str) -> None:
+        if self.trouble is not None:
+            error, self.trouble = self.trouble, None
+            raise error
+        self.tasks.append(("plan", job_id))
+
+    def finalise(self, job_id: str) -> None:
+        self.tasks.append(("finalise", job_id))
+
+
+class Scene:
+    """A bench, and what a sweep sends."""
+
+    def __init__(self, one: Bench) -> None:
+        self.bench = one
+        self.sent = Sent()
+        self._sweeper = Sweeper(one.services, self.sent)
+
+    async def sweep(self, after_s: float = 0.0) -> list[tuple[str, str]]:
+        """Sweeps after some time; returns what was sent."""
+        self.bench.clock.advance(after_s)
+        self.sent.tasks.clear()
+        await self._sweeper.run()
+        return list(self.sent.tasks)
+
+
+STALE_S = 0.7
+
+
+@pytest.fixture
+def scene(database: Database, tmp_path: Path) -> Callable[..., Awaitable[Scene]]:
+    async def make(state: str = "planning", deadline_at: float = 0.0) -> Scene:
+        write_inputs(tmp_path / "in", [20, 5])
+        one = await bench(database, tmp_path)
+        await one.jobs.create(record_of(spec(tmp_path), state=state, deadline_at=deadline_at))
+        return Scene(one)
+
+    return make
+
+
+Make = Callable[..., Awaitable[Scene]]
+
+
+@pytest.mark.parametrize(("state", "task"), [("planning", "plan"), ("finalizing", "finalise")])
+async def test_a_lost_task_is_sent_again_once(scene: Make, state: str, task: str) -> None:
+    """Not before its job is stale, and not again before it is once more."""
+    one = await scene(state)
+
+    assert await one.sweep() == []
+    assert await one.sweep(STALE_S) == [(task, "job")]
+    assert await one.sweep() == []
+    assert await one.sweep(STALE_S) == [(task, "job")]
+
+
+async def test_a_job_that_this_process_works_on_is_left_alone(scene: Make) -> None:
+    """However long it takes."""
+    one = await scene()
+
+    async with one.bench.services.hold(await one.bench.record()):
+        assert await one.sweep(STALE_S) == []
+
+
+async def test_a_job_whose_creation_was_broken_off_fails(scene: Make) -> None:
+    """The gateway died after it had stored the record."""
+    one = await scene("validating")
+    await one.sweep(STALE_S)
+    assert (await one.bench.record()).state == JobState.VALIDATING
+
+    await one.sweep(CREATION_S)
+
+    assert (await one.bench.record()).error == "its creation was broken off"
+
+
+async def test_the_lane_of_a_running_job_is_filled(scene: Make) -> None:
+    """Nobody acted on the notice that it was planned."""
+    one = await scene()
+    await one.bench.jobs.plan("job", [(0, b"a"), (1, b"b"), (2, b"c")], 25, complete=True)
+
+    assert await one.sweep(STALE_S) == []
+
+    assert (await one.bench.record()).in_lane == 2
+
+
+async def test_a_settled_job_is_finished(scene: Make) -> None:
+    """Nobody acted on the notice of its last shard."""
+    one = await scene()
+    await one.bench.planner().run("job")
+    while fetched := await one.bench.fetch():
+        for lease, shard in fetched:
+            await one.bench.finish(lease, shard)
+
+    assert await one.sweep(STALE_S) == [("finalise", "job")]
+
+    assert (await one.bench.record()).state == JobState.FINALIZING
+
+
+async def test_a_job_with_too_many_failed_rows_fails(scene: Make) -> None:
+    """Before the rest of its shards are run."""
+    one = await scene()
+    await one.bench.planner().run("job")
+    ((lease, shard), *_) = await one.bench.fetch()
+    await one.bench.finish(lease, shard, failed=4)
+
+    assert await one.sweep(STALE_S) == [("finalise", "job")]
+
+    record = await one.bench.record()
+    assert (record.state, record.error) == (
+        JobState.FAILED,
+        "4 rows failed; the job allows 0 (error_threshold); the column error_message of the parts says why",
+    )
+
+
+async def test_shards_that_the_queue_lost_are_run_again(scene: Make) -> None:
+    """Somebody deleted the lane."""
+    one = await scene()
+    await one.bench.planner().run("job")
+    lost = [lease.entry for lease, _ in await one.bench.fetch()]
+    await one.bench.delivery.finish(lost)
+
+    await one.sweep(STALE_S)
+
+    assert [shard.index for _, shard in await one.bench.fetch()] == [0, 1]
+    assert "2 shards were lost by the queue and are run again" in await one.bench.texts()
+
+
+async def test_a_job_whose_lost_shards_can_not_be_found_fails(scene: Make) -> None:
+    """Its plan is gone too: it would run for ever."""
+    one = await scene()
+    await one.bench.planner().run("job")
+    await one.bench.delivery.finish([lease.entry for lease, _ in await one.bench.fetch()])
+    (one.bench.directory / "out" / "_plan.json").unlink()
+
+    assert await one.sweep(STALE_S) == [("finalise", "job")]
+
+    record = await one.bench.record()
+    assert (record.state, record.error) == (
+        JobState.FAILED,
+        "2 shards were lost by the queue; the job's plan is gone from its output; make a new job",
+    )
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("the store is away"), RuntimeError("a defect")])
+async def test_trouble_with_one_job_does_not_keep_the_sweep_from_the_others(scene: Make, error: Exception) -> None:
+    """The first in order comes first each time."""
+    one = await scene()
+    for job_id in ("early", "late"):
+        await one.bench.jobs.create(record_of(spec(one.bench.directory), job_id, created_at=float(len(job_id))))
+    one.sent.trouble = error
+
+    assert {job_id for _, job_id in await one.sweep(STALE_S)} <= {"job", "early", "late"}
+    assert len(one.sent.tasks) == 2
+
+
+async def test_a_sweep_begins_when_the_one_before_has_ended(scene: Make) -> None:
+    """One that hangs must not take all of the worker's hands."""
+    one = await scene("validating")
+    looks = one.bench.jobs.unfinished
+    go_on, seen = asyncio.Event(), []
+
+    async def unfinished() -> Any:
+        seen.append(1)
+        await go_on.wait()
+        return await looks()
+
+    one.bench.jobs.unfinished = unfinished  # type: ignore[method-assign,assignment]
+    first = asyncio.create_task(one.sweep())
+    await eventually(lambda: bool(seen))
+
+    await one.sweep()
+    assert len(seen) == 1
+    go_on.set()
+    await first
+    looked = len(seen)
+    await one.sweep()
+    assert len(seen) > looked
+
+
+async def test_a_job_past_its_deadline_expires(scene: Make) -> None:
+    """What is there is listed."""
+    one = await scene(deadline_at=1.0)
+
+    assert await one.sweep() == [("finalise", "job")]
+
+    record = await one.bench.record()
+    assert (record.state, record.error) == (JobState.EXPIRED, "its deadline has passed")
+
+
+async def test_a_job_that_is_being_cancelled_for_long_is_cancelled(scene: Make) -> None:
+    """Those who hold its shards are gone."""
+    one = await scene()
+    await one.bench.planner().run("job")
+    await one.bench.fetch()
+    await one.bench.jobs.stop("job", JobState.CANCELLING)
+
+    assert await one.sweep(STALE_S) == [("finalise", "job")]
+
+    assert (await one.bench.record()).state == JobState.CANCELLED

@@ -1,0 +1,1 @@
+"""Message bodies to inference requests, by content type."""

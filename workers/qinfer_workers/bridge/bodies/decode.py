@@ -1,0 +1,239 @@
+"""Message bodies → inference requests, as their content type says. Pure; whatever a body holds, it is read or refused.
+
+    application/json                                 KServe JSON
+    application/vnd.kserve…; with the header         KServe JSON ‖ binary tensors
+    inference-header-content-length: any type
+    application/x-ndjson, application/jsonl          rows, by the route's columns: one request of so many rows
+    application/vnd.apache.arrow.stream, ….file      the same in Arrow
+    anything else                                    the data of one input as it is
+
+The reply goes back in the same form, unless the route says otherwise.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
+
+import msgspec
+
+from qinfer.core.messages import InferRequest
+from qinfer.errors import InvalidRequest, QinferError
+from qinfer.models.config.to_spec import BINARY_OUTPUTS
+from qinfer.models.spec import ModelSpec
+from qinfer.models.validate import validate
+from qinfer.tensors import Bytes, Tensor
+from qinfer.wire.kserve_json import decode_infer
+from qinfer.wire.outputs import OutputPlan, bind
+from qinfer_workers.bridge.bodies.content import Kind, json_length, parse_content_type, unpacked
+from qinfer_workers.bridge.bodies.options import BodyOptions
+from qinfer_workers.bridge.bodies.raw import RawInput
+from qinfer_workers.bridge.bodies.rows import RowInputs
+from qinfer_workers.bridge.replies import Encoded, Form, ReplyEncoding, bound, encode, encode_error
+from qinfer_workers.bridge.reply_rows import OutputColumn
+
+__all__ = ["BodyCodec", "BodyOptions", "Decoded", "Encoded", "ReplyEncoding", "encode", "encode_error"]
+
+MAX_REPLY_BYTES = 4096
+"""So large may an encoded `ReplyEncoding` be."""
+
+_LONG_ID = 512
+_MAX_REASON = 1000  # names that the sender chose may be long
+_PLAIN_PLAN = OutputPlan()
+_FORMS: Mapping[str, Form] = {"kserve": "kserve", "jsonl": "jsonl", "arrow": "arrow-stream"}
+_SAME: Mapping[Kind, Form] = {"jsonl": "jsonl", "arrow-stream": "arrow-stream", "arrow-file": "arrow-file"}
+
+
+class Decoded(NamedTuple):
+    """A message as a request.
+
+    Attributes:
+        request: The request, checked against its model; `priority` and `timeout_s` are set if the body says so.
+        reply: How its reply is to be written.
+        rows: Its batch size.
+    """
+
+    request: InferRequest
+    reply: ReplyEncoding
+    rows: int
+
+
+class BodyCodec:
+    """Reads the bodies of a route's messages for one version of its model; in any thread.
+
+    Made again when the model's configuration changes.
+
+    Args:
+        options: The `body` part of the route.
+        spec: The model's configuration.
+        version: The version that requests ask for; 0 = the newest.
+
+    Attributes:
+        spec: As given.
+
+    Raises:
+        InvalidRequest: The options do not fit the model: the route's mistake, and no message's.
+    """
+
+    def __init__(self, options: BodyOptions, spec: ModelSpec, version: int = 0) -> None:
+        self.spec = spec
+        self._options = options
+        self._version = version
+        self._default = parse_content_type(options.content_type)
+        self._raw = RawInput(options.input, spec)
+        self._rows = RowInputs(options, spec)
+        self._is_batched = spec.max_batch_size > 0
+        columns = _columns(spec)
+        self._replies: dict[Form, ReplyEncoding] = {
+            form: ReplyEncoding(form, "", None, () if form == "kserve" else columns, self._is_batched)
+            for form in ("kserve", "jsonl", "arrow-stream", "arrow-file")
+        }
+
+    def decode(
+        self,
+        body: Bytes | str,
+        content_type: str | None = "",
+        headers: Mapping[str, object] | None = None,
+        content_encoding: str | None = "",
+    ) -> Decoded:
+        """Makes a request of a message.
+
+        Args:
+            body: The body; binary tensors become views into it.
+            content_type: Its content type, with parameters; empty = none is known.
+            headers: The message's headers, names in any case; only `inference-header-content-length` is looked at.
+            content_encoding: `gzip` or `deflate`; or a character set, as kombu gives it.
+
+        Raises:
+            InvalidRequest: It can't be read, or does not fit the model; the message says why, and what to do.
+        """
+        try:
+            return self._decode(body, content_type, headers, content_encoding)
+        except QinferError as error:
+            text = error.message
+            if len(text) > _MAX_REASON:
+                text = text[:_MAX_REASON] + "…"
+            raise InvalidRequest(text) from None
+
+    def _decode(
+        self,
+        body: Bytes | str,
+        content_type: str | None,
+        headers: Mapping[str, object] | None,
+        content_encoding: str | None,
+    ) -> Decoded:
+        body = unpacked(body, content_encoding, self._options.max_bytes)
+        content = parse_content_type(content_type or "")
+        if not content.kind:
+            content = self._default
+        if content.problem:
+            raise InvalidRequest(content.problem)
+        length = json_length(content, headers, len(body)) if headers or content.json_length is not None else None
+        if length is not None:
+            kind: Kind = "kserve" if length else "raw"
+        else:
+            kind = content.kind or _looks_like(body)
+        if kind == "kserve":
+            return self._kserve(body, length, is_guess=not content.kind and length is None)
+        if kind in ("raw", "text"):
+            if kind == "text":
+                _check_text(body)
+            inputs: tuple[Tensor, ...] = (self._raw.tensor(body),)
+        else:
+            inputs = self._rows.decode(body, kind)
+        request = InferRequest(model=self.spec.name, inputs=inputs, version=self._version)
+        return Decoded(request, self._replies[self._form(kind)], validate(request, self.spec))
+
+    def _kserve(self, body: Bytes, length: int | None, *, is_guess: bool) -> Decoded:
+        try:
+            request, plan = decode_infer(
+                body, length, self.spec.name, self._version, self._options.max_json_depth, _REGIONS
+            )
+            rows = validate(request, self.spec)
+        except QinferError as error:
+            if not is_guess:
+                raise
+            raise InvalidRequest(
+                "the message has no content type, and was read as KServe JSON: give it one, or set 'content_type' of "
+                f"the route's 'body'; {error.message}"
+            ) from None
+        reply = self._replies[self._form("kserve")]
+        if request.client_id or plan != _PLAIN_PLAN:
+            reply = self._kept(reply, request.client_id, plan)
+        return Decoded(request, reply, rows)
+
+    def _kept(self, reply: ReplyEncoding, client_id: str, plan: OutputPlan) -> ReplyEncoding:
+        """Returns how a KServe request is answered, as much of it as may be kept.
+
+        Raises:
+            InvalidRequest: It is too much.
+        """
+        if plan.special is not None:
+            with_labels = msgspec.structs.replace(reply, client_id=client_id, plan=bound(plan, self.spec))
+            if _size_bytes(with_labels) <= MAX_REPLY_BYTES:
+                return with_labels
+            plan = bind(plan, {}, batched=self._is_batched)
+        reply = msgspec.structs.replace(reply, client_id=client_id, plan=None if plan == _PLAIN_PLAN else plan)
+        if len(client_id) > _LONG_ID or plan != _PLAIN_PLAN:
+            _check_size(reply)
+        return reply
+
+    def _form(self, kind: Kind) -> Form:
+        wanted = self._options.reply
+        if wanted == "same" or (wanted == "arrow" and kind == "arrow-file"):
+            return _SAME.get(kind, "kserve")
+        return _FORMS[wanted]
+
+
+class _NoRegions:
+    """The shared memory of messages: there is none."""
+
+    def view(self, name: str, offset: int, byte_size: int) -> NoReturn:
+        raise _no_shared_memory()
+
+    def check(self, name: str, offset: int, byte_size: int) -> NoReturn:
+        raise _no_shared_memory()
+
+    def write(self, name: str, offset: int, data: Bytes) -> NoReturn:
+        raise _no_shared_memory()
+
+
+_REGIONS = _NoRegions()
+
+
+def _no_shared_memory() -> InvalidRequest:
+    return InvalidRequest("a message can't refer to shared memory; send the tensor's data in its body")
+
+
+def _looks_like(body: Bytes) -> Kind:
+    return "kserve" if bytes(body[:64]).lstrip()[:1] == b"{" else "raw"
+
+
+def _check_text(body: Bytes) -> None:
+    try:
+        str(body, "utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"the text is not UTF-8 at byte {error.start}; send UTF-8, or other data as application/octet-stream"
+        ) from None
+
+
+def _size_bytes(reply: ReplyEncoding) -> int:
+    return len(msgspec.msgpack.encode(reply))
+
+
+def _check_size(reply: ReplyEncoding) -> None:
+    size = _size_bytes(reply)
+    if size > MAX_REPLY_BYTES:
+        raise InvalidRequest(
+            f"the request's 'id' and 'outputs' take {size} bytes, more than the {MAX_REPLY_BYTES} that are kept for "
+            "its reply; shorten the id, or ask for all outputs by leaving them out"
+        )
+
+
+def _columns(spec: ModelSpec) -> tuple[OutputColumn, ...]:
+    """Returns the outputs whose columns can't be told from a response."""
+    binary = {name.strip() for name in spec.parameters.get(BINARY_OUTPUTS, "").split(",")}
+    return tuple(
+        OutputColumn(tensor.name, tensor.dims, tensor.name in binary)
+        for tensor in spec.outputs
+        if -1 in tensor.dims or tensor.name in binary
+    )

@@ -1,0 +1,250 @@
+"""AMQP 0-9-1 (RabbitMQ): kombu opens the connection and py-amqp the channel; messages go by `amqp_frames`.
+
+Acknowledgements are few, one for many messages, and so are the broker's confirms: hundreds of messages are on their way
+at a time, in both directions.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import takewhile
+from typing import Any
+
+from amqp import spec
+from amqp.exceptions import ChannelError, NotFound
+from kombu import Connection
+
+from qinfer_workers.bridge.config import SourceOptions
+from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
+from qinfer_workers.bridge.transports.acks import AckLine, Due
+from qinfer_workers.bridge.transports.amqp_frames import FrameReader, Returned, ack_frames, publish_frames
+from qinfer_workers.bridge.transports.base import MessageRefused, Settled
+from qinfer_workers.bridge.transports.waker import Waker
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 5.0
+HEARTBEAT_S = 10.0
+
+_ACK_PATIENCE_S = 0.2
+_BEAT_EVERY_S = 1.0
+_CLOSE_S = 2.0
+_RECEIVE_BYTES = 256 * 1024
+_WRITE_BYTES = 256 * 1024
+
+
+def missing_queues(client: Connection, queues: Sequence[str], exchange: str) -> list[str]:
+    """Returns those queues that there are not; changes nothing, and takes no message.
+
+    Args:
+        client: A connection of kombu over AMQP, open.
+        queues: Names of queues.
+        exchange: Must be there; empty = the default exchange.
+
+    Raises:
+        NotFound: There is no such exchange.
+    """
+    channel: Any = client.channel()
+    if exchange:
+        channel.exchange_declare(exchange, "", passive=True)
+    return [queue for queue in queues if not _is_there(channel, queue)]
+
+
+def _is_there(channel: Any, queue: str) -> bool:
+    try:
+        channel.queue_declare(queue, passive=True)
+    except NotFound:
+        return False
+    return True
+
+
+class _Link:
+    """What both directions share.
+
+    Args:
+        client: A connection of kombu over AMQP, open.
+    """
+
+    def __init__(self, client: Connection) -> None:
+        self._client = client
+        self._connection: Any = client.connection
+        self._channel: Any = client.channel()
+        self._beat_at_s = 0.0
+        self._reader: FrameReader
+        self._waker: Waker
+
+    def _begin(self, reader: FrameReader) -> None:
+        """From now on everything that arrives goes through the reader."""
+        self._reader = reader
+        self._waker = Waker(self._connection.transport.sock)
+
+    def _read(self, timeout_s: float) -> list[Delivered]:
+        now_s = time.monotonic()
+        if now_s - self._beat_at_s >= _BEAT_EVERY_S:
+            self._beat_at_s = now_s
+            self._connection.heartbeat_tick()
+        if not self._waker.wait(timeout_s):
+            return []
+        data = self._connection.transport.sock.recv(_RECEIVE_BYTES)
+        if not data:
+            raise ConnectionResetError("the broker closed the connection")
+        self._connection.bytes_recv += 1  # heartbeats are due when nothing else comes and goes
+        return self._reader.feed(data)
+
+    def _write(self, data: bytes) -> None:
+        self._connection.transport.write(data)
+        self._connection.bytes_sent += 1
+
+    def _declare(self, queues: Sequence[str]) -> None:
+        """Makes queues, durable; those that there are stay as they are."""
+        for queue in queues:
+            if not _is_there(self._channel, queue):
+                self._channel.queue_declare(queue, durable=True, auto_delete=False)
+
+    def wake(self) -> None:
+        """See `Source.wake`."""
+        self._waker.wake()
+
+    def close(self) -> None:
+        """Closes the connection, and waits a little until the broker has read what was written."""
+        connection, deadline_s = self._connection, time.monotonic() + _CLOSE_S
+        with suppress(Exception):  # it may be broken, in any way; nothing that was written depends on this
+            connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))
+            while connection.connected and time.monotonic() < deadline_s:
+                self._read(0.1)
+        self._waker.close()
+        self._client.collect()
+
+
+class AmqpSource(_Link):
+    """`Source` over AMQP.
+
+    Args:
+        client: A connection of kombu, open.
+        options: The queue, and how it is read.
+        epoch: Of this connection.
+    """
+
+    def __init__(self, client: Connection, options: SourceOptions, epoch: int) -> None:
+        super().__init__(client)
+        self.epoch = epoch
+        self._acks = AckLine(_ACK_PATIENCE_S)
+        if options.declare:
+            self._declare([options.queue])
+        self._channel.basic_qos(0, options.prefetch, False)
+        self._channel.basic_consume(options.queue, callback=_unexpected)
+        self._begin(FrameReader(self._channel.channel_id, epoch, self._connection.on_inbound_frame))
+
+    def receive(self, timeout_s: float) -> list[Delivered]:
+        """See `Source.receive`."""
+        if self._acks.waits:
+            timeout_s = min(timeout_s, _ACK_PATIENCE_S)
+            self._acknowledge([])
+        return self._read(timeout_s)
+
+    def acknowledge(self, receipts: Sequence[Receipt]) -> None:
+        """See `Source.acknowledge`."""
+        self._acknowledge([int(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch])
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        with suppress(OSError):
+            self._write(ack_frames(self._channel.channel_id, Due(0, self._acks.left())))
+        super().close()
+
+    def _acknowledge(self, tags: Sequence[int]) -> None:
+        due = self._acks.due(tags, time.monotonic())
+        if due.up_to or due.tags:
+            self._write(ack_frames(self._channel.channel_id, due))
+
+
+class AmqpSink(_Link):
+    """`Sink` over AMQP, with publisher confirms.
+
+    Args:
+        client: A connection of kombu, open.
+        queues: To be made where they are missing.
+        exchange: Must be there: to publish to one that is not ends the connection; empty = the default exchange.
+    """
+
+    def __init__(self, client: Connection, queues: Sequence[str], exchange: str = "") -> None:
+        super().__init__(client)
+        self._declare(queues)
+        if exchange:
+            self._channel.exchange_declare(exchange, "", passive=True)
+        self._channel.confirm_select()
+        self._sent: dict[int, Outgoing] = {}  # by tag, ascending: those without a confirm
+        self._last_tag = 0
+        self._returned: set[int] = set()  # tags
+        self._news = _News()
+        self._begin(
+            FrameReader(
+                self._channel.channel_id, 0, self._connection.on_inbound_frame, self._on_confirm, self._on_return
+            )
+        )
+
+    def send(self, messages: Sequence[Outgoing]) -> None:
+        """See `Sink.send`."""
+        channel_id, longest = self._channel.channel_id, self._connection.frame_max
+        pieces: list[bytes] = []
+        size = 0
+        for message in messages:
+            try:
+                pieces.append(publish_frames(channel_id, message, longest))
+            except ValueError:  # sent, it would end every connection
+                logger.exception("a message can't be published")
+                self._news.refused.append(message)
+                continue
+            self._last_tag += 1
+            self._sent[self._last_tag] = message
+            size += len(pieces[-1])
+            if size >= _WRITE_BYTES:
+                self._write(b"".join(pieces))
+                pieces, size = [], 0
+        if pieces:
+            self._write(b"".join(pieces))
+
+    def settle(self, timeout_s: float) -> Settled:
+        """See `Sink.settle`."""
+        try:
+            self._read(0.0 if self._news.refused else timeout_s)
+        except ChannelError as error:  # such as a message that is larger than the broker takes
+            raise MessageRefused(str(error)) from error
+        news, self._news = self._news, _News()
+        return Settled(news.taken, news.refused, news.unroutable)
+
+    def _on_confirm(self, tag: int, is_multiple: bool, is_taken: bool) -> None:  # noqa: FBT001 - as it is in the frame
+        tags = list(takewhile(lambda sent: sent <= tag, self._sent)) if is_multiple else [tag]
+        for each in tags:
+            message = self._sent.pop(each, None)
+            if message is None:
+                continue
+            if each in self._returned:
+                self._returned.discard(each)
+                self._news.unroutable.append(message)
+            elif is_taken:
+                self._news.taken.append(message)
+            else:
+                self._news.refused.append(message)
+
+    def _on_return(self, returned: Returned) -> None:
+        """Marks the message that comes back: the broker's confirm follows it."""
+        for tag, message in self._sent.items():
+            if tag not in self._returned and returned == (message.exchange, message.routing_key, message.message_id):
+                self._returned.add(tag)
+                return
+
+
+class _News:
+    """What was settled since it was asked for."""
+
+    def __init__(self) -> None:
+        self.taken: list[Outgoing] = []
+        self.refused: list[Outgoing] = []
+        self.unroutable: list[Outgoing] = []
+
+
+def _unexpected(*_: object) -> None:
+    """Takes messages that py-amqp read itself; there are none."""
+    raise AssertionError("a message went by the reader")

@@ -1,0 +1,273 @@
+"""AMQP 0-9-1 frames of the three methods that there is one of for each message: deliver, publish, and their contents.
+
+py-amqp reads a frame with three calls of the system and writes each message with one, which is most of what a message
+costs. Here all that has arrived is cut up at once, and a whole batch is written at once; every other frame is left to
+py-amqp. Pure: bytes in, bytes out.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from struct import Struct, error
+from typing import NamedTuple
+
+from amqp.exceptions import AMQPError
+from amqp.serialization import loads
+
+from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
+from qinfer_workers.bridge.transports.acks import Due
+
+Frame = tuple[int, int, bytes]
+"""Type, channel, payload: as py-amqp takes it."""
+
+_METHOD, _HEADER, _BODY = 1, 2, 3
+_END = 0xCE
+_HEAD = Struct(">BHI")
+_DELIVER = b"\x00\x3c\x00\x3c"
+_RETURN = b"\x00\x3c\x00\x32"
+_ACK = b"\x00\x3c\x00\x50"
+_NACK = b"\x00\x3c\x00\x78"
+_PUBLISH = b"\x00\x3c\x00\x28\x00\x00"
+_TAG = Struct(">Q")
+_ACK_FRAME = Struct(">BHI4sQBB")
+_CONTENT = Struct(">HHQH")
+_PERSISTENT = b"\x02"
+_MANDATORY = b"\x01"
+_OVERHEAD_BYTES = 8
+_MAX_SHORT_BYTES = 255
+_WRITTEN = "surrogatepass"
+"""How py-amqp reads texts: what is no text to others goes back as it came."""
+_UNREADABLE = (IndexError, error, ValueError, OverflowError, OSError, RecursionError, AMQPError)
+
+
+class BrokenFrames(Exception):
+    """What has arrived is no AMQP; the connection is of no use any more."""
+
+
+class Returned(NamedTuple):
+    """A message that no queue took: where it was to go, and its id."""
+
+    exchange: bytes
+    routing_key: bytes
+    message_id: bytes
+
+
+def _ignore(*_: object) -> None:
+    """Takes what a connection that only consumes, or only publishes, never gets."""
+
+
+class FrameReader:
+    """Cuts what arrives on a connection into messages, confirms, and frames for py-amqp.
+
+    Args:
+        channel: The channel whose messages and confirms are read here.
+        epoch: For the receipts.
+        other: Called with each other frame.
+        confirmed: Called with each confirm of the broker: tag, whether for all up to it, whether it took them.
+        returned: Called with each message that no queue took.
+    """
+
+    def __init__(
+        self,
+        channel: int,
+        epoch: int,
+        other: Callable[[Frame], object],
+        confirmed: Callable[[int, bool, bool], None] = _ignore,
+        returned: Callable[[Returned], None] = _ignore,
+    ) -> None:
+        self._channel = channel
+        self._epoch = epoch
+        self._other = other
+        self._confirmed = confirmed
+        self._returned = returned
+        self._rest = b""
+        self._method = b""  # of the message whose content comes
+        self._header = b""
+        self._left_bytes = 0
+        self._parts: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[Delivered]:
+        """Takes what arrived, and returns the messages that are complete.
+
+        Raises:
+            BrokenFrames: It is no AMQP.
+        """
+        if self._rest:
+            data = self._rest + data
+        messages: list[Delivered] = []
+        position, end = 0, len(data)
+        while end - position > 7:
+            kind, channel, size = _HEAD.unpack_from(data, position)
+            stop = position + 7 + size
+            if stop >= end:
+                break
+            if data[stop] != _END:
+                raise BrokenFrames("the broker sent what is no AMQP frame")
+            payload = data[position + 7 : stop]
+            position = stop + 1
+            if channel != self._channel or not self._take(kind, payload, messages):
+                self._other((kind, channel, payload))
+        self._rest = data[position:]
+        return messages
+
+    def _take(self, kind: int, payload: bytes, messages: list[Delivered]) -> bool:
+        """Takes a frame of the channel; tells whether it was one of those that are read here."""
+        if kind == _METHOD:
+            method = payload[:4]
+            if method in (_DELIVER, _RETURN):
+                self._method = payload
+            elif method in (_ACK, _NACK):
+                self._confirmed(_TAG.unpack_from(payload, 4)[0], bool(payload[12] & 1), method == _ACK)
+            else:
+                return False
+            return True
+        if not self._method:
+            return False
+        if kind == _HEADER:
+            self._header = payload
+            self._left_bytes = _CONTENT.unpack_from(payload)[2]
+        elif kind == _BODY:
+            self._parts.append(payload)
+            self._left_bytes -= len(payload)
+        else:
+            return False
+        if self._left_bytes <= 0:
+            self._complete(messages)
+        return True
+
+    def _complete(self, messages: list[Delivered]) -> None:
+        method, body = self._method, b"".join(self._parts)
+        self._method, self._parts = b"", []
+        if method.startswith(_DELIVER):
+            tag = _TAG.unpack_from(method, 5 + method[4])[0]
+            messages.append(message_of(Receipt(self._epoch, tag), self._header, body))
+            return
+        _, position = _short_at(method, 6)
+        exchange, position = _short_at(method, position)
+        routing_key, _ = _short_at(method, position)
+        message_id = message_of(Receipt(self._epoch, 0), self._header, b"").message_id
+        self._returned(Returned(exchange, routing_key, message_id))
+
+
+def message_of(receipt: Receipt, header: bytes, body: bytes) -> Delivered:
+    """Reads a content header, and makes the message; one whose properties can't be read says so.
+
+    Args:
+        receipt: To acknowledge it.
+        header: The payload of its header frame.
+        body: Its body.
+    """
+    message = Delivered(receipt=receipt, body=body)
+    try:
+        _read_properties(message, header)
+    except _UNREADABLE:
+        message.broken = "the message's AMQP properties or headers can't be read; send headers of plain types"
+    return message
+
+
+def _read_properties(message: Delivered, header: bytes) -> None:
+    flags = _CONTENT.unpack_from(header)[3]
+    position = _CONTENT.size
+    if flags & 0x8000:
+        word, position = _short_at(header, position)
+        message.content_type = _text(word)
+    if flags & 0x4000:
+        word, position = _short_at(header, position)
+        message.content_encoding = _text(word)
+    if flags & 0x2000:
+        (message.headers,), position = loads("F", header, position)
+    position += ((flags & 0x1000) >> 12) + ((flags & 0x0800) >> 11)  # delivery mode, priority
+    if flags & 0x0400:
+        message.correlation_id, position = _short_at(header, position)
+    if flags & 0x0200:
+        message.reply_to, position = _short_at(header, position)
+    if flags & 0x0100:  # expiration
+        _, position = _short_at(header, position)
+    if flags & 0x0080:
+        message.message_id, position = _short_at(header, position)
+
+
+def _short_at(data: bytes, position: int) -> tuple[bytes, int]:
+    start = position + 1
+    stop = start + data[position]
+    if stop > len(data):
+        raise IndexError
+    return data[start:stop], stop
+
+
+@lru_cache(maxsize=256)
+def _text(word: bytes) -> str:
+    return word.decode("utf-8", "replace")
+
+
+def ack_frames(channel: int, due: Due) -> bytes:
+    """Returns the frames that acknowledge messages."""
+    singly = [_ack_frame(channel, tag, is_multiple=False) for tag in due.tags]
+    return b"".join([_ack_frame(channel, due.up_to, is_multiple=True), *singly] if due.up_to else singly)
+
+
+def _ack_frame(channel: int, tag: int, *, is_multiple: bool) -> bytes:
+    return _ACK_FRAME.pack(_METHOD, channel, 13, _ACK, tag, is_multiple, _END)
+
+
+def publish_frames(channel: int, message: Outgoing, max_frame_bytes: int) -> bytes:
+    """Returns the frames that publish a message: persistent, and returned where no queue takes it.
+
+    Args:
+        channel: The channel.
+        message: The message; its ids and keys are at most 255 bytes long.
+        max_frame_bytes: The longest frame that the connection takes.
+
+    Raises:
+        ValueError: Its properties do not fit one frame: the broker would end the connection.
+    """
+    body = message.body
+    method = _publish_method(channel, message.exchange, message.routing_key)
+    header = _content_header(message, len(body))
+    head = _HEAD.pack(_HEADER, channel, len(header))
+    longest = max_frame_bytes - _OVERHEAD_BYTES
+    if len(header) > longest:
+        raise ValueError(f"a message's headers take {len(header)} bytes, more than the {longest} of one frame")
+    if len(body) <= longest:
+        if not body:
+            return b"".join((method, head, header, b"\xce"))
+        return b"".join((method, head, header, b"\xce", _HEAD.pack(_BODY, channel, len(body)), body, b"\xce"))
+    parts = [method, head, header, b"\xce"]
+    for start in range(0, len(body), longest):
+        part = body[start : start + longest]
+        parts += (_HEAD.pack(_BODY, channel, len(part)), part, b"\xce")
+    return b"".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _publish_method(channel: int, exchange: bytes, routing_key: bytes) -> bytes:
+    payload = b"".join((_PUBLISH, _short(exchange), _short(routing_key), _MANDATORY))
+    return _HEAD.pack(_METHOD, channel, len(payload)) + payload + b"\xce"
+
+
+def _content_header(message: Outgoing, size: int) -> bytes:
+    flags = 0x8000 | 0x2000 | 0x1000
+    content_type = message.content_type.encode("utf-8", _WRITTEN)[:_MAX_SHORT_BYTES]
+    parts = [_short(content_type), _table(message.headers), _PERSISTENT]
+    for flag, value in ((0x0400, message.correlation_id), (0x0200, message.reply_to), (0x0080, message.message_id)):
+        if value:
+            flags |= flag
+            parts.append(_short(value))
+    return b"".join((_CONTENT.pack(60, 0, size, flags), *parts))
+
+
+def _table(headers: Mapping[str, str]) -> bytes:
+    parts: list[bytes] = []
+    for name, value in headers.items():
+        text = value.encode("utf-8", _WRITTEN)
+        parts += (_name(name), len(text).to_bytes(4, "big"), text)
+    table = b"".join(parts)
+    return len(table).to_bytes(4, "big") + table
+
+
+@lru_cache(maxsize=256)
+def _name(name: str) -> bytes:
+    return _short(name.encode("utf-8", _WRITTEN)) + b"S"
+
+
+def _short(word: bytes) -> bytes:
+    return len(word).to_bytes(1, "big") + word

@@ -1,0 +1,216 @@
+"""Every transport of kombu but AMQP: Redis, SQS and others, through kombu's own channels.
+
+They hand over one message at a time, and to publish is to wait for the broker's answer, which is the confirm.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from kombu import Connection
+
+from qinfer_workers.bridge.config import SourceOptions
+from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
+from qinfer_workers.bridge.transports.base import Settled
+
+_BATCH_S = 0.02
+_FOLLOWING_S = 0.005
+_IDLE_S = 0.25
+_MOST_AT_ONCE = 100
+_RESTORE_S = 1.0
+
+
+class KombuSource:
+    """`Source` over a transport that kombu makes a queue of; a wait for messages can't be cut short, so it is short.
+
+    Args:
+        client: A connection of kombu, open.
+        options: The queue, and how it is read.
+        epoch: Of this connection.
+    """
+
+    def __init__(self, client: Connection, options: SourceOptions, epoch: int) -> None:
+        self.epoch = epoch
+        self._client = client
+        self._channel: Any = client.channel()
+        self._prefetch = options.prefetch
+        self._outstanding: set[str] = set()
+        self._received: list[Delivered] = []
+        self._awake = threading.Event()
+        self._restores_s = 0.0
+        if options.declare:
+            self._channel.queue_declare(options.queue, durable=True)
+        self._channel.basic_qos(0, options.prefetch, False)
+        self._channel.basic_consume(options.queue, no_ack=False, callback=self._on_message, consumer_tag="bridge")
+
+    def receive(self, timeout_s: float) -> list[Delivered]:
+        """See `Source.receive`."""
+        if len(self._outstanding) >= self._prefetch:
+            self._awake.wait(timeout_s)
+            self._awake.clear()
+            return []
+        self._awake.clear()
+        self._restore_abandoned()
+        wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # what is outstanding is soon done
+        ends_s = time.monotonic() + wait_s + _BATCH_S
+        with suppress(TimeoutError):
+            while len(self._outstanding) < self._prefetch and len(self._received) < _MOST_AT_ONCE:
+                self._client.drain_events(timeout=wait_s)
+                wait_s = _FOLLOWING_S
+                if time.monotonic() >= ends_s:
+                    break
+        received, self._received = self._received, []
+        return received
+
+    def acknowledge(self, receipts: Sequence[Receipt]) -> None:
+        """See `Source.acknowledge`."""
+        for receipt in receipts:
+            if receipt.epoch == self.epoch:
+                self._channel.basic_ack(receipt.tag)
+                self._outstanding.discard(str(receipt.tag))
+
+    def wake(self) -> None:
+        """See `Source.wake`."""
+        self._awake.set()
+
+    def close(self) -> None:
+        """See `Source.close`; what is not acknowledged is put back."""
+        with suppress(Exception):  # it may be broken, in any way; then the broker puts it back, when its time is over
+            self._channel.qos.restore_unacked()  # `close` would write what can't be put back to a file, bodies and all
+        with suppress(Exception):
+            self._channel.close()
+        _release(self._client, self._channel)
+
+    def _restore_abandoned(self) -> None:
+        """Puts back what others took from the queue and left for longer than the visibility timeout.
+
+        kombu's Redis transport does so itself only when a wait ends before Redis has answered it: never, where the
+        queue is always busy or `polling_interval` is shorter than that wait.
+        """
+        if (now_s := time.monotonic()) >= self._restores_s:
+            self._restores_s = now_s + _RESTORE_S
+            if (restore := getattr(self._client.transport.cycle, "maybe_restore_messages", None)) is not None:
+                restore()
+
+    def _on_message(self, message: Any) -> None:
+        self._outstanding.add(str(message.delivery_tag))
+        self._received.append(_delivered(Receipt(self.epoch, message.delivery_tag), message))
+
+
+class KombuSink:
+    """`Sink` over a transport that kombu makes a queue of.
+
+    What can't be published may be the connection's fault, or the message's own, such as its size; kombu does not tell.
+    So the message is given back as refused, and another connection goes on with those after it.
+
+    Args:
+        client: A connection of kombu, open.
+        queues: To be made where they are missing.
+    """
+
+    def __init__(self, client: Connection, queues: Sequence[str]) -> None:
+        self._client = client
+        self._channel: Any = client.channel()
+        self._awake = threading.Event()
+        self._taken: list[Outgoing] = []
+        self._refused: list[Outgoing] = []
+        self._broken: Exception | None = None
+        for queue in queues:
+            self._channel.queue_declare(queue, durable=True)
+
+    def send(self, messages: Sequence[Outgoing]) -> None:
+        """See `Sink.send`."""
+        for message in messages:
+            if self._broken is not None:
+                return  # the rest goes by the next connection
+            try:
+                self._publish(message)
+                self._taken.append(message)
+            except Exception as error:  # noqa: BLE001 - the boundary to kombu, whose transports raise what they like
+                self._broken = error
+                self._refused.append(message)
+
+    def settle(self, timeout_s: float) -> Settled:
+        """See `Sink.settle`."""
+        settled = Settled(self._taken, self._refused)
+        if not any(settled):
+            if self._broken is not None:
+                raise self._broken
+            self._awake.wait(timeout_s)
+        self._awake.clear()
+        self._taken, self._refused = [], []
+        return settled
+
+    def wake(self) -> None:
+        """See `Sink.wake`."""
+        self._awake.set()
+
+    def close(self) -> None:
+        """See `Sink.close`."""
+        _release(self._client, self._channel)
+
+    def _publish(self, message: Outgoing) -> None:
+        properties = {
+            name: value.decode("utf-8", "replace")
+            for name, value in (
+                ("message_id", message.message_id),
+                ("correlation_id", message.correlation_id),
+                ("reply_to", message.reply_to),
+            )
+            if value
+        }
+        prepared = self._channel.prepare_message(
+            message.body,
+            content_type=message.content_type,
+            content_encoding="binary",
+            headers=dict(message.headers),
+            properties={**properties, "delivery_mode": 2},
+        )
+        exchange, routing_key = message.exchange.decode(), message.routing_key.decode("utf-8", "replace")
+        self._channel.basic_publish(prepared, exchange=exchange, routing_key=routing_key)
+
+
+def _delivered(receipt: Receipt, message: Any) -> Delivered:
+    """Makes a message of kombu's."""
+    properties = message.properties
+    body = message.body or b""
+    return Delivered(
+        receipt=receipt,
+        body=body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body),
+        content_type=_text(message.content_type),
+        content_encoding=_text(message.content_encoding),
+        headers=message.headers if isinstance(message.headers, dict) else {},
+        message_id=_id(properties.get("message_id")),
+        correlation_id=_id(properties.get("correlation_id")),
+        reply_to=_id(properties.get("reply_to")),
+        broker_id=_id(_broker_id(properties)),
+        broken="the message's body can't be unpacked" if message.errors else "",
+    )
+
+
+def _broker_id(properties: Any) -> object:
+    """Returns what stays the same when a message is delivered again: SQS changes the tag, and has an id of its own."""
+    info = properties.get("delivery_info")
+    sqs = info.get("sqs_message") if isinstance(info, dict) else None
+    return sqs.get("MessageId") if isinstance(sqs, dict) else properties.get("delivery_tag")
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _id(value: object) -> bytes:
+    if value is None:
+        return b""
+    return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
+
+
+def _release(client: Connection, channel: Any) -> None:
+    """Closes a connection, which may be broken in any way, and the one of boto that kombu's SQS channel leaves open."""
+    with suppress(Exception):
+        client.release()
+    with suppress(Exception):
+        if (boto := getattr(channel, "_sqs", None)) is not None:
+            boto.close()

@@ -1,0 +1,183 @@
+"""The bulk worker's composition root: `python -m qinfer_workers.jobs`.
+
+One Celery worker, with beat embedded unless `bulk.beat` is off; configured by `QINFER_…` variables. Any number may run,
+beats too: tasks are idempotent.
+SIGTERM and SIGINT end it: what it had in hand goes back to the queue, for the next one. It also ends where it can't do
+its work any more (`watchdog`), to be started again.
+
+Exit codes: 0 after a stop, 1 when Redis is away at the start, 2 for a wrong setting, others when a part of it died or
+hangs.
+"""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn
+
+from celery import Celery
+from celery.beat import EmbeddedService
+from celery.worker import state
+
+from qinfer.core.settings import Settings, load_settings
+from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
+from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
+from qinfer.models.state import BEAT, BULK, ControlStore
+from qinfer.models.store import RedisControlStore
+from qinfer.observe import logs
+from qinfer.queue.base import Delivery
+from qinfer.queue.clients import admin_client
+from qinfer.queue.redis import RedisDelivery
+from qinfer.storage.open import store_for
+from qinfer_workers.jobs.app import UseCase, make_app
+from qinfer_workers.jobs.event_loop import EventLoop
+from qinfer_workers.jobs.finalise import Finaliser
+from qinfer_workers.jobs.plan import Planner
+from qinfer_workers.jobs.services import JobServices
+from qinfer_workers.jobs.sweep import Sweeper
+from qinfer_workers.jobs.watchdog import TASKS_AT_ONCE, Watchdog
+from qinfer_workers.liveness import give_signs
+
+logger = logging.getLogger("qinfer_workers.jobs")
+
+_CONNECT_MARGIN_S = 60.0  # it gives up by itself; this is for what hangs
+_LEVELS = {
+    "celery.beat": logging.WARNING,  # these have several lines for each task, and there is one every few seconds
+    "celery.worker.strategy": logging.WARNING,
+    "celery.app.trace": logging.WARNING,
+    "celery.worker.request": logging.WARNING,
+    "kombu.transport.virtual.base": logging.ERROR,  # it warns of what is handed back at the end, as it should be
+}
+
+
+async def _connect(settings: Settings) -> tuple[Delivery, ControlStore]:
+    delivery = await RedisDelivery.connect(settings.redis, settings.limits)
+    return delivery, RedisControlStore(admin_client(settings.redis))
+
+
+def serve(settings: Settings) -> int:
+    """Runs a worker until SIGTERM or SIGINT; returns the exit code.
+
+    Raises:
+        BrokerUnavailable: Redis can't be reached.
+        SettingsError: The broker of the tasks can't be used.
+    """
+    broker_of(settings)  # what is wrong with it shows before anything is opened
+    loop = EventLoop()
+    delivery, store = loop.run(_connect(settings), 2 * settings.redis.connect_timeout_s + _CONNECT_MARGIN_S)
+    try:
+        services = JobServices(
+            settings=settings,
+            jobs=delivery.jobs,
+            store=store,
+            clock=delivery.clock,
+            store_for=store_for,
+            examiners=ExaminerPool(settings, os.environ, processes=TASKS_AT_ONCE, shares=PLAN_SHARES),
+        )
+        code = _work(settings, loop, services)
+    finally:
+        loop.close(store.close(), delivery.close())
+    logger.info("bulk worker stopped")
+    return code
+
+
+def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
+    """Runs Celery's worker, and what goes with it, until it stops; returns the exit code."""
+    tasks = BulkTasks(settings)
+    use_cases: dict[str, UseCase] = {
+        PLAN: Planner(services, settings.limits).run,
+        FINALISE: Finaliser(services).run,
+        SWEEP: Sweeper(services, tasks).run,
+    }
+    app = make_app(settings, loop, use_cases)
+    app.set_default()  # the threads of the pool find their tasks in it
+    _stop_on_signals(loop)
+    name = f"qinfer-bulk-{os.getpid()}@{socket.gethostname()}"
+    worker = app.WorkController(
+        hostname=name,
+        pool_cls="threads",  # drivers of stores have threads of their own, which do not survive a fork
+        concurrency=TASKS_AT_ONCE,
+        queues=QUEUE,
+        without_mingle=True,
+        without_gossip=True,
+    )
+    has_beat = settings.bulk.beat
+    stop = partial(_stop, loop, os.EX_SOFTWARE)
+    watchdog = Watchdog(loop, services, stop, waiting=None if has_beat else tasks.waiting)
+    loop.start(services.examiners.run())
+    loop.start(give_signs(services.store, name, BULK, *([BEAT] if has_beat else [])))
+    beat = _start_beat(app) if has_beat else None
+    watchdog.start()
+    logger.info("bulk worker started")
+    worker.start()
+    watchdog.end()
+    if beat is not None:
+        beat.service.stop(wait=False)
+    tasks.close()
+    return worker.exitcode or os.EX_OK
+
+
+def main() -> int:
+    """Reads the settings, serves, and returns the exit status."""
+    try:
+        settings = load_settings()
+        logs.configure(settings.log, "bulk")
+        if settings.log.level != "DEBUG":
+            for name, level in _LEVELS.items():
+                logging.getLogger(name).setLevel(level)
+        return serve(settings)
+    except SettingsError as error:
+        sys.stderr.write(f"qinfer_workers.jobs: {error.message}\n")
+        return 2
+    except BrokerUnavailable as error:
+        logger.error("bulk worker can't run", extra={"reason": error.message})
+        return 1
+    except Exception:  # the boundary: threads that wait for a store would keep the process, and the supervisor waiting
+        logger.exception("bulk worker failed")
+        return os.EX_SOFTWARE
+
+
+def _stop(loop: EventLoop, code: int) -> None:
+    """Has the worker stop, with an exit code; for signals and threads."""
+    state.should_stop = code
+    loop.stop()
+
+
+def _stop_on_signals(loop: EventLoop) -> None:
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        _stop(loop, os.EX_OK)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+def _start_beat(app: Celery) -> Any:  # Any: celery's stubs know no embedded beat
+    beat = EmbeddedService(app, thread=True, scheduler_cls="celery.beat:Scheduler")  # which needs no file
+    beat.start()
+    threading.Thread(target=_end_with, args=(beat,), name="beat-watch", daemon=True).start()
+    return beat
+
+
+def _end_with(beat: threading.Thread) -> None:
+    """Ends the worker when beat dies: without sweeps nobody would notice jobs that are stuck."""
+    beat.join()
+    if state.should_stop is None or state.should_stop is False:
+        logger.error("beat has died")
+        state.should_stop = os.EX_SOFTWARE
+
+
+def end(code: int) -> NoReturn:
+    """Ends the process; threads that read a store for a task that was broken off are not waited for."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    end(main())

@@ -1,0 +1,165 @@
+"""Beat's composition root: `python -m qinfer_workers.jobs.beat`.
+
+It has bulk workers look for jobs that are stuck, every `bulk.sweep_every_s` seconds; configured by `QINFER_…`
+variables. One is enough. Two are no harm, such as for the moment in which one replaces the other: a look may be
+repeated. None is no harm for a while: jobs go on, and what is stuck waits until there is one again. It needs no file.
+
+Exit codes: 0 after SIGTERM or SIGINT, 2 for a wrong setting, 70 where it can't send any more, to be started again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from celery.beat import EmbeddedService, Scheduler
+
+from qinfer.core.settings import Settings, load_settings
+from qinfer.errors import BrokerUnavailable, SettingsError
+from qinfer.jobs.tasks import BulkTasks
+from qinfer.models.state import BEAT, ControlStore
+from qinfer.models.store import RedisControlStore
+from qinfer.observe import logs
+from qinfer.queue.clients import admin_client
+from qinfer_workers.jobs.app import plain_app
+from qinfer_workers.liveness import EVERY_S, HOLDS_S
+
+logger = logging.getLogger("qinfer_workers.jobs.beat")
+
+QUIET_S = 300.0
+"""So long it may send nothing while Redis answers; longer where sweeps are rare."""
+
+MOST_WAITING = 100
+"""While so many tasks wait it sends none: without bulk workers Redis would fill, for expired tasks stay in its list."""
+
+_QUIET_SWEEPS = 5
+_LEVELS = {"celery.beat": logging.WARNING}  # it has a line for each sweep
+
+
+class Beat:
+    """Celery's beat in a thread, and when it last sent something, or saw that enough waits.
+
+    Args:
+        settings: Where to, and how often.
+
+    Raises:
+        SettingsError: The broker can't be used.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._sent_s = time.monotonic()
+        outer, tasks = self, BulkTasks(settings)
+
+        class Telling(Scheduler):  # the plain one keeps its schedule in memory
+            """Sends where few tasks wait, and tells when it did its part."""
+
+            def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+                with contextlib.suppress(BrokerUnavailable):  # sending tells what is wrong
+                    if tasks.waiting() >= MOST_WAITING:
+                        outer.excuse()
+                        return None
+                result = super().apply_async(*args, **kwargs)
+                outer.excuse()
+                return result
+
+        self._thread = EmbeddedService(plain_app(settings), thread=True, scheduler_cls=Telling)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread goes on."""
+        return bool(self._thread.is_alive())
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends it soon; nothing waits for it."""
+        self._thread.service.stop(wait=False)
+
+    def quiet_s(self) -> float:
+        """Returns how long ago something was sent, or `excuse` called."""
+        return time.monotonic() - self._sent_s
+
+    def excuse(self) -> None:
+        """Counts the silence from now on."""
+        self._sent_s = time.monotonic()
+
+
+async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, longest_s: float) -> int:
+    """Gives signs of life until `stop` is set or beat can't go on; returns the exit code.
+
+    Args:
+        beat: A running one.
+        store: Where signs go.
+        stop: Ends it.
+        longest_s: So long beat may send nothing while Redis answers.
+    """
+    name = f"qinfer-beat-{os.getpid()}@{socket.gethostname()}"
+    while not stop.is_set():
+        if not beat.is_alive:
+            logger.error("beat has died")
+            return os.EX_SOFTWARE
+        try:
+            await store.sign(BEAT, name, HOLDS_S)
+        except BrokerUnavailable:
+            beat.excuse()  # a restart would not bring Redis back
+        if (quiet_s := beat.quiet_s()) > longest_s:
+            logger.error("beat ends", extra={"reason": f"nothing could be sent for {quiet_s:.0f} s"})
+            return os.EX_SOFTWARE
+        try:
+            async with asyncio.timeout(EVERY_S):
+                await stop.wait()
+        except TimeoutError:
+            pass
+    return os.EX_OK
+
+
+async def serve(settings: Settings) -> int:
+    """Runs beat until SIGTERM or SIGINT; returns the exit code.
+
+    Raises:
+        SettingsError: The broker can't be used.
+    """
+    beat = Beat(settings)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    store = RedisControlStore(admin_client(settings.redis))
+    beat.start()
+    logger.info("beat started")
+    try:
+        longest_s = max(QUIET_S, _QUIET_SWEEPS * settings.bulk.sweep_every_s)
+        return await look_after(beat, store, stop, longest_s=longest_s)
+    finally:
+        beat.stop()
+        await store.close()
+        logger.info("beat stopped")
+
+
+def main() -> int:
+    """Reads the settings, serves, and returns the exit status."""
+    try:
+        settings = load_settings()
+        logs.configure(settings.log, "beat")
+        if settings.log.level != "DEBUG":
+            for name, level in _LEVELS.items():
+                logging.getLogger(name).setLevel(level)
+        return asyncio.run(serve(settings))
+    except SettingsError as error:
+        sys.stderr.write(f"qinfer_workers.jobs.beat: {error.message}\n")
+        return 2
+    except Exception:  # the boundary: the thread that waits for a broker would keep the process
+        logger.exception("beat failed")
+        return os.EX_SOFTWARE
+
+
+if __name__ == "__main__":
+    from qinfer_workers.jobs.__main__ import end
+
+    end(main())

@@ -1,0 +1,161 @@
+"""What a job writes beside its parts: `_plan.json` first, `_manifest.json` and `_SUCCESS` last. All of it blocks.
+
+Each is made by a conditional create. Where one is there already, it is read: a second process, or a second try, takes
+what it finds if it says the same. An output that is not complete has `_manifest.partial.json` instead.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
+from qinfer.jobs.job import JobSpec
+from qinfer.jobs.manifest import (
+    MANIFEST_NAME,
+    SUCCESS_NAME,
+    Manifest,
+    decode_manifest,
+    decode_success,
+    encode_manifest,
+    encode_success,
+    make_manifest,
+)
+from qinfer.jobs.plan import ExpectedParts, PartInfo, Plan, Shard, decode_plan
+from qinfer.jobs.queue.records import JobRecord
+from qinfer.storage.store import Outcome, Store
+
+StoreFor = Callable[[str], Store]
+
+PLAN_NAME = "_plan.json"
+PARTIAL_NAME = "_manifest.partial.json"
+
+PLAN_GONE = "the job's plan is gone from its output; make a new job"
+
+MAX_BYTES = 2**30
+"""Beyond any plan and manifest: a million files are about 200 MB."""
+
+_TRIES = 5
+
+
+def spec_of(record: JobRecord) -> JobSpec:
+    """Returns the specification of a stored job."""
+    return msgspec.json.decode(record.spec, type=JobSpec)
+
+
+def url_of(output_url: str, name: str) -> str:
+    """Returns where something in an output is."""
+    return f"{output_url.rstrip('/')}/{name}"
+
+
+def expected(plan: Plan, shards: Iterable[Shard]) -> ExpectedParts:
+    """Returns what the parts of some shards are by the plan."""
+    return ExpectedParts(plan.job_id, plan.model_hash, plan.spec.output.url, tuple(shards))
+
+
+def read_plan(store_for: StoreFor, job_id: str, output_url: str) -> Plan | None:
+    """Reads the plan of a job; `None` = it has none yet.
+
+    Raises:
+        InvalidRequest: The output is another job's, or its plan is damaged.
+        StoreError: The store can't be read.
+    """
+    url = url_of(output_url, PLAN_NAME)
+    data = _read(store_for(url), url)
+    if data is None:
+        return None
+    try:
+        plan = decode_plan(data)
+    except CorruptEntry:
+        raise InvalidRequest(f"'{url}' is no plan that can be read; make a new job with an empty output") from None
+    if plan.job_id != job_id:
+        raise InvalidRequest(
+            f"output '{output_url}' is that of job '{plan.job_id}'; make a new job with an empty output"
+        )
+    return plan
+
+
+def write_manifest(store_for: StoreFor, plan: Plan, parts: Sequence[PartInfo], now_s: float) -> Manifest:
+    """Writes `_manifest.json` and then `_SUCCESS`; from then on the output is complete.
+
+    Args:
+        store_for: Returns the store of a URL.
+        plan: The job's plan.
+        parts: The parts of all its shards, checked.
+        now_s: Seconds since 1970.
+
+    Returns:
+        The manifest that is there.
+
+    Raises:
+        CorruptEntry: The parts are not the plan's, or their rows do not add up.
+        StoreError: The store fails.
+    """
+    manifest = make_manifest(plan, parts, now_s)
+    data = encode_manifest(manifest)
+    manifest_url, success_url = (url_of(plan.spec.output.url, name) for name in (MANIFEST_NAME, SUCCESS_NAME))
+    store = store_for(manifest_url)
+    for _ in range(_TRIES):  # others may do the same, and what is there may be of parts that were broken since
+        if store.put_if_absent(data, manifest_url) is Outcome.EXISTS:
+            there = _read(store, manifest_url)
+            if there is None or not _is_same(there, manifest):
+                store.delete(success_url)
+                store.delete(manifest_url)
+                continue
+            data = there
+        if store.put_if_absent(encode_success(manifest, data), success_url) is Outcome.EXISTS:
+            there = _read(store, success_url)
+            if there is None or not _is_of(there, data):
+                store.delete(success_url)
+                continue
+        store.delete(url_of(plan.spec.output.url, PARTIAL_NAME))
+        return decode_manifest(data)
+    raise CorruptEntry(f"others write to output '{plan.spec.output.url}'; make a new job with an empty output")
+
+
+def write_partial(
+    store_for: StoreFor, plan: Plan, found: Sequence[tuple[Shard, PartInfo]], ended_at: float, now_s: float
+) -> None:
+    """Writes `_manifest.partial.json`: the parts that are there of a job that has ended before it was complete.
+
+    Args:
+        store_for: Returns the store of a URL.
+        plan: The job's plan.
+        found: Shards with their parts, checked, in the shards' order.
+        ended_at: Which end of the job that is: its instant, in seconds since 1970.
+        now_s: Seconds since 1970.
+
+    Raises:
+        StoreError: The store fails.
+    """
+    shards = tuple(shard for shard, _ in found)
+    there = msgspec.structs.replace(plan, shards=shards, rows=sum(shard.rows for shard in shards))
+    manifest = make_manifest(there, [part for _, part in found], now_s)
+    data = encode_manifest(msgspec.structs.replace(manifest, ended_at=ended_at))
+    url = url_of(plan.spec.output.url, PARTIAL_NAME)
+    store = store_for(url)
+    store.delete(url)  # that of an earlier end
+    store.put_if_absent(data, url)
+
+
+def _read(store: Store, url: str) -> bytes | None:
+    try:
+        return store.read(url, MAX_BYTES)
+    except StoreNotFound:
+        return None
+
+
+def _is_same(data: bytes, manifest: Manifest) -> bool:
+    """Tells whether a stored manifest says the same, whenever it was made."""
+    try:
+        there = decode_manifest(data)
+    except CorruptEntry:
+        return False
+    return msgspec.structs.replace(there, created_at=manifest.created_at) == manifest
+
+
+def _is_of(success: bytes, manifest: bytes) -> bool:
+    try:
+        decode_success(success, manifest)
+    except CorruptEntry:
+        return False
+    return True

@@ -1,0 +1,154 @@
+"""The use case of the task `finalise`: a job whose shards are all settled becomes an output that is complete, or not.
+
+    check every part ──▶ _manifest.json ──▶ _SUCCESS ──▶ completed
+           └── broken or gone: set aside, run again
+
+What is counted is what is in the parts. Every step can be repeated, also by two processes at once: documents are made
+by conditional creates, and the job's state by compare-and-set.
+
+A job that has ended before it was complete has the parts that are there listed, to be read. The list,
+`_manifest.partial.json`, says which end it is of, so that readers tell it from that of an earlier one.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from qinfer.errors import CorruptEntry, InvalidRequest, QinferError
+from qinfer.jobs.examiner_pool import ExaminerDied
+from qinfer.jobs.failures import too_many, why_failed
+from qinfer.jobs.job import TERMINAL, JobState
+from qinfer.jobs.plan import PartInfo, Plan, Shard, ShardTicket, encode_ticket
+from qinfer.jobs.queue.records import JobRecord
+from qinfer_workers.jobs.attempts import FINISHING, MAX_DEATHS, PLANNING, attempt
+from qinfer_workers.jobs.documents import PLAN_GONE, expected, read_plan, spec_of, write_manifest, write_partial
+from qinfer_workers.jobs.services import JobServices, NotWanted
+
+logger = logging.getLogger("qinfer_workers.jobs")
+
+MAX_ROUNDS = 3
+"""So often broken parts are made again before something else must be wrong."""
+
+_BROKEN = "parts are made again: "
+_EARLY = TERMINAL - {JobState.COMPLETED}
+
+
+class Finaliser:
+    """Finishes jobs.
+
+    Args:
+        services: The ports.
+    """
+
+    def __init__(self, services: JobServices) -> None:
+        self._services = services
+
+    async def run(self, job_id: str) -> None:
+        """Finishes a job whose shards are settled, or leaves a list of what is there of one that has ended early.
+
+        Raises:
+            QinferError: It did not work for now, and is to be tried again.
+        """
+        record = await self._services.jobs.get(job_id)
+        if record is not None and record.state == JobState.FINALIZING:
+            await attempt(self._services, FINISHING, record, partial(self._finish, record))
+        await leave_partial(self._services, job_id)
+
+    async def _finish(self, record: JobRecord, deaths: int) -> None:
+        services, jobs = self._services, self._services.jobs
+        plan = await services.in_thread(read_plan, services.store_for, record.id, spec_of(record).output.url)
+        if plan is None:
+            raise InvalidRequest(PLAN_GONE)
+        outcomes = await jobs.outcomes(record.id)
+        if why := why_failed(outcomes.values(), record.max_errors, len(plan.shards)):
+            await services.fail(record, why)
+            return
+        found = await services.examiners.read_parts(expected(plan, plan.shards), services.readers(deaths))
+        wrong = [(shard, part) for shard, part in zip(plan.shards, found, strict=True) if isinstance(part, str)]
+        if wrong:
+            await self._make_again(record, plan, wrong, services.readers(deaths))
+            return
+        parts = [part for part in found if not isinstance(part, str)]
+        failed_rows = sum(part.errors for part in parts)
+        if 0 <= record.max_errors < failed_rows:
+            await services.fail(record, too_many(failed_rows, record.max_errors))
+            return
+        now_s = services.clock.now_s()
+        manifest = await services.in_thread(write_manifest, services.store_for, plan, parts, now_s)
+        if failed_rows != record.rows_failed:
+            await jobs.note(record.id, f"{record.rows_failed} failed rows were counted; the parts have {failed_rows}")
+        if not await jobs.move(record.id, {JobState.FINALIZING}, JobState.COMPLETED, error=""):
+            raise NotWanted
+        await jobs.note(record.id, f"completed: {manifest.rows} rows, {manifest.errors} of them failed")
+        logger.info("job completed", extra={"job": record.id, "rows": manifest.rows, "errors": manifest.errors})
+
+    async def _make_again(
+        self, record: JobRecord, plan: Plan, wrong: Sequence[tuple[Shard, str]], readers: int
+    ) -> None:
+        services, jobs = self._services, self._services.jobs
+        first = wrong[0][1]
+        if await self._rounds(record) >= MAX_ROUNDS:
+            await services.fail(record, f"{len(wrong)} parts were broken or gone {MAX_ROUNDS + 1} times: {first}")
+            return
+        shards = [shard for shard, _ in wrong]
+        await services.examiners.set_aside(expected(plan, shards), readers)
+        frames = [(shard.index, encode_ticket(ShardTicket(record.id, shard))) for shard in shards]
+        await jobs.note(record.id, f"{len(wrong)} {_BROKEN}{first}")
+        if not await jobs.requeue(record.id, frames, expected={JobState.FINALIZING}):
+            raise NotWanted
+        await jobs.advance(record.id, workers=await services.workers_for(record))
+        logger.warning("parts made again", extra={"job": record.id, "parts": len(wrong), "first": first})
+
+    async def _rounds(self, record: JobRecord) -> int:
+        """Returns how often parts were made again since the job was planned, or resumed."""
+        rounds = 0
+        for line in await self._services.jobs.log(record.id):
+            rounds = 0 if line.text == PLANNING.began else rounds + (_BROKEN in line.text)
+        return rounds
+
+
+async def leave_partial(services: JobServices, job_id: str) -> None:
+    """Lists the parts of a job that has ended early; does nothing for any other, or where it was never planned.
+
+    Args:
+        services: The ports.
+        job_id: The job.
+
+    Raises:
+        QinferError: It did not work for now, and is to be tried again.
+    """
+    listed_at: float | None = None
+    record = await services.jobs.get(job_id)
+    while record is not None and record.shards and record.state in _EARLY and record.ended_at != listed_at:
+        try:
+            await _list_parts(services, record)
+        except QinferError as error:
+            if error.retryable and services.clock.now_s() - record.ended_at < services.settings.plan_timeout_s:
+                raise
+            logger.warning("no partial manifest", extra={"job": record.id, "reason": error.message})
+        listed_at = record.ended_at
+        record = await services.jobs.get(job_id)  # it may have been resumed meanwhile, and have ended again
+
+
+async def _list_parts(services: JobServices, record: JobRecord) -> None:
+    try:
+        plan = await services.in_thread(read_plan, services.store_for, record.id, spec_of(record).output.url)
+    except InvalidRequest:  # the output is another's: that is why the job failed
+        return
+    if plan is None:
+        return
+    parts = await _read_parts(services, plan)
+    found = [(shard, part) for shard, part in zip(plan.shards, parts, strict=True) if isinstance(part, PartInfo)]
+    now_s = services.clock.now_s()
+    await services.in_thread(write_partial, services.store_for, plan, found, record.ended_at, now_s)
+
+
+async def _read_parts(services: JobServices, plan: Plan) -> list[PartInfo | str]:
+    """Reads all parts; a job that has ended has no attempts that its log could count, so they are counted here."""
+    reason = ""
+    for deaths in range(MAX_DEATHS):
+        try:
+            return await services.examiners.read_parts(expected(plan, plan.shards), services.readers(deaths))
+        except ExaminerDied as error:
+            reason = error.message
+    raise CorruptEntry(f"{reason}; is a file damaged?")

@@ -1,0 +1,181 @@
+"""The use case of the task `plan`: a job's inputs become shards that wait for workers.
+
+    footers ──▶ plan ──conditional create──▶ <output>/_plan.json ──▶ todo ──▶ lane
+
+The plan is written once. Whoever comes later, because a task came twice, its worker died, or the job was resumed, reads
+the one that is there: so shards and parts are the same ones, however often it is planned.
+"""
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import msgspec
+
+from qinfer.core.settings import LimitSettings
+from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady
+from qinfer.jobs.job import JobSpec, JobState
+from qinfer.jobs.plan import Plan, Shard, ShardTicket, Unplanned, decode_plan, encode_plan_head, encode_ticket
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.jobs.shards import Pace
+from qinfer.models.config.config import from_json, to_spec
+from qinfer.observe.stats import batches
+from qinfer.storage.store import Outcome
+from qinfer_workers.jobs.attempts import PLANNING, attempt
+from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, expected, read_plan, spec_of, url_of
+from qinfer_workers.jobs.finalise import leave_partial
+from qinfer_workers.jobs.services import JobServices, NotWanted
+
+logger = logging.getLogger("qinfer_workers.jobs")
+
+_ENOUGH = 3
+"""Executions of a batch size before it is believed: the first ones of a runtime are slow."""
+
+
+class Planner:
+    """Plans jobs, for the first time and when they are resumed.
+
+    Args:
+        services: The ports.
+        limits: For the models' configurations.
+    """
+
+    def __init__(self, services: JobServices, limits: LimitSettings) -> None:
+        self._services = services
+        self._limits = limits
+
+    async def run(self, job_id: str) -> None:
+        """Plans a job, where it is to be planned; where it has ended early, by that or before, lists its parts.
+
+        Raises:
+            QinferError: It did not work for now, and is to be tried again.
+        """
+        record = await self._services.jobs.get(job_id)
+        if record is not None and record.state == JobState.PLANNING:
+            await attempt(self._services, PLANNING, record, partial(self._plan, record))
+        await leave_partial(self._services, job_id)
+
+    async def _plan(self, record: JobRecord, deaths: int) -> None:
+        services, jobs = self._services, self._services.jobs
+        spec = spec_of(record)
+        plan = await services.in_thread(read_plan, services.store_for, record.id, spec.output.url)
+        is_new = plan is None
+        if plan is None:
+            plan = await self._make(record, spec, services.readers(deaths))
+        else:
+            await self._check_model(record, plan)
+        done = {} if is_new else await jobs.outcomes(record.id)
+        again = await self._to_be_made_again(plan, done, services.readers(deaths))
+        most = spec.max_errors(plan.rows)
+        head = encode_plan_head(plan)
+        if not await jobs.move(record.id, {JobState.PLANNING}, JobState.PLANNING, max_errors=most, head=head):
+            raise NotWanted
+        frames = [(shard.index, encode_ticket(ShardTicket(record.id, shard))) for shard in plan.shards]
+        if not await jobs.plan(record.id, frames, plan.rows, complete=True):
+            raise NotWanted
+        if again:
+            running = {JobState.RUNNING, JobState.FINALIZING}  # and not one that was cancelled meanwhile
+            await jobs.requeue(record.id, [frames[shard.index] for shard in again], expected=running)
+        await jobs.note(record.id, _summary(plan, sum(not outcome.error for outcome in done.values()), len(again)))
+        await jobs.advance(record.id, workers=await services.workers_for(record))
+        logger.info("job planned", extra={"job": record.id, "shards": len(plan.shards), "rows": plan.rows})
+
+    async def _make(self, record: JobRecord, spec: JobSpec, readers: int) -> Plan:
+        services = self._services
+        stored = await services.store.model(record.model)
+        if stored is None:
+            raise ModelNotFound(f"model '{record.model}' is not known any more; load it, and resume the job")
+        if stored.error or stored.pending:
+            raise ModelNotReady(f"model '{record.model}' is not ready: {stored.error or 'no worker has completed it'}")
+        model = to_spec(from_json(stored.config), self._limits, stored.labels)
+        pace = Pace(
+            rows_per_s=rows_per_s(await services.store.stats(record.model, record.version)),
+            shard_s=services.settings.shard_s,
+            default_rows=services.settings.default_rows_per_shard,
+            max_rows=services.settings.max_rows_per_shard,
+            workers=await services.workers_for(record),
+        )
+        resolved = msgspec.structs.replace(spec, version=record.version)
+        job = Unplanned(record.id, resolved, model, stored.content_hash)
+        data = await services.examiners.plan(job, pace, readers)
+        return await services.in_thread(_written, services.store_for, job, data)
+
+    async def _check_model(self, record: JobRecord, plan: Plan) -> None:
+        """Refuses to go on with other files of the model: one output would be of two models."""
+        stored = await self._services.store.model(record.model)
+        if stored is not None and not stored.pending and stored.content_hash != plan.model_hash:
+            raise InvalidRequest(
+                f"model '{record.model}' has changed since the job was planned; load the former one, or make a new job"
+            )
+
+    async def _to_be_made_again(self, plan: Plan, outcomes: Mapping[int, ShardOutcome], readers: int) -> list[Shard]:
+        """Looks at what a job that goes on has already, and at the inputs that it needs still.
+
+        Returns:
+            The shards that were committed and whose parts are not there any more, or broken: those are set aside.
+
+        Raises:
+            InvalidRequest: An input that is still needed is gone, or not what it was.
+        """
+        if not outcomes:
+            return []
+        services = self._services
+        committed = [shard for shard in plan.shards if shard.index in outcomes and not outcomes[shard.index].error]
+        found = await services.examiners.read_parts(expected(plan, committed), readers)
+        again = [shard for shard, part in zip(committed, found, strict=True) if isinstance(part, str)]
+        await services.examiners.set_aside(expected(plan, again), readers)
+        kept = {shard.index for shard in committed} - {shard.index for shard in again}
+        needed = {r.url: r.etag for shard in plan.shards if shard.index not in kept for r in shard.ranges}
+        if changed := await services.in_thread(_changed, services.store_for, needed, readers):
+            more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise InvalidRequest(f"{changed[0]}{more}; make a new job, or put back what was there")
+        return again
+
+
+def _written(store_for: StoreFor, job: Unplanned, data: bytes) -> Plan:
+    """Writes a new plan; returns it, or the one that was there before."""
+    url = url_of(job.spec.output.url, PLAN_NAME)
+    if len(data) > MAX_BYTES:  # nobody could read it
+        raise InvalidRequest(f"the job's plan has {len(data)} bytes, {MAX_BYTES} are allowed; make several jobs of it")
+    if store_for(url).put_if_absent(data, url) is Outcome.CREATED:
+        return decode_plan(data)
+    other = read_plan(store_for, job.job_id, job.spec.output.url)
+    assert other is not None, "a plan that exists can't be read"
+    return other
+
+
+def _changed(store_for: StoreFor, etags: Mapping[str, str], threads: int) -> list[str]:
+    """Says what is wrong with inputs, for each of those that something is wrong with."""
+
+    def problem(url: str) -> str:
+        stat = store_for(url).stat(url)
+        if stat is None:
+            return f"input '{url}' is gone"
+        return "" if stat.etag == etags[url] else f"input '{url}' has changed since the job was planned"
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="bulk-inputs") as pool:
+        return [text for text in pool.map(problem, etags) if text]
+
+
+def _summary(plan: Plan, committed: int, again: int) -> str:
+    text = f"planned: {len(plan.shards)} shards of {len(plan.sources)} files, {plan.rows} rows"
+    if committed:
+        text += f"; {committed} were done before"
+    return f"{text}, {again} of their parts are gone or broken and are made again" if again else text
+
+
+def rows_per_s(stats: Mapping[str, int]) -> float:
+    """Returns the rows a second of one instance at the batch size that was fastest; 0 = nothing was measured.
+
+    Bulk batches are as large as is best, so that the small ones of online requests say too little.
+
+    Args:
+        stats: The statistics of a model version.
+    """
+    best = 0.0
+    for batch in batches(stats):
+        spent_ns = batch.input_ns + batch.infer_ns + batch.output_ns
+        if batch.executions >= _ENOUGH and spent_ns > 0:
+            best = max(best, batch.rows * batch.executions / spent_ns * 1e9)
+    return best

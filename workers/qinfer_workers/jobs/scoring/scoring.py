@@ -1,0 +1,216 @@
+"""Executes slices of a shard on an instance of its model; rows that fail cost no other row its outputs.
+
+A batch that raises is cut in halves, again and again, until the rows are found that fail alone (`batching.halves` does
+the same to requests). They get the model's error; the others get their outputs.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from qinfer.backends.base import Backend, Batch
+from qinfer.batching.batcher import LoadedModel
+from qinfer.batching.execution import Answer, Responder
+from qinfer.core.clock import ServerClock
+from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.errors import (
+    Cancelled,
+    DeliveryError,
+    InferenceFailed,
+    OutputMismatch,
+    Overloaded,
+    QinferError,
+    RequestError,
+)
+from qinfer.tensors import to_numpy
+from qinfer_workers.jobs.scoring.arbiter import Turn
+from qinfer_workers.jobs.scoring.chunks import Chunks, Outputs, Slice
+
+logger = logging.getLogger(__name__)
+
+EXECUTION_FAILED = "execution_failed"
+"""The `error_code` of rows with which the model raised."""
+
+_OWN_WORK = 0.2
+"""A thread that works for less of the time waits for a device, or for another process."""
+
+_LATER = (Overloaded, DeliveryError, Cancelled)
+"""Errors of the server's state: the shard is put off, for they say nothing about its rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purpose:
+    """What rows are scored for.
+
+    Attributes:
+        model: The model that scores them.
+        clock: The broker's time.
+        request_id: What the model's own log calls them.
+        tenant: Whose job it is.
+        progress: Called after each batch, in any thread.
+    """
+
+    model: LoadedModel
+    clock: ServerClock
+    request_id: str
+    tenant: str = ""
+    progress: Callable[[], None] = lambda: None
+
+
+class Scorer:
+    """Scores the slices of one shard; for several instance threads.
+
+    Args:
+        purpose: What for.
+        chunks: Where slices come from and outputs go to.
+    """
+
+    def __init__(self, purpose: Purpose, chunks: Chunks) -> None:
+        self.chunks = chunks
+        self.purpose = purpose
+        self.error: QinferError | None = None
+        """Why scoring has stopped."""
+        self._spec = purpose.model.spec
+        self._responder = Responder(self._spec, purpose.model.version)
+        self._request = InferRequest(
+            model=self._spec.name,
+            version=purpose.model.version,
+            id=purpose.request_id,
+            inputs=(),
+            tenant=purpose.tenant,
+            generation=purpose.model.generation,
+        )
+        self._is_warned = False
+
+    def run(self, instance: Backend, part: Slice) -> None:
+        """Executes a slice; raises nothing."""
+        watch = _Watch()
+        try:
+            outputs = self._execute(instance, part)
+        except _LATER as error:
+            self._stop(error)
+        except OutputMismatch as error:  # no single row's
+            self.chunks.fail(part, error.code.value, error.message)
+        except QinferError as error:
+            self._failed(part, error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001  the boundary to the model's code, which may even call `sys.exit`
+            self._warn(part)
+            self._failed(part, InferenceFailed(str(error) or type(error).__name__))
+        else:
+            self.chunks.done(part, outputs, watch.seconds())
+
+    def _execute(self, instance: Backend, part: Slice) -> Outputs:
+        inputs = part.inputs()
+        is_batched = self._spec.max_batch_size > 0
+        if not is_batched:
+            inputs = {name: array[0] for name, array in inputs.items()}
+        rows = part.rows if is_batched else 1
+        way = _Way(self)
+        instance.execute(Batch(requests=[self._request], rows=[rows], inputs=inputs), way)
+        if way.answer is None:
+            raise OutputMismatch("the model did not answer its batch")
+        if isinstance(way.answer, QinferError):
+            raise way.answer
+        problem = self._responder.problem(way.answer, (), rows)
+        if problem is None and len(way.answer) != len(self._spec.outputs):
+            problem = "the model returned no outputs"
+        if problem is not None:
+            raise OutputMismatch(problem)
+        arrays = {tensor.name: to_numpy(tensor) for tensor in way.answer}
+        return arrays if is_batched else {name: array[np.newaxis] for name, array in arrays.items()}
+
+    def _failed(self, part: Slice, error: QinferError) -> None:
+        if part.rows > 1:
+            self.chunks.cut(part)
+        else:
+            code = EXECUTION_FAILED if isinstance(error, InferenceFailed) else error.code.value
+            self.chunks.fail(part, code, error.message)
+
+    def _stop(self, error: QinferError) -> None:
+        self.error = error
+        self.chunks.stop()
+
+    def _warn(self, part: Slice) -> None:
+        """Logs the first failure of a shard; what a batch is cut into mostly raises the same."""
+        level = logging.DEBUG if self._is_warned else logging.WARNING
+        self._is_warned = True
+        extra = {"model": self._spec.name, "rows": part.rows, "shard": self.purpose.request_id}
+        logger.log(level, "bulk batch failed", exc_info=True, extra=extra)
+
+
+class _Watch:
+    """Tells how long the device was busy: not how long others had the core, where this thread is the device."""
+
+    def __init__(self) -> None:
+        self._began_s, self._worked_s = time.perf_counter(), time.thread_time()
+
+    def seconds(self) -> float:
+        worked_s, whole_s = time.thread_time() - self._worked_s, time.perf_counter() - self._began_s
+        return worked_s if worked_s > _OWN_WORK * whole_s else whole_s
+
+
+class Borrowed:
+    """An instance in the hands of a shard for one turn (`ThreadExecutor.lend`).
+
+    Args:
+        scorer: What is done with it.
+        turn: For how long.
+    """
+
+    def __init__(self, scorer: Scorer, turn: Turn) -> None:
+        self._scorer = scorer
+        self._turn = turn
+
+    def run(self, instance: Backend) -> None:
+        """Scores slices until the turn is over, or there are none."""
+        chunks = self._scorer.chunks
+        chunks.begin()
+        try:
+            while (part := chunks.take()) is not None:
+                self._scorer.run(instance, part)
+                self._scorer.purpose.progress()
+                if not self._turn.goes_on():
+                    break
+        finally:
+            chunks.leave()
+
+
+class _Way:
+    """The `Context` of a bulk batch, which is one item of many rows."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.answer: Answer | None = None
+        self._scorer = scorer
+
+    def respond(
+        self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
+    ) -> None:
+        del item, parameters
+        if self.answer is not None:
+            raise OutputMismatch("the model answered its batch after the final answer")
+        if not final:
+            raise OutputMismatch("the model gives several responses to a request; a bulk job needs one for each row")
+        self.answer = outputs
+
+    def cancelled(self, item: int) -> bool:
+        del item
+        return self._scorer.chunks.is_stopped
+
+    def call(self, request: InferRequest) -> Response:
+        purpose = self._scorer.purpose
+        caller, spec = purpose.model.caller, purpose.model.spec
+        if caller is None:
+            raise InferenceFailed("this model runs where it can't call other models")
+        if self._scorer.chunks.is_stopped:
+            raise Cancelled("nobody waits for this batch any more")
+        whose = msgspec.structs.replace(request, tenant=request.tenant or purpose.tenant)
+        try:
+            return caller.call(whose, purpose.clock.now_s() + spec.default_timeout_s)
+        except RequestError as error:
+            raise InferenceFailed(f"a call failed: {error.message}") from error

@@ -1,0 +1,230 @@
+"""A shard's files: its rows are read, its part is written and committed; blocking, a thread for either."""
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from qinfer.errors import Conflict, StoreNotFound, StoreUnavailable
+from qinfer.jobs.columns.inputs import InputColumns
+from qinfer.jobs.columns.outputs import OutputColumns
+from qinfer.jobs.columns.schemas import decode_schema
+from qinfer.jobs.job import JobSpec
+from qinfer.jobs.parts import PartBroken, PartWriter, part_metadata, validate_part
+from qinfer.jobs.plan import PlanHead, Shard
+from qinfer.jobs.queue.records import ShardOutcome
+from qinfer.jobs.rows.shard_rows import ShardReader
+from qinfer.models.spec import ModelSpec
+from qinfer.storage.open import store_for
+from qinfer.storage.store import Outcome, Store
+from qinfer_workers.jobs.scoring.chunks import DEPTH, Chunk, Chunks
+
+SPOOL_PREFIX = "qinfer-part-"
+"""What the names of parts begin with that are not committed yet."""
+
+MODEL_CHANGED = (
+    "model '{model}' has changed since the job was planned; load the former one and resume the job, or make a new job"
+)
+
+_FIRST_ROWS = 256
+_MOST_ROWS = 65_536
+_MOST_SHARED_ROWS = 8192
+_GROWTH = 8
+_COMMITS = 5
+_turnstile = threading.Lock()
+
+
+class TooManyFailed(Exception):
+    """More rows of a shard failed than of the whole job may; the text says how many, which was the first, and why.
+
+    Args:
+        text: See above.
+        failed_rows: How many were seen to fail; the shard's other rows are neither scored nor failed.
+    """
+
+    def __init__(self, text: str, failed_rows: int) -> None:
+        super().__init__(text)
+        self.failed_rows = failed_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What is to be done.
+
+    Attributes:
+        job_id: The job.
+        spec: What it asks for.
+        shard: Which of its rows.
+        model: The model's configuration.
+        head: What the job's plan says of its inputs' columns, and of the model.
+        model_hash: What the model's files are here.
+        max_errors: How many rows may fail before it is not worth going on; -1 = all.
+        spool: A folder for the part until it is committed.
+        read_bytes: About so many bytes of rows are held at once.
+        store_for: Finds the store of a URL.
+    """
+
+    job_id: str
+    spec: JobSpec
+    shard: Shard
+    model: ModelSpec
+    head: PlanHead
+    model_hash: str
+    max_errors: int
+    spool: Path
+    read_bytes: int
+    store_for: Callable[[str], Store] = store_for
+
+    @property
+    def url(self) -> str:
+        """Where the part goes."""
+        return f"{self.spec.output.url.rstrip('/')}/{self.shard.part}"
+
+
+class ShardFiles:
+    """See the module docstring.
+
+    Args:
+        task: What is to be done.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._outputs: OutputColumns | None = None
+
+    def failed(self, error: str, failed_rows: int | None = None) -> ShardOutcome:
+        """Returns the outcome of a shard that has no part: so many of its rows have failed, `None` = all."""
+        shard = self._task.shard
+        rows = shard.rows if failed_rows is None else failed_rows
+        return ShardOutcome(shard.index, rows, rows, error)
+
+    def existing(self) -> ShardOutcome | None:
+        """Returns the outcome of a part that was committed before; `None` where there is none that is whole."""
+        task = self._task
+        try:
+            info = validate_part(task.store_for(task.url), task.url, task.shard, task.job_id, task.head.model_hash)
+        except (PartBroken, StoreNotFound):
+            return None
+        return ShardOutcome(task.shard.index, info.rows, info.errors)
+
+    def read(self, chunks: Chunks) -> None:
+        """Reads all rows into chunks, unless these are stopped.
+
+        Raises:
+            QinferError: The model or a file changed, a file is damaged, or a store fails.
+        """
+        task = self._task
+        if task.model_hash != task.head.model_hash:
+            raise Conflict(MODEL_CHANGED.format(model=task.model.name))
+        schema = decode_schema(task.head.schema)
+        inputs = InputColumns(task.spec, task.model, schema)
+        urls = [part.url for part in task.shard.ranges]
+        self._outputs = OutputColumns(task.spec, task.model, schema, urls)
+        columns = tuple(dict.fromkeys((*inputs.columns, *self._outputs.copied)))
+        reader = ShardReader(task.shard, columns, schema, task.spec.input_format, task.store_for)
+        with reader:
+            rows = _FIRST_ROWS
+            while chunks.reserve():
+                with _one_at_a_time(chunks):
+                    batch = reader.read(rows)
+                    if batch is None:
+                        break
+                    chunk = Chunk(batch, inputs.decode(batch.record))
+                chunks.add(chunk)
+                most = _MOST_SHARED_ROWS if chunks.is_shared else _MOST_ROWS
+                rows = _next_rows(rows, most, batch.record, task.read_bytes)
+        chunks.end()
+
+    def write(self, chunks: Chunks) -> ShardOutcome | None:
+        """Writes what is scored, and commits the part; `None` when the chunks were stopped.
+
+        Raises:
+            QinferError: A store fails.
+            TooManyFailed: See there; nothing was committed.
+            OSError: The spool folder can't be written.
+        """
+        task = self._task
+        path = task.spool / f"{SPOOL_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        first = chunks.next_scored()
+        if chunks.is_stopped:
+            return None
+        assert self._outputs is not None
+        metadata = part_metadata(task.job_id, task.shard, task.model_hash)
+        try:
+            with PartWriter(path, self._outputs.schema, task.spec.output, metadata) as writer:
+                self._write_all(writer, first, chunks)
+                if chunks.is_stopped:
+                    writer.abort()
+                    return None
+            return self._commit(path, writer.errors)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _write_all(self, writer: PartWriter, chunk: Chunk | None, chunks: Chunks) -> None:
+        assert self._outputs is not None
+        while chunk is not None:
+            with _one_at_a_time(chunks):
+                writer.write(self._outputs.encode(chunk.batch, chunk.scored(), chunk.errors))
+            if 0 <= self._task.max_errors < writer.errors:
+                raise TooManyFailed(
+                    f"{writer.errors} of its first {writer.rows} rows failed, such as {_first_failed(chunk)}",
+                    writer.errors,
+                )
+            chunks.written()
+            chunk = chunks.next_scored()
+
+    def _commit(self, path: Path, errors: int) -> ShardOutcome:
+        """Commits the part; where one is already that is whole, that one counts."""
+        task = self._task
+        store = task.store_for(task.url)
+        for _ in range(_COMMITS):
+            if store.commit_if_absent(path, task.url) is Outcome.CREATED:
+                return ShardOutcome(task.shard.index, task.shard.rows, errors)
+            found = store.stat(task.url)
+            if found is not None:
+                if (outcome := self.existing()) is not None:
+                    return outcome
+                store.set_aside(task.url, found.etag)
+        raise StoreUnavailable(f"'{task.url}' can't be committed: there is another broken part each time; try again")
+
+
+def clear_spool(folder: Path, older_than_at: float) -> None:
+    """Deletes what workers that died have left in a spool folder, if it was not touched since an instant."""
+    with suppress(OSError):
+        for path in folder.glob(f"{SPOOL_PREFIX}*"):
+            with suppress(OSError):
+                if path.stat().st_mtime < older_than_at:
+                    path.unlink()
+
+
+def _next_rows(rows: int, most: int, record: pa.RecordBatch, read_bytes: int) -> int:
+    """Returns how many rows to read next: a chunk's share of the bytes, for the rows and their tensors."""
+    fitting = int(read_bytes // (2 * DEPTH) * record.num_rows / max(record.nbytes, 1))
+    return max(1, min(rows * _GROWTH, most, fitting))
+
+
+@contextmanager
+def _one_at_a_time(chunks: Chunks) -> Iterator[None]:
+    """Beside online requests, lets one thread of this process read or write: each takes a core from them."""
+    if not chunks.is_shared:
+        yield
+        return
+    with _turnstile:
+        yield
+
+
+def _first_failed(chunk: Chunk) -> str:
+    """Says which row of a chunk failed first, and why."""
+    assert chunk.errors.bad is not None
+    first = int(chunk.errors.bad.argmax())
+    message, passed = chunk.errors.columns()[1][first].as_py(), 0
+    for segment in chunk.batch.segments:
+        if first < passed + segment.rows:
+            return f"row {segment.first_row + first - passed} of '{segment.url}': {message}"
+        passed += segment.rows
+    raise AssertionError(first)

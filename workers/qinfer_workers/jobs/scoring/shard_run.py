@@ -1,0 +1,200 @@
+"""Runs one shard: rows are read ahead and parts written behind while the model's instances score what is between.
+
+    read thread ─▶ chunks ─▶ instance threads, turn after turn ─▶ chunks ─▶ write thread ─▶ commit
+
+The event loop only gives out turns; rows never pass through it.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from qinfer.batching.batcher import Batcher, LoadedModel
+from qinfer.errors import Cancelled, DeliveryError, QinferError
+from qinfer.jobs.queue.records import ShardOutcome
+from qinfer_workers.inference.executor import Loan, ThreadExecutor, in_thread
+from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, Turn
+from qinfer_workers.jobs.scoring.batch_size import BatchSize
+from qinfer_workers.jobs.scoring.chunks import Chunks
+from qinfer_workers.jobs.scoring.desk import Abandoned, PutOff
+from qinfer_workers.jobs.scoring.scoring import Borrowed, Purpose, Scorer
+from qinfer_workers.jobs.scoring.shard_files import ShardFiles, TooManyFailed
+
+logger = logging.getLogger(__name__)
+
+WAITS_S = 30.0
+"""A shard that was begun while the one before was to end in a moment is left to others when that lasts so long."""
+
+_BROKEN = "the shard could not be run; the worker's log says why"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Where shards of a model version are scored.
+
+    Attributes:
+        batcher: Its batcher.
+        arbiter: Gives turns on its devices.
+        size: How many rows a batch should have; it learns.
+        line: Held by the shard that is scored; the one behind it is read meanwhile.
+        hurry: Set when nobody waits any longer for executions to end.
+    """
+
+    batcher: Batcher
+    arbiter: DeviceArbiter
+    size: BatchSize
+    line: asyncio.Lock
+    hurry: asyncio.Event
+
+
+class ShardRun:
+    """See the module docstring; the `Run` of an errand.
+
+    Args:
+        files: Reads and writes.
+        purpose: The model, and what for.
+        device: Where.
+        free: Set when the next shard may begin: the model has no more to do for this one in a moment.
+        is_again: The shard was run before: its part may be there.
+
+    Attributes:
+        is_stuck: See `Run`.
+    """
+
+    def __init__(
+        self, files: ShardFiles, purpose: Purpose, device: Device, free: asyncio.Event, *, is_again: bool = False
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._more = asyncio.Event()
+        self._patience: asyncio.Timeout | None = None  # while it waits for the shard before
+        self._files = files
+        self._purpose = purpose
+        self._device = device
+        self._chunks = Chunks(device.size, partial(self._set, self._more), partial(self._set, free))
+        self._scorer = Scorer(purpose, self._chunks)
+        self._free = free
+        self._is_again = is_again
+        self.is_stuck = False
+
+    def stop(self) -> None:
+        """See `Run.stop`."""
+        self._chunks.stop()
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(self._loop.time())
+
+    def _set(self, event: asyncio.Event) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(event.set)
+
+    async def run(self) -> ShardOutcome:
+        """See `Run.run`; what is wrong with the shard itself is in its outcome."""
+        try:
+            outcome = await self._run()
+        except TooManyFailed as error:
+            return self._files.failed(str(error), error.failed_rows)
+        except QinferError as error:
+            if error.retryable or isinstance(error, DeliveryError | Cancelled):
+                raise PutOff(error.message) from error
+            return self._files.failed(error.message)
+        except OSError as error:
+            raise PutOff(f"the part can't be written to the spool folder: {error.strerror}") from error
+        except (PutOff, Abandoned):
+            raise
+        except Exception:  # the boundary to the files' libraries
+            logger.exception("shard failed", extra={"shard": self._purpose.request_id})
+            return self._files.failed(_BROKEN)
+        if outcome is None:
+            raise Abandoned
+        return outcome
+
+    async def _run(self) -> ShardOutcome | None:
+        if self._is_again and (found := await in_thread("bulk-look", self._files.existing)):
+            return found
+        reading = asyncio.ensure_future(in_thread("bulk-read", lambda: self._files.read(self._chunks)))
+        writing = asyncio.ensure_future(in_thread("bulk-write", lambda: self._files.write(self._chunks)))
+        scoring = asyncio.ensure_future(self._score())
+        parts: tuple[asyncio.Future[Any], ...] = (reading, scoring, writing)
+        try:
+            await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            if not all(part.done() for part in parts):
+                self._chunks.stop()  # the threads end when they see it, and commit nothing from then on
+                await _stopped(scoring)
+        for part in parts:
+            if part.done() and not part.cancelled() and (error := part.exception()) is not None:
+                raise self._scorer.error or error
+        if self._scorer.error is not None:
+            raise self._scorer.error
+        return await writing
+
+    async def _score(self) -> None:
+        """Takes turns until everything is scored."""
+        async with self._in_line():
+            while not self._chunks.has_ended:
+                await self._more.wait()
+                self._more.clear()
+                while self._chunks.has_work:
+                    async with self._device.arbiter.turn(self._device.batcher) as turn:
+                        self._chunks.share(is_shared=turn.is_shared)
+                        await self._lend(turn)
+        self._free.set()
+
+    @asynccontextmanager
+    async def _in_line(self) -> AsyncIterator[None]:
+        """Waits until the shard before is scored; no longer, once it is told to stop."""
+        line = self._device.line
+        try:
+            async with asyncio.timeout(0 if self._chunks.is_stopped else WAITS_S) as self._patience:
+                await line.acquire()
+        except TimeoutError:
+            if self._chunks.is_stopped:
+                raise Abandoned from None
+            raise PutOff("the shard before does not come to its end") from None
+        finally:
+            self._patience = None
+        try:
+            yield
+        finally:
+            line.release()
+
+    async def _lend(self, turn: Turn) -> None:
+        """Has every instance score until the turn is over; cancelled, it waits for them, unless there is a hurry."""
+        executor, batcher = self._executor(self._purpose.model), self._device.batcher
+        left = executor.count
+        back = asyncio.get_running_loop().create_future()
+
+        def ended(_: Loan) -> None:
+            nonlocal left
+            left -= 1
+            if batcher.model.executor is executor:
+                batcher.lend(-1)
+            if not left:
+                back.set_result(None)
+
+        batcher.lend(executor.count)
+        for _ in range(executor.count):
+            executor.lend(Borrowed(self._scorer, turn), ended)
+        try:
+            await asyncio.shield(back)
+        except asyncio.CancelledError:
+            self._chunks.stop()
+            hurry = asyncio.ensure_future(self._device.hurry.wait())
+            await asyncio.wait((back, hurry), return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            self.is_stuck = not back.done()
+            raise
+
+    def _executor(self, model: LoadedModel) -> ThreadExecutor:
+        if self._device.batcher.model.executor is not model.executor:
+            raise PutOff("the model was loaded anew")
+        assert isinstance(model.executor, ThreadExecutor)
+        return model.executor
+
+
+async def _stopped(scoring: "asyncio.Future[None]") -> None:
+    scoring.cancel()
+    await asyncio.wait([scoring])

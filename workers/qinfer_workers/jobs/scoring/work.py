@@ -1,0 +1,207 @@
+"""The bulk side of a worker: a loop for each model version that it serves, and what they share.
+
+While nobody has a bulk job all of it costs one short command four times a second: the loops begin to ask for shards
+when there is a job that has not ended. Only then is pyarrow imported, in a thread; without it, a worker takes none.
+"""
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from qinfer.batching.batcher import Batcher
+from qinfer.core.settings import Settings
+from qinfer.errors import QinferError
+from qinfer.jobs.plan import ShardTicket
+from qinfer.jobs.queue.records import JobRecord, bulk_lanes
+from qinfer.queue.base import Delivery
+from qinfer_workers.inference.executor import in_thread
+from qinfer_workers.inference.leases import LeaseKeeper
+from qinfer_workers.inference.loader import Loaded
+from qinfer_workers.inference.tracing import Spans
+from qinfer_workers.inference.trouble import Trouble
+from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
+from qinfer_workers.jobs.scoring.batch_size import BatchSize
+from qinfer_workers.jobs.scoring.desk import Desk, Run
+from qinfer_workers.jobs.scoring.hands import Hands, HeldShard
+from qinfer_workers.jobs.scoring.loop import BulkLoop
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.25
+"""How often a worker looks whether there are bulk jobs."""
+
+_LEFT_S = 86400.0
+"""What is in the spool folder untouched for so long was left by a worker that died."""
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """A model version that is served, its loop, and the line in which its shards are scored."""
+
+    batcher: Batcher
+    loaded: Loaded
+    size: BatchSize
+    is_open: asyncio.Event
+    line: asyncio.Lock
+    loop: "asyncio.Task[None] | None" = None
+
+
+class BulkWork:
+    """See the module docstring. Used on the event loop.
+
+    Args:
+        settings: How bulk jobs are run, and the worker's.
+        delivery: The queue.
+        keeper: Has leases renewed.
+        worker_id: The consumer.
+
+    Attributes:
+        counts: The rows of jobs that were settled here.
+    """
+
+    def __init__(self, settings: Settings, delivery: Delivery, keeper: LeaseKeeper, worker_id: str) -> None:
+        self._settings = settings.bulk
+        self._desk = Desk(
+            delivery=delivery,
+            keeper=keeper,
+            worker_id=worker_id,
+            hands=Hands(),
+            lease_s=settings.worker.lease_s,
+            max_deliveries=settings.worker.max_deliveries,
+            max_wait_s=settings.worker.max_wait_s,
+        )
+        self.counts = self._desk.counts
+        self._arbiter = DeviceArbiter()
+        self._served: dict[Key, Served] = {}
+        self._spool = Path(settings.bulk.spool_dir or tempfile.gettempdir())
+        self._is_paused = False
+        self._is_prepared = False
+
+    def start(self, tasks: asyncio.TaskGroup, spans: Spans | None = None) -> "asyncio.Task[None]":
+        """Begins to look for jobs; returns the task that does, to be cancelled.
+
+        Args:
+            tasks: Owns it, and the loops.
+            spans: Records what becomes of shards; `None` = nobody wants to know.
+        """
+        self._tasks = tasks
+        self._desk = replace(self._desk, spans=spans)
+        return tasks.create_task(self._look())
+
+    async def _look(self) -> None:
+        if not self._settings.enabled:
+            return
+        trouble = Trouble(logger, "no look for bulk jobs", "bulk jobs are looked for again")
+        while True:
+            try:
+                models = {model for model, _ in await self._desk.delivery.jobs.models()}
+                trouble.over()
+            except QinferError as error:  # the loops say more
+                trouble.happened(error.message)
+                models = set()
+            if not self._is_prepared and any(model in models for model, _ in self._served):
+                if not await in_thread("bulk-prepare", self._prepare):
+                    return
+                self._is_prepared = True
+            for (model, _), served in self._served.items():
+                if model in models:
+                    served.is_open.set()
+                else:
+                    served.is_open.clear()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _prepare(self) -> bool:
+        """Imports what only bulk jobs need, and clears the spool folder; false = something is not installed."""
+        try:
+            from qinfer_workers.jobs.scoring.beginning import clear_spool
+        except ImportError as error:
+            logger.error("no bulk jobs here: pip install 'qinfer-ml[bulk]'", extra={"missing": error.name})
+            return False
+        clear_spool(self._spool, time.time() - _LEFT_S)
+        return True
+
+    def serve(self, batcher: Batcher, loaded: Loaded) -> None:
+        """Takes shards of a model version from now on, or goes on with another generation of it."""
+        self._arbiter.place(batcher, loaded.devices)
+        key = (loaded.spec.name, loaded.version)
+        known = self._served.get(key)
+        size = BatchSize(loaded.spec.max_batch_size, self._settings.batch_ms / 1000)
+        if known is None:
+            known = Served(batcher=batcher, loaded=loaded, size=size, is_open=asyncio.Event(), line=asyncio.Lock())
+            self._served[key] = known
+        elif loaded.identity != known.loaded.identity:
+            known.size = size
+        known.loaded = loaded
+        self._start(known)
+
+    async def retire(self, batcher: Batcher) -> None:
+        """Releases what is in hand of a model version, and takes no more."""
+        served = self._served.pop((batcher.model.spec.name, batcher.model.version), None)
+        if served is not None:
+            await _ended([served])
+            await self._desk.delivery.leave(bulk_lanes(served.loaded.spec.name, served.loaded.version))
+        self._arbiter.forget(batcher)
+
+    async def pause(self) -> None:
+        """Releases everything that is in hand, at the next batch, and takes nothing until `resume`."""
+        self._is_paused = True
+        await _ended(self._served.values())
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self._is_paused = False
+        for served in self._served.values():
+            self._start(served)
+
+    def hurry(self) -> None:
+        """Has nobody wait any longer for executions to end; what does not end is not released, and counts as tried."""
+        self._desk.hurry.set()
+
+    def loops(self) -> "list[asyncio.Task[None]]":
+        """Returns the tasks of all loops."""
+        return [served.loop for served in self._served.values() if served.loop is not None]
+
+    def _start(self, served: Served) -> None:
+        is_over = self._is_paused or self._desk.hurry.is_set()
+        if is_over or not self._settings.enabled or served.loop is not None:
+            return
+        lanes = bulk_lanes(served.loaded.spec.name, served.loaded.version)
+        loop = BulkLoop(self._desk, lanes, partial(self._begin, served), served.is_open)
+        served.loop = self._tasks.create_task(loop.run())
+
+    def _begin(
+        self, served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
+    ) -> Run:
+        """Makes the run of a shard."""
+        from qinfer_workers.jobs.scoring.beginning import Place, begin
+
+        place = Place(
+            batcher=served.batcher,
+            arbiter=self._arbiter,
+            size=served.size,
+            line=served.line,
+            clock=self._desk.delivery.clock,
+            model_hash=served.loaded.content_hash,
+            spool=self._spool,
+            read_bytes=self._settings.max_read_bytes,
+            hurry=self._desk.hurry,
+        )
+        return begin(place, held, ticket, record, free)
+
+
+async def _ended(served: Collection[Served]) -> None:
+    """Cancels loops, and waits until they have ended."""
+    loops = [one.loop for one in served if one.loop is not None]
+    for loop in loops:
+        loop.cancel()
+    if loops:
+        await asyncio.wait(loops)
+    for one in served:
+        one.loop = None

@@ -1,0 +1,145 @@
+"""The use case of the task `sweep`: jobs that nothing moves on any more, because a process died at a bad moment.
+
+What moves a job on is a task, a worker, or the notice of a shard's end. Each leaves a mark on the record; a job without
+one for `JobServices.stale_s` is looked at: its task is sent again, its lane filled, its end told.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from typing import Protocol
+
+from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError
+from qinfer.jobs.failures import why_failed
+from qinfer.jobs.job import JobState
+from qinfer.jobs.plan import ShardTicket, encode_ticket
+from qinfer.jobs.queue.records import JobRecord
+from qinfer_workers.jobs.documents import PLAN_GONE, read_plan, spec_of
+from qinfer_workers.jobs.services import JobServices
+
+logger = logging.getLogger("qinfer_workers.jobs")
+
+CREATION_S = 600.0
+"""Creating a job lists its inputs, and takes no longer."""
+
+
+class Sender(Protocol):
+    """Sends tasks; blocking: `qinfer.jobs.tasks.BulkTasks`."""
+
+    def plan(self, job_id: str) -> None:
+        """Has a job planned."""
+        ...
+
+    def finalise(self, job_id: str) -> None:
+        """Has a job finished."""
+        ...
+
+
+class Sweeper:
+    """Looks after jobs that are stuck.
+
+    Args:
+        services: The ports.
+        tasks: Sends the others' tasks.
+    """
+
+    def __init__(self, services: JobServices, tasks: Sender) -> None:
+        self._services = services
+        self._tasks = tasks
+        self._is_running = False
+
+    async def run(self, _: str = "") -> None:
+        """Looks at all jobs that have not ended; does nothing while this process does so already.
+
+        Trouble with one job does not keep it from the others.
+
+        Raises:
+            BrokerUnavailable: The next sweep goes on.
+        """
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            await self._sweep()
+        finally:
+            self._is_running = False
+
+    async def _sweep(self) -> None:
+        for record in await self._services.jobs.overdue():
+            await self._attend(self._expire, record)
+        for record in await self._services.jobs.unfinished():
+            if self._services.is_stale(record):
+                await self._attend(self._move_on, record)
+
+    async def _attend(self, what: Callable[[JobRecord], Awaitable[None]], record: JobRecord) -> None:
+        try:
+            await what(record)
+        except BrokerUnavailable:
+            raise
+        except QinferError as error:
+            logger.warning("job can't be moved on now", extra={"job": record.id, "reason": error.message})
+        except Exception:  # the boundary: the other jobs are worth looking at all the same
+            logger.exception("a job can't be looked at", extra={"job": record.id})
+
+    async def _expire(self, record: JobRecord) -> None:
+        await self._end(record, JobState.EXPIRED, "its deadline has passed")
+
+    async def _end(self, record: JobRecord, state: JobState, why: str) -> None:
+        """Ends a job, and has what is there of it listed."""
+        if await self._services.jobs.stop(record.id, state, error=why, in_hand=True):
+            await self._services.in_thread(self._tasks.finalise, record.id)
+
+    async def _move_on(self, record: JobRecord) -> None:
+        match record.state:
+            case JobState.VALIDATING if self._services.age_s(record) > CREATION_S:
+                await self._services.jobs.stop(record.id, JobState.FAILED, error="its creation was broken off")
+            case JobState.PLANNING:
+                await self._send_again(record)
+            case JobState.FINALIZING:
+                await self._send_again(record)
+            case JobState.RUNNING:
+                await self._keep_running(record)
+            case JobState.CANCELLING:
+                await self._end(record, JobState.CANCELLED, "")
+
+    async def _send_again(self, record: JobRecord) -> None:
+        """Sends a task that was lost, or whose worker died; the mark on the record keeps others from doing the same."""
+        await self._services.note_idle(record)
+        if not await self._services.jobs.move(record.id, {record.state}, record.state):
+            return
+        logger.warning("task sent again", extra={"job": record.id, "state": record.state})
+        send = self._tasks.plan if record.state == JobState.PLANNING else self._tasks.finalise
+        await self._services.in_thread(send, record.id)
+
+    async def _keep_running(self, record: JobRecord) -> None:
+        services, jobs = self._services, self._services.jobs
+        if lost := set(await jobs.missing(record.id)):
+            try:
+                await self._run_again(record, lost)
+            except QinferError as error:
+                if error.retryable:
+                    raise
+                await self._end(record, JobState.FAILED, f"{len(lost)} shards were lost by the queue; {error.message}")
+                return
+        standing = await jobs.advance(record.id, workers=await services.workers_for(record))
+        if standing is None or standing.state != JobState.RUNNING:
+            return
+        if standing.has_failed:
+            why = why_failed((await jobs.outcomes(record.id)).values(), record.max_errors, record.shards)
+            await self._end(record, JobState.FAILED, why)
+        elif standing.is_settled and await jobs.move(record.id, {JobState.RUNNING}, JobState.FINALIZING):
+            await services.in_thread(self._tasks.finalise, record.id)
+
+    async def _run_again(self, record: JobRecord, lost: Collection[int]) -> None:
+        """Has shards run that the queue has lost.
+
+        Raises:
+            QinferError: Their plan can't be read, now or at all.
+        """
+        services, jobs = self._services, self._services.jobs
+        plan = await services.in_thread(read_plan, services.store_for, record.id, spec_of(record).output.url)
+        if plan is None:
+            raise InvalidRequest(PLAN_GONE)
+        shards = [shard for shard in plan.shards if shard.index in lost]
+        frames = [(shard.index, encode_ticket(ShardTicket(record.id, shard))) for shard in shards]
+        if await jobs.requeue(record.id, frames, expected={JobState.RUNNING}):
+            await jobs.note(record.id, f"{len(frames)} shards were lost by the queue and are run again")
