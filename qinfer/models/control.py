@@ -39,7 +39,7 @@ _LOOK_S = 2.0
 
 
 class ModelSource(Repository, Protocol):
-    """Repositories with an overlay for files that come with a request; `qinfer.models.repository.open.Repositories` is one."""
+    """Repositories with an overlay for files sent in a request, as `qinfer.models.repository.open.Repositories`."""
 
     def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
         """Writes the files of a load request; returns their location. Blocking."""

@@ -1,8 +1,8 @@
 """A real Label Studio as a child process on loopback, with SQLite in a directory of its own.
 
 scripts/tools installs it into an environment of its own, and makes a data directory with a user (`python -m
-tests.support.label_studio`), because the migrations of a new database take up to a minute; each start gets a copy. It calls
-nobody: analytics, error reports and the look for a newer version are off, and its feature flags are in a file.
+tests.support.label_studio`), because the migrations of a new database take up to a minute; each start gets a copy. It
+calls nobody: analytics, error reports and the look for a newer version are off, and its feature flags are in a file.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The contract of bulk jobs (the numbered promises of `qinfer.jobs.queue.jobs`) on every adapter: records and shards."""
+"""The promises of bulk jobs in the queue (`qinfer.jobs.queue.jobs` numbers them): records and shards."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""How bulk jobs end and go on (promises 6 and 8 of `qinfer.jobs.queue.jobs`) on every adapter: stop, requeue, delete."""
+"""The end and the resumption of bulk jobs (promises 6 and 8 of `qinfer.jobs.queue.jobs`): stop, requeue, delete."""
 
 import asyncio
 import random

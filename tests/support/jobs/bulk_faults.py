@@ -1,4 +1,6 @@
-"""Runs the bulk worker, and kills it at one step of a job: `python -m tests.support.jobs.bulk_faults before|after NAME`.
+"""Runs the bulk worker, and kills it at one step of a job.
+
+`python -m tests.support.jobs.bulk_faults before|after NAME`
 
 The step is the creation of a document such as `_SUCCESS`; the kill is one that nobody can catch. Instead, its
 event loop hangs at the first job with `hang loop`, and its store never answers who reads a document with `hang store`.

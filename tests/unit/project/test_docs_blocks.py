@@ -1,4 +1,4 @@
-"""Code of README, tutorials and how-to guides is executed, or says why not; tests/e2e/product/test_docs_run.py executes it."""
+"""Code blocks of README, tutorials and guides are executed by tests/e2e/product/test_docs_run.py, or say why not."""
 
 import ast
 import subprocess

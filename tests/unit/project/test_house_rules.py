@@ -16,7 +16,13 @@ EXCEPTIONS: dict[str, str] = {}
 
 # Where adapters are constructed, and hence the environment may be read.
 COMPOSITION_ROOTS = {"app.py", "__main__.py"}
-READS_ENVIRONMENT = {"qinfer/core/settings/loading.py", "qinfer/testing.py"}  # the latter starts a server for tests
+READS_ENVIRONMENT = {
+    "qinfer/core/settings/loading.py",
+    # A store is opened anew when the variables of its driver have changed.
+    "qinfer/storage/open.py",
+    # The server for tests runs in the environment of the test.
+    "qinfer/testing.py",
+}
 PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 
