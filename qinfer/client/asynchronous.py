@@ -1,19 +1,20 @@
-"""`qinfer.AsyncClient`: the client for asyncio. Its calls are those of `qinfer.Client`, which describes them."""
+"""`qinfer.AsyncClient`: the client for asyncio, with the calls of `qinfer.Client`, where they are described."""
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 import httpx
 
-from qinfer.client import flows
-from qinfer.client.async_jobs import AsyncJobCalls
+from qinfer.client import flows, job_flows
 from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Inputs, Keys, Submission
+from qinfer.client.job_flows import JobOptions, JobStatus, Location, job_body
+from qinfer.client.jobs import AsyncJob
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
 from qinfer.client.steps import Flow, Outcome, Pause, Send
-from qinfer.client.tasks import stream_in_tasks
+from qinfer.client.streams import stream_in_tasks
 from qinfer.core.clock import Clock
 from qinfer.core.messages import Scalar
 from qinfer.errors import QinferError
@@ -21,11 +22,11 @@ from qinfer.errors import QinferError
 T = TypeVar("T")
 
 
-class AsyncClient(AsyncJobCalls):
-    """Asks a gateway, from one event loop; an `infer` that is cancelled cancels its request on the server.
+class AsyncClient:
+    """The client of a gateway for one event loop; a cancelled `infer` cancels its request on the server.
 
     Args:
-        url: As of `Client`, and so the rest.
+        url: As for `Client`, and so the rest.
         api_key: See there.
         timeout_s: See there.
         max_retries: See there.
@@ -78,16 +79,8 @@ class AsyncClient(AsyncJobCalls):
         priority: int = 0,
         id: str | None = None,
     ) -> InferResult:
-        """Asks a model and waits for its answer; see `Client.infer`."""
-        ask = Ask(
-            model=model,
-            inputs=inputs,
-            version=version,
-            outputs=outputs,
-            parameters=parameters,
-            priority=priority,
-            id=id,
-        )
+        """Sends a request to a model and waits for its answer; see `Client.infer`."""
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
         return await self._run(flows.infer(self._policy, ask))
 
     async def submit(
@@ -105,19 +98,9 @@ class AsyncClient(AsyncJobCalls):
         timeout_s: float | None = None,
         webhook: str | None = None,
     ) -> RequestHandle:
-        """Hands a request over, to fetch its result later; see `Client.submit`."""
-        ask = Ask(
-            model=model,
-            inputs=inputs,
-            version=version,
-            outputs=outputs,
-            parameters=parameters,
-            priority=priority,
-            id=id,
-        )
-        submission = Submission(
-            idempotency_key=idempotency_key, request_id=request_id, timeout_s=timeout_s, webhook=webhook
-        )
+        """Submits a request, to fetch its result later; see `Client.submit`."""
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
+        submission = Submission(idempotency_key, request_id, timeout_s, webhook)
         return await self._run(flows.submit(self._policy, ask, submission))
 
     async def result(self, request: RequestHandle | str, *, wait_s: float = DEFAULT_TIMEOUT_S) -> InferResult:
@@ -145,10 +128,10 @@ class AsyncClient(AsyncJobCalls):
         parameters: Mapping[str, Scalar] | None = None,
         priority: int = 0,
     ) -> AsyncIterator[tuple[int, InferResult | QinferError]]:
-        """Asks a model about many inputs, several at a time, in constant memory; see `Client.stream`.
+        """Sends many requests to a model, several at a time, in constant memory; see `Client.stream`.
 
-        When the iteration ends early, the calls under way are cancelled; where it is left by `break`, close the
-        iterator (`contextlib.aclosing`), or that happens only when Python collects it.
+        When the iteration ends early, the running calls are cancelled. After a `break`, close the iterator
+        (`contextlib.aclosing`); otherwise that happens only when Python collects it.
         """
 
         async def ask_one(index: int, item: Inputs) -> InferResult:
@@ -172,8 +155,23 @@ class AsyncClient(AsyncJobCalls):
         """Tells whether a gateway answers; see `Client.is_live`."""
         return await self._run(flows.is_live())
 
+    async def submit_job(
+        self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
+    ) -> AsyncJob:
+        """Submits a bulk job; see `Client.submit_job`."""
+        body = job_body(model, inputs, output, options)
+        return self.job((await self._run(job_flows.submit_job(self._policy, body))).id)
+
+    def job(self, job_id: str) -> AsyncJob:
+        """Returns the job of an id, without a check that it exists; see `Client.job`."""
+        return AsyncJob(self._run, self._policy, job_id)
+
+    async def jobs(self, *, state: str = "", limit: int = 100) -> list[JobStatus]:
+        """Returns the status of the newest jobs; see `Client.jobs`."""
+        return await self._run(job_flows.newest_jobs(self._policy, state, limit))
+
     async def _run(self, flow: Flow[T]) -> T:
-        """Carries a flow out."""
+        """Executes a flow."""
         outcome: Outcome = None
         while True:
             try:

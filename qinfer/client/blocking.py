@@ -4,17 +4,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Event
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 import httpx
 
-from qinfer.client import flows
+from qinfer.client import flows, job_flows
 from qinfer.client.connection import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, Pool, options
 from qinfer.client.flows import Ask, Inputs, Keys, Submission
-from qinfer.client.jobs import JobCalls
+from qinfer.client.job_flows import JobOptions, JobStatus, Location, job_body
+from qinfer.client.jobs import Job
 from qinfer.client.results import InferResult, ModelMetadata, RequestHandle, RequestStatus, handle_of
 from qinfer.client.steps import Flow, Outcome, Pause, Send
-from qinfer.client.threads import stream_in_threads
+from qinfer.client.streams import stream_in_threads
 from qinfer.core.clock import Clock
 from qinfer.core.messages import Scalar
 from qinfer.errors import Cancelled, QinferError
@@ -22,21 +23,21 @@ from qinfer.errors import Cancelled, QinferError
 T = TypeVar("T")
 
 
-class Client(JobCalls):
-    """Asks a gateway.
+class Client:
+    """The client of a gateway.
 
-    Each call is repeated when the server is overloaded (429, 503; after `Retry-After`, or else after a pause that
-    grows), or can't be reached. Inference may therefore be executed twice, as it may be in the server.
+    A call is repeated when the server is overloaded (429, 503; after `Retry-After`, or else after a growing pause) or
+    can't be reached. Inference may therefore be executed twice, as it may be in the server.
 
     Args:
         url: The gateway's URL.
         api_key: Sent as `Authorization: Bearer`; `None` sends none.
         timeout_s: How long a call may take, its repetitions included.
         max_retries: How often a call is repeated.
-        transport: Instead of httpx's own: for other TLS settings, proxies, tests. Without it the proxies of the
+        transport: Replaces httpx's own: for other TLS settings, proxies, tests. Without it the proxies of the
             environment are used.
         clock: Measures time; for tests.
-        sleep: Waits so many seconds; for tests.
+        sleep: Waits for a number of seconds; for tests.
 
     Raises:
         InvalidRequest: An argument is wrong.
@@ -66,7 +67,7 @@ class Client(JobCalls):
         self.close()
 
     def close(self) -> None:
-        """Closes the connections; the client can't be used afterwards."""
+        """Closes the connections, and ends the use of the client."""
         for http in self._pool.close():
             http.close()
 
@@ -81,41 +82,29 @@ class Client(JobCalls):
         priority: int = 0,
         id: str | None = None,
     ) -> InferResult:
-        """Asks a model and waits for its answer.
+        """Sends a request to a model and waits for its answer.
 
         Args:
             model: The model's name.
-            inputs: Its inputs by name: numpy arrays of the model's datatypes, with the batch dimension if it has one;
-                or `qinfer.tensors.Tensor`, for instance for BF16.
-            version: The version; `None` = the highest that is ready.
-            outputs: The outputs wanted; `None` = all.
+            inputs: The inputs by name: numpy arrays of the model's datatypes, with the batch dimension if the model
+                has one; or `qinfer.tensors.Tensor`, for instance for BF16.
+            version: The version; `None` = the highest ready one.
+            outputs: The outputs to return; `None` = all.
             parameters: Custom parameters for the backend, and Triton's own, such as `timeout` in microseconds.
-            priority: The level, 1 the most urgent; 0 = the model's default.
-            id: Comes back in the result.
+            priority: The priority level, 1 the most urgent; 0 = the model's default.
+            id: An id that the result echoes.
 
         Raises:
-            InvalidRequest: The inputs are not what the model takes.
-            ModelNotFound: No such model or version.
-            Overloaded: The server refused it, also after the repetitions.
-            DeadlineExceeded: No answer within `timeout_s`.
-            InferenceFailed: The model raised.
+            InvalidRequest: The inputs do not fit the model.
+            ModelNotFound: The model or version does not exist.
+            Overloaded: The server refused the request, also after the repetitions.
+            DeadlineExceeded: No answer came within `timeout_s`.
+            InferenceFailed: The model raised an error.
             Unreachable: No gateway answers.
-            QinferError: Whatever else the server answered.
+            QinferError: Any other error of the server.
         """
-        return self._run(
-            flows.infer(
-                self._policy,
-                Ask(
-                    model=model,
-                    inputs=inputs,
-                    version=version,
-                    outputs=outputs,
-                    parameters=parameters,
-                    priority=priority,
-                    id=id,
-                ),
-            )
-        )
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
+        return self._run(flows.infer(self._policy, ask))
 
     def submit(
         self,
@@ -132,7 +121,7 @@ class Client(JobCalls):
         timeout_s: float | None = None,
         webhook: str | None = None,
     ) -> RequestHandle:
-        """Hands a request over, to fetch its result later; when this returns, it is not lost any more.
+        """Submits a request, to fetch its result later; on return the request is stored durably.
 
         Args:
             model: As in `infer`, and so the next six.
@@ -145,41 +134,31 @@ class Client(JobCalls):
             idempotency_key: Two submissions with the same key and content are one request. By default each call has a
                 key of its own, which makes its repetitions safe.
             request_id: An id of your own for the request, unique within the model; by default the server makes one.
-            timeout_s: How long the result is worth waiting for; `None` = the model's default.
-            webhook: A URL to be told when the request has ended; the server has to allow it.
+            timeout_s: Seconds until the request expires; `None` = the model's default.
+            webhook: A URL to notify when the request ends; the server has to allow it.
 
         Raises:
             Conflict: The key or id belongs to another request.
             QinferError: As `infer`.
         """
-        ask = Ask(
-            model=model,
-            inputs=inputs,
-            version=version,
-            outputs=outputs,
-            parameters=parameters,
-            priority=priority,
-            id=id,
-        )
-        submission = Submission(
-            idempotency_key=idempotency_key, request_id=request_id, timeout_s=timeout_s, webhook=webhook
-        )
+        ask = Ask(model, inputs, version, outputs, parameters, priority, id)
+        submission = Submission(idempotency_key, request_id, timeout_s, webhook)
         return self._run(flows.submit(self._policy, ask, submission))
 
     def result(self, request: RequestHandle | str, *, wait_s: float = DEFAULT_TIMEOUT_S) -> InferResult:
-        """Returns a request's result; it can be read again until its time is over.
+        """Returns a request's result, which can be read repeatedly until its retention is over.
 
         Args:
-            request: Its handle, or the id that the server made.
-            wait_s: How long to wait for its end; 0 = only look, `math.inf` = until it ends, which every request does.
+            request: The request's handle, or the id that the server made.
+            wait_s: How long to wait for the end; 0 = do not wait, `math.inf` = until the request ends.
 
         Raises:
-            ResultNotFound: It has not ended within `wait_s`.
-            ResultExpired: It had a result, which is gone.
-            RequestNotFound: There is no such request.
-            DeadlineExceeded: It expired before it was executed.
-            Cancelled: It was cancelled.
-            InferenceFailed: The model raised.
+            ResultNotFound: The request has not ended within `wait_s`.
+            ResultExpired: The result is no longer kept.
+            RequestNotFound: The request does not exist.
+            DeadlineExceeded: The request expired before it was executed.
+            Cancelled: The request was cancelled.
+            InferenceFailed: The model raised an error.
             QinferError: As `infer`.
         """
         return self._run(flows.result(self._policy, handle_of(request), wait_s))
@@ -188,19 +167,19 @@ class Client(JobCalls):
         """Returns the state of a request.
 
         Raises:
-            RequestNotFound: There is no such request.
+            RequestNotFound: The request does not exist.
             QinferError: As `infer`.
         """
         return self._run(flows.status(self._policy, handle_of(request)))
 
     def cancel(self, request: RequestHandle | str) -> str:
-        """Cancels a request; one that is being executed may use its device time still.
+        """Cancels a request; an execution that has begun may still run to its end.
 
         Returns:
-            Its state: `cancelled`, or how it had ended before.
+            The request's state: `cancelled`, or its earlier end.
 
         Raises:
-            RequestNotFound: There is no such request.
+            RequestNotFound: The request does not exist.
             QinferError: As `infer`.
         """
         return self._run(flows.cancel(self._policy, handle_of(request)))
@@ -218,25 +197,25 @@ class Client(JobCalls):
         parameters: Mapping[str, Scalar] | None = None,
         priority: int = 0,
     ) -> Iterator[tuple[int, InferResult | QinferError]]:
-        """Asks a model about many inputs, several at a time, in constant memory.
+        """Sends many requests to a model, several at a time, in constant memory.
 
-        Inputs are read in the caller's thread, as many as there are free places. When the iteration is left early,
-        answers that are still to come are dropped.
+        Inputs are read in the caller's thread, and only as answers are handed out. When the iteration is left early,
+        outstanding answers are dropped.
 
         Args:
             model: The model's name.
             inputs: The inputs; may be endless.
             concurrency: The most requests that are unanswered, or answered and not handed out, at a time.
-            ordered: Hand the answers out in the inputs' order; else as they come.
+            ordered: Hand the answers out in the inputs' order; else in the order of their arrival.
             keys: Makes an idempotency key for each input. The inputs are then submitted as asynchronous requests, and
-                a later stream with the same keys picks their results up instead of executing them again.
+                a later stream with the same keys reads their results instead of executing them again.
             version: As in `infer`, and so the rest.
             outputs: See there.
             parameters: See there.
             priority: See there.
 
         Yields:
-            The index of an input, and its result, or why there is none.
+            The index of an input, and its result or error.
         """
         stop = Event()
 
@@ -253,15 +232,15 @@ class Client(JobCalls):
         """Returns a model's versions, inputs and outputs.
 
         Raises:
-            ModelNotFound: No such model or version.
+            ModelNotFound: The model or version does not exist.
             QinferError: As `infer`.
         """
         return self._run(flows.metadata(self._policy, model, version))
 
     def is_ready(self, model: str | None = None, version: int | None = None) -> bool:
-        """Tells whether a model can answer now; without a model: whether all of the server's can.
+        """Tells whether a model can answer now; without a model: whether all models of the server can.
 
-        A model that the server does not know is not ready.
+        A model unknown to the server is not ready.
 
         Raises:
             Unreachable: No gateway answers.
@@ -273,8 +252,44 @@ class Client(JobCalls):
         """Tells whether a gateway answers."""
         return self._run(flows.is_live())
 
+    def submit_job(
+        self, model: str, inputs: Location | Sequence[Location], output: Location, **options: Unpack[JobOptions]
+    ) -> Job:
+        """Submits a bulk job, in which a model scores files; on return the gateway has checked that they fit the model.
+
+        Args:
+            model: The model's name.
+            inputs: Files and patterns, as URLs such as `s3://bucket/in/*.parquet`, or as paths, which have to be the
+                same for the gateway and the workers.
+            output: The folder of the output; it must be empty.
+            options: See `JobOptions`.
+
+        Raises:
+            InvalidRequest: The files do not fit the model, an option is wrong, or the output is not empty; the text
+                names column or URL.
+            ModelNotFound: The model or version does not exist.
+            Forbidden: The server does not allow that store.
+            Conflict: The id belongs to another job.
+            QinferError: As `infer`.
+        """
+        body = job_body(model, inputs, output, options)
+        return self.job(self._run(job_flows.submit_job(self._policy, body)).id)
+
+    def job(self, job_id: str) -> Job:
+        """Returns the job of an id, without a check that it exists."""
+        return Job(self._run, self._policy, job_id)
+
+    def jobs(self, *, state: str = "", limit: int = 100) -> list[JobStatus]:
+        """Returns the status of the newest jobs.
+
+        Args:
+            state: Only jobs in this state, such as `running`.
+            limit: The most jobs to return.
+        """
+        return self._run(job_flows.newest_jobs(self._policy, state, limit))
+
     def _run(self, flow: Flow[T], stop: Event | None = None) -> T:
-        """Carries a flow out; `stop` ends it between two steps."""
+        """Executes a flow; `stop` ends it between two steps."""
         outcome: Outcome = None
         pause: Callable[[float], object] = self._sleep if stop is None else stop.wait
         while True:

@@ -1,4 +1,4 @@
-"""What both clients are made with: their arguments, checked, and turned into httpx's."""
+"""The constructor arguments of both clients, checked and turned into httpx's, and their pool of connections."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ C = TypeVar("C", httpx.Client, httpx.AsyncClient)
 
 
 class Pool(Generic[C]):
-    """HTTP clients of one connection each; the one used last is used next.
+    """A pool of HTTP clients of one connection each; the one used last is used next.
 
     httpx's own pool looks at each pair of its connections for each request: with 64 of them that takes longer than the
     request. The callers bound the number of connections, and no call waits for another's.
@@ -37,7 +37,7 @@ class Pool(Generic[C]):
         self._closed = False
 
     def take(self) -> C:
-        """Returns a client that nobody uses, until it is given back; may be called from any thread.
+        """Returns an idle client, for the caller alone until `give`; may be called from any thread.
 
         Raises:
             InvalidRequest: The pool is closed.
@@ -62,11 +62,11 @@ class Pool(Generic[C]):
 
 
 class Options(NamedTuple):
-    """A client's arguments in httpx's form, and what its flows share.
+    """A client's arguments in httpx's form, and the policy of its flows.
 
     Attributes:
-        http: Arguments of each of its HTTP clients.
-        policy: What its flows share.
+        http: Arguments of each HTTP client.
+        policy: The policy of all flows.
     """
 
     http: dict[str, Any]
@@ -81,14 +81,15 @@ def options(url: str, api_key: str | None, timeout_s: float, max_retries: int, c
         api_key: The key sent as `Authorization: Bearer`; `None` sends none.
         timeout_s: How long a call may take, its repetitions included.
         max_retries: How often a call is repeated.
-        clock: Measures it; the system's by default.
+        clock: Measures time; the system's by default.
 
     Raises:
-        InvalidRequest: One of them is wrong.
+        InvalidRequest: An argument is wrong.
     """
     try:
         base_url = httpx.URL(url)
-    except (httpx.InvalidURL, ValueError, TypeError):  # whose text may show a password
+    except (httpx.InvalidURL, ValueError, TypeError):
+        # The error's own text may show a password.
         raise errors.InvalidRequest(
             "the gateway's URL can't be read; expected something like http://127.0.0.1:8000"
         ) from None

@@ -1,7 +1,7 @@
-"""HTTP replies and broken connections → the errors of `qinfer.errors`, in two tables.
+"""HTTP replies and broken connections → the errors of `qinfer.errors`.
 
 A reply that names its error code is exact. Triton's replies have a text and a status only, and one status stands for
-several causes: then the table by status has the nearest common name.
+several causes: then `BY_STATUS` has the nearest common class.
 """
 
 import ssl
@@ -13,47 +13,13 @@ import msgspec
 from qinfer import errors
 from qinfer.errors import ErrorCode, Overloaded, QinferError
 
-BY_CODE: dict[str, type[QinferError]] = {
-    ErrorCode.INVALID_REQUEST: errors.InvalidRequest,
-    ErrorCode.MALFORMED_JSON: errors.MalformedJson,
-    ErrorCode.UNSUPPORTED_DATATYPE: errors.UnsupportedDatatype,
-    ErrorCode.UNSUPPORTED_FEATURE: errors.UnsupportedFeature,
-    ErrorCode.PAYLOAD_TOO_LARGE: errors.PayloadTooLarge,
-    ErrorCode.MODEL_NOT_FOUND: errors.ModelNotFound,
-    ErrorCode.REQUEST_NOT_FOUND: errors.RequestNotFound,
-    ErrorCode.JOB_NOT_FOUND: errors.JobNotFound,
-    ErrorCode.CONFLICT: errors.Conflict,
-    ErrorCode.ALREADY_EXISTS: errors.AlreadyExists,
-    ErrorCode.REGION_NOT_FOUND: errors.RegionNotFound,
-    ErrorCode.QUEUE_FULL: errors.QueueFull,
-    ErrorCode.QUOTA_EXCEEDED: errors.QuotaExceeded,
-    ErrorCode.DEADLINE_INFEASIBLE: errors.DeadlineInfeasible,
-    ErrorCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
-    ErrorCode.CANCELLED: errors.Cancelled,
-    ErrorCode.UNAUTHORIZED: errors.Unauthorized,
-    ErrorCode.FORBIDDEN: errors.Forbidden,
-    ErrorCode.RESTRICTED: errors.Restricted,
-    ErrorCode.VALUE_REFUSED: errors.ValueRefused,
-    ErrorCode.MODEL_NOT_READY: errors.ModelNotReady,
-    ErrorCode.MODEL_LOAD_FAILED: errors.ModelLoadFailed,
-    ErrorCode.CONTROL_DISABLED: errors.ControlDisabled,
-    ErrorCode.BACKEND_UNAVAILABLE: errors.BackendUnavailable,
-    ErrorCode.INFERENCE_FAILED: errors.InferenceFailed,
-    ErrorCode.OUTPUT_MISMATCH: errors.OutputMismatch,
-    ErrorCode.BROKER_UNAVAILABLE: errors.BrokerUnavailable,
-    ErrorCode.LEASE_LOST: errors.LeaseLost,
-    ErrorCode.CORRUPT_ENTRY: errors.CorruptEntry,
-    ErrorCode.RESULT_NOT_FOUND: errors.ResultNotFound,
-    ErrorCode.RESULT_EXPIRED: errors.ResultExpired,
-    ErrorCode.STORE_REFUSED: errors.StoreError,
-    ErrorCode.STORE_UNAVAILABLE: errors.StoreUnavailable,
-    ErrorCode.STORE_DENIED: errors.StoreDenied,
-    ErrorCode.STORE_NOT_FOUND: errors.StoreNotFound,
-    ErrorCode.STORE_CHANGED: errors.StoreChanged,
-    ErrorCode.SETTINGS: errors.SettingsError,
-    ErrorCode.UNREACHABLE: errors.Unreachable,
-    ErrorCode.INTERNAL: QinferError,
-}
+_GROUPS = (errors.RequestError, errors.Overloaded, errors.ModelError, errors.DeliveryError, errors.ResultError)
+"""Classes that lend their code to others, and that no reply names."""
+
+BY_CODE: dict[str, type[QinferError]] = {ErrorCode.INTERNAL: QinferError}
+for _class in vars(errors).values():
+    if isinstance(_class, type) and issubclass(_class, QinferError) and _class not in _GROUPS:
+        BY_CODE.setdefault(_class.code, _class)
 
 BY_STATUS: dict[int, type[QinferError]] = {
     400: errors.InvalidRequest,
@@ -76,15 +42,15 @@ BY_STATUS: dict[int, type[QinferError]] = {
 
 
 _WRONG_TYPE = "attempt to access JSON"
-"""How Triton tells, with status 500, that a value in the request is of the wrong type: the model has not seen it."""
+"""In a reply of status 500: Triton's text for a value of the wrong type, which has not reached the model."""
 
 
 class Problem(NamedTuple):
-    """Why a try failed.
+    """The failure of one attempt.
 
     Attributes:
-        error: To be raised when there is no further try.
-        retry_after_s: What the server asked to wait; `None` when it did not.
+        error: The error to raise if there is no further attempt.
+        retry_after_s: Seconds that the server asks to wait; `None` = it does not.
         is_exact: Whether the server named the error's code.
     """
 
@@ -94,17 +60,18 @@ class Problem(NamedTuple):
 
 
 def problem_of_reply(reply: httpx.Response, not_found: type[QinferError]) -> Problem:
-    """Names the error of a reply whose status is neither 2xx nor expected.
+    """Returns the error of a reply whose status is neither 2xx nor expected.
 
     Args:
         reply: The reply.
-        not_found: What 404 means for the call that was made.
+        not_found: The class for 404 in this call.
     """
     text, code = _body(reply)
     retry_after_s = _retry_after_s(reply)
     named = BY_CODE.get(code)
     if named is None and reply.status_code == 503 and retry_after_s is None and text.endswith(errors.TIMED_OUT):
-        named = errors.DeadlineExceeded  # to be told by its text only; to ask again would have it executed again
+        # Only the text distinguishes this case; a repetition would have the request executed again.
+        named = errors.DeadlineExceeded
     if named is None and reply.status_code == 500 and _WRONG_TYPE in text:
         named = errors.MalformedJson
     error_class = named or (not_found if reply.status_code == 404 else _by_status(reply.status_code))
@@ -112,11 +79,11 @@ def problem_of_reply(reply: httpx.Response, not_found: type[QinferError]) -> Pro
 
 
 def problem_of_connection(error: httpx.RequestError, url: str, timeout_s: float) -> Problem:
-    """Names the error of a try that got no reply.
+    """Returns the error of an attempt without a reply.
 
     Args:
-        error: What httpx raised.
-        url: The gateway's URL, without what is secret in it.
+        error: The error that httpx raised.
+        url: The gateway's URL, without user and password.
         timeout_s: How long the whole call may take.
     """
     if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
@@ -156,7 +123,7 @@ def _is_tls(error: BaseException | None) -> bool:
 
 
 def make(error_class: type[QinferError], message: str, retry_after_s: float | None = None) -> QinferError:
-    """Makes an error of a class of the tree."""
+    """Returns an error of a class of `qinfer.errors`."""
     if issubclass(error_class, Overloaded) and retry_after_s is not None:
         return error_class(message, retry_after_s)
     return error_class(message)
@@ -172,7 +139,7 @@ def _by_status(status: int) -> type[QinferError]:
 
 
 def _body(reply: httpx.Response) -> tuple[str, str]:
-    """Returns a reply's error text and error code; the code is mostly not there."""
+    """Returns a reply's error text and error code, which may be empty."""
     try:
         body = msgspec.json.decode(reply.content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -183,6 +150,6 @@ def _body(reply: httpx.Response) -> tuple[str, str]:
 
 
 def _retry_after_s(reply: httpx.Response) -> float | None:
-    """Reads `Retry-After` in seconds; the form with a date is as good as none."""
+    """Reads `Retry-After` in seconds; the form with a date is ignored."""
     text = reply.headers.get("Retry-After", "").strip()
     return float(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None

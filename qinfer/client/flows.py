@@ -1,4 +1,4 @@
-"""What each call of the client does, step by step, without doing it: `steps` says what a flow is."""
+"""The calls of the client as flows: the steps of each, without any I/O (`qinfer.client.steps`)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -35,16 +35,16 @@ Keys = Callable[[int, Inputs], str]
 """Makes the idempotency key of an input of a stream, from its index and itself."""
 
 POLL_S = 20.0
-"""The longest that a gateway is asked to hold a result back: proxies cut connections that are idle for longer."""
+"""The longest time for which a gateway is asked to hold a result back: proxies cut connections that are idle longer."""
 EARLY_PAUSE_S = 0.5
 """Pause after a poll that the gateway answered early without a result."""
 LIVE_TIMEOUT_S = 1.0
-"""A gateway that takes longer to say that it lives does not."""
+"""A gateway that takes longer to report its liveness counts as dead."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked of a model, by `infer` and `submit` alike; see `Client.infer`."""
+    """The arguments that `infer`, `submit` and `stream` share; see `Client.infer`."""
 
     model: str
     inputs: Inputs
@@ -55,7 +55,7 @@ class Ask:
     id: str | None = None
 
     def send(self, path: str, headers: dict[str, str]) -> Send:
-        """Encodes it for one of the model's routes.
+        """Encodes the request for one of the model's routes.
 
         Raises:
             InvalidRequest: An input is no array, or another argument is not of its type.
@@ -75,12 +75,13 @@ class Ask:
         return Send("POST", path, headers, body)
 
     def _check(self) -> None:
-        """Looks at the types of all but the inputs: the gateway would tell of its own format only."""
+        """Checks the types of all arguments but the arrays: an error of the gateway would be about its own format."""
         if not isinstance(self.inputs, Mapping):
             raise InvalidRequest(f"inputs are of type {type(self.inputs).__name__}; make them a dict of arrays by name")
         if not all(isinstance(name, str) for name in self.inputs):
             raise InvalidRequest(f"inputs have the names {list(self.inputs)}; make each a text")
-        if isinstance(self.outputs, str):  # a sequence of strings too, of one letter each
+        # A text is a sequence of strings too, of one letter each.
+        if isinstance(self.outputs, str):
             raise InvalidRequest(f"outputs is the text '{self.outputs}'; make it a list of names")
         if not all(isinstance(name, str) for name in self.outputs or ()):
             raise InvalidRequest(f"outputs is {self.outputs!r}; make it a list of names")
@@ -92,9 +93,9 @@ class Ask:
             raise InvalidRequest(f"id is {self.id!r}; make it a text")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Submission:
-    """How a request is submitted; see `Client.submit`."""
+    """The arguments of `submit` besides those of `infer`; see `Client.submit`."""
 
     idempotency_key: str | None = None
     request_id: str | None = None
@@ -102,7 +103,7 @@ class Submission:
     webhook: str | None = None
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers that say so; a submission that names neither id nor key gets a key of its own.
+        """Returns the headers; a submission that names neither id nor key gets a key of its own.
 
         Raises:
             InvalidRequest: A value can't be sent as a header.
@@ -118,10 +119,10 @@ class Submission:
 
 
 def header_value(name: str, value: str) -> str:
-    """Checks a header's value; the message does not show it, for it may be secret.
+    """Checks and returns a header's value; the message does not show it, for it may be secret.
 
     Raises:
-        InvalidRequest: It is no text, has other than printable ASCII characters, or is empty.
+        InvalidRequest: The value is no text, has other than printable ASCII characters, or is empty.
     """
     if not isinstance(value, str):
         raise InvalidRequest(f"the value for {name} is of type {type(value).__name__}; make it a text")
@@ -131,16 +132,16 @@ def header_value(name: str, value: str) -> str:
 
 
 def infer(policy: Policy, ask: Ask) -> Flow[InferResult]:
-    """Asks a model, and returns its answer."""
+    """Sends a request to a model, and returns the answer."""
     reply = yield from call(policy, ask.send(f"{model_path(ask.model, ask.version)}/infer", {}))
     return _result_of(reply)
 
 
 def submit(policy: Policy, ask: Ask, submission: Submission) -> Flow[RequestHandle]:
-    """Hands a request over, and returns its handle once the gateway has accepted it."""
+    """Submits a request, and returns its handle once the gateway has accepted it."""
     path = f"{model_path(ask.model, ask.version, 'v1')}/requests"
     reply = yield from call(policy, ask.send(path, submission.headers()))
-    request_id = str(_object(policy, reply).get("id", ""))
+    request_id = str(json_object(policy, reply).get("id", ""))
     location = urlsplit(reply.headers.get("Location", "")).path
     if not request_id:
         raise Unreachable(f"what answers at {policy.url} accepted the request without an id; is it a gateway?")
@@ -166,24 +167,24 @@ def result(policy: Policy, handle: RequestHandle, wait_s: float) -> Flow[InferRe
         if reply.status_code != 202:
             return _result_of(reply)
         if now_s() >= ends_s or not hold_s:
-            state = _object(policy, reply).get("state", "not ended")
+            state = json_object(policy, reply).get("state", "not ended")
             raise ResultNotFound(f"request '{handle.id}' is {state}; ask again later, or with a longer wait_s")
         if now_s() - asked_at < hold_s / 2:
             yield Pause(min(EARLY_PAUSE_S, ends_s - now_s()))
 
 
 def infer_or_resume(policy: Policy, ask: Ask, key: str | None) -> Flow[InferResult]:
-    """Asks a model; with a key as an asynchronous request, whose result may be there from an earlier time."""
+    """Sends a request; with a key as an asynchronous one, whose result may exist from an earlier submission."""
     if key is None:
         return (yield from infer(policy, ask))
-    handle = yield from submit(policy, ask, Submission(idempotency_key=key))
+    handle = yield from submit(policy, ask, Submission(key))
     return (yield from result(policy, handle, math.inf))
 
 
 def status(policy: Policy, handle: RequestHandle) -> Flow[RequestStatus]:
-    """Returns where a request is."""
+    """Returns the state of a request."""
     reply = yield from call(policy, Send("GET", handle.url, {}), not_found=RequestNotFound)
-    fields = _object(policy, reply)
+    fields = json_object(policy, reply)
     version = str(fields.get("version", ""))
     return RequestStatus(
         id=str(fields.get("id", handle.id)),
@@ -197,20 +198,20 @@ def status(policy: Policy, handle: RequestHandle) -> Flow[RequestStatus]:
 def cancel(policy: Policy, handle: RequestHandle) -> Flow[str]:
     """Cancels a request, and returns its state: `cancelled`, or how it had ended before."""
     reply = yield from call(policy, Send("DELETE", handle.url, {}), not_found=RequestNotFound)
-    return str(_object(policy, reply).get("state", ""))
+    return str(json_object(policy, reply).get("state", ""))
 
 
 def metadata(policy: Policy, model: str, version: int | None) -> Flow[ModelMetadata]:
-    """Returns what a model takes and gives."""
+    """Returns a model's versions, inputs and outputs."""
     reply = yield from call(policy, Send("GET", model_path(model, version), {}))
     try:
-        return msgspec.convert(_object(policy, reply), ModelMetadata)
+        return msgspec.convert(json_object(policy, reply), ModelMetadata)
     except msgspec.ValidationError as error:
         raise Unreachable(f"what answers at {policy.url} sent no model metadata ({error}); is it a gateway?") from None
 
 
 def is_ready(policy: Policy, model: str | None, version: int | None) -> Flow[bool]:
-    """Tells whether a model can answer now, or the whole server; 404 is Triton's word for no ready version too."""
+    """Tells whether a model, or the whole server, can answer now; Triton's 404 means no ready version too."""
     path = "/v2/health/ready" if model is None else f"{model_path(model, version)}/ready"
     outcome = yield Send("GET", path, {}, timeout_s=policy.timeout_s)
     if isinstance(outcome, httpx.Response) and outcome.status_code in (200, 400, 404, 503):
@@ -236,7 +237,7 @@ def model_path(model: str, version: int | None = None, api: str = "v2") -> str:
 
 
 def _ending(policy: Policy, handle: RequestHandle, problem: Problem) -> Flow[Problem]:
-    """Tells the failure of a request that ended from that of the question how it ended: one status may mean both."""
+    """Distinguishes the failure of a request from a failure to read its result: one status may mean both."""
     try:
         found = yield from status(policy, handle)
     except QinferError:
@@ -250,7 +251,7 @@ def _ending(policy: Policy, handle: RequestHandle, problem: Problem) -> Flow[Pro
 
 
 def _final(error_class: type[QinferError], message: str) -> QinferError:
-    """Makes the error of a request that ended; one that invites to repeat would repeat the question only."""
+    """Makes the error of an ended request; a retryable one would only have its result read again."""
     return InferenceFailed(message) if error_class.retryable else make(error_class, message)
 
 
@@ -282,7 +283,12 @@ def _result_of(reply: httpx.Response) -> InferResult:
     return InferResult(response, client_id)
 
 
-def _object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
+def json_object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
+    """Returns a reply's JSON object.
+
+    Raises:
+        Unreachable: The body is something else.
+    """
     try:
         return msgspec.json.decode(reply.content, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):

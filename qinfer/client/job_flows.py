@@ -1,4 +1,4 @@
-"""What each call about bulk jobs does, step by step, without doing it: `steps` says what a flow is."""
+"""The client's calls about bulk jobs as flows: the steps of each, without any I/O (`qinfer.client.steps`)."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from uuid import uuid4
 import httpx
 import msgspec
 
-from qinfer.client.flows import header_value
+from qinfer.client.flows import header_value, json_object
 from qinfer.client.steps import Flow, Pause, Policy, Send, call
 from qinfer.errors import DeadlineExceeded, InvalidRequest, JobNotFound, Unreachable
 
@@ -21,39 +21,39 @@ OnStatus = Callable[["JobStatus"], object]
 """Takes a job's status after each poll."""
 
 FIRST_POLL_S, LAST_POLL_S = 0.1, 2.0
-"""Seconds between two looks at a job that is waited for: they grow from the first to the last."""
+"""Seconds between two polls of a job: they grow from the first to the last."""
 PAGE = 500
-"""The most jobs that are asked for at once."""
-LEAST_LOOK_S = 1.0
-"""A look at a job may take so long, though less is left to wait."""
+"""The most jobs of one page of the list."""
+LEAST_POLL_S = 1.0
+"""A poll of a job may take this long, even if less is left to wait."""
 WAIT_RETRIES = 8
-"""How often each of these looks is repeated, at least."""
+"""The least number of times that a failed poll is repeated."""
 
 _ENDED = ("completed", "failed", "cancelled", "expired")
 
 
 class JobOptions(TypedDict, total=False):
-    """What may be said of a job besides model, inputs and output; what is left out is as the server has it.
+    """The options of a job besides model, inputs and output; the server has defaults for all.
 
     Attributes:
         id: An id of your own, so that a repeated submission finds the job; by default each call makes one job.
         version: The model's version; the highest that is ready by default.
-        format: Of the output: `parquet` or `arrow`.
-        input_format: `parquet`, `arrow`, `csv` or `jsonl`; by default what the inputs' names say.
+        format: Output format: `parquet` or `arrow`.
+        input_format: `parquet`, `arrow`, `csv` or `jsonl`; by default by file extension.
         columns: Input tensor → its column, a list of scalar columns that are its elements, or
             `{"columns": […], "shape": […]}`; by default the column has the tensor's name.
         output_columns: Output tensor → the name of its column; by default the tensor's.
-        key: The column that tells rows apart, copied to the output; by default file, row group and row number are.
-        passthrough: Columns that are copied to the output; `["*"]` = all.
-        exclude: With `["*"]`: but for these.
-        compression: Of the output, such as `zstd`, `snappy`, `none`.
-        rows_per_part: At most so many rows are in one part.
+        key: The column that identifies rows, copied to the output; by default file, row group and row number are.
+        passthrough: Columns to copy to the output; `["*"]` = all.
+        exclude: With `["*"]`: columns to leave out.
+        compression: Compression of the output, such as `zstd`, `snappy`, `none`.
+        rows_per_part: Maximum rows of one part.
         priority: `high`, `normal` or `low`.
-        error_threshold: How many rows may fail before the job does: a number, a fraction below 1, or -1 = all.
-        max_parallel: At most so many workers score it at a time.
-        deadline_s: Seconds after which it expires.
-        metadata: Words of your own.
-        webhook: A URL to be told when it has ended.
+        error_threshold: Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 = no limit.
+        max_parallel: Maximum workers that score the job at a time.
+        deadline_s: Seconds after which the job expires.
+        metadata: Metadata of your own, kept with the job.
+        webhook: A URL to notify when the job ends.
     """
 
     id: str
@@ -85,25 +85,25 @@ _OF_OUTPUT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """Where a bulk job is.
+    """The state and the progress of a bulk job.
 
     Attributes:
         id: The job's id.
-        model: The model asked.
-        version: Its version.
+        model: The model.
+        version: The model's version.
         state: `planning`, `running`, `finalizing`, `completed`, `failed`, `cancelling`, `cancelled` or `expired`.
         rows: Rows of the inputs; 0 before they are counted.
         rows_done: Rows that have outputs.
         rows_failed: Rows that have an error instead.
-        shards: Pieces that the rows are worked on in; each becomes a file.
-        shards_done: Those that are done.
-        shards_failed: Those that were given up.
-        progress: The share of its rows that are done or failed, 0 … 1.
-        rows_per_s: Rows a second so far; 0 before the first.
-        eta_s: Seconds that the rest will take; `None` = not known.
-        error: Why it has failed; empty otherwise.
+        shards: Shards of the job, each of which becomes a file; 0 before the job is planned.
+        shards_done: Finished shards.
+        shards_failed: Failed shards.
+        progress: The share of the rows that are done or failed, 0 … 1.
+        rows_per_s: Rows per second so far; 0 before the first.
+        eta_s: Estimated seconds until the end; `None` = not known.
+        error: The error of a failed job; empty otherwise.
         output_url: The folder of the output.
-        fields: All that the gateway says of it.
+        fields: All fields of the gateway's answer.
     """
 
     id: str
@@ -179,34 +179,28 @@ def submit_job(policy: Policy, body: Mapping[str, Any]) -> Flow[JobStatus]:
 
 
 def job(policy: Policy, job_id: str) -> Flow[JobStatus]:
-    """Returns where a job is."""
+    """Returns the status of a job."""
     reply = yield from call(policy, Send("GET", job_path(job_id), {}), not_found=JobNotFound)
     return _status(policy, reply)
 
 
-def jobs(policy: Policy, state: str, limit: int, after: str) -> Flow[tuple[list[JobStatus], str]]:
-    """Returns the newest jobs, and after which one the next page begins; empty = there is none."""
-    query = urlencode({"limit": limit} | ({"state": state} if state else {}) | ({"after": after} if after else {}))
-    reply = yield from call(policy, Send("GET", f"/v1/jobs?{query}", {}))
-    fields = _object(policy, reply)
-    found = [_status_of(policy, entry) for entry in fields.get("jobs", ())]
-    return found, str(fields.get("next") or "")
-
-
 def newest_jobs(policy: Policy, state: str, limit: int) -> Flow[list[JobStatus]]:
-    """Returns the newest jobs, so many pages as it takes."""
+    """Returns the newest jobs, page by page."""
     found: list[JobStatus] = []
     after = ""
     while len(found) < limit:
-        page, after = yield from jobs(policy, state, min(limit - len(found), PAGE), after)
-        found += page
+        query = {"limit": min(limit - len(found), PAGE), "state": state, "after": after}
+        path = f"/v1/jobs?{urlencode({name: value for name, value in query.items() if value})}"
+        fields = json_object(policy, (yield from call(policy, Send("GET", path, {}))))
+        found += [_status_of(policy, entry) for entry in fields.get("jobs", ())]
+        after = str(fields.get("next") or "")
         if not after:
             break
     return found
 
 
 def change_job(policy: Policy, job_id: str, what: str, **changes: float | None) -> Flow[JobStatus]:
-    """Cancels a job or resumes it; `what` is the last part of the path, changes that are `None` are none."""
+    """Cancels or resumes a job; `what` is the last part of the path, and `None` leaves a value unchanged."""
     given = {name: value for name, value in changes.items() if value is not None}
     try:
         body = msgspec.json.encode(given) if given else b""
@@ -218,32 +212,32 @@ def change_job(policy: Policy, job_id: str, what: str, **changes: float | None) 
 
 
 def delete_job(policy: Policy, job_id: str) -> Flow[None]:
-    """Deletes what is known of a job that has ended; its output stays."""
+    """Deletes the record of an ended job; its output is kept."""
     yield from call(policy, Send("DELETE", job_path(job_id), {}), not_found=JobNotFound)
 
 
 def job_log(policy: Policy, job_id: str) -> Flow[list[JobLogLine]]:
-    """Returns the job's log."""
+    """Returns the log of a job."""
     reply = yield from call(policy, Send("GET", f"{job_path(job_id)}/log", {}), not_found=JobNotFound)
-    lines = _object(policy, reply).get("log", ())
+    lines = json_object(policy, reply).get("log", ())
     return [JobLogLine(at=str(line.get("at", "")), text=str(line.get("text", ""))) for line in lines]
 
 
 def wait_for_job(policy: Policy, job_id: str, timeout_s: float, observe: OnStatus) -> Flow[JobStatus]:
-    """Polls a job until it has ended, through restarts of the gateway; each status is observed."""
+    """Polls a job until it has ended, through restarts of the gateway; `observe` gets each status."""
     now_s = policy.clock.monotonic_s
     ends_s = now_s() + timeout_s
     patient = policy._replace(max_retries=max(policy.max_retries, WAIT_RETRIES))
     pause_s = FIRST_POLL_S
     while True:
-        left_s = max(LEAST_LOOK_S, ends_s - now_s())
+        left_s = max(LEAST_POLL_S, ends_s - now_s())
         status = yield from job(patient._replace(timeout_s=min(policy.timeout_s, left_s)), job_id)
         observe(status)
         if status.has_ended:
             return status
         if now_s() >= ends_s:
             raise DeadlineExceeded(
-                f"job '{job_id}' is {status.state} after {timeout_s:g} s; it goes on: wait again, or cancel it"
+                f"job '{job_id}' is {status.state} after {timeout_s:g} s and continues: wait again, or cancel it"
             )
         yield Pause(min(pause_s, ends_s - now_s()))
         pause_s = min(pause_s * 1.5, LAST_POLL_S)
@@ -253,13 +247,13 @@ def job_path(job_id: str) -> str:
     """Returns the path of a job.
 
     Raises:
-        InvalidRequest: The id is empty, or can't be part of a path.
+        InvalidRequest: The id is empty, or not printable ASCII.
     """
     return f"/v1/jobs/{quote(header_value('the job id', job_id), safe='')}"
 
 
 def _status(policy: Policy, reply: httpx.Response) -> JobStatus:
-    return _status_of(policy, _object(policy, reply))
+    return _status_of(policy, json_object(policy, reply))
 
 
 def _status_of(policy: Policy, fields: Mapping[str, Any]) -> JobStatus:
@@ -294,7 +288,7 @@ class _Counts(msgspec.Struct, frozen=True):
 
 
 class _Known(msgspec.Struct, frozen=True):
-    """What this version knows of a job as the gateway shows it."""
+    """The known fields of a job in the gateway's answer."""
 
     id: str
     state: str
@@ -307,10 +301,3 @@ class _Known(msgspec.Struct, frozen=True):
     eta_s: float | None = None
     error: str | None = None
     output_url: str = ""
-
-
-def _object(policy: Policy, reply: httpx.Response) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(reply.content, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise Unreachable(f"what answers at {policy.url} sent no JSON object; is it a gateway?") from None

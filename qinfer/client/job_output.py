@@ -1,7 +1,8 @@
 """Reads the output of a bulk job by its manifest: the parts in order, several at a time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import datetime
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     import pyarrow
 
 MANIFEST, PARTIAL = "_manifest.json", "_manifest.partial.json"
-"""The names of the list of parts, of a complete output and of one that is not."""
+"""The names of the list of parts: of a complete output, and of an incomplete one."""
 
 LISTED_S = 10.0
-"""So long the list of an output that is not complete is waited for: it is made after the job's end."""
+"""Seconds to wait for the list of an incomplete output: it is written after the job's end."""
 
 _THREADS = 8
-_SAME_END_S = 0.001  # statuses have milliseconds
+_SAME_END_S = 0.001
+"""Statuses have a resolution of milliseconds."""
 
 
 class _Part(msgspec.Struct):
@@ -32,7 +34,7 @@ class _Part(msgspec.Struct):
 
 
 class _Manifest(msgspec.Struct):
-    """What this version needs to know of a manifest."""
+    """The fields of a manifest that reading needs."""
 
     output_format: str
     rows: int
@@ -46,8 +48,8 @@ def read_output(
     """Reads a job's output; see `Job.to_arrow`.
 
     Raises:
-        InvalidRequest: No column is asked for.
-        ResultNotFound: The job has not ended, or its output is not there, or there are other rows than it says.
+        InvalidRequest: `columns` is empty.
+        ResultNotFound: The job has not ended, or its output does not exist, or does not have the rows of its manifest.
         UnsupportedFeature: A library is missing.
         StoreError: The store can't be read.
     """
@@ -57,18 +59,9 @@ def read_output(
         raise ResultNotFound(f"job '{status.id}' is {status.state}: {_remedy(status)}")
     name = MANIFEST if status.state == "completed" else PARTIAL
     files, folder = open_folder(status.output_url, storage_options or {})
-    try:
+    with store_errors(status.output_url):
         manifest = _manifest(files, f"{folder}/{name}") if name == MANIFEST else _listed(files, folder, status)
         table = _read(files, folder, manifest, columns)
-    except QinferError:
-        raise
-    except FileNotFoundError as error:
-        raise ResultNotFound(
-            f"the output of job '{status.id}' is not whole at {status.output_url}: {error} is not there"
-        ) from None
-    except Exception as error:  # each driver has errors of its own
-        what = f"{type(error).__name__}: {error}"
-        raise StoreError(f"the output at {status.output_url} can't be read: {what}") from error
     if table.num_rows != manifest.rows:
         raise ResultNotFound(
             f"the output of job '{status.id}' has {table.num_rows} rows; its {name} says {manifest.rows}"
@@ -76,11 +69,32 @@ def read_output(
     return table
 
 
+@contextmanager
+def store_errors(url: str) -> Iterator[None]:
+    """Turns the errors of a store's driver, each of which has its own, into qinfer's.
+
+    Args:
+        url: The folder of the output.
+
+    Raises:
+        ResultNotFound: A file is missing.
+        StoreError: The store can't be read.
+    """
+    try:
+        yield
+    except (QinferError, GeneratorExit):
+        raise
+    except FileNotFoundError as error:
+        raise ResultNotFound(f"the output at {url} is incomplete, a file is missing: {error}") from None
+    except Exception as error:
+        raise StoreError(f"the output at {url} can't be read: {type(error).__name__}: {error}") from error
+
+
 def as_pandas(table: "pyarrow.Table") -> "pandas.DataFrame":
     """Returns a table as a data frame.
 
     Raises:
-        UnsupportedFeature: There is no pandas.
+        UnsupportedFeature: pandas is not installed.
     """
     try:
         return table.to_pandas()
@@ -93,10 +107,10 @@ def _manifest(files: Any, path: str) -> _Manifest:
 
 
 def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
-    """Returns the list of what is there after a job's end, and waits for it where there is that of an earlier end.
+    """Returns the list of the parts of a job that ended early; waits for it, since it is written after the end.
 
     Raises:
-        ResultNotFound: There is none.
+        ResultNotFound: The list does not exist.
     """
     ends_s, pause_s = monotonic() + LISTED_S, FIRST_POLL_S
     while True:
@@ -111,7 +125,7 @@ def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
         left_s = ends_s - monotonic()
         if left_s <= 0:
             raise ResultNotFound(
-                f"job '{status.id}' is {status.state}, and the list of what is there, {PARTIAL}, is still being made; "
+                f"job '{status.id}' is {status.state}, and the list of its parts, {PARTIAL}, is still being written; "
                 "try again, or resume() the job"
             )
         sleep(min(pause_s, left_s))
@@ -119,7 +133,7 @@ def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
 
 
 def _is_of_end(manifest: _Manifest, status: JobStatus) -> bool:
-    """Tells whether a list was made after the job's last end, and not before it was resumed."""
+    """Tells whether a list was written after the job's last end, and not before the job was resumed."""
     ended_at = status.fields.get("ended_at")
     return not ended_at or abs(datetime.fromisoformat(ended_at).timestamp() - manifest.ended_at) < _SAME_END_S
 
@@ -127,11 +141,11 @@ def _is_of_end(manifest: _Manifest, status: JobStatus) -> bool:
 def _remedy(status: JobStatus) -> str:
     if not status.has_ended:
         return "wait() for its end"
-    return "resume() it, or read what is there with partial=True"
+    return "resume() it, or read the existing parts with partial=True"
 
 
 def open_folder(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns a folder's file system, and its path there."""
+    """Returns the file system of a folder, and the folder's path in it."""
     try:
         import fsspec
     except ImportError:
@@ -176,7 +190,7 @@ def _read_arrow(files: Any, path: str, columns: Sequence[str] | None) -> "pyarro
 
 
 def _chosen(names: list[str], columns: Sequence[str] | None) -> list[str]:
-    """Returns the columns that are asked for, in the order asked for."""
+    """Returns the requested columns, in the requested order."""
     if columns is None:
         return names
     unknown = [name for name in columns if name not in names]

@@ -1,4 +1,4 @@
-"""How the progress of a bulk job is shown: a bar on a terminal, lines elsewhere."""
+"""Shows the progress of a bulk job: a bar on a terminal, lines elsewhere."""
 
 import sys
 import time
@@ -12,38 +12,38 @@ EVERY_S = 5.0
 """Seconds between two lines about a job whose state has not changed."""
 
 PATIENCE_S = 10.0
-"""A job that is planned for longer gets a hint: perhaps nobody plans it."""
+"""Seconds of planning after which a hint is shown: perhaps no bulk worker is running."""
 
 _BAR_WIDTH = 10
 _HINT = "waits for the bulk worker, or for its inputs to be read; see its log"
 
 
 def progress_observer(on_status: OnStatus | None, *, progress: bool) -> AbstractContextManager[OnStatus]:
-    """Returns the context that gives what observes the status of a job: the display on stderr, or the caller's own.
+    """Returns a context whose value observes the statuses of a job: the display on stderr, or the caller's own.
 
     Args:
-        on_status: The caller's own; `None` = nothing observes it.
-        progress: Show it on stderr.
+        on_status: The caller's own observer, if any.
+        progress: Show the progress on stderr.
     """
     return shown_progress() if progress else nullcontext(on_status or (lambda _: None))
 
 
 @contextmanager
 def shown_progress(*, on_terminal: bool | None = None) -> Iterator[OnStatus]:
-    """Shows what it is told of a job, on stderr, until the block ends.
+    """Shows the progress of a job on stderr until the block ends; its value takes the statuses.
 
     Args:
         on_terminal: Draw a bar; `None` = if stderr is a terminal.
     """
     if sys.stderr.isatty() if on_terminal is None else on_terminal:
-        with _bar() as told:
-            yield told
+        with _bar() as show:
+            yield show
     else:
         yield Lines(lambda text: sys.stderr.write(f"{text}\n"))
 
 
 class Lines:
-    """Writes a line when the state changes, and every `EVERY_S` seconds while something is done.
+    """Writes a line when the state changes, and every `EVERY_S` seconds while there is progress.
 
     Args:
         write: Writes a line.
@@ -56,7 +56,7 @@ class Lines:
         self._state, self._text, self._said_s, self._since_s = "", "", 0.0, 0.0
 
     def __call__(self, status: JobStatus) -> None:
-        """Is told where the job is."""
+        """Takes a status."""
         text, now_s = progress_line(status), self._now_s()
         if status.state != self._state:
             self._since_s = now_s
@@ -69,47 +69,39 @@ class Lines:
 
 
 def progress_line(status: JobStatus) -> str:
-    """Returns where a job is, in one line."""
-    if not status.shards:
-        return f"{status.id}: {status.state}"
-    parts = [
-        f"{status.id}: {status.state}",
-        f"{status.rows_done + status.rows_failed:,} of {status.rows:,} rows",
-        f"{status.shards_done} of {status.shards} shards",
-    ]
-    if status.rows_failed:
-        parts.append(f"{status.rows_failed:,} rows failed")
-    if status.rows_per_s:
-        parts.append(f"{status.rows_per_s:,.0f} rows/s")
-    if status.eta_s is not None and not status.has_ended:
-        parts.append(f"{duration(status.eta_s)} left")
-    return ", ".join(parts)
+    """Returns the state and the progress of a job in one line."""
+    settled, failed = f"{status.rows_done + status.rows_failed:,}", f"{status.rows_failed:,} rows failed"
+    progress = [f"{settled} of {status.rows:,} rows", f"{status.shards_done} of {status.shards} shards"]
+    found = _figures(status, progress, failed, "{:,.0f} rows/s", "{} left")
+    return ", ".join([f"{status.id}: {status.state}", *found])
 
 
 def beside_bar(status: JobStatus) -> str:
-    """Returns how far a job is as a terminal of 80 columns has place for it beside a bar."""
+    """Returns the progress of a job as it fits beside a bar on a terminal of 80 columns."""
+    settled, failed = f"{status.rows_done + status.rows_failed:,}", f"{status.rows_failed:,} failed"
+    progress = [f"{settled}/{status.rows:,} rows", f"{status.shards_done}/{status.shards} shards"]
+    return ", ".join(_figures(status, progress, failed, "{:,.0f}/s", "{}"))
+
+
+def _figures(status: JobStatus, progress: list[str], failed: str, speed: str, left: str) -> list[str]:
+    """Returns the figures that are known: none before the job is planned."""
     if not status.shards:
-        return ""
-    parts = [
-        f"{status.rows_done + status.rows_failed:,}/{status.rows:,} rows",
-        f"{status.shards_done}/{status.shards} shards",
-    ]
-    if status.rows_failed:
-        parts.append(f"{status.rows_failed:,} failed")
+        return []
+    found = [*progress, *([failed] if status.rows_failed else [])]
     if status.rows_per_s:
-        parts.append(f"{status.rows_per_s:,.0f}/s")
+        found.append(speed.format(status.rows_per_s))
     if status.eta_s is not None and not status.has_ended:
-        parts.append(duration(status.eta_s))
-    return ", ".join(parts)
+        found.append(left.format(duration(status.eta_s)))
+    return found
 
 
 def planning_hint(status: JobStatus, seconds: float) -> str:
-    """Returns what a user may look at when a job has been in its state for so long; empty = nothing."""
+    """Returns a hint for a job that has been planned for too many seconds; else empty."""
     return _HINT if status.state == "planning" and not status.shards and seconds >= PATIENCE_S else ""
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration as people write it: 0:01:30."""
+    """Returns a duration such as 0:01:30."""
     return str(timedelta(seconds=round(seconds)))
 
 
@@ -122,15 +114,15 @@ def _bar() -> Iterator[OnStatus]:
         TextColumn("{task.fields[state]}", markup=False),
         BarColumn(bar_width=_BAR_WIDTH),
         TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[told]}", markup=False),
+        TextColumn("{task.fields[figures]}", markup=False),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=None, state="", told="")
+        task = progress.add_task("", total=None, state="", figures="")
         began_s = time.monotonic()
 
-        def told(status: JobStatus) -> None:
-            beside = beside_bar(status) or planning_hint(status, time.monotonic() - began_s)
+        def show(status: JobStatus) -> None:
+            figures = beside_bar(status) or planning_hint(status, time.monotonic() - began_s)
             settled = status.rows_done + status.rows_failed
-            progress.update(task, total=status.rows or None, completed=settled, state=status.state, told=beside)
+            progress.update(task, total=status.rows or None, completed=settled, state=status.state, figures=figures)
 
-        yield told
+        yield show

@@ -1,4 +1,4 @@
-"""What the client's calls return."""
+"""The return values of the client's calls."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from qinfer.tensors import Tensor, to_numpy
 Array = npt.NDArray[Any]
 
 MAX_NAME_CHARACTERS = 4096
-"""Of a name in a path; gateways take fewer."""
+"""The longest name in a path that the client sends; gateways accept fewer characters."""
 
 _ENDED = ("succeeded", "failed", "expired", "cancelled")
 
@@ -23,7 +23,7 @@ class InferResult(Mapping[str, Array]):
     """A model's outputs by name, as arrays: BYTES are arrays of `bytes`, BF16 is float32.
 
     An array is read-only: it shares memory with the reply. Copy it to write to it. BYTES and BF16 are converted anew
-    each time that they are asked for.
+    at each access.
 
     Args:
         response: The decoded reply.
@@ -31,9 +31,9 @@ class InferResult(Mapping[str, Array]):
 
     Attributes:
         model: The model that answered.
-        version: Its version.
-        id: The `id` that the request had; may be empty.
-        tensors: The outputs as they travelled, with their datatypes.
+        version: The model's version.
+        id: The `id` of the request; may be empty.
+        tensors: The outputs as they were sent, with their datatypes.
     """
 
     __slots__ = ("_by_name", "id", "model", "tensors", "version")
@@ -50,12 +50,12 @@ class InferResult(Mapping[str, Array]):
 
         Raises:
             KeyError: The reply has no output of that name.
-            InvalidRequest: Its bytes do not fill its shape.
+            InvalidRequest: The output's bytes do not fill its shape.
         """
         return to_numpy(self._by_name[name])
 
     def __iter__(self) -> Iterator[str]:
-        """Walks the outputs' names in the reply's order."""
+        """Returns the outputs' names in the reply's order."""
         return iter(self._by_name)
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class RequestHandle:
 
     Attributes:
         id: The request's id.
-        url: Its path on the gateway.
+        url: The request's path on the gateway.
     """
 
     id: str
@@ -81,18 +81,18 @@ class RequestHandle:
 
     @classmethod
     def of(cls, request_id: str) -> "RequestHandle":
-        """Names a request by an id that the server made, for instance in another process."""
+        """Returns the handle of a request by the id that the server made, for instance in another process."""
         return cls(id=request_id, url=f"/v1/requests/{path_part('the request id', request_id)}")
 
     @classmethod
     def named(cls, model: str, request_id: str) -> "RequestHandle":
-        """Names a request by the id that its caller chose, which is unique within its model."""
+        """Returns the handle of a request by the id that its caller chose, which is unique within its model."""
         path = f"/v1/models/{path_part('the model', model)}/requests/{path_part('the request id', request_id)}"
         return cls(id=request_id, url=path)
 
 
 def handle_of(request: RequestHandle | str) -> RequestHandle:
-    """Returns a handle for itself, or for an id that the server made."""
+    """Returns a handle as it is, or the handle of an id that the server made."""
     return request if isinstance(request, RequestHandle) else RequestHandle.of(request)
 
 
@@ -100,7 +100,7 @@ def path_part(what: str, name: str) -> str:
     """Quotes a name that becomes part of a path.
 
     Raises:
-        InvalidRequest: It is no text, too long for a path, or can't be written as UTF-8.
+        InvalidRequest: The name is no text, too long for a path, or can't be written as UTF-8.
     """
     if not isinstance(name, str):
         raise InvalidRequest(f"{what} is of type {type(name).__name__}; make it a text")
@@ -114,14 +114,14 @@ def path_part(what: str, name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStatus:
-    """Where an asynchronous request is.
+    """The state of an asynchronous request.
 
     Attributes:
         id: The request's id.
-        model: The model asked.
-        version: Its version.
+        model: The model.
+        version: The model's version.
         state: `queued`, `running`, `succeeded`, `failed`, `expired` or `cancelled`.
-        fields: All that the gateway says of it, times and number of attempts too.
+        fields: All fields of the gateway's answer, such as times and number of attempts.
     """
 
     id: str
@@ -147,7 +147,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMetadata:
-    """What `GET /v2/models/{m}` says."""
+    """The metadata of a model: the answer to `GET /v2/models/{m}`."""
 
     name: str
     versions: tuple[str, ...]

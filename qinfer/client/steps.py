@@ -1,7 +1,7 @@
-"""The steps of a call, and when to try again: pure, so that the blocking and the asynchronous client share them.
+"""The steps of a call, and its repetitions: pure, so that the blocking and the asynchronous client share them.
 
 A *flow* is a generator. It yields a `Send` and gets the reply, or the error that httpx raised instead; it yields a
-`Pause` and is resumed after it. What it returns is what the call returns.
+`Pause` and is resumed after it. Its return value is that of the call.
 """
 
 import random
@@ -18,19 +18,19 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
 CONNECT_S = 5.0
 """How long one attempt to connect may take."""
 AMBIGUOUS = frozenset({400, 500, 503})
-"""What a reply about another request may have, whether the question failed or that request did."""
+"""Statuses that, in a reply about another request, may mean a failure of either: of this call, or of that request."""
 
 
 class Send(NamedTuple):
     """An HTTP request to be sent.
 
     Attributes:
-        method: Its method.
+        method: The method.
         path: The path, and query, below the gateway's URL.
-        headers: Headers beside those that every request has.
+        headers: Headers besides those of every request.
         content: The body.
         hold_s: How long the gateway is asked to hold the answer back, which comes on top of the call's timeout.
-        timeout_s: How long to wait for the reply; set for each try.
+        timeout_s: How long to wait for the reply; set for each attempt.
     """
 
     method: str
@@ -47,13 +47,13 @@ class Send(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Do nothing for so many seconds."""
+    """A step that does nothing for some seconds."""
 
     seconds: float
 
 
 Outcome = httpx.Response | httpx.RequestError | None
-"""What a flow is resumed with: a reply or an error after a `Send`, `None` after a `Pause`."""
+"""The value that a flow is resumed with: a reply or an error after a `Send`, `None` after a `Pause`."""
 
 T = TypeVar("T")
 Flow = Generator[Send | Pause, Outcome, T]
@@ -61,13 +61,13 @@ Flow = Generator[Send | Pause, Outcome, T]
 
 
 class Policy(NamedTuple):
-    """What all calls of a client share.
+    """The limits that all calls of a client share.
 
     Attributes:
         url: The gateway's URL as messages show it, without user and password.
         timeout_s: How long a call may take, its repetitions included.
         max_retries: How often a call is repeated.
-        clock: Measures it.
+        clock: Measures time.
     """
 
     url: str
@@ -79,12 +79,12 @@ class Policy(NamedTuple):
 def backoff_s(retries: int, retry_after_s: float | None, jitter: float) -> float:
     """Decides how long to wait before a repetition.
 
-    What the server asked for counts, and a little more, so that those it sent away do not all come back at once.
-    Otherwise the wait doubles from 0.1 s up to 5 s, of which a random half is left out.
+    A wait that the server asks for is kept, and up to a tenth more, so that refused callers do not all come back at
+    once. Otherwise the wait doubles from 0.1 s up to 5 s, and up to a random half of it is left out.
 
     Args:
         retries: Repetitions so far.
-        retry_after_s: What the server asked for; `None` or 0 when it named no time.
+        retry_after_s: The wait that the server asks for; `None` or 0 = none.
         jitter: A random number in [0, 1).
     """
     if retry_after_s:
@@ -105,16 +105,16 @@ def call(
     or a key by which the gateway knows it, and inference may be executed twice without harm.
 
     Args:
-        policy: How long, and how often.
+        policy: The limits of time and repetitions.
         send: The request.
-        not_found: What 404 means.
-        explain: Asks the gateway what an error reply means, in so many seconds, before it is decided whether to repeat.
+        not_found: The error for 404.
+        explain: Asks the gateway for the cause of an error reply, within the given seconds, before a repetition.
 
     Returns:
         A reply with a status of 2xx.
 
     Raises:
-        QinferError: What the gateway answered last, or why it could not be asked.
+        QinferError: The gateway's last answer, or why it could not be reached.
     """
     now_s = policy.clock.monotonic_s
     ends_s = now_s() + policy.timeout_s + send.hold_s

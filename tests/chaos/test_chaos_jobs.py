@@ -18,8 +18,8 @@ import pyarrow as pa
 import pytest
 
 from qinfer.client import AsyncClient
-from qinfer.client.async_jobs import AsyncJob
 from qinfer.client.job_flows import JobStatus
+from qinfer.client.jobs import AsyncJob
 from qinfer.testing import eventually
 from tests.chaos import faults
 from tests.chaos.cluster import Cluster, running_cluster

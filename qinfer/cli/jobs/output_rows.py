@@ -1,15 +1,14 @@
 """Reads the output of a bulk job row by row, in bounded memory: a batch of rows at a time, part after part."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
-from qinfer.client.job_output import MANIFEST, PARTIAL, open_folder
-from qinfer.errors import InvalidRequest, QinferError, ResultNotFound, StoreError
+from qinfer.client.job_output import MANIFEST, PARTIAL, open_folder, store_errors
+from qinfer.errors import InvalidRequest, ResultNotFound
 from qinfer.jobs.check import ERROR_COLUMNS
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.manifest import Manifest, decode_manifest
@@ -22,17 +21,17 @@ _MICROSECONDS: dict[type[pa.DataType], Callable[[Any], pa.DataType]] = {
     pa.DurationType: lambda _: pa.duration("us"),
     pa.Time64Type: lambda _: pa.time64("us"),
 }
-"""Python knows no nanoseconds."""
+"""Arrow type → its form in microseconds: Python has no nanoseconds."""
 
 
 class Row(NamedTuple):
     """A row of an output.
 
     Attributes:
-        number: Its place in the output, from 1 on.
-        fields: Field → value, as Python has it.
+        number: The row's number in the output, from 1 on.
+        fields: Field → value.
         outputs: Output → its values; empty when the row failed.
-        error: Why it has no outputs; empty = it has.
+        error: The error of a failed row; else empty.
     """
 
     number: int
@@ -42,7 +41,7 @@ class Row(NamedTuple):
 
 
 class _Planned(msgspec.Struct):
-    """What is needed of a plan."""
+    """The part of a plan that reading needs."""
 
     spec: JobSpec
 
@@ -52,23 +51,23 @@ class JobRows:
 
     Args:
         url: The folder.
-        partial: Read the parts of a job that has ended before it was complete.
+        partial: Accept the output of a job that ended early.
 
     Attributes:
-        model: The model that made it.
-        version: Its version.
-        key: The column that tells rows apart; empty = there is none.
+        model: The model that scored the rows.
+        version: The model's version.
+        key: The column that identifies rows; empty = there is none.
 
     Raises:
-        ResultNotFound: There is no output, or it is not complete.
-        StoreError: It can't be read.
+        ResultNotFound: There is no output, or it is incomplete.
+        StoreError: The output can't be read.
         UnsupportedFeature: A library is missing.
     """
 
     def __init__(self, url: str, *, partial: bool = False) -> None:
         self._url = url
         self._files, self._folder = open_folder(url, {})
-        with self._errors():
+        with store_errors(self._url):
             self._manifest = self._read_manifest(partial=partial)
             spec = msgspec.json.decode(self._files.cat_file(f"{self._folder}/{_PLAN}"), type=_Planned).spec
         self.model, self.version, self.key = self._manifest.model, self._manifest.version, spec.key
@@ -76,15 +75,15 @@ class JobRows:
         self._schema: pa.Schema | None = None
 
     def fields(self, outputs: Sequence[str]) -> list[str]:
-        """Returns the columns that fields are made of by default: all but lists, bytes, errors and these outputs."""
+        """Returns the default columns for fields: all but lists, bytes, errors and these outputs."""
         taken = {*ERROR_COLUMNS, *map(self._column, outputs)}
         return [field.name for field in self.schema if field.name not in taken and _is_plain(field.type)]
 
     @property
     def schema(self) -> pa.Schema:
-        """The columns."""
+        """The columns of the output."""
         if self._schema is None:
-            with self._errors():
+            with store_errors(self._url):
                 self._schema = self._read_schema()
         return self._schema
 
@@ -92,12 +91,12 @@ class JobRows:
         """Reads the rows in order.
 
         Args:
-            outputs: The model's outputs that are wanted.
+            outputs: The model's outputs to read.
             fields: Name → column.
 
         Raises:
             InvalidRequest: There is no such column.
-            ResultNotFound: A part is not there, or has other rows than the manifest says.
+            ResultNotFound: A part does not exist, or does not have the rows of the manifest.
             StoreError: The store can't be read.
         """
         columns = {name: self._column(name) for name in outputs}
@@ -106,7 +105,7 @@ class JobRows:
             self._check(wanted)
         number = 0
         for batch in self._batches(wanted):
-            with self._errors():
+            with store_errors(self._url):
                 rows = [_values(batch.column(column)) for column in fields.values()]
                 values = {name: _arrays(batch.column(column)) for name, column in columns.items()}
                 codes, messages = (batch.column(name).to_pylist() for name in ERROR_COLUMNS)
@@ -135,12 +134,12 @@ class JobRows:
             if not self._files.exists(f"{self._folder}/{PARTIAL}"):
                 raise ResultNotFound(self._why_none()) from None
         if not partial:
-            raise ResultNotFound(f"the output at {self._url} is not complete; resume the job, or say --partial")
+            raise ResultNotFound(f"the output at {self._url} is incomplete; resume the job, or give --partial")
         return decode_manifest(self._files.cat_file(f"{self._folder}/{PARTIAL}"))
 
     def _why_none(self) -> str:
         if self._files.exists(f"{self._folder}/{_PLAN}"):
-            return f"the job that writes to {self._url} has not ended: wait for it (qinfer jobs list)"
+            return f"the job that writes to {self._url} has not ended: wait for its end (qinfer jobs list)"
         return f"there is no output of a completed job at {self._url}"
 
     def _read_schema(self) -> pa.Schema:
@@ -159,7 +158,7 @@ class JobRows:
         import pyarrow.parquet as pq
 
         for part in self._manifest.parts:
-            with self._errors(), self._open(part.name) as file:
+            with store_errors(self._url), self._open(part.name) as file:
                 if self._manifest.output_format == "arrow":
                     reader = pyarrow.ipc.open_file(file)
                     for i in range(reader.num_record_batches):
@@ -172,29 +171,16 @@ class JobRows:
     def _open(self, name: str) -> Any:
         return self._files.open(f"{self._folder}/{name}", "rb", cache_type="none")
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Makes qinfer's errors of a store's."""
-        try:
-            yield
-        except (QinferError, GeneratorExit):
-            raise
-        except FileNotFoundError as error:
-            raise ResultNotFound(f"the output at {self._url} is not whole: {error} is not there") from None
-        except Exception as error:  # each driver has errors of its own
-            what = f"{type(error).__name__}: {error}"
-            raise StoreError(f"the output at {self._url} can't be read: {what}") from error
-
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Tells whether a column's values are what labeling tools show: text, numbers, instants."""
+    """Tells whether labeling tools can show a column's values: text, numbers, instants."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return not (pa.types.is_nested(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Returns a column as Python's values: instants in microseconds, replacement characters for what is no UTF-8."""
+    """Returns a column's values: instants in microseconds, invalid UTF-8 with replacement characters."""
     kind = column.type
     if pa.types.is_temporal(kind) and getattr(kind, "unit", "") == "ns":
         column = column.cast(_MICROSECONDS[type(kind)](kind), safe=False)
@@ -217,7 +203,8 @@ def _arrays(column: pa.Array) -> Sequence[Array]:
             offsets = (offsets + values.offset) * values.type.list_size
         else:
             offsets = values.offsets.to_numpy()[offsets]
-        values = values.values  # the whole of it, where `values` is a slice
+        # All values, also where the column is a slice of them.
+        values = values.values
     flat = _flat(values)
     return [flat[offsets[i] : offsets[i + 1]] for i in range(len(column))]
 

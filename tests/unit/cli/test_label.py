@@ -257,7 +257,7 @@ def test_an_output_that_is_not_complete(tmp_path: Path, mapping: Path) -> None:
 
     code, _, err = run(folder, "--mapping", mapping)
     assert code == 1
-    assert "is not complete; resume the job, or say --partial" in err
+    assert "is incomplete; resume the job, or give --partial" in err
     assert len(lines(run(folder, "--mapping", mapping, "--partial")[1])) == 5
 
 
@@ -309,7 +309,7 @@ def _label_config(folder: Path, mapping: Path) -> list[object]:
         (lambda *_: ["--out", "/nowhere/at/all"], 1, "/nowhere/at/all can't be written: No such file"),
         (lambda *_: ["--label-config", "/nowhere"], 2, "--label-config /nowhere can't be read"),
         (_label_config, 2, "control 'mood' has no label 'pos'; it has 'neg', 'positive'"),
-        (_without_part, 1, "is not whole"),
+        (_without_part, 1, "is incomplete, a file is missing"),
         (_other_model, 2, "is for model 'other' version any; the job was scored by 'm' version 1"),
         (_other_output, 2, "no column 'LOGITS'"),
     ],

@@ -30,7 +30,7 @@ def calls() -> list[Any]:
 def plain(annotation: object) -> str:
     """Returns an annotation without what is asynchronous in it."""
     text = re.sub(r"\bAsync(?=[A-Z])", "", inspect.formatannotation(annotation))
-    return " | ".join(dict.fromkeys(re.sub(r"\.async_(?=jobs\b)", ".", text).split(" | ")))
+    return " | ".join(dict.fromkeys(text.split(" | ")))
 
 
 def arguments(method: Any) -> dict[str, tuple[Any, ...]]:

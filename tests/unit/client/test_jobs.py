@@ -221,10 +221,10 @@ def test_a_job_is_waited_for() -> None:
 
 
 def test_a_wait_has_an_end() -> None:
-    """The job goes on, and the text says so."""
+    """The job continues, and the text says so."""
     server = Server(job())
 
-    with pytest.raises(errors.DeadlineExceeded, match="'j1' is running after 5 s; it goes on"):
+    with pytest.raises(errors.DeadlineExceeded, match="'j1' is running after 5 s and continues"):
         server.client().job("j1").wait(timeout_s=5)
 
     assert sum(server.pauses) == pytest.approx(5)
@@ -414,7 +414,7 @@ def test_a_list_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         listed(tmp_path, ended_s)
     monkeypatch.setattr(job_output, "LISTED_S", 0.0)
 
-    with pytest.raises(errors.ResultNotFound, match=f"{PARTIAL}, is still being made; try again"):
+    with pytest.raises(errors.ResultNotFound, match=f"{PARTIAL}, is still being written; try again"):
         read_output(status, None, None, partial=True)
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import qinfer
-from qinfer.client.tasks import stream_in_tasks
-from qinfer.client.threads import stream_in_threads
+from qinfer.client.streams import stream_in_tasks, stream_in_threads
 from qinfer.core.messages import Response
 from qinfer.errors import InferenceFailed, InvalidRequest
 from qinfer.tensors import from_numpy, to_numpy
@@ -208,7 +207,7 @@ def test_a_program_does_not_wait_for_what_it_left() -> None:
     """A call that hangs would otherwise hold up Ctrl-C until its timeout."""
     script = """
 import threading
-from qinfer.client.threads import stream_in_threads
+from qinfer.client.streams import stream_in_threads
 
 never = threading.Event()
 stream = stream_in_threads(range(9), lambda i, n: i or never.wait(), threading.Event(), concurrency=3, ordered=False)

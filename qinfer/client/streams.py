@@ -1,0 +1,245 @@
+"""Many calls at a time, bounded: `stream` of the blocking client in threads, of the asynchronous one in tasks."""
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Generic, NamedTuple, TypeVar
+
+from qinfer.errors import InvalidRequest, QinferError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def stream_in_threads(
+    items: Iterable[T], call: Callable[[int, T], R], stop: Event, *, concurrency: int, ordered: bool
+) -> Iterator[tuple[int, R | QinferError]]:
+    """Calls `call(index, item)` for each item, at most `concurrency` at a time.
+
+    An error of the items' iterator is raised here, after the answers to all earlier items. Any error of `call` but a
+    `QinferError` ends the iteration.
+
+    Args:
+        items: The items; read in the caller's thread, and only when there is room for another call.
+        call: The call; runs in a thread of its own.
+        stop: Set when the iteration ends, so that running calls end too; the program's exit does not wait for them.
+        concurrency: The most items that are taken and whose answers are not handed out.
+        ordered: Hand the answers out in the items' order.
+
+    Yields:
+        The index of an item, and what the call returned, or the `QinferError` that it raised.
+
+    Raises:
+        InvalidRequest: `concurrency` is not positive.
+    """
+    _check_concurrency(concurrency)
+    return _answers_of_threads(items, call, stop, concurrency, _Reorder(ordered=ordered))
+
+
+def stream_in_tasks(
+    items: Iterable[T] | AsyncIterable[T],
+    call: Callable[[int, T], Awaitable[R]],
+    *,
+    concurrency: int,
+    ordered: bool,
+) -> AsyncIterator[tuple[int, R | QinferError]]:
+    """Awaits `call(index, item)` for each item, at most `concurrency` at a time; otherwise as `stream_in_threads`.
+
+    Each call runs in a task of its own, which is cancelled when the iteration ends early.
+    """
+    _check_concurrency(concurrency)
+    return _answers_of_tasks(_TaskCalls(items, call, concurrency), _Reorder(ordered=ordered))
+
+
+def _check_concurrency(concurrency: int) -> None:
+    if concurrency < 1:
+        raise InvalidRequest(f"concurrency is {concurrency}; expected at least 1")
+
+
+class _Reorder(Generic[T]):
+    """Holds answers back until all earlier ones have been handed out."""
+
+    def __init__(self, *, ordered: bool) -> None:
+        self._ordered = ordered
+        self._next = 0
+        self._held: dict[int, T] = {}
+
+    @property
+    def held(self) -> int:
+        """The number of answers that wait for an earlier one."""
+        return len(self._held)
+
+    def take(self, index: int, value: T) -> Iterator[tuple[int, T]]:
+        """Takes an answer; yields all that can be handed out now. Each index, from 0 on, comes once."""
+        if not self._ordered:
+            yield index, value
+            return
+        self._held[index] = value
+        while self._next in self._held:
+            index = self._next
+            self._next += 1
+            yield index, self._held.pop(index)
+
+
+def _answers_of_threads(
+    items: Iterable[T], call: Callable[[int, T], R], stop: Event, concurrency: int, order: _Reorder[R | QinferError]
+) -> Iterator[tuple[int, R | QinferError]]:
+    iterator = enumerate(items)
+    broken: Exception | None = None
+    has_more = True
+    calls = _ThreadCalls(call)
+    try:
+        while has_more or calls.running:
+            if has_more and calls.running + order.held < concurrency:
+                try:
+                    index, item = next(iterator)
+                except StopIteration:
+                    has_more = False
+                except Exception as error:  # noqa: BLE001  # the caller's own; raised again below
+                    has_more, broken = False, error
+                else:
+                    calls.start(index, item)
+                if not calls.has_ended:
+                    continue
+            if calls.running:
+                yield from order.take(*calls.take())
+    finally:
+        stop.set()
+        calls.close()
+    if broken is not None:
+        raise broken
+
+
+class _Raised(NamedTuple):
+    """An error of a call that is no answer."""
+
+    error: BaseException
+
+
+class _ThreadCalls(Generic[T, R]):
+    """Calls in threads: daemons, unlike those of `concurrent.futures`, so that Ctrl-C need not wait for an answer."""
+
+    def __init__(self, call: Callable[[int, T], R]) -> None:
+        self._call = call
+        self._threads = 0
+        self._todo: SimpleQueue[tuple[int, T] | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[int, R | QinferError | _Raised]] = SimpleQueue()
+        self.running = 0
+        """Calls that were started and not taken."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `take` would return at once."""
+        return not self._done.empty()
+
+    def start(self, index: int, item: T) -> None:
+        """Makes a call, in a new thread where each of the others may be busy."""
+        self.running += 1
+        if self.running > self._threads:
+            self._threads += 1
+            Thread(target=self._serve, name=f"qinfer-stream-{self._threads}", daemon=True).start()
+        self._todo.put((index, item))
+
+    def take(self) -> tuple[int, R | QinferError]:
+        """Waits until a call has ended; returns its index and answer, or raises its error."""
+        index, outcome = self._done.get()
+        self.running -= 1
+        if isinstance(outcome, _Raised):
+            raise outcome.error
+        return index, outcome
+
+    def close(self) -> None:
+        """Lets the threads end, each after its present call."""
+        for _ in range(self._threads):
+            self._todo.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._todo.get()) is not None:
+            index, item = job
+            try:
+                outcome: R | QinferError | _Raised = self._call(index, item)
+            except QinferError as error:
+                outcome = error
+            except BaseException as error:  # noqa: BLE001  # raised again by `take`
+                outcome = _Raised(error)
+            self._done.put((index, outcome))
+            # An idle thread must not keep its last tensors alive.
+            del job, item, outcome
+
+
+async def _answers_of_tasks(
+    calls: "_TaskCalls[T, R]", order: _Reorder[R | QinferError]
+) -> AsyncIterator[tuple[int, R | QinferError]]:
+    # A task group can't be open across a `yield`: leaving the iteration would come out of it as an exception group.
+    # So it lives in one task, which ends with the iteration.
+    running = asyncio.create_task(calls.run())
+    try:
+        while (found := await calls.done.get()) is not None:
+            for answer in order.take(*found):
+                calls.places.release()
+                yield answer
+        try:
+            await running
+        except BaseExceptionGroup as group:
+            # The first error has ended the other calls.
+            raise group.exceptions[0] from None
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+    if calls.broken is not None:
+        raise calls.broken
+
+
+class _TaskCalls(Generic[T, R]):
+    """Calls in tasks of one group; `done` ends with `None`."""
+
+    def __init__(
+        self, items: Iterable[T] | AsyncIterable[T], call: Callable[[int, T], Awaitable[R]], concurrency: int
+    ) -> None:
+        self._items = items
+        self._call = call
+        self.places = asyncio.Semaphore(concurrency)
+        # `places` bounds the queue.
+        self.done: asyncio.Queue[tuple[int, R | QinferError] | None] = asyncio.Queue()
+        self.broken: Exception | None = None
+
+    async def run(self) -> None:
+        """Makes all calls."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                await self._start_all(group)
+        finally:
+            self.done.put_nowait(None)
+
+    async def _start_all(self, group: asyncio.TaskGroup) -> None:
+        iterator = _iterate(self._items)
+        index = 0
+        while True:
+            await self.places.acquire()
+            try:
+                item = await anext(iterator)
+            except StopAsyncIteration:
+                return
+            except Exception as error:  # noqa: BLE001  # the caller's own; raised again by `_answers_of_tasks`
+                self.broken = error
+                return
+            group.create_task(self._one(index, item))
+            index += 1
+
+    async def _one(self, index: int, item: T) -> None:
+        outcome: R | QinferError
+        try:
+            outcome = await self._call(index, item)
+        except QinferError as error:
+            outcome = error
+        self.done.put_nowait((index, outcome))
+
+
+async def _iterate(items: Iterable[T] | AsyncIterable[T]) -> AsyncIterator[T]:
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item
