@@ -1,6 +1,6 @@
 """The scripts of asynchronous requests: a function for each, which spells its keys and arguments and reads its reply.
 
-accept, settle   each.lua with accept_one.lua, settle_one.lua: for several requests of one partition in one step
+accept, settle   each.lua with accept.lua, settle.lua: for several requests of one partition in one step
 find             find.lua, for one that was accepted before
 record           record.lua
 due              due.lua
@@ -47,8 +47,8 @@ RECORD_FIELDS = (
 )
 """The fields that `record_of` reads, in its order; the state is the first."""
 
-_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "deliveries", "known", "accept_one")
-_SETTLE = scripts.load("each", "now_ms", "drop", "deliveries", "settle_one")
+_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "deliveries", "known", "accept")
+_SETTLE = scripts.load("each", "now_ms", "drop", "deliveries", "settle")
 _FIND = scripts.load("find", "now_ms", "deliveries", "known")
 _RECORD = scripts.load("record")
 _DUE = scripts.load("due", "now_ms")
@@ -269,7 +269,7 @@ def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, b
 
 
 def _acceptance(acceptance: Acceptance, payload: Value) -> Words:
-    """Returns the words of accept_one.lua."""
+    """Returns the words of accept.lua."""
     address = acceptance.address
     model, partition = address.model, address.partition
     names = (
@@ -294,7 +294,7 @@ def _acceptance(acceptance: Acceptance, payload: Value) -> Words:
 
 
 def _settlement(settlement: Settlement, result: Value) -> Words:
-    """Returns the words of settle_one.lua."""
+    """Returns the words of settle.lua."""
     address, entry, outcome = settlement.address, settlement.entry, settlement.outcome
     model, partition = address.model, address.partition
     names = (
