@@ -12,6 +12,7 @@ import msgspec
 
 from qinfer.client.flows import header_value, json_object
 from qinfer.client.steps import Flow, Pause, Policy, Send, call
+from qinfer.core.retry import Backoff
 from qinfer.errors import DeadlineExceeded, InvalidRequest, JobNotFound, Unreachable
 
 Location = str | os.PathLike[str]
@@ -20,7 +21,7 @@ Location = str | os.PathLike[str]
 OnStatus = Callable[["JobStatus"], object]
 """Takes a job's status after each poll."""
 
-FIRST_POLL_S, LAST_POLL_S = 0.1, 2.0
+POLLS_S = (0.1, 2.0)
 """Seconds between two polls of a job: they grow from the first to the last."""
 PAGE = 500
 """The most jobs of one page of the list."""
@@ -223,12 +224,17 @@ def job_log(policy: Policy, job_id: str) -> Flow[list[JobLogLine]]:
     return [JobLogLine(at=str(line.get("at", "")), text=str(line.get("text", ""))) for line in lines]
 
 
+def polls() -> Backoff:
+    """Returns the pauses between two polls of a job."""
+    return Backoff(*POLLS_S, factor=1.5)
+
+
 def wait_for_job(policy: Policy, job_id: str, timeout_s: float, observe: OnStatus) -> Flow[JobStatus]:
     """Polls a job until it has ended, through restarts of the gateway; `observe` gets each status."""
     now_s = policy.clock.monotonic_s
     ends_s = now_s() + timeout_s
     patient = policy._replace(max_retries=max(policy.max_retries, WAIT_RETRIES))
-    pause_s = FIRST_POLL_S
+    pauses = polls()
     while True:
         left_s = max(LEAST_POLL_S, ends_s - now_s())
         status = yield from job(patient._replace(timeout_s=min(policy.timeout_s, left_s)), job_id)
@@ -239,8 +245,7 @@ def wait_for_job(policy: Policy, job_id: str, timeout_s: float, observe: OnStatu
             raise DeadlineExceeded(
                 f"job '{job_id}' is {status.state} after {timeout_s:g} s and continues: wait again, or cancel it"
             )
-        yield Pause(min(pause_s, ends_s - now_s()))
-        pause_s = min(pause_s * 1.5, LAST_POLL_S)
+        yield Pause(min(pauses.next_s(), ends_s - now_s()))
 
 
 def job_path(job_id: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from qinfer.client.job_flows import FIRST_POLL_S, LAST_POLL_S, JobStatus
+from qinfer.client.job_flows import JobStatus, polls
 from qinfer.errors import InvalidRequest, QinferError, ResultNotFound, StoreError, UnsupportedFeature
 from qinfer.storage.open import remedy
 
@@ -112,7 +112,7 @@ def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
     Raises:
         ResultNotFound: The list does not exist.
     """
-    ends_s, pause_s = monotonic() + LISTED_S, FIRST_POLL_S
+    ends_s, pauses = monotonic() + LISTED_S, polls()
     while True:
         try:
             manifest = _manifest(files, f"{folder}/{PARTIAL}")
@@ -128,8 +128,7 @@ def _listed(files: Any, folder: str, status: JobStatus) -> _Manifest:
                 f"job '{status.id}' is {status.state}, and the list of its parts, {PARTIAL}, is still being written; "
                 "try again, or resume() the job"
             )
-        sleep(min(pause_s, left_s))
-        pause_s = min(pause_s * 1.5, LAST_POLL_S)
+        sleep(min(pauses.next_s(), left_s))
 
 
 def _is_of_end(manifest: _Manifest, status: JobStatus) -> bool:

@@ -12,6 +12,7 @@ import httpx
 
 from qinfer.client.failures import Problem, problem_of_connection, problem_of_reply
 from qinfer.core.clock import Clock
+from qinfer.core.retry import pause_s
 from qinfer.errors import ModelNotFound, QinferError
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
@@ -89,7 +90,7 @@ def backoff_s(retries: int, retry_after_s: float | None, jitter: float) -> float
     """
     if retry_after_s:
         return retry_after_s * (1 + jitter / 10)
-    return min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(retries, 10)) * (1 - jitter / 2)
+    return pause_s(retries + 1, FIRST_BACKOFF_S, LAST_BACKOFF_S) * (1 - jitter / 2)
 
 
 def call(
@@ -131,8 +132,8 @@ def call(
         else:
             assert outcome is not None
             problem = problem_of_connection(outcome, policy.url, policy.timeout_s)
-        pause_s = backoff_s(retries, problem.retry_after_s, random.random())  # noqa: S311  # spreads load, guards nothing
-        if not problem.error.retryable or retries >= policy.max_retries or now_s() + pause_s >= ends_s:
+        wait_s = backoff_s(retries, problem.retry_after_s, random.random())  # noqa: S311  # spreads load, guards nothing
+        if not problem.error.retryable or retries >= policy.max_retries or now_s() + wait_s >= ends_s:
             raise problem.error
         retries += 1
-        yield Pause(pause_s)
+        yield Pause(wait_s)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from qinfer.core.retry import OutageLog
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
 from qinfer.models.config.config import from_json, to_spec
@@ -100,20 +101,16 @@ class Catalog:
 
     async def run(self) -> None:
         """Keeps the view current until cancelled: refreshes when woken, and every few seconds."""
-        reachable = True
+        outage = OutageLog(logger, "control store unreachable, serving the last view", "control store reachable again")
         while True:
             try:
                 await self._store.wait(_REFRESH_S)
                 await self.refresh()
             except BrokerUnavailable as error:
-                if reachable:
-                    logger.warning("control store unreachable, serving the last view", extra={"error": error.message})
-                reachable = False
+                outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)  # nothing can wake us while the store is away
-                continue
-            if not reachable:
-                logger.info("control store reachable again")
-            reachable = True
+            else:
+                outage.over()
 
     def resolve(self, model: str, version: int) -> Served:
         """Returns the version to ask; 0 = the highest READY one.

@@ -12,7 +12,6 @@ are no push messages to tell from replies.
 
 import asyncio
 import logging
-import random
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,6 +19,7 @@ from typing import Any, cast
 
 from hiredis import ProtocolError, Reader, ReplyError, pack_command
 
+from qinfer.core.retry import Backoff
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, DeliveryError, QinferError, QueueFull, SettingsError
 from qinfer.queue.address import Address
@@ -389,7 +389,7 @@ class Link:
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()
-        delay_s, longest_s = _BACKOFF_S
+        backoff = Backoff(*_BACKOFF_S, jitter=0.5)
         while True:
             if self._connection is None:
                 self._take(await self._dial(None))
@@ -399,14 +399,13 @@ class Link:
             self._drop()
             if self._on_trouble is not None:
                 self._on_trouble()
-            if loop.time() - began_s > longest_s:
-                delay_s = _BACKOFF_S[0]
+            if loop.time() - began_s > _BACKOFF_S[1]:
+                backoff.reset()
                 self._told = None
                 self._tell("redis connection lost")
                 continue
             self._tell("redis connection lost as soon as it was made")  # by a primary that is none any more
-            await _pause(delay_s)
-            delay_s = min(2 * delay_s, longest_s)
+            await asyncio.sleep(backoff.next_s())
 
     def _tell(self, event: str, reason: str = "") -> None:
         """Logs what is wrong, once until something else is."""
@@ -437,7 +436,7 @@ class Link:
 
     async def _dial(self, deadline_s: float | None) -> Connection:
         """Connects; tries again until `deadline_s` (for ever without), which is when errors are raised."""
-        delay_s, longest_s = _BACKOFF_S
+        backoff = Backoff(*_BACKOFF_S, jitter=0.5)
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -445,13 +444,13 @@ class Link:
                     return await self._connect(await self.resolve())
             except (OSError, QinferError) as error:  # TimeoutError is an OSError
                 problem = error
-            if deadline_s is not None and (isinstance(problem, SettingsError) or loop.time() + delay_s > deadline_s):
+            pause_s = backoff.next_s()
+            if deadline_s is not None and (isinstance(problem, SettingsError) or loop.time() + pause_s > deadline_s):
                 raise _dial_error(problem)
             self._tell(_UNREACHABLE, _reason(problem))
             if self._on_trouble is not None:
                 self._on_trouble()
-            await _pause(delay_s)
-            delay_s = min(2 * delay_s, longest_s)
+            await asyncio.sleep(pause_s)
 
     async def _connect(self, address: Address) -> Connection:
         connection = await open_connection(address, self._settings, self._timeout_s)
@@ -493,10 +492,6 @@ async def _check_role(connection: Connection) -> None:
         return
     if role != b"master":
         raise BrokerUnavailable("it is a replica, which takes no writes")
-
-
-async def _pause(longest_s: float) -> None:
-    await asyncio.sleep(longest_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter needs no secrecy
 
 
 def _dial_error(problem: Exception) -> QinferError:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.queue import keys, scripts
 from qinfer.queue.base import Entry, Lane, Lease, reply_address
@@ -228,7 +229,7 @@ class ReplyReader:
         self._trimmed_at = 0.0
         self._kept_at = 0.0
         self._is_idle = True
-        self._is_broken = False
+        self._outage = OutageLog(logger, "reply stream interrupted", "reply stream is read again")
 
     async def run(self, ready: Callable[[], None] | None) -> None:
         """Reads until cancelled; see `Delivery.listen`."""
@@ -239,11 +240,9 @@ class ReplyReader:
                     ready()
                     ready = None
                 await self._read()
-                self._is_broken = False
+                self._outage.over()
             except QinferError as error:
-                if not self._is_broken:
-                    logger.warning("reply stream interrupted", extra={"reason": error.message})
-                self._is_broken = True
+                self._outage.failed(error.message)
                 self._last, self._untrimmed, self._is_idle = _START, 0, True
                 await asyncio.sleep(_PAUSE_S)  # `call` waits for a connection, but a refusal comes at once
 

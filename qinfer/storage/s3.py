@@ -6,13 +6,14 @@ once for a bucket; what two writers at the same moment leave is one of the two, 
 """
 
 import logging
-import random
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+from qinfer.core.retry import Backoff
 from qinfer.errors import StoreChanged, StoreUnavailable
 from qinfer.storage.errors import answer_of, mapped, store_error
 from qinfer.storage.fsspec import UPLOADS, FsspecStore
@@ -58,7 +59,8 @@ class S3Store(FsspecStore):
 
     def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
         bucket = url.split("/", 3)[2]
-        for tried in range(_CONFLICTS):
+        backoff = Backoff(1.5 * _CONFLICT_S, math.inf, jitter=0.7)
+        for _ in range(_CONFLICTS):
             if bucket in self._unconditional:
                 return self._verified(put, source, url)
             try:
@@ -70,7 +72,7 @@ class S3Store(FsspecStore):
                 if outcome is not None:
                     return outcome
                 if bucket not in self._unconditional:
-                    time.sleep(_CONFLICT_S * 2**tried * random.uniform(0.5, 1.5))  # noqa: S311
+                    time.sleep(backoff.next_s())
             else:
                 return Outcome.CREATED
         raise StoreUnavailable(f"others write '{url}' all the time; try again")

@@ -20,6 +20,7 @@ import msgspec
 
 from qinfer.core.clock import Clock
 from qinfer.core.messages import Response
+from qinfer.core.retry import Backoff
 from qinfer.errors import (
     TIMED_OUT,
     BrokerUnavailable,
@@ -372,16 +373,15 @@ class PendingRequests:
     async def _stored_outputs(self, pending: Pending) -> bytes | None:
         """Reads stored outputs; while the queue is away it tries again, for as long as somebody waits for them."""
         assert pending.load is not None
-        pause_s = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
                 return await self._delivery.take_result(pending.load.lane, pending.request_id)
             except BrokerUnavailable as error:
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(backoff.next_s())
                 if pending not in self:
                     raise
                 logger.info("outputs are read again", extra={"request_id": pending.request_id, "reason": error.message})
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def _by_lane(entries: list[Entry]) -> dict[Lane, list[Entry]]:

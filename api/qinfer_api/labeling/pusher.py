@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from qinfer.core.messages import Failure
+from qinfer.core.retry import OutageLog, pause_s
 from qinfer.core.settings import Settings
 from qinfer.errors import CorruptEntry, DeliveryError, InferenceFailed, QinferError, QueueFull
 from qinfer.labeling.label_config import parse_label_config
@@ -90,7 +91,6 @@ class Pusher:
         self._models: dict[str, None] = {}  # all that were ever mapped: a mapping that is gone may have tasks left
         self._finished: set[str] = set()  # endings of the present step about which all is said
         self._failures: Counter[str] = Counter()  # endings that Label Studio failed on, how often
-        self._troubles: dict[str, str] = {}
 
     async def run(self) -> None:
         """Feeds and pushes until cancelled."""
@@ -127,11 +127,11 @@ class Pusher:
 
     async def _again(self, what: str, work: Callable[[], Awaitable[int]], usual_s: float, news: asyncio.Event) -> None:
         """Works at each round, or when there is news; less and less often while Label Studio, or the queue, is away."""
-        away_s = 0.0
+        failures, away_s = 0, 0.0
+        outage = OutageLog(logger, "predictions can't be pushed now", "predictions are pushed again", step=what)
         while True:
-            pause_s = max(usual_s, away_s) * random.uniform(0.75, 1.25)  # noqa: S311 - rounds drift apart
             try:
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(max(usual_s, away_s) * random.uniform(0.75, 1.25)):  # noqa: S311 - drift apart
                     await news.wait()
             except TimeoutError:
                 pass
@@ -140,14 +140,16 @@ class Pusher:
                 await work()
             except (DeliveryError, QueueFull, StudioAway, StudioFailed) as error:
                 is_studio = isinstance(error, StudioAway | StudioFailed)
-                away_s = min(2 * max(away_s, usual_s), LONGEST_PAUSE_S if is_studio else _QUEUE_PAUSE_S)
-                self._tell(what, error.message)
+                failures += 1
+                away_s = pause_s(failures, 2 * usual_s, LONGEST_PAUSE_S if is_studio else _QUEUE_PAUSE_S)
+                outage.failed(error.message)
             except Exception as error:  # the boundary of labeling: what else the gateway does goes on, whatever it is
-                away_s = min(2 * max(away_s, usual_s), LONGEST_PAUSE_S)
+                failures += 1
+                away_s = pause_s(failures, 2 * usual_s, LONGEST_PAUSE_S)
                 logger.exception("labeling step failed", extra={"reason": what, "error": str(error)})
             else:
-                away_s = 0.0
-                self._tell(what, "")
+                failures, away_s = 0, 0.0
+                outage.over()
 
     async def _mapped(self) -> list[str]:
         self._models |= dict.fromkeys(mapping.model for mapping in await self._book.current())
@@ -335,11 +337,3 @@ class Pusher:
             for each in ids:
                 self._failures.pop(each, None)
             await self._deliveries.done(model, _PARTITION, self._kind, ids)
-
-    def _tell(self, what: str, trouble: str) -> None:
-        """Logs that something is away, or back; once each time."""
-        if trouble and not self._troubles.get(what):
-            logger.warning("predictions can't be pushed now", extra={"error": trouble, "reason": what})
-        if not trouble and self._troubles.get(what):
-            logger.info("predictions are pushed again", extra={"reason": what})
-        self._troubles[what] = trouble

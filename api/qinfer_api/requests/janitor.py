@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from qinfer.core.retry import OutageLog
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferError, QueueFull
 from qinfer.models.catalog import Catalog
 from qinfer.models.routes import NAMES
@@ -90,22 +91,18 @@ class Janitor:
             await self._again(partial(self._round, group), *words)
 
     async def _again(self, work: Callable[[], Awaitable[None]], broken: str, mended: str) -> None:
-        """Works round after round; logs that it can't, or can again, once each time."""
-        is_working = True
+        """Works round after round; logs that it can't, or can again."""
+        outage = OutageLog(logger, broken, mended)
         while True:
             await asyncio.sleep(self._sweep_every_s * random.uniform(0.75, 1.25))  # noqa: S311 - rounds drift apart
-            problem, defect = "", None
             try:
                 await work()
             except QinferError as error:
-                problem = error.message
+                outage.failed(error.message)
             except Exception as error:  # noqa: BLE001 - the boundary: one record must not cost the gateway
-                problem, defect = type(error).__name__, error
-            if problem and is_working:
-                logger.warning(broken, extra={"error": problem}, exc_info=defect)
-            if not problem and not is_working:
-                logger.info(mended)
-            is_working = not problem
+                outage.failed(type(error).__name__, error)
+            else:
+                outage.over()
 
     async def _round(self, group: asyncio.TaskGroup) -> None:
         """Ends what is over, and has webhooks delivered by the tasks of `group`.
@@ -170,16 +167,14 @@ class Janitor:
 
     async def _sweep(self) -> None:
         """Has expired objects deleted, again and again; sooner again where there may be more."""
-        is_working = True
+        outage = OutageLog(logger, "expired objects can't be deleted now", "expired objects are deleted again")
         while True:
             found = 0
             try:
                 found = await self._delivery.sweep()
-                is_working = True
+                outage.over()
             except DeliveryError as error:
-                if is_working:
-                    logger.warning("expired objects can't be deleted now", extra={"error": error.message})
-                is_working = False
+                outage.failed(error.message)
             pause_s = SWEEP_AGAIN_S if found else SWEEP_OBJECTS_EVERY_S
             await asyncio.sleep(pause_s * random.uniform(0.75, 1.25))  # noqa: S311 - rounds drift apart
 

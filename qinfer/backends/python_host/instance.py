@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 
 from qinfer.backends.python_host.process import FINALIZE_S, TERMINATE_S, HostProcess
+from qinfer.core.retry import pause_s
 from qinfer.errors import ModelLoadFailed
 
 logger = logging.getLogger("qinfer.backends.python")
@@ -109,8 +110,8 @@ class Instance:
 
     def _revive(self) -> None:
         """Starts processes until one has loaded the model."""
-        pause_s = _pause_s(self._crashes - FREE_CRASHES)
-        while not self._waited(pause_s):
+        failures = self._crashes - FREE_CRASHES
+        while not self._waited(pause_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)):
             try:
                 process = self._started()
             except ModelLoadFailed as error:
@@ -122,7 +123,7 @@ class Instance:
                 if self._replaced(process):
                     return
                 self._failed("its process died after it was loaded")
-            pause_s = _pause_s(self._failures)
+            failures = self._failures
 
     def _started(self) -> HostProcess:
         """Starts a process and loads the model in it.
@@ -170,14 +171,10 @@ class Instance:
         extra = {"model": self._model, "reason": reason, "failures": self._failures}
         logger.error("the model's process failed to start again", extra=extra)
 
-    def _waited(self, pause_s: float) -> bool:
+    def _waited(self, limit_s: float) -> bool:
         """Waits; tells whether the instance was stopped."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_stopped, pause_s)
-
-
-def _pause_s(count: int) -> float:
-    return min(FIRST_PAUSE_S * 2.0 ** min(count - 1, 10), LONGEST_PAUSE_S) if count > 0 else 0.0
+            return self._changed.wait_for(lambda: self._is_stopped, limit_s)
 
 
 def _stop_all() -> None:

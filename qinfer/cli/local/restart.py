@@ -4,6 +4,7 @@ import signal
 from dataclasses import dataclass
 
 from qinfer.core.processes import signal_name
+from qinfer.core.retry import pause_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,7 @@ def after_exit(policy: RestartPolicy, *, failures: int, ran_s: float, code: int)
     failures = 1 if ran_s >= policy.stable_s else failures + 1
     if policy.give_up_after is not None and (failures >= policy.give_up_after or code in policy.hopeless_codes):
         return Verdict(failures, None)
-    doublings = min(failures - 1, 32)  # beyond, the power is larger than any limit
-    return Verdict(failures, min(policy.first_delay_s * 2.0**doublings, policy.max_delay_s))
+    return Verdict(failures, pause_s(failures, policy.first_delay_s, policy.max_delay_s))
 
 
 def describe_exit(code: int) -> str:

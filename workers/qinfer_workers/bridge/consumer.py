@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from qinfer.bridge.metrics import RouteTally
+from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import QinferError
 from qinfer.models.catalog import Served
 from qinfer_workers.bridge.messages import Delivered, Receipt
-from qinfer_workers.bridge.pauses import Complaint, Pauses
 from qinfer_workers.bridge.reading import Reader, Work
 from qinfer_workers.bridge.transports.base import Source
 
@@ -72,8 +72,10 @@ class Consumer:
         tally.connected[_CONNECTION] = False
         self._stopping = threading.Event()
         self._finished = threading.Event()
-        self._no_source = Complaint(logger, "source is away", route=name)
-        self._no_model = Complaint(logger, "model can't be asked, messages wait in the source", route=name)
+        self._no_source = OutageLog(logger, "source is away", remind_s=REMIND_S, route=name)
+        self._no_model = OutageLog(
+            logger, "model can't be asked, messages wait in the source", remind_s=REMIND_S, route=name
+        )
         self._thread = threading.Thread(target=self._run, name=f"bridge-{name}-source", daemon=True)
 
     def start(self) -> None:
@@ -103,31 +105,31 @@ class Consumer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        pauses = Pauses()
+        backoff = Backoff()
         while not self._stopping.is_set():
             try:
                 source = self._connect(self.epoch + 1)
             except Exception as error:  # noqa: BLE001 - the boundary to kombu, whose transports raise what they like
-                self._no_source.say(_text(error))
-                self._stopping.wait(pauses.next_s())
+                self._no_source.failed(_text(error))
+                self._stopping.wait(backoff.next_s())
                 continue
             self.epoch += 1
             self._source = source
             self._connected(is_up=True)
             logger.info("consuming", extra={"route": self._name})
             try:
-                self._serve(source, pauses)
+                self._serve(source, backoff)
             except Exception as error:  # the same
-                self._no_source.say(_text(error))
+                self._no_source.failed(_text(error))
                 logger.debug("source lost", exc_info=True)
             finally:
                 self._source = None
                 self._connected(is_up=False)
                 self._held.clear()
                 source.close()
-            self._stopping.wait(pauses.next_s())
+            self._stopping.wait(backoff.next_s())
 
-    def _serve(self, source: Source, pauses: Pauses) -> None:
+    def _serve(self, source: Source, backoff: Backoff) -> None:
         while not self._stopping.is_set():
             self._acknowledge(source)
             messages = source.receive(_HELD_S if self._held else _RECEIVE_S)
@@ -136,7 +138,7 @@ class Consumer:
                 self._tally.unacknowledged += len(messages)
                 self._held += messages
                 self._no_source.over()
-                pauses.reset()
+                backoff.reset()
             if self._held:
                 self._read_held()
         while not self._finished.wait(_LAST_S):
@@ -159,7 +161,7 @@ class Consumer:
         try:
             self._reader.use(self._resolve())
         except QinferError as error:
-            self._no_model.say(error.message)
+            self._no_model.failed(error.message)
             return
         self._no_model.over()
         messages, self._held = self._held, []

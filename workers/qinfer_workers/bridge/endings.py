@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import QinferError
 from qinfer.queue.base import Delivery
 from qinfer.queue.deliveries import Kind
 from qinfer.queue.request_records import Ending
 from qinfer_workers.bridge.letters import Told
-from qinfer_workers.bridge.pauses import Complaint, Pauses
 from qinfer_workers.bridge.reading import PARTITION
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ class Endings:
         self._to_confirm = asyncio.Event()
         self._stopping = False
         self._is_taking = True
-        self._away = Complaint(logger, "ended requests can't be read", outbox=kind.name.removeprefix("outbox:"))
+        self._away = OutageLog(
+            logger, "ended requests can't be read", remind_s=REMIND_S, outbox=kind.name.removeprefix("outbox:")
+        )
 
     @property
     def in_hand(self) -> int:
@@ -102,7 +104,7 @@ class Endings:
             group.create_task(self._confirm_all())
 
     async def _take_all(self) -> None:
-        pauses = Pauses(PACE_S * 10, _LONGEST_PAUSE_S)
+        backoff = Backoff(PACE_S * 10, _LONGEST_PAUSE_S)
         while not self._stopping:
             self._news.clear()
             count = min(MOST_AT_ONCE, MOST_IN_HAND - len(self._in_hand))
@@ -112,11 +114,11 @@ class Endings:
             if count > 0:
                 try:
                     taken = await self._delivery.requests.endings(*self._place, count)
-                    pauses.reset()
+                    backoff.reset()
                     self._away.over()
                 except QinferError as error:
-                    self._away.say(error.message)
-                    await asyncio.sleep(pauses.next_s())
+                    self._away.failed(error.message)
+                    await asyncio.sleep(backoff.next_s())
                     continue
             fresh = [ending for ending in taken if ending.id not in self._in_hand]
             if fresh:
@@ -146,7 +148,7 @@ class Endings:
         self._in_hand_bytes -= self._in_hand.pop(ending_id, 0)
 
     async def _confirm_all(self) -> None:
-        pauses = Pauses(PACE_S * 10, _LONGEST_PAUSE_S)
+        backoff = Backoff(PACE_S * 10, _LONGEST_PAUSE_S)
         while self._is_taking or self._in_hand:
             if not self._confirmed:
                 self._to_confirm.clear()
@@ -157,10 +159,10 @@ class Endings:
             try:
                 await self._delivery.deliveries.done(*self._place, ids)
             except QinferError as error:
-                self._away.say(error.message)
-                await asyncio.sleep(pauses.next_s())
+                self._away.failed(error.message)
+                await asyncio.sleep(backoff.next_s())
                 continue
-            pauses.reset()
+            backoff.reset()
             for _ in ids:
                 self._forget(self._confirmed.popleft())
             if len(self._in_hand) < MOST_AT_ONCE:

@@ -13,11 +13,11 @@ from contextlib import suppress
 from enum import Enum
 
 from qinfer.bridge.metrics import RouteTally
+from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import Conflict, Overloaded, QinferError, RequestError
 from qinfer.queue.request_records import Acceptance, Accepted
 from qinfer_workers.bridge.consumer import Refused
 from qinfer_workers.bridge.messages import Receipt
-from qinfer_workers.bridge.pauses import Complaint, Pauses
 from qinfer_workers.bridge.reading import Work
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,11 @@ class Intake:
         self._is_told = False
         self._stopping = False
         self._size = MOST_AT_ONCE
-        self._away_pauses = Pauses(_AWAY_S, ROOM_S)
-        self._full = Complaint(logger, "the model's lane is full, messages wait in the source", route=name)
-        self._away = Complaint(logger, "the queue is away, messages wait in the source", route=name)
+        self._backoff = Backoff(_AWAY_S, ROOM_S)
+        self._full = OutageLog(
+            logger, "the model's lane is full, messages wait in the source", remind_s=REMIND_S, route=name
+        )
+        self._away = OutageLog(logger, "the queue is away, messages wait in the source", remind_s=REMIND_S, route=name)
 
     def add(self, works: Sequence[Work]) -> None:
         """Takes messages that were read; for any thread."""
@@ -168,14 +170,14 @@ class Intake:
         self._waiting.extendleft(reversed(left))
         if waits_for is None:
             self._size = min(self._size * 2, MOST_AT_ONCE)
-            self._away_pauses.reset()
+            self._backoff.reset()
             self._full.over()
             self._away.over()
         return waits_for
 
     def _complain(self, fate: Fate, error: QinferError | None) -> None:
         text = "" if error is None else error.message
-        (self._full if fate is Fate.FULL else self._away).say(text)
+        (self._full if fate is Fate.FULL else self._away).failed(text)
 
     async def _pause(self, fate: Fate) -> None:
         began_s = time.monotonic()
@@ -186,5 +188,5 @@ class Intake:
                 async with asyncio.timeout(ROOM_S):
                     await self._room.wait()
         else:
-            await asyncio.sleep(self._away_pauses.next_s())
+            await asyncio.sleep(self._backoff.next_s())
         self._tally.paused_s += time.monotonic() - began_s

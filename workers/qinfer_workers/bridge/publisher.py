@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from qinfer.bridge.metrics import RouteTally
+from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer_workers.bridge.messages import Outgoing
-from qinfer_workers.bridge.pauses import Complaint, Pauses
 from qinfer_workers.bridge.transports.base import MessageRefused, Settled, Sink
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,9 @@ class Publisher:
         self._is_careful = False  # one of those that are unsettled has ended a connection
         self._stopping = threading.Event()
         tally.connected[connection] = False
-        self._away = Complaint(logger, "predictions can't be published", route=name, connection=connection)
+        self._away = OutageLog(
+            logger, "predictions can't be published", remind_s=REMIND_S, route=name, connection=connection
+        )
         self._thread = threading.Thread(target=self._run, name=f"bridge-{name}-{connection}", daemon=True)
 
     def start(self) -> None:
@@ -80,41 +82,41 @@ class Publisher:
         return self._stopping.is_set() and not self._inbox and not self._unsettled
 
     def _run(self) -> None:
-        pauses = Pauses()
+        backoff = Backoff()
         while not self._is_over:
             try:
                 sink = self._connect()
             except Exception as error:  # noqa: BLE001 - the boundary to kombu, whose transports raise what they like
-                self._away.say(_text(error))
-                self._stopping.wait(pauses.next_s())
+                self._away.failed(_text(error))
+                self._stopping.wait(backoff.next_s())
                 continue
             self._sink = sink
             self._tally.connected[self._connection] = True
             try:
-                self._send_again(sink, pauses)
-                self._serve(sink, pauses)
+                self._send_again(sink, backoff)
+                self._serve(sink, backoff)
             except Exception as error:  # the same
                 self._is_careful |= isinstance(error, MessageRefused)
-                self._away.say(_text(error))
+                self._away.failed(_text(error))
                 logger.debug("sink lost", exc_info=True)
             finally:
                 self._sink = None
                 self._tally.connected[self._connection] = False
                 sink.close()
             if not self._is_over:
-                self._stopping.wait(pauses.next_s())
+                self._stopping.wait(backoff.next_s())
 
-    def _serve(self, sink: Sink, pauses: Pauses) -> None:
+    def _serve(self, sink: Sink, backoff: Backoff) -> None:
         while not self._is_over:
             if self._inbox:
                 posted = [self._inbox.popleft() for _ in range(len(self._inbox))]
                 self._unsettled.update(dict.fromkeys(posted))
                 sink.send(posted)
             if self._take(sink.settle(_SETTLE_S)):
-                pauses.reset()
+                backoff.reset()
                 self._away.over()
 
-    def _send_again(self, sink: Sink, pauses: Pauses) -> None:
+    def _send_again(self, sink: Sink, backoff: Backoff) -> None:
         """Publishes what was left; where one of it is to blame, one at a time, so that it is found out."""
         left = list(self._unsettled)
         if not self._is_careful:
@@ -127,7 +129,7 @@ class Publisher:
                     self._take(sink.settle(_SETTLE_S))
             except MessageRefused:
                 self._take(Settled(refused=[message]))
-                pauses.reset()
+                backoff.reset()
                 raise
         self._is_careful = False
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from qinfer.bridge.metrics import RouteTally
 from qinfer.bridge.reports import Reports
+from qinfer.core.retry import OutageLog
 from qinfer.errors import QinferError
 from qinfer.models.state import ControlStore
 
@@ -49,7 +50,9 @@ class Reporter:
         self._every_s = every_s
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self._is_away = False
+        self._outage = OutageLog(
+            logger, "what the bridge counts is not stored", "what the bridge counts is stored again"
+        )
         self._thread = threading.Thread(target=self._run, name="bridge-reporter", daemon=True)
 
     def start(self) -> None:
@@ -85,14 +88,10 @@ class Reporter:
         try:
             await store.put_bridge(self._reports.next(), ttl_s)
         except QinferError as error:
-            if not self._is_away:
-                logger.warning("what the bridge counts is not stored", extra={"error": error.message})
-            self._is_away = True
+            self._outage.failed(error.message)
             return
         except Exception:  # the loop boundary: metrics must not end a bridge
             logger.exception("what the bridge counts is not stored")
             return
-        if self._is_away:
-            logger.info("what the bridge counts is stored again")
-        self._is_away = False
+        self._outage.over()
         self._reports.stored()

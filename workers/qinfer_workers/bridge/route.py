@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from qinfer.bridge.metrics import RouteTally, count
+from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.models.catalog import Catalog, Served
 from qinfer.queue.base import Delivery, reply_address
 from qinfer.queue.deliveries import outbox
@@ -29,7 +30,6 @@ from qinfer_workers.bridge.endings import Endings
 from qinfer_workers.bridge.intake import Intake
 from qinfer_workers.bridge.letters import Told, refusal, refuse, tell
 from qinfer_workers.bridge.messages import Outgoing, Parcel, Place, Receipt
-from qinfer_workers.bridge.pauses import Complaint
 from qinfer_workers.bridge.publisher import Publisher
 from qinfer_workers.bridge.reading import Reader
 from qinfer_workers.bridge.transports.base import Settled, Sink, Source
@@ -76,7 +76,7 @@ class Route:
         self._catalog = catalog
         self._loop = asyncio.get_running_loop()
         self._told: dict[str, str] = {}  # parcels of ends in hand, by id → how they ended
-        self._lost = Complaint(logger, "no queue takes what is published", route=options.name)
+        self._lost = OutageLog(logger, "no queue takes what is published", remind_s=REMIND_S, route=options.name)
         self._publishers = self._make_publishers()
         self._intake = Intake(
             name=options.name,
@@ -206,11 +206,11 @@ class Route:
             count(self.tally.unroutable, message.place.value)
             if message.place is not Place.REPLY:  # its caller is gone; a queue that is missing may be made yet
                 message.parcel.failed = True
-                self._lost.say(f"{message.place.value}: '{(message.exchange or message.routing_key).decode()}'")
+                self._lost.failed(f"{message.place.value}: '{(message.exchange or message.routing_key).decode()}'")
             self._settle_one(message, told, done)
         for message in settled.refused:
             message.parcel.failed = True
-            self._lost.say("the broker refuses messages: is a queue full, or a message too large?")
+            self._lost.failed("the broker refuses messages: is a queue full, or a message too large?")
             self._settle_one(message, told, done)
         if told:
             self._endings.told(told)

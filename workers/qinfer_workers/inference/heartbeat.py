@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from qinfer.batching.batcher import Batcher
 from qinfer.core.clock import ServerClock
+from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import ControlStore, Speed, VersionState, WorkerRecord
@@ -16,7 +17,6 @@ from qinfer.observe.stats import ModelCounts
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.leases import LeaseKeeper
-from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.inference.use import UseMeter
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Heartbeat:
             self._use.stop()
 
     async def _beat_on(self) -> None:
-        trouble = Trouble(logger, "no heartbeat", "heartbeats again")
+        outage = OutageLog(logger, "no heartbeat", "heartbeats again")
         is_news = False  # until its readers were woken
         while True:
             is_news = is_news or self._changed.is_set()
@@ -105,9 +105,9 @@ class Heartbeat:
                 if is_news:
                     await self._store.wake()
                     is_news = False
-                trouble.over()
+                outage.over()
             except BrokerUnavailable as error:
-                trouble.happened(error.message)
+                outage.failed(error.message)
             try:
                 async with asyncio.timeout(self._settings.heartbeat_every_s):
                     await self._changed.wait()

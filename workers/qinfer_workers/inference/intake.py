@@ -9,13 +9,13 @@ from typing import NamedTuple
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
 from qinfer.core.messages import Failure, InferRequest, Response
+from qinfer.core.retry import OutageLog
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError
 from qinfer.models.validate import validate
 from qinfer.queue.base import Delivery, Lease
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.publisher import Publisher
-from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Intake:
         self._publisher = publisher
         self._most = max(max_deliveries, LEAST_DELIVERIES)
         self._reader = RequestReader()
-        self._trouble = Trouble(logger, "payloads not read, trying again", "payloads are read again")
+        self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
 
     def items(self, batcher: Batcher, leases: Iterable[Lease]) -> Taken:
         """Decodes leases; those that can't be executed are buried, answered or released, and left out."""
@@ -174,10 +174,10 @@ class Intake:
             self._bury(batcher, item, error)
             return None
         except QinferError as error:
-            self._trouble.happened(error.message)
+            self._outage.failed(error.message)
             self.put_off([item])
             return None
-        self._trouble.over()
+        self._outage.over()
         if payload is None:
             self._publisher.discard(item)
         return payload

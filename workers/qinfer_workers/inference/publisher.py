@@ -18,6 +18,7 @@ import msgspec
 
 from qinfer.batching.execution import TOLD, Pending
 from qinfer.core.messages import Failure, Response
+from qinfer.core.retry import OutageLog, pause_s
 from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull
 from qinfer.observe.stats import PublishTally, StatsTally
 from qinfer.queue.base import DELAYED, Delivery, Lease
@@ -25,7 +26,6 @@ from qinfer.queue.request_records import Address, Outcome, RequestState, Settlem
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.inference.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Publisher:
         self._timer: asyncio.TimerHandle | None = None
         self._finish_at_s = 0.0
         self._later: dict[Pending, asyncio.TimerHandle] = {}
-        self._trouble = Trouble(logger, "broker unavailable, trying again", "the broker takes answers again")
+        self._outage = OutageLog(logger, "broker unavailable, trying again", "the broker takes answers again")
         self._closed = False
 
     def answer(self, items: Sequence[Pending], responses: Sequence[Response]) -> None:
@@ -280,22 +280,22 @@ class Publisher:
         Ends in vain when the leases of all `items` are lost: to finish such items again does no harm. What is refused
         for another reason is left to the end of the leases of `held`.
         """
-        pause_s = _FIRST_RETRY_S
+        failures = 0
         while not _are_lost(items):
             try:
                 await work()
-                if pause_s > _FIRST_RETRY_S:
-                    self._trouble.over()
+                if failures:
+                    self._outage.over()
                 break
             except (BrokerUnavailable, QueueFull) as error:
-                self._trouble.happened(error.message)
+                self._outage.failed(error.message)
             except QinferError:
                 extra = {"items": len(held), "request_ids": [item.request.id for item in held[:TOLD]]}
                 logger.exception("refused by the broker", extra=extra)
                 self._keeper.drop(held)
                 return
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, _LAST_RETRY_S)
+            failures += 1
+            await asyncio.sleep(pause_s(failures, _FIRST_RETRY_S, _LAST_RETRY_S))
         if after is not None:
             after(items)
 

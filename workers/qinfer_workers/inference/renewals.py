@@ -12,11 +12,11 @@ from contextlib import suppress
 import msgspec
 
 from qinfer.core.processes import packed, received
+from qinfer.core.retry import Backoff, OutageLog
 from qinfer.core.settings import Settings
 from qinfer.queue import keys, scripts
 from qinfer.queue.base import Lane
 from qinfer_workers.inference.leases import LeaseKeeper
-from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.renewer import TELLS_PER_RENEWAL, Held, Hello, Report
 
 logger = logging.getLogger(__name__)
@@ -50,24 +50,23 @@ class ProcessRenewals:
         )
         self._lanes: dict[bytes, Lane] = {}
         self._asked = asyncio.Event()
-        self._trouble = _trouble()
-        self._endings = Trouble(
+        self._outage = _outage()
+        self._endings = OutageLog(
             logger,
             "the renewer of leases ended, starting another; without one nothing is fetched",
             "a renewer of leases runs",
-            logging.ERROR,
+            level=logging.ERROR,
         )
-        self._pause_s = _RETRY_S
+        self._backoff = Backoff(_RETRY_S, _LONGEST_RETRY_S)
 
     async def run(self, keeper: LeaseKeeper) -> None:
         """See `Renewals.run`; what can't be started is tried again, less and less often."""
         while True:
             try:
-                self._endings.happened(f"it ended with status {await self._run_one(keeper)}")
+                self._endings.failed(f"it ended with status {await self._run_one(keeper)}")
             except OSError as error:  # no memory, or too many processes or files
-                self._endings.happened(f"it can't be started: {error.strerror}")
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, _LONGEST_RETRY_S)
+                self._endings.failed(f"it can't be started: {error.strerror}")
+            await asyncio.sleep(self._backoff.next_s())
 
     async def _run_one(self, keeper: LeaseKeeper) -> int | None:
         """Starts a process and talks to it until it ends; returns its exit status."""
@@ -127,12 +126,12 @@ class ProcessRenewals:
         self._pause_s = _RETRY_S
         self._endings.over()
         for reason in report.failed.values():
-            self._trouble.happened(reason)
+            self._outage.failed(reason)
         if not report.failed:
-            self._trouble.over()
+            self._outage.over()
         lost = {(self._lanes[lane], entry_id.decode()) for lane, entry_id in report.lost}
         keeper.renewed(report.began_s, lost, [self._lanes[lane] for lane in report.failed], report.renewed)
 
 
-def _trouble() -> Trouble:
-    return Trouble(logger, "leases not renewed", "leases are renewed again")
+def _outage() -> OutageLog:
+    return OutageLog(logger, "leases not renewed", "leases are renewed again")

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
+from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.models.catalog import Catalog
@@ -29,7 +30,6 @@ from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.serving import Serving
 from qinfer_workers.inference.tasks import end
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.jobs.scoring.work import BulkWork
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Worker:
     async def _fetch_loop(self, serving: Serving) -> None:
         """Fetches whenever the batcher has room."""
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
-        trouble = Trouble(logger, "nothing fetched", "fetching again")
+        outage = OutageLog(logger, "nothing fetched", "fetching again")
         await self._keeper.watch(serving.lanes)
         while True:
             if not self._keeper.can_renew(serving.lanes):
@@ -178,12 +178,12 @@ class Worker:
             quiet.clear()
             try:
                 leases = await self._delivery.fetch(serving.lanes, self._id, count, min(wait_s, longest_s))
-                trouble.over()
+                outage.over()
                 if leases:
                     self._take_in(serving, leases)
                     await asyncio.sleep(0)  # answers that are ready leave in one write with the next fetch
             except QinferError as error:  # the broker's state, or its refusal: either may pass
-                trouble.happened(error.message)
+                outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)
             finally:
                 quiet.set()
@@ -221,7 +221,7 @@ class Worker:
 
     async def _reclaim_loop(self) -> None:
         """Looks for entries of dead workers, twice in a lease time."""
-        trouble = Trouble(logger, "nothing reclaimed", "reclaiming again")
+        outage = OutageLog(logger, "nothing reclaimed", "reclaiming again")
         while True:
             await asyncio.sleep(self._settings.lease_s / 2)
             reasons: list[str] = []
@@ -233,9 +233,9 @@ class Worker:
                 except QinferError as error:
                     reasons.append(error.message)
             for reason in reasons:
-                trouble.happened(reason)
+                outage.failed(reason)
             if not reasons:
-                trouble.over()
+                outage.over()
 
     async def _has_suspects(self, serving: Serving) -> bool:
         """Tells whether there is anything to reclaim, and leaves it where it is.

@@ -10,6 +10,7 @@ from functools import partial
 from celery import Celery, Task
 from celery.exceptions import Reject
 
+from qinfer.core.retry import pause_s
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError
 from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, broker_of
@@ -115,5 +116,5 @@ def _register(app: Celery, name: str, work: Callable[[str], None], longest_s: fl
         except QinferError as error:
             if not error.retryable or name == SWEEP:  # which comes again anyway
                 raise
-            pause_s = min(_FIRST_PAUSE_S * 2.0 ** min(task.request.retries, 16), longest_s)
-            raise task.retry(exc=error, countdown=pause_s) from None
+            later_s = pause_s(task.request.retries + 1, _FIRST_PAUSE_S, longest_s)
+            raise task.retry(exc=error, countdown=later_s) from None

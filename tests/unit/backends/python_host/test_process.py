@@ -118,14 +118,6 @@ def initialize(self, args):
     assert not is_running(starting.pid)
 
 
-def test_many_crashes_in_a_row_cost_a_pause(tmp_path: Path) -> None:
-    """Some are free: finding one bad request of a batch takes several."""
-    assert instance._pause_s(0) == 0.0
-    assert instance._pause_s(-3) == 0.0
-    assert [instance._pause_s(count) for count in (1, 2, 3)] == [0.2, 0.4, 0.8]
-    assert instance._pause_s(1000) == instance.LONGEST_PAUSE_S
-
-
 @pytest.mark.parametrize(
     ("body", "text"),
     [

@@ -26,7 +26,6 @@ from qinfer_workers import renewer
 from qinfer_workers.inference import renewals
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.renewals import ProcessRenewals
-from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.renewer import Held, Hello, Report
 
 LANE = Lane("stub", 1)
@@ -139,18 +138,3 @@ def test_a_worker_that_does_not_read_keeps_nobody_from_renewing(monkeypatch: pyt
 
     assert [report.began_s for report in last] == [-3.0, -4.0]
     assert [[entry_id for _, entry_id in report.lost] for report in last] == [[b"1-0", b"2-0", b"3-0"], []]
-
-
-def test_trouble_is_logged_when_it_begins_and_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
-    """Once for each reason."""
-    caplog.set_level(logging.INFO)
-    trouble = Trouble(logging.getLogger("test"), "fails", "works again")
-
-    trouble.over()
-    for reason in ("a", "b", "a", "b"):
-        trouble.happened(reason)
-    trouble.over()
-    trouble.over()
-    trouble.happened("a")
-
-    assert [record.message for record in caplog.records] == ["fails", "fails", "works again", "fails"]

@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
+from qinfer.core.retry import Backoff, OutageLog
 from qinfer.errors import BrokerUnavailable, CorruptEntry, ErrorCode, QinferError, QueueFull
 from qinfer.jobs.plan import ShardTicket, decode_ticket
 from qinfer.jobs.queue.records import PLANNING, RUNNING, JobRecord, ShardOutcome
 from qinfer.observe.stats import DEAD_LETTERS, ROWS_DONE, ROWS_FAILED
 from qinfer.queue.base import Lease
 from qinfer_workers.inference.tracing import ShardPlace
-from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.jobs.scoring.desk import Abandoned, Begin, Desk, PutOff, Run
 from qinfer_workers.jobs.scoring.hands import HeldShard
 
@@ -58,7 +58,7 @@ class Errand:
         self._begin = begin
         self._run: Run | None = None
         self._held = HeldShard(lease, desk.delivery.clock.now_s() + STALLED_S)
-        self._trouble = Trouble(logger, "shard not finished, trying again", "shards are finished again")
+        self._outage = OutageLog(logger, "shard not finished, trying again", "shards are finished again")
 
     async def do(self, put_off_s: float) -> None:
         """Does it; cancelled, it releases the shard, its delivery count as it was before.
@@ -184,19 +184,18 @@ class Errand:
         Raises:
             QinferError: It is refused, or the lease is lost meanwhile.
         """
-        pause_s = _FIRST_RETRY_S
+        backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
             try:
                 answer = await call()
             except (BrokerUnavailable, QueueFull) as error:
                 if self._held.lost:
                     raise
-                self._trouble.happened(error.message)
+                self._outage.failed(error.message)
             else:
-                self._trouble.over()
+                self._outage.over()
                 return answer
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_RETRY_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def _release(self) -> None:
         """Gives the shard back; what does not arrive is reclaimed when the lease ends."""

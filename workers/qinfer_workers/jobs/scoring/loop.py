@@ -10,9 +10,9 @@ import logging
 import time
 from collections.abc import Sequence
 
+from qinfer.core.retry import OutageLog, pause_s
 from qinfer.errors import QinferError
 from qinfer.queue.base import Lane, Lease
-from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.jobs.scoring.desk import Begin, Desk
 from qinfer_workers.jobs.scoring.errand import Errand
 
@@ -39,8 +39,8 @@ class BulkLoop:
         self._begin = begin
         self._is_open = is_open
         self._reclaim_at_s = 0.0
-        self._put_off_s = _PUT_OFF_S
-        self._trouble = Trouble(logger, "no shards fetched", "shards are fetched again")
+        self._put_offs = 0  # in a row
+        self._outage = OutageLog(logger, "no shards fetched", "shards are fetched again")
         self._errands: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -51,9 +51,9 @@ class BulkLoop:
                 await self._desk.hands.ready()
                 try:
                     await self._step()
-                    self._trouble.over()
+                    self._outage.over()
                 except QinferError as error:  # the broker's state, or its refusal: either may pass
-                    self._trouble.happened(error.message)
+                    self._outage.failed(error.message)
                     await asyncio.sleep(_RETRY_S)
         finally:
             for task in self._errands:
@@ -106,9 +106,9 @@ class BulkLoop:
 
     async def _do(self, errand: Errand) -> None:
         try:
-            await errand.do(self._put_off_s)
+            await errand.do(pause_s(self._put_offs + 1, _PUT_OFF_S, _LAST_PUT_OFF_S))
         except Exception:  # the loop boundary: the lease will end, and count as an execution
             logger.exception("shard not seen through")
         finally:
             self._desk.hands.put()
-        self._put_off_s = min(2 * self._put_off_s, _LAST_PUT_OFF_S) if errand.was_put_off else _PUT_OFF_S
+        self._put_offs = self._put_offs + 1 if errand.was_put_off else 0

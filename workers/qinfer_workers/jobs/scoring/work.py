@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from qinfer.batching.batcher import Batcher
+from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError
 from qinfer.jobs.plan import ShardTicket
@@ -23,7 +24,6 @@ from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.inference.trouble import Trouble
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
 from qinfer_workers.jobs.scoring.desk import Desk, Run
@@ -98,13 +98,13 @@ class BulkWork:
     async def _look(self) -> None:
         if not self._settings.enabled:
             return
-        trouble = Trouble(logger, "no look for bulk jobs", "bulk jobs are looked for again")
+        outage = OutageLog(logger, "no look for bulk jobs", "bulk jobs are looked for again")
         while True:
             try:
                 models = {model for model, _ in await self._desk.delivery.jobs.models()}
-                trouble.over()
+                outage.over()
             except QinferError as error:  # the loops say more
-                trouble.happened(error.message)
+                outage.failed(error.message)
                 models = set()
             if not self._is_prepared and any(model in models for model, _ in self._served):
                 if not await in_thread("bulk-prepare", self._prepare):
