@@ -19,16 +19,12 @@ import redis
 
 from qinfer.backends.stub import StubBackend
 from qinfer.core.clock import Clock
-from qinfer.models.memory_store import MemoryControlStore
 from qinfer.models.spec import BatchingSpec, ModelSpec, TensorSpec
 from qinfer.queue.embedded import EmbeddedRedis, find_redis_server
-from qinfer.queue.memory import MemoryDelivery
 
 __all__ = [
     "EmbeddedServer",
     "FakeClock",
-    "MemoryControlStore",
-    "MemoryDelivery",
     "StubBackend",
     "eventually",
     "stub_spec",

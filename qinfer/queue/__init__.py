@@ -1,1 +1,1 @@
-"""The queue: one port (`base`), its Redis and memory adapters, and the wire they use."""
+"""The queue on Redis, and the wire it uses."""

@@ -10,12 +10,9 @@ import pytest
 import redis
 
 from qinfer.core.settings import LimitSettings, RedisSettings
-from qinfer.models.memory_store import MemoryControlStore
 from qinfer.models.state import ControlStore
 from qinfer.models.store import RedisControlStore
-from qinfer.queue.base import Delivery
 from qinfer.queue.clients import admin_client
-from qinfer.queue.memory import MemoryDelivery
 from qinfer.queue.redis import RedisDelivery
 from tests.support.servers import servers
 from tests.support.servers.servers import RedisCluster, RedisServer, redis_6_2, system_redis
@@ -30,19 +27,6 @@ PERMANENT = (
 WHOLE = {"qinfer:desired", "qinfer:control", "qinfer:workers", "qinfer:jobs", "qinfer:jobs:places", "qinfer:jobs:open"}
 WHOLE |= {"qinfer:scaler-counts"}
 ENDED = {"completed", "failed", "cancelled", "expired"}
-
-
-class MemoryQueue:
-    """A queue that lives in this process: everyone shares the one object."""
-
-    def __init__(self) -> None:
-        self._delivery = MemoryDelivery()
-
-    async def connect(self) -> Delivery:
-        return self._delivery
-
-    async def close(self) -> None:
-        await self._delivery.close()
 
 
 class RedisQueue:
@@ -138,8 +122,8 @@ def _redis_queue(request: pytest.FixtureRequest, kind: str, store: Path | None =
 
 
 @pytest.fixture(params=[*REDIS, *servers.matrix("redis-objects")])
-async def queue(request: pytest.FixtureRequest) -> AsyncIterator[MemoryQueue | RedisQueue]:
-    """Each adapter, on each kind of server."""
+async def queue(request: pytest.FixtureRequest) -> AsyncIterator[RedisQueue]:
+    """Each kind of server, and one with a directory for large values."""
     queue = _redis_queue(request, request.param)
     yield queue
     await queue.close()
@@ -181,12 +165,8 @@ class ControlPair(NamedTuple):
 
 
 @pytest.fixture
-async def stores(queue: MemoryQueue | RedisQueue) -> AsyncIterator[ControlPair]:
-    """The control store, on each kind of server and without one."""
-    if isinstance(queue, MemoryQueue):
-        shared = MemoryControlStore()
-        yield ControlPair(shared, shared)
-        return
+async def stores(queue: RedisQueue) -> AsyncIterator[ControlPair]:
+    """The control store, on each kind of server."""
     pair = ControlPair(*(RedisControlStore(admin_client(queue.settings)) for _ in range(2)))
     yield pair
     for store in pair:

@@ -7,7 +7,7 @@ import pytest
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.queue.records import MAX_LOG_LINES, TOP_UP_COUNT, ShardOutcome, Standing
 from qinfer.queue.base import DELAYED, Lane
-from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.contract.conftest import RedisQueue
 from tests.support.bulk_jobs import (
     LANES,
     counts,
@@ -24,13 +24,10 @@ from tests.support.bulk_jobs import (
     top_up,
 )
 
-Queue = MemoryQueue | RedisQueue
-
-
 # --- records (promises 1, 7) ---
 
 
-async def test_a_record_is_read_as_it_was_created(queue: Queue) -> None:
+async def test_a_record_is_read_as_it_was_created(queue: RedisQueue) -> None:
     """By any process; the creation is stamped, if it is not given."""
     delivery, other = await queue.connect(), await queue.connect()
     before_s = delivery.clock.now_s()
@@ -53,7 +50,7 @@ async def test_a_record_is_read_as_it_was_created(queue: Queue) -> None:
     assert found.lane == LANES[2]
 
 
-async def test_a_job_is_created_once(queue: Queue) -> None:
+async def test_a_job_is_created_once(queue: RedisQueue) -> None:
     """Another one of its id, of this model or another, changes nothing; an unknown id is nobody's."""
     delivery = await queue.connect()
     assert await delivery.jobs.create(record(tenant="first"))
@@ -66,7 +63,7 @@ async def test_a_job_is_created_once(queue: Queue) -> None:
     assert not await delivery.jobs.move("j2", {"validating"}, "planning")
 
 
-async def test_a_state_changes_only_from_one_that_is_expected(queue: Queue) -> None:
+async def test_a_state_changes_only_from_one_that_is_expected(queue: RedisQueue) -> None:
     """Of several that move a job at once one does; the fields go with it; each change raises the revision."""
     delivery = await queue.connect()
     await delivery.jobs.create(record())
@@ -83,7 +80,7 @@ async def test_a_state_changes_only_from_one_that_is_expected(queue: Queue) -> N
     assert found.revision == first.revision + 1
 
 
-async def test_only_fields_that_are_the_callers_can_be_set(queue: Queue) -> None:
+async def test_only_fields_that_are_the_callers_can_be_set(queue: RedisQueue) -> None:
     """The counts are the queue's own."""
     delivery = await queue.connect()
     await delivery.jobs.create(record())
@@ -93,7 +90,7 @@ async def test_only_fields_that_are_the_callers_can_be_set(queue: Queue) -> None
     assert (await known(delivery)).state == "validating"
 
 
-async def test_jobs_are_listed_the_newest_first(queue: Queue) -> None:
+async def test_jobs_are_listed_the_newest_first(queue: RedisQueue) -> None:
     """Page by page, also where many were created in the same moment; of a tenant, in a state."""
     delivery = await queue.connect()
     for number in range(5):
@@ -119,7 +116,7 @@ async def test_jobs_are_listed_the_newest_first(queue: Queue) -> None:
         await delivery.jobs.list(after="nonsense")
 
 
-async def test_a_job_past_its_deadline_is_overdue_until_it_ends(queue: Queue) -> None:
+async def test_a_job_past_its_deadline_is_overdue_until_it_ends(queue: RedisQueue) -> None:
     """Jobs with a later deadline, or none, are not."""
     delivery = await queue.connect()
     now_s = delivery.clock.now_s()
@@ -131,7 +128,7 @@ async def test_a_job_past_its_deadline_is_overdue_until_it_ends(queue: Queue) ->
     assert await delivery.jobs.overdue() == []
 
 
-async def test_a_waiter_is_told_of_a_change(queue: Queue) -> None:
+async def test_a_waiter_is_told_of_a_change(queue: RedisQueue) -> None:
     """At once if it happened before, else when it happens; after the timeout it sees the record as it was."""
     delivery = await queue.connect()
     await delivery.jobs.create(record())
@@ -149,7 +146,7 @@ async def test_a_waiter_is_told_of_a_change(queue: Queue) -> None:
     assert await delivery.jobs.wait_for_change("j2", 0, 30.0) is None
 
 
-async def test_a_log_keeps_the_latest_lines(queue: Queue) -> None:
+async def test_a_log_keeps_the_latest_lines(queue: RedisQueue) -> None:
     """Any text is a line; an unknown job has no log."""
     delivery = await queue.connect()
     await delivery.jobs.create(record())
@@ -167,7 +164,7 @@ async def test_a_log_keeps_the_latest_lines(queue: Queue) -> None:
 # --- planning (promise 2) ---
 
 
-async def test_a_plan_may_be_put_again_and_again(queue: Queue) -> None:
+async def test_a_plan_may_be_put_again_and_again(queue: RedisQueue) -> None:
     """In parts, by two planners; each shard is there once, and the last part lets the job run."""
     delivery = await queue.connect()
     await delivery.jobs.create(record(state="planning"))
@@ -186,7 +183,7 @@ async def test_a_plan_may_be_put_again_and_again(queue: Queue) -> None:
     assert [index_of(lease) for lease in await fetch(delivery, 9)] == [0, 1, 2, 3]
 
 
-async def test_a_plan_without_shards_is_settled(queue: Queue) -> None:
+async def test_a_plan_without_shards_is_settled(queue: RedisQueue) -> None:
     """An input without a row: there is nothing to run, and somebody is told."""
     delivery = await queue.connect()
     await planned(delivery, 0)
@@ -197,7 +194,7 @@ async def test_a_plan_without_shards_is_settled(queue: Queue) -> None:
     assert standing.is_settled
 
 
-async def test_a_job_that_is_not_being_planned_takes_no_shards(queue: Queue) -> None:
+async def test_a_job_that_is_not_being_planned_takes_no_shards(queue: RedisQueue) -> None:
     """Neither one that was cancelled meanwhile, nor an unknown one."""
     delivery = await queue.connect()
     await delivery.jobs.create(record(state="planning"))
@@ -213,7 +210,7 @@ async def test_a_job_that_is_not_being_planned_takes_no_shards(queue: Queue) -> 
 
 @pytest.mark.parametrize(("max_parallel", "workers", "in_lane"), [(3, 1, 6), (0, 2, 4), (0, 0, 2)])
 async def test_twice_as_many_shards_as_may_run_are_in_the_lane(
-    queue: Queue, max_parallel: int, workers: int, in_lane: int
+    queue: RedisQueue, max_parallel: int, workers: int, in_lane: int
 ) -> None:
     """By the job's own word, else by the number of workers; to fill it again changes nothing."""
     delivery = await queue.connect()
@@ -226,7 +223,7 @@ async def test_twice_as_many_shards_as_may_run_are_in_the_lane(
     assert (await known(delivery)).in_lane == in_lane
 
 
-async def test_a_step_is_bounded(queue: Queue) -> None:
+async def test_a_step_is_bounded(queue: RedisQueue) -> None:
     """However many may run."""
     delivery = await queue.connect()
     await planned(delivery, TOP_UP_COUNT + 5, max_parallel=10_000)
@@ -235,7 +232,7 @@ async def test_a_step_is_bounded(queue: Queue) -> None:
     assert await top_up(delivery.jobs, "digits") == 5
 
 
-async def test_shards_of_a_higher_priority_are_read_first(queue: Queue) -> None:
+async def test_shards_of_a_higher_priority_are_read_first(queue: RedisQueue) -> None:
     """Though they came later; of one priority, those of the older job."""
     delivery = await queue.connect()
     for name, priority in (("low", 3), ("old", 2), ("new", 2), ("high", 1)):
@@ -247,7 +244,7 @@ async def test_shards_of_a_higher_priority_are_read_first(queue: Queue) -> None:
     assert frames == ["high"] * 3 + ["old"] * 3 + ["new"] * 3 + ["low"] * 3
 
 
-async def test_a_shard_that_ends_makes_room_for_the_next(queue: Queue) -> None:
+async def test_a_shard_that_ends_makes_room_for_the_next(queue: RedisQueue) -> None:
     """In the same step: nobody has to look at the job until nothing is left."""
     delivery = await queue.connect()
     await running(delivery, 7)
@@ -263,7 +260,7 @@ async def test_a_shard_that_ends_makes_room_for_the_next(queue: Queue) -> None:
     assert await noticed(delivery) == ["j1"]
 
 
-async def test_shards_are_leased_as_all_entries_are(queue: Queue) -> None:
+async def test_shards_are_leased_as_all_entries_are(queue: RedisQueue) -> None:
     """Renewed, released with the count unchanged, reclaimed as suspects; a reader of online lanes sees none."""
     delivery = await queue.connect()
     await running(delivery, 2)
@@ -282,7 +279,7 @@ async def test_shards_are_leased_as_all_entries_are(queue: Queue) -> None:
     assert await delivery.depth(LANES) == [0, 2, 0]
 
 
-async def test_online_and_bulk_lanes_are_read_at_the_same_time(queue: Queue) -> None:
+async def test_online_and_bulk_lanes_are_read_at_the_same_time(queue: RedisQueue) -> None:
     """By one process: a reader that waits for the ones holds up no reader of the others."""
     delivery = await queue.connect()
     online = (Lane("digits", 1, "p1"),)
@@ -302,7 +299,7 @@ async def test_online_and_bulk_lanes_are_read_at_the_same_time(queue: Queue) -> 
 # --- the end of a shard (promises 4, 5) ---
 
 
-async def test_a_shard_ends_once(queue: Queue) -> None:
+async def test_a_shard_ends_once(queue: RedisQueue) -> None:
     """Whoever else finishes it, at once or later, counts nothing; its entry is gone."""
     delivery, other = await queue.connect(), await queue.connect()
     await running(delivery, 2)
@@ -319,7 +316,7 @@ async def test_a_shard_ends_once(queue: Queue) -> None:
     assert delivery.renew([stolen]) == [stolen]
 
 
-async def test_an_outcome_of_a_shard_that_was_given_up_is_kept(queue: Queue) -> None:
+async def test_an_outcome_of_a_shard_that_was_given_up_is_kept(queue: RedisQueue) -> None:
     """With its error, which is in the log, too."""
     delivery = await queue.connect()
     await running(delivery, 1)
@@ -333,7 +330,7 @@ async def test_an_outcome_of_a_shard_that_was_given_up_is_kept(queue: Queue) -> 
     assert [line.text for line in await delivery.jobs.log("j1")] == [f"shard 0 was given up: {outcome.error}"]
 
 
-async def test_outcomes_of_many_shards_are_all_there(queue: Queue) -> None:
+async def test_outcomes_of_many_shards_are_all_there(queue: RedisQueue) -> None:
     """More than are read at once."""
     delivery = await queue.connect()
     await running(delivery, 150, max_parallel=100)
@@ -345,7 +342,7 @@ async def test_outcomes_of_many_shards_are_all_there(queue: Queue) -> None:
     assert await delivery.jobs.outcomes("j2") == {}
 
 
-async def test_too_many_failed_rows_leave_a_notice_and_no_shard_more(queue: Queue) -> None:
+async def test_too_many_failed_rows_leave_a_notice_and_no_shard_more(queue: RedisQueue) -> None:
     """As many as are allowed are none too many."""
     delivery = await queue.connect()
     await running(delivery, 9, max_errors=5)
@@ -360,7 +357,7 @@ async def test_too_many_failed_rows_leave_a_notice_and_no_shard_more(queue: Queu
     assert await delivery.jobs.advance("j1") == Standing("running", 0, 4, 2, has_failed=True)
 
 
-async def test_a_shard_that_is_given_up_is_buried_in_the_same_step(queue: Queue) -> None:
+async def test_a_shard_that_is_given_up_is_buried_in_the_same_step(queue: RedisQueue) -> None:
     """With its frame; not by one that does not own it any more."""
     delivery = await queue.connect()
     await running(delivery, 2)
@@ -383,7 +380,7 @@ async def test_a_shard_that_is_given_up_is_buried_in_the_same_step(queue: Queue)
     assert await delivery.depth(LANES) == [0, 1, 0]
 
 
-async def test_a_replayed_shard_counts_nothing(queue: Queue) -> None:
+async def test_a_replayed_shard_counts_nothing(queue: RedisQueue) -> None:
     """A dead letter may be put back; the outcome of its shard stays what it was."""
     delivery = await queue.connect()
     await running(delivery, 1)
@@ -399,7 +396,7 @@ async def test_a_replayed_shard_counts_nothing(queue: Queue) -> None:
     assert await delivery.depth(LANES) == [0, 0, 0]
 
 
-async def test_a_job_is_to_be_looked_at_once(queue: Queue) -> None:
+async def test_a_job_is_to_be_looked_at_once(queue: RedisQueue) -> None:
     """While nobody has looked at it; then again."""
     delivery = await queue.connect()
     await planned(delivery, 1)

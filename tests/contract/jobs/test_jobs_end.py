@@ -8,7 +8,7 @@ import pytest
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, Standing
 from qinfer.queue import keys
 from qinfer.queue.base import Delivery, Lease
-from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.contract.conftest import RedisQueue
 from tests.support.bulk_jobs import (
     LANES,
     counts,
@@ -25,8 +25,6 @@ from tests.support.bulk_jobs import (
 )
 from tests.support.requests import HOOKS, webhooks
 
-Queue = MemoryQueue | RedisQueue
-
 
 async def waiting(delivery: Delivery) -> list[str]:
     """Takes all that is in the lanes; returns the frames."""
@@ -36,7 +34,7 @@ async def waiting(delivery: Delivery) -> list[str]:
 # --- stop (promise 6) ---
 
 
-async def test_a_stopped_job_leaves_the_lane_and_no_other_does(queue: Queue) -> None:
+async def test_a_stopped_job_leaves_the_lane_and_no_other_does(queue: RedisQueue) -> None:
     """What waits, undelivered or given back, is gone; what is in hand stays in hand, and ends uncounted."""
     delivery = await queue.connect()
     await running(delivery, 9)
@@ -62,7 +60,7 @@ async def test_a_stopped_job_leaves_the_lane_and_no_other_does(queue: Queue) -> 
     assert await delivery.depth(LANES) == [0, 3, 0]
 
 
-async def test_what_is_in_hand_can_be_taken_back(queue: Queue) -> None:
+async def test_what_is_in_hand_can_be_taken_back(queue: RedisQueue) -> None:
     """Its worker learns it when it renews; a suspect that was given back goes without being told."""
     delivery = await queue.connect()
     await running(delivery, 4)
@@ -81,7 +79,7 @@ async def test_what_is_in_hand_can_be_taken_back(queue: Queue) -> None:
     assert [line.text for line in await delivery.jobs.log("j1")] == ["failed: no more"]
 
 
-async def test_a_job_that_is_being_cancelled_keeps_what_its_workers_still_finish(queue: Queue) -> None:
+async def test_a_job_that_is_being_cancelled_keeps_what_its_workers_still_finish(queue: RedisQueue) -> None:
     """Nothing more comes to the lane; the last that ends leaves a notice."""
     delivery = await queue.connect()
     await running(delivery, 9)
@@ -100,7 +98,7 @@ async def test_a_job_that_is_being_cancelled_keeps_what_its_workers_still_finish
     assert (await known(delivery)).ended_at > 0
 
 
-async def test_a_job_without_shards_in_hand_is_looked_at_when_it_is_stopped(queue: Queue) -> None:
+async def test_a_job_without_shards_in_hand_is_looked_at_when_it_is_stopped(queue: RedisQueue) -> None:
     """Nobody else would end it."""
     delivery = await queue.connect()
     await running(delivery, 9)
@@ -110,7 +108,7 @@ async def test_a_job_without_shards_in_hand_is_looked_at_when_it_is_stopped(queu
     assert await noticed(delivery) == ["j1"]
 
 
-async def test_an_unknown_job_is_not_stopped(queue: Queue) -> None:
+async def test_an_unknown_job_is_not_stopped(queue: RedisQueue) -> None:
     """Nor does a step of its shards do harm: the entry is gone, nothing is counted."""
     delivery = await queue.connect()
     await running(delivery, 2)
@@ -133,7 +131,7 @@ async def test_an_unknown_job_is_not_stopped(queue: Queue) -> None:
 # --- going on (promise 6) ---
 
 
-async def test_a_cancelled_job_is_planned_again(queue: Queue) -> None:
+async def test_a_cancelled_job_is_planned_again(queue: RedisQueue) -> None:
     """What it did stays done; a shard that had been given up and those that never ran are run."""
     delivery = await queue.connect()
     await running(delivery, 6)
@@ -155,7 +153,7 @@ async def test_a_cancelled_job_is_planned_again(queue: Queue) -> None:
     assert [job.id for job in await delivery.jobs.unfinished()] == ["j1"]
 
 
-async def test_a_shard_in_hand_is_not_planned_twice(queue: Queue) -> None:
+async def test_a_shard_in_hand_is_not_planned_twice(queue: RedisQueue) -> None:
     """Its worker was not told that the job had stopped: it may as well finish it, or give it back to the job."""
     delivery = await queue.connect()
     await running(delivery, 2)
@@ -172,7 +170,7 @@ async def test_a_shard_in_hand_is_not_planned_twice(queue: Queue) -> None:
     assert await counts(delivery) == (10, 0, 1, 0)
 
 
-async def test_a_shard_that_ends_while_its_job_is_planned_leaves_no_notice(queue: Queue) -> None:
+async def test_a_shard_that_ends_while_its_job_is_planned_leaves_no_notice(queue: RedisQueue) -> None:
     """It counts; but what is to be run besides is not all known."""
     delivery = await queue.connect()
     await running(delivery, 2)
@@ -189,7 +187,7 @@ async def test_a_shard_that_ends_while_its_job_is_planned_leaves_no_notice(queue
     assert await delivery.jobs.advance("j1") == Standing("running", 2, 0, 2, has_failed=False)
 
 
-async def test_a_job_is_not_finished_before_its_last_shard(queue: Queue) -> None:
+async def test_a_job_is_not_finished_before_its_last_shard(queue: RedisQueue) -> None:
     """Somebody who saw it settled may come late: it was requeued meanwhile."""
     delivery = await queue.connect()
     await planned(delivery, 1)
@@ -203,7 +201,7 @@ async def test_a_job_is_not_finished_before_its_last_shard(queue: Queue) -> None
 
 
 @pytest.mark.parametrize("state", ["finalizing", "running", "failed"])
-async def test_broken_parts_are_requeued(queue: Queue, state: str) -> None:
+async def test_broken_parts_are_requeued(queue: RedisQueue, state: str) -> None:
     """Though their shards had succeeded: the counts follow, and the job runs until they are done."""
     delivery = await queue.connect()
     await running(delivery, 3)
@@ -226,7 +224,7 @@ async def test_broken_parts_are_requeued(queue: Queue, state: str) -> None:
     assert await noticed(delivery) == ["j1"]
 
 
-async def test_a_shard_that_the_queue_lost_is_named_and_requeued(queue: Queue) -> None:
+async def test_a_shard_that_the_queue_lost_is_named_and_requeued(queue: RedisQueue) -> None:
     """Its entry was deleted by hand; the late finish of a shard that was requeued counts nothing."""
     delivery = await queue.connect()
     await running(delivery, 3)
@@ -246,7 +244,7 @@ async def test_a_shard_that_the_queue_lost_is_named_and_requeued(queue: Queue) -
 # --- after the end (promise 8) ---
 
 
-async def test_only_a_job_that_has_ended_is_deleted(queue: Queue) -> None:
+async def test_only_a_job_that_has_ended_is_deleted(queue: RedisQueue) -> None:
     """Nothing of it is left; a worker that holds a shard of it drops it."""
     delivery, other = await queue.connect(), await queue.connect()
     await running(delivery, 5)
@@ -268,7 +266,7 @@ async def test_only_a_job_that_has_ended_is_deleted(queue: Queue) -> None:
     assert await delivery.jobs.create(record())
 
 
-async def test_a_webhook_is_told_of_the_end_once(queue: Queue) -> None:
+async def test_a_webhook_is_told_of_the_end_once(queue: RedisQueue) -> None:
     """As that of a request; what became of it is in the record."""
     delivery = await queue.connect()
     hook = "https://example.org/hook"
@@ -292,7 +290,7 @@ async def test_a_webhook_is_told_of_the_end_once(queue: Queue) -> None:
 # --- all together ---
 
 
-async def test_whatever_happens_the_counts_agree(queue: Queue) -> None:
+async def test_whatever_happens_the_counts_agree(queue: RedisQueue) -> None:
     """Three workers that finish, steal, drop and bury; jobs that are stopped and go on: each shard counts once."""
     sides = [await queue.connect() for _ in range(3)]
     names = [f"j{number}" for number in range(6)]

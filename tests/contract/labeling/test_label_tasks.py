@@ -1,4 +1,4 @@
-"""The contract of labeling tasks (the numbered promises of `qinfer.labeling.tasks`) on every adapter."""
+"""The contract of labeling tasks (the numbered promises of `qinfer.labeling.tasks`) on each server."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,9 +13,7 @@ from qinfer.queue import scripts
 from qinfer.queue.base import Delivery
 from qinfer.queue.durability import Durability
 from qinfer.testing import eventually
-from tests.contract.conftest import MemoryQueue, RedisQueue
-
-Queue = MemoryQueue | RedisQueue
+from tests.contract.conftest import RedisQueue
 
 BOARD = Board("digits", "acme", 7)
 DAY_S = 86400.0
@@ -34,7 +32,7 @@ async def moved(delivery: Delivery, number: int, state: LabelState, request_id: 
     return (await delivery.label_tasks.move(BOARD, [entry], ttl_s=DAY_S))[0]
 
 
-async def test_what_was_put_is_there(queue: Queue) -> None:
+async def test_what_was_put_is_there(queue: RedisQueue) -> None:
     """Whole, for every process, by id and in order, counted by its state; other projects have their own."""
     delivery, other = await queue.connect(), await queue.connect()
     entries = [task(number, data=b'{"text": "a"}') for number in (30, 4, 100)]
@@ -52,7 +50,7 @@ async def test_what_was_put_is_there(queue: Queue) -> None:
     assert sum((await tasks.counts(Board("digits", "other", 7))).values()) == 0
 
 
-async def test_the_same_request_again_changes_nothing(queue: Queue) -> None:
+async def test_the_same_request_again_changes_nothing(queue: RedisQueue) -> None:
     """Wherever it is by then; another request for the task takes its place."""
     delivery = await queue.connect()
     tasks = delivery.label_tasks
@@ -66,7 +64,7 @@ async def test_the_same_request_again_changes_nothing(queue: Queue) -> None:
     assert await tasks.counts(BOARD) == {state: 2 if state is WAITING else 0 for state in LabelState}
 
 
-async def test_a_task_is_claimed_by_one(queue: Queue) -> None:
+async def test_a_task_is_claimed_by_one(queue: RedisQueue) -> None:
     """Until its lease is over, or it has moved on."""
     delivery, other = await queue.connect(), await queue.connect()
     await delivery.label_tasks.put(BOARD, [task(1), task(2)], ttl_s=DAY_S, limit=LIMIT)
@@ -84,7 +82,7 @@ async def test_a_task_is_claimed_by_one(queue: Queue) -> None:
     assert await delivery.label_tasks.claim(BOARD, 5, lease_s=60.0) == []
 
 
-async def test_what_is_late_changes_nothing(queue: Queue) -> None:
+async def test_what_is_late_changes_nothing(queue: RedisQueue) -> None:
     """A task that is asked for again meanwhile stays so; one that is gone is told of nevertheless."""
     delivery = await queue.connect()
     await delivery.label_tasks.put(BOARD, [task(1, "old")], ttl_s=DAY_S, limit=LIMIT)
@@ -99,7 +97,7 @@ async def test_what_is_late_changes_nothing(queue: Queue) -> None:
     assert (await delivery.label_tasks.counts(BOARD))[FAILED] == 1
 
 
-async def test_what_is_over_is_forgotten(queue: Queue) -> None:
+async def test_what_is_over_is_forgotten(queue: RedisQueue) -> None:
     """After its time, with the next step; what is not over stays."""
     delivery = await queue.connect()
     await delivery.label_tasks.put(BOARD, [task(1), task(2)], ttl_s=DAY_S, limit=LIMIT)
@@ -113,7 +111,7 @@ async def test_what_is_over_is_forgotten(queue: Queue) -> None:
     assert (await delivery.label_tasks.counts(BOARD))[DONE] == 0
 
 
-async def test_boards_are_known(queue: Queue) -> None:
+async def test_boards_are_known(queue: RedisQueue) -> None:
     """Those of a model, with their tenants, whatever these are called."""
     delivery = await queue.connect()
     boards = [Board("digits", "", 1), Board("digits", "a.b-c_~", 22), Board("other", "", 3)]
@@ -124,7 +122,7 @@ async def test_boards_are_known(queue: Queue) -> None:
     assert await delivery.label_tasks.boards("unknown") == []
 
 
-async def test_what_is_not_over_is_counted(queue: Queue) -> None:
+async def test_what_is_not_over_is_counted(queue: RedisQueue) -> None:
     """Of all boards of a model: what waits, is open or is being sent."""
     delivery = await queue.connect()
     await delivery.label_tasks.put(BOARD, [task(number) for number in range(1, 6)], ttl_s=DAY_S, limit=LIMIT)
@@ -136,7 +134,7 @@ async def test_what_is_not_over_is_counted(queue: Queue) -> None:
     assert await delivery.label_tasks.unfinished("unknown") == 0
 
 
-async def test_so_many_wait_and_no_more(queue: Queue) -> None:
+async def test_so_many_wait_and_no_more(queue: RedisQueue) -> None:
     """The first of those that come. What is known, or waits already, needs no room; what moves on makes some."""
     delivery = await queue.connect()
     tasks = delivery.label_tasks
@@ -156,7 +154,7 @@ async def test_so_many_wait_and_no_more(queue: Queue) -> None:
     assert (await tasks.counts(BOARD))[WAITING] == 4
 
 
-async def test_what_is_put_at_once_is_bounded(queue: Queue) -> None:
+async def test_what_is_put_at_once_is_bounded(queue: RedisQueue) -> None:
     """By several processes, and by more steps than one; a limit that was lowered meanwhile removes nothing."""
     deliveries = [await queue.connect() for _ in range(3)]
     parts = [[task(number) for number in range(start, start + 700)] for start in (1, 701, 1401)]
@@ -174,7 +172,7 @@ async def test_what_is_put_at_once_is_bounded(queue: Queue) -> None:
     assert (await tasks.counts(BOARD))[WAITING] == 1000
 
 
-async def test_many_tasks_are_stored_in_steps(queue: Queue) -> None:
+async def test_many_tasks_are_stored_in_steps(queue: RedisQueue) -> None:
     """More than one script takes."""
     delivery = await queue.connect()
 
@@ -187,7 +185,7 @@ async def test_many_tasks_are_stored_in_steps(queue: Queue) -> None:
     assert len(await delivery.label_tasks.page(BOARD, None, 0, 5000)) == 1000
 
 
-async def test_data_is_kept_until_a_task_is_over(queue: Queue) -> None:
+async def test_data_is_kept_until_a_task_is_over(queue: RedisQueue) -> None:
     """Who takes it up has it, and who asks for it; who looks where tasks are does not read all of it."""
     tasks = (await queue.connect()).label_tasks
     whole = task(1, data=b'{"text": "a"}')

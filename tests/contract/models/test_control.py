@@ -1,4 +1,4 @@
-"""The control contract on every adapter, as two processes see it."""
+"""The control contract on each server, as two processes see it."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ from qinfer.models.sync import sync
 from qinfer.queue import keys
 from qinfer.queue.base import Lane
 from qinfer.queue.clients import admin_client
-from tests.contract.conftest import ControlPair, MemoryQueue, RedisQueue
+from tests.contract.conftest import ControlPair, RedisQueue
 from tests.support.servers.servers import free_port
 
 LONG_S, SHORT_S = 30.0, 0.05
@@ -187,7 +187,7 @@ def model(content_hash: str) -> RepositoryModel:
     return RepositoryModel(name="m", config=normalise(parse(text), "m"), versions=(1,), content_hash=content_hash)
 
 
-async def test_concurrent_syncs_end_in_one_state(queue: MemoryQueue | RedisQueue, stores: ControlPair) -> None:
+async def test_concurrent_syncs_end_in_one_state(queue: RedisQueue, stores: ControlPair) -> None:
     """Gateways that start together do not fight: one configuration, its wish, and a quiet next sync."""
     delivery = await queue.connect()
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:

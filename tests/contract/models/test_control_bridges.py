@@ -5,7 +5,7 @@ import asyncio
 from qinfer.bridge.reports import BridgeReport, RouteUse
 from qinfer.queue import keys
 from qinfer.queue.clients import admin_client
-from tests.contract.conftest import ControlPair, MemoryQueue, RedisQueue
+from tests.contract.conftest import ControlPair, RedisQueue
 
 LONG_S, SHORT_S = 30.0, 0.05
 
@@ -78,10 +78,8 @@ async def test_what_is_in_hand_is_of_live_bridges(stores: ControlPair) -> None:
     assert (found.counts, ended.counts) == ({"accepted": 3}, {"accepted": 4})
 
 
-async def test_nothing_is_kept_for_ever(queue: MemoryQueue | RedisQueue, stores: ControlPair) -> None:
-    """In Redis: a dead bridge goes after an hour, a route that nobody reports after a month."""
-    if isinstance(queue, MemoryQueue):
-        return  # its process keeps it as long as it lives
+async def test_nothing_is_kept_for_ever(queue: RedisQueue, stores: ControlPair) -> None:
+    """A dead bridge goes after an hour, a route that nobody reports after a month."""
     client = admin_client(queue.settings)
     await stores.one.put_bridge(report("dead", route="old", accepted=1), LONG_S)
     long_ago_ms = 1000

@@ -1,4 +1,4 @@
-"""Sizes of lanes, rows of open jobs, and the work that they amount to, on every adapter; no worker lives."""
+"""Sizes of lanes, rows of open jobs, and the work that they amount to, on each server; no worker lives."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,7 +7,6 @@ import pytest
 
 from qinfer.jobs.queue.records import OpenRows, bulk_lanes
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.memory_store import MemoryControlStore
 from qinfer.models.state import ControlStore, Desired, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import RedisControlStore
 from qinfer.models.work import read_work
@@ -15,11 +14,9 @@ from qinfer.models.writing import ensure_lanes
 from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
 from qinfer.queue.base import DELAYED, Delivery, Lane
 from qinfer.queue.clients import admin_client
-from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import submit
 from tests.support.bulk_jobs import fetch, finish, planned, record, running
-
-Queue = MemoryQueue | RedisQueue
 
 CONFIG = """
 name: "digits" backend: "stub" max_batch_size: 8
@@ -30,8 +27,8 @@ FIRST, DELAYED_ONE, OTHER = Lane("digits", 1, "p1"), Lane("digits", 1, "p1" + DE
 
 
 @pytest.fixture
-async def store(queue: Queue) -> AsyncIterator[ControlStore]:
-    opened = MemoryControlStore() if isinstance(queue, MemoryQueue) else RedisControlStore(admin_client(queue.settings))
+async def store(queue: RedisQueue) -> AsyncIterator[ControlStore]:
+    opened = RedisControlStore(admin_client(queue.settings))
     yield opened
     await opened.close()
 
@@ -45,7 +42,7 @@ async def put(store: ControlStore, delivery: Delivery, model: str, *versions: in
     await ensure_lanes(stored, delivery)
 
 
-async def test_sizes_are_of_what_waits_and_what_is_in_hand(queue: Queue) -> None:
+async def test_sizes_are_of_what_waits_and_what_is_in_hand(queue: RedisQueue) -> None:
     """In the order asked for, of several models, whether a lane exists or not."""
     delivery = await queue.connect()
     await delivery.ensure([FIRST])
@@ -61,7 +58,7 @@ async def test_sizes_are_of_what_waits_and_what_is_in_hand(queue: Queue) -> None
     assert await delivery.sizes([]) == []
 
 
-async def test_an_entry_that_was_moved_is_as_old_as_it_was(queue: Queue) -> None:
+async def test_an_entry_that_was_moved_is_as_old_as_it_was(queue: RedisQueue) -> None:
     """Its age is that since it was enqueued first."""
     delivery = await queue.connect()
     await delivery.ensure([FIRST, DELAYED_ONE])
@@ -79,7 +76,7 @@ async def test_an_entry_that_was_moved_is_as_old_as_it_was(queue: Queue) -> None
     assert moved.enqueued_s == entry.enqueued_s
 
 
-async def test_open_jobs_tell_the_rows_that_are_left(queue: Queue) -> None:
+async def test_open_jobs_tell_the_rows_that_are_left(queue: RedisQueue) -> None:
     """Those that ended are left out; what is settled does not count any more."""
     delivery = await queue.connect()
     await running(delivery, 3)
@@ -111,7 +108,7 @@ async def test_some_statistics_of_several_versions(store: ControlStore) -> None:
     assert await store.some_stats([], ["a"]) == {}
 
 
-async def test_the_work_of_all_models_without_a_worker(queue: Queue, store: ControlStore) -> None:
+async def test_the_work_of_all_models_without_a_worker(queue: RedisQueue, store: ControlStore) -> None:
     """Of requests that wait and are in hand, of jobs; by the speed that was stored last."""
     delivery = await queue.connect()
     await put(store, delivery, "digits", 1, 2)
@@ -135,7 +132,7 @@ async def test_the_work_of_all_models_without_a_worker(queue: Queue, store: Cont
     assert await read_work(store, delivery, model="unknown") == ()
 
 
-async def test_what_an_unloaded_model_has_left_is_told_who_asks_for_it(queue: Queue, store: ControlStore) -> None:
+async def test_what_an_unloaded_model_has_left_is_told_who_asks_for_it(queue: RedisQueue, store: ControlStore) -> None:
     """It is none of the models that are to be served."""
     delivery = await queue.connect()
     await put(store, delivery, "digits", 1)
@@ -147,7 +144,7 @@ async def test_what_an_unloaded_model_has_left_is_told_who_asks_for_it(queue: Qu
     assert left.requests == 1
 
 
-async def test_models_that_cannot_be_loaded_do_no_harm(queue: Queue, store: ControlStore) -> None:
+async def test_models_that_cannot_be_loaded_do_no_harm(queue: RedisQueue, store: ControlStore) -> None:
     """One without a version, one with a configuration that nobody can read, one that is to be completed."""
     delivery = await queue.connect()
     await put(store, delivery, "bad", error="no version")
@@ -164,7 +161,9 @@ async def test_models_that_cannot_be_loaded_do_no_harm(queue: Queue, store: Cont
     assert (found["early"].rows, found["strange"].lanes) == (1, ())
 
 
-async def test_lanes_of_an_earlier_configuration_are_work_without_a_worker(queue: Queue, store: ControlStore) -> None:
+async def test_lanes_of_an_earlier_configuration_are_work_without_a_worker(
+    queue: RedisQueue, store: ControlStore
+) -> None:
     """The next worker reads them: there must be one for them."""
     delivery = await queue.connect()
     await put(store, delivery, "digits", 1)
@@ -182,7 +181,7 @@ async def test_lanes_of_an_earlier_configuration_are_work_without_a_worker(queue
     assert [lane.lane for lane in found.lanes] == [FIRST, DELAYED_ONE]  # the worker sees to the other itself
 
 
-async def test_an_unloaded_model_waits_for_no_configuration(queue: Queue, store: ControlStore) -> None:
+async def test_an_unloaded_model_waits_for_no_configuration(queue: RedisQueue, store: ControlStore) -> None:
     """No worker would complete it: none may be kept for it."""
     delivery = await queue.connect()
     await store.put_model(StoredModel("early", 1, "", (1,), pending="python"))

@@ -1,29 +1,26 @@
-"""What `/metrics` reads of queue and store besides the work: counts of everything at once, on every adapter."""
+"""What `/metrics` reads of queue and store besides the work: counts of everything at once, on each server."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 
-from qinfer.models.memory_store import MemoryControlStore
 from qinfer.models.state import ControlStore
 from qinfer.models.store import RedisControlStore
 from qinfer.queue.clients import admin_client
-from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_dead_letters import MODEL, bury_all, letters
 from tests.contract.queue.test_delivery import ready
 from tests.support.bulk_jobs import planned, record, running
 
-Queue = MemoryQueue | RedisQueue
-
 
 @pytest.fixture
-async def store(queue: Queue) -> AsyncIterator[ControlStore]:
-    opened = MemoryControlStore() if isinstance(queue, MemoryQueue) else RedisControlStore(admin_client(queue.settings))
+async def store(queue: RedisQueue) -> AsyncIterator[ControlStore]:
+    opened = RedisControlStore(admin_client(queue.settings))
     yield opened
     await opened.close()
 
 
-async def test_dead_letters_are_counted(queue: Queue) -> None:
+async def test_dead_letters_are_counted(queue: RedisQueue) -> None:
     """Those that are kept."""
     delivery = await ready(queue, b"r1", b"r2")
     assert await delivery.dead_letters.count(MODEL) == 0
@@ -36,7 +33,7 @@ async def test_dead_letters_are_counted(queue: Queue) -> None:
     assert await delivery.dead_letters.count("other") == 0
 
 
-async def test_jobs_are_counted_by_state(queue: Queue) -> None:
+async def test_jobs_are_counted_by_state(queue: RedisQueue) -> None:
     """All open ones, and the newest of those that have ended."""
     delivery = await queue.connect()
     assert dict(await delivery.jobs.states()) == {}

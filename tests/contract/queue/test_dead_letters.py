@@ -1,4 +1,4 @@
-"""Dead letters on every adapter: `bury` (promise 12 of `qinfer.queue.base`), and what can be done with them."""
+"""Dead letters on each server: `bury` (promise 12 of `qinfer.queue.base`), and what can be done with them."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import pytest
 
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, QinferError
-from qinfer.queue import keys, memory_dead_letters, redis_entries
+from qinfer.queue import keys, redis_entries
 from qinfer.queue.base import Delivery, Entry, Lane, Lease, Payload
 from qinfer.queue.dead_letters import DeadLetter
 from qinfer.queue.request_records import Acceptance, Address, Outcome, RequestState, Settlement
@@ -14,7 +14,7 @@ from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request, encode_request_apart
 from tests.contract.conftest import RedisQueue
-from tests.contract.queue.test_delivery import HIGH, LOW, Queue, fetch, frames, ready, submit
+from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, ready, submit
 from tests.support.requests import accept, address, ended
 
 MODEL = "digits"
@@ -53,7 +53,7 @@ async def submit_apart(delivery: Delivery, request_id: str = "r1") -> Entry:
 # --- bury ---
 
 
-async def test_a_buried_entry_is_gone_from_its_lane_and_kept_with_why(queue: Queue) -> None:
+async def test_a_buried_entry_is_gone_from_its_lane_and_kept_with_why(queue: RedisQueue) -> None:
     """Frame, code, reason, count and time can be read by anyone."""
     delivery, other = await ready(queue, b"r1"), await queue.connect()
     before_s = delivery.clock.now_s()
@@ -71,7 +71,7 @@ async def test_a_buried_entry_is_gone_from_its_lane_and_kept_with_why(queue: Que
     assert (shown.frame, shown.payload, shown.id) == (b"r1", b"", listed.id)
 
 
-async def test_a_payload_is_buried_with_its_entry(queue: Queue) -> None:
+async def test_a_payload_is_buried_with_its_entry(queue: RedisQueue) -> None:
     """It is in the dead letter, and no longer beside the stream."""
     delivery = await ready(queue)
     entry = await submit_apart(delivery)
@@ -87,7 +87,7 @@ async def test_a_payload_is_buried_with_its_entry(queue: Queue) -> None:
     assert await delivery.payload(entry, "r1") is None
 
 
-async def test_only_the_owner_buries(queue: Queue) -> None:
+async def test_only_the_owner_buries(queue: RedisQueue) -> None:
     """Nothing happens where the entry is another's, or finished."""
     delivery = await ready(queue, b"r1")
     [old] = await fetch(delivery, "a")
@@ -101,7 +101,7 @@ async def test_only_the_owner_buries(queue: Queue) -> None:
     assert await letters(delivery) == []
 
 
-async def test_the_count_of_deliveries_is_kept(queue: Queue) -> None:
+async def test_the_count_of_deliveries_is_kept(queue: RedisQueue) -> None:
     """How often it was handed out before it was given up."""
     delivery = await ready(queue, b"r1")
     await fetch(delivery, "a")
@@ -114,7 +114,7 @@ async def test_the_count_of_deliveries_is_kept(queue: Queue) -> None:
     assert (letter.deliveries, letter.request_id, letter.code) == (3, "", "corrupt_entry")
 
 
-async def test_a_buried_request_is_held_by_nobody(queue: Queue) -> None:
+async def test_a_buried_request_is_held_by_nobody(queue: RedisQueue) -> None:
     """Until it is settled it is known as queued, to be expired at its deadline."""
     delivery = await ready(queue)
     await accept(delivery, lane=HIGH)
@@ -132,12 +132,11 @@ async def test_a_buried_request_is_held_by_nobody(queue: Queue) -> None:
 
 @pytest.fixture
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (memory_dead_letters, redis_entries):
-        monkeypatch.setattr(module, "MAX_BYTES", 200_000)
+    monkeypatch.setattr(redis_entries, "MAX_BYTES", 200_000)
 
 
 @pytest.mark.usefixtures("small_bounds")
-async def test_the_oldest_go_when_all_together_are_too_large(queue: Queue) -> None:
+async def test_the_oldest_go_when_all_together_are_too_large(queue: RedisQueue) -> None:
     """The newest stay, as many as there is room for."""
     delivery = await ready(queue)
     for number in range(10):
@@ -149,7 +148,7 @@ async def test_the_oldest_go_when_all_together_are_too_large(queue: Queue) -> No
 
 
 @pytest.mark.usefixtures("small_bounds")
-async def test_the_newest_is_kept_whatever_its_size(queue: Queue) -> None:
+async def test_the_newest_is_kept_whatever_its_size(queue: RedisQueue) -> None:
     """Rather one too large than none."""
     delivery = await ready(queue, b"old")
     await bury_all(delivery)
@@ -161,10 +160,9 @@ async def test_the_newest_is_kept_whatever_its_size(queue: Queue) -> None:
     assert [letter.request_id for letter in await letters(delivery)] == ["new"]
 
 
-async def test_what_is_too_old_goes_when_another_comes(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_too_old_goes_when_another_comes(queue: RedisQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Age counts from the burial; younger ones stay."""
-    for module in (memory_dead_letters, redis_entries):
-        monkeypatch.setattr(module, "MAX_AGE_S", 0.2)
+    monkeypatch.setattr(redis_entries, "MAX_AGE_S", 0.2)
     delivery = await ready(queue, b"old")
     await bury_all(delivery)
 
@@ -221,7 +219,7 @@ async def test_dead_letters_end_by_themselves(redis_queue: RedisQueue) -> None:
 # --- list, purge ---
 
 
-async def test_letters_are_listed_in_pages_in_the_order_of_burial(queue: Queue) -> None:
+async def test_letters_are_listed_in_pages_in_the_order_of_burial(queue: RedisQueue) -> None:
     """From behind the id given; a model without any has none."""
     delivery = await ready(queue, *[b"r%d" % number for number in range(7)])
     await bury_all(delivery)
@@ -235,7 +233,7 @@ async def test_letters_are_listed_in_pages_in_the_order_of_burial(queue: Queue) 
     assert await delivery.dead_letters.list("nobody") == []
 
 
-async def test_a_letter_that_is_not_there_is_none(queue: Queue) -> None:
+async def test_a_letter_that_is_not_there_is_none(queue: RedisQueue) -> None:
     """Shown, replayed or purged: it is gone."""
     delivery = await ready(queue, b"r1")
     await bury_all(delivery)
@@ -249,7 +247,7 @@ async def test_a_letter_that_is_not_there_is_none(queue: Queue) -> None:
         await delivery.dead_letters.list(MODEL, after="no id")
 
 
-async def test_purge_removes_the_named_ones_or_all(queue: Queue) -> None:
+async def test_purge_removes_the_named_ones_or_all(queue: RedisQueue) -> None:
     """And says how many there were."""
     delivery = await ready(queue, b"r1", b"r2", b"r3")
     await bury_all(delivery)
@@ -265,7 +263,7 @@ async def test_purge_removes_the_named_ones_or_all(queue: Queue) -> None:
 # --- replay ---
 
 
-async def test_a_replayed_letter_is_fetched_as_never_delivered(queue: Queue) -> None:
+async def test_a_replayed_letter_is_fetched_as_never_delivered(queue: RedisQueue) -> None:
     """From the lane it was in, behind what waits there; once."""
     delivery = await ready(queue, b"r1")
     await bury_all(delivery)
@@ -281,7 +279,7 @@ async def test_a_replayed_letter_is_fetched_as_never_delivered(queue: Queue) -> 
     assert await letters(delivery) == []
 
 
-async def test_a_replayed_letter_has_its_payload_again(queue: Queue) -> None:
+async def test_a_replayed_letter_has_its_payload_again(queue: RedisQueue) -> None:
     """For as long as its timeout lets it be executed."""
     delivery = await ready(queue)
     await submit_apart(delivery)
@@ -297,7 +295,7 @@ async def test_a_replayed_letter_has_its_payload_again(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["inline", "payload"])
-async def test_a_replayed_asynchronous_request_is_queued_again(queue: Queue, *, apart: bool) -> None:
+async def test_a_replayed_asynchronous_request_is_queued_again(queue: RedisQueue, *, apart: bool) -> None:
     """Its failure is forgotten, its deadline is ahead again, and it can end a second time."""
     delivery = await ready(queue)
     address = Address(MODEL, 0, "r1")
@@ -328,7 +326,7 @@ async def test_a_replayed_asynchronous_request_is_queued_again(queue: Queue, *, 
     assert await delivery.depth([HIGH]) == [0]
 
 
-async def test_a_replayed_asynchronous_request_has_a_deadline_again(queue: Queue) -> None:
+async def test_a_replayed_asynchronous_request_has_a_deadline_again(queue: RedisQueue) -> None:
     """With its old timeout, from the replay on; a request that has ended has none."""
     delivery = await ready(queue)
     address = Address(MODEL, 0, "r1")
@@ -353,7 +351,7 @@ async def test_a_replayed_asynchronous_request_has_a_deadline_again(queue: Queue
     await eventually(is_due)
 
 
-async def test_an_asynchronous_request_that_is_delayed_can_still_be_cancelled(queue: Queue) -> None:
+async def test_an_asynchronous_request_that_is_delayed_can_still_be_cancelled(queue: RedisQueue) -> None:
     """Its record follows the entry to the other lane."""
     delivery = await ready(queue)
     behind = Lane(MODEL, 1, "p1.delayed")

@@ -1,4 +1,4 @@
-"""The queue of deliveries (the numbered promises of `qinfer.queue.deliveries`) on each kind of server."""
+"""The queue of deliveries (the numbered promises of `qinfer.queue.deliveries`) on each server."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

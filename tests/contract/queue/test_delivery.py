@@ -1,4 +1,4 @@
-"""The delivery contract (the numbered promises of `qinfer.queue.base`) on every adapter."""
+"""The delivery contract (the numbered promises of `qinfer.queue.base`) on each server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -8,9 +8,7 @@ import pytest
 
 from qinfer.errors import QinferError
 from qinfer.queue.base import Delivery, Entry, Lane, Lease, reply_address
-from tests.contract.conftest import MemoryQueue, RedisQueue
-
-Queue = MemoryQueue | RedisQueue
+from tests.contract.conftest import RedisQueue
 
 HIGH, LOW = Lane("digits", 1, "p1"), Lane("digits", 1, "p2")
 LONG_S = 60.0
@@ -30,7 +28,7 @@ async def submit(delivery: Delivery, lane: Lane, *frames: bytes) -> list[Entry]:
     return entries
 
 
-async def ready(queue: Queue, *frames: bytes) -> Delivery:
+async def ready(queue: RedisQueue, *frames: bytes) -> Delivery:
     """Returns a connected delivery whose two lanes exist; `frames` wait in the first."""
     delivery = await queue.connect()
     await delivery.ensure([HIGH, LOW])
@@ -60,7 +58,7 @@ async def listening(delivery: Delivery, owner: str) -> AsyncIterator[asyncio.Que
 # --- submit and fetch (promise 1) ---
 
 
-async def test_a_submitted_frame_is_fetched_byte_for_byte(queue: Queue) -> None:
+async def test_a_submitted_frame_is_fetched_byte_for_byte(queue: RedisQueue) -> None:
     """What goes in comes out, zero bytes and line ends included, with its entry and a count of one."""
     delivery = await ready(queue)
     frame = bytes(range(256)) + b"\r\n$3\r\n" + bytes(100_000)
@@ -71,7 +69,7 @@ async def test_a_submitted_frame_is_fetched_byte_for_byte(queue: Queue) -> None:
     assert lease == Lease(entry, "a", frame, deliveries=1, suspect=False)
 
 
-async def test_frames_may_be_any_bytes_like(queue: Queue) -> None:
+async def test_frames_may_be_any_bytes_like(queue: RedisQueue) -> None:
     """A frame may be bytes, a bytearray or a memoryview."""
     delivery = await ready(queue)
 
@@ -84,7 +82,7 @@ async def test_frames_may_be_any_bytes_like(queue: Queue) -> None:
     assert got == [b"one", b"two", b"three"]
 
 
-async def test_entries_are_fetched_in_the_order_of_their_submission(queue: Queue) -> None:
+async def test_entries_are_fetched_in_the_order_of_their_submission(queue: RedisQueue) -> None:
     """A lane is first in, first out."""
     sent = [b"%d" % number for number in range(200)]
     delivery = await ready(queue, *sent)
@@ -94,7 +92,7 @@ async def test_entries_are_fetched_in_the_order_of_their_submission(queue: Queue
     assert got == sent
 
 
-async def test_an_entry_knows_when_it_was_enqueued(queue: Queue) -> None:
+async def test_an_entry_knows_when_it_was_enqueued(queue: RedisQueue) -> None:
     """The entry's time and the delivery's clock are the same clock: the broker's."""
     delivery = await ready(queue)
 
@@ -105,7 +103,7 @@ async def test_an_entry_knows_when_it_was_enqueued(queue: Queue) -> None:
     assert before_s - 0.1 <= entry.enqueued_s <= after_s + 0.1
 
 
-async def test_what_was_submitted_before_the_first_ensure_is_not_lost(queue: Queue) -> None:
+async def test_what_was_submitted_before_the_first_ensure_is_not_lost(queue: RedisQueue) -> None:
     """The group starts at the first entry of the lane, not at its end."""
     delivery = await queue.connect()
     await submit(delivery, HIGH, b"early")
@@ -115,7 +113,7 @@ async def test_what_was_submitted_before_the_first_ensure_is_not_lost(queue: Que
     assert frames(await fetch(delivery)) == [b"early"]
 
 
-async def test_ensure_again_changes_nothing(queue: Queue) -> None:
+async def test_ensure_again_changes_nothing(queue: RedisQueue) -> None:
     """Everyone may ensure at every start."""
     delivery = await ready(queue, b"x")
     leases = await fetch(delivery)
@@ -126,7 +124,7 @@ async def test_ensure_again_changes_nothing(queue: Queue) -> None:
     assert await fetch(delivery) == []
 
 
-async def test_lanes_are_fetched_in_strict_priority_within_the_count(queue: Queue) -> None:
+async def test_lanes_are_fetched_in_strict_priority_within_the_count(queue: RedisQueue) -> None:
     """`count` is the total: a lower lane gets what the higher one leaves."""
     delivery = await ready(queue)
     await submit(delivery, LOW, b"low1", b"low2", b"low3")
@@ -136,14 +134,14 @@ async def test_lanes_are_fetched_in_strict_priority_within_the_count(queue: Queu
     assert frames(await fetch(delivery, count=3)) == [b"high2", b"low1", b"low2"]
 
 
-async def test_a_fetch_of_nothing_ends_when_its_wait_ends(queue: Queue) -> None:
+async def test_a_fetch_of_nothing_ends_when_its_wait_ends(queue: RedisQueue) -> None:
     """An empty lane gives an empty list, after the wait."""
     delivery = await ready(queue)
 
     assert await fetch(delivery, wait_s=0.05) == []
 
 
-async def test_a_fetch_of_no_entries_takes_none(queue: Queue) -> None:
+async def test_a_fetch_of_no_entries_takes_none(queue: RedisQueue) -> None:
     """A count of zero is no reason to read without a bound."""
     delivery = await ready(queue, b"x")
 
@@ -151,7 +149,7 @@ async def test_a_fetch_of_no_entries_takes_none(queue: Queue) -> None:
     assert await delivery.depth([HIGH]) == [1]
 
 
-async def test_a_waiting_fetch_wakes_when_something_is_submitted(queue: Queue) -> None:
+async def test_a_waiting_fetch_wakes_when_something_is_submitted(queue: RedisQueue) -> None:
     """An idle worker needs no second look."""
     delivery, gateway = await ready(queue), await queue.connect()
     waiting = asyncio.create_task(fetch(delivery, wait_s=LONG_S))
@@ -162,7 +160,7 @@ async def test_a_waiting_fetch_wakes_when_something_is_submitted(queue: Queue) -
     assert frames(await waiting) == [b"wake"]
 
 
-async def test_a_cancelled_fetch_loses_nothing(queue: Queue) -> None:
+async def test_a_cancelled_fetch_loses_nothing(queue: RedisQueue) -> None:
     """What a cancelled read took anyway is given back, undelivered."""
     worker, other = await ready(queue), await queue.connect()
     waiting = asyncio.create_task(fetch(worker, wait_s=LONG_S))
@@ -178,7 +176,7 @@ async def test_a_cancelled_fetch_loses_nothing(queue: Queue) -> None:
     assert (lease.frame, lease.deliveries) == (b"x", 1)
 
 
-async def test_two_consumers_share_a_lane_without_overlap(queue: Queue) -> None:
+async def test_two_consumers_share_a_lane_without_overlap(queue: RedisQueue) -> None:
     """Every entry is fetched once, whoever comes first."""
     first = await ready(queue, *[b"%d" % number for number in range(100)])
     second = await queue.connect()
@@ -198,7 +196,7 @@ async def test_two_consumers_share_a_lane_without_overlap(queue: Queue) -> None:
 # --- leases (promise 2) ---
 
 
-async def test_renewal_keeps_the_lease_and_its_delivery_count(queue: Queue) -> None:
+async def test_renewal_keeps_the_lease_and_its_delivery_count(queue: RedisQueue) -> None:
     """However often it is renewed, the entry counts as delivered once."""
     delivery = await ready(queue, b"x")
     leases = await fetch(delivery)
@@ -211,7 +209,7 @@ async def test_renewal_keeps_the_lease_and_its_delivery_count(queue: Queue) -> N
     assert again.deliveries == 1
 
 
-async def test_renewal_never_takes_an_entry_back_from_a_new_owner(queue: Queue) -> None:
+async def test_renewal_never_takes_an_entry_back_from_a_new_owner(queue: RedisQueue) -> None:
     """The old owner learns that its lease is lost, and the new owner keeps its own."""
     delivery = await ready(queue, b"x")
     old = await fetch(delivery, "a")
@@ -221,7 +219,7 @@ async def test_renewal_never_takes_an_entry_back_from_a_new_owner(queue: Queue) 
     assert delivery.renew(new) == []
 
 
-async def test_renewal_reports_what_was_finished(queue: Queue) -> None:
+async def test_renewal_reports_what_was_finished(queue: RedisQueue) -> None:
     """A worker learns of a cancelled request by its renewal."""
     delivery = await ready(queue, b"x", b"y")
     leases = await fetch(delivery)
@@ -234,7 +232,7 @@ async def test_renewal_reports_what_was_finished(queue: Queue) -> None:
 # --- release (promise 3) ---
 
 
-async def test_released_entries_are_fetched_at_once_and_first(queue: Queue) -> None:
+async def test_released_entries_are_fetched_at_once_and_first(queue: RedisQueue) -> None:
     """They come before newer work of their lane, and the count is as it was before."""
     delivery, other = await ready(queue, b"first", b"second"), await queue.connect()
     [first] = await fetch(delivery, "a", count=1)
@@ -244,7 +242,7 @@ async def test_released_entries_are_fetched_at_once_and_first(queue: Queue) -> N
     assert [(lease.frame, lease.deliveries) for lease in await fetch(other, "b")] == [(b"first", 1), (b"second", 1)]
 
 
-async def test_released_entries_wait_for_those_of_a_higher_priority(queue: Queue) -> None:
+async def test_released_entries_wait_for_those_of_a_higher_priority(queue: RedisQueue) -> None:
     """A drain of many workers gives back much that is not urgent: it stays so."""
     delivery = await ready(queue)
     await submit(delivery, LOW, b"low", b"newer")
@@ -256,7 +254,7 @@ async def test_released_entries_wait_for_those_of_a_higher_priority(queue: Queue
     assert [lease.frame for lease in await fetch(delivery, "b")] == [b"high", b"low", b"newer"]
 
 
-async def test_release_of_an_entry_that_another_owns_changes_nothing(queue: Queue) -> None:
+async def test_release_of_an_entry_that_another_owns_changes_nothing(queue: RedisQueue) -> None:
     """A late release can't take work away from its new owner."""
     delivery = await ready(queue, b"x")
     old = await fetch(delivery, "a")
@@ -268,7 +266,7 @@ async def test_release_of_an_entry_that_another_owns_changes_nothing(queue: Queu
     assert delivery.renew(new) == []
 
 
-async def test_a_released_entry_is_no_suspect(queue: Queue) -> None:
+async def test_a_released_entry_is_no_suspect(queue: RedisQueue) -> None:
     """`reclaim` leaves to `fetch` what was handed back in order."""
     delivery = await ready(queue, b"x")
     await delivery.release(await fetch(delivery))
@@ -280,7 +278,7 @@ async def test_a_released_entry_is_no_suspect(queue: Queue) -> None:
 # --- reclaim (promise 4) ---
 
 
-async def test_reclaim_takes_silent_owners_entries_as_suspects(queue: Queue) -> None:
+async def test_reclaim_takes_silent_owners_entries_as_suspects(queue: RedisQueue) -> None:
     """The entry is counted once more, and marked."""
     delivery = await ready(queue, b"x")
     [lost] = await fetch(delivery, "a")
@@ -290,7 +288,7 @@ async def test_reclaim_takes_silent_owners_entries_as_suspects(queue: Queue) -> 
     assert taken == Lease(lost.entry, "b", b"x", deliveries=2, suspect=True)
 
 
-async def test_reclaim_spares_what_is_renewed(queue: Queue) -> None:
+async def test_reclaim_spares_what_is_renewed(queue: RedisQueue) -> None:
     """Only the owner that went silent loses its entry."""
     delivery = await ready(queue, b"silent", b"alive")
     silent, alive = await fetch(delivery, "a")
@@ -304,7 +302,7 @@ async def test_reclaim_spares_what_is_renewed(queue: Queue) -> None:
     assert [lease.entry for lease in taken] == [silent.entry]
 
 
-async def test_reclaim_takes_no_more_than_its_count(queue: Queue) -> None:
+async def test_reclaim_takes_no_more_than_its_count(queue: RedisQueue) -> None:
     """Over all lanes together."""
     delivery = await ready(queue, b"1", b"2", b"3")
     await submit(delivery, LOW, b"4")
@@ -316,7 +314,7 @@ async def test_reclaim_takes_no_more_than_its_count(queue: Queue) -> None:
 # --- finish and depth (promises 5, 6) ---
 
 
-async def test_finish_removes_delivered_and_undelivered_entries(queue: Queue) -> None:
+async def test_finish_removes_delivered_and_undelivered_entries(queue: RedisQueue) -> None:
     """Whoever owns them, or nobody: they are gone for every reader."""
     delivery = await ready(queue)
     entries = await submit(delivery, HIGH, b"1", b"2", b"3")
@@ -329,7 +327,7 @@ async def test_finish_removes_delivered_and_undelivered_entries(queue: Queue) ->
     assert frames(await delivery.reclaim([HIGH, LOW], "c", idle_s=0.0, count=10)) == [b"3"]
 
 
-async def test_finish_again_is_no_error(queue: Queue) -> None:
+async def test_finish_again_is_no_error(queue: RedisQueue) -> None:
     """Gateway, worker and janitor may all finish the same entry."""
     delivery = await ready(queue, b"x")
     [lease] = await fetch(delivery)
@@ -340,7 +338,7 @@ async def test_finish_again_is_no_error(queue: Queue) -> None:
     assert await delivery.depth([HIGH]) == [0]
 
 
-async def test_a_finished_entry_is_neither_released_nor_reclaimed(queue: Queue) -> None:
+async def test_a_finished_entry_is_neither_released_nor_reclaimed(queue: RedisQueue) -> None:
     """`finish` is terminal."""
     delivery = await ready(queue, b"x")
     leases = await fetch(delivery)
@@ -352,7 +350,7 @@ async def test_a_finished_entry_is_neither_released_nor_reclaimed(queue: Queue) 
     assert await delivery.reclaim([HIGH, LOW], "b", idle_s=0.0, count=10) == []
 
 
-async def test_many_entries_of_several_lanes_finish_together(queue: Queue) -> None:
+async def test_many_entries_of_several_lanes_finish_together(queue: RedisQueue) -> None:
     """More than one script call can carry."""
     delivery = await ready(queue)
     entries = await submit(delivery, HIGH, *[b"x"] * 2500)
@@ -363,7 +361,7 @@ async def test_many_entries_of_several_lanes_finish_together(queue: Queue) -> No
     assert await delivery.depth([HIGH, LOW]) == [0, 0]
 
 
-async def test_depth_counts_what_waits_and_what_is_in_flight(queue: Queue) -> None:
+async def test_depth_counts_what_waits_and_what_is_in_flight(queue: RedisQueue) -> None:
     """A fetched entry still counts; a lane that never was counts zero."""
     delivery = await ready(queue, b"1", b"2")
     await submit(delivery, LOW, b"3")
@@ -372,7 +370,7 @@ async def test_depth_counts_what_waits_and_what_is_in_flight(queue: Queue) -> No
     assert await delivery.depth([HIGH, LOW, Lane("nobody", 7)]) == [2, 1, 0]
 
 
-async def test_in_flight_counts_what_a_consumer_holds(queue: Queue) -> None:
+async def test_in_flight_counts_what_a_consumer_holds(queue: RedisQueue) -> None:
     """Not what waits, was given back, or is to be tried alone; a lane that never was counts zero."""
     delivery = await ready(queue, b"1", b"2", b"3", b"4")
     await submit(delivery, LOW, b"5")
@@ -390,7 +388,7 @@ async def test_in_flight_counts_what_a_consumer_holds(queue: Queue) -> None:
 # --- replies (promises 7, 8) ---
 
 
-async def test_a_published_blob_is_delivered(queue: Queue) -> None:
+async def test_a_published_blob_is_delivered(queue: RedisQueue) -> None:
     """In order, byte for byte."""
     gateway, worker = await queue.connect(), await queue.connect()
     async with listening(gateway, "g1") as blobs:
@@ -400,7 +398,7 @@ async def test_a_published_blob_is_delivered(queue: Queue) -> None:
         assert [await blobs.get() for _ in range(3)] == [b"one\r\n", bytes(1000), b"three"]
 
 
-async def test_publish_to_a_stream_that_is_gone_says_so(queue: Queue) -> None:
+async def test_publish_to_a_stream_that_is_gone_says_so(queue: RedisQueue) -> None:
     """And does not bring it to life: twice the same answer."""
     delivery = await queue.connect()
 
@@ -408,7 +406,7 @@ async def test_publish_to_a_stream_that_is_gone_says_so(queue: Queue) -> None:
     assert not await delivery.publish(reply_address("nobody"), b"x")
 
 
-async def test_listeners_get_their_own_replies_only(queue: Queue) -> None:
+async def test_listeners_get_their_own_replies_only(queue: RedisQueue) -> None:
     """A reply address is one process's."""
     first, second = await queue.connect(), await queue.connect()
     async with listening(first, "g1") as to_first, listening(second, "g2") as to_second:
@@ -418,7 +416,7 @@ async def test_listeners_get_their_own_replies_only(queue: Queue) -> None:
         assert (await to_first.get(), await to_second.get()) == (b"for g1", b"for g2")
 
 
-async def test_a_listener_whose_delivery_raises_goes_on(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_listener_whose_delivery_raises_goes_on(queue: RedisQueue, caplog: pytest.LogCaptureFixture) -> None:
     """One blob that can't be handled costs nobody else an answer."""
     delivery = await queue.connect()
     blobs: asyncio.Queue[bytes] = asyncio.Queue()

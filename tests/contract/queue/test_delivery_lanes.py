@@ -9,7 +9,7 @@ from qinfer.queue import keys, values
 from qinfer.queue.base import DELAYED, FULL, Delivery, Entry, Lane, Lease, Payload
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
-from tests.contract.queue.test_delivery import HIGH, LOW, Queue, fetch, frames, ready, submit
+from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, ready, submit
 
 BEHIND = Lane("digits", 1, "p1" + DELAYED)
 OTHER = Lane("digits", 2, "p1")
@@ -39,7 +39,7 @@ async def suspects(delivery: Delivery, consumer: str = "b") -> list[Lease]:
 # --- one of several ---
 
 
-async def test_cancelling_one_of_four_leaves_the_other_three(queue: Queue) -> None:
+async def test_cancelling_one_of_four_leaves_the_other_three(queue: RedisQueue) -> None:
     """They stay their owner's, can be renewed and finished, and nobody else sees them."""
     delivery, gateway = await ready(queue, b"1", b"2", b"3", b"4"), await queue.connect()
     leases = await fetch(delivery)
@@ -57,7 +57,7 @@ async def test_cancelling_one_of_four_leaves_the_other_three(queue: Queue) -> No
 # --- limits (promise 9) ---
 
 
-async def test_a_limit_refuses_what_is_beyond_it(queue: Queue) -> None:
+async def test_a_limit_refuses_what_is_beyond_it(queue: RedisQueue) -> None:
     """With Triton's text, and nothing is enqueued."""
     delivery = await ready(queue, b"1")
 
@@ -69,7 +69,7 @@ async def test_a_limit_refuses_what_is_beyond_it(queue: Queue) -> None:
     assert frames(await fetch(delivery)) == [b"1", b"2"]
 
 
-async def test_entries_in_flight_do_not_count_against_a_limit(queue: Queue) -> None:
+async def test_entries_in_flight_do_not_count_against_a_limit(queue: RedisQueue) -> None:
     """Only what waits does; what was given back waits again, suspects too."""
     delivery = await ready(queue, b"1", b"2")
     leases = await fetch(delivery, "a")
@@ -84,7 +84,7 @@ async def test_entries_in_flight_do_not_count_against_a_limit(queue: Queue) -> N
     assert isinstance(await offer(delivery, b"4", limit=4), Entry)
 
 
-async def test_delayed_entries_count_against_a_limit(queue: Queue) -> None:
+async def test_delayed_entries_count_against_a_limit(queue: RedisQueue) -> None:
     """They wait too; those of other lanes are others' affair."""
     delivery = await ready(queue, b"1")
     await delivery.ensure([BEHIND])
@@ -95,7 +95,7 @@ async def test_delayed_entries_count_against_a_limit(queue: Queue) -> None:
     assert isinstance(await offer(delivery, b"2", limit=2), Entry)
 
 
-async def test_a_limit_holds_in_a_lane_that_nobody_reads_yet(queue: Queue) -> None:
+async def test_a_limit_holds_in_a_lane_that_nobody_reads_yet(queue: RedisQueue) -> None:
     """Without a consumer group nothing is in flight."""
     delivery = await queue.connect()
 
@@ -104,7 +104,7 @@ async def test_a_limit_holds_in_a_lane_that_nobody_reads_yet(queue: Queue) -> No
     assert [type(answer) for answer in answers] == [Entry, Entry, QueueFull]
 
 
-async def test_of_many_concurrent_submits_a_limit_lets_exactly_so_many_in(queue: Queue) -> None:
+async def test_of_many_concurrent_submits_a_limit_lets_exactly_so_many_in(queue: RedisQueue) -> None:
     """Two gateways together: Redis counts, not they."""
     first, second = await ready(queue), await queue.connect()
 
@@ -117,7 +117,7 @@ async def test_of_many_concurrent_submits_a_limit_lets_exactly_so_many_in(queue:
 # --- withdraw (promise 10) ---
 
 
-async def test_waiting_entries_are_withdrawn_and_held_ones_are_not(queue: Queue) -> None:
+async def test_waiting_entries_are_withdrawn_and_held_ones_are_not(queue: RedisQueue) -> None:
     """Undelivered, released and gone ones, in the order asked."""
     delivery = await ready(queue)
     held, released, gone, waiting = await submit(delivery, HIGH, b"held", b"released", b"gone", b"waiting")
@@ -132,7 +132,7 @@ async def test_waiting_entries_are_withdrawn_and_held_ones_are_not(queue: Queue)
     assert delivery.renew(leases[:1]) == []
 
 
-async def test_what_was_withdrawn_is_neither_fetched_nor_reclaimed(queue: Queue) -> None:
+async def test_what_was_withdrawn_is_neither_fetched_nor_reclaimed(queue: RedisQueue) -> None:
     """It is gone for every reader; suspects that wait can be withdrawn as well."""
     delivery = await ready(queue, b"suspect")
     await fetch(delivery, "a")
@@ -146,7 +146,7 @@ async def test_what_was_withdrawn_is_neither_fetched_nor_reclaimed(queue: Queue)
     assert await suspects(delivery) == []
 
 
-async def test_entries_of_several_lanes_are_withdrawn_together(queue: Queue) -> None:
+async def test_entries_of_several_lanes_are_withdrawn_together(queue: RedisQueue) -> None:
     """Also where no consumer group exists yet, and when there are none."""
     delivery = await ready(queue)
     entries = [(await submit(delivery, lane, b"x"))[0] for lane in (HIGH, OTHER, LOW)]
@@ -159,7 +159,7 @@ async def test_entries_of_several_lanes_are_withdrawn_together(queue: Queue) -> 
 # --- suspects ---
 
 
-async def test_a_released_suspect_stays_one(queue: Queue) -> None:
+async def test_a_released_suspect_stays_one(queue: RedisQueue) -> None:
     """`reclaim` has it at once whatever the idle time, its count as before; `fetch` never."""
     delivery, other = await ready(queue, b"x"), await queue.connect()
     await fetch(delivery, "a")
@@ -176,7 +176,7 @@ async def test_a_released_suspect_stays_one(queue: Queue) -> None:
 # --- delay (promise 11) ---
 
 
-async def test_a_delayed_entry_moves_behind_what_waits(queue: Queue) -> None:
+async def test_a_delayed_entry_moves_behind_what_waits(queue: RedisQueue) -> None:
     """It is fetched from its new lane as never delivered, and remembers when it was enqueued first."""
     delivery = await ready(queue, b"late", b"fresh")
     lanes = [HIGH, BEHIND, LOW]
@@ -194,7 +194,7 @@ async def test_a_delayed_entry_moves_behind_what_waits(queue: Queue) -> None:
     assert delivery.renew([late]) == [late]
 
 
-async def test_an_entry_that_is_moved_twice_remembers_its_first_lane(queue: Queue) -> None:
+async def test_an_entry_that_is_moved_twice_remembers_its_first_lane(queue: RedisQueue) -> None:
     """Not the one between; its payload comes along."""
     delivery = await ready(queue)
     await delivery.ensure([BEHIND])
@@ -208,7 +208,7 @@ async def test_an_entry_that_is_moved_twice_remembers_its_first_lane(queue: Queu
     assert await delivery.payload(lease.entry, "r1") == b"tensors"
 
 
-async def test_delay_leaves_alone_what_another_owns(queue: Queue) -> None:
+async def test_delay_leaves_alone_what_another_owns(queue: RedisQueue) -> None:
     """A late decision can't move the work of a new owner, nor bring back what is finished."""
     delivery = await ready(queue, b"x", b"y")
     await delivery.ensure([BEHIND])
@@ -225,7 +225,7 @@ async def test_delay_leaves_alone_what_another_owns(queue: Queue) -> None:
 # --- several lanes ---
 
 
-async def test_a_waiting_fetch_of_several_lanes_takes_what_came_together(queue: Queue) -> None:
+async def test_a_waiting_fetch_of_several_lanes_takes_what_came_together(queue: RedisQueue) -> None:
     """The first wakes it, the rest of that write comes along."""
     delivery, gateway = await ready(queue), await queue.connect()
     waiting = asyncio.create_task(fetch(delivery, count=8, wait_s=30.0))
@@ -241,7 +241,7 @@ async def test_a_waiting_fetch_of_several_lanes_takes_what_came_together(queue: 
     assert sorted(got, key=int) == [b"%d" % number for number in range(20)]
 
 
-async def test_a_fetch_that_waits_on_several_lanes_exceeds_no_count(queue: Queue) -> None:
+async def test_a_fetch_that_waits_on_several_lanes_exceeds_no_count(queue: RedisQueue) -> None:
     """Though each lane may give it one entry at once; none is lost."""
     delivery, gateway = await ready(queue), await queue.connect()
     got: list[bytes] = []
@@ -275,7 +275,7 @@ async def test_what_woke_a_fetch_is_kept_when_another_lane_is_gone(redis_queue: 
 
 
 @pytest.mark.parametrize("size", [0, 1000, 3_000_000], ids=["empty", "small", "large"])
-async def test_a_payload_is_read_until_its_entry_is_finished(queue: Queue, size: int) -> None:
+async def test_a_payload_is_read_until_its_entry_is_finished(queue: RedisQueue, size: int) -> None:
     """Byte for byte, by the worker that has the entry; finish removes it."""
     gateway, worker = await ready(queue), await queue.connect()
     payload = bytes(range(256)) * (size // 256)
@@ -290,7 +290,7 @@ async def test_a_payload_is_read_until_its_entry_is_finished(queue: Queue, size:
     assert await worker.payload(entry, "r1") is None
 
 
-async def test_a_refused_entry_leaves_no_payload(queue: Queue) -> None:
+async def test_a_refused_entry_leaves_no_payload(queue: RedisQueue) -> None:
     """Small or large: nothing is stored of what the lane has no room for."""
     delivery = await ready(queue, b"x")
 
@@ -299,7 +299,7 @@ async def test_a_refused_entry_leaves_no_payload(queue: Queue) -> None:
         assert await delivery.payload(Entry(HIGH, "0-1"), name) is None
 
 
-async def test_a_withdrawn_entry_leaves_no_payload(queue: Queue) -> None:
+async def test_a_withdrawn_entry_leaves_no_payload(queue: RedisQueue) -> None:
     """The one that is held keeps its own."""
     delivery = await ready(queue)
     held = await with_payload(delivery, b"1", b"held", "r1")
@@ -313,7 +313,7 @@ async def test_a_withdrawn_entry_leaves_no_payload(queue: Queue) -> None:
     assert await delivery.payload(waiting, "r2") is None
 
 
-async def test_a_finish_of_many_removes_all_their_payloads(queue: Queue) -> None:
+async def test_a_finish_of_many_removes_all_their_payloads(queue: RedisQueue) -> None:
     """Mixed with entries that have none."""
     delivery = await ready(queue, b"plain")
     entries = [await with_payload(delivery, b"x", b"p%d" % number, f"r{number}") for number in range(5)]
@@ -326,7 +326,7 @@ async def test_a_finish_of_many_removes_all_their_payloads(queue: Queue) -> None
         assert await delivery.payload(entry, f"r{number}") is None
 
 
-async def test_a_stored_result_is_taken_once(queue: Queue) -> None:
+async def test_a_stored_result_is_taken_once(queue: RedisQueue) -> None:
     """Large outputs of a synchronous call; nobody else can want them."""
     worker, gateway = await queue.connect(), await queue.connect()
     blob = bytes(range(256)) * 8000
@@ -375,7 +375,7 @@ async def test_close_answers_submits_whose_payload_is_on_its_way(
 # --- oldest (promise 13) ---
 
 
-async def test_the_oldest_entries_are_shown_page_by_page(queue: Queue) -> None:
+async def test_the_oldest_entries_are_shown_page_by_page(queue: RedisQueue) -> None:
     """Waiting and held ones alike, with frame and payload's id, and nothing about them changes."""
     delivery = await ready(queue, b"1", b"2")
     (held,) = await fetch(delivery, count=1)
@@ -391,7 +391,7 @@ async def test_the_oldest_entries_are_shown_page_by_page(queue: Queue) -> None:
     assert frames(await fetch(delivery, "b")) == [b"2", b"3"]
 
 
-async def test_young_entries_are_not_shown(queue: Queue) -> None:
+async def test_young_entries_are_not_shown(queue: RedisQueue) -> None:
     """And a lane that does not exist is empty."""
     delivery = await ready(queue, b"1")
 

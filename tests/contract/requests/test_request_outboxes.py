@@ -1,4 +1,4 @@
-"""The contract of outboxes that programs name (promises 2, 3 and 6 of `qinfer.queue.requests`) on every adapter."""
+"""The contract of outboxes that programs name (promises 2, 3 and 6 of `qinfer.queue.requests`) on each server."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The contract of asynchronous requests (the numbered promises of `qinfer.queue.requests`) on every adapter."""
+"""The contract of asynchronous requests (the numbered promises of `qinfer.queue.requests`) on each server."""
 
 import asyncio
 
@@ -8,10 +8,8 @@ from qinfer.errors import QueueFull
 from qinfer.queue.base import Lane, reply_address
 from qinfer.queue.request_records import Accepted, RequestState
 from qinfer.testing import eventually
-from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.contract.conftest import RedisQueue
 from tests.support.requests import LANE, LONG_S, accept, address, ended, fetch, frame_of, outcome, settle
-
-Queue = MemoryQueue | RedisQueue
 
 CANCELLED, EXPIRED, FAILED = RequestState.CANCELLED, RequestState.EXPIRED, RequestState.FAILED
 QUEUED, RUNNING, SUCCEEDED = RequestState.QUEUED, RequestState.RUNNING, RequestState.SUCCEEDED
@@ -20,7 +18,7 @@ QUEUED, RUNNING, SUCCEEDED = RequestState.QUEUED, RequestState.RUNNING, RequestS
 # --- one terminal state (promise 1) ---
 
 
-async def test_an_accepted_request_is_fetched_and_known(queue: Queue) -> None:
+async def test_an_accepted_request_is_fetched_and_known(queue: RedisQueue) -> None:
     """Its frame waits in the lane, and its record tells what was given with it."""
     delivery = await queue.connect()
     before_s = delivery.clock.now_s()
@@ -40,7 +38,7 @@ async def test_an_accepted_request_is_fetched_and_known(queue: Queue) -> None:
     assert (lease.frame, lease.entry.payload_id) == (b"r1", "")
 
 
-async def test_nothing_is_known_of_a_request_that_never_was(queue: Queue) -> None:
+async def test_nothing_is_known_of_a_request_that_never_was(queue: RedisQueue) -> None:
     """Neither a record nor a result; to end it or to watch it is no error."""
     requests = (await queue.connect()).requests
 
@@ -50,7 +48,7 @@ async def test_nothing_is_known_of_a_request_that_never_was(queue: Queue) -> Non
     assert await requests.settle([ended()]) == [False]
 
 
-async def test_a_request_is_running_while_a_worker_holds_it(queue: Queue) -> None:
+async def test_a_request_is_running_while_a_worker_holds_it(queue: RedisQueue) -> None:
     """Its state and attempts follow its entry: fetched, released, reclaimed, given back as a suspect."""
     delivery = await queue.connect()
     await accept(delivery)
@@ -71,7 +69,7 @@ async def test_a_request_is_running_while_a_worker_holds_it(queue: Queue) -> Non
     assert await seen() == (QUEUED, 1)
 
 
-async def test_a_settled_request_has_its_outcome_and_leaves_the_queue(queue: Queue) -> None:
+async def test_a_settled_request_has_its_outcome_and_leaves_the_queue(queue: RedisQueue) -> None:
     """State, error, times and result in the record; nothing in the lane."""
     delivery = await queue.connect()
     await accept(delivery, result_ttl_s=100.0)
@@ -92,7 +90,7 @@ async def test_a_settled_request_has_its_outcome_and_leaves_the_queue(queue: Que
     assert delivery.renew([lease]) == [lease]
 
 
-async def test_of_several_that_end_a_request_one_is_first(queue: Queue) -> None:
+async def test_of_several_that_end_a_request_one_is_first(queue: RedisQueue) -> None:
     """Cancel, expiry and success at once, from three processes: one is told that it was first, and is what is seen."""
     worker, gateway, janitor = await queue.connect(), await queue.connect(), await queue.connect()
     ways = [(worker, SUCCEEDED), (gateway, CANCELLED), (janitor, EXPIRED)]
@@ -117,7 +115,7 @@ async def test_of_several_that_end_a_request_one_is_first(queue: Queue) -> None:
     assert await gateway.depth([LANE]) == [0]
 
 
-async def test_to_end_a_request_again_changes_nothing(queue: Queue) -> None:
+async def test_to_end_a_request_again_changes_nothing(queue: RedisQueue) -> None:
     """The same caller, whose reply was lost, may repeat itself."""
     delivery = await queue.connect()
     await accept(delivery)
@@ -130,7 +128,7 @@ async def test_to_end_a_request_again_changes_nothing(queue: Queue) -> None:
     assert await delivery.requests.result(address()) == b"blob of succeeded"
 
 
-async def test_the_items_of_a_batch_end_each_for_itself(queue: Queue) -> None:
+async def test_the_items_of_a_batch_end_each_for_itself(queue: RedisQueue) -> None:
     """In one call: one is new to its end, one had ended before, one is unknown."""
     delivery = await queue.connect()
     for name in ("r1", "r2", "r3"):
@@ -147,7 +145,7 @@ async def test_the_items_of_a_batch_end_each_for_itself(queue: Queue) -> None:
 # --- the terminal step takes the entry with it (promise 2) ---
 
 
-async def test_a_request_that_nobody_fetched_can_be_cancelled(queue: Queue) -> None:
+async def test_a_request_that_nobody_fetched_can_be_cancelled(queue: RedisQueue) -> None:
     """With zero workers, and before its lane has a group: it never runs."""
     delivery = await queue.connect()
     await accept(delivery)
@@ -160,7 +158,7 @@ async def test_a_request_that_nobody_fetched_can_be_cancelled(queue: Queue) -> N
     assert (record.state, record.attempts) == (CANCELLED, 0)
 
 
-async def test_a_request_that_another_holds_is_taken_from_it(queue: Queue) -> None:
+async def test_a_request_that_another_holds_is_taken_from_it(queue: RedisQueue) -> None:
     """Its holder learns it when it renews; the record keeps how often it was tried."""
     worker, gateway = await queue.connect(), await queue.connect()
     await accept(gateway)
@@ -175,7 +173,7 @@ async def test_a_request_that_another_holds_is_taken_from_it(queue: Queue) -> No
     assert record.attempts == 2
 
 
-async def test_a_request_that_was_moved_is_found_where_it_is(queue: Queue) -> None:
+async def test_a_request_that_was_moved_is_found_where_it_is(queue: RedisQueue) -> None:
     """Its record follows the move; whoever ends it with the old entry removes the new one too."""
     delivery = await queue.connect()
     delayed = Lane("digits", 1, "p1.delayed")
@@ -190,7 +188,7 @@ async def test_a_request_that_was_moved_is_found_where_it_is(queue: Queue) -> No
     assert await delivery.depth([LANE, delayed]) == [0, 0]
 
 
-async def test_the_entry_of_an_unknown_request_is_removed(queue: Queue) -> None:
+async def test_the_entry_of_an_unknown_request_is_removed(queue: RedisQueue) -> None:
     """Its record is gone: nobody can ask for it any more, and it must not run for ever."""
     delivery = await queue.connect()
     await accept(delivery)
@@ -202,7 +200,7 @@ async def test_the_entry_of_an_unknown_request_is_removed(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 50 * 2**20], ids=["small", "large"])
-async def test_a_payload_is_there_until_the_request_ends(queue: Queue, size: int) -> None:
+async def test_a_payload_is_there_until_the_request_ends(queue: RedisQueue, size: int) -> None:
     """The worker reads it beside the frame; afterwards nothing of it is left."""
     delivery = await queue.connect()
     payload = b"x" * size
@@ -216,7 +214,7 @@ async def test_a_payload_is_there_until_the_request_ends(queue: Queue, size: int
     assert await delivery.payload(lease.entry, "r1") is None
 
 
-async def test_a_large_result_is_read_as_it_was_stored(queue: Queue) -> None:
+async def test_a_large_result_is_read_as_it_was_stored(queue: RedisQueue) -> None:
     """However large; that of a caller who came too late is nowhere."""
     delivery = await queue.connect()
     await accept(delivery)
@@ -228,7 +226,7 @@ async def test_a_large_result_is_read_as_it_was_stored(queue: Queue) -> None:
     assert await delivery.requests.result(address()) == blob
 
 
-async def test_the_end_frees_a_place_in_the_lane(queue: Queue) -> None:
+async def test_the_end_frees_a_place_in_the_lane(queue: RedisQueue) -> None:
     """`depth` and the limit see it at once."""
     delivery = await queue.connect()
     await accept(delivery, limit=1)
@@ -241,7 +239,7 @@ async def test_the_end_frees_a_place_in_the_lane(queue: Queue) -> None:
 # --- repetitions (promise 3) ---
 
 
-async def test_an_id_is_accepted_once(queue: Queue) -> None:
+async def test_an_id_is_accepted_once(queue: RedisQueue) -> None:
     """Repeated, it enqueues nothing, and the caller can tell a repetition from another request by the hash."""
     delivery = await queue.connect()
     await accept(delivery, body_hash="first", payload=b"payload")
@@ -254,7 +252,7 @@ async def test_an_id_is_accepted_once(queue: Queue) -> None:
     assert await delivery.payload(lease.entry, "r1") == b"payload"
 
 
-async def test_a_large_payload_of_a_repetition_replaces_nothing(queue: Queue) -> None:
+async def test_a_large_payload_of_a_repetition_replaces_nothing(queue: RedisQueue) -> None:
     """It is on its way before it is known that the request is not new."""
     delivery = await queue.connect()
     first, second = bytes(2**20 + 1), bytes(range(256)) * 2**13
@@ -266,7 +264,7 @@ async def test_a_large_payload_of_a_repetition_replaces_nothing(queue: Queue) ->
     assert await delivery.payload(lease.entry, "r1") == first
 
 
-async def test_an_id_that_has_ended_is_still_taken(queue: Queue) -> None:
+async def test_an_id_that_has_ended_is_still_taken(queue: RedisQueue) -> None:
     """A repetition after the end does not run the request again."""
     delivery = await queue.connect()
     await accept(delivery)
@@ -277,7 +275,7 @@ async def test_an_id_that_has_ended_is_still_taken(queue: Queue) -> None:
     assert await fetch(delivery) == []
 
 
-async def test_duplicates_with_one_key_collapse_into_one(queue: Queue) -> None:
+async def test_duplicates_with_one_key_collapse_into_one(queue: RedisQueue) -> None:
     """At once, from several gateways, each with an id of its own: all get the same one."""
     gateways = [await queue.connect() for _ in range(3)]
 
@@ -294,7 +292,7 @@ async def test_duplicates_with_one_key_collapse_into_one(queue: Queue) -> None:
     assert await gateways[0].depth([LANE]) == [1]
 
 
-async def test_a_key_is_its_tenants_and_its_models_own(queue: Queue) -> None:
+async def test_a_key_is_its_tenants_and_its_models_own(queue: RedisQueue) -> None:
     """Two tenants, or two models, may use the same one; a request without a key is never a duplicate."""
     delivery = await queue.connect()
 
@@ -309,7 +307,7 @@ async def test_a_key_is_its_tenants_and_its_models_own(queue: Queue) -> None:
     assert all(answer.is_new for answer in answers)
 
 
-async def test_a_key_is_forgotten_after_its_time(queue: Queue) -> None:
+async def test_a_key_is_forgotten_after_its_time(queue: RedisQueue) -> None:
     """Then it is a new request's."""
     delivery = await queue.connect()
     await accept(delivery, "r1", idempotency_key="k", idempotency_ttl_s=0.05)
@@ -320,7 +318,7 @@ async def test_a_key_is_forgotten_after_its_time(queue: Queue) -> None:
     await eventually(is_new)
 
 
-async def test_a_full_lane_takes_no_more(queue: Queue) -> None:
+async def test_a_full_lane_takes_no_more(queue: RedisQueue) -> None:
     """What waits counts, in its delayed lane too, and what runs does not; a refusal leaves no trace."""
     delivery = await queue.connect()
     for name in ("r1", "r2"):
@@ -340,7 +338,7 @@ async def test_a_full_lane_takes_no_more(queue: Queue) -> None:
         await accept(delivery, "r4", limit=3)
 
 
-async def test_what_was_accepted_before_is_found_without_accepting_anything(queue: Queue) -> None:
+async def test_what_was_accepted_before_is_found_without_accepting_anything(queue: RedisQueue) -> None:
     """By key and by id, in a lane that has room: for a server that takes nothing new."""
     delivery = await queue.connect()
     await accept(delivery, "r1", idempotency_key="k")
@@ -359,7 +357,7 @@ async def test_what_was_accepted_before_is_found_without_accepting_anything(queu
 # --- results and tombstones (promise 4) ---
 
 
-async def test_a_result_can_be_read_again_and_again(queue: Queue) -> None:
+async def test_a_result_can_be_read_again_and_again(queue: RedisQueue) -> None:
     """By everyone who asks."""
     delivery, other = await queue.connect(), await queue.connect()
     await accept(delivery)
@@ -368,7 +366,7 @@ async def test_a_result_can_be_read_again_and_again(queue: Queue) -> None:
     assert [await of.requests.result(address()) for of in (delivery, other, delivery)] == [b"blob of succeeded"] * 3
 
 
-async def test_an_outcome_without_a_blob_has_no_result(queue: Queue) -> None:
+async def test_an_outcome_without_a_blob_has_no_result(queue: RedisQueue) -> None:
     """The record tells that it ended."""
     delivery = await queue.connect()
     await accept(delivery)
@@ -381,7 +379,7 @@ async def test_an_outcome_without_a_blob_has_no_result(queue: Queue) -> None:
     assert not record.has_result
 
 
-async def test_a_tombstone_stays_when_the_result_is_gone(queue: Queue) -> None:
+async def test_a_tombstone_stays_when_the_result_is_gone(queue: RedisQueue) -> None:
     """So that a reader who comes too late learns that there was one."""
     delivery = await queue.connect()
     await accept(delivery, result_ttl_s=0.05)
@@ -396,7 +394,7 @@ async def test_a_tombstone_stays_when_the_result_is_gone(queue: Queue) -> None:
     assert (record.state, record.has_result) == (SUCCEEDED, False)
 
 
-async def test_a_tombstone_goes_after_its_time(queue: Queue) -> None:
+async def test_a_tombstone_goes_after_its_time(queue: RedisQueue) -> None:
     """Then the request never was, and its id is free."""
     delivery = await queue.connect()
     await accept(delivery, result_ttl_s=0.02, tombstone_ttl_s=0.02)

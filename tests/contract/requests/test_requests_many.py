@@ -4,16 +4,14 @@ from qinfer.errors import InvalidRequest, QueueFull
 from qinfer.queue.base import Lane
 from qinfer.queue.request_records import MAX_NOTES_BYTES, Accepted, RequestState
 from qinfer.queue.values import LARGE_BYTES
-from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.contract.conftest import RedisQueue
 from tests.support.requests import LANE, accept, acceptance, address, ended, fetch, settle
-
-Queue = MemoryQueue | RedisQueue
 
 LARGE = LARGE_BYTES + 1
 MANY = 100
 
 
-async def test_many_are_accepted_and_ended(queue: Queue) -> None:
+async def test_many_are_accepted_and_ended(queue: RedisQueue) -> None:
     """Of several models, with values of every size; and they can be repeated."""
     delivery = await queue.connect()
     sizes = [0, 1, LARGE, 10, 2**20, 2**20]
@@ -47,7 +45,7 @@ async def test_many_are_accepted_and_ended(queue: Queue) -> None:
     assert await delivery.depth([LANE]) == await delivery.depth([Lane("other", 1)]) == [0]
 
 
-async def test_each_of_many_is_told_what_became_of_it(queue: Queue) -> None:
+async def test_each_of_many_is_told_what_became_of_it(queue: RedisQueue) -> None:
     """One that is known, one that was refused, and one that found the lane full, among others."""
     delivery = await queue.connect()
     await accept(delivery, "known")
@@ -68,7 +66,7 @@ async def test_each_of_many_is_told_what_became_of_it(queue: Queue) -> None:
     assert record.state is RequestState.QUEUED
 
 
-async def test_of_many_ends_some_may_be_late(queue: Queue) -> None:
+async def test_of_many_ends_some_may_be_late(queue: RedisQueue) -> None:
     """Unknown ones, and one that ended before, do not keep the others."""
     delivery = await queue.connect()
     await delivery.requests.accept_all([acceptance(f"r{number}") for number in range(3)])
@@ -81,7 +79,7 @@ async def test_of_many_ends_some_may_be_late(queue: Queue) -> None:
     assert record.state is RequestState.CANCELLED
 
 
-async def test_none_of_none(queue: Queue) -> None:
+async def test_none_of_none(queue: RedisQueue) -> None:
     """Nothing to do is no error."""
     requests = (await queue.connect()).requests
 

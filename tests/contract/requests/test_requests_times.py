@@ -1,17 +1,13 @@
-"""The contract of asynchronous requests on every adapter: deadlines, those that watch, and webhooks."""
-
-import tracemalloc
+"""The contract of asynchronous requests on each server: deadlines, those that watch, and webhooks."""
 
 from qinfer.queue import keys
 from qinfer.queue.base import reply_address
 from qinfer.queue.request_records import RequestState
-from qinfer.testing import FakeClock, MemoryDelivery, eventually
+from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
-from tests.contract.conftest import MemoryQueue, RedisQueue
+from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import listening
 from tests.support.requests import HOOKS, LANE, accept, address, ended, fetch, settle, webhooks
-
-Queue = MemoryQueue | RedisQueue
 
 HOOK = "https://example.org/hook"
 
@@ -19,7 +15,7 @@ HOOK = "https://example.org/hook"
 # --- deadlines (promise 5) ---
 
 
-async def test_requests_are_due_when_their_deadline_has_passed(queue: Queue) -> None:
+async def test_requests_are_due_when_their_deadline_has_passed(queue: RedisQueue) -> None:
     """The oldest deadline first, as many as asked for, with zero workers; the others not yet."""
     delivery = await queue.connect()
     for name, timeout_s in (("r1", 0.03), ("r2", 0.01), ("r3", 0.02), ("r4", 60.0)):
@@ -36,7 +32,7 @@ async def test_requests_are_due_when_their_deadline_has_passed(queue: Queue) -> 
     assert await delivery.requests.due("digits", 0, 2) == due[:2]
 
 
-async def test_a_request_that_ended_is_not_due(queue: Queue) -> None:
+async def test_a_request_that_ended_is_not_due(queue: RedisQueue) -> None:
     """However it ended; a held one is due like a waiting one."""
     delivery = await queue.connect()
     for name in ("r1", "r2"):
@@ -53,7 +49,7 @@ async def test_a_request_that_ended_is_not_due(queue: Queue) -> None:
     assert await delivery.depth([LANE]) == [0]
 
 
-async def test_each_model_has_its_own_deadlines_and_webhooks(queue: Queue) -> None:
+async def test_each_model_has_its_own_deadlines_and_webhooks(queue: RedisQueue) -> None:
     """A janitor asks for those of one partition."""
     delivery = await queue.connect()
     for model in ("digits", "other"):
@@ -72,7 +68,7 @@ async def test_each_model_has_its_own_deadlines_and_webhooks(queue: Queue) -> No
 # --- those that watch ---
 
 
-async def test_who_watches_is_told_of_the_end(queue: Queue) -> None:
+async def test_who_watches_is_told_of_the_end(queue: RedisQueue) -> None:
     """Once each, with the request's id and nothing else; what is watched is not changed by it."""
     worker, gateway, other = await queue.connect(), await queue.connect(), await queue.connect()
     for name in ("r1", "r2", "r3"):
@@ -93,7 +89,7 @@ async def test_who_watches_is_told_of_the_end(queue: Queue) -> None:
         assert first.empty()
 
 
-async def test_who_watches_too_late_reads_the_end_at_once(queue: Queue) -> None:
+async def test_who_watches_too_late_reads_the_end_at_once(queue: RedisQueue) -> None:
     """The record says so; there will be no hint."""
     delivery = await queue.connect()
     await accept(delivery)
@@ -108,7 +104,7 @@ async def test_who_watches_too_late_reads_the_end_at_once(queue: Queue) -> None:
         assert await blobs.get() == b"end"
 
 
-async def test_a_watcher_that_is_gone_is_no_trouble(queue: Queue) -> None:
+async def test_a_watcher_that_is_gone_is_no_trouble(queue: RedisQueue) -> None:
     """Its hint goes nowhere, and makes no stream."""
     delivery = await queue.connect()
     await accept(delivery)
@@ -122,7 +118,7 @@ async def test_a_watcher_that_is_gone_is_no_trouble(queue: Queue) -> None:
 # --- webhooks (promise 6) ---
 
 
-async def test_the_end_of_a_request_with_a_webhook_is_to_be_told(queue: Queue) -> None:
+async def test_the_end_of_a_request_with_a_webhook_is_to_be_told(queue: RedisQueue) -> None:
     """Once, by its first terminal state; there is nothing to tell of requests without one."""
     delivery = await queue.connect()
     await accept(delivery, "r1", webhook=HOOK)
@@ -138,7 +134,7 @@ async def test_the_end_of_a_request_with_a_webhook_is_to_be_told(queue: Queue) -
     assert record.webhook_state == "pending"
 
 
-async def test_a_webhook_outlives_its_request(queue: Queue) -> None:
+async def test_a_webhook_outlives_its_request(queue: RedisQueue) -> None:
     """It is done though the tombstone is gone, and brings nothing back."""
     delivery = await queue.connect()
     await accept(delivery, webhook=HOOK, result_ttl_s=0.01, tombstone_ttl_s=0.01)
@@ -153,23 +149,3 @@ async def test_a_webhook_outlives_its_request(queue: Queue) -> None:
     await delivery.deliveries.done("digits", 0, HOOKS, [item.id], note=note)
 
     assert await delivery.requests.record(address()) is None
-
-
-async def test_what_is_over_takes_no_memory() -> None:
-    """Though nobody asks for it any more; in memory, where no broker forgets it."""
-    clock = FakeClock()
-    delivery = MemoryDelivery(clock)
-    tracemalloc.start()
-    try:
-        for number in range(20):
-            name = f"r{number}"
-            await accept(delivery, name, result_ttl_s=100.0)
-            await settle(delivery, ended(name, blob=bytes(2**20)))
-        held, _ = tracemalloc.get_traced_memory()
-        clock.advance(101.0)
-        await accept(delivery, "last")
-        kept, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-
-    assert held > 20 * 2**20 > 2**20 > kept

@@ -1,4 +1,4 @@
-"""A gateway that traces: every way into it and every end of a request, on the memory adapters."""
+"""A gateway that traces: every way into it and every end of a request."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Asynchronous requests in a worker, and tensors beside the stream: on the memory delivery and on a real Redis."""
+"""Asynchronous requests in a worker, and tensors beside the stream, on a real Redis."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Models that call models, in one worker and in two: on the memory delivery and on a real Redis."""
+"""Models that call models, in one worker and in two, on a real Redis."""
 
 import asyncio
 

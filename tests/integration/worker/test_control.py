@@ -1,4 +1,4 @@
-"""What a worker makes of changed desired state while requests come: on the memory delivery and on a real Redis."""
+"""What a worker makes of changed desired state while requests come, on a real Redis."""
 
 import asyncio
 

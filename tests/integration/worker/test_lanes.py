@@ -1,4 +1,4 @@
-"""Priority levels and queue policies as a worker keeps them: on the memory delivery and on a real Redis."""
+"""Priority levels and queue policies as a worker keeps them, on a real Redis."""
 
 import asyncio
 

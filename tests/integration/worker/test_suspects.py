@@ -1,4 +1,4 @@
-"""What becomes of the entries of workers that died: on the memory delivery and on a real Redis."""
+"""What becomes of the entries of workers that died, on a real Redis."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The worker as a whole: on the memory delivery and on a real Redis."""
+"""The worker as a whole, on a real Redis."""
 
 import asyncio
 import time

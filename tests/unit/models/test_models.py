@@ -1,4 +1,4 @@
-"""Load, unload and index as use cases: on the memory store, with repositories and workers that do what a test says."""
+"""Load, unload and index as use cases: with repositories and workers that do what a test says."""
 
 import asyncio
 import dataclasses

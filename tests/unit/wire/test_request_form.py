@@ -152,7 +152,7 @@ def test_tensors_beside_the_stream_are_told_each_time() -> None:
 
 
 def test_frames_that_are_no_bytes_are_read() -> None:
-    """A memory adapter's may be anything."""
+    """Whatever holds bytes will do."""
     frame, reader = encode_request(request(4)), RequestReader()
 
     assert reader.decode(memoryview(frame)) == reader.decode(bytearray(frame)) == decode_request(frame)
