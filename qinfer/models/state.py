@@ -5,12 +5,10 @@ Everyone re-reads the desired state at start, on reconnect, when woken, and ever
 
 from collections.abc import Collection, Mapping
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from qinfer.bridge.metrics import RouteTotals
-from qinfer.bridge.reports import BridgeReport
 from qinfer.observe.devices import GpuUse
 
 BULK, BEAT, BRIDGE = "bulk", "beat", "bridge"
@@ -181,7 +179,13 @@ SCALED_UP, SCALED_DOWN, RESTARTED, KILLED = "up", "down", "restarts", "kills"
 
 
 class ControlStore(Protocol):
-    """The port; adapters: Redis and memory. Coroutines raise `BrokerUnavailable` when the store can't be reached."""
+    """The port; adapters: Redis and memory. Coroutines raise `BrokerUnavailable` when the store can't be reached.
+
+    Attributes:
+        client: The Redis client, for what features keep beside the store.
+    """
+
+    client: Any
 
     async def desired(self) -> dict[str, Desired]:
         """Returns the desired state of every model."""
@@ -240,18 +244,6 @@ class ControlStore(Protocol):
 
     async def scaler_counts(self) -> dict[str, int]:
         """Returns what all autoscalers counted; the counts only grow."""
-        ...
-
-    async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
-        """Writes what a bridge has in hand, and adds what it counted; of reports with one number, the first's only.
-
-        One that comes after its successor changes nothing. What it has in hand disappears `ttl_s` seconds after the
-        last write; 0 takes it away at once.
-        """
-        ...
-
-    async def routes(self) -> dict[str, RouteTotals]:
-        """Returns what all bridges say of each route, by its name; the counts only grow."""
         ...
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:

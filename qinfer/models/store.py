@@ -15,9 +15,6 @@ from weakref import WeakKeyDictionary
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError
 
-from qinfer.bridge import redis_reports as redis_bridges
-from qinfer.bridge.metrics import RouteTotals
-from qinfer.bridge.reports import BridgeReport
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observe.stats import LATEST
@@ -44,41 +41,44 @@ class RedisControlStore:
 
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster`; the store closes it.
+
+    Attributes:
+        client: As given, for what features keep beside the store.
     """
 
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
-        self._client = client
+        self.client = client
         self._last_wakes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
 
     async def desired(self) -> dict[str, Desired]:
         """Returns the desired state of every model."""
-        with _translated():
-            values = await self._client.hgetall(keys.desired())
+        with translated():
+            values = await self.client.hgetall(keys.desired())
         return _decoded({_text(model): value for model, value in values.items()}, Desired)
 
     async def set_desired(self, desired: Desired) -> None:
         """Writes the desired state of one model; an older generation never replaces a newer one."""
-        with _translated():
-            await self._client.eval(
+        with translated():
+            await self.client.eval(
                 _SET_DESIRED, 1, keys.desired(), desired.model, desired.generation, encode_document(desired)
             )
 
     async def model(self, name: str) -> StoredModel | None:
         """Returns a model's stored configuration."""
-        with _translated():
-            value = await self._client.hget(keys.config(name), "model")
+        with translated():
+            value = await self.client.hget(keys.config(name), "model")
         return None if value is None else _decode(value, StoredModel, name)
 
     async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
         """Returns the stored configurations of those models that have one, by name."""
-        with _translated():
+        with translated():
             values = await self._fields([(keys.config(name), "model") for name in names])
         return _decoded(dict(zip(names, values, strict=True)), StoredModel)
 
     async def put_model(self, stored: StoredModel) -> bool:
         """Stores a model's configuration, unless one of the same or a newer generation is stored already."""
-        with _translated():
-            written = await self._client.eval(
+        with translated():
+            written = await self.client.eval(
                 _PUT_MODEL, 1, keys.config(stored.model), stored.generation, encode_document(stored)
             )
         return bool(written)
@@ -86,8 +86,8 @@ class RedisControlStore:
     async def heartbeat(self, record: WorkerRecord, ttl_s: float) -> None:
         """Writes a worker's record; it disappears `ttl_s` seconds after the last write."""
         key = keys.worker(record.id)
-        with _translated():
-            async with self._client.pipeline(transaction=False) as pipe:
+        with translated():
+            async with self.client.pipeline(transaction=False) as pipe:
                 pipe.hset(key, "record", encode_document(record))
                 pipe.pexpire(key, int(ttl_s * 1000))
                 pipe.zadd(keys.workers(), {record.id: time.time()})
@@ -95,99 +95,89 @@ class RedisControlStore:
 
     async def retire(self, worker_id: str) -> None:
         """Removes a worker's record at once."""
-        with _translated():
-            await self._client.delete(keys.worker(worker_id))
-            await self._client.zrem(keys.workers(), worker_id)
+        with translated():
+            await self.client.delete(keys.worker(worker_id))
+            await self.client.zrem(keys.workers(), worker_id)
 
     async def workers(self) -> list[WorkerRecord]:
         """Returns the records of all live workers, and takes the dead ones out of the index."""
-        with _translated():
-            ids = [_text(id_) for id_ in await self._client.zrange(keys.workers(), 0, -1)]
+        with translated():
+            ids = [_text(id_) for id_ in await self.client.zrange(keys.workers(), 0, -1)]
             values = await self._fields([(keys.worker(worker_id), "record") for worker_id in ids])
             # A worker that beats in this very moment is indexed again by its next heartbeat.
             dead = [worker_id for worker_id, value in zip(ids, values, strict=True) if value is None]
             if dead:
-                await self._client.zrem(keys.workers(), *dead)
+                await self.client.zrem(keys.workers(), *dead)
         return list(_decoded(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
     async def sign(self, program: str, process: str, ttl_s: float) -> None:
         """Tells that a process of a program lives; holds for `ttl_s` seconds."""
-        with _translated():
-            await self._client.eval(_SIGN, 1, keys.signs(program), process, int(ttl_s * 1000))
+        with translated():
+            await self.client.eval(_SIGN, 1, keys.signs(program), process, int(ttl_s * 1000))
 
     async def signs(self, program: str) -> list[str]:
         """Returns the processes of a program whose last `sign` still holds, sorted."""
-        with _translated():
-            return sorted(map(_text, await self._client.eval(_SIGN, 1, keys.signs(program))))
+        with translated():
+            return sorted(map(_text, await self.client.eval(_SIGN, 1, keys.signs(program))))
 
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
         """Writes an autoscaler's record, and adds to what all of them counted."""
-        with _translated():
+        with translated():
             words = (record.id, int(ttl_s * 1000), encode_document(record))
-            await self._client.eval(_SCALERS, 1, keys.scalers(), *words)
+            await self.client.eval(_SCALERS, 1, keys.scalers(), *words)
             for name, count in counts.items():
-                await self._client.hincrby(keys.scaler_counts(), name, count)
+                await self.client.hincrby(keys.scaler_counts(), name, count)
 
     async def scalers(self) -> list[ScalerRecord]:
         """Returns the records of all live autoscalers, by id."""
-        with _translated():
-            words = iter(await self._client.eval(_SCALERS, 1, keys.scalers()))
+        with translated():
+            words = iter(await self.client.eval(_SCALERS, 1, keys.scalers()))
         read = _decoded(dict(zip(map(_text, words), words, strict=True)), ScalerRecord)
         return [read[id_] for id_ in sorted(read)]
 
     async def scaler_counts(self) -> dict[str, int]:
         """Returns what all autoscalers counted."""
-        with _translated():
-            values = await self._client.hgetall(keys.scaler_counts())
+        with translated():
+            values = await self.client.hgetall(keys.scaler_counts())
         return {_text(name): int(value) for name, value in values.items()}
-
-    async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
-        """Writes what a bridge has in hand, and adds what it counted, once."""
-        with _translated():
-            await redis_bridges.put(self._client, report, ttl_s)
-
-    async def routes(self) -> dict[str, RouteTotals]:
-        """Returns what all bridges say of each route."""
-        with _translated():
-            return await redis_bridges.read(self._client)
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
         """Stores how fast a worker found a model version to be."""
-        with _translated():
-            await self._client.hset(keys.config(model), _speed_field(version), encode_document(speed))
+        with translated():
+            await self.client.hset(keys.config(model), _speed_field(version), encode_document(speed))
 
     async def speeds(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], Speed]:
         """Returns what `put_speed` stored last of those versions that have it."""
-        with _translated():
+        with translated():
             values = await self._fields([(keys.config(model), _speed_field(version)) for model, version in versions])
         return _decoded(dict(zip(versions, values, strict=True)), Speed)
 
     async def put_completion(self, content_hash: str, completed: str) -> None:
         """Stores what a runtime completed; the first one stays."""
-        with _translated():
-            await self._client.hsetnx(keys.completions(), content_hash, completed)
+        with translated():
+            await self.client.hsetnx(keys.completions(), content_hash, completed)
 
     async def completion(self, content_hash: str) -> str | None:
         """Returns what `put_completion` stored."""
-        with _translated():
-            value = await self._client.hget(keys.completions(), content_hash)
+        with translated():
+            value = await self.client.hget(keys.completions(), content_hash)
         return None if value is None else _text(value)
 
     async def put_setting(self, name: str, value: str) -> None:
         """Stores a setting that clients change."""
-        with _translated():
-            await self._client.hset(keys.settings(), name, value)
+        with translated():
+            await self.client.hset(keys.settings(), name, value)
 
     async def settings(self) -> dict[str, str]:
         """Returns what `put_setting` stored."""
-        with _translated():
-            values = await self._client.hgetall(keys.settings())
+        with translated():
+            values = await self.client.hgetall(keys.settings())
         return {_text(name): _text(value) for name, value in values.items()}
 
     async def wake(self) -> None:
         """Wakes everyone who waits in `wait`."""
-        with _translated():
-            await self._client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False)
+        with translated():
+            await self.client.xadd(keys.control(), {"wake": ""}, maxlen=_WAKES_KEPT, approximate=False)
 
     async def wait(self, timeout_s: float) -> None:
         """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds.
@@ -201,8 +191,8 @@ class RedisControlStore:
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
             block_ms = max(int(min(left_s, _MAX_BLOCK_S) * 1000), 1)
-            with _translated():
-                streams = await self._client.xread({keys.control(): last}, block=block_ms)
+            with translated():
+                streams = await self.client.xread({keys.control(): last}, block=block_ms)
             if streams:
                 self._last_wakes[task] = _last_id(streams)
                 return
@@ -214,21 +204,21 @@ class RedisControlStore:
         instants = [(name, deltas[name]) for name in LATEST if name in deltas]
         sums = [(name, delta) for name, delta in deltas.items() if name not in LATEST]
         pairs = [word for pair in (*instants, *sums) for word in pair]
-        with _translated():  # one command: there may be hundreds of fields, and the worker's event loop packs them
-            await self._client.eval(_ADD_STATS, 1, keys.stats(model, version), len(instants), *pairs)
+        with translated():  # one command: there may be hundreds of fields, and the worker's event loop packs them
+            await self.client.eval(_ADD_STATS, 1, keys.stats(model, version), len(instants), *pairs)
 
     async def stats(self, model: str, version: int) -> dict[str, int]:
         """Returns the statistics of a model version."""
-        with _translated():
-            values = await self._client.hgetall(keys.stats(model, version))
+        with translated():
+            values = await self.client.hgetall(keys.stats(model, version))
         return {_text(name): int(value) for name, value in values.items()}
 
     async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
         """Returns the statistics of several versions, each of them."""
         found: list[Mapping[bytes, bytes]] = []
         if versions:
-            with _translated():
-                async with self._client.pipeline(transaction=False) as pipe:
+            with translated():
+                async with self.client.pipeline(transaction=False) as pipe:
                     for model, version in versions:
                         pipe.hgetall(keys.stats(model, version))
                     found = await pipe.execute()
@@ -240,27 +230,28 @@ class RedisControlStore:
     ) -> dict[tuple[str, int], dict[str, int]]:
         """Returns these fields of the statistics of several versions, where there are any."""
         wanted = [(keys.stats(model, version), name) for model, version in versions for name in fields]
-        with _translated():
+        with translated():
             values = iter(await self._fields(wanted))
         read = {key: {name: next(values) for name in fields} for key in versions}
         return {key: {name: int(raw) for name, raw in of.items() if raw is not None} for key, of in read.items()}
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self._client.aclose()
+        await self.client.aclose()
 
     async def _fields(self, wanted: list[tuple[str, str]]) -> list[bytes | None]:
         """Reads one field of each of several hashes: (key, field). One round trip; in a cluster, one to each node."""
         if not wanted:
             return []
-        async with self._client.pipeline(transaction=False) as pipe:
+        async with self.client.pipeline(transaction=False) as pipe:
             for key, name in wanted:
                 pipe.hget(key, name)
             return await pipe.execute()  # type: ignore[no-any-return]  # redis-py says no more of it
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def translated() -> Iterator[None]:
+    """Has a `BrokerUnavailable` raised in place of what redis-py raises when Redis can't be reached."""
     try:
         yield
     except (RedisError, RedisClusterException, OSError) as error:  # redis-py lets some socket errors through

@@ -7,11 +7,9 @@ is in both. Those that have Triton's names are in `triton_metrics`.
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from qinfer.bridge import metrics as bridge_metrics
-from qinfer.bridge.metrics import RouteTotals
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.observe import catalogue, exposition, stats, triton_metrics, worker_metrics
 from qinfer.observe.catalogue import Info, MetricScope
@@ -123,7 +121,7 @@ class Snapshot:
         jobs: State → bulk jobs.
         scaled: Direction → decisions of all autoscalers.
         wanted_workers: How many workers the live autoscalers want; `None` = none lives.
-        routes: Route → what bridges counted for it, and what those that live have in hand.
+        features: The metrics of features that keep their own counts, such as bridges.
         labeling: Model → labeling tasks that are not over; of models that have labeling tasks.
         host: What the gateway's machine uses; `None` = not known.
         use: What the gateway itself uses; `None` = not known.
@@ -144,7 +142,7 @@ class Snapshot:
     jobs: Mapping[str, int] = field(default_factory=dict)
     scaled: Mapping[str, int] = field(default_factory=dict)
     wanted_workers: int | None = None
-    routes: Mapping[str, RouteTotals] = field(default_factory=dict)
+    features: Sequence[Family] = ()
     labeling: Mapping[str, int] = field(default_factory=dict)
     host: HostUse | None = None
     use: ProcessUse | None = None
@@ -180,7 +178,7 @@ class Snapshot:
             target.add(self.wanted_workers)
         yield from (jobs, decisions, target)
         yield from worker_metrics.families(self.workers)
-        yield from bridge_metrics.families(self.routes)
+        yield from self.features
         yield from self._counted()
         yield from self._of_labeling()
 

@@ -4,6 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 
+from qinfer.bridge.metrics import families
+from qinfer.bridge.reports import BridgeReports
 from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.records import BULK_LANES
 from qinfer.labeling.tasks import LabelTasks
@@ -53,7 +55,7 @@ async def take_snapshot(
                 read_stats(store, list(ready)),
                 letters.read(catalog.known()),
                 delivery.jobs.states(),
-                asyncio.gather(store.scalers(), store.scaler_counts(), store.routes()),
+                asyncio.gather(store.scalers(), store.scaler_counts(), BridgeReports(store.client).routes()),
             )
             labeling = await _unfinished(delivery.label_tasks, stats)
     except (BrokerUnavailable, TimeoutError):
@@ -63,6 +65,7 @@ async def take_snapshot(
             workers=_loads(records),
             executing=_executing(records),
             load_s=_load_times(records, ready),
+            features=list(families({})),
         )
     depth, shards, ages_s = _by_lane(work)
     return Snapshot(
@@ -80,7 +83,7 @@ async def take_snapshot(
         jobs=dict.fromkeys((*_OPEN_STATES, *_ENDED_STATES), 0) | dict(jobs),
         scaled={direction: scaled.get(direction, 0) for direction in (SCALED_UP, SCALED_DOWN)},
         wanted_workers=sum(scaler.target for scaler in scalers) if scalers else None,
-        routes=routes,
+        features=list(families(routes)),
         labeling=labeling,
     )
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from qinfer.bridge.metrics import BridgeCollector, RouteTally, RouteTotals
+from qinfer.bridge.metrics import BridgeCollector, RouteTally, RouteTotals, families
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import MetricScope
@@ -203,7 +203,9 @@ def everything() -> tuple[GatewayTally, Snapshot]:
         wanted_workers=2,
         host=HostUse(0.5, 100, 50),
         use=ProcessUse(1.5, 2048),
-        routes={"r": RouteTotals(ROUTE, processes=2, unacknowledged=7, unconfirmed=4, connected={"source": 1})},
+        features=list(
+            families({"r": RouteTotals(ROUTE, processes=2, unacknowledged=7, unconfirmed=4, connected={"source": 1})})
+        ),
         labeling={"m": 6},
     )
 
@@ -258,7 +260,7 @@ def test_a_route_without_a_bridge_keeps_its_counts() -> None:
     """What nobody has in hand is not shown, not even as 0; that nobody serves the route is."""
     shown = {
         name
-        for (name, labels) in series(GatewayTally(), Snapshot(routes={"r": RouteTotals(ROUTE)}))
+        for (name, labels) in series(GatewayTally(), Snapshot(features=list(families({"r": RouteTotals(ROUTE)}))))
         if ("route", "r") in labels
     }
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from prometheus_client import CollectorRegistry, start_http_server
 
 from qinfer.bridge.metrics import BridgeCollector
+from qinfer.bridge.reports import BridgeReports
 from qinfer.core.messages import IdFactory
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError, SettingsError
@@ -119,7 +120,7 @@ async def serve(config: BridgeConfig, settings: Settings, stop: asyncio.Event) -
         delivery, store, catalog = await _open(settings, opened)
         bridge = Bridge(config, delivery, catalog, settings)
         tallies = [route.tally for route in bridge.routes]
-        reporter = Reporter(bridge.process, tallies, lambda: RedisControlStore(admin_client(settings.redis)))
+        reporter = Reporter(bridge.process, tallies, lambda: BridgeReports(admin_client(settings.redis)))
         reporter.start()
         opened.push_async_callback(asyncio.to_thread, reporter.close)
         logger.info("bridge started", extra={"routes": [route.name for route in config.routes]})

@@ -11,10 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from qinfer.bridge.metrics import RouteTally
-from qinfer.bridge.reports import Reports
+from qinfer.bridge.reports import BridgeReports, ReportSequence
 from qinfer.core.retry import OutageLog
 from qinfer.errors import QinferError
-from qinfer.models.state import ControlStore
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class Reporter:
     Args:
         process: The bridge's name.
         tallies: What its routes count.
-        connect: Opens the control store; called in the thread, within a loop.
+        connect: Opens where reports are kept; called in the thread, within a loop.
         every_s: Seconds between two reports.
     """
 
@@ -42,10 +41,10 @@ class Reporter:
         self,
         process: str,
         tallies: Sequence[RouteTally],
-        connect: Callable[[], ControlStore],
+        connect: Callable[[], BridgeReports],
         every_s: float = REPORT_EVERY_S,
     ) -> None:
-        self._reports = Reports(process, tallies)
+        self._sequence = ReportSequence(process, tallies)
         self._connect = connect
         self._every_s = every_s
         self._loop = asyncio.new_event_loop()
@@ -70,23 +69,23 @@ class Reporter:
             self._loop.run_until_complete(self._report_on())
 
     async def _report_on(self) -> None:
-        store = self._connect()
+        reports = self._connect()
         try:
             while not self._stop.is_set():
-                await self._report(store, REPORT_TTL_S)
+                await self._report(reports, REPORT_TTL_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._every_s):
                         await self._stop.wait()
-            await self._report(store, 0.0)
-            if not self._reports.is_complete:  # that report was the one before, once more
-                await self._report(store, 0.0)
+            await self._report(reports, 0.0)
+            if not self._sequence.is_complete:  # that report was the one before, once more
+                await self._report(reports, 0.0)
         finally:
             with contextlib.suppress(QinferError, OSError):
-                await store.close()
+                await reports.close()
 
-    async def _report(self, store: ControlStore, ttl_s: float) -> None:
+    async def _report(self, reports: BridgeReports, ttl_s: float) -> None:
         try:
-            await store.put_bridge(self._reports.next(), ttl_s)
+            await reports.put(self._sequence.next(), ttl_s)
         except QinferError as error:
             self._outage.failed(error.message)
             return
@@ -94,4 +93,4 @@ class Reporter:
             logger.exception("what the bridge counts is not stored")
             return
         self._outage.over()
-        self._reports.stored()
+        self._sequence.stored()

@@ -4,10 +4,9 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from qinfer.bridge.metrics import RouteTally, count
-from qinfer.bridge.reports import BridgeReport, Reports
+from qinfer.bridge.metrics import RouteTally, RouteTotals, count
+from qinfer.bridge.reports import BridgeReport, BridgeReports, ReportSequence
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.store import RedisControlStore
 from qinfer.queue.clients import admin_client
 from qinfer_workers.bridge.reporter import Reporter
 from tests.support.servers.servers import Database
@@ -15,7 +14,7 @@ from tests.support.servers.servers import Database
 WAIT_S = 20.0
 
 
-class WeakStore(RedisControlStore):
+class WeakReports(BridgeReports):
     """Fails where it is told to, before it writes or after; lives on the reporter's event loop.
 
     Attributes:
@@ -29,12 +28,12 @@ class WeakStore(RedisControlStore):
         self.fails, self.forgets = fails, forgets
         self.asked = threading.Semaphore(0)
 
-    async def put_bridge(self, report: BridgeReport, ttl_s: float) -> None:
+    async def put(self, report: BridgeReport, ttl_s: float) -> None:
         try:
             if self.fails:
                 self.fails -= 1
                 raise BrokerUnavailable("Redis can't be reached")
-            await super().put_bridge(report, ttl_s)
+            await super().put(report, ttl_s)
             if self.forgets:
                 self.forgets -= 1
                 raise BrokerUnavailable("no reply within 5 s")
@@ -42,18 +41,22 @@ class WeakStore(RedisControlStore):
             self.asked.release()
 
 
-async def counted(store: RedisControlStore) -> int:
-    return (await store.routes())["r"].counts["accepted"]
+async def totals(database: Database) -> RouteTotals:
+    return (await BridgeReports(database.store().client).routes())["r"]
 
 
-def reported(store: WeakStore, work: Callable[[RouteTally], None]) -> RouteTally:
+async def counted(database: Database) -> int:
+    return (await totals(database)).counts["accepted"]
+
+
+def reported(reports: WeakReports, work: Callable[[RouteTally], None]) -> RouteTally:
     """Runs a reporter while a route counts: 2 accepted, then what `work` counts after the first report has come."""
     tally = RouteTally("r", accepted=2)
-    reporter = Reporter("b1", [tally], lambda: store, every_s=0.001)
+    reporter = Reporter("b1", [tally], lambda: reports, every_s=0.001)
     reporter.start()
     try:
         for _ in range(3):
-            assert store.asked.acquire(timeout=WAIT_S)
+            assert reports.asked.acquire(timeout=WAIT_S)
         work(tally)
     finally:
         reporter.close()
@@ -67,39 +70,39 @@ def add(tally: RouteTally) -> None:
 
 async def test_all_is_stored_at_the_end(database: Database) -> None:
     """What was counted since the last report too; the bridge does not live then."""
-    await asyncio.to_thread(reported, WeakStore(database), add)
+    await asyncio.to_thread(reported, WeakReports(database), add)
 
-    totals = (await database.store().routes())["r"]
-    assert (totals.counts["accepted"], totals.counts["refused:conflict"], totals.processes) == (7, 1, 0)
+    route = await totals(database)
+    assert (route.counts["accepted"], route.counts["refused:conflict"], route.processes) == (7, 1, 0)
 
 
 async def test_a_store_that_is_away_loses_nothing(database: Database) -> None:
     """The counts are stored when it is back."""
-    tally = await asyncio.to_thread(reported, WeakStore(database, fails=3), add)
+    tally = await asyncio.to_thread(reported, WeakReports(database, fails=3), add)
 
-    assert await counted(database.store()) == tally.accepted == 7
+    assert await counted(database) == tally.accepted == 7
 
 
 async def test_a_report_that_was_stored_unsaid_counts_once(database: Database) -> None:
     """It is sent again as it was, and what came meanwhile afterwards."""
-    tally = await asyncio.to_thread(reported, WeakStore(database, forgets=2), add)
+    tally = await asyncio.to_thread(reported, WeakReports(database, forgets=2), add)
 
-    assert await counted(database.store()) == tally.accepted == 7
+    assert await counted(database) == tally.accepted == 7
 
 
 async def test_the_last_report_comes_after_one_that_failed(database: Database) -> None:
     """That one is sent once more, and then the rest."""
-    store = WeakStore(database)
+    reports = WeakReports(database)
 
     def break_store(tally: RouteTally) -> None:
-        store.forgets = 1
-        while store.forgets:
-            assert store.asked.acquire(timeout=WAIT_S)
+        reports.forgets = 1
+        while reports.forgets:
+            assert reports.asked.acquire(timeout=WAIT_S)
         add(tally)
 
-    await asyncio.to_thread(reported, store, break_store)
+    await asyncio.to_thread(reported, reports, break_store)
 
-    assert await counted(database.store()) == 7
+    assert await counted(database) == 7
 
 
 def test_threads_that_count_the_same_lose_nothing() -> None:
@@ -130,7 +133,7 @@ def test_threads_that_count_the_same_lose_nothing() -> None:
 def test_a_report_is_the_same_until_it_is_stored() -> None:
     """Its counts; what is in hand is as of now."""
     tally = RouteTally("r", received=4, paused_s=1.2345, connected={"source": False})
-    reports = Reports("b1", [tally])
+    reports = ReportSequence("b1", [tally])
     first = reports.next()
     tally.received, tally.unacknowledged = 9, 3
     tally.connected["source"] = True
