@@ -11,7 +11,7 @@ from qinfer.jobs.plan import Shard
 from qinfer.jobs.queue.records import BULK_LANES, ShardOutcome
 from qinfer.queue.base import Lane
 from qinfer.testing import eventually
-from qinfer_workers.jobs.scoring import errand
+from qinfer_workers.jobs.scoring import shard_loop
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
 from tests.support.stage import Stage, value
 
@@ -118,7 +118,7 @@ async def test_a_job_that_is_stopped_commits_nothing_more(
     scene: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker asks for it, and takes its entry out of the lane."""
-    monkeypatch.setattr(errand, "WANTED_EVERY_S", 0.05)
+    monkeypatch.setattr(shard_loop, "WANTED_EVERY_S", 0.05)
     work = Work(tmp_path, 2000)
     await scene.model()
     await scene.worker()

@@ -30,7 +30,7 @@ from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.serving import Serving
 from qinfer_workers.inference.tasks import end
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.jobs.scoring.work import BulkWork
+from qinfer_workers.jobs.scoring.shard_service import ShardService
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Worker:
         self._hands_empty = False
         """Hands are being emptied or empty: only what the batches in hand call goes on."""
         self._keeper = LeaseKeeper(renewals, delivery.clock, settings.worker.lease_s, self._lanes, self._lost)
-        self._bulk = BulkWork(settings, delivery, self._keeper, worker_id)
+        self._bulk = ShardService(settings, delivery, self._keeper, worker_id)
         self._models = Models(store, settings.worker, settings.limits, loader, self)
         self._heartbeat = Heartbeat(
             store, worker_id, settings.worker, delivery.clock, self._models.states, self._batchers

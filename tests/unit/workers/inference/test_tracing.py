@@ -23,9 +23,8 @@ from qinfer.queue.redis import RedisDelivery
 from qinfer.testing import FakeClock
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
-from qinfer_workers.jobs.scoring.desk import Abandoned, Desk, PutOff
-from qinfer_workers.jobs.scoring.errand import Errand
-from qinfer_workers.jobs.scoring.hands import Hands
+from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ShardContext, Slots
+from qinfer_workers.jobs.scoring.shard_loop import ShardTask
 from tests.support.stage import NoRenewals
 
 
@@ -217,11 +216,12 @@ async def run_shard(
 ) -> ShardOutcome | None:
     """Runs a shard of three rows of a job, of which it is the second execution."""
     keeper = LeaseKeeper(NoRenewals(), delivery.clock, 10.0, list, lambda _: None)
-    desk = Desk(
+    context = ShardContext(
         delivery=delivery,
+        jobs=delivery.jobs,
         keeper=keeper,
         worker_id="w",
-        hands=Hands(),
+        slots=Slots(),
         lease_s=10.0,
         max_deliveries=3,
         max_wait_s=1.0,
@@ -231,8 +231,8 @@ async def run_shard(
     await delivery.jobs.create(record)
     ticket = ShardTicket("j", Shard(1, "part-1", 3, ()))
     lease = Lease(Entry(record.lane, "1000-0"), "w", encode_ticket(ticket), deliveries=2)
-    errand = Errand(desk, lease, lambda *_: Ran(end))
-    return await errand._recorded(Ran(end), ticket, record)
+    task = ShardTask(context, lease, lambda *_: Ran(end))
+    return await task._recorded(Ran(end), ticket, record)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
-from qinfer_workers.jobs.scoring.desk import Abandoned, PutOff
+from qinfer_workers.jobs.scoring.context import Abandoned, PutOff
 from qinfer_workers.jobs.scoring.scoring import Purpose
 from qinfer_workers.jobs.scoring.shard_files import SPOOL_PREFIX, ShardFiles, Task, clear_spool
 from qinfer_workers.jobs.scoring.shard_run import Device, ShardRun

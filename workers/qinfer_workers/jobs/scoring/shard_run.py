@@ -11,25 +11,38 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from qinfer.batching.batcher import Batcher, LoadedModel
+from qinfer.core.clock import ServerClock
 from qinfer.errors import Cancelled, DeliveryError, QinferError
-from qinfer.jobs.queue.records import ShardOutcome
+from qinfer.jobs.job import decode_spec
+from qinfer.jobs.plan import ShardTicket, decode_plan_head
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer_workers.inference.executor import Loan, ThreadExecutor, in_thread
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, Turn
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
 from qinfer_workers.jobs.scoring.chunks import Chunks
-from qinfer_workers.jobs.scoring.desk import Abandoned, PutOff
+from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, PutOff
 from qinfer_workers.jobs.scoring.scoring import Borrowed, Purpose, Scorer
-from qinfer_workers.jobs.scoring.shard_files import ShardFiles, TooManyFailed
+from qinfer_workers.jobs.scoring.shard_files import ShardFiles, Task, TooManyFailed
+from qinfer_workers.jobs.scoring.shard_loop import STALLED_S
 
 logger = logging.getLogger(__name__)
 
 WAITS_S = 30.0
 """A shard that was begun while the one before was to end in a moment is left to others when that lasts so long."""
 
+MODEL_LOADS_WITHIN_S = 600.0
+"""A worker whose model is not the plan's may still have to load it, as long as the job has not run for so long."""
+
 _BROKEN = "the shard could not be run; the worker's log says why"
+
+# its own threads would take the cores from online requests
+pa.set_cpu_count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +64,25 @@ class Device:
     hurry: asyncio.Event
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place(Device):
+    """A device, and how shards are run there.
+
+    Attributes:
+        clock: The broker's time.
+        model_hash: The hash of the model's files.
+        spool: A folder for parts until they are committed.
+        read_bytes: About so many bytes of rows are held at once.
+    """
+
+    clock: ServerClock
+    model_hash: str
+    spool: Path
+    read_bytes: int
+
+
 class ShardRun:
-    """See the module docstring; the `Run` of an errand.
+    """The run of a shard: see `context.Run`.
 
     Args:
         files: Reads and writes.
@@ -193,6 +223,41 @@ class ShardRun:
             raise PutOff("the model was loaded anew")
         assert isinstance(model.executor, ThreadExecutor)
         return model.executor
+
+
+def make_run(place: Place, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event) -> ShardRun:
+    """Makes the run of a shard; a `context.MakeRun` at a place.
+
+    Raises:
+        PutOff: This worker can't read the job: it is a newer qinfer's. Or it has not the plan's files of the model, and
+            may have yet to load them.
+    """
+    try:
+        spec, head = decode_spec(record.spec), decode_plan_head(record.head)
+    except QinferError as error:
+        raise PutOff(error.message) from error
+    model = place.batcher.model
+    if head.model_hash != place.model_hash and place.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S:
+        raise PutOff("the model is not loaded here as the job was planned with it")
+
+    def progress() -> None:
+        held.deadline_s = place.clock.now_s() + STALLED_S
+
+    task = Task(
+        job_id=record.id,
+        spec=spec,
+        shard=ticket.shard,
+        model=model.spec,
+        head=head,
+        model_hash=place.model_hash,
+        max_errors=record.max_errors,
+        spool=place.spool,
+        read_bytes=place.read_bytes,
+    )
+    name = f"{record.id}-{ticket.shard.index}"
+    purpose = Purpose(model=model, clock=place.clock, request_id=name, tenant=record.tenant, progress=progress)
+    is_again = held.lease.suspect or held.lease.deliveries > 1
+    return ShardRun(ShardFiles(task), purpose, place, free, is_again=is_again)
 
 
 async def _stopped(scoring: "asyncio.Future[None]") -> None:

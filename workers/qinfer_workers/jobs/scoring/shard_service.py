@@ -1,7 +1,8 @@
-"""The bulk side of a worker: a loop for each model version that it serves, and what they share.
+"""The shard service of a worker runs a shard loop for each model version that the worker serves.
 
-While nobody has a bulk job all of it costs one short command four times a second: the loops begin to ask for shards
-when there is a job that has not ended. Only then is pyarrow imported, in a thread; without it, a worker takes none.
+While there is no bulk job, all loops together cost one short command four times a second: the loops begin to ask for
+shards when there is a job that has not ended. Only then is pyarrow imported, in a thread; without it, a worker takes
+none.
 """
 
 import asyncio
@@ -26,9 +27,8 @@ from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
-from qinfer_workers.jobs.scoring.desk import Desk, Run
-from qinfer_workers.jobs.scoring.hands import Hands, HeldShard
-from qinfer_workers.jobs.scoring.loop import BulkLoop
+from qinfer_workers.jobs.scoring.context import HeldShard, Run, ShardContext, Slots
+from qinfer_workers.jobs.scoring.shard_loop import ShardLoop
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ class Served:
     loop: "asyncio.Task[None] | None" = None
 
 
-class BulkWork:
-    """See the module docstring. Used on the event loop.
+class ShardService:
+    """The shard loops of a worker, started and stopped with its models; used on the event loop.
 
     Args:
         settings: How bulk jobs are run, and the worker's.
@@ -68,16 +68,17 @@ class BulkWork:
 
     def __init__(self, settings: Settings, delivery: Delivery, keeper: LeaseKeeper, worker_id: str) -> None:
         self._settings = settings.bulk
-        self._desk = Desk(
+        self._context = ShardContext(
             delivery=delivery,
+            jobs=delivery.jobs,
             keeper=keeper,
             worker_id=worker_id,
-            hands=Hands(),
+            slots=Slots(),
             lease_s=settings.worker.lease_s,
             max_deliveries=settings.worker.max_deliveries,
             max_wait_s=settings.worker.max_wait_s,
         )
-        self.counts = self._desk.counts
+        self.counts = self._context.counts
         self._arbiter = DeviceArbiter()
         self._served: dict[Key, Served] = {}
         self._spool = Path(settings.bulk.spool_dir or tempfile.gettempdir())
@@ -92,7 +93,7 @@ class BulkWork:
             spans: Records what becomes of shards; `None` = nobody wants to know.
         """
         self._tasks = tasks
-        self._desk = replace(self._desk, spans=spans)
+        self._context = replace(self._context, spans=spans)
         return tasks.create_task(self._look())
 
     async def _look(self) -> None:
@@ -101,7 +102,7 @@ class BulkWork:
         outage = OutageLog(logger, "no look for bulk jobs", "bulk jobs are looked for again")
         while True:
             try:
-                models = {model for model, _ in await self._desk.delivery.jobs.models()}
+                models = {model for model, _ in await self._context.jobs.models()}
                 outage.over()
             except QinferError as error:  # the loops say more
                 outage.failed(error.message)
@@ -120,7 +121,8 @@ class BulkWork:
     def _prepare(self) -> bool:
         """Imports what only bulk jobs need, and clears the spool folder; false = something is not installed."""
         try:
-            from qinfer_workers.jobs.scoring.beginning import clear_spool
+            import qinfer_workers.jobs.scoring.shard_run  # noqa: F401  here, in a thread of its own
+            from qinfer_workers.jobs.scoring.shard_files import clear_spool
         except ImportError as error:
             logger.error("no bulk jobs here: pip install 'qinfer-ml[bulk]'", extra={"missing": error.name})
             return False
@@ -146,7 +148,7 @@ class BulkWork:
         served = self._served.pop((batcher.model.spec.name, batcher.model.version), None)
         if served is not None:
             await _ended([served])
-            await self._desk.delivery.leave(bulk_lanes(served.loaded.spec.name, served.loaded.version))
+            await self._context.delivery.leave(bulk_lanes(served.loaded.spec.name, served.loaded.version))
         self._arbiter.forget(batcher)
 
     async def pause(self) -> None:
@@ -162,38 +164,38 @@ class BulkWork:
 
     def hurry(self) -> None:
         """Has nobody wait any longer for executions to end; what does not end is not released, and counts as tried."""
-        self._desk.hurry.set()
+        self._context.hurry.set()
 
     def loops(self) -> "list[asyncio.Task[None]]":
         """Returns the tasks of all loops."""
         return [served.loop for served in self._served.values() if served.loop is not None]
 
     def _start(self, served: Served) -> None:
-        is_over = self._is_paused or self._desk.hurry.is_set()
+        is_over = self._is_paused or self._context.hurry.is_set()
         if is_over or not self._settings.enabled or served.loop is not None:
             return
         lanes = bulk_lanes(served.loaded.spec.name, served.loaded.version)
-        loop = BulkLoop(self._desk, lanes, partial(self._begin, served), served.is_open)
+        loop = ShardLoop(self._context, lanes, partial(self._make_run, served), served.is_open)
         served.loop = self._tasks.create_task(loop.run())
 
-    def _begin(
+    def _make_run(
         self, served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
     ) -> Run:
         """Makes the run of a shard."""
-        from qinfer_workers.jobs.scoring.beginning import Place, begin
+        from qinfer_workers.jobs.scoring.shard_run import Place, make_run
 
         place = Place(
             batcher=served.batcher,
             arbiter=self._arbiter,
             size=served.size,
             line=served.line,
-            clock=self._desk.delivery.clock,
+            clock=self._context.delivery.clock,
             model_hash=served.loaded.content_hash,
             spool=self._spool,
             read_bytes=self._settings.max_read_bytes,
-            hurry=self._desk.hurry,
+            hurry=self._context.hurry,
         )
-        return begin(place, held, ticket, record, free)
+        return make_run(place, held, ticket, record, free)
 
 
 async def _ended(served: Collection[Served]) -> None:

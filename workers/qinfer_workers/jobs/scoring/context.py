@@ -1,0 +1,147 @@
+"""The context that the shard loops of a worker share: its slots for shards, and the types of a shard's run.
+
+A worker holds any number of shards that are fine, or one suspect alone. A suspect is a shard whose worker died: if it
+is the reason, it takes this worker down as well, and each shard held beside it would count an execution that it is not
+to blame for, and in the end be given up with it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from qinfer.jobs.plan import ShardTicket
+from qinfer.jobs.queue.jobs import Jobs
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.observe.stats import ModelCounts
+from qinfer.queue.base import Delivery, Lease
+from qinfer_workers.inference.leases import LeaseKeeper
+from qinfer_workers.inference.tracing import Spans
+
+
+class HeldShard:
+    """A shard that this worker holds, whose lease is renewed (`leases.Held`).
+
+    Args:
+        lease: The lease on its entry.
+        deadline_s: Until when it is renewed, in the broker's time; moved on as long as it makes progress.
+
+    Attributes:
+        lost: The lease is lost: somebody else runs it, or nobody wants it.
+        on_lost: Called when that happens.
+    """
+
+    def __init__(self, lease: Lease, deadline_s: float) -> None:
+        self.lease = lease
+        self.deadline_s = deadline_s
+        self.lost = False
+        self.on_lost: Callable[[], None] = lambda: None
+
+    def lose(self) -> None:
+        """Takes note that the lease is lost."""
+        self.lost = True
+        self.on_lost()
+
+
+class Slots:
+    """The slots of a worker for shards; used on the event loop."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._alone = asyncio.Lock()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def ready(self) -> None:
+        """Waits until no suspect is held or waits for a slot."""
+        async with self._alone:
+            return
+
+    def take(self, *, is_suspect: bool = False) -> bool:
+        """Takes a slot; false = a suspect that came meanwhile is to be alone."""
+        if self._alone.locked() and not is_suspect:
+            return False
+        self._count += 1
+        self._empty.clear()
+        return True
+
+    def give_back(self) -> None:
+        """Gives a slot back."""
+        self._count -= 1
+        if not self._count:
+            self._empty.set()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Waits until all slots are free, and keeps others from taking one until the end."""
+        async with self._alone:
+            await self._empty.wait()
+            yield
+            await self._empty.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardContext:
+    """The parts of a worker that its shard loops share.
+
+    Attributes:
+        delivery: The queue.
+        jobs: The bulk jobs in it.
+        keeper: Has leases renewed.
+        worker_id: The consumer.
+        slots: Limit which shards are held at a time.
+        lease_s: The worker's setting, like the next two.
+        max_deliveries: The worker's setting.
+        max_wait_s: The worker's setting.
+        hurry: Set when nobody waits any longer for executions to end.
+        counts: The rows that were settled.
+        spans: Records the executions of shards; `None` = nobody wants to know.
+    """
+
+    delivery: Delivery
+    jobs: Jobs
+    keeper: LeaseKeeper
+    worker_id: str
+    slots: Slots
+    lease_s: float
+    max_deliveries: int
+    max_wait_s: float
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)
+    counts: ModelCounts = field(default_factory=ModelCounts)
+    spans: Spans | None = None
+
+
+class PutOff(Exception):
+    """A shard can't be run now: a store, the broker or a called model is away. The text says why."""
+
+
+class Abandoned(Exception):
+    """A shard was told to stop: nothing of it counts."""
+
+
+class Run(Protocol):
+    """A shard that runs; `shard_run.ShardRun`.
+
+    Attributes:
+        is_stuck: It was cancelled, and an execution of it did not end in time.
+    """
+
+    is_stuck: bool
+
+    async def run(self) -> ShardOutcome:
+        """Runs the shard; cancelled, it stops at the next batch, and ends once it has the model's instances back.
+
+        Raises:
+            PutOff: Another try may help.
+            Abandoned: `stop` was called.
+        """
+        ...
+
+    def stop(self) -> None:
+        """Has it stop at the next batch."""
+        ...
+
+
+MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], Run]
+"""Makes the run of a shard, which sets the event when the model has no more to do for it, or will have in a moment."""

@@ -1,0 +1,304 @@
+"""The shard loop of a model version fetches its shards; a shard task takes each of them to its end.
+
+One shard is scored at a time. The next is fetched when the last rows of one are scored in a moment, so that its first
+rows are read meanwhile, and it begins while the part of the one before is still being committed; nothing else is
+hoarded that an idle worker could run.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from qinfer.core.retry import Backoff, OutageLog, pause_s
+from qinfer.errors import BrokerUnavailable, CorruptEntry, ErrorCode, QinferError, QueueFull
+from qinfer.jobs.plan import ShardTicket, decode_ticket
+from qinfer.jobs.queue.records import PLANNING, RUNNING, JobRecord, ShardOutcome
+from qinfer.observe.stats import DEAD_LETTERS, ROWS_DONE, ROWS_FAILED
+from qinfer.queue.base import Lane, Lease
+from qinfer_workers.inference.tracing import ShardPlace
+from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, MakeRun, PutOff, Run, ShardContext
+
+logger = logging.getLogger(__name__)
+
+STALLED_S = 1800.0
+"""A shard that makes no progress for so long is left to another worker: the model hangs. A batch may take so long, and
+so may the upload of a part."""
+
+LEAST_DELIVERIES = 2
+"""A worker may be killed for reasons of its own: one execution that did not end says nothing about a shard."""
+
+WANTED_EVERY_S = 2.0
+"""How often a job is asked whether it still wants its shards."""
+
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 2.0
+
+_RETRY_S = 0.5
+_PUT_OFF_S = 1.0
+_LAST_PUT_OFF_S = 30.0
+
+T = TypeVar("T")
+
+
+class ShardTask:
+    """One lease on a shard, taken to its end: run and finished, or dropped, buried, released.
+
+    Each end is one step in the queue, tried again while the broker is away for as long as the lease holds.
+
+    Args:
+        context: The parts that the worker's shard loops share.
+        lease: The lease.
+        make_run: Makes the run of the shard.
+
+    Attributes:
+        free: Set when the next shard may begin: the model has no more to do for this one, or will have in a moment.
+        was_put_off: Whether the shard could not be run now.
+    """
+
+    def __init__(self, context: ShardContext, lease: Lease, make_run: MakeRun) -> None:
+        self.free = asyncio.Event()
+        self.was_put_off = False
+        self._context = context
+        self._lease = lease
+        self._make_run = make_run
+        self._shard_run: Run | None = None
+        self._held = HeldShard(lease, context.delivery.clock.now_s() + STALLED_S)
+        self._outage = OutageLog(logger, "shard not finished, trying again", "shards are finished again")
+
+    async def run(self, put_off_s: float) -> None:
+        """Takes the shard to its end; cancelled, it releases the shard, its delivery count as it was before.
+
+        Args:
+            put_off_s: How long a shard that can't be run now is held back from the others.
+        """
+        self._context.keeper.hold([self._held])
+        about = {"entry_id": self._lease.entry.entry_id}
+        try:
+            await self._run_or_drop()
+        except PutOff as error:
+            self.was_put_off = True
+            logger.warning("shard put off", extra={**about, "reason": str(error)})
+            self.free.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(put_off_s)
+            await self._release()
+        except asyncio.CancelledError:
+            if self._shard_run is None or not self._shard_run.is_stuck:
+                await self._release()
+            raise
+        except QinferError as error:  # refused by the broker: the lease will end
+            logger.error("shard not finished", extra={**about, "reason": error.message})
+        finally:
+            self._context.keeper.drop([self._held])
+            self.free.set()
+
+    async def _run_or_drop(self) -> None:
+        jobs, lease = self._context.jobs, self._lease
+        try:
+            ticket = decode_ticket(lease.frame)
+        except CorruptEntry as error:
+            code, reason = error.code.value, error.message
+            logger.error("corrupt shard", extra={"entry_id": lease.entry.entry_id, "reason": reason})
+            await self._insist(lambda: self._context.delivery.bury(lease, "", code, reason))
+            return
+        job_id, index = ticket.job_id, ticket.shard.index
+        record = await self._insist(lambda: jobs.get(job_id))
+        if record is None or record.state not in (RUNNING, PLANNING):
+            await self._insist(lambda: jobs.drop_shard(job_id, lease, index))
+        elif lease.deliveries > max(self._context.max_deliveries, LEAST_DELIVERIES):
+            await self._give_up(ticket)
+        else:
+            await self._run_through(ticket, record)
+
+    async def _give_up(self, ticket: ShardTicket) -> None:
+        jobs, shard = self._context.jobs, ticket.shard
+        logger.error("shard given up", extra={"job": ticket.job_id, "shard": shard.index})
+        text = f"the shard was given up: {self._lease.deliveries - 1} executions did not end"
+        outcome = ShardOutcome(shard.index, shard.rows, shard.rows, text)
+        code = ErrorCode.INFERENCE_FAILED.value
+        if await self._insist(lambda: jobs.bury_shard(ticket.job_id, self._lease, outcome, code)):
+            self._count(outcome)
+            self._context.counts.add(self._lease.entry.lane.model, self._lease.entry.lane.version, DEAD_LETTERS)
+
+    async def _run_through(self, ticket: ShardTicket, record: JobRecord) -> None:
+        """Runs the shard and finishes it; drops it when the job is over."""
+        jobs, lease = self._context.jobs, self._lease
+        run = self._shard_run = self._make_run(self._held, ticket, record, self.free)
+        self._held.on_lost = run.stop
+        watch = asyncio.create_task(self._watch(run, record.id))
+        try:
+            outcome = await self._recorded(run, ticket, record)
+        finally:
+            watch.cancel()
+            self.free.set()
+        if self._held.lost:
+            logger.info("shard abandoned: its lease is lost", extra={"job": record.id, "shard": ticket.shard.index})
+        elif outcome is None:
+            await self._insist(lambda: jobs.drop_shard(record.id, lease, ticket.shard.index))
+        else:
+            await self._finish(record, outcome)
+
+    async def _recorded(self, run: Run, ticket: ShardTicket, record: JobRecord) -> ShardOutcome | None:
+        """Runs the shard, and records it as a span where the job is traced; `None` = the shard was abandoned."""
+        spans, now_s = self._context.spans, self._context.delivery.clock.now_s
+        begin_s, outcome = now_s(), None
+        error: tuple[str, str] | None = ErrorCode.INTERNAL.value, "the worker's log says why"
+        try:
+            outcome = await run.run()
+            error = (ErrorCode.INFERENCE_FAILED.value, outcome.error) if outcome.error else None
+        except Abandoned:
+            error = "abandoned", "nobody wants the shard any more, or another worker has it"
+        except PutOff as raised:
+            error = "put_off", str(raised)
+            raise
+        except asyncio.CancelledError:
+            error = "cancelled", "the shard was handed back: the worker drains, or the model is being unloaded"
+            raise
+        finally:
+            if spans is not None:
+                place = ShardPlace(record, ticket.shard.index, ticket.shard.rows, self._lease.deliveries)
+                spans.shard(place, outcome, begin_s, error)
+        return outcome
+
+    async def _finish(self, record: JobRecord, outcome: ShardOutcome) -> None:
+        jobs = self._context.jobs
+        is_counted = await self._insist(lambda: jobs.finish_shard(record.id, self._lease, outcome))
+        if is_counted:
+            self._count(outcome)
+        about = {"job": record.id, "shard": outcome.index, "rows": outcome.rows, "failed_rows": outcome.failed_rows}
+        logger.info("shard finished", extra={**about, "counted": is_counted, "error": outcome.error})
+
+    def _count(self, outcome: ShardOutcome) -> None:
+        """Counts the rows of a shard that was settled."""
+        lane, failed = self._lease.entry.lane, outcome.failed_rows
+        self._context.counts.add(lane.model, lane.version, ROWS_DONE, outcome.rows - failed)
+        self._context.counts.add(lane.model, lane.version, ROWS_FAILED, failed)
+
+    async def _watch(self, run: Run, job_id: str) -> None:
+        """Stops the run when its job does not want it any more."""
+        while True:
+            await asyncio.sleep(WANTED_EVERY_S)
+            with suppress(QinferError):
+                if not await self._context.jobs.is_wanted(job_id):
+                    run.stop()
+                    return
+
+    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeats a step in the queue while the broker is away.
+
+        Raises:
+            QinferError: It is refused, or the lease is lost meanwhile.
+        """
+        backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
+        while True:
+            try:
+                answer = await call()
+            except (BrokerUnavailable, QueueFull) as error:
+                if self._held.lost:
+                    raise
+                self._outage.failed(error.message)
+            else:
+                self._outage.over()
+                return answer
+            await asyncio.sleep(backoff.next_s())
+
+    async def _release(self) -> None:
+        """Gives the shard back; what does not arrive is reclaimed when the lease ends."""
+        if not self._held.lost:
+            with suppress(QinferError):
+                await self._context.delivery.release([self._lease])
+
+
+class ShardLoop:
+    """The shard loop of a model version; `run` is cancelled to stop it, and releases what it holds before it ends.
+
+    Args:
+        context: The parts that it shares with the other loops.
+        lanes: The bulk lanes of the model version, in order.
+        make_run: Makes the run of a shard.
+        is_open: Set while there are jobs that have not ended; else nothing is asked of the broker.
+    """
+
+    def __init__(self, context: ShardContext, lanes: Sequence[Lane], make_run: MakeRun, is_open: asyncio.Event) -> None:
+        self._context = context
+        self._lanes = lanes
+        self._make_run = make_run
+        self._is_open = is_open
+        self._reclaim_at_s = 0.0
+        self._put_offs = 0  # in a row
+        self._outage = OutageLog(logger, "no shards fetched", "shards are fetched again")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serves until cancelled."""
+        try:
+            while True:
+                await self._is_open.wait()
+                await self._context.slots.ready()
+                try:
+                    await self._step()
+                    self._outage.over()
+                except QinferError as error:  # the broker's state, or its refusal: either may pass
+                    self._outage.failed(error.message)
+                    await asyncio.sleep(_RETRY_S)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+
+    async def _step(self) -> None:
+        """Looks for a suspect when it is time, else for a shard; returns when the model is free for the next."""
+        context, now_s = self._context, time.monotonic()
+        if not context.keeper.can_renew(self._lanes):
+            await context.keeper.watch(self._lanes)
+        if now_s >= self._reclaim_at_s:
+            self._reclaim_at_s = now_s + context.lease_s / 2
+            if leases := await self._reclaim():
+                # They stay suspects; it may take a while until all slots are free.
+                await context.delivery.release(leases)
+                await self._run_suspect()
+                return
+        for lease in await context.delivery.fetch(self._lanes, context.worker_id, 1, context.max_wait_s):
+            if context.slots.take():
+                await self._start(lease)
+            else:
+                await context.delivery.release([lease])
+
+    async def _run_suspect(self) -> None:
+        async with self._context.slots.alone():
+            for lease in await self._reclaim():
+                about = {"entry_id": lease.entry.entry_id, "deliveries": lease.deliveries}
+                logger.warning("shard reclaimed", extra=about)
+                self._context.slots.take(is_suspect=True)
+                await self._start(lease)
+
+    async def _reclaim(self) -> list[Lease]:
+        context = self._context
+        leases = await context.delivery.reclaim(self._lanes, context.worker_id, context.lease_s, 1)
+        return [lease for lease in leases if not context.keeper.holds(lease.entry)]
+
+    async def _start(self, lease: Lease) -> None:
+        """Runs a shard that is held; returns when it is scored in a moment, and the one before has ended."""
+        shard = ShardTask(self._context, lease, self._make_run)
+        before = list(self._tasks)
+        task = asyncio.create_task(self._run_task(shard))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await shard.free.wait()
+        if before:
+            await asyncio.wait(before)
+        if shard.was_put_off:  # what it needs is away: others may need it, too
+            await asyncio.wait([task])
+
+    async def _run_task(self, shard: ShardTask) -> None:
+        try:
+            await shard.run(pause_s(self._put_offs + 1, _PUT_OFF_S, _LAST_PUT_OFF_S))
+        except Exception:  # the loop boundary: the lease will end, and count as an execution
+            logger.exception("shard task failed")
+        finally:
+            self._context.slots.give_back()
+        self._put_offs = self._put_offs + 1 if shard.was_put_off else 0
