@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 import qinfer
-from qinfer.client import InferResult
+from qinfer import InferResult
 
 MODEL = "digits"
 

@@ -1,20 +1,45 @@
 """qinfer: a durable, queue-backed inference server that speaks NVIDIA Triton's protocol.
 
-`qinfer.Client` and `qinfer.AsyncClient` ask a running server; they are imported when they are first used.
+`qinfer.Client`, `qinfer.AsyncClient` and what they return are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = [
+    "AsyncClient",
+    "AsyncJob",
+    "Client",
+    "InferResult",
+    "Job",
+    "JobLogLine",
+    "JobStatus",
+    "ModelMetadata",
+    "RequestHandle",
+    "RequestStatus",
+    "TensorMetadata",
+    "__version__",
+]
 
 if TYPE_CHECKING:
-    from qinfer.client import AsyncClient, Client
+    from qinfer.client import (
+        AsyncClient,
+        AsyncJob,
+        Client,
+        InferResult,
+        Job,
+        JobLogLine,
+        JobStatus,
+        ModelMetadata,
+        RequestHandle,
+        RequestStatus,
+        TensorMetadata,
+    )
 else:
 
     def __getattr__(name: str) -> Any:
-        if name in ("AsyncClient", "Client"):
+        if name in __all__:
             from qinfer import client
 
             return getattr(client, name)

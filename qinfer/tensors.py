@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from qinfer.errors import InvalidRequest, UnsupportedDatatype
 
+__all__ = ["DATATYPES", "Datatype", "Tensor", "from_numpy", "iter_bytes", "pack_bytes", "to_numpy"]
+
 Bytes = bytes | bytearray | memoryview
 """What raw tensor data may be; never copied without need."""
 

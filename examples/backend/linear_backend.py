@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qinfer.backends.base import Batch, Context, respond_rows
+from qinfer.backends import Batch, Context, Device, ModelSpec, respond_rows
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.spec import Device, ModelSpec
 
 FILE = "model.npz"
 

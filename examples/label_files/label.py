@@ -21,10 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 import qinfer
-from qinfer.client import InferResult
+from qinfer import InferResult
 from qinfer.errors import QinferError, Unreachable
-from qinfer.labeling.exports import FORMATS, Format, Task
-from qinfer.labeling.mapping import Mapping, load_mapping, model_version
+from qinfer.labeling import FORMATS, Format, Mapping, Task, load_mapping, model_version
 
 BLOCK, KEPT, MISSING = 4096, 1024, 256
 """What the model sees of a file: so many bytes from either end of these blocks, and a value for what is missing."""

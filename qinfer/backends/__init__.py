@@ -1,1 +1,22 @@
-"""What executes a batch: one small protocol (`base`), and an adapter for each runtime."""
+"""The backend contract and its adapters: this package's names are all that the author of a backend imports.
+
+`docs/how-to/write-a-backend.md` shows a whole backend; `base` has the contract, and each runtime an adapter of its own.
+"""
+
+from qinfer.backends.base import Array, Backend, BackendFactory, Batch, Context, respond_rows
+from qinfer.core.messages import InferRequest, Response
+from qinfer.models.spec import Device, ModelSpec, TensorSpec
+
+__all__ = [
+    "Array",
+    "Backend",
+    "BackendFactory",
+    "Batch",
+    "Context",
+    "Device",
+    "InferRequest",
+    "ModelSpec",
+    "Response",
+    "TensorSpec",
+    "respond_rows",
+]

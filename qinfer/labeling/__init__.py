@@ -4,3 +4,8 @@
 Label Studio shows its users, `exports` writes files. Nothing here fetches anything: who has tasks with files fetches
 what `Mapping.files` names.
 """
+
+from qinfer.labeling.exports import FORMATS, Format, Task
+from qinfer.labeling.mapping import Mapping, load_mapping, model_version
+
+__all__ = ["FORMATS", "Format", "Mapping", "Task", "load_mapping", "model_version"]
