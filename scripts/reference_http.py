@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 from unittest.mock import Mock
 
+from qinfer_api.auth import Restrictions
 from qinfer_api.rest.app import build_app
 from qinfer_api.rest.services import Services
-from qinfer_api.restrictions import Restrictions
 
 HEAD = """
 # HTTP operations

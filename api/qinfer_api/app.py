@@ -29,17 +29,16 @@ from qinfer.observe.tracing import GATEWAY, open_tracer
 from qinfer.queue.base import Delivery, reply_address
 from qinfer.queue.clients import admin_client
 from qinfer.queue.redis import RedisDelivery
-from qinfer_api.auth import load_auth
+from qinfer_api.auth import Restrictions, load_auth
+from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.http.protocol import FastPath
-from qinfer_api.http.server import HttpServer
+from qinfer_api.http.server import HttpServer, read_certificate
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.labeling.parts import LabelingParts, check_labeling
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import Tracing
-from qinfer_api.repository_watch import RepositoryWatch, note_errors, open_here
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.requests.targets import Targets
@@ -47,13 +46,16 @@ from qinfer_api.requests.waits import Waits
 from qinfer_api.requests.webhooks import Webhooks, read_secret
 from qinfer_api.rest.app import build_app
 from qinfer_api.rest.services import Services
-from qinfer_api.restrictions import Restrictions
 from qinfer_api.shared_memory import SharedMemory
-from qinfer_api.tls import read_certificate
 
 if TYPE_CHECKING:
-    from qinfer_api.rpc.port import RpcPort
-    from qinfer_api.rpc.server import RpcServer
+    from qinfer_api.rpc.server import RpcPort, RpcServer
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from qinfer.errors import QinferError
+from qinfer.models.repository.open import Repositories, open_repositories
+from qinfer.models.sync import Source, SyncedModel, sync
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ async def build(settings: Settings) -> "Gateway":
             opened.enter_context(metrics_listener)
         rpc_port = None
         if settings.grpc.enabled:
-            from qinfer_api.rpc.port import open_port
+            from qinfer_api.rpc.server import open_port
 
             rpc_port = open_port(settings)  # a server that was never started gives its port back when it is collected
         delivery = await RedisDelivery.connect(settings.redis, settings.limits)
@@ -192,7 +194,7 @@ class Gateway:
         self.rpc = None if rpc_port is None else _rpc_server(rpc_port, services)
         self.metrics: MetricsPort | None = None
 
-    def _watch_of(self, source: ModelSource | None, repository: RepositorySettings) -> RepositoryWatch | None:
+    def _watch_of(self, source: ModelSource | None, repository: RepositorySettings) -> "RepositoryWatch | None":
         """Makes what follows the repositories, where there are any and they are to be followed."""
         if source is None or repository.control_mode != "poll":
             return None
@@ -334,3 +336,68 @@ def _rpc_server(port: "RpcPort", services: Services) -> "RpcServer":
 def _url(listener: socket.socket, *, tls: bool) -> str:
     host, port = listener.getsockname()[:2]
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def open_here(settings: RepositorySettings) -> Repositories | None:
+    """Opens the repositories, if any is at hand: a gateway needs none when others write the desired state.
+
+    Raises:
+        SettingsError: A setting is wrong.
+    """
+    places = [place.strip() for place in settings.path.split(",")]
+    if settings.overlay or any("://" in place or Path(place).is_dir() for place in places):
+        return open_repositories(settings)
+    return None
+
+
+def note_errors(models: Iterable[SyncedModel]) -> None:
+    """Logs the models that can't be read."""
+    for model in models:
+        if model.error:
+            logger.error("model can't be read", extra={"model": model.model, "error": model.error})
+
+
+class RepositoryWatch:
+    """Follows changes of the repositories; several gateways that do it see the same and do no harm.
+
+    Args:
+        source: The repositories.
+        store: Where the desired state is.
+        delivery: Where lanes are made.
+        every_s: Seconds between two looks.
+        min_workers: `RepositorySettings.min_workers`.
+    """
+
+    def __init__(
+        self, source: Source, store: ControlStore, delivery: Delivery, every_s: float, min_workers: int = 1
+    ) -> None:
+        self._source = source
+        self._store = store
+        self._delivery = delivery
+        self._every_s = every_s
+        self._min_workers = min_workers
+        self._errors: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Looks every few seconds until cancelled; what fails is tried again at the next look."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            await self.look()
+
+    async def look(self) -> None:
+        """Writes what has changed since the last look as the desired state."""
+        try:
+            self.note(await sync(self._source, self._store, self._delivery, min_workers=self._min_workers))
+        except QinferError as error:
+            logger.warning("model repository not looked through", extra={"reason": error.message})
+        except Exception:  # the loop boundary: one odd file must not end the gateway
+            logger.exception("model repository not looked through")
+
+    def note(self, models: Sequence[SyncedModel]) -> None:
+        """Logs what a sync has changed, and each error once."""
+        for model in models:
+            if model.changed and not model.error:
+                what = "model removed" if model.removed else "model changed"
+                logger.info(what, extra={"model": model.model, "generation": model.generation})
+        note_errors(model for model in models if self._errors.get(model.model) != model.error)
+        self._errors = {model.model: model.error for model in models if model.error}

@@ -19,8 +19,15 @@ from qinfer.models.state import ControlStore
 from qinfer.observe import logs
 from qinfer.observe.logs import Switches
 from qinfer_api.json_types import convert_json
-from qinfer_api.observe import trace_values
-from qinfer_api.observe.trace_file import TraceFile
+from qinfer_api.observe.trace_file import (
+    CHANGE,
+    START,
+    TraceChanges,
+    TraceFile,
+    checked,
+    group_of,
+    groups_of,
+)
 
 Changes = Mapping[str, object]
 
@@ -150,9 +157,9 @@ class TraceSettings:
         """
         self._check(model)
         stored = await self._store.settings()
-        groups = trace_values.groups_of(stored)
+        groups = groups_of(stored)
         values = groups.get(model, groups[""])
-        shown = {name: values[name] for name in trace_values.START}
+        shown = {name: values[name] for name in START}
         traces = self._traces
         if traces is not None:
             traces.apply(stored)
@@ -177,11 +184,11 @@ class TraceSettings:
             BrokerUnavailable: The store can't be reached.
         """
         self._check(model)
-        asked = convert_json(changes, trace_values.TraceChanges)
-        values = trace_values.checked(asked, is_written=self._traces is not None)
+        asked = convert_json(changes, TraceChanges)
+        values = checked(asked, is_written=self._traces is not None)
         if values:
-            values[trace_values.CHANGE] = self._new_change()
-            await put_group(self._store, trace_values.group_of(model), values)
+            values[CHANGE] = self._new_change()
+            await put_group(self._store, group_of(model), values)
         return await self.read(model)
 
     def _check(self, model: str) -> None:

@@ -31,7 +31,6 @@ from qinfer.errors import (
     QinferError,
 )
 from qinfer.queue.base import Delivery, Entry, Lane
-from qinfer.submission.admission import Load
 from qinfer.wire.frame import decode_responses
 
 logger = logging.getLogger(__name__)
@@ -53,6 +52,32 @@ class Counter(Protocol):
     """Counts the requests in flight of whoever has a quota of them."""
 
     in_flight: int
+
+
+class Load:
+    """What is known of one lane.
+
+    Attributes:
+        lane: The lane.
+        own: This process's requests in it: submitted, and not yet answered.
+        left: This process's requests that were answered or given up since the last look.
+        others: Those of others, at the last look.
+        most: Up to so many entries nothing needs to be judged, for a request of the default timeout.
+    """
+
+    __slots__ = ("lane", "left", "most", "others", "own")
+
+    def __init__(self, lane: Lane, most: int) -> None:
+        self.lane = lane
+        self.own = 0
+        self.left = 0
+        self.others = 0
+        self.most = most
+
+    @property
+    def waiting(self) -> int:
+        """Entries in the lane."""
+        return self.own + self.others
 
 
 class Pending:

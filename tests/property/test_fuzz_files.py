@@ -20,7 +20,7 @@ from qinfer.wire.classification import classify
 from qinfer.wire.frame import encode_request
 from qinfer.wire.kserve_grpc import decode_infer, parse_infer
 from qinfer.wire.outputs import NO_REGIONS
-from qinfer_api.requests.preferences import read_preferences
+from qinfer_api.rest.services import read_preferences
 
 patient = settings(deadline=None, suppress_health_check=list(HealthCheck))
 SURROGATES = st.text(st.characters(categories=["Cs", "Lu", "Nd"]), max_size=3)

@@ -29,7 +29,7 @@ from qinfer.queue.redis import RedisDelivery
 from qinfer.queue.request_records import Address, Outcome, RequestState, Settlement
 from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
 from qinfer_api.app import Gateway, bind
-from qinfer_api.rpc.port import open_port
+from qinfer_api.rpc.server import open_port
 from tests.support.servers.servers import Database
 
 _ONE = 'input {{ name: "x" data_type: {0} dims: [{1}] }} output {{ name: "y" data_type: {0} dims: [{1}] }}'

@@ -1,28 +1,40 @@
-"""What the fast path and the routes share: bytes to an infer request, a response to a reply, content encodings.
+"""Bytes to an infer request, a response to a reply, content encodings: shared by the fast path and the routes.
 
 `Reply` is an answer before it is written; the fast path and the routes both make it here, so that they answer alike.
+A body may be JSON, JSON and binary tensors, or nothing but the data of the model's one input (`read_raw`).
 Nothing here waits; what takes long (a large body, shared memory) is called in a thread by whoever knows that it does.
 """
 
 import asyncio
+import re
+import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
+from math import prod
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.settings import Settings
-from qinfer.errors import ErrorCode, InvalidRequest, Overloaded, PayloadTooLarge, QinferError, UnsupportedFeature
+from qinfer.errors import (
+    ErrorCode,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    QinferError,
+    SettingsError,
+    UnsupportedFeature,
+)
 from qinfer.models.catalog import Served
-from qinfer.tensors import Bytes
+from qinfer.models.spec import ModelSpec
+from qinfer.tensors import DATATYPES, Bytes, Tensor
 from qinfer.wire.kserve_json import decode_infer, encode_infer
 from qinfer.wire.outputs import OutputPlan, bind
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.raw_request import read_raw
 from qinfer_api.shared_memory import SharedMemory
-from qinfer_api.status import http_status, retry_after_s
+from qinfer_api.status import http_status, of_request, retry_after_s
 
 Encoding = Literal["gzip", "deflate"]
 
@@ -329,3 +341,86 @@ class FutureSink:
             failure = Failure(ErrorCode.UNSUPPORTED_FEATURE, DECOUPLED)
             response = Response(request_id=response.request_id, failure=failure)
         self.response.set_result(response)
+
+
+_CASE_SENSITIVE = "(?-i)"  # RE2's, which Triton's documentation tells of; Python has it within groups only
+
+
+def compile_forward(variable: str, pattern: str) -> re.Pattern[str] | None:
+    """Compiles the pattern of the names that are forwarded; `None` for an empty one.
+
+    The case of letters is ignored, as it is in header names, unless the pattern begins with `(?-i)`.
+
+    Args:
+        variable: The setting's environment variable, for the error.
+        pattern: The pattern.
+
+    Raises:
+        SettingsError: It is no regular expression.
+    """
+    if not pattern:
+        return None
+    sensitive = pattern.startswith(_CASE_SENSITIVE)
+    try:
+        return re.compile(pattern.removeprefix(_CASE_SENSITIVE), re.NOFLAG if sensitive else re.IGNORECASE)
+    except re.error as error:
+        raise SettingsError(
+            f"{variable}={pattern}: {error}; it takes a regular expression such as x-tenant-.*"
+        ) from None
+
+
+def forwarded(pattern: re.Pattern[str], headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Returns the headers whose whole names match, by their names as they were sent; of equal names the last counts."""
+    found: dict[str, str] = {}
+    for name, value in headers:
+        text = name.decode("latin-1")
+        if pattern.fullmatch(text):
+            found[text] = value.decode("latin-1")
+    return found
+
+
+_LENGTH = struct.Struct("<I")
+_PLAN = OutputPlan(binary=True)
+
+
+def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[InferRequest, OutputPlan]:
+    """Makes a request of a raw body; all outputs will return as binary data.
+
+    A model with a batch dimension gets one row. That the bytes fill the shape is checked with the request.
+
+    Args:
+        body: The data, without its encoding.
+        model: The model's name.
+        version: The version asked for; 0 if none was.
+        spec: The model.
+
+    Raises:
+        InvalidRequest: The model has several inputs, or the shape of its input can't be told from a number of bytes.
+    """
+    if len(spec.inputs) != 1:
+        raise _refused(
+            f"Raw request must only have 1 input (found 1) to be deduced but got {len(spec.inputs)} inputs in "
+            f"'{spec.name}' model configuration"
+        )
+    (expected,) = spec.inputs
+    variable = [position for position, size in enumerate(expected.dims) if size == -1]
+    if len(variable) > 1:
+        raise _refused(
+            f"The shape of the raw input '{expected.name}' can not be deduced because there are more than one "
+            "variable-sized dimension"
+        )
+    shape, data = list(expected.dims), body
+    fixed = prod(size for size in shape if size != -1)
+    if expected.datatype == "BYTES":
+        if variable or fixed != 1:
+            raise _refused(f"For BYTE datatype raw input '{expected.name}', the model must have input shape [1]")
+        data = _LENGTH.pack(len(body)) + body
+    elif variable:
+        shape[variable[0]] = len(body) // (fixed * DATATYPES[expected.datatype].itemsize)
+    rows = (1,) if spec.max_batch_size else ()
+    tensor = Tensor(expected.name, expected.datatype, (*rows, *shape), data)
+    return InferRequest(model=model, inputs=(tensor,), version=version), _PLAN
+
+
+def _refused(text: str) -> InvalidRequest:
+    return InvalidRequest(of_request("") + text)

@@ -1,17 +1,73 @@
-"""uvicorn's server with the connections of `protocol.py`."""
+"""uvicorn's server with the connections of `fast.py`, and the certificate that it shows."""
 
 import asyncio
+import contextlib
 import socket
+import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
 
 from qinfer.core.settings import HttpSettings
-from qinfer_api.http.protocol import FastPath, QinferHttpProtocol
-from qinfer_api.quiet_server import QuietServer
+from qinfer.errors import SettingsError
+from qinfer_api.http.fast import FastPath, QinferHttpProtocol
+
+
+def read_certificate(section: str, certificate: str, key: str) -> tuple[bytes, bytes] | None:
+    """Reads a certificate and its key, and checks that they belong together.
+
+    Args:
+        section: The section of the settings, in capitals: the errors name the variables `QINFER_<section>__TLS_…`.
+        certificate: The path of the PEM certificate chain.
+        key: The path of its PEM private key.
+
+    Returns:
+        Both, as in the files; `None` where neither is set.
+
+    Raises:
+        SettingsError: Only one of them is set, or they can't be read or used.
+    """
+    if not certificate and not key:
+        return None
+    for variable, path in (("TLS_CERTFILE", certificate), ("TLS_KEYFILE", key)):
+        if not path:
+            raise SettingsError(f"QINFER_{section}__{variable} is not set; TLS needs a certificate and its key")
+    chain = read_tls_file(f"QINFER_{section}__TLS_CERTFILE", certificate)
+    private = read_tls_file(f"QINFER_{section}__TLS_KEYFILE", key)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")  # never asks for one
+    except (OSError, ValueError):
+        raise SettingsError(
+            f"QINFER_{section}__TLS_CERTFILE={certificate} QINFER_{section}__TLS_KEYFILE={key}: not a PEM certificate "
+            "and its key without a password"
+        ) from None
+    return chain, private
+
+
+def read_tls_file(variable: str, path: str) -> bytes:
+    """Reads a file that a setting names.
+
+    Raises:
+        SettingsError: It is not there, or can't be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        raise SettingsError(f"{variable}={path}: there is no such file, or it can't be read") from None
+
+
+class QuietServer(uvicorn.Server):
+    """Captures no signals: uvicorn would raise them again at the end, and the exit code would be the signal's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
 
 _TICKS_PER_S = 10  # of uvicorn's main loop
 _LAST_REPLIES_S = 1.0  # to write the refusals of what was not answered within the drain time

@@ -29,7 +29,7 @@ from qinfer.jobs.job import (
     encode_spec,
 )
 from qinfer.jobs.queue.records import JobRecord, LogLine
-from qinfer_api.requests.records import WebhookBody, instant, shown_webhook, written
+from qinfer_api.requests.service import WebhookBody, instant, shown_webhook, written
 
 MANIFEST = "_manifest.json"
 """The name of the list of parts, within the output."""

@@ -26,9 +26,8 @@ from qinfer_api.jobs.records import (
     shown_job,
     shown_log,
 )
-from qinfer_api.rest.bodies import read_body
 from qinfer_api.rest.openapi import LAST_EVENT, Json, answer, body, errors, followed, header, operation, query
-from qinfer_api.rest.services import Services, context_of, send_json
+from qinfer_api.rest.services import Services, context_of, read_body, send_json
 
 MAX_LIMIT = 1000
 """The most jobs of one listing."""

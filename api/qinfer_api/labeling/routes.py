@@ -35,9 +35,8 @@ from qinfer_api.labeling.wire import (
     SetupCall,
     read_call,
 )
-from qinfer_api.rest.bodies import read_body, unless_left
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
-from qinfer_api.rest.services import Services, context_of, send, send_json
+from qinfer_api.rest.services import Services, context_of, read_body, send, send_json, unless_left
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError, SettingsError
 from qinfer_api.http.infer import error_reply, failure_reply
-from qinfer_api.quiet_server import QuietServer
+from qinfer_api.http.server import QuietServer
 from qinfer_api.rest.services import send
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"  # Triton's; Prometheus takes it as its text format

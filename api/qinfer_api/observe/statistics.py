@@ -12,7 +12,6 @@ from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import Catalog
 from qinfer.models.state import ControlStore
 from qinfer.observe import stats
-from qinfer_api.observe.scrape import read_stats
 
 
 class Duration(msgspec.Struct, frozen=True):
@@ -97,7 +96,7 @@ class Statistics:
             BrokerUnavailable: The store can't be reached.
         """
         wanted = self._all() if not model else [(model, v) for v in self._versions(model, version)]
-        found = await read_stats(self._store, wanted)
+        found = await self._store.all_stats(wanted)
         return [model_statistics(*which, fields) for which, fields in found.items()]
 
     def _all(self) -> list[tuple[str, int]]:

@@ -27,7 +27,7 @@ from qinfer.queue.dead_letters import head_of
 from qinfer.queue.deliveries import DeliveryItem
 from qinfer.queue.request_records import RequestState, Settlement
 from qinfer_api.jobs.janitor import JobJanitor
-from qinfer_api.requests.records import failed_outcome
+from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.webhooks import Webhooks
 
 logger = logging.getLogger(__name__)

@@ -34,20 +34,24 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, response_encoding, with_headers
-from qinfer_api.requests.preferences import Preferences, read_preferences
-from qinfer_api.requests.records import RequestBody, address_of, path_of, shown_record
-from qinfer_api.requests.service import Submission, Ticket
-from qinfer_api.rest.bodies import (
+from qinfer_api.requests.service import RequestBody, Submission, Ticket, address_of, path_of, shown_record
+from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
+from qinfer_api.rest.services import (
     INFER_BODY,
     JSON_LENGTH,
     OUTPUTS,
+    Preferences,
+    Services,
+    context_of,
     encoded_reply,
+    headers_forwarded,
     read_body,
+    read_preferences,
+    send,
     send_encoded,
+    target_of,
     unless_left,
 )
-from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
-from qinfer_api.rest.services import Services, context_of, headers_forwarded, send, target_of
 
 AGAIN_S = 1
 """When to ask again for a result that is not there yet."""

@@ -32,7 +32,7 @@ from qinfer.queue.base import Delivery
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
 from qinfer.queue.request_records import Address, RequestRecord
 from qinfer_api.jobs.records import shown_job
-from qinfer_api.requests.records import instant, path_of, shown_record
+from qinfer_api.requests.service import instant, path_of, shown_record
 from qinfer_api.requests.targets import Target, Targets
 
 logger = logging.getLogger(__name__)

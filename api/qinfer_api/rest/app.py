@@ -10,12 +10,10 @@ from qinfer_api.labeling.routes import label_studio_routes
 from qinfer_api.requests.routes import request_routes
 from qinfer_api.rest.generate import generate_routes
 from qinfer_api.rest.infer import infer_routes
-from qinfer_api.rest.models import model_routes, statistics_routes
 from qinfer_api.rest.openapi import document_of
 from qinfer_api.rest.repository import repository_routes
-from qinfer_api.rest.server import server_routes
+from qinfer_api.rest.server import model_routes, server_routes, settings_routes, statistics_routes
 from qinfer_api.rest.services import Services, on_defect, on_qinfer_error, on_unknown_route, restricted
-from qinfer_api.rest.settings import settings_routes
 from qinfer_api.rest.shared_memory import shared_memory_routes
 from qinfer_api.scaling.routes import backlog_routes
 

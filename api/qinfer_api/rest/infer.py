@@ -19,19 +19,22 @@ from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, FutureSink, Target, response_encoding, with_headers
-from qinfer_api.requests.preferences import read_preferences
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
-from qinfer_api.rest.bodies import (
+from qinfer_api.rest.openapi import operation
+from qinfer_api.rest.services import (
     INFER_BODY,
     INFER_ERRORS,
     JSON_LENGTH,
     OUTPUTS,
+    Services,
+    context_of,
     encoded_reply,
+    headers_forwarded,
     read_body,
+    read_preferences,
     send_encoded,
+    target_of,
 )
-from qinfer_api.rest.openapi import operation
-from qinfer_api.rest.services import Services, context_of, headers_forwarded, target_of
 
 _INFER = operation("Run a model", {200: OUTPUTS, 202: ACCEPTED, **INFER_ERRORS}, JSON_LENGTH, PREFER, takes=INFER_BODY)
 

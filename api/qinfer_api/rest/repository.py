@@ -15,9 +15,8 @@ from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedFeature
 from qinfer.models.index import IndexEntry
 from qinfer_api.http.infer import Reply
-from qinfer_api.rest.bodies import read_json
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation
-from qinfer_api.rest.services import Services, needs, restricted, send, send_json
+from qinfer_api.rest.services import Services, needs, read_json, restricted, send, send_json
 
 _FILE = "file:"
 _UNPARSED = "Unable to parse "

@@ -16,9 +16,8 @@ from starlette.responses import Response as HttpResponse
 from qinfer.core.api_keys import Scope
 from qinfer_api.http.infer import Reply
 from qinfer_api.json_types import decode_json
-from qinfer_api.rest.bodies import read_body
 from qinfer_api.rest.openapi import answer, body, errors, operation
-from qinfer_api.rest.services import Services, needs, send, send_json
+from qinfer_api.rest.services import Services, needs, read_body, send, send_json
 from qinfer_api.shared_memory import Region
 
 _SYSTEM, _CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"

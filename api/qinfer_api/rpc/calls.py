@@ -18,9 +18,8 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Scalar
 from qinfer.errors import Forbidden, QinferError, Unauthorized
 from qinfer.wire.protobuf_wire import malformed
-from qinfer_api.auth import ANONYMOUS, Context, presented_key
+from qinfer_api.auth import ANONYMOUS, Context, Restrictions, presented_key
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.restrictions import Restrictions
 from qinfer_api.status import grpc_status
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from qinfer.models.store import RedisControlStore
 from qinfer.queue.base import Lane, Lease
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.app import Gateway, bind, build
-from qinfer_api.rpc.port import open_port
+from qinfer_api.rpc.server import open_port
 from tests.support.gateway import MODELS, settings_of
 from tests.support.rpc import Rpc, infer_request, rpc, stub_of, value_of
 from tests.support.servers.servers import Database

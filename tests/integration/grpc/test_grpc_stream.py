@@ -16,7 +16,7 @@ from qinfer.queue.base import Lane
 from qinfer.tensors import pack_bytes
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
-from qinfer_api.rpc import stream
+from qinfer_api.rpc import infer
 from tests.support.rpc import ROW, Rpc, infer_request, rpc, value_of
 
 
@@ -218,7 +218,7 @@ async def _depth_is(server: Rpc, depth: int) -> bool:
 
 async def test_too_many_requests_are_not_read(server: Rpc, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gateway reads on when one is answered."""
-    monkeypatch.setattr(stream, "MAX_IN_FLIGHT", 3)
+    monkeypatch.setattr(infer, "MAX_IN_FLIGHT", 3)
     call = server.stub.ModelStreamInfer()
     await _write(call, [infer_request("stuck", id=str(n)) for n in range(5)])
     await call.done_writing()
@@ -236,7 +236,7 @@ async def test_too_many_requests_are_not_read(server: Rpc, monkeypatch: pytest.M
 
 async def test_a_client_that_does_not_read_is_not_read(server: Rpc, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers may not fill the memory; it gets all of them when it reads on."""
-    monkeypatch.setattr(stream, "MAX_UNWRITTEN_BYTES", 3_000_000)
+    monkeypatch.setattr(infer, "MAX_UNWRITTEN_BYTES", 3_000_000)
     request = pb.ModelInferRequest(model_name="text", raw_input_contents=[pack_bytes([bytes(1_000_000)])])
     request.inputs.add(name="x", datatype="BYTES", shape=[1, 1])
     call = server.stub.ModelStreamInfer()
@@ -272,7 +272,7 @@ async def test_a_defect_is_an_error_of_its_request(server: Rpc, monkeypatch: pyt
 
     call = server.stub.ModelStreamInfer()
     with monkeypatch.context() as patch:
-        patch.setattr(stream, "encode_streamed", broken)
+        patch.setattr(infer, "encode_streamed", broken)
         await call.write(infer_request(id="first"))
         first = await call.read()
     await call.write(infer_request(id="second"))

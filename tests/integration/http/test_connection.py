@@ -13,7 +13,7 @@ import pytest
 
 from qinfer.core.settings import HttpSettings
 from qinfer_api.app import bind
-from qinfer_api.http.protocol import MAX_CHUNKS, MAX_HEAD_BYTES, QinferHttpProtocol
+from qinfer_api.http.fast import MAX_CHUNKS, MAX_HEAD_BYTES, QinferHttpProtocol
 from tests.support.gateway import Running, running_gateway, settings_of
 
 URL = "/v2/models/echo/infer"

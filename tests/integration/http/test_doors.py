@@ -10,7 +10,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.core.api_keys import Scope, add_key
-from qinfer_api.restrictions import GROUPS
+from qinfer_api.auth import GROUPS
 from tests.support.gateway import running_gateway, settings_of
 from tests.support.rpc import Rpc, rpc
 

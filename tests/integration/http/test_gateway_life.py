@@ -11,7 +11,7 @@ from qinfer.errors import SettingsError
 from qinfer.models.store import RedisControlStore
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind, build
-from qinfer_api.rpc.port import open_port
+from qinfer_api.rpc.server import open_port
 from tests.support.gateway import declare_models, settings_of
 from tests.support.servers.servers import Database, free_port
 

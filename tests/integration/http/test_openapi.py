@@ -31,9 +31,9 @@ from schemathesis.config import (
 )
 
 from qinfer.core.settings import BulkSettings, RepositorySettings, StoreSettings
+from qinfer_api.auth import Restrictions
 from qinfer_api.rest.app import build_app
 from qinfer_api.rest.services import Services
-from qinfer_api.restrictions import Restrictions
 from tests.support.gateway import ANSWERING
 from tests.support.threaded_gateway import Server, is_prescribed, settings
 

@@ -140,7 +140,7 @@ async def test_metrics_without_the_store(
             await asyncio.Event().wait()
         raise BrokerUnavailable("no Redis")
 
-    monkeypatch.setattr("qinfer_api.observe.scrape.ANSWERS_WITHIN_S", 0.01)
+    monkeypatch.setattr("qinfer_api.observe.reporting.ANSWERS_WITHIN_S", 0.01)
     monkeypatch.setattr(RedisDelivery, "sizes", sizes)
 
     reply = await client.get("/metrics")

@@ -12,7 +12,7 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, ModelSpec
 from qinfer.queue.base import Delivery, Lane
-from qinfer.submission.admission import Backlog
+from qinfer.submission.submit import Backlog
 from qinfer.testing import eventually
 
 P1, P2, P3 = (Lane("m", 1, f"p{number}") for number in (1, 2, 3))
@@ -128,7 +128,7 @@ async def test_an_outage_keeps_the_last_look() -> None:
 
 async def test_nothing_is_polled_while_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version is looked at from its first request until some time after its last."""
-    monkeypatch.setattr("qinfer.submission.admission.POLL_S", 0.0)
+    monkeypatch.setattr("qinfer.submission.submit.POLL_S", 0.0)
     world = World()
     task = asyncio.create_task(world.backlog.run())
     await asyncio.sleep(0)

@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.errors import SettingsError
-from qinfer_api.forwarding import compile_forward, forwarded
+from qinfer_api.http.infer import compile_forward, forwarded
 
 HEADERS = [(b"X-Tenant", b"a"), (b"x-tenant-id", b"b\xe9"), (b"host", b"c"), (b"x-tenant", b"d"), (b"X-Tenant", b"e")]
 

@@ -6,7 +6,7 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer_api.raw_request import read_raw
+from qinfer_api.http.infer import read_raw
 
 
 def spec(datatype: str, *dims: int, rows: int = 0, inputs: int = 1) -> ModelSpec:

@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.errors import Restricted, SettingsError
-from qinfer_api.restrictions import GROUPS, Restrictions
+from qinfer_api.auth import GROUPS, Restrictions
 
 
 def headers(**values: str):  # type: ignore[no-untyped-def]  # a bound method of a dict

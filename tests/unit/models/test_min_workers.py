@@ -12,7 +12,7 @@ from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.store import RedisControlStore
 from qinfer.models.sync import start, sync
 from qinfer.queue.redis import RedisDelivery
-from qinfer_api.repository_watch import RepositoryWatch
+from qinfer_api.app import RepositoryWatch
 
 CONFIG = """
 backend: "stub"

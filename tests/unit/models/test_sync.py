@@ -14,7 +14,7 @@ from qinfer.models.store import RedisControlStore
 from qinfer.models.sync import start, sync
 from qinfer.queue.redis import RedisDelivery
 from qinfer.testing import eventually
-from qinfer_api.repository_watch import RepositoryWatch
+from qinfer_api.app import RepositoryWatch
 
 CONFIG = """
 backend: "stub"
@@ -168,7 +168,7 @@ async def test_a_look_that_goes_wrong_ends_no_gateway(
 async def test_the_watch_follows_changes(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """Each is logged, an error once; a repository that is away for a while changes nothing."""
     watch = RepositoryWatch(scene.source, scene.store, scene.delivery, 0.005)
-    with caplog.at_level(logging.INFO, "qinfer_api.repository_watch"):
+    with caplog.at_level(logging.INFO, "qinfer_api.app"):
         await watch.look()
         scene.source.is_away = True
         await watch.look()

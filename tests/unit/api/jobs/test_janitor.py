@@ -17,7 +17,7 @@ from qinfer.queue.base import Lease
 from qinfer.queue.redis import RedisDelivery
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer_api.jobs.janitor import JobJanitor
-from qinfer_api.observe.scrape import take_snapshot
+from qinfer_api.observe.reporting import take_snapshot
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.webhooks import Webhooks

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from qinfer.queue.base import Lane
 from qinfer.queue.dead_letters import DeadLetter
-from qinfer_api.observe.dead_letter_counts import LetterCounts
+from qinfer_api.observe.reporting import LetterCounts
 
 
 class Letters:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qinfer_api.requests.preferences import Preferences, read_preferences
+from qinfer_api.rest.services import Preferences, read_preferences
 
 ASYNC = Preferences(respond_async=True)
 

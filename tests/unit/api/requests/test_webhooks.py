@@ -18,7 +18,7 @@ from qinfer.queue.base import Lane
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
 from qinfer.queue.redis import RedisDelivery
 from qinfer.queue.request_records import Acceptance, Address, RequestState, Settlement
-from qinfer_api.requests.records import failed_outcome
+from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.targets import Targets, is_public
 from qinfer_api.requests.webhooks import MAX_DELIVERIES, Webhooks, read_secret, sign, webhook_id
 from tests.support.servers.receiver import Receiver, receiving

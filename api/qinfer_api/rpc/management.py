@@ -1,0 +1,306 @@
+"""All calls other than inference (reference §1.14 … §1.17, §2.1).
+
+Readiness, metadata, configuration and statistics of the server and its models; the model repository; settings of
+tracing and logging; shared memory, of which CUDA's is never taken; and `grpc.health.v1.Health/Check` for probes.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+import msgspec
+from grpc_health.v1 import health_pb2
+from tritonclient.grpc import service_pb2 as pb
+
+from qinfer.core.api_keys import Scope
+from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady, QinferError, UnsupportedFeature
+from qinfer.models.catalog import Catalog
+from qinfer.models.config.config import from_json
+from qinfer.models.control import ModelControl
+from qinfer_api.about import is_model_ready, is_server_ready, model_metadata, server_metadata
+from qinfer_api.http.infer import parse_version
+from qinfer_api.rest.services import Services
+from qinfer_api.rpc.calls import Call, Guard, Handler, parse, refuse
+from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings
+from qinfer_api.shared_memory import SharedMemory
+
+_HEALTH, _METADATA, _CONFIG, _STATISTICS = "health", "metadata", "model-config", "statistics"
+
+
+def model_calls(guard: Guard, services: Services) -> dict[str, Handler]:
+    """Returns the handlers: name → handler."""
+    catalog, settings = services.catalog, services.settings
+
+    async def live(_: Any) -> Any:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ready(_: Any) -> Any:
+        is_ready = is_server_ready(settings, catalog, draining=services.dispatcher.draining)
+        return pb.ServerReadyResponse(ready=is_ready)
+
+    async def model_ready(request: Any) -> Any:
+        return pb.ModelReadyResponse(ready=_is_ready(catalog, request.name, _version(request)))
+
+    async def metadata(_: Any) -> Any:
+        about = server_metadata(settings)
+        return pb.ServerMetadataResponse(name=about.name, version=about.version, extensions=about.extensions)
+
+    async def of_model(request: Any) -> Any:
+        about = model_metadata(catalog, request.name, _version(request))
+        tensor = pb.ModelMetadataResponse.TensorMetadata
+        return pb.ModelMetadataResponse(
+            name=about.name,
+            versions=about.versions,
+            platform=about.platform,
+            inputs=[tensor(name=i.name, datatype=i.datatype, shape=i.shape) for i in about.inputs],
+            outputs=[tensor(name=o.name, datatype=o.datatype, shape=o.shape) for o in about.outputs],
+        )
+
+    async def config(request: Any) -> Any:
+        text = catalog.config_json(request.name, _version(request))
+        return pb.ModelConfigResponse(config=from_json(text))
+
+    async def statistics(request: Any) -> Any:
+        found = await services.statistics.model_statistics(request.name, _version(request))
+        return pb.ModelStatisticsResponse(
+            model_stats=[pb.ModelStatistics(**msgspec.to_builtins(statistic)) for statistic in found]
+        )
+
+    return {
+        "ServerLive": guard.unary(pb.ServerLiveRequest, live, _HEALTH, None),
+        "ServerReady": guard.unary(pb.ServerReadyRequest, ready, _HEALTH, None),
+        "ModelReady": guard.unary(pb.ModelReadyRequest, model_ready, _HEALTH, None),
+        "ServerMetadata": guard.unary(pb.ServerMetadataRequest, metadata, _METADATA),
+        "ModelMetadata": guard.unary(pb.ModelMetadataRequest, of_model, _METADATA),
+        "ModelConfig": guard.unary(pb.ModelConfigRequest, config, _CONFIG),
+        "ModelStatistics": guard.unary(pb.ModelStatisticsRequest, statistics, _STATISTICS),
+    }
+
+
+def _is_ready(catalog: Catalog, model: str, version: int) -> bool:
+    """Returns whether a model that the server knows is ready; one that was unloaded is known.
+
+    Raises:
+        ModelNotFound: No such model or version.
+    """
+    try:
+        return is_model_ready(catalog, model, version)
+    except ModelNotReady:
+        return False
+    except ModelNotFound:
+        if version or model not in catalog.known():
+            raise
+        return False
+
+
+def _version(request: Any) -> int:
+    return parse_version(request.version) if request.version else 0
+
+
+_KNOWN = ("", "inference.GRPCInferenceService")
+
+
+class Health:
+    """The handler of Check.
+
+    Args:
+        guard: Decides who may call.
+        services: Tell whether the server is ready.
+    """
+
+    def __init__(self, guard: Guard, services: Services) -> None:
+        self._guard = guard
+        self._services = services
+
+    async def check(self, blob: bytes, call: Call) -> bytes:
+        """Answers SERVING if and only if the server is ready; it answers while the gateway shuts down, too."""
+        services = self._services
+        await self._guard.enter(call, "health", None, even_draining=True)
+        try:
+            service = parse(health_pb2.HealthCheckRequest, blob).service
+        except QinferError as error:
+            await refuse(call, error)
+        if service not in _KNOWN:
+            await call.abort(grpc.StatusCode.NOT_FOUND, f"service '{service[:100]}' is not known; ask for ''")
+        is_ready = is_server_ready(services.settings, services.catalog, draining=services.dispatcher.draining)
+        status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
+
+
+_REPOSITORY = "model-repository"
+_FILE = "file:"
+
+
+def repository_calls(guard: Guard, models: ModelControl) -> dict[str, Handler]:
+    """Returns the handlers: name → handler."""
+
+    async def index(request: Any) -> Any:
+        _check_repository(request)
+        found = await models.index(ready=request.ready)
+        return pb.RepositoryIndexResponse(
+            models=[
+                pb.RepositoryIndexResponse.ModelIndex(
+                    name=entry.name, version=entry.version, state=entry.state, reason=entry.reason
+                )
+                for entry in found
+            ]
+        )
+
+    async def load(request: Any) -> Any:
+        _check_repository(request)
+        config, files = await asyncio.to_thread(_overrides, request.parameters)  # the files are copied
+        await models.load(request.model_name, config, files)
+        return pb.RepositoryModelLoadResponse()
+
+    async def unload(request: Any) -> Any:
+        _check_repository(request)
+        dependents = False
+        for name, parameter in request.parameters.items():
+            if name == "unload_dependents":
+                dependents = _of_kind(name, parameter, "bool_param")
+        await models.unload(request.model_name, unload_dependents=dependents)
+        return pb.RepositoryModelUnloadResponse()
+
+    return {
+        "RepositoryIndex": guard.unary(pb.RepositoryIndexRequest, index, _REPOSITORY),
+        "RepositoryModelLoad": guard.unary(pb.RepositoryModelLoadRequest, load, _REPOSITORY, Scope.ADMIN),
+        "RepositoryModelUnload": guard.unary(pb.RepositoryModelUnloadRequest, unload, _REPOSITORY, Scope.ADMIN),
+    }
+
+
+def _check_repository(request: Any) -> None:
+    if request.repository_name:
+        raise UnsupportedFeature("'repository_name' specification is not supported")
+
+
+def _overrides(parameters: Mapping[str, Any]) -> tuple[str | None, dict[str, bytes]]:
+    """Returns the configuration and the files that come with a load request."""
+    config: str | None = None
+    files: dict[str, bytes] = {}
+    for name, parameter in parameters.items():
+        if name == "config":
+            config = _of_kind(name, parameter, "string_param")
+        elif name.startswith(_FILE):
+            files[name.removeprefix(_FILE)] = _of_kind(name, parameter, "bytes_param")
+        else:
+            raise InvalidRequest(f"unrecognized load parameter '{name[:100]}'; 'config' and 'file:…' are known")
+    return config, files
+
+
+def _of_kind(name: str, parameter: Any, kind: str) -> Any:
+    if parameter.WhichOneof("parameter_choice") != kind:
+        raise InvalidRequest(f"invalid value type for load parameter '{name[:100]}', expected {kind}.")
+    return getattr(parameter, kind)
+
+
+_LEVELS = "trace_level"
+_LOG_KINDS = {
+    "log_file": "string_param",
+    "log_info": "bool_param",
+    "log_warning": "bool_param",
+    "log_error": "bool_param",
+    "log_verbose_level": "uint32_param",
+    "log_format": "string_param",
+}
+
+
+def settings_calls(guard: Guard, trace: TraceSettings, log: LogSettings) -> dict[str, Handler]:
+    """Returns the handlers: name → handler. A call without settings asks for them, one with settings changes them."""
+
+    async def trace_setting(request: Any) -> Any:
+        model = request.model_name
+        changes = {name: _trace_value(name, list(value.value)) for name, value in request.settings.items()}
+        shown = await (trace.update(changes, model) if changes else trace.read(model))
+        setting = pb.TraceSettingResponse.SettingValue
+        return pb.TraceSettingResponse(
+            settings={
+                n: setting(value=[v] if isinstance(v, str) else v) for n, v in msgspec.structs.asdict(shown).items()
+            }
+        )
+
+    async def log_settings(request: Any) -> Any:
+        changes = {name: _log_value(name, value) for name, value in request.settings.items() if name in _LOG_KINDS}
+        shown = await (log.update(changes) if changes else log.read())
+        return pb.LogSettingsResponse(settings=_logged(shown))
+
+    return {
+        "TraceSetting": guard.unary(pb.TraceSettingRequest, trace_setting, "trace", is_change=_has_settings),
+        "LogSettings": guard.unary(pb.LogSettingsRequest, log_settings, "logging", is_change=_has_settings),
+    }
+
+
+def _has_settings(request: Any) -> bool:
+    return bool(request.settings)
+
+
+def _trace_value(name: str, values: list[str]) -> object:
+    """Returns a setting as JSON would have it; no value clears it."""
+    if not values:
+        return None
+    if name == _LEVELS:
+        return values
+    if len(values) > 1:
+        raise InvalidRequest(f"expect only 1 value for '{name[:100]}', got {len(values)}")
+    return values[0]
+
+
+def _log_value(name: str, value: Any) -> object:
+    kind = value.WhichOneof("parameter_choice")
+    if kind is None:
+        return None
+    if kind != _LOG_KINDS[name]:
+        raise InvalidRequest(f"invalid value type for '{name}' setting, expected {_LOG_KINDS[name]}.")
+    return getattr(value, kind)
+
+
+def _logged(shown: LogValues) -> dict[str, Any]:
+    setting = pb.LogSettingsResponse.SettingValue
+    return {name: setting(**{_LOG_KINDS[name]: value}) for name, value in msgspec.structs.asdict(shown).items()}
+
+
+_MEMORY = "shared-memory"
+
+
+def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Handler]:
+    """Returns the handlers: name → handler."""
+
+    async def status(request: Any) -> Any:
+        regions = {
+            region.name: pb.SystemSharedMemoryStatusResponse.RegionStatus(
+                name=region.name, key=region.key, offset=region.offset, byte_size=region.byte_size
+            )
+            for region in memory.status(request.name)
+        }
+        return pb.SystemSharedMemoryStatusResponse(regions=regions)
+
+    async def register(request: Any) -> Any:
+        memory.register(request.name, request.key, request.offset, request.byte_size)
+        return pb.SystemSharedMemoryRegisterResponse()
+
+    async def unregister(request: Any) -> Any:
+        if request.name:
+            memory.unregister(request.name)
+        else:
+            memory.unregister_all()
+        return pb.SystemSharedMemoryUnregisterResponse()
+
+    async def cuda_status(request: Any) -> Any:
+        memory.check_cuda(request.name)
+        return pb.CudaSharedMemoryStatusResponse()
+
+    async def cuda_register(_: Any) -> Any:
+        memory.register_cuda()
+
+    async def cuda_unregister(_: Any) -> Any:
+        memory.check_cuda()
+        return pb.CudaSharedMemoryUnregisterResponse()
+
+    return {
+        "SystemSharedMemoryStatus": guard.unary(pb.SystemSharedMemoryStatusRequest, status, _MEMORY),
+        "SystemSharedMemoryRegister": guard.unary(pb.SystemSharedMemoryRegisterRequest, register, _MEMORY),
+        "SystemSharedMemoryUnregister": guard.unary(pb.SystemSharedMemoryUnregisterRequest, unregister, _MEMORY),
+        "CudaSharedMemoryStatus": guard.unary(pb.CudaSharedMemoryStatusRequest, cuda_status, _MEMORY),
+        "CudaSharedMemoryRegister": guard.unary(pb.CudaSharedMemoryRegisterRequest, cuda_register, _MEMORY),
+        "CudaSharedMemoryUnregister": guard.unary(pb.CudaSharedMemoryUnregisterRequest, cuda_unregister, _MEMORY),
+    }
