@@ -20,7 +20,7 @@ import re
 from collections import deque
 from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
@@ -149,14 +149,6 @@ def _accepted(header: bytes) -> Encoding | None:
     return response_encoding(header.decode("latin-1"))
 
 
-class Connection(Protocol):
-    """What a call needs of its connection."""
-
-    def answered(self) -> None:
-        """Looks whether the call's reply can be written now."""
-        ...
-
-
 class Call:
     """One request on the fast path, from its head to its reply; the sink of its own response.
 
@@ -169,7 +161,7 @@ class Call:
     frontend = "HTTP"
     __slots__ = ("_codec", "_connection", "_pending", "_plan", "_request", "head", "parts", "reply")
 
-    def __init__(self, connection: Connection, head: Head | None) -> None:
+    def __init__(self, connection: "QinferHttpProtocol", head: Head | None) -> None:
         self._connection = connection
         self._pending: Pending | None = None
         self._codec: InferCodec
@@ -229,11 +221,10 @@ class Call:
                 with_headers(request, head.forwarded)
             self._request = request
             pending = dispatcher.submit(context, request, self)
-        except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
-            self._refuse(dispatcher, head, error)
-        else:
             if self.reply is None:
                 self._pending = pending
+        except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
+            self._refuse(dispatcher, head, error)
 
     def _read_checked(self, dispatcher: Dispatcher, head: Head, body: bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
@@ -249,11 +240,10 @@ class Call:
         try:
             done.result()
             pending = dispatcher.submit(context, self._request, self)
-        except Exception as error:  # noqa: BLE001 - as in `start`
-            self._refuse(dispatcher, head, error)
-        else:
             if self.reply is None:
                 self._pending = pending
+        except Exception as error:  # noqa: BLE001 - as in `start`
+            self._refuse(dispatcher, head, error)
 
     def _refuse(self, dispatcher: Dispatcher, head: Head, error: Exception) -> None:
         if isinstance(error, QinferError):

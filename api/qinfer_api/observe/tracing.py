@@ -23,7 +23,7 @@ from qinfer.queue.base import Delivery
 from qinfer.submission.pending import Pending, Sink
 from qinfer_api.auth import Auth, Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import Call, Connection, Head
+from qinfer_api.http.fast import Call, Head, QinferHttpProtocol
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.observe.trace_file import Sampling, Stamps, TraceFile
 
@@ -95,7 +95,7 @@ class TracedCall(Call):
 
     __slots__ = ("read_s", "received_s")
 
-    def __init__(self, connection: Connection, head: Head | None) -> None:
+    def __init__(self, connection: QinferHttpProtocol, head: Head | None) -> None:
         super().__init__(connection, head)
         self.received_s = self.read_s = time.monotonic()
 

@@ -10,7 +10,7 @@ from qinfer.core.settings import Settings
 from qinfer.errors import InvalidRequest, ModelNotFound, QinferError
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import MAX_FAST_BYTES, Call, HeadCache, parse_target, read_head
+from qinfer_api.http.fast import MAX_FAST_BYTES, Call, HeadCache, QinferHttpProtocol, parse_target, read_head
 from qinfer_api.http.infer import InferCodec, Reply, Target, Writer, compile_forward, parse_json_length, parse_version
 from qinfer_api.shared_memory import SharedMemory
 
@@ -206,10 +206,10 @@ def test_a_reply_tells_when_to_try_again_and_what_to_present() -> None:
 
 class _Connection:
     def __init__(self) -> None:
-        self.told = asyncio.Event()
+        self.has_reply = asyncio.Event()
 
     def answered(self) -> None:
-        self.told.set()
+        self.has_reply.set()
 
 
 class _Dispatcher:
@@ -237,18 +237,18 @@ async def test_a_client_may_leave_while_its_inputs_are_read(leaves: bool) -> Non
     dispatcher, memory = _Dispatcher(), SharedMemory(allowed=True)
     codec = InferCodec(cast(Dispatcher, dispatcher), memory, Settings())
     connection = _Connection()
-    call = Call(connection, read_head(URL, [LENGTH]))
+    call = Call(cast(QinferHttpProtocol, connection), read_head(URL, [LENGTH]))
     call.parts = [b'{"shared_memory_region": 1}']
 
     call.start(cast(Dispatcher, dispatcher), codec)
     if leaves:
         call.cancel(cast(Dispatcher, dispatcher))
     else:
-        await connection.told.wait()
+        await connection.has_reply.wait()
     await asyncio.get_running_loop().shutdown_default_executor()
     await asyncio.sleep(0)
 
     assert call.reply is not None
     assert call.reply.status == (400 if leaves else 404)
-    assert connection.told.is_set() is not leaves
+    assert connection.has_reply.is_set() is not leaves
     assert dispatcher.submitted == 0
