@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from qinfer.models.store import RedisControlStore
-from qinfer.queue.redis import RedisDelivery
+from qinfer.models.store import ControlStore
+from qinfer.queue.redis import Delivery
 from qinfer.testing import EmbeddedServer
 from tests.support.servers.servers import Database, embedded_server
 
@@ -65,12 +65,12 @@ async def database(request: pytest.FixtureRequest) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-async def delivery(database: Database) -> RedisDelivery:
+async def delivery(database: Database) -> Delivery:
     """A queue on the test's database."""
     return await database.delivery()
 
 
 @pytest.fixture
-def store(database: Database) -> RedisControlStore:
+def store(database: Database) -> ControlStore:
     """A control store on the test's database."""
     return database.store()

@@ -20,15 +20,14 @@ from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl, ModelSource
-from qinfer.models.state import ControlStore
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.models.sync import start
 from qinfer.models.work import read_work
 from qinfer.observe.metrics import GatewayTally
 from qinfer.observe.tracing import GATEWAY, open_tracer
-from qinfer.queue.base import Delivery, reply_address
+from qinfer.queue.base import reply_address
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer_api.auth import Restrictions, load_auth
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
@@ -88,9 +87,9 @@ async def build(settings: Settings) -> "Gateway":
             from qinfer_api.rpc.server import open_port
 
             rpc_port = open_port(settings)  # a server that was never started gives its port back when it is collected
-        delivery = await RedisDelivery.connect(settings.redis, settings.limits)
+        delivery = await Delivery.connect(settings.redis, settings.limits)
         opened.push_async_callback(delivery.close)
-        store = RedisControlStore(admin_client(settings.redis))
+        store = ControlStore(admin_client(settings.redis))
         opened.push_async_callback(store.close)
         source = open_here(settings.repository)
         if source is not None:

@@ -25,7 +25,7 @@ from qinfer.errors import (
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.routes import Route
 from qinfer.observe.metrics import GatewayTally
-from qinfer.queue.base import Delivery
+from qinfer.queue.redis import Delivery
 from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
 from qinfer_api.auth import Auth, Context

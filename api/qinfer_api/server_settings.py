@@ -15,7 +15,7 @@ from qinfer.core.settings import LogSettings as LogStart
 from qinfer.errors import InvalidRequest, UnsupportedFeature, ValueRefused
 from qinfer.models.catalog import Catalog
 from qinfer.models.shared_settings import LOGGING, Value, of_group, put_group, switches_of
-from qinfer.models.state import ControlStore
+from qinfer.models.store import ControlStore
 from qinfer.observe import logs
 from qinfer.observe.logs import Switches
 from qinfer_api.json_types import convert_json

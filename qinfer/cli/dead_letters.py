@@ -15,7 +15,7 @@ from qinfer.core.messages import InferRequest, Scalar
 from qinfer.core.settings import RedisSettings, load_settings
 from qinfer.errors import CorruptEntry, InvalidRequest, RequestError
 from qinfer.queue.dead_letters import DeadLetter, DeadLetters, place_after
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.tensors import Tensor, to_numpy
 from qinfer.wire.frame import decode_request
 
@@ -167,7 +167,7 @@ def _run(
     limits = load_settings().limits if needs_payloads else None  # it says where the payload store is
 
     async def run() -> T:
-        delivery = await RedisDelivery.connect(settings, limits)
+        delivery = await Delivery.connect(settings, limits)
         try:
             return await operation(delivery.dead_letters)
         finally:

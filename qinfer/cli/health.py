@@ -18,7 +18,7 @@ from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.models.state import State, WorkerRecord
 
 if TYPE_CHECKING:
-    from qinfer.models.store import RedisControlStore
+    from qinfer.models.store import ControlStore
 
 T = TypeVar("T")
 
@@ -140,15 +140,15 @@ def _unasked(error: QinferError, *, ready: bool) -> Health:
     return Health(False, error.message)
 
 
-def _asked(place: RedisPlace, question: "Callable[[RedisControlStore], Awaitable[T]]", timeout_s: float) -> T:
+def _asked(place: RedisPlace, question: "Callable[[ControlStore], Awaitable[T]]", timeout_s: float) -> T:
     from qinfer.cli.overview import redis_settings
-    from qinfer.models.store import RedisControlStore
+    from qinfer.models.store import ControlStore
     from qinfer.queue.clients import admin_client
 
     settings = redis_settings(place.url, place.data_dir)
 
     async def ask() -> T:
-        store = RedisControlStore(admin_client(settings))
+        store = ControlStore(admin_client(settings))
         try:
             async with asyncio.timeout(timeout_s):
                 return await question(store)

@@ -15,13 +15,12 @@ from qinfer.errors import SettingsError
 from qinfer.models.readiness import ModelStatus, assess
 from qinfer.models.repository.base import Repository
 from qinfer.models.repository.open import open_repositories
-from qinfer.models.state import BULK, ControlStore, State, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.state import BULK, State, WorkerRecord
+from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.models.work import VersionWork, read_work
-from qinfer.queue.base import Delivery
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,8 +266,8 @@ def _work_row(work: VersionWork) -> WorkRow:
 
 
 async def _overview(settings: RedisSettings, max_up_s: float) -> Overview:
-    delivery = await RedisDelivery.connect(settings)
-    store = RedisControlStore(admin_client(settings))
+    delivery = await Delivery.connect(settings)
+    store = ControlStore(admin_client(settings))
     try:
         return await read_overview(store, delivery, max_up_s)
     finally:
@@ -282,8 +281,8 @@ async def _sync(
     way: Callable[[Repository, ControlStore, Delivery], Awaitable[list[SyncedModel]]],
 ) -> list[SyncedModel]:
     source = open_repositories(repository)
-    delivery = await RedisDelivery.connect(settings)
-    store = RedisControlStore(admin_client(settings))
+    delivery = await Delivery.connect(settings)
+    store = ControlStore(admin_client(settings))
     try:
         return await way(source, store, delivery)
     finally:

@@ -18,7 +18,8 @@ from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.readiness import Capacity, ModelStatus, assess, capacity_of
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import ModelSpec
-from qinfer.models.state import ControlStore, StoredModel, WorkerRecord
+from qinfer.models.state import StoredModel, WorkerRecord
+from qinfer.models.store import ControlStore
 from qinfer.queue.base import Lane
 
 logger = logging.getLogger(__name__)

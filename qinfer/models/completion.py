@@ -12,7 +12,8 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.config.to_spec import MIN_WORKERS
-from qinfer.models.state import ControlStore, StoredModel
+from qinfer.models.state import StoredModel
+from qinfer.models.store import ControlStore
 
 _ANY_LIMITS = LimitSettings()  # nothing that depends on them is read here
 

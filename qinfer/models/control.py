@@ -26,9 +26,10 @@ from qinfer.errors import (
 from qinfer.models.index import IndexEntry, index_of
 from qinfer.models.outcome import Progress, outcome
 from qinfer.models.repository.base import Repository, RepositoryModel, is_model_name
-from qinfer.models.state import ControlStore, Desired, State, StoredModel, WorkerRecord
+from qinfer.models.state import Desired, State, StoredModel, WorkerRecord
+from qinfer.models.store import ControlStore
 from qinfer.models.writing import has_same_content, write_model
-from qinfer.queue.base import Delivery
+from qinfer.queue.redis import Delivery
 
 __all__ = ["IndexEntry", "ModelControl", "ModelSource"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.state import ControlStore
+from qinfer.models.store import ControlStore
 from qinfer.observe import logs
 from qinfer.observe.logs import Switches
 

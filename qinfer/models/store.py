@@ -1,7 +1,8 @@
-"""The control store in Redis (keys of DESIGN.md §3), over redis-py: nothing here runs once per request.
+"""Desired state, configurations, heartbeats and statistics in Redis, over redis-py: nothing here runs once per request.
 
 Values are JSON, so that `redis-cli` shows what the state is. What several gateways may write at once is guarded by its
-generation in a script; all else has one writer.
+generation in a script; all else has one writer. Everyone re-reads the desired state at start, on reconnect, when woken,
+and every 10 s; `wake` only shortens the wait.
 """
 
 import asyncio
@@ -36,8 +37,8 @@ _SIGN = scripts.load("sign", "now_ms", package="qinfer.models").text
 _SCALERS = scripts.load("scalers", "now_ms", package="qinfer.models").text
 
 
-class RedisControlStore:
-    """A `ControlStore` in Redis, or a cluster of it.
+class ControlStore:
+    """Control data in Redis, or a cluster of it. Coroutines raise `BrokerUnavailable` when it can't be reached.
 
     Args:
         client: A `redis.asyncio.Redis` or `RedisCluster`; the store closes it.
@@ -70,13 +71,17 @@ class RedisControlStore:
         return None if value is None else _decode(value, StoredModel, name)
 
     async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
-        """Returns the stored configurations of those models that have one, by name."""
+        """Returns the stored configurations of those models that have one, by name; all of them in one round trip."""
         with translated():
             values = await self._fields([(keys.config(name), "model") for name in names])
         return _decoded(dict(zip(names, values, strict=True)), StoredModel)
 
     async def put_model(self, stored: StoredModel) -> bool:
-        """Stores a model's configuration, unless one of the same or a newer generation is stored already."""
+        """Stores a model's configuration, unless one of the same or a newer generation is stored already.
+
+        Returns:
+            Whether it was stored: of several writers of one generation the first wins, and the others learn it.
+        """
         with translated():
             written = await self.client.eval(
                 _PUT_MODEL, 1, keys.config(stored.model), stored.generation, encode_document(stored)
@@ -111,7 +116,7 @@ class RedisControlStore:
         return list(_decoded(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
     async def sign(self, program: str, process: str, ttl_s: float) -> None:
-        """Tells that a process of a program lives; holds for `ttl_s` seconds."""
+        """Tells that a process of another program than the workers lives, such as `bulk`; holds for `ttl_s` seconds."""
         with translated():
             await self.client.eval(_SIGN, 1, keys.signs(program), process, int(ttl_s * 1000))
 
@@ -121,7 +126,10 @@ class RedisControlStore:
             return sorted(map(_text, await self.client.eval(_SIGN, 1, keys.signs(program))))
 
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
-        """Writes an autoscaler's record, and adds to what all of them counted."""
+        """Writes an autoscaler's record, and adds to what all of them counted (`SCALED_UP`, …).
+
+        The record disappears `ttl_s` seconds after the last write; 0 takes it away at once.
+        """
         with translated():
             words = (record.id, int(ttl_s * 1000), encode_document(record))
             await self.client.eval(_SCALERS, 1, keys.scalers(), *words)
@@ -136,24 +144,24 @@ class RedisControlStore:
         return [read[id_] for id_ in sorted(read)]
 
     async def scaler_counts(self) -> dict[str, int]:
-        """Returns what all autoscalers counted."""
+        """Returns what all autoscalers counted; the counts only grow."""
         with translated():
             values = await self.client.hgetall(keys.scaler_counts())
         return {_text(name): int(value) for name, value in values.items()}
 
     async def put_speed(self, model: str, version: int, speed: Speed) -> None:
-        """Stores how fast a worker found a model version to be."""
+        """Stores how fast a worker found a model version to be; the last writer wins. It outlives the worker."""
         with translated():
             await self.client.hset(keys.config(model), _speed_field(version), encode_document(speed))
 
     async def speeds(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], Speed]:
-        """Returns what `put_speed` stored last of those versions that have it."""
+        """Returns what `put_speed` stored last of those versions (model, version) that have it; in one round trip."""
         with translated():
             values = await self._fields([(keys.config(model), _speed_field(version)) for model, version in versions])
         return _decoded(dict(zip(versions, values, strict=True)), Speed)
 
     async def put_completion(self, content_hash: str, completed: str) -> None:
-        """Stores what a runtime completed; the first one stays."""
+        """Stores what a runtime completed of the files with this hash: a JSON document; the first one stays."""
         with translated():
             await self.client.hsetnx(keys.completions(), content_hash, completed)
 
@@ -164,12 +172,12 @@ class RedisControlStore:
         return None if value is None else _text(value)
 
     async def put_setting(self, name: str, value: str) -> None:
-        """Stores a setting that clients change."""
+        """Stores a setting that all gateways share and that clients change, such as `logging`: a JSON document."""
         with translated():
             await self.client.hset(keys.settings(), name, value)
 
     async def settings(self) -> dict[str, str]:
-        """Returns what `put_setting` stored."""
+        """Returns what `put_setting` stored, by name."""
         with translated():
             values = await self.client.hgetall(keys.settings())
         return {_text(name): _text(value) for name, value in values.items()}
@@ -182,8 +190,7 @@ class RedisControlStore:
     async def wait(self, timeout_s: float) -> None:
         """Returns when `wake` was called since the last `wait`, or after `timeout_s` seconds.
 
-        A task's first call returns at once if there ever was a wake: what came before it is not known to have been
-        seen. What has been seen is kept by task: several wait at once, and each must see every wake.
+        May also return for no reason, at the first call above all: the reader just reads once more.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -198,7 +205,10 @@ class RedisControlStore:
                 return
 
     async def add_stats(self, model: str, version: int, deltas: Mapping[str, int]) -> None:
-        """Adds to the statistics of a model version; they only grow."""
+        """Adds to the statistics of a model version; they only grow.
+
+        Of the fields in `observability.stats.LATEST` the greatest value stays, instead of the sum.
+        """
         if not deltas:
             return
         instants = [(name, deltas[name]) for name in LATEST if name in deltas]
@@ -214,7 +224,7 @@ class RedisControlStore:
         return {_text(name): int(value) for name, value in values.items()}
 
     async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns the statistics of several versions, each of them."""
+        """Returns the statistics of several versions (model, version), each of them; in round trips as `some_stats`."""
         found: list[Mapping[bytes, bytes]] = []
         if versions:
             with translated():
@@ -228,7 +238,10 @@ class RedisControlStore:
     async def some_stats(
         self, versions: Collection[tuple[str, int]], fields: Collection[str]
     ) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns these fields of the statistics of several versions, where there are any."""
+        """Returns these fields of the statistics of several versions (model, version), where there are any.
+
+        In one round trip; in a cluster, one to each node.
+        """
         wanted = [(keys.stats(model, version), name) for model, version in versions for name in fields]
         with translated():
             values = iter(await self._fields(wanted))

@@ -16,9 +16,10 @@ import msgspec
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.models.repository.base import Repository, RepositoryModel
-from qinfer.models.state import ControlStore, Desired, State, WorkerRecord
+from qinfer.models.state import Desired, State, WorkerRecord
+from qinfer.models.store import ControlStore
 from qinfer.models.writing import write_model
-from qinfer.queue.base import Delivery
+from qinfer.queue.redis import Delivery
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,11 @@ from qinfer.jobs.queue.records import BULK_LANES, OpenRows, bulk_lanes
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.readiness import assess
 from qinfer.models.routes import NAMES, lanes_of
-from qinfer.models.state import ControlStore, Desired, Speed, State, StoredModel, WorkerRecord
+from qinfer.models.state import Desired, Speed, State, StoredModel, WorkerRecord
+from qinfer.models.store import ControlStore
 from qinfer.observe import stats
-from qinfer.queue.base import Delivery, Lane, LaneSize
+from qinfer.queue.base import Lane, LaneSize
+from qinfer.queue.redis import Delivery
 
 ASSUMED_ROW_S = 0.1
 """What a row counts for where nothing was ever executed: the first worker that runs some replaces it."""

@@ -16,8 +16,9 @@ from qinfer.models.config.config import from_json, to_json, to_spec
 from qinfer.models.config.to_spec import MIN_WORKERS
 from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.routes import lanes_of
-from qinfer.models.state import ControlStore, Desired, StoredModel
-from qinfer.queue.base import Delivery
+from qinfer.models.state import Desired, StoredModel
+from qinfer.models.store import ControlStore
+from qinfer.queue.redis import Delivery
 
 _ANY_LIMITS = LimitSettings()  # nothing that depends on them is read here
 _ATTEMPTS = 10

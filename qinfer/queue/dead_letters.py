@@ -1,14 +1,19 @@
-"""Dead letters: entries that were given up, kept with their bytes for a person to look at (DESIGN.md §2.5)."""
+"""Dead letters: entries that were given up, kept with their bytes for a person to look at."""
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
 from qinfer.core.messages import InferRequest
 from qinfer.errors import CorruptEntry, InvalidRequest
+from qinfer.queue import keys, scripts
 from qinfer.queue.base import Lane
+from qinfer.queue.request_records import MARGIN_S
+from qinfer.queue.router import Router
+from qinfer.queue.values import Reference, Values
 from qinfer.wire.frame import PayloadApart, decode_request
 
 MAX_AGE_S = 7 * 86400.0
@@ -20,6 +25,10 @@ MAX_BYTES = 256 * 2**20
 _ID = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _PAYLOAD_MARGIN_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
+_PARTITION = 0  # until models are spread over several
+_PAGE = 100
+_BYTES = (b"frame", b"payload")
+_GONE = "the tensors of dead letter {} are not in the payload store any more; remove it with `qinfer dlq purge`"
 
 
 class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +59,27 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     payload: bytes = b""
 
 
-class DeadLetters(Protocol):
-    """The port of dead letters, per model; bounded by age and bytes, the oldest go first."""
+class _Found(NamedTuple):
+    """A dead letter, and where its payload is if that is an object."""
+
+    letter: DeadLetter
+    payload: Reference | None
+
+
+class DeadLetters:
+    """Dead letters, per model; bounded by age and bytes, the oldest go first.
+
+    Each partition has a stream of them, which `bury.lua` writes. A payload that is an object stays one: the dead letter
+    refers to a copy of it, which is kept longer.
+
+    Args:
+        router: The way to Redis.
+        values: The way to payloads that are objects.
+    """
+
+    def __init__(self, router: Router, values: Values) -> None:
+        self._router = router
+        self._values = values
 
     async def list(self, model: str, *, after: str = "", count: int = 100) -> "list[DeadLetter]":
         """Returns dead letters in the order they were buried, from behind the id `after`, without their bytes.
@@ -59,15 +87,21 @@ class DeadLetters(Protocol):
         Raises:
             InvalidRequest: `after` is no id.
         """
-        ...
+        millisecond, number = place_after(after)
+        return [found.letter for found in await self._read(model, f"({millisecond}-{number}", count, _BYTES)]
 
     async def count(self, model: str) -> int:
         """Returns how many there are."""
-        ...
+        key = _key(model)
+        return int(await self._router.call(keys.slot(key), b"XLEN", key))
 
     async def show(self, model: str, letter_id: str) -> DeadLetter | None:
         """Returns one with its bytes."""
-        ...
+        found = await self._one(model, letter_id, ())
+        if found is None or found.payload is None:
+            return found and found.letter
+        payload = await self._values.read_object(found.payload)
+        return msgspec.structs.replace(found.letter, payload=payload or b"")
 
     async def replay(self, model: str, letter_id: str) -> bool:
         """Puts one back at the end of its lane, as never delivered, in one step; False when it is gone.
@@ -75,11 +109,98 @@ class DeadLetters(Protocol):
         Nobody waits for its answer any more: an asynchronous request becomes `queued` again, with its old timeout from
         now on.
         """
-        ...
+        found = await self._one(model, letter_id, (b"payload",))
+        if found is None:
+            return False
+        letter = found.letter
+        partition = letter.lane.partition
+        payload = keys.payload(model, partition, letter.request_id).encode()
+        record = keys.request(model, partition, letter.request_id).encode()
+        names = [
+            *(_key(model), keys.lane(letter.lane), payload, record),
+            keys.result(model, partition, letter.request_id).encode(),
+            keys.due(model, partition).encode(),
+        ]
+        ttl_s = payload_ttl_s(letter.frame)
+        copied: tuple[int, str, int] | tuple[()] = ()
+        if found.payload is not None:
+            copy = await self._values.copy_object(found.payload, payload, max(ttl_s, await self._known_s(record)))
+            if copy is None:
+                raise CorruptEntry(_GONE.format(letter_id))
+            copied = (copy.version, copy.name, copy.size)
+        arguments = (letter_id, letter.request_id, int(ttl_s * 1000), letter.lane.name, int(MARGIN_S * 1000), *copied)
+        replayed = await self._run(model, scripts.REPLAY, names, *arguments)
+        if replayed is None:
+            self._values.forget([copied[1].encode()] if copied else [])
+            return False
+        self._values.forget(replayed[1])
+        return True
 
     async def purge(self, model: str, letter_ids: "Sequence[str] | None" = None) -> int:
         """Removes the named ones, or all; returns how many there were."""
-        ...
+        key = _key(model)
+        ids = None if letter_ids is None else [each for each in letter_ids if id_of(each) is not None]
+        objects = await self._objects(model, ids) if self._values.objects is not None else []
+        if ids is None:
+            count = await self._router.call(keys.slot(key), b"XTRIM", key, b"MAXLEN", 0)
+        else:
+            count = await self._router.call(keys.slot(key), b"XDEL", key, *ids) if ids else 0
+        self._values.forget(objects)
+        await self._values.settle()
+        return int(count)
+
+    async def _objects(self, model: str, ids: "Sequence[str] | None") -> Sequence[bytes]:
+        """Returns the names of the objects that some dead letters, or all, refer to now."""
+        if ids is not None:
+            chosen = [await self._one(model, letter_id, _BYTES) for letter_id in ids]
+            return [found.payload.name.encode() for found in chosen if found and found.payload]
+        names = []
+        start = "-"
+        while page := await self._read(model, start, _PAGE, _BYTES):
+            names += [found.payload.name.encode() for found in page if found.payload]
+            start = f"({page[-1].letter.id}"
+        return names
+
+    async def _known_s(self, record: bytes) -> float:
+        """Returns how long a request will be known once it is `queued` again, and its payload kept; 0 = it is not."""
+        words = (b"HMGET", record, b"timeout_ms", b"result_ttl_ms", b"tombstone_ttl_ms")
+        times = await self._router.call(keys.slot(record), *words)
+        return sum(map(int, times)) / 1000 + MARGIN_S if times[0] else 0.0
+
+    async def _one(self, model: str, letter_id: str, left_out: Sequence[bytes]) -> _Found | None:
+        found = await self._read(model, letter_id, 1, left_out) if id_of(letter_id) is not None else []
+        return found[0] if found and found[0].letter.id == letter_id else None
+
+    async def _read(self, model: str, start: str, count: int, left_out: Sequence[bytes]) -> Sequence[_Found]:
+        found = await self._run(model, scripts.LETTERS, [_key(model)], start, count, *left_out)
+        return [_found(model, letter_id, fields) for letter_id, fields in found]
+
+    async def _run(self, model: str, script: scripts.Script, names: Sequence[bytes], *arguments: Any) -> Any:
+        return await scripts.run(partial(self._router.call, keys.slot(_key(model))), script, names, *arguments)
+
+
+def _key(model: str) -> bytes:
+    return keys.dead_letters(model, _PARTITION).encode()
+
+
+def _found(model: str, letter_id: bytes, fields: Sequence[bytes]) -> _Found:
+    values = dict(zip(fields[::2], fields[1::2], strict=True))
+    version, _, name = values[b"lane"].decode().partition(":")
+    letter = DeadLetter(
+        id=letter_id.decode(),
+        lane=Lane(model, int(version), name, _PARTITION),
+        request_id=values[b"request_id"].decode(),
+        code=values[b"code"].decode(),
+        reason=values[b"reason"].decode(),
+        deliveries=int(values[b"deliveries"]),
+        buried_at=int(letter_id.partition(b"-")[0]) / 1000,
+        size=int(values[b"size"]),
+        frame=values.get(b"frame", b""),
+        payload=values.get(b"payload", b""),
+    )
+    if b"object" not in values:
+        return _Found(letter, None)
+    return _Found(letter, Reference(values[b"object"].decode(), int(values[b"object_size"]), int(values[b"v"])))
 
 
 def id_of(text: str) -> tuple[int, int] | None:

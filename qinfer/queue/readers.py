@@ -33,7 +33,7 @@ RELEASED_EVERY_S = 0.1
 
 
 class LaneReader:
-    """The fetching half of `RedisDelivery`, one for each (model, version, partition), and one for its bulk lanes.
+    """The fetching half of `Delivery`, one for each (model, version, partition), and one for its bulk lanes.
 
     Args:
         router: The way to Redis.

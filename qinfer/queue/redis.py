@@ -1,4 +1,27 @@
-"""The delivery port on Redis Streams: one stream per lane, one consumer group, Lua where two steps must be one.
+"""The queue on Redis Streams: one stream per lane, one consumer group, Lua where two steps must be one.
+
+    submit ──▶ lane ──fetch──▶ lease ──▶ publish ──▶ finish          finish is the only terminal transition
+                 ▲                │
+                 └── release, reclaim (a dead owner's)
+
+The promises, each a test in `tests/contract/`:
+
+1. An entry whose `submit` was confirmed is fetched at least once, unless it is finished first.
+2. Between two `fetch`es by different consumers an entry has one owner; `renew` keeps it, raises no delivery count, and
+   never takes an entry back from a new owner.
+3. `release` gives an entry to the `fetch` of any consumer within half a second, its delivery count as it was before.
+4. `reclaim` takes entries whose owner has not renewed for the lease time, and marks them `suspect`.
+5. `finish` removes an entry, delivered or not, whoever owns it; to finish it again is no error.
+6. So `depth` is always waiting + in flight.
+7. `publish` to a reply stream that no longer exists does not create it, and says so.
+8. `listen` delivers what was published while the connection was down; consumers drop what they saw before.
+9. `submit` with a limit enqueues nothing beyond it: so many entries wait in a lane, those in flight not counted.
+10. `withdraw` removes an entry that waits, and leaves one alone that a consumer holds.
+11. `delay` moves an entry to another lane of its partition in one step; when it was enqueued stays known.
+12. `bury` moves an entry to the dead letters in one step, frame and payload, with why and how often it was tried.
+13. `oldest` shows what has been in a lane for so long, and changes nothing.
+
+Asynchronous requests, whose terminal step does more, are in `requests`; dead letters in `dead_letters`.
 
 submit   XADD, in one write with the tick's others    fetch    fetch.lua, else a blocking XREADGROUP (`readers`)
 renew    renew.lua, from its own thread               release, reclaim, finish, …    a script per lane (`redis_entries`)
@@ -30,7 +53,6 @@ from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.deliveries import Deliveries
 from qinfer.queue.durability import Durability
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
-from qinfer.queue.redis_dead_letters import RedisDeadLetters
 from qinfer.queue.redis_entries import RedisEntries, grouped, owner_of
 from qinfer.queue.redis_submit import RedisSubmits
 from qinfer.queue.requests import Requests
@@ -45,8 +67,19 @@ _CONSUMER_GONE_MS = 3_600_000
 _TIME = pack((b"TIME",))
 
 
-class RedisDelivery:
-    """`Delivery` on Redis 6.2 or newer, single or cluster; made by `connect`."""
+class Delivery:
+    """The queue, on Redis 6.2 or newer, single or cluster; made by `connect`.
+
+    Lanes passed to one call must be of one model version and partition. Every coroutine raises `BrokerUnavailable` when
+    Redis can't be reached in time.
+
+    Attributes:
+        clock: Redis' time, kept current.
+        requests: Asynchronous requests in the same queue.
+        dead_letters: What `bury` has put away.
+        jobs: Bulk jobs, whose shards are entries of this queue.
+        label_tasks: Tasks of labeling projects, whose requests are entries of this queue.
+    """
 
     def __init__(self, settings: RedisSettings, router: Router, clock: Clock) -> None:
         self.clock = ServerClock(clock)
@@ -58,7 +91,7 @@ class RedisDelivery:
         self.requests = Requests(router, self._values, self._durability)
         self._submits = RedisSubmits(router, self._values)
         self._entries = RedisEntries(router, self._values)
-        self.dead_letters: DeadLetters = RedisDeadLetters(router, self._values)
+        self.dead_letters = DeadLetters(router, self._values)
         self.deliveries = Deliveries(router)
         self.jobs = Jobs(router, self._durability, self.clock)
         self.label_tasks = LabelTasks(router, self._durability, self.deliveries)
@@ -106,7 +139,19 @@ class RedisDelivery:
         payload: Payload | None = None,
         limit: int = 0,
     ) -> None:
-        """See `Delivery.submit`."""
+        """Appends an entry; never blocks. All submits of one event-loop tick leave in one write.
+
+        Args:
+            lane: Where to.
+            frame: The encoded request.
+            done: Called once, on the event loop, with the entry, or with why it may not have been enqueued (it may: a
+                caller that submits again must tell its answers apart by request id). `QueueFull` = it was not.
+            payload: Tensors that do not travel in the frame; stored first, removed with the entry.
+            limit: Refuse it when so many entries wait in the lane and its `.delayed` lane; 0 = no limit.
+
+        Raises:
+            BrokerUnavailable: At once, when the connection is down or its buffer full.
+        """
         if limit or payload is not None:
             self._submits.add(lane, frame, done, payload, limit)
             return
@@ -118,11 +163,15 @@ class RedisDelivery:
         self._router.send(slot, adding.pack(frame), answered)
 
     async def ensure(self, lanes: Sequence[Lane]) -> None:
-        """See `Delivery.ensure`."""
+        """Creates the lanes and their consumer group where they do not exist, starting at their first entry."""
         await asyncio.gather(*(self._ensure(lane) for lane in lanes))
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """See `Delivery.fetch`."""
+        """Takes up to `count` entries, lanes in the order given; of each lane, released ones first.
+
+        Waits up to `wait_s` seconds for the first when there is none, and then may return fewer than there are. Reads
+        of one model version share a connection, those of its bulk lanes another one: call it for either one at a time.
+        """
         if count <= 0:
             return []
         reader = self._readers.get(place := _reading(lanes))
@@ -133,13 +182,20 @@ class RedisDelivery:
         return await reader.fetch(lanes, consumer, count, wait_s)
 
     async def leave(self, lanes: Sequence[Lane]) -> None:
-        """See `Delivery.leave`."""
+        """Frees what `fetch` keeps for these lanes, of which no fetch is under way; another may come later."""
         reader = self._readers.pop(_reading(lanes), None)
         if reader is not None:
             await reader.close()
 
     def renew(self, leases: Sequence[Lease]) -> list[Lease]:
-        """See `Delivery.renew`."""
+        """Renews leases; blocking, for a thread of its own, over a connection of its own.
+
+        Returns:
+            The leases that are lost: finished by another, or owned by another.
+
+        Raises:
+            BrokerUnavailable: Nothing is known; try again before the lease time ends.
+        """
         lost: list[Lease] = []
         failure: Exception | None = None
         for (lane, consumer, _), group in grouped(leases, owner_of):
@@ -152,7 +208,11 @@ class RedisDelivery:
         return lost
 
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
-        """See `Delivery.reclaim`."""
+        """Takes up to `count` entries whose owner has not renewed them for `idle_s` seconds, as suspects.
+
+        They may have been `consumer`'s own: its connection broke while a fetch's reply was on the way. A consumer that
+        still holds one, because its renewals failed for so long, drops the second lease.
+        """
         call = partial(self._router.call, keys.lane_slot(lanes[0]))
         names = [keys.lane(lane) for lane in lanes]
         arguments = (keys.GROUP, consumer, keys.RELEASED, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
@@ -165,41 +225,60 @@ class RedisDelivery:
         return leases_of(lanes, consumer, found, suspect=True)
 
     async def release(self, leases: Sequence[Lease]) -> None:
-        """See `Delivery.release`."""
+        """Gives back entries that did not begin to execute; entries meanwhile owned by another stay theirs.
+
+        Suspects stay suspects: `reclaim` returns them, at once, and `fetch` does not.
+        """
         await self._entries.release(leases)
 
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
-        """See `Delivery.withdraw`."""
+        """Removes those entries that wait, undelivered or released, with their payloads; tells which were removed."""
         return await self._entries.withdraw(entries)
 
     async def delay(self, leases: Sequence[Lease], name: str) -> None:
-        """See `Delivery.delay`."""
+        """Moves leased entries to the end of the lane called `name` in their partition, as never delivered.
+
+        They have new addresses then, which the records of asynchronous requests know and submitters do not: to `finish`
+        the old one removes the payload, if any, and leaves the rest to the entry's deadline.
+        """
         await self._entries.delay(leases, name)
 
     async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
-        """See `Delivery.bury`."""
+        """Moves an entry to the dead letters; `request_id` is empty where the frame can't be decoded.
+
+        Returns:
+            False when the entry was gone or owned by another: nothing was done.
+        """
         return await self._entries.bury(lease, request_id, code, reason)
 
     async def payload(self, entry: Entry, request_id: str) -> bytes | None:
-        """See `Delivery.payload`."""
+        """Returns the payload stored with an entry; `None` when it is gone, as the entry is then."""
         lane = entry.lane
         return await self._values.get(keys.lane_slot(lane), keys.payload(lane.model, lane.partition, request_id))
 
     async def store_result(self, lane: Lane, request_id: str, blob: Bytes, ttl_s: float) -> None:
-        """See `Delivery.store_result`."""
+        """Stores outputs too large for a reply stream, for `take_result`."""
         key = keys.result(lane.model, lane.partition, request_id)
         await self._values.set(keys.lane_slot(lane), key, blob, ttl_s)
 
     async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
-        """See `Delivery.take_result`."""
+        """Returns what `store_result` stored, and removes it once it has been read; `None` when it is gone.
+
+        Raises:
+            BrokerUnavailable: It can't be read now; it is still there.
+        """
         return await self._values.take(keys.lane_slot(lane), keys.result(lane.model, lane.partition, request_id))
 
     async def finish(self, entries: Sequence[Entry]) -> None:
-        """See `Delivery.finish`."""
+        """Removes entries from their lanes, with their payloads."""
         await self._entries.finish(entries)
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
-        """See `Delivery.publish`."""
+        """Appends encoded responses to a reply stream.
+
+        Returns:
+            False when that stream is gone: nobody waits for the responses.
+        """
         slot, key = _reply_stream(reply_to)
         try:
             added = await self._router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
@@ -211,7 +290,15 @@ class RedisDelivery:
     async def listen(
         self, owner: str, deliver: Callable[[bytes], None], ready: Callable[[], None] | None = None
     ) -> None:
-        """See `Delivery.listen`."""
+        """Reads the reply stream of `owner` until cancelled: creates it, calls `deliver` with each blob, trims it.
+
+        Survives reconnects: reads again from the start, so that blobs may come twice.
+
+        Args:
+            owner: Whose replies; `reply_address(owner)` is where to send them.
+            deliver: Called with each blob, on the event loop.
+            ready: Called once the stream exists: no reply to what is submitted from then on is lost.
+        """
         reader = ReplyReader(self._router, owner, deliver, self._monotonic_s)
         try:
             await reader.run(ready)
@@ -219,21 +306,30 @@ class RedisDelivery:
             await reader.close()
 
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
-        """See `Delivery.depth`."""
+        """Returns how many entries each lane holds, waiting and in flight."""
         return await asyncio.gather(  # type: ignore[no-any-return]  # XLEN replies with an integer
             *(self._router.call(keys.lane_slot(lane), b"XLEN", keys.lane(lane)) for lane in lanes)
         )
 
     async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
-        """See `Delivery.in_flight`."""
+        """Returns how many entries of each lane a consumer holds; those given back or never taken wait instead."""
         return await asyncio.gather(*map(self._entries.in_flight, lanes))
 
     async def sizes(self, lanes: Sequence[Lane]) -> list[LaneSize]:
-        """See `Delivery.sizes`."""
+        """Returns how many entries each lane holds and how old its first is, of any models; in one round trip."""
         return await self._entries.sizes(lanes, self.clock.now_s())
 
     async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
-        """See `Delivery.oldest`."""
+        """Returns up to `count` entries with their frames that came into a lane more than `age_s` ago, oldest first.
+
+        Waiting or in flight; nothing about them changes.
+
+        Args:
+            lane: The lane.
+            age_s: How old they are at least.
+            count: How many at most.
+            after: The `entry_id` to begin behind.
+        """
         end = max(int((self.clock.now_s() - age_s) * 1000), 0)
         words = (b"XRANGE", keys.lane(lane), f"({after}" if after else b"-", end, b"COUNT", count)
         found = await self._router.call(keys.lane_slot(lane), *words)
@@ -241,11 +337,17 @@ class RedisDelivery:
         return [(lease.entry, lease.frame) for lease in leases]
 
     async def sweep(self) -> int:
-        """See `Delivery.sweep`."""
+        """Deletes what processes that died left in an object store, once it has expired; a bounded number at a time.
+
+        Several may do so at once.
+
+        Returns:
+            How many objects were deleted.
+        """
         return await self._values.sweep()
 
     async def close(self) -> None:
-        """See `Delivery.close`."""
+        """Closes the connections; what was submitted and is unconfirmed fails with `BrokerUnavailable`."""
         if self._clock_timer is not None:
             self._clock_timer.cancel()
         await self._submits.close()

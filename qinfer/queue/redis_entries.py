@@ -26,7 +26,7 @@ _MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
 
 
 class RedisEntries:
-    """The part of `RedisDelivery` that changes what happens to entries; see `Delivery` for each method.
+    """The part of `Delivery` that changes what happens to entries; see `Delivery` for each method.
 
     Args:
         router: The way to Redis.

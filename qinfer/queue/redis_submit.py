@@ -23,7 +23,7 @@ _CLOSED = "the connection to the queue was closed while the request's tensors we
 
 
 class RedisSubmits:
-    """The part of `RedisDelivery` that appends entries conditionally.
+    """The part of `Delivery` that appends entries conditionally.
 
     Args:
         router: The way to Redis.

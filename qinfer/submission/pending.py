@@ -30,7 +30,8 @@ from qinfer.errors import (
     InferenceFailed,
     QinferError,
 )
-from qinfer.queue.base import Delivery, Entry, Lane
+from qinfer.queue.base import Entry, Lane
+from qinfer.queue.redis import Delivery
 from qinfer.wire.frame import decode_responses
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,8 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Route
 from qinfer.models.spec import QueuePolicy
 from qinfer.models.validate import validate
-from qinfer.queue.base import FULL, Delivery, Lane, Payload, reply_address
+from qinfer.queue.base import FULL, Lane, Payload, reply_address
+from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Address
 from qinfer.submission.pending import Counter, Load, Pending, PendingRequests, Sink
 from qinfer.tensors import Bytes, Tensor

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 
 from qinfer.core.settings import RedisSettings
 from qinfer.models.state import State
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from qinfer.queue.embedded import EmbeddedRedis
 from qinfer.testing import eventually
@@ -116,7 +116,7 @@ class Cluster:
 
     async def serving(self, model: str) -> set[str]:
         """Returns the ids of the live workers in which a model is ready."""
-        store = RedisControlStore(admin_client(RedisSettings(url=SecretStr(self.broker.url))))
+        store = ControlStore(admin_client(RedisSettings(url=SecretStr(self.broker.url))))
         try:
             records = await store.workers()
         finally:

@@ -10,10 +10,9 @@ import pytest
 import redis
 
 from qinfer.core.settings import LimitSettings, RedisSettings
-from qinfer.models.state import ControlStore
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from tests.support.servers import servers
 from tests.support.servers.servers import RedisCluster, RedisServer, redis_6_2, system_redis
 
@@ -38,13 +37,13 @@ class RedisQueue:
         if store is not None:  # payloads and results of more than a byte are objects there
             self.limits = LimitSettings(payload_url=store.as_uri(), payload_url_min_bytes=1)
         self.settings = RedisSettings.model_validate({"url": nodes[0].url, "cluster": cluster})
-        self._open: list[RedisDelivery] = []
+        self._open: list[Delivery] = []
         self._admin: list[redis.Redis] = [server.client() for server in nodes]
         for client in self._admin:
             client.flushall()
 
-    async def connect(self, **changes: Any) -> RedisDelivery:
-        delivery = await RedisDelivery.connect(self.settings.model_copy(update=changes), self.limits)
+    async def connect(self, **changes: Any) -> Delivery:
+        delivery = await Delivery.connect(self.settings.model_copy(update=changes), self.limits)
         self._open.append(delivery)
         return delivery
 
@@ -167,7 +166,7 @@ class ControlPair(NamedTuple):
 @pytest.fixture
 async def stores(queue: RedisQueue) -> AsyncIterator[ControlPair]:
     """The control store, on each kind of server."""
-    pair = ControlPair(*(RedisControlStore(admin_client(queue.settings)) for _ in range(2)))
+    pair = ControlPair(*(ControlStore(admin_client(queue.settings)) for _ in range(2)))
     yield pair
     for store in pair:
         await store.close()

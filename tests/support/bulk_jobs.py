@@ -4,8 +4,9 @@ import msgspec
 
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import RUNNING, JobRecord, ShardOutcome, bulk_lanes
-from qinfer.queue.base import Delivery, Lane, Lease
+from qinfer.queue.base import Lane, Lease
 from qinfer.queue.deliveries import JOBS
+from qinfer.queue.redis import Delivery
 
 LANES = bulk_lanes("digits", 1)
 

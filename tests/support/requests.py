@@ -3,8 +3,9 @@
 import msgspec
 
 from qinfer.core.messages import InferRequest
-from qinfer.queue.base import Delivery, Entry, Lane, Lease
+from qinfer.queue.base import Entry, Lane, Lease
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
+from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Acceptance, Accepted, Address, Outcome, RequestState, Settlement
 from qinfer.wire.frame import encode_request
 

@@ -6,7 +6,7 @@ from qinfer.core.settings import LimitSettings
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 
 _CONFIG = """
 backend: "stub"
@@ -15,7 +15,7 @@ output { name: "y" data_type: TYPE_FP32 dims: [1] }
 """
 
 
-async def stub_catalog(store: RedisControlStore, models: Mapping[str, Mapping[int, bool]]) -> Catalog:
+async def stub_catalog(store: ControlStore, models: Mapping[str, Mapping[int, bool]]) -> Catalog:
     """Declares models (name → version → whether a worker has it ready), and returns what a gateway sees of them."""
     states: dict[str, dict[int, VersionState]] = {}
     for name, versions in models.items():

@@ -5,7 +5,7 @@ import contextlib
 from typing import NoReturn
 
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.state import ControlStore
+from qinfer.models.store import ControlStore
 
 EVERY_S = 3.0
 HOLDS_S = 15.0

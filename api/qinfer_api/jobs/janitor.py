@@ -16,8 +16,8 @@ from collections.abc import Callable
 from qinfer.jobs.failures import why_failed
 from qinfer.jobs.queue.records import CANCELLING, ENDED, FINALIZING, RUNNING, TOP_UP_COUNT, JobRecord, Standing
 from qinfer.models.catalog import Catalog
-from qinfer.queue.base import Delivery
 from qinfer.queue.deliveries import JOBS, DeliveryItem
+from qinfer.queue.redis import Delivery
 
 logger = logging.getLogger(__name__)
 

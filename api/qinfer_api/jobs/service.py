@@ -33,7 +33,7 @@ from qinfer.jobs.queue.scripts import Change
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.tracing import JOB_ID
-from qinfer.queue.base import Delivery
+from qinfer.queue.redis import Delivery
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.jobs.records import (

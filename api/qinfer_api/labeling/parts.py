@@ -3,7 +3,7 @@
 from qinfer.core.settings import LabelingSettings, Settings
 from qinfer.errors import SettingsError
 from qinfer.observe.stats import ModelCounts
-from qinfer.queue.base import Delivery
+from qinfer.queue.redis import Delivery
 from qinfer_api.auth import Auth
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.files import Files, targets_of

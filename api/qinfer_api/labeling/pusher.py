@@ -22,8 +22,8 @@ from qinfer.errors import CorruptEntry, DeliveryError, InferenceFailed, QinferEr
 from qinfer.labeling.label_config import parse_label_config
 from qinfer.labeling.tasks import Board, LabelState, LabelTask
 from qinfer.observe.stats import LabelFailure
-from qinfer.queue.base import Delivery
 from qinfer.queue.deliveries import outbox
+from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Ending, RequestState
 from qinfer.wire.frame import decode_responses
 from qinfer_api.labeling.intake import OUTBOX, Intake, Notes

@@ -20,7 +20,8 @@ from qinfer.jobs.queue.records import BULK_LANES
 from qinfer.labeling.tasks import LabelTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.shared_settings import follow_log_settings
-from qinfer.models.state import SCALED_DOWN, SCALED_UP, ControlStore, State, WorkerRecord
+from qinfer.models.state import SCALED_DOWN, SCALED_UP, State, WorkerRecord
+from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work
 from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.host import HostMeter
@@ -29,8 +30,8 @@ from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render, s
 from qinfer.observe.process_use import ProcessUse, read_use
 from qinfer.observe.stats import LABELING, add
 from qinfer.observe.triton_metrics import Wanted
-from qinfer.queue.base import Delivery
 from qinfer.queue.dead_letters import DeadLetters
+from qinfer.queue.redis import Delivery
 from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile
 from qinfer_api.server_settings import LogSettings, TraceSettings

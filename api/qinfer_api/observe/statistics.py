@@ -10,7 +10,7 @@ import msgspec
 
 from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import Catalog
-from qinfer.models.state import ControlStore
+from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 
 

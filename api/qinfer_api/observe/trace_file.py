@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from qinfer.errors import BrokerUnavailable, InvalidRequest, SettingsError, UnsupportedFeature
 from qinfer.models.shared_settings import FOLLOW_EVERY_S, TRACE, Value, of_group
-from qinfer.models.state import ControlStore
+from qinfer.models.store import ControlStore
 
 START: dict[str, Value] = {
     "trace_level": ["OFF"],

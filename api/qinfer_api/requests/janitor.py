@@ -22,9 +22,10 @@ from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferErro
 from qinfer.models.catalog import Catalog
 from qinfer.models.routes import NAMES
 from qinfer.observe.metrics import GatewayTally
-from qinfer.queue.base import Delivery, Entry, Lane
+from qinfer.queue.base import Entry, Lane
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.deliveries import DeliveryItem
+from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import RequestState, Settlement
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.requests.service import failed_outcome

@@ -28,8 +28,8 @@ from qinfer.core.settings import WebhookSettings
 from qinfer.errors import InvalidRequest, SettingsError
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
-from qinfer.queue.base import Delivery
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
+from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Address, RequestRecord
 from qinfer_api.jobs.records import shown_job
 from qinfer_api.requests.service import instant, path_of, shown_record

@@ -14,7 +14,7 @@ from qinfer.cli.overview import redis_settings
 from qinfer.core.settings import RedisSettings, Settings, load_settings
 from qinfer.errors import QinferError, SettingsError
 from qinfer.models.state import BEAT, BULK, Desired, StoredModel, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.queue.address import Address, parse_place
 from qinfer.queue.clients import admin_client, blocking_client
 from qinfer.storage.open import driver_variables
@@ -115,7 +115,7 @@ def _fleet_findings(settings: Settings) -> list[Finding]:
 
 
 async def _read_fleet(settings: RedisSettings) -> _Fleet:
-    store = RedisControlStore(admin_client(settings))
+    store = ControlStore(admin_client(settings))
     try:
         desired = await store.desired()
         workers, bulk, beats = await store.workers(), await store.signs(BULK), await store.signs(BEAT)

@@ -11,13 +11,12 @@ from qinfer.core.clock import Clock, SystemClock
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import QinferError
 from qinfer.models.placement import is_placed
-from qinfer.models.state import ControlStore, ScalerRecord, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.state import ScalerRecord, WorkerRecord
+from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work
 from qinfer.observe.stats import INFERENCE_COUNT
-from qinfer.queue.base import Delivery
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.scaling.policy import Version
 from qinfer.scaling.shares import RECORD_TTL_S
 
@@ -152,8 +151,8 @@ class QueueWatch:
             await self._pause()
 
     async def _while_connected(self) -> None:
-        delivery = await RedisDelivery.connect(self._redis)
-        store = RedisControlStore(admin_client(self._redis))
+        delivery = await Delivery.connect(self._redis)
+        store = ControlStore(admin_client(self._redis))
         try:
             await self._publish(store, RECORD_TTL_S)  # first: so those that start together know one another
             while not self._stop.is_set():

@@ -7,7 +7,8 @@ import pytest
 
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, Standing
 from qinfer.queue import keys
-from qinfer.queue.base import Delivery, Lease
+from qinfer.queue.base import Lease
+from qinfer.queue.redis import Delivery
 from tests.contract.conftest import RedisQueue
 from tests.support.bulk_jobs import (
     LANES,

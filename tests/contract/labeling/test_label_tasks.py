@@ -10,8 +10,8 @@ import pytest
 from qinfer.errors import QueueFull
 from qinfer.labeling.tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, Placed
 from qinfer.queue import scripts
-from qinfer.queue.base import Delivery
 from qinfer.queue.durability import Durability
+from qinfer.queue.redis import Delivery
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 

@@ -20,7 +20,7 @@ from qinfer.models.state import (
     VersionState,
     WorkerRecord,
 )
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
 from qinfer.queue import keys
 from qinfer.queue.base import Lane
@@ -208,7 +208,7 @@ async def test_concurrent_syncs_end_in_one_state(queue: RedisQueue, stores: Cont
 async def test_without_a_server_calls_fail_as_broker_unavailable() -> None:
     """Nobody has to know redis-py's errors."""
     settings = RedisSettings.model_validate({"url": f"redis://127.0.0.1:{free_port()}"})
-    store = RedisControlStore(admin_client(settings))
+    store = ControlStore(admin_client(settings))
 
     with pytest.raises(BrokerUnavailable):
         await store.desired()
@@ -219,7 +219,7 @@ async def test_without_a_server_calls_fail_as_broker_unavailable() -> None:
 
 async def test_a_record_that_cannot_be_read_hides_no_other(redis_queue: RedisQueue) -> None:
     """What a newer qinfer wrote in another form is skipped."""
-    store = RedisControlStore(admin_client(redis_queue.settings))
+    store = ControlStore(admin_client(redis_queue.settings))
     await store.set_desired(Desired("m", 1))
     await store.put_model(STORED)
     await store.put_model(msgspec.structs.replace(STORED, model="n"))
@@ -240,7 +240,7 @@ async def test_a_heartbeat_of_a_newer_qinfer_is_refused_clearly(
     redis_queue: RedisQueue, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log names both versions and what to upgrade; the other workers are seen."""
-    store = RedisControlStore(admin_client(redis_queue.settings))
+    store = ControlStore(admin_client(redis_queue.settings))
     await store.heartbeat(WORKER, LONG_S)
     newer = msgspec.structs.replace(WORKER, id="newer")
     await store.heartbeat(newer, LONG_S)
@@ -257,7 +257,7 @@ async def test_a_heartbeat_of_a_newer_qinfer_is_refused_clearly(
 
 async def test_many_models_are_one_round_trip(redis_queue: RedisQueue) -> None:
     """Every gateway reads them every few seconds; in a cluster it is one to each node."""
-    store = RedisControlStore(admin_client(redis_queue.settings))
+    store = ControlStore(admin_client(redis_queue.settings))
     names = [f"m{number}" for number in range(100)]
     for name in names:
         await store.put_model(msgspec.structs.replace(STORED, model=name))

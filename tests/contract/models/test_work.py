@@ -7,13 +7,14 @@ import pytest
 
 from qinfer.jobs.queue.records import OpenRows, bulk_lanes
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.state import ControlStore, Desired, Speed, State, StoredModel, VersionState, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.state import Desired, Speed, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.store import ControlStore
 from qinfer.models.work import read_work
 from qinfer.models.writing import ensure_lanes
 from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
-from qinfer.queue.base import DELAYED, Delivery, Lane
+from qinfer.queue.base import DELAYED, Lane
 from qinfer.queue.clients import admin_client
+from qinfer.queue.redis import Delivery
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import submit
 from tests.support.bulk_jobs import fetch, finish, planned, record, running
@@ -28,7 +29,7 @@ FIRST, DELAYED_ONE, OTHER = Lane("digits", 1, "p1"), Lane("digits", 1, "p1" + DE
 
 @pytest.fixture
 async def store(queue: RedisQueue) -> AsyncIterator[ControlStore]:
-    opened = RedisControlStore(admin_client(queue.settings))
+    opened = ControlStore(admin_client(queue.settings))
     yield opened
     await opened.close()
 

@@ -4,8 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from qinfer.models.state import ControlStore
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_dead_letters import MODEL, bury_all, letters
@@ -15,7 +14,7 @@ from tests.support.bulk_jobs import planned, record, running
 
 @pytest.fixture
 async def store(queue: RedisQueue) -> AsyncIterator[ControlStore]:
-    opened = RedisControlStore(admin_client(queue.settings))
+    opened = ControlStore(admin_client(queue.settings))
     yield opened
     await opened.close()
 

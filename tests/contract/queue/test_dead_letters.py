@@ -1,4 +1,4 @@
-"""Dead letters on each server: `bury` (promise 12 of `qinfer.queue.base`), and what can be done with them."""
+"""Dead letters on each server: `bury` (promise 12 of `qinfer.queue.redis`), and what can be done with them."""
 
 import asyncio
 
@@ -7,8 +7,9 @@ import pytest
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.queue import keys, redis_entries
-from qinfer.queue.base import Delivery, Entry, Lane, Lease, Payload
+from qinfer.queue.base import Entry, Lane, Lease, Payload
 from qinfer.queue.dead_letters import DeadLetter
+from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Acceptance, Address, Outcome, RequestState, Settlement
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually

@@ -1,4 +1,4 @@
-"""The delivery contract (the numbered promises of `qinfer.queue.base`) on each server."""
+"""The delivery contract (the numbered promises of `qinfer.queue.redis`) on each server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from qinfer.errors import QinferError
-from qinfer.queue.base import Delivery, Entry, Lane, Lease, reply_address
+from qinfer.queue.base import Entry, Lane, Lease, reply_address
+from qinfer.queue.redis import Delivery
 from tests.contract.conftest import RedisQueue
 
 HIGH, LOW = Lane("digits", 1, "p1"), Lane("digits", 1, "p2")

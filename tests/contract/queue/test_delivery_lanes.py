@@ -6,7 +6,8 @@ import pytest
 
 from qinfer.errors import QinferError, QueueFull
 from qinfer.queue import keys, values
-from qinfer.queue.base import DELAYED, FULL, Delivery, Entry, Lane, Lease, Payload
+from qinfer.queue.base import DELAYED, FULL, Entry, Lane, Lease, Payload
+from qinfer.queue.redis import Delivery
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, ready, submit

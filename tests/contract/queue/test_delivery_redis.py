@@ -8,7 +8,8 @@ import pytest
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull, SettingsError
 from qinfer.queue import clients, keys
 from qinfer.queue import redis as adapter
-from qinfer.queue.base import DELAYED, Delivery, Entry, Lane, reply_address
+from qinfer.queue.base import DELAYED, Entry, Lane, reply_address
+from qinfer.queue.redis import Delivery
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, listening, ready, submit
 

@@ -9,9 +9,10 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, QueueFull
 from qinfer.queue import keys
-from qinfer.queue.base import Delivery, Entry, Payload
+from qinfer.queue.base import Entry, Payload
 from qinfer.queue.dead_letters import MAX_AGE_S
 from qinfer.queue.object_store import ObjectStore
+from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import MARGIN_S, RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request_apart

@@ -8,8 +8,9 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.queue import keys
-from qinfer.queue.base import Delivery, reply_address
+from qinfer.queue.base import reply_address
 from qinfer.queue.deliveries import Kind, outbox
+from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import MAX_NOTES_BYTES, Accepted, Ending, RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses

@@ -23,7 +23,7 @@ from qinfer.core.messages import Response
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, Settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.state import Desired, State, VersionState, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.queue.base import Lane, Lease
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.app import Gateway, bind, build
@@ -278,7 +278,7 @@ async def test_a_taken_port_is_named() -> None:
 async def test_a_gateway_that_can_not_start_ends(database: Database) -> None:
     """With its error, though the gRPC server was made and never started."""
 
-    class Away(RedisControlStore):
+    class Away(ControlStore):
         async def desired(self) -> dict[str, Desired]:
             raise BrokerUnavailable("Redis can't be reached")
 

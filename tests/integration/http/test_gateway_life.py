@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, MetricsSettings, Settings
 from qinfer.errors import SettingsError
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind, build
 from qinfer_api.rpc.server import open_port
@@ -35,7 +35,7 @@ async def test_a_start_that_fails_leaves_no_port_open() -> None:
         socket.create_server(("127.0.0.1", port)).close()
 
 
-class _Broken(RedisControlStore):
+class _Broken(ControlStore):
     """Has a defect, from a moment on."""
 
     is_broken = False

@@ -18,8 +18,10 @@ from qinfer.jobs.planning import make_plan
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, bulk_lanes
 from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import normalise, parse, to_json
-from qinfer.models.state import ControlStore, State, StoredModel, VersionState, WorkerRecord
-from qinfer.queue.base import Delivery, Lease
+from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.store import ControlStore
+from qinfer.queue.base import Lease
+from qinfer.queue.redis import Delivery
 from qinfer.storage.local import LocalStore
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome

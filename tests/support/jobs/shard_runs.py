@@ -11,7 +11,7 @@ from qinfer.jobs.columns.schemas import encode_schema
 from qinfer.jobs.job import JobSpec, Output, encode_spec
 from qinfer.jobs.plan import Plan, Range, Shard, ShardTicket, encode_plan_head, encode_ticket
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.queue.base import Delivery
+from qinfer.queue.redis import Delivery
 from qinfer.storage.open import store_for
 from qinfer.testing import eventually
 

@@ -25,13 +25,13 @@ from typing_extensions import TypeVar
 
 from qinfer.cli.local.machine import Address, claim_ports
 from qinfer.core.settings import RedisSettings
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.testing import EmbeddedServer
 
-D = TypeVar("D", bound=RedisDelivery, default=RedisDelivery)
-S = TypeVar("S", bound=RedisControlStore, default=RedisControlStore)
+D = TypeVar("D", bound=Delivery, default=Delivery)
+S = TypeVar("S", bound=ControlStore, default=ControlStore)
 
 _START_S = 20.0
 _SLOTS = 16384
@@ -99,13 +99,13 @@ class Database:
         self._opened.push_async_exit(other)
         return other
 
-    async def delivery(self, kind: type[D] = RedisDelivery) -> D:  # type: ignore[assignment]  # what D is by default
+    async def delivery(self, kind: type[D] = Delivery) -> D:  # type: ignore[assignment]  # what D is by default
         """Connects another queue to it, of a class of the test's own if it is named."""
         one = await kind.connect(self.settings, clock=self.server.clock)
         self._opened.push_async_callback(one.close)
         return one
 
-    def store(self, kind: type[S] = RedisControlStore) -> S:  # type: ignore[assignment]  # as above
+    def store(self, kind: type[S] = ControlStore) -> S:  # type: ignore[assignment]  # as above
         """Opens another control store on it, of a class of the test's own if it is named."""
         one = kind(admin_client(self.settings))
         self._opened.push_async_callback(one.close)

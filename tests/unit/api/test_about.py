@@ -5,7 +5,7 @@ import pytest
 from qinfer.core.settings import RepositorySettings, Settings
 from qinfer.errors import ModelNotFound, ModelNotReady, QinferError
 from qinfer.models.catalog import Catalog
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer_api.about import is_model_ready, is_server_ready, model_metadata, server_metadata
 from tests.support.stub_catalog import stub_catalog
 
@@ -27,7 +27,7 @@ TRITONS = [
 
 
 @pytest.fixture
-async def catalog(store: RedisControlStore) -> Catalog:
+async def catalog(store: ControlStore) -> Catalog:
     models = {"up": {1: True, 3: True, 2: False}, "loading": {1: False}}
     return await stub_catalog(store, models)
 

@@ -15,7 +15,8 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.observe.metrics import GatewayTally, Snapshot, render
-from qinfer.queue.base import Delivery, Entry, Lane
+from qinfer.queue.base import Entry, Lane
+from qinfer.queue.redis import Delivery
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.auth import ANONYMOUS

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from qinfer.core.settings import LogSettings as LogStart
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError, UnsupportedFeature, ValueRefused
 from qinfer.models.shared_settings import LOGGING, of_group
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer_api.observe.trace_file import TraceFile
 from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings, TraceValues
 from tests.support.stub_catalog import stub_catalog
@@ -18,12 +18,12 @@ TRACE_START = TraceValues(["OFF"], "1000", "-1", "0", "trace.json", "triton")
 
 
 @pytest.fixture
-def log(store: RedisControlStore) -> LogSettings:
+def log(store: ControlStore) -> LogSettings:
     return LogSettings(store, LogStart())
 
 
 @pytest.fixture
-async def trace(store: RedisControlStore, tmp_path: Path) -> TraceSettings:
+async def trace(store: ControlStore, tmp_path: Path) -> TraceSettings:
     catalog = await stub_catalog(store, {"simple": {1: True}})
     return TraceSettings(store, catalog, TraceFile(tmp_path / "trace.json"))
 
@@ -38,13 +38,13 @@ async def trace(store: RedisControlStore, tmp_path: Path) -> TraceSettings:
     ],
 )
 async def test_log_settings_begin_with_the_level_of_the_start(
-    store: RedisControlStore, level: str, different: dict[str, object]
+    store: ControlStore, level: str, different: dict[str, object]
 ) -> None:
     """What nobody has changed is as the process was started."""
     assert await LogSettings(store, LogStart.model_validate({"level": level})).read() == replace(LOG_START, **different)
 
 
-async def test_log_settings_change_and_all_gateways_agree(store: RedisControlStore, log: LogSettings) -> None:
+async def test_log_settings_change_and_all_gateways_agree(store: ControlStore, log: LogSettings) -> None:
     """What is left out or null stays; unknown names are ignored (reference §1.17)."""
     changes = {"log_info": False, "log_verbose_level": 3, "log_format": "ISO8601", "log_error": None, "log_errors": 7}
 
@@ -71,7 +71,7 @@ async def test_log_settings_change_and_all_gateways_agree(store: RedisControlSto
     ],
 )
 async def test_wrong_log_settings_change_nothing(
-    store: RedisControlStore, log: LogSettings, changes: dict[str, object], error: type[QinferError], text: str
+    store: ControlStore, log: LogSettings, changes: dict[str, object], error: type[QinferError], text: str
 ) -> None:
     """Not even what is right beside them."""
     with pytest.raises(error, match=text):
@@ -86,7 +86,7 @@ async def test_a_null_file_is_no_file(log: LogSettings) -> None:
     assert await log.update({"log_file": None}) == LOG_START
 
 
-async def test_a_document_that_nobody_can_read_hides_nothing_else(store: RedisControlStore, log: LogSettings) -> None:
+async def test_a_document_that_nobody_can_read_hides_nothing_else(store: ControlStore, log: LogSettings) -> None:
     """A newer qinfer may store what this one does not know."""
     await store.put_setting("logging/log_info", "{")
     await store.put_setting("logging/log_error", "false")
@@ -139,7 +139,7 @@ async def test_wrong_trace_settings_change_nothing(
     assert await trace.read() == TRACE_START
 
 
-async def test_unknown_models_have_no_trace_settings(store: RedisControlStore, trace: TraceSettings) -> None:
+async def test_unknown_models_have_no_trace_settings(store: ControlStore, trace: TraceSettings) -> None:
     """400 with Triton's text; nothing is stored under names that clients think up."""
     with pytest.raises(InvalidRequest, match=r"^Request for unknown model : nothing$"):
         await trace.read("nothing")
@@ -149,7 +149,7 @@ async def test_unknown_models_have_no_trace_settings(store: RedisControlStore, t
     assert await store.settings() == {}
 
 
-async def test_traces_can_only_be_asked_for_where_they_are_written(store: RedisControlStore) -> None:
+async def test_traces_can_only_be_asked_for_where_they_are_written(store: ControlStore) -> None:
     """The error says what the server lacks; everything else of the settings can be changed."""
     trace = TraceSettings(store, await stub_catalog(store, {"simple": {1: True}}))
 

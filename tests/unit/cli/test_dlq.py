@@ -17,7 +17,7 @@ from qinfer.cli.main import app
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings, variable_names
 from qinfer.queue.base import Lane, Payload
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.tensors import Tensor, pack_bytes
 from qinfer.testing import EmbeddedServer
 from qinfer.wire.frame import encode_request, encode_request_apart
@@ -52,11 +52,11 @@ class Queue:
         self.option = ("--redis", url)
         self._settings = RedisSettings(url=SecretStr(url))
 
-    def ask(self, work: Callable[[RedisDelivery], Awaitable[T]]) -> T:
+    def ask(self, work: Callable[[Delivery], Awaitable[T]]) -> T:
         """Does something with the queue, from outside any event loop."""
 
         async def connected() -> T:
-            delivery = await RedisDelivery.connect(self._settings)
+            delivery = await Delivery.connect(self._settings)
             try:
                 return await work(delivery)
             finally:
@@ -75,7 +75,7 @@ class Queue:
     def bury(self, *frames: bytes, payload: bytes | None = None) -> list[str]:
         """Buries frames, one dead letter each; returns their ids."""
 
-        async def buried(delivery: RedisDelivery) -> None:
+        async def buried(delivery: Delivery) -> None:
             stored = None if payload is None else Payload("r1", payload, 60.0)
             await delivery.ensure([LANE])
             for frame in frames:

@@ -17,10 +17,10 @@ from qinfer.cli.scaling.scaling_file import ScalingFile
 from qinfer.core.settings import AutoscaleSettings
 from qinfer.errors import SettingsError
 from qinfer.models.state import Desired, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork
 from qinfer.observe.stats import INFERENCE_COUNT
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.scaling.policy import ScalingPolicy
 from qinfer.scaling.record import decode
 from qinfer.testing import FakeClock
@@ -197,7 +197,7 @@ def test_without_people_it_is_logged(scene: Scene, caplog: pytest.LogCaptureFixt
     assert scene.lines == []
 
 
-async def test_reads_what_its_workers_load(store: RedisControlStore, delivery: RedisDelivery) -> None:
+async def test_reads_what_its_workers_load(store: ControlStore, delivery: Delivery) -> None:
     """Only of the models that they place: work, rows so far, load times, and the workers that models want."""
     for name, min_workers in (("a", 0), ("b", 1), ("other", 5)):
         await store.put_model(StoredModel(name, 1, "{}", (1,), min_workers=min_workers))

@@ -12,9 +12,9 @@ from qinfer.cli.scaling.queue_watch import Away, read
 from qinfer.cli.scaling.scaler import Autoscaler
 from qinfer.cli.scaling.scaling_file import ScalingFile
 from qinfer.models.state import State, VersionState, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.scaling.policy import ScalingPolicy
 from qinfer.scaling.record import decode
 from qinfer.scaling.shares import RECORD_TTL_S
@@ -61,7 +61,7 @@ class Host:
 class Scene:
     """A store, and the time."""
 
-    def __init__(self, server: EmbeddedServer, store: RedisControlStore, delivery: RedisDelivery) -> None:
+    def __init__(self, server: EmbeddedServer, store: ControlStore, delivery: Delivery) -> None:
         self.clock = FakeClock(0.0)
         self.server, self.store, self.delivery = server, store, delivery
         self.hosts: list[Host] = []
@@ -89,7 +89,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(timed: EmbeddedServer, store: RedisControlStore, delivery: RedisDelivery) -> Scene:
+def scene(timed: EmbeddedServer, store: ControlStore, delivery: Delivery) -> Scene:
     return Scene(timed, store, delivery)
 
 

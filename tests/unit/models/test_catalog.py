@@ -17,10 +17,10 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.readiness import Capacity
 from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import Desired, Speed, State, StoredModel, VersionState, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.queue.base import Lane
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from tests.support.servers.servers import Database
 
 CONFIG = """
@@ -35,7 +35,7 @@ TTL_S = 60.0
 class Stack:
     """A repository on disk, a store, and a catalog."""
 
-    def __init__(self, path: Path, store: RedisControlStore, delivery: RedisDelivery) -> None:
+    def __init__(self, path: Path, store: ControlStore, delivery: Delivery) -> None:
         self.path = path
         self.repository = open_repositories(RepositorySettings(path=str(path), autocomplete=False))
         self.store, self.delivery = store, delivery
@@ -59,7 +59,7 @@ class Stack:
 
 
 @pytest.fixture
-def stack(tmp_path: Path, store: RedisControlStore, delivery: RedisDelivery) -> Stack:
+def stack(tmp_path: Path, store: ControlStore, delivery: Delivery) -> Stack:
     return Stack(tmp_path, store, delivery)
 
 
@@ -194,7 +194,7 @@ async def test_what_is_served_stays_when_its_new_configuration_can_not_be_used(s
     assert stack.catalog.lanes("m", 1) == (Lane("m", 1),)
 
 
-class Hasty(RedisControlStore):
+class Hasty(ControlStore):
     """A store in which a model is reloaded at the moment at which its configurations have been read."""
 
     reload: StoredModel | None = None
@@ -247,7 +247,7 @@ async def test_a_bad_model_is_known_and_makes_the_server_not_ready(stack: Stack)
     assert stack.catalog.resolve("m", 1).version == 1
 
 
-class Absent(RedisControlStore):
+class Absent(ControlStore):
     """A store that goes away and comes back, and says when it was asked."""
 
     def __init__(self, client: Any) -> None:
@@ -420,7 +420,7 @@ async def test_lanes_exist_before_a_model_is_desired(database: Database, stack: 
     stack.write("m", 1)
     ensured: list[Lane] = []
 
-    class Spy(RedisDelivery):
+    class Spy(Delivery):
         async def ensure(self, lanes: Sequence[Lane]) -> None:
             assert await stack.store.desired() == {}
             ensured.extend(lanes)

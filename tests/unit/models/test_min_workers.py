@@ -9,9 +9,9 @@ from qinfer.models.completion import Completion, put_completion
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.control import ModelControl
 from qinfer.models.repository.base import RepositoryModel
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer_api.app import RepositoryWatch
 
 CONFIG = """
@@ -52,7 +52,7 @@ class Source:
 class Scene:
     """An empty store, before a repository."""
 
-    def __init__(self, store: RedisControlStore, delivery: RedisDelivery) -> None:
+    def __init__(self, store: ControlStore, delivery: Delivery) -> None:
         self.source = Source(model("quiet"), model("says", SAYS_ONE))
         self.store, self.delivery = store, delivery
 
@@ -62,7 +62,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(store: RedisControlStore, delivery: RedisDelivery) -> Scene:
+def scene(store: ControlStore, delivery: Delivery) -> Scene:
     return Scene(store, delivery)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import cast
 
 from qinfer.core.messages import Response
-from qinfer.queue.base import Delivery
+from qinfer.queue.redis import Delivery
 from qinfer.submission.pending import Pending, PendingRequests
 
 

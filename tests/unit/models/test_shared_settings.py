@@ -11,7 +11,7 @@ from qinfer.core.settings import LogSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models import shared_settings
 from qinfer.models.shared_settings import LOGGING, follow_log_settings, of_group, put_group, switches_of
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.observe import logs
 from qinfer.observe.logs import Switches
 from qinfer.testing import eventually
@@ -20,7 +20,7 @@ from tests.support.servers.servers import Database
 logger = logging.getLogger("qinfer_workers.test")
 
 
-class Store(RedisControlStore):
+class Store(ControlStore):
     """A store that can be away, and counts how often it was asked."""
 
     is_away = False
@@ -46,7 +46,7 @@ def stream() -> Iterator[io.StringIO]:
         logging.getLogger(name).setLevel(logging.NOTSET)
 
 
-async def test_groups_are_apart(store: RedisControlStore) -> None:
+async def test_groups_are_apart(store: ControlStore) -> None:
     """A model's settings are no others', and what was cleared is not there."""
     await put_group(store, "trace", {"trace_rate": "1", "trace_count": "2"})
     await put_group(store, "trace:m", {"trace_rate": "3", "trace_level": ["OFF"]})

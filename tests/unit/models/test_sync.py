@@ -10,9 +10,9 @@ from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.models.config.config import normalise, parse
 from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.state import Desired, State, VersionState, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.testing import eventually
 from qinfer_api.app import RepositoryWatch
 
@@ -49,7 +49,7 @@ class Source:
 
 
 class Scene:
-    def __init__(self, store: RedisControlStore, delivery: RedisDelivery) -> None:
+    def __init__(self, store: ControlStore, delivery: Delivery) -> None:
         self.source = Source(model("a"))
         self.store, self.delivery = store, delivery
 
@@ -73,7 +73,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(store: RedisControlStore, delivery: RedisDelivery) -> Scene:
+def scene(store: ControlStore, delivery: Delivery) -> Scene:
     return Scene(store, delivery)
 
 

@@ -11,7 +11,8 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, ModelSpec
-from qinfer.queue.base import Delivery, Lane
+from qinfer.queue.base import Lane
+from qinfer.queue.redis import Delivery
 from qinfer.submission.submit import Backlog
 from qinfer.testing import eventually
 

@@ -16,7 +16,7 @@ from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, TensorSpec
 from qinfer.observe.metrics import GatewayTally
 from qinfer.queue.base import Entry, Lane, Lease
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.submission.pending import Pending
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -48,7 +48,7 @@ class Models:
         return Capacity()
 
 
-class Queue(RedisDelivery):
+class Queue(Delivery):
     """A queue whose stored results can be out of reach, and that tells what was to be withdrawn."""
 
     is_down = False

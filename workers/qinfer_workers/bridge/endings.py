@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import QinferError
-from qinfer.queue.base import Delivery
 from qinfer.queue.deliveries import Kind
+from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Ending
 from qinfer_workers.bridge.letters import Told
 from qinfer_workers.bridge.reading import PARTITION

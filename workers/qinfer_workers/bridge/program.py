@@ -15,11 +15,10 @@ from qinfer.core.messages import IdFactory
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError, SettingsError
 from qinfer.models.catalog import Catalog
-from qinfer.models.state import BRIDGE, ControlStore
-from qinfer.models.store import RedisControlStore
-from qinfer.queue.base import Delivery
+from qinfer.models.state import BRIDGE
+from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.reporter import Reporter
@@ -155,9 +154,9 @@ async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], N
 
 
 async def _open(settings: Settings, opened: AsyncExitStack) -> tuple[Delivery, ControlStore, Catalog]:
-    delivery = await RedisDelivery.connect(settings.redis, settings.limits)
+    delivery = await Delivery.connect(settings.redis, settings.limits)
     opened.push_async_callback(delivery.close)
-    store = RedisControlStore(admin_client(settings.redis))
+    store = ControlStore(admin_client(settings.redis))
     opened.push_async_callback(store.close)
     catalog = Catalog(store, settings.limits)
     await catalog.refresh()

@@ -22,8 +22,9 @@ from typing import Any
 from qinfer.bridge.metrics import RouteTally, count
 from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.models.catalog import Catalog, Served
-from qinfer.queue.base import Delivery, reply_address
+from qinfer.queue.base import reply_address
 from qinfer.queue.deliveries import outbox
+from qinfer.queue.redis import Delivery
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.consumer import Consumer, Refused
 from qinfer_workers.bridge.endings import Endings

@@ -21,10 +21,10 @@ from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.repository.open import open_repositories
 from qinfer.models.shared_settings import follow_log_settings
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.observe import logs, tracing
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
 from qinfer_workers.inference.loader import Loader
@@ -49,8 +49,8 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(signum, stop.set)
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
-    delivery = await RedisDelivery.connect(settings.redis, settings.limits)
-    store = RedisControlStore(admin_client(settings.redis))
+    delivery = await Delivery.connect(settings.redis, settings.limits)
+    store = ControlStore(admin_client(settings.redis))
     files = open_repositories(settings.repository)
     if settings.repository.cache_dir:
         engine_cache.use(Path(settings.repository.cache_dir) / "engines")

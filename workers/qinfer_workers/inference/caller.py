@@ -33,7 +33,8 @@ from qinfer.errors import (
     QueueFull,
 )
 from qinfer.models.catalog import Catalog, Served
-from qinfer.queue.base import Delivery, Lane
+from qinfer.queue.base import Lane
+from qinfer.queue.redis import Delivery
 from qinfer.submission.pending import Pending
 from qinfer.submission.submit import Submission, check
 

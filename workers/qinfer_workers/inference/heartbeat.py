@@ -11,7 +11,8 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.state import ControlStore, Speed, VersionState, WorkerRecord
+from qinfer.models.state import Speed, VersionState, WorkerRecord
+from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.observe.stats import ModelCounts
 from qinfer.wire.frame import FRAME_VERSION

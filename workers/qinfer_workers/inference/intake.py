@@ -12,7 +12,8 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.errors import CorruptEntry, InferenceFailed, InvalidRequest, QinferError
 from qinfer.models.validate import validate
-from qinfer.queue.base import Delivery, Lease
+from qinfer.queue.base import Lease
+from qinfer.queue.redis import Delivery
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.publisher import Publisher

@@ -17,7 +17,8 @@ from qinfer.models.completion import put_completion
 from qinfer.models.config import config
 from qinfer.models.outcome import PENDING_REASON
 from qinfer.models.placement import is_placed
-from qinfer.models.state import ControlStore, State, StoredModel, VersionState
+from qinfer.models.state import State, StoredModel, VersionState
+from qinfer.models.store import ControlStore
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
 

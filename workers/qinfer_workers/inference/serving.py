@@ -8,7 +8,8 @@ from qinfer.core.settings import MetricsSettings
 from qinfer.errors import QinferError
 from qinfer.models.routes import NAMES, lanes_of
 from qinfer.observe.latencies import LatencyTally
-from qinfer.queue.base import Delivery, Lane
+from qinfer.queue.base import Lane
+from qinfer.queue.redis import Delivery
 from qinfer_workers.inference.intake import Readings
 
 _LOOK_S = 0.05

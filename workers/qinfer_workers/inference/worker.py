@@ -17,8 +17,9 @@ from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.models.catalog import Catalog
-from qinfer.models.state import ControlStore
-from qinfer.queue.base import Delivery, Lane, Lease
+from qinfer.models.store import ControlStore
+from qinfer.queue.base import Lane, Lease
+from qinfer.queue.redis import Delivery
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import Heartbeat

@@ -27,12 +27,11 @@ from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
 from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
-from qinfer.models.state import BEAT, BULK, ControlStore
-from qinfer.models.store import RedisControlStore
+from qinfer.models.state import BEAT, BULK
+from qinfer.models.store import ControlStore
 from qinfer.observe import logs
-from qinfer.queue.base import Delivery
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.storage.open import store_for
 from qinfer_workers.jobs.app import UseCase, make_app
 from qinfer_workers.jobs.event_loop import EventLoop
@@ -56,8 +55,8 @@ _LEVELS = {
 
 
 async def _connect(settings: Settings) -> tuple[Delivery, ControlStore]:
-    delivery = await RedisDelivery.connect(settings.redis, settings.limits)
-    return delivery, RedisControlStore(admin_client(settings.redis))
+    delivery = await Delivery.connect(settings.redis, settings.limits)
+    return delivery, ControlStore(admin_client(settings.redis))
 
 
 def serve(settings: Settings) -> int:

@@ -16,7 +16,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.models.readiness import capacity_of
-from qinfer.models.state import ControlStore
+from qinfer.models.store import ControlStore
 from qinfer.storage.store import Store
 
 logger = logging.getLogger("qinfer_workers.jobs")

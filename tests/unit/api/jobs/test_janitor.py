@@ -14,7 +14,7 @@ from qinfer.models.state import Desired, State, StoredModel, VersionState, Worke
 from qinfer.observe.catalogue import BACKLOG
 from qinfer.observe.metrics import GatewayTally
 from qinfer.queue.base import Lease
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.observe.reporting import take_snapshot
@@ -33,7 +33,7 @@ LANES = bulk_lanes("m", 1)
 class Bench:
     """A janitor and what it looks after; Celery's broker is away while `trouble` is set."""
 
-    def __init__(self, server: EmbeddedServer, database: Database, delivery: RedisDelivery) -> None:
+    def __init__(self, server: EmbeddedServer, database: Database, delivery: Delivery) -> None:
         self.server = server
         self.delivery, self.store = delivery, database.store()
         self.jobs = self.delivery.jobs
@@ -83,7 +83,7 @@ def rounds(bench: Bench, jobs: JobJanitor) -> Janitor:
 
 
 @pytest.fixture
-def bench(timed: EmbeddedServer, database: Database, delivery: RedisDelivery) -> Bench:
+def bench(timed: EmbeddedServer, database: Database, delivery: Delivery) -> Bench:
     return Bench(timed, database, delivery)
 
 

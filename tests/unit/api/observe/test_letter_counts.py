@@ -1,13 +1,11 @@
 """Dead letters by version: what is read again, and when."""
 
-from collections.abc import Sequence
-
 from qinfer.queue.base import Lane
-from qinfer.queue.dead_letters import DeadLetter
+from qinfer.queue.dead_letters import DeadLetter, DeadLetters
 from qinfer_api.observe.reporting import LetterCounts
 
 
-class Letters:
+class Letters(DeadLetters):
     """The dead letters of one model.
 
     Attributes:
@@ -37,15 +35,6 @@ class Letters:
         page = [letter for letter in self.kept if model == "m" and int(letter.id.partition("-")[0]) > place][:count]
         self.read += len(page)
         return page
-
-    async def show(self, model: str, letter_id: str) -> DeadLetter | None:
-        raise NotImplementedError
-
-    async def replay(self, model: str, letter_id: str) -> bool:
-        raise NotImplementedError
-
-    async def purge(self, model: str, letter_ids: "Sequence[str] | None" = None) -> int:
-        raise NotImplementedError
 
 
 async def test_letters_are_read_once() -> None:

@@ -9,14 +9,14 @@ import pytest
 from qinfer.core.settings import LimitSettings, Settings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.catalog import Catalog
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.observe.metrics import GatewayTally
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer_api.observe.reporting import Reporting
 from tests.support.servers.servers import Database
 
 
-class SlowStore(RedisControlStore):
+class SlowStore(ControlStore):
     """Adds statistics once it is let, and fails where it is told to.
 
     Attributes:
@@ -42,7 +42,7 @@ class SlowStore(RedisControlStore):
 class Setup:
     """A gateway's reporting on that store."""
 
-    def __init__(self, store: SlowStore, delivery: RedisDelivery) -> None:
+    def __init__(self, store: SlowStore, delivery: Delivery) -> None:
         self.store = store
         self.tally = GatewayTally()
         catalog = Catalog(self.store, LimitSettings())

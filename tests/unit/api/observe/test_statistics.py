@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.observe.stats import StatsTally, add
 from qinfer_api.observe.statistics import Statistics, model_statistics
 from tests.support.stub_catalog import stub_catalog
@@ -79,7 +79,7 @@ def test_totals_of_several_processes() -> None:
 
 
 @pytest.fixture
-async def statistics(store: RedisControlStore) -> Statistics:
+async def statistics(store: ControlStore) -> Statistics:
     """`m` with versions 1 (ready) and 2 (not), `other` with version 1, `away` without a worker."""
     await store.add_stats("m", 1, worked())
     catalog = await stub_catalog(store, {"m": {1: True, 2: False}, "other": {1: True}, "away": {1: False}})

@@ -16,7 +16,7 @@ from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
 from qinfer.queue.base import Lane
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Acceptance, Address, RequestState, Settlement
 from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.targets import Targets, is_public
@@ -172,7 +172,7 @@ async def receiver() -> AsyncIterator[Receiver]:
         yield receiver
 
 
-async def expired(delivery: RedisDelivery, webhook: str) -> DeliveryItem:
+async def expired(delivery: Delivery, webhook: str) -> DeliveryItem:
     """Accepts and expires a request; returns its webhook."""
     acceptance = Acceptance(address=ADDRESS, lane=Lane("digits", 1), frame=b"f", timeout_s=60.0, webhook=webhook)
     await delivery.requests.accept(acceptance)
@@ -182,13 +182,13 @@ async def expired(delivery: RedisDelivery, webhook: str) -> DeliveryItem:
     return item
 
 
-async def taken(delivery: RedisDelivery) -> list[DeliveryItem]:
+async def taken(delivery: Delivery) -> list[DeliveryItem]:
     """Takes the webhooks that there are, which are due again at once."""
     return await delivery.deliveries.take("digits", 0, Kind(WEBHOOKS, 0.0, 0.0), 10)
 
 
 async def sent(
-    delivery: RedisDelivery, item: DeliveryItem, options: WebhookSettings, resolve: Any = None
+    delivery: Delivery, item: DeliveryItem, options: WebhookSettings, resolve: Any = None
 ) -> tuple[str, list[DeliveryItem]]:
     """Delivers a webhook; returns its state, and what there still is to be delivered."""
     webhooks = Webhooks(options, delivery, Targets(options, resolve))
@@ -199,7 +199,7 @@ async def sent(
     return record.webhook_state if record else "", await taken(delivery)
 
 
-async def test_a_delivery(delivery: RedisDelivery, receiver: Receiver) -> None:
+async def test_a_delivery(delivery: Delivery, receiver: Receiver) -> None:
     """Signed JSON that says what ended and where the result is; the reply's body is not waited for."""
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
 
@@ -217,7 +217,7 @@ async def test_a_delivery(delivery: RedisDelivery, receiver: Receiver) -> None:
     assert headers["webhook-signature"] == signature
 
 
-async def test_the_connection_goes_to_the_address_that_was_checked(delivery: RedisDelivery, receiver: Receiver) -> None:
+async def test_the_connection_goes_to_the_address_that_was_checked(delivery: Delivery, receiver: Receiver) -> None:
     """No second look-up: the name here leads nowhere but in the check."""
     options = settings(f"hooks.invalid:{receiver.port}", allow_private=True)
     item = await expired(delivery, receiver.url("hooks.invalid"))
@@ -228,7 +228,7 @@ async def test_the_connection_goes_to_the_address_that_was_checked(delivery: Red
     assert receiver.received[0].headers["host"] == f"hooks.invalid:{receiver.port}"
 
 
-async def test_a_name_that_leads_inside_by_now_is_refused(delivery: RedisDelivery, receiver: Receiver) -> None:
+async def test_a_name_that_leads_inside_by_now_is_refused(delivery: Delivery, receiver: Receiver) -> None:
     """DNS rebinding: it was public when the request named it."""
     options = settings(f"hooks.invalid:{receiver.port}")
     resolve = resolver([PUBLIC], ["127.0.0.1"])
@@ -240,7 +240,7 @@ async def test_a_name_that_leads_inside_by_now_is_refused(delivery: RedisDeliver
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 400, 410, 500])
-async def test_anything_but_2xx_comes_again(delivery: RedisDelivery, receiver: Receiver, status: int) -> None:
+async def test_anything_but_2xx_comes_again(delivery: Delivery, receiver: Receiver, status: int) -> None:
     """Redirects are not followed; the id stays, so that receivers can drop repetitions."""
     receiver.statuses = [status, 200]
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
@@ -252,7 +252,7 @@ async def test_anything_but_2xx_comes_again(delivery: RedisDelivery, receiver: R
 
 
 async def test_it_is_given_up_after_so_many(
-    delivery: RedisDelivery, receiver: Receiver, caplog: pytest.LogCaptureFixture
+    delivery: Delivery, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning, without the URL, which may hold a secret."""
     receiver.statuses = [500]
@@ -266,7 +266,7 @@ async def test_it_is_given_up_after_so_many(
     assert "hidden" not in str([vars(record) for record in caplog.records])
 
 
-async def test_nobody_there(delivery: RedisDelivery, unused_tcp_port: int) -> None:
+async def test_nobody_there(delivery: Delivery, unused_tcp_port: int) -> None:
     """A refused connection is one try."""
     options = settings(f"127.0.0.1:{unused_tcp_port}", allow_private=True)
     item = await expired(delivery, f"http://127.0.0.1:{unused_tcp_port}/")
@@ -274,7 +274,7 @@ async def test_nobody_there(delivery: RedisDelivery, unused_tcp_port: int) -> No
     assert (await sent(delivery, item, options))[0] == "pending"
 
 
-async def test_an_unforeseen_error_is_one_try(delivery: RedisDelivery, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unforeseen_error_is_one_try(delivery: Delivery, caplog: pytest.LogCaptureFixture) -> None:
     """It does not come out: it would end the gateway, and again with each repetition."""
 
     async def broken(host: str, port: int) -> list[str]:
@@ -286,7 +286,7 @@ async def test_an_unforeseen_error_is_one_try(delivery: RedisDelivery, caplog: p
     assert "hidden" not in caplog.text
 
 
-async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: RedisDelivery, receiver: Receiver) -> None:
+async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: Delivery, receiver: Receiver) -> None:
     """Without an HTTP client."""
     options = settings(max_attempts=1)
 
@@ -294,7 +294,7 @@ async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: RedisD
     assert receiver.received == []
 
 
-async def test_the_end_of_a_job_is_told(delivery: RedisDelivery, receiver: Receiver) -> None:
+async def test_the_end_of_a_job_is_told(delivery: Delivery, receiver: Receiver) -> None:
     """With the job as its page shows it; what became of the webhook is in its record. One that goes on is not told."""
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
     spec = b'{"model":"digits","inputs":["file:///in/*.parquet"],"output":{"url":"file:///out"}}'
@@ -321,7 +321,7 @@ async def test_the_end_of_a_job_is_told(delivery: RedisDelivery, receiver: Recei
     assert await taken(delivery) == []
 
 
-async def test_the_webhook_of_a_request_that_is_gone_is_removed(delivery: RedisDelivery, database: Database) -> None:
+async def test_the_webhook_of_a_request_that_is_gone_is_removed(delivery: Delivery, database: Database) -> None:
     item = await expired(delivery, "http://h/")
     with redis.Redis.from_url(database.settings.url.get_secret_value()) as client:
         client.delete(keys.request("digits", 0, "r1"))

@@ -27,9 +27,9 @@ from qinfer.errors import (
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.queue.base import Entry, Lane, Payload
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.submission.submit import PAYLOAD_MARGIN_S
 from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import FakeClock, eventually
@@ -57,7 +57,7 @@ def echo(request: InferRequest) -> Sequence[Response]:
     return [Response(request_id=request.id, model=request.model, version=request.version, outputs=outputs)]
 
 
-class Store(RedisControlStore):
+class Store(ControlStore):
     """Counts how often the models are read, and may be away."""
 
     reads = 0
@@ -70,7 +70,7 @@ class Store(RedisControlStore):
         return await super().desired()
 
 
-class Refusing(RedisDelivery):
+class Refusing(Delivery):
     """A queue that learns afterwards that it could not take an entry."""
 
     def submit(
@@ -89,7 +89,7 @@ class Scene:
     """A caller, and a worker that answers as it is told."""
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, delivery: RedisDelivery, store: Store, limits: LimitSettings | None
+        self, tasks: asyncio.TaskGroup, delivery: Delivery, store: Store, limits: LimitSettings | None
     ) -> None:
         self.clock = FakeClock()
         self.delivery, self.store = delivery, store
@@ -143,7 +143,7 @@ def asked(**fields: object) -> InferRequest:
 
 @asynccontextmanager
 async def scene(
-    kind: type[RedisDelivery] = RedisDelivery, *, works: bool = True, limits: LimitSettings | None = None
+    kind: type[Delivery] = Delivery, *, works: bool = True, limits: LimitSettings | None = None
 ) -> AsyncIterator[Scene]:
     async with Database() as database, asyncio.TaskGroup() as tasks:
         one = Scene(tasks, await database.delivery(kind), database.store(Store), limits)

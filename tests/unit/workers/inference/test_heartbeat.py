@@ -10,14 +10,14 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.settings import WorkerSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import Speed, State, VersionState, WorkerRecord
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference.heartbeat import SPEEDS_EVERY_S, Heartbeat
 from tests.support.batching import Bench, Scene
 from tests.support.servers.servers import Database
 
 
-class Store(RedisControlStore):
+class Store(ControlStore):
     """Counts the speeds that are written."""
 
     def __init__(self, client: Any) -> None:
@@ -121,7 +121,7 @@ async def test_what_waits_for_an_instance_is_not_executing(database: Database) -
     assert (first.busy, then.busy) == ({}, {"stub": {1: 1}})
 
 
-class AwayStore(RedisControlStore):
+class AwayStore(ControlStore):
     """Refuses the first heartbeats, and counts the wakes."""
 
     failures, wakes = 2, 0

@@ -14,7 +14,7 @@ from qinfer.models.completion import Completion, find_completion
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.models.state import Desired, State, StoredModel, VersionState
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.testing import eventually
 from qinfer_workers.inference import models as following_models
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
@@ -75,7 +75,7 @@ class Host:
 
 
 class Scene:
-    def __init__(self, store: RedisControlStore, threads: int = 4) -> None:
+    def __init__(self, store: ControlStore, threads: int = 4) -> None:
         self.store, self.loader, self.host = store, Slow(), Host()
         settings = WorkerSettings(models=("*",), load_threads=threads)
         self.models = Models(self.store, settings, LimitSettings(), cast("Loader", self.loader), self.host)
@@ -113,7 +113,7 @@ async def following(scene: Scene) -> AsyncIterator[Scene]:
             await task
 
 
-async def test_a_long_load_holds_up_no_other_model(store: RedisControlStore) -> None:
+async def test_a_long_load_holds_up_no_other_model(store: ControlStore) -> None:
     """Neither its load nor its unload."""
     async with following(Scene(store)) as scene:
         scene.loader.hold("slow")
@@ -128,7 +128,7 @@ async def test_a_long_load_holds_up_no_other_model(store: RedisControlStore) -> 
         assert scene.models.states()["slow"][1].state is State.LOADING
 
 
-async def test_loads_are_timed(store: RedisControlStore) -> None:
+async def test_loads_are_timed(store: ControlStore) -> None:
     """A version that is loaded has a time; one that is not, or is loaded no more, has none."""
     async with following(Scene(store)) as scene:
         scene.loader.hold("slow")
@@ -150,7 +150,7 @@ async def test_loads_are_timed(store: RedisControlStore) -> None:
         assert list(scene.models.load_times()) == ["slow"]
 
 
-async def test_so_many_models_load_at_once(store: RedisControlStore) -> None:
+async def test_so_many_models_load_at_once(store: ControlStore) -> None:
     """`worker.load_threads`; the others wait for their turn."""
     async with following(Scene(store, threads=2)) as scene:
         for name in "abc":
@@ -163,7 +163,7 @@ async def test_so_many_models_load_at_once(store: RedisControlStore) -> None:
         await eventually(lambda: len(scene.loader.began) == 3)
 
 
-async def test_what_is_unloaded_while_it_loads_is_never_served(store: RedisControlStore) -> None:
+async def test_what_is_unloaded_while_it_loads_is_never_served(store: ControlStore) -> None:
     """What was loaded is discarded."""
     async with following(Scene(store)) as scene:
         scene.loader.hold("m")
@@ -179,7 +179,7 @@ async def test_what_is_unloaded_while_it_loads_is_never_served(store: RedisContr
         assert len(scene.loader.discarded) == 1
 
 
-async def test_the_newest_generation_is_loaded_in_the_end(store: RedisControlStore) -> None:
+async def test_the_newest_generation_is_loaded_in_the_end(store: ControlStore) -> None:
     """However many came while one was loading."""
     async with following(Scene(store)) as scene:
         scene.loader.hold("m")
@@ -194,7 +194,7 @@ async def test_the_newest_generation_is_loaded_in_the_end(store: RedisControlSto
         assert len(scene.loader.began) == 2
 
 
-async def test_what_failed_is_not_tried_twice(store: RedisControlStore) -> None:
+async def test_what_failed_is_not_tried_twice(store: ControlStore) -> None:
     """Until its generation changes."""
     async with following(Scene(store)) as scene:
         await scene.want("m", digest="bad")
@@ -211,7 +211,7 @@ async def test_what_failed_is_not_tried_twice(store: RedisControlStore) -> None:
 
 
 async def test_a_failure_that_explains_itself_is_one_line(
-    store: RedisControlStore, caplog: pytest.LogCaptureFixture
+    store: ControlStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No stack where the message says it all."""
     async with following(Scene(store)) as scene:
@@ -223,9 +223,7 @@ async def test_a_failure_that_explains_itself_is_one_line(
     assert record.__dict__["error"] == "bad file"
 
 
-async def test_what_could_not_be_reached_is_tried_again(
-    store: RedisControlStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_could_not_be_reached_is_tried_again(store: ControlStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that starts while the storage is away must not stay without its models."""
     monkeypatch.setattr(following_models, "RELOAD_S", 0.0)
     monkeypatch.setattr(following_models, "REREAD_S", 0.01)
@@ -236,7 +234,7 @@ async def test_what_could_not_be_reached_is_tried_again(
     assert scene.loader.began == ["m"] * 3
 
 
-async def test_a_pending_configuration_is_completed_and_then_loaded(store: RedisControlStore) -> None:
+async def test_a_pending_configuration_is_completed_and_then_loaded(store: ControlStore) -> None:
     """Under the next generation, which everyone sees."""
     async with following(Scene(store)) as scene:
         scene.loader.completion = Completion(config=to_json(normalise(parse(CONFIG), "m")))
@@ -250,7 +248,7 @@ async def test_a_pending_configuration_is_completed_and_then_loaded(store: Redis
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-async def test_a_configuration_that_can_not_be_completed_says_why(store: RedisControlStore, *, is_ours: bool) -> None:
+async def test_a_configuration_that_can_not_be_completed_says_why(store: ControlStore, *, is_ours: bool) -> None:
     """The model's mistake is stored for all; what is missing here is told by this worker only."""
     async with following(Scene(store)) as scene:
         scene.loader.completion = ModelLoadFailed("no runtime") if is_ours else Completion(error="no such module")

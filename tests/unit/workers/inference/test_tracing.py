@@ -19,7 +19,7 @@ from qinfer.jobs.plan import Shard, ShardTicket, encode_ticket
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe.tracing import Tracer
 from qinfer.queue.base import Entry, Lane, Lease
-from qinfer.queue.redis import RedisDelivery
+from qinfer.queue.redis import Delivery
 from qinfer.testing import FakeClock
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
@@ -212,7 +212,7 @@ class Ran:
 
 
 async def run_shard(
-    bench: Bench, delivery: RedisDelivery, end: ShardOutcome | BaseException, trace: str
+    bench: Bench, delivery: Delivery, end: ShardOutcome | BaseException, trace: str
 ) -> ShardOutcome | None:
     """Runs a shard of three rows of a job, of which it is the second execution."""
     keeper = LeaseKeeper(NoRenewals(), delivery.clock, 10.0, list, lambda _: None)
@@ -247,7 +247,7 @@ async def run_shard(
     ],
 )
 async def test_each_execution_of_a_shard_is_part_of_its_job_s_trace(
-    delivery: RedisDelivery, end: ShardOutcome | BaseException, error: str | None, failed_rows: int | None
+    delivery: Delivery, end: ShardOutcome | BaseException, error: str | None, failed_rows: int | None
 ) -> None:
     """However it ends; what it ends with goes on."""
     bench = Bench()
@@ -267,7 +267,7 @@ async def test_each_execution_of_a_shard_is_part_of_its_job_s_trace(
     assert (shard.attributes.get("error.type"), shard.attributes.get("qinfer.failed_rows")) == (error, failed_rows)
 
 
-async def test_a_job_that_nobody_records_makes_no_spans(delivery: RedisDelivery) -> None:
+async def test_a_job_that_nobody_records_makes_no_spans(delivery: Delivery) -> None:
     """Its shards are run all the same."""
     bench = Bench()
 

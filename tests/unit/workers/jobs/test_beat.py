@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import BEAT
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer_workers.jobs.beat import __main__ as program
 from qinfer_workers.jobs.beat.__main__ import Beat, look_after
 
@@ -39,7 +39,7 @@ class Standing(Beat):
         self.silent_s = 0.0
 
 
-class Away(RedisControlStore):
+class Away(ControlStore):
     """A Redis that can't be reached; ends the test at the third sign."""
 
     def __init__(self, stop: asyncio.Event) -> None:
@@ -59,14 +59,14 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "EVERY_S", 0.001)
 
 
-async def test_a_beat_that_dies_ends_the_process(store: RedisControlStore) -> None:
+async def test_a_beat_that_dies_ends_the_process(store: ControlStore) -> None:
     """It was seen to live before."""
     code = await look_after(Standing(lives=2), store, asyncio.Event(), longest_s=300.0)
 
     assert (code, await store.signs(BEAT)) == (os.EX_SOFTWARE, [NAME])
 
 
-async def test_a_beat_that_can_not_send_ends_the_process(store: RedisControlStore) -> None:
+async def test_a_beat_that_can_not_send_ends_the_process(store: ControlStore) -> None:
     """While Redis answers, so that another connection may do."""
     assert await look_after(Standing(silent_s=301.0), store, asyncio.Event(), longest_s=300.0) == 70
 

@@ -4,13 +4,13 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import BULK
-from qinfer.models.store import RedisControlStore
+from qinfer.models.store import ControlStore
 from qinfer.testing import wait_until
 from qinfer_workers import liveness as signs
 from qinfer_workers.jobs.event_loop import EventLoop
 
 
-class Shaky(RedisControlStore):
+class Shaky(ControlStore):
     """It is away at the first sign, and notes the others."""
 
     def __init__(self) -> None:

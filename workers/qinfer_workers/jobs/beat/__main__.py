@@ -22,8 +22,8 @@ from celery.beat import EmbeddedService, Scheduler
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.jobs.tasks import BulkTasks
-from qinfer.models.state import BEAT, ControlStore
-from qinfer.models.store import RedisControlStore
+from qinfer.models.state import BEAT
+from qinfer.models.store import ControlStore
 from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
 from qinfer_workers.jobs.app import plain_app
@@ -130,7 +130,7 @@ async def serve(settings: Settings) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    store = RedisControlStore(admin_client(settings.redis))
+    store = ControlStore(admin_client(settings.redis))
     beat.start()
     logger.info("beat started")
     try:

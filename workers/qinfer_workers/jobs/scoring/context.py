@@ -15,7 +15,8 @@ from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe.stats import ModelCounts
-from qinfer.queue.base import Delivery, Lease
+from qinfer.queue.base import Lease
+from qinfer.queue.redis import Delivery
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 

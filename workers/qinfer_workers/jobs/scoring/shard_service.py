@@ -20,7 +20,7 @@ from qinfer.core.settings import Settings
 from qinfer.errors import QinferError
 from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.records import JobRecord, bulk_lanes
-from qinfer.queue.base import Delivery
+from qinfer.queue.redis import Delivery
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.loader import Loaded
