@@ -36,7 +36,7 @@ MAX_DATA_BYTES = 64 * 1024
 _STEP = 500  # tasks stored by one script: others wait while it runs
 _WORDS = 5  # of a task in that script
 _STEP_BYTES = 2**20  # and so many bytes of theirs, but for a single one
-_STEP_SCRIPT = scripts.load("label_step", "now_ms", "deliveries")
+_STEP_SCRIPT = scripts.load("step", "now_ms", "deliveries", package="qinfer.labeling")
 
 
 class LabelState(StrEnum):

@@ -4,8 +4,8 @@
                               └── due again ──take …
 
 Each *kind* of delivery has a queue in each partition of a model: webhooks, bulk jobs to look after, the ended requests
-of each outbox, the tasks of each labeling project. `put` is a function of `lua/deliveries.lua`, called by the scripts
-that end a record or store one: both happen, or neither. The promises, each a test in `tests/contract/`:
+of each outbox, the tasks of each labeling project. `put` is a function of `lua/common/deliveries.lua`, called by the
+scripts that end a record or store one: both happen, or neither. The promises, each a test in `tests/contract/`:
 
 1. An item is handed out until it is done, to one caller at a time: it is due again when its kind's patience is over,
    which doubles with each attempt. It keeps its id, and its attempts are counted.
@@ -26,8 +26,8 @@ from qinfer.queue.scripts import Call
 
 _MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
 
-_TAKE = scripts.load("deliveries_take", "now_ms", "deliveries")
-_DONE = scripts.load("deliveries_done", "now_ms", "deliveries")
+_TAKE = scripts.load("deliveries/take", "now_ms", "deliveries")
+_DONE = scripts.load("deliveries/done", "now_ms", "deliveries")
 
 
 class Kind(msgspec.Struct, frozen=True):

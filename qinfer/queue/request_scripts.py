@@ -47,12 +47,12 @@ RECORD_FIELDS = (
 )
 """The fields that `record_of` reads, in its order; the state is the first."""
 
-_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "deliveries", "known", "accept")
-_SETTLE = scripts.load("each", "now_ms", "drop", "deliveries", "settle")
-_FIND = scripts.load("find", "now_ms", "deliveries", "known")
-_RECORD = scripts.load("record")
-_DUE = scripts.load("due", "now_ms")
-_ENDINGS = scripts.load("endings", "now_ms", "deliveries")
+_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "deliveries", "requests/known", "requests/accept")
+_SETTLE = scripts.load("each", "now_ms", "drop", "deliveries", "requests/settle")
+_FIND = scripts.load("requests/find", "now_ms", "deliveries", "requests/known")
+_RECORD = scripts.load("requests/record")
+_DUE = scripts.load("requests/due", "now_ms")
+_ENDINGS = scripts.load("requests/endings", "now_ms", "deliveries")
 
 
 class _Accepted(msgspec.Struct, array_like=True, frozen=True):

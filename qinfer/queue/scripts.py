@@ -2,10 +2,11 @@
 
 A script is called as a Python function. To add one:
 
-1. Write `lua/<name>.lua`. Its header says what it does, and names KEYS, ARGV and the reply in order. Functions that
-   several scripts need are files of their own.
+1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of the feature that alone runs it. Its header
+   says what it does, and names KEYS, ARGV and the reply in order. Functions that several scripts need are files of
+   their own: beside those scripts, or in `lua/common/`.
 2. In the `<subject>_scripts.py` of its subject, or beside the class that alone runs it, load it with the files that it
-   needs: `_DUE = scripts.load("due", "now_ms")`.
+   needs: `_DUE = scripts.load("requests/due", "now_ms")`.
 3. Write the function beneath: `async def due(call: Call, model: str, …, count: int) -> list[Address]`. Its parameters
    are what the script takes, in the types of the subject; its return type is what the reply is read as. Its body spells
    keys (by `keys`) and arguments in the order of the header, and calls `run`. Durations are float seconds until
@@ -36,29 +37,30 @@ class Script(msgspec.Struct, frozen=True):
 
 
 def load(name: str, *parts: str, package: str = "qinfer.queue") -> Script:
-    """Reads a script from a package's `lua/`; `parts` are files of functions that it uses, in the queue's."""
-    places = [(part, "qinfer.queue") for part in parts] + [(name, package)]
-    text = b"\n".join(files(home).joinpath("lua", f"{file}.lua").read_bytes() for file, home in places)
+    """Reads a script from a package's `lua/`; `parts` are files of functions there, or in the queue's `lua/common/`."""
+    own, common = files(package).joinpath("lua"), files("qinfer.queue").joinpath("lua", "common")
+    places = ((own.joinpath(f"{file}.lua"), common.joinpath(f"{file}.lua")) for file in (*parts, name))
+    text = b"\n".join((place if place.is_file() else shared).read_bytes() for place, shared in places)
     return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
-FETCH = load("fetch")
-RECLAIM = load("reclaim")
-RENEW = load("renew")
-RELEASE = load("release")
-SIZES = load("sizes")
-FINISH = load("finish", "drop")
-SUBMIT = load("submit", "waiting")
-WITHDRAW = load("withdraw", "drop")
-DELAY = load("delay")
-BURY = load("bury", "trim_letters")
-LETTERS = load("letters")
-REPLAY = load("replay", "now_ms", "drop")
-KEEP = load("keep")
-PUBLISH = load("publish")
-READ = load("read")
-REFER = load("refer", "drop")
-REMOVE = load("remove", "drop")
+FETCH = load("lanes/fetch")
+RECLAIM = load("lanes/reclaim")
+RENEW = load("lanes/renew")
+RELEASE = load("lanes/release")
+SIZES = load("lanes/sizes")
+FINISH = load("lanes/finish", "drop")
+SUBMIT = load("lanes/submit", "waiting")
+WITHDRAW = load("lanes/withdraw", "drop")
+DELAY = load("lanes/delay")
+BURY = load("lanes/bury", "trim_letters")
+LETTERS = load("lanes/letters")
+REPLAY = load("lanes/replay", "now_ms", "drop")
+KEEP = load("lanes/keep")
+PUBLISH = load("lanes/publish")
+READ = load("values/read")
+REFER = load("values/refer", "drop")
+REMOVE = load("values/remove", "drop")
 
 
 async def run(call: Call, script: Script, keys: Sequence[bytes], *arguments: Argument) -> Any:

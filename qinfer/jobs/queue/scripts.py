@@ -1,4 +1,4 @@
-"""The scripts of bulk jobs: a function for each, `job_<name>.lua`, and how records, outcomes and log lines are spelled.
+"""The scripts of bulk jobs: a function for each, `lua/<name>.lua`, and how records, outcomes and log lines are spelled.
 
 A record is a hash. What is fixed at a job's creation and no script reads is one value, `about`; `spec` and `head` are
 values of their own, which may be megabytes and change; the rest are the fields that scripts read and write. Instants
@@ -27,16 +27,16 @@ from qinfer.queue.deliveries import JOBS, WEBHOOKS
 from qinfer.queue.scripts import Call, ttl_ms
 from qinfer.wire.versions import Record
 
-_CREATE = scripts.load("job_create", "now_ms")
-_DELETE = scripts.load("job_delete", "now_ms", "deliveries", "job")
-_FINISH = scripts.load("job_finish", "now_ms", "deliveries", "job", "trim_letters")
-_MISSING = scripts.load("job_missing")
-_MOVE = scripts.load("job_move", "now_ms", "deliveries", "job")
-_NOTE = scripts.load("job_note", "now_ms", "deliveries", "job")
-_PLAN = scripts.load("job_plan", "now_ms", "deliveries", "job")
-_STOP = scripts.load("job_stop", "now_ms", "deliveries", "job")
-_TOP_UP = scripts.load("job_top_up", "now_ms", "deliveries", "job")
-_WITHDRAW = scripts.load("job_withdraw", "now_ms", "deliveries", "job")
+_CREATE = scripts.load("create", "now_ms", package="qinfer.jobs")
+_DELETE = scripts.load("delete", "now_ms", "deliveries", "job", package="qinfer.jobs")
+_FINISH = scripts.load("finish", "now_ms", "deliveries", "job", "trim_letters", package="qinfer.jobs")
+_MISSING = scripts.load("missing", package="qinfer.jobs")
+_MOVE = scripts.load("move", "now_ms", "deliveries", "job", package="qinfer.jobs")
+_NOTE = scripts.load("note", "now_ms", "deliveries", "job", package="qinfer.jobs")
+_PLAN = scripts.load("plan", "now_ms", "deliveries", "job", package="qinfer.jobs")
+_STOP = scripts.load("stop", "now_ms", "deliveries", "job", package="qinfer.jobs")
+_TOP_UP = scripts.load("top_up", "now_ms", "deliveries", "job", package="qinfer.jobs")
+_WITHDRAW = scripts.load("withdraw", "now_ms", "deliveries", "job", package="qinfer.jobs")
 
 _COUNTS = (
     *("rows", "rows_done", "rows_failed", "rows_before", "shards", "shards_done", "shards_failed", "in_lane"),

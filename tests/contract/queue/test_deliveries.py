@@ -17,7 +17,7 @@ NOW = Kind("tests", 0.0, 0.0)
 READY = keys.deliveries("digits", 0, "tests")
 LATER = READY + "|later"
 WEEK_S = 7 * 86400.0
-LUA = Path(scripts.__file__).parent / "lua"
+LUA = Path(scripts.__file__).parent / "lua" / "common"
 PUT = "\n".join((LUA / f"{name}.lua").read_text() for name in ("now_ms", "deliveries")) + (
     "\nlocal id"
     "\nredis.call('ZREM', later_of(KEYS[1]), '')"

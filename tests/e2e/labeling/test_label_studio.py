@@ -29,7 +29,14 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[3]
-FILES = ("README.md", "pyproject.toml", "Makefile", "qinfer/queue/lua/submit.lua", "qinfer/core/messages.py", "LICENSE")
+FILES = (
+    "README.md",
+    "pyproject.toml",
+    "Makefile",
+    "qinfer/queue/lua/lanes/submit.lua",
+    "qinfer/core/messages.py",
+    "LICENSE",
+)
 THINGS = [(10, 20, 30, 60, 100), (60, 10, 90, 30, 200)]
 PUSHED_WITHIN_S = 90.0
 

@@ -21,7 +21,14 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 Array = npt.NDArray[Any]
 
 ROOT = Path(__file__).parents[3]
-FILES = ("README.md", "pyproject.toml", "Makefile", "qinfer/queue/lua/submit.lua", "qinfer/core/messages.py", "LICENSE")
+FILES = (
+    "README.md",
+    "pyproject.toml",
+    "Makefile",
+    "qinfer/queue/lua/lanes/submit.lua",
+    "qinfer/core/messages.py",
+    "LICENSE",
+)
 SENTENCES = (
     "A request that was accepted is never lost.",
     "Nothing is lost once a request has been accepted.",
