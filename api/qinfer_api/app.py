@@ -1,8 +1,8 @@
 """The gateway's composition root: settings in, a serving process out.
 
-`Gateway` owns the tasks (reply reader, catalog, discards, janitor) and the servers; `build` makes the Redis
-adapters. If a task dies the gateway ends with its error, and the supervisor starts it anew: half a gateway helps
-nobody.
+`Gateway` owns the tasks (reply reader, catalog, discards, janitor) and the servers; `build` makes the Redis adapters,
+and `build_app` the FastAPI application with every route. If a task dies the gateway ends with its error, and the
+supervisor starts it anew: half a gateway helps nobody.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
 from qinfer.core.api_keys import check_exposure
@@ -33,6 +34,7 @@ from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.server import HttpServer, read_certificate
 from qinfer_api.jobs.janitor import JobJanitor
+from qinfer_api.jobs.records import message_of
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.labeling.parts import LabelingParts, check_labeling
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
@@ -43,7 +45,6 @@ from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.requests.webhooks import Webhooks, read_secret
-from qinfer_api.rest.app import build_app
 from qinfer_api.rest.services import Services
 from qinfer_api.shared_memory import SharedMemory
 
@@ -52,9 +53,25 @@ if TYPE_CHECKING:
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+import qinfer
 from qinfer.errors import QinferError
 from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.sync import Source, SyncedModel, sync
+from qinfer_api.jobs.routes import job_routes
+from qinfer_api.labeling.routes import label_studio_routes
+from qinfer_api.labeling.service import Labeling
+from qinfer_api.requests.routes import request_routes
+from qinfer_api.rest.generate import generate_routes
+from qinfer_api.rest.infer import infer_routes
+from qinfer_api.rest.openapi import document_of
+from qinfer_api.rest.repository import repository_routes
+from qinfer_api.rest.server import model_routes, server_routes, settings_routes, statistics_routes
+from qinfer_api.rest.services import on_defect, on_qinfer_error, on_unknown_route, restricted
+from qinfer_api.rest.shared_memory import shared_memory_routes
+from qinfer_api.scaling.routes import backlog_routes
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +206,8 @@ class Gateway:
         services = self._services(settings, fast, restrictions)
         self.started, self._stopping = asyncio.Event(), asyncio.Event()
         self.url = _url(listener, tls=bool(settings.http.tls_certfile))
-        self._server = HttpServer(settings.http, build_app(services), fast, self._serving)
+        app = build_app(services, self.jobs, self._labeling.labeling)
+        self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = None if rpc_port is None else _rpc_server(rpc_port, services)
         self.metrics: MetricsPort | None = None
 
@@ -209,9 +227,10 @@ class Gateway:
     def _asynchronous(self, settings: Settings, tally: GatewayTally) -> tuple[AsyncRequests, Janitor]:
         """Makes the use case of asynchronous requests, and what looks after them."""
         targets = Targets(settings.webhooks)
-        webhooks = Webhooks(settings.webhooks, self._delivery, targets)
+        webhooks = Webhooks(settings.webhooks, self._delivery, targets, partial(message_of, self._delivery.jobs))
         jobs = JobJanitor(self._delivery, self.catalog, self._tasks.finalise) if settings.bulk.enabled else None
-        janitor = Janitor(self._delivery, self.catalog, tally, settings.requests.sweep_every_s, webhooks, jobs)
+        advance = jobs.round if jobs is not None else None
+        janitor = Janitor(self._delivery, self.catalog, tally, settings.requests.sweep_every_s, webhooks, advance)
         requests = AsyncRequests(
             delivery=self._delivery,
             catalog=self.catalog,
@@ -230,8 +249,6 @@ class Gateway:
             settings=settings,
             dispatcher=self.dispatcher,
             requests=self.requests,
-            jobs=self.jobs,
-            labeling=self._labeling.labeling,
             catalog=self.catalog,
             codec=fast.codec,
             shared_memory=self.memory,
@@ -400,3 +417,40 @@ class RepositoryWatch:
                 logger.info(what, extra={"model": model.model, "generation": model.generation})
         note_errors(model for model in models if self._errors.get(model.model) != model.error)
         self._errors = {model.model: model.error for model in models if model.error}
+
+
+_ABOUT = """
+A durable, queue-backed inference server that speaks NVIDIA Triton's protocol (KServe v2): every request is an entry of
+a Redis Stream, which workers batch and execute.
+
+Errors are always `{"error": "<what happened, the value, what to do>"}`.
+"""
+
+
+def build_app(services: Services, jobs: BulkJobs, labeling: Labeling) -> FastAPI:
+    """Builds the application.
+
+    Paths match exactly: `/v2/` is not `/v2`, as with Triton (reference §1.1).
+    """
+    app = FastAPI(
+        title="qinfer",
+        version=qinfer.__version__,
+        description=_ABOUT,
+        redirect_slashes=False,
+        exception_handlers={
+            QinferError: on_qinfer_error,
+            HTTPException: on_unknown_route,
+            Exception: on_defect,
+        },
+    )
+    inference = restricted(services, "inference")
+    busiest_first = (infer_routes, generate_routes, request_routes)
+    others = (statistics_routes, backlog_routes, model_routes, server_routes, repository_routes, settings_routes)
+    routers = [(routes(services), inference) for routes in busiest_first]
+    routers += [(job_routes(services, jobs), inference), (label_studio_routes(services, labeling), inference)]
+    routers += [(routes(services), []) for routes in others]
+    routers.append((shared_memory_routes(services), restricted(services, "shared-memory")))
+    for router, dependencies in routers:
+        app.include_router(router, dependencies=dependencies)
+    app.openapi = document_of(app, [router for router, _ in routers])  # type: ignore[method-assign]  # as FastAPI documents it
+    return app

@@ -25,6 +25,7 @@ from qinfer.errors import (
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.routes import Route
 from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.tracing import Attributes
 from qinfer.queue.redis import Delivery
 from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
@@ -103,6 +104,16 @@ class Dispatcher:
         route = served.routes.of(priority)
         self.submission.admit(served, route, timeout_s)
         return route
+
+    def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
+        """Returns the `traceparent` that the frame of a stored request carries, or the record of a job.
+
+        Args:
+            context: Who asks.
+            served: The model version it is for.
+            name: Its id, by its attribute.
+        """
+        return context.trace
 
     def resolve(self, model: str, version: int) -> Served:
         """Finds where a model version is served; version 0 is the highest ready one.

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, NamedTuple
 from urllib.parse import quote
 
@@ -28,8 +29,10 @@ from qinfer.jobs.job import (
     decode_spec_as,
     encode_spec,
 )
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine
 from qinfer_api.requests.service import WebhookBody, instant, shown_webhook, written
+from qinfer_api.requests.webhooks import Message
 
 MANIFEST = "_manifest.json"
 """The name of the list of parts, within the output."""
@@ -386,3 +389,16 @@ class _ShownSpec(msgspec.Struct, frozen=True):
 
     output: _ShownOutput
     metadata: dict[str, str] = {}
+
+
+async def message_of(jobs: Jobs, job_id: str) -> Message | None:
+    """Renders the webhook that reports the end of a job; `None` where it has not ended, or has no webhook."""
+    record = await jobs.get(job_id)
+    if record is None or not record.webhook or not record.is_over:
+        return None
+    return Message(record.webhook, partial(_webhook_body, record))
+
+
+def _webhook_body(record: JobRecord, now_s: float) -> bytes:
+    about = {"type": f"job.{record.state}", "timestamp": instant(record.ended_at), "data": shown_job(record, now_s)}
+    return msgspec.json.encode(about)

@@ -26,6 +26,7 @@ from qinfer_api.jobs.records import (
     shown_job,
     shown_log,
 )
+from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.rest.openapi import LAST_EVENT, Json, answer, body, errors, followed, header, operation, query
 from qinfer_api.rest.services import Services, context_of, read_body, send_json
 
@@ -106,58 +107,58 @@ _EVENTS = operation(
 )
 
 
-def job_routes(services: Services) -> APIRouter:
+def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
     """Returns the routes of bulk jobs."""
     router = APIRouter(tags=["bulk jobs"])
 
     @router.post("/v1/jobs", name="create_job", **_CREATE)
     async def create(request: Request) -> HttpResponse:
         """Checks a job and has it planned: its model, inputs and output fit together once this answers."""
-        return await _create(services, request)
+        return await _create(services, jobs, request)
 
     @router.get("/v1/jobs", name="list_jobs", **_LIST)
     async def list_all(request: Request) -> HttpResponse:
         """Lists the jobs, the newest first."""
-        return await _list(services, request)
+        return await _list(services, jobs, request)
 
     @router.get("/v1/jobs/{job_id}", name="job", **_SHOW)
     async def show(job_id: str, request: Request) -> HttpResponse:
         """Tells where a job is."""
-        return _shown(services, await services.jobs.get(_context(services, request), job_id))
+        return _shown(jobs, await jobs.get(_context(services, request), job_id))
 
     @router.delete("/v1/jobs/{job_id}", name="delete_job", **_DELETE)
     async def delete(job_id: str, request: Request) -> HttpResponse:
         """Forgets a job that has ended; its output stays."""
-        await services.jobs.delete(_context(services, request), job_id)
+        await jobs.delete(_context(services, request), job_id)
         return HttpResponse(status_code=204)
 
     @router.post("/v1/jobs/{job_id}/cancel", name="cancel_job", **_CANCEL)
     async def cancel(job_id: str, request: Request) -> HttpResponse:
         """Stops a job, unless it has ended; what it has written stays, and it can be resumed."""
-        return _shown(services, await services.jobs.cancel(_context(services, request), job_id))
+        return _shown(jobs, await jobs.cancel(_context(services, request), job_id))
 
     @router.post("/v1/jobs/{job_id}/resume", name="resume_job", **_RESUME)
     async def resume(job_id: str, request: Request) -> HttpResponse:
         """Has a job that ended early go on: what is there and whole is not done again."""
         context = _context(services, request)
         changes = decode_changes(await _body_of(services, request))
-        return _shown(services, await services.jobs.resume(context, job_id, changes))
+        return _shown(jobs, await jobs.resume(context, job_id, changes))
 
     @router.get("/v1/jobs/{job_id}/log", name="job_log", **_LOG)
     async def log(job_id: str, request: Request) -> HttpResponse:
         """Tells what happened to a job."""
-        lines = await services.jobs.log(_context(services, request), job_id)
+        lines = await jobs.log(_context(services, request), job_id)
         return send_json(shown_log(lines))
 
     @router.get("/v1/jobs/{job_id}/events", name="job_events", **_EVENTS)
     async def events(job_id: str, request: Request) -> HttpResponse:
         """Tells each change of a job until its end."""
-        return await _events(services, request, job_id)
+        return await _events(services, jobs, request, job_id)
 
     return router
 
 
-async def _create(services: Services, request: Request) -> HttpResponse:
+async def _create(services: Services, jobs: BulkJobs, request: Request) -> HttpResponse:
     context = _context(services, request)
     key = request.headers.get("idempotency-key")
     if key is not None and not (1 <= len(key) <= 255 and all("!" <= c <= "~" for c in key)):
@@ -166,19 +167,19 @@ async def _create(services: Services, request: Request) -> HttpResponse:
         text = await _body_of(services, request)
     except ClientDisconnect:
         return HttpResponse()  # nobody reads it
-    ticket = await services.jobs.create(context, text, key or "")
-    response = _shown(services, ticket.record, 201 if ticket.is_new else 200)
+    ticket = await jobs.create(context, text, key or "")
+    response = _shown(jobs, ticket.record, 201 if ticket.is_new else 200)
     response.headers["location"] = job_path(ticket.record)
     if not ticket.is_new:
         response.headers["idempotent-replayed"] = "true"
     return response
 
 
-async def _list(services: Services, request: Request) -> HttpResponse:
+async def _list(services: Services, jobs: BulkJobs, request: Request) -> HttpResponse:
     context, query = _context(services, request), request.query_params
     state, after = query.get("state", ""), query.get("after", "")
-    found, following = await services.jobs.list(context, state, after, _limit(query.get("limit")))
-    return send_json(JobsBody([_body(services, record) for record in found], following or None))
+    found, following = await jobs.list(context, state, after, _limit(query.get("limit")))
+    return send_json(JobsBody([_body(jobs, record) for record in found], following or None))
 
 
 async def _body_of(services: Services, request: Request) -> bytes:
@@ -187,27 +188,27 @@ async def _body_of(services: Services, request: Request) -> bytes:
     return text
 
 
-async def _events(services: Services, request: Request, job_id: str) -> HttpResponse:
-    record = await services.jobs.get(_context(services, request), job_id)
+async def _events(services: Services, jobs: BulkJobs, request: Request, job_id: str) -> HttpResponse:
+    record = await jobs.get(_context(services, request), job_id)
     seen = request.headers.get("last-event-id", "")
     if record.is_over and seen == str(record.revision):
         return HttpResponse(status_code=204)
-    services.jobs.check_watchers()
+    jobs.check_watchers()
     return StreamingResponse(
-        _stream(services, record, seen),
+        _stream(jobs, record, seen),
         media_type="text/event-stream",
         headers={"cache-control": "no-store", "x-accel-buffering": "no"},
     )
 
 
-async def _stream(services: Services, record: JobRecord, seen: str) -> AsyncIterator[bytes]:
+async def _stream(jobs: BulkJobs, record: JobRecord, seen: str) -> AsyncIterator[bytes]:
     with suppress(DeliveryError):  # the stream ends; whoever listens comes again, and is told then
-        async for changed in services.jobs.changes(record, HEARTBEAT_S):
+        async for changed in jobs.changes(record, HEARTBEAT_S):
             if changed is None:
                 yield _HEARTBEAT
             elif str(changed.revision) != seen:
                 seen = str(changed.revision)
-                data = msgspec.json.encode(_body(services, changed))
+                data = msgspec.json.encode(_body(jobs, changed))
                 yield b"event: progress\nid: %b\ndata: %b\n\n" % (seen.encode(), data)
 
 
@@ -215,12 +216,12 @@ def _context(services: Services, request: Request) -> Context:
     return services.dispatcher.authorize(context_of(request), Scope.INFER)
 
 
-def _body(services: Services, record: JobRecord) -> JobBody:
-    return shown_job(record, services.jobs.now_s())
+def _body(jobs: BulkJobs, record: JobRecord) -> JobBody:
+    return shown_job(record, jobs.now_s())
 
 
-def _shown(services: Services, record: JobRecord, status: int = 200) -> HttpResponse:
-    return send_json(_body(services, record), status)
+def _shown(jobs: BulkJobs, record: JobRecord, status: int = 200) -> HttpResponse:
+    return send_json(_body(jobs, record), status)
 
 
 def _limit(text: str | None) -> int:

@@ -48,7 +48,6 @@ from qinfer_api.jobs.records import (
     spec_of,
     unknown_job,
 )
-from qinfer_api.observe.tracing import trace_of
 from qinfer_api.requests.service import Targets
 
 logger = logging.getLogger(__name__)
@@ -158,7 +157,7 @@ class BulkJobs:
             tenant=context.tenant,
             now_s=self.now_s(),
             kept_s=self.settings.bulk.record_ttl_s,
-            trace=trace_of(self.dispatcher, context, served, {JOB_ID: job_id}),
+            trace=self.dispatcher.trace_of(context, served, {JOB_ID: job_id}),
         )
         if not await self.delivery.jobs.create(record):
             known = await self._known(record.id)

@@ -45,7 +45,7 @@ from qinfer_api.labeling.pace import Pace
 from qinfer_api.labeling.predict import request_of
 from qinfer_api.labeling.studio import LabelStudio
 from qinfer_api.labeling.wire import task_id
-from qinfer_api.requests.service import AsyncRequests, Submission
+from qinfer_api.requests.service import AsyncRequests, SubmitOptions
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class Intake:
         request = await request_of(mapping, served, task, self._files.fetch)
         request.version = entry.version
         longest_s = float(served.spec.parameters.get(MAX_TIMEOUT, self._limits.max_timeout_s))
-        submission = Submission(
+        submission = SubmitOptions(
             body_hash=entry.request_id,
             timeout_s=min(self._settings.task_timeout_s, longest_s),
             request_id=entry.request_id,

@@ -20,6 +20,7 @@ from qinfer.models.repository.base import is_model_name
 from qinfer_api.auth import Context
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import Reply
+from qinfer_api.labeling.service import Labeling
 from qinfer_api.labeling.status import MAX_LIMIT, STATES, LabelTaskBody, LabelTasksBody
 from qinfer_api.labeling.wire import (
     MAX_ID,
@@ -72,17 +73,16 @@ _ORDER = operation(
 )
 
 
-def label_studio_routes(services: Services) -> APIRouter:
+def label_studio_routes(services: Services, labeling: Labeling) -> APIRouter:
     """Returns the routes of Label Studio."""
     router = APIRouter(tags=["Label Studio"])
-    _add_calls(router, services)
-    _add_tasks(router, services)
+    _add_calls(router, services, labeling)
+    _add_tasks(router, services, labeling)
     return router
 
 
-def _add_calls(router: APIRouter, services: Services) -> None:
+def _add_calls(router: APIRouter, services: Services, labeling: Labeling) -> None:
     """Adds what Label Studio calls."""
-    labeling = services.labeling
 
     @router.get("/label-studio/{model}/health", name="label_studio_health", **_HEALTH)
     async def health(model: str, request: Request) -> HttpResponse:
@@ -111,17 +111,16 @@ def _add_calls(router: APIRouter, services: Services) -> None:
     @router.post("/label-studio/{model}/predict", name="label_studio_predict", **_PREDICT)
     async def predict(model: str, request: Request) -> HttpResponse:
         """Answers a prediction for each task, in their order."""
-        return await _predict(services, model, request)
+        return await _predict(services, labeling, model, request)
 
     @router.post("/label-studio/{model}/webhook", name="label_studio_webhook", **_EVENT)
     async def webhook(model: str, request: Request) -> HttpResponse:
         """Takes Label Studio's events: new tasks are queued, where the project's predictions are pushed."""
-        return await _event(services, model, request)
+        return await _event(services, labeling, model, request)
 
 
-def _add_tasks(router: APIRouter, services: Services) -> None:
+def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> None:
     """Adds what tells of tasks whose predictions are pushed."""
-    labeling = services.labeling
     path = "/v1/label-studio/{model}/projects/{project}/tasks"
 
     @router.get(path, name="label_studio_tasks", **_TASKS)
@@ -154,11 +153,11 @@ def _add_tasks(router: APIRouter, services: Services) -> None:
         return send_json(await ordering, 202)
 
 
-async def _predict(services: Services, model: str, request: Request) -> HttpResponse:
+async def _predict(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
     context = _context(services, request)
     try:
         asked = await _read(services, request, PredictCall)
-        found = await unless_left(request.receive, services.labeling.predict(context, model, asked))
+        found = await unless_left(request.receive, labeling.predict(context, model, asked))
     except ClientDisconnect:
         return HttpResponse()  # nobody reads it
     except QinferError as error:
@@ -170,12 +169,12 @@ async def _predict(services: Services, model: str, request: Request) -> HttpResp
     return send_json(found)
 
 
-async def _event(services: Services, model: str, request: Request) -> HttpResponse:
+async def _event(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
     """Takes a webhook, also when its sender does not wait for the answer: Label Studio waits for a second."""
     context = _context(services, request)
     try:
         event = await _read(services, request, EventCall)
-        return send_json(await services.labeling.event(context, model, event), 201)
+        return send_json(await labeling.event(context, model, event), 201)
     except ClientDisconnect:
         return HttpResponse()
     except QinferError as error:

@@ -153,7 +153,7 @@ class TracedDispatcher(Dispatcher):
         if isinstance(pending.sink, TracedSink):
             pending.sink.end(Failure.of(Cancelled("the caller went away")))
 
-    def accepted(self, context: Context, served: Served, name: Attributes) -> str:
+    def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
         """Makes a span of a request or job that is about to be accepted; returns what it is now part of."""
         if self._tracer is None:
             return context.trace
@@ -163,20 +163,6 @@ class TracedDispatcher(Dispatcher):
             span.end(now_s, {MODEL: served.spec.name, VERSION: served.version, **name})
             return span.trace
         return context.trace
-
-
-def trace_of(dispatcher: Dispatcher, context: Context, served: Served, name: Attributes) -> str:
-    """Returns the `traceparent` that the frame of an asynchronous request carries, or the record of a job.
-
-    Args:
-        dispatcher: That of the gateway, which traces or does not.
-        context: Who asks.
-        served: The model version it is for.
-        name: Its id, by its attribute.
-    """
-    if isinstance(dispatcher, TracedDispatcher):
-        return dispatcher.accepted(context, served, name)
-    return context.trace
 
 
 class TracedSink:

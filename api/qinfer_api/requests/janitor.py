@@ -27,7 +27,6 @@ from qinfer.queue.dead_letters import head_of
 from qinfer.queue.deliveries import DeliveryItem
 from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import RequestState, Settlement
-from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.webhooks import Webhooks
 
@@ -58,7 +57,7 @@ class Janitor:
         tally: Counts what expires.
         sweep_every_s: The pause between rounds.
         webhooks: Delivers webhooks.
-        jobs: Looks after bulk jobs; `None` where there are none.
+        advance_jobs: Does a round of bulk jobs, like `JobJanitor.round`; `None` where there are none.
     """
 
     def __init__(
@@ -68,14 +67,14 @@ class Janitor:
         tally: GatewayTally,
         sweep_every_s: float,
         webhooks: Webhooks,
-        jobs: JobJanitor | None = None,
+        advance_jobs: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._delivery = delivery
         self._catalog = catalog
         self._tally = tally
         self._sweep_every_s = sweep_every_s
         self._webhooks = webhooks
-        self._jobs = jobs
+        self._advance_jobs = advance_jobs
         self._models: dict[str, None] = {}  # all that were ever seen: a removed model may have requests left
         self._away: dict[str, QinferError] = {}  # models that this round could not sweep, and why: a node may be down
         self._places: dict[Lane, str] = {}  # how far its entries were looked through
@@ -85,9 +84,9 @@ class Janitor:
         """Sweeps until cancelled."""
         async with self._webhooks, asyncio.TaskGroup() as group:
             group.create_task(self._sweep(), name="sweep the payload store")
-            if self._jobs is not None:
+            if self._advance_jobs is not None:
                 words = ("bulk jobs can't be looked after now", "bulk jobs are looked after again")
-                group.create_task(self._again(self._jobs.round, *words), name="look after bulk jobs")
+                group.create_task(self._again(self._advance_jobs, *words), name="look after bulk jobs")
             words = ("requests can't be swept now", "requests are swept again")
             await self._again(partial(self._round, group), *words)
 

@@ -34,7 +34,7 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, response_encoding, with_headers
-from qinfer_api.requests.service import RequestBody, Submission, Ticket, address_of, path_of, shown_record
+from qinfer_api.requests.service import RequestBody, SubmitOptions, Ticket, address_of, path_of, shown_record
 from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
 from qinfer_api.rest.services import (
     INFER_BODY,
@@ -175,7 +175,7 @@ async def submit(services: Services, target: Target, request: Request, preferenc
     requests = services.requests
     try:
         context = services.dispatcher.authorize(context_of(request), Scope.INFER)
-        ticket = await _accepted(services, context, target, request, _submission(request))
+        ticket = await _accepted(services, context, target, request, _options(request))
     except ClientDisconnect:
         return HttpResponse()  # nobody reads it
     except QinferError as error:
@@ -215,14 +215,14 @@ def _preferences(request: Request) -> Preferences:
 
 
 async def _accepted(
-    services: Services, context: Context, target: Target, request: Request, submission: Submission
+    services: Services, context: Context, target: Target, request: Request, options: SubmitOptions
 ) -> Ticket:
     """Accepts a request, or finds that it was accepted before: also by a model that is gone, or has changed, since."""
     requests = services.requests
     try:
         served = requests.resolve(target.model, target.version)  # before a large body is read for nothing
     except (RequestError, ModelError):
-        if ticket := await _repeated(services, context, target, request, submission):
+        if ticket := await _repeated(services, context, target, request, options):
             return ticket
         raise
     body = await read_body(request, services.settings.http.max_input_bytes)
@@ -233,11 +233,11 @@ async def _accepted(
         else:
             decoded, plan, body_hash = _decode(*decoding)
         with_headers(decoded, headers_forwarded(services, request))
-        return await requests.submit(context, decoded, plan, msgspec.structs.replace(submission, body_hash=body_hash))
+        return await requests.submit(context, decoded, plan, msgspec.structs.replace(options, body_hash=body_hash))
     except Conflict:  # it was found, with another body
         raise
     except (RequestError, ModelError):
-        if ticket := await _repeated(services, context, target, request, submission, body):
+        if ticket := await _repeated(services, context, target, request, options, body):
             return ticket
         raise
 
@@ -247,16 +247,16 @@ async def _repeated(
     context: Context,
     target: Target,
     request: Request,
-    submission: Submission,
+    options: SubmitOptions,
     body: Bytes | None = None,
 ) -> Ticket | None:
     """Finds what was accepted before with the same id or key and the same body; reads the body where it was not."""
-    if not (submission.request_id or submission.idempotency_key):
+    if not (options.request_id or options.idempotency_key):
         return None
     if body is None:
         body = await read_body(request, services.settings.http.max_input_bytes)
     body_hash = await asyncio.to_thread(_body_hash, target, body, request.headers.get(JSON_LENGTH_HEADER))
-    known = msgspec.structs.replace(submission, body_hash=body_hash)
+    known = msgspec.structs.replace(options, body_hash=body_hash)
     return await services.requests.repeated(context, target.model, known)
 
 
@@ -336,7 +336,7 @@ def _body_hash(target: Target, body: Bytes, json_length: str | None) -> str:
     return content.hexdigest()
 
 
-def _submission(request: Request) -> Submission:
+def _options(request: Request) -> SubmitOptions:
     """Reads the headers of a submission; the hash of the body is not known yet.
 
     Raises:
@@ -348,7 +348,7 @@ def _submission(request: Request) -> Submission:
         raise InvalidRequest("an Idempotency-Key has 1 to 255 visible ASCII characters")
     if headers.get("request-id") == "":
         raise InvalidRequest("the Request-Id is empty; leave it out to have the server make one")
-    return Submission(
+    return SubmitOptions(
         body_hash="",
         timeout_s=None if timeout is None else _seconds("Request-Timeout", timeout),
         request_id=headers.get("request-id", ""),

@@ -45,7 +45,6 @@ from qinfer.wire.frame import decode_responses, encode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.observe.tracing import trace_of
 from qinfer_api.requests.waits import Waits
 from qinfer_api.status import of_request
 
@@ -261,8 +260,8 @@ MIN_TIMEOUT_S = 0.001
 _CANCELLED = "the request was cancelled"
 
 
-class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller says of a request besides its body.
+class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of a request: all that a caller gives besides its body.
 
     Attributes:
         body_hash: Identifies model, version and body.
@@ -354,14 +353,14 @@ class AsyncRequests:
                 self.tally.ended(model, served.version, error.code)
         return error
 
-    async def submit(self, context: Context, request: InferRequest, plan: OutputPlan, submission: Submission) -> Ticket:
+    async def submit(self, context: Context, request: InferRequest, plan: OutputPlan, options: SubmitOptions) -> Ticket:
         """Accepts a request, or finds the one that was accepted before with the same id or idempotency key.
 
         Args:
             context: Who asks, authorized.
             request: The decoded request; it is stamped in place.
             plan: How its result is to be encoded.
-            submission: What else was said of it.
+            options: All that its caller gave besides its body.
 
         Raises:
             QinferError: It is refused, as `Dispatcher.submit` refuses; or its timeout or webhook is wrong; `Conflict`:
@@ -370,30 +369,30 @@ class AsyncRequests:
         served = self.resolve(request.model, request.version)
         if not request.generation or request.generation != served.generation:
             self.dispatcher.check(request, served)
-        acceptance = self._acceptance(context, request, served, plan, submission)
+        acceptance = self._acceptance(context, request, served, plan, options)
         self.dispatcher.charge(context)
-        if submission.webhook:
-            await self.targets.check(submission.webhook)
+        if options.webhook:
+            await self.targets.check(options.webhook)
         try:
             accepted = await self._accept(context, request, served, acceptance)
         except Overloaded as error:
             error.args = (of_request(request.client_id) + error.message,)
             raise
-        return await self._ticket(acceptance, accepted, submission)
+        return await self._ticket(acceptance, accepted, options)
 
-    async def repeated(self, context: Context, model: str, submission: Submission) -> Ticket | None:
+    async def repeated(self, context: Context, model: str, options: SubmitOptions) -> Ticket | None:
         """Finds what was accepted before with the same id or idempotency key, also of a model that is not there now.
 
         Raises:
             QinferError: The queue can't be asked; or `Conflict`, as `submit`.
         """
-        address = self._address(context, Lane(model, 0), submission.request_id)
+        address = self._address(context, Lane(model, 0), options.request_id)
         found = await self.delivery.requests.find(
-            address, submission.body_hash, tenant=context.tenant, idempotency_key=submission.idempotency_key
+            address, options.body_hash, tenant=context.tenant, idempotency_key=options.idempotency_key
         )
         if found is None:
             return None
-        _check_repetition(address, found, submission)
+        _check_repetition(address, found, options)
         record = await self.delivery.requests.record(msgspec.structs.replace(address, id=found.id))
         return None if record is None else Ticket(record, is_new=False)
 
@@ -472,8 +471,8 @@ class AsyncRequests:
             return chosen_address(lane.model, chosen, context.tenant)
         return Address(lane.model, lane.partition, self.ids.request_id(lane.model, lane.partition))
 
-    async def _ticket(self, acceptance: Acceptance, accepted: Accepted, submission: Submission) -> Ticket:
-        _check_repetition(acceptance.address, accepted, submission)
+    async def _ticket(self, acceptance: Acceptance, accepted: Accepted, options: SubmitOptions) -> Ticket:
+        _check_repetition(acceptance.address, accepted, options)
         found = msgspec.structs.replace(acceptance.address, id=accepted.id)
         record = None if accepted.is_new else await self.delivery.requests.record(found)
         return Ticket(record or self._first_record(found, acceptance), accepted.is_new)
@@ -505,7 +504,7 @@ class AsyncRequests:
             timeout_s=acceptance.timeout_s,
             inline_max_bytes=self.inline_max_bytes,
             tenant=context.tenant,
-            trace=trace_of(self.dispatcher, context, served, {REQUEST_ID: acceptance.address.id}),
+            trace=self.dispatcher.trace_of(context, served, {REQUEST_ID: acceptance.address.id}),
             route=route,
         )
         is_large = tensor_bytes(request) > self.inline_max_bytes
@@ -515,7 +514,7 @@ class AsyncRequests:
         )
 
     def _acceptance(
-        self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, submission: Submission
+        self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, options: SubmitOptions
     ) -> Acceptance:
         """Returns what is to be stored of a request, but for its lane, frame and payload.
 
@@ -524,21 +523,21 @@ class AsyncRequests:
         settings = self.settings
         kept_s = settings.result_ttl_s + settings.tombstone_ttl_s
         return Acceptance(
-            address=self._address(context, served.lane, submission.request_id),
+            address=self._address(context, served.lane, options.request_id),
             lane=served.lane,
             frame=b"",
-            timeout_s=self._timeout_s(served, submission.timeout_s),
-            body_hash=submission.body_hash,
-            result_ttl_s=submission.result_ttl_s or settings.result_ttl_s,
+            timeout_s=self._timeout_s(served, options.timeout_s),
+            body_hash=options.body_hash,
+            result_ttl_s=options.result_ttl_s or settings.result_ttl_s,
             tombstone_ttl_s=settings.tombstone_ttl_s,
             tenant=context.tenant,
             client_id=request.client_id,
             plan=msgspec.msgpack.encode(plan),
-            idempotency_key=submission.idempotency_key,
+            idempotency_key=options.idempotency_key,
             idempotency_ttl_s=min(settings.idempotency_ttl_s, kept_s),
-            webhook=submission.webhook,
-            outbox=submission.outbox,
-            notes=submission.notes,
+            webhook=options.webhook,
+            outbox=options.outbox,
+            notes=options.notes,
         )
 
     def _first_record(self, address: Address, acceptance: Acceptance) -> RequestRecord:
@@ -556,7 +555,7 @@ class AsyncRequests:
         )
 
 
-def _check_repetition(address: Address, accepted: Accepted, submission: Submission) -> None:
+def _check_repetition(address: Address, accepted: Accepted, options: SubmitOptions) -> None:
     """Raises `Conflict` where the id or the key belongs to a request with another body."""
-    if accepted.body_hash != submission.body_hash:
-        raise conflict(submission.request_id if accepted.id == address.id else "")
+    if accepted.body_hash != options.body_hash:
+        raise conflict(options.request_id if accepted.id == address.id else "")

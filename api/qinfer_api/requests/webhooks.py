@@ -1,4 +1,4 @@
-"""Webhooks: tells other servers that a request or a bulk job has ended, signed as standardwebhooks.com asks.
+"""Webhooks: inform other servers that a request or a bulk job has ended, signed as standardwebhooks.com asks.
 
     POST <the request's Webhook-Url>        {"type": "request.succeeded", "timestamp": …, "data": {the record}}
     POST <the job's webhook>                {"type": "job.completed", "timestamp": …, "data": {the job}}
@@ -15,7 +15,7 @@ import binascii
 import hashlib
 import hmac
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple
@@ -26,12 +26,10 @@ import msgspec
 import qinfer
 from qinfer.core.settings import WebhookSettings
 from qinfer.errors import InvalidRequest, SettingsError
-from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
 from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Address, RequestRecord
-from qinfer_api.jobs.records import shown_job
 from qinfer_api.requests.service import instant, path_of, shown_record
 from qinfer_api.requests.targets import Target, Targets
 
@@ -47,6 +45,16 @@ _MARGIN_S = 1.0
 _JOB = "job:"
 
 
+class Message(NamedTuple):
+    """Where a webhook goes, and its body at an instant."""
+
+    url: str
+    body_at: Callable[[float], bytes]
+
+
+MessageOfJob = Callable[[str], Awaitable[Message | None]]
+
+
 class Webhooks:
     """One per gateway; a context manager that owns the HTTP client.
 
@@ -54,6 +62,7 @@ class Webhooks:
         settings: The secret, and the patience with receivers.
         delivery: Where the webhooks, and the requests and jobs that they are about, are.
         targets: Where webhooks may go.
+        message_of_job: Renders the webhook of a bulk job, by the job's id; `None` = there is nothing to report.
 
     Attributes:
         kind: The kind of delivery.
@@ -62,12 +71,15 @@ class Webhooks:
         SettingsError: Webhooks are allowed and can't be signed.
     """
 
-    def __init__(self, settings: WebhookSettings, delivery: Delivery, targets: Targets) -> None:
+    def __init__(
+        self, settings: WebhookSettings, delivery: Delivery, targets: Targets, message_of_job: MessageOfJob
+    ) -> None:
         self._settings = settings
         self._secret = read_secret(settings)
         self._delivery = delivery
         self.kind = Kind(WEBHOOKS, settings.timeout_s + _MARGIN_S, _LONGEST_PAUSE_S)
         self._targets = targets
+        self._message_of_job = message_of_job
         self._under_way = 0
         self._http: httpx.AsyncClient | None = None
 
@@ -134,17 +146,15 @@ class Webhooks:
         else:
             logger.info("webhook not delivered", extra=extra)
 
-    async def _message(self, item: DeliveryItem) -> "_Message | None":
-        """Returns what a webhook says; `None` where there is nothing to tell any more."""
+    async def _message(self, item: DeliveryItem) -> Message | None:
+        """Renders a webhook; `None` where there is nothing to report any more."""
         if item.text.startswith(_JOB):
-            job = await self._delivery.jobs.get(_about(item).id)
-            is_due = job is not None and job.webhook and job.is_over
-            return _Message(job.webhook, partial(job_body_of, job)) if job is not None and is_due else None
+            return await self._message_of_job(_about(item).id)
         record = await self._delivery.requests.record(_about(item))
         is_due = record is not None and record.webhook and record.state.is_terminal
-        return _Message(record.webhook, partial(body_of, record)) if record is not None and is_due else None
+        return Message(record.webhook, partial(body_of, record)) if record is not None and is_due else None
 
-    async def _post(self, target: Target, item: DeliveryItem, message: "_Message") -> int:
+    async def _post(self, target: Target, item: DeliveryItem, message: Message) -> int:
         """Sends a webhook; returns the status of the reply."""
         assert self._http is not None  # the check of the target has failed otherwise
         now_s = self._delivery.clock.now_s()
@@ -166,13 +176,6 @@ class Webhooks:
         record = spell(item.model, item.partition, _about(item).id).encode()
         note = (record, "webhook_state", "delivered" if delivered else "failed")
         await self._delivery.deliveries.done(item.model, item.partition, self.kind, [item.id], note=note)
-
-
-class _Message(NamedTuple):
-    """Where a webhook goes, and its body at an instant."""
-
-    url: str
-    body_at: Callable[[float], bytes]
 
 
 def read_secret(settings: WebhookSettings) -> bytes:
@@ -213,11 +216,4 @@ def body_of(record: RequestRecord, now_s: float) -> bytes:
     """Returns the body that tells a request's end."""
     data = msgspec.to_builtins(shown_record(record, now_s)) | {"result_url": f"{path_of(record.address)}/result"}
     about = {"type": f"request.{record.state.value}", "timestamp": instant(record.finished_at), "data": data}
-    return msgspec.json.encode(about)
-
-
-def job_body_of(record: JobRecord, now_s: float) -> bytes:
-    """Returns the body that tells a bulk job's end."""
-    data = shown_job(record, now_s)
-    about = {"type": f"job.{record.state}", "timestamp": instant(record.ended_at), "data": data}
     return msgspec.json.encode(about)

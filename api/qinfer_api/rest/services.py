@@ -43,9 +43,7 @@ from qinfer_api.http.infer import (
     request_encoding,
     too_large,
 )
-from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.json_types import decode_json
-from qinfer_api.labeling.service import Labeling
 from qinfer_api.observe.statistics import Statistics
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import Json, errors, header
@@ -61,8 +59,6 @@ class Services:
         settings: The gateway's settings.
         dispatcher: Takes infer requests.
         requests: Takes asynchronous ones.
-        jobs: Takes bulk jobs.
-        labeling: Takes what Label Studio calls.
         catalog: Knows the models.
         codec: Reads infer requests and makes replies.
         shared_memory: What clients on this host share with this process.
@@ -79,8 +75,6 @@ class Services:
     settings: Settings
     dispatcher: Dispatcher
     requests: AsyncRequests
-    jobs: BulkJobs
-    labeling: Labeling
     catalog: Catalog
     codec: InferCodec
     shared_memory: SharedMemory

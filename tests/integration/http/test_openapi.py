@@ -31,8 +31,8 @@ from schemathesis.config import (
 )
 
 from qinfer.core.settings import BulkSettings, RepositorySettings, StoreSettings
+from qinfer_api.app import build_app
 from qinfer_api.auth import Restrictions
-from qinfer_api.rest.app import build_app
 from qinfer_api.rest.services import Services
 from tests.support.gateway import ANSWERING
 from tests.support.threaded_gateway import Server, is_prescribed, settings
@@ -50,7 +50,7 @@ pytestmark = [  # of Hypothesis: the gateway's thread draws random numbers too, 
 def document() -> dict[str, Any]:
     """Returns the document; the routes need no services to describe themselves."""
     services = Mock(spec=Services, restrictions=Restrictions.for_http(()))
-    return build_app(cast(Services, services)).openapi()
+    return build_app(cast(Services, services), Mock(), Mock()).openapi()
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import ANONYMOUS
-from qinfer_api.requests.service import Submission
+from qinfer_api.requests.service import SubmitOptions
 from tests.support.gateway import Running, running_gateway
 
 BOX = "label-studio"
 KIND = outbox(BOX, 60.0)
-SUBMISSION = Submission(body_hash="h", idempotency_key="project 1, task 7", outbox=BOX, notes=b"task 7")
+SUBMISSION = SubmitOptions(body_hash="h", idempotency_key="project 1, task 7", outbox=BOX, notes=b"task 7")
 
 
 def request(model: str) -> InferRequest:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 
 import pytest
 
@@ -17,6 +18,7 @@ from qinfer.queue.base import Lease
 from qinfer.queue.redis import Delivery
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer_api.jobs.janitor import JobJanitor
+from qinfer_api.jobs.records import message_of
 from qinfer_api.observe.reporting import take_snapshot
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.targets import Targets
@@ -78,8 +80,8 @@ class Bench:
 
 def rounds(bench: Bench, jobs: JobJanitor) -> Janitor:
     off = WebhookSettings()
-    webhooks = Webhooks(off, bench.delivery, Targets(off))
-    return Janitor(bench.delivery, bench.catalog, GatewayTally(), 0.001, webhooks, jobs)
+    webhooks = Webhooks(off, bench.delivery, Targets(off), partial(message_of, bench.jobs))
+    return Janitor(bench.delivery, bench.catalog, GatewayTally(), 0.001, webhooks, jobs.round)
 
 
 @pytest.fixture

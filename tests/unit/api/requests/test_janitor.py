@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Acceptance, Address, RequestState
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer.wire.frame import encode_request
+from qinfer_api.jobs.records import message_of
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.webhooks import MAX_DELIVERIES, Webhooks
@@ -41,7 +43,7 @@ class Bench:
         self.catalog = Catalog(self.store, LimitSettings())
         self.tally = GatewayTally()
         options = WebhookSettings.model_validate({"allow": ("h",), "secret": "s"})
-        self.webhooks = Webhooks(options, self.delivery, Targets(options))
+        self.webhooks = Webhooks(options, self.delivery, Targets(options), partial(message_of, self.delivery.jobs))
         self.janitor = Janitor(self.delivery, self.catalog, self.tally, 0.001, self.webhooks)
 
     async def start(self, *, workers: int = 0) -> None:
@@ -233,7 +235,8 @@ async def test_as_many_webhooks_as_can_be_delivered(bench: Bench) -> None:
 
 async def test_where_webhooks_are_off_none_is_taken(bench: Bench) -> None:
     """Gateways that allow them deliver; a try of this one would only count as failed."""
-    off = Webhooks(WebhookSettings(), bench.delivery, Targets(WebhookSettings()))
+    options = WebhookSettings()
+    off = Webhooks(options, bench.delivery, Targets(options), partial(message_of, bench.delivery.jobs))
     janitor = Janitor(bench.delivery, bench.catalog, bench.tally, 0.001, off)
     await bench.accept("r1", webhook="http://h/")
     bench.server.advance(2.0)

@@ -4,6 +4,7 @@ import base64
 import json
 import logging
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from qinfer.queue.base import Lane
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
 from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Acceptance, Address, RequestState, Settlement
+from qinfer_api.jobs.records import message_of
 from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.targets import Targets, is_public
 from qinfer_api.requests.webhooks import MAX_DELIVERIES, Webhooks, read_secret, sign, webhook_id
@@ -191,7 +193,7 @@ async def sent(
     delivery: Delivery, item: DeliveryItem, options: WebhookSettings, resolve: Any = None
 ) -> tuple[str, list[DeliveryItem]]:
     """Delivers a webhook; returns its state, and what there still is to be delivered."""
-    webhooks = Webhooks(options, delivery, Targets(options, resolve))
+    webhooks = Webhooks(options, delivery, Targets(options, resolve), partial(message_of, delivery.jobs))
     async with webhooks:
         await webhooks.deliver(item)
     assert webhooks.free == (MAX_DELIVERIES if options.allow else 0)
@@ -300,7 +302,7 @@ async def test_the_end_of_a_job_is_told(delivery: Delivery, receiver: Receiver) 
     spec = b'{"model":"digits","inputs":["file:///in/*.parquet"],"output":{"url":"file:///out"}}'
     job = JobRecord(id="j1", model="digits", version=1, state="running", spec=spec, webhook=receiver.url())
     await delivery.jobs.create(job)
-    webhooks = Webhooks(options, delivery, Targets(options))
+    webhooks = Webhooks(options, delivery, Targets(options), partial(message_of, delivery.jobs))
 
     async with webhooks:
         for state in ("failed", "expired"):
