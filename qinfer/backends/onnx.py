@@ -3,21 +3,29 @@
 Settings, by Triton's names: parameters `intra_op_thread_count`, `inter_op_thread_count`, `execution_mode` (0
 sequential, 1 parallel), `enable_mem_arena`, `enable_mem_pattern`, `memory.enable_memory_arena_shrinkage`,
 `session.use_device_allocator_for_initializers`; `optimization.graph.level` (-1 basic, 1 extended, 2 none; all by
-default). Those of GPUs are in `onnx_providers`.
+default).
+
+An instance on the CPU has the CPU provider. One on a GPU has CUDA, behind TensorRT where the configuration asks for it
+by `optimization.execution_accelerators.gpu_execution_accelerator`, and the CPU for what neither can do.
 https://github.com/triton-inference-server/onnxruntime_backend#model-config-options
 """
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+# The official builds of 1.31 send events about sessions to their makers, and keep a device id in the home directory,
+# unless this is set before they are loaded (Privacy.md of the package).
+os.putenv("ORT_DISABLE_TELEMETRY", "1")
+
+import onnxruntime as ort
+
 from qinfer.backends import engine_cache
 from qinfer.backends.base import Array, Batch, Context, respond_rows
-from qinfer.backends.onnx_providers import CPU, providers
-from qinfer.backends.onnx_runtime import ort
 from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
@@ -49,6 +57,29 @@ _SHRINK = "memory.enable_memory_arena_shrinkage"
 _DEVICE_INITIALIZERS = "session.use_device_allocator_for_initializers"
 _NOBODY: frozenset[int] = frozenset()
 _FATAL = 4  # ORT's own log would show paths and repeat what is raised anyway
+CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
+
+Provider = tuple[str, dict[str, str]]
+"""A provider's name and its options."""
+
+# Triton's values of the (older) `parameters` → those of CUDAExecutionProvider.
+_CUDA_PARAMETERS: Mapping[str, Mapping[str, str] | None] = {
+    "cudnn_conv_algo_search": {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},
+    "gpu_mem_limit": None,
+    "arena_extend_strategy": {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"},
+    "do_copy_in_default_stream": {"0": "0", "1": "1"},
+}
+_PRECISIONS: Mapping[str, dict[str, str]] = {
+    "FP32": {},
+    "FP16": {"trt_fp16_enable": "1"},
+    "INT8": {"trt_int8_enable": "1"},
+}
+_RENAMED = {
+    "max_workspace_size_bytes": "trt_max_workspace_size",
+    "int8_calibration_table_name": "trt_int8_calibration_table_name",
+    "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
+}
+_FLAGS = {"true": "1", "false": "0"}
 
 
 class OnnxBackend:
@@ -264,3 +295,90 @@ def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found
                 f"model '{spec.name}', {kind} '{tensor.name}': its first dimension is fixed to {dims[0]}, "
                 f"so max_batch_size {spec.max_batch_size} is impossible; set it to 0 and give the full dims"
             )
+
+
+def providers(spec: ModelSpec, device: Device, available: Collection[str], cache: Path) -> list[Provider]:
+    """Returns the providers of an instance, the preferred one first.
+
+    Args:
+        spec: The model's configuration.
+        device: Where the instance is to run.
+        available: What the installed onnxruntime offers.
+        cache: Where TensorRT keeps its engines, if the configuration does not say.
+
+    Raises:
+        ModelLoadFailed: A provider is needed that is not there, or a setting is wrong.
+    """
+    if device.kind == "cpu":
+        for accelerator in spec.cpu_accelerators:
+            raise ModelLoadFailed(
+                f"model '{spec.name}': cpu_execution_accelerator '{accelerator.name}' is not supported; remove it, or "
+                "serve the model by backend 'openvino'"
+            )
+        return [(CPU, {})]
+    chosen: list[Provider] = []
+    cuda = _cuda_parameters(spec)
+    for accelerator in spec.gpu_accelerators:
+        if accelerator.name == "tensorrt":
+            _require(spec, device, TENSORRT, available)
+            chosen.append((TENSORRT, tensorrt_options(spec, device, accelerator.parameters, cache)))
+        elif accelerator.name == "cuda":
+            cuda |= accelerator.parameters
+        else:
+            raise ModelLoadFailed(
+                f"model '{spec.name}': gpu_execution_accelerator '{accelerator.name}' is not known; "
+                "use 'tensorrt' or 'cuda'"
+            )
+    _require(spec, device, CUDA, available)
+    return [*chosen, (CUDA, {"device_id": str(device.number)} | cuda), (CPU, {})]
+
+
+def tensorrt_options(spec: ModelSpec, device: Device, parameters: Mapping[str, str], cache: Path) -> dict[str, str]:
+    """Translates an accelerator's parameters to options of TensorrtExecutionProvider; engines are cached by default.
+
+    Raises:
+        ModelLoadFailed: A parameter is not known.
+    """
+    options = {
+        "device_id": str(device.number),
+        "trt_engine_cache_enable": "1",
+        "trt_engine_cache_path": str(cache / "onnxruntime" / spec.name),
+    }
+    for key, value in parameters.items():
+        if key == "precision_mode":
+            if value.upper() not in _PRECISIONS:
+                raise ModelLoadFailed(
+                    f"model '{spec.name}': precision_mode is '{value}'; it must be one of {', '.join(_PRECISIONS)}"
+                )
+            options |= _PRECISIONS[value.upper()]
+        elif key in _RENAMED or key.startswith("trt_"):
+            options[_RENAMED.get(key, key)] = _FLAGS.get(value.lower(), value)
+        else:
+            raise ModelLoadFailed(
+                f"model '{spec.name}': parameter '{key}' of accelerator 'tensorrt' is not known; "
+                f"use precision_mode, {', '.join(_RENAMED)}, or an option of onnxruntime that begins with trt_"
+            )
+    return options
+
+
+def _cuda_parameters(spec: ModelSpec) -> dict[str, str]:
+    options = {}
+    for name, values in _CUDA_PARAMETERS.items():
+        text = spec.parameters.get(name)
+        if text is None:
+            continue
+        known = values or ({text: text} if text.isascii() and text.isdecimal() else {})
+        if text not in known:
+            expected = " or ".join(values) if values else "a number of bytes"
+            raise ModelLoadFailed(f"parameter '{name}' of model '{spec.name}' is '{text}'; it must be {expected}")
+        options[name] = known[text]
+    return options
+
+
+def _require(spec: ModelSpec, device: Device, provider: str, available: Collection[str]) -> None:
+    if provider not in available:
+        raise ModelLoadFailed(
+            f"model '{spec.name}' is for GPU {device.number}, which needs {provider}; the installed onnxruntime has "
+            f"{', '.join(sorted(available))}; run: pip install 'qinfer-ml[onnx-gpu]' (and uninstall onnxruntime), "
+            "or set the instance group's kind to KIND_CPU"
+        )

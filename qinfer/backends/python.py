@@ -1,7 +1,7 @@
 """The `python` backend: Triton's `model.py`, each instance in a process of its own.
 
-A crash of the model's code ends that process and fails one batch: the worker runs it again in halves, so that only the
-request that crashes it alone gets the error. The process is started again meanwhile. See `qinfer.backends.python_host`.
+A crash of the model's code ends that process and fails one batch: the worker bisects it, so that only the request that
+crashes the model alone gets the error. The process is started again meanwhile. See `qinfer.backends.python_host`.
 https://github.com/triton-inference-server/python_backend
 """
 
@@ -21,6 +21,8 @@ from qinfer.backends.python_host.messages import (
     Asked,
     Call,
     Cancelled,
+    Complete,
+    Completed,
     Execute,
     Executed,
     Failed,
@@ -34,6 +36,8 @@ from qinfer.backends.python_host.messages import (
 from qinfer.backends.python_host.process import HostProcess
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch, QinferError
+from qinfer.models.config.dialect import from_json, to_json
+from qinfer.models.config.message import ModelConfig
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import Bytes, Tensor, from_numpy
 
@@ -44,6 +48,8 @@ TRIES = 5
 """So many processes in a row may die before they take a batch; then its requests are refused as retryable."""
 
 M = TypeVar("M", bound=Message)
+COMPLETE_S = 120.0
+"""How long importing the model and `auto_complete_config` may take together."""
 
 
 class PythonBackend:
@@ -98,7 +104,7 @@ class PythonBackend:
         finally:
             self._instance.is_busy = False
         if executed is None:
-            # Each item by itself: the batch is not at fault, so cutting it in halves would find nothing.
+            # Each item by itself: the batch is not at fault, so bisecting it would find nothing.
             error = ModelNotReady(f"model '{self._model}' can't be started again: {self._instance.reason}")
             for item in range(len(batch.requests)):
                 ctx.respond(item, error)
@@ -310,3 +316,48 @@ class _Names:
 
 
 _names = _Names()
+
+
+def complete_config(config: ModelConfig, version_dir: Path, timeout_s: float = COMPLETE_S) -> ModelConfig:
+    """Returns the configuration as the model completes it; a model without `auto_complete_config` changes nothing.
+
+    Args:
+        config: The configuration so far; it is left as it is.
+        version_dir: The directory of the version to ask; blocking.
+        timeout_s: When to give up.
+
+    Raises:
+        ModelLoadFailed: The model's code raised, died, took too long, or made what is no configuration.
+    """
+    model = config.name or version_dir.parent.name
+    named = ModelConfig()
+    named.CopyFrom(config)
+    named.name = model
+    filename = config.default_model_filename or "model.py"
+    environment = config.parameters[ENVIRONMENT].string_value if ENVIRONMENT in config.parameters else ""
+    check_model(model, environment, version_dir, filename)
+    process = HostProcess(model)
+    is_late = threading.Event()
+
+    def give_up() -> None:
+        is_late.set()
+        process.kill()
+
+    timer = threading.Timer(timeout_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        answer = ask(process, Complete(str(version_dir), filename, to_json(named)), Completed, model)
+    except ModelLoadFailed:
+        if is_late.is_set():
+            raise ModelLoadFailed(
+                f"auto_complete_config of model '{model}' took more than {timeout_s:g} s; write its config.pbtxt"
+            ) from None
+        raise
+    finally:
+        timer.cancel()
+        process.kill()
+    completed = from_json(answer.config)
+    if not config.name:
+        completed.name = ""
+    return completed

@@ -35,7 +35,7 @@ _BUILT_IN = {
 }
 
 
-_COMPLETERS = {"python": _BuiltIn("qinfer.backends.python_host.complete", "complete_config", "worker")}
+_COMPLETERS = {"python": _BuiltIn("qinfer.backends.python", "complete_config", "worker")}
 """Backends whose own code completes a configuration."""
 
 

@@ -13,21 +13,24 @@ import logging
 import subprocess
 import sys
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import tensorrt as trt
 
 from qinfer.backends import engine_cache
 from qinfer.backends.base import Array, Batch, Context, respond_rows
-from qinfer.backends.cuda import Cuda
+from qinfer.backends.cuda import TO_DEVICE, TO_HOST, Cuda
 from qinfer.backends.parameters import cleaned, model_file
-from qinfer.backends.tensorrt_buffers import Buffers, Port, Shape
 from qinfer.backends.tensorrt_plan import build_of, cache_key
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
 from qinfer.models.config.onnx_metadata import read_onnx
 from qinfer.models.repository.files import LocalFiles
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.tensors import DATATYPES
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,89 @@ _DATATYPES = {
     "UINT8": "UINT8",
 }
 _MAX_GRAPHS = 64  # of each instance: a graph keeps an execution context, and shapes may be many
+
+
+Shape = tuple[int, ...]
+
+
+class Port(NamedTuple):
+    """A tensor of an engine, with its largest shape."""
+
+    name: str
+    datatype: str
+    shape: Shape
+    is_input: bool
+
+
+class Buffers:
+    """The buffers of an instance: for each tensor one on the GPU, and one on the host, of the largest size.
+
+    Args:
+        cuda: CUDA, with the instance's GPU as the present one.
+        ports: The engine's tensors.
+        scratch_bytes: What executions need beside them; all of an instance's share it, because they never overlap.
+    """
+
+    def __init__(self, cuda: Cuda, ports: list[Port], scratch_bytes: int) -> None:
+        self._cuda = cuda
+        self._ports = {port.name: port for port in ports}
+        self._host: dict[str, tuple[int, Array]] = {}
+        self.addresses: dict[str, int] = {}
+        """Name → address on the GPU."""
+        self.scratch, self.scratch_bytes = 0, scratch_bytes
+        try:
+            self.scratch = cuda.allocate(scratch_bytes)
+            for port in ports:
+                size_bytes = prod(port.shape) * _itemsize(port)
+                self.addresses[port.name] = cuda.allocate(size_bytes)
+                self._host[port.name] = cuda.allocate_pinned(size_bytes)
+        except BaseException:
+            self.free()
+            raise
+
+    def fill(self, name: str, array: Array) -> None:
+        """Copies an input into its pinned buffer."""
+        port = self._ports[name]
+        if port.datatype == "BF16":  # float32 on this side of the backend
+            array = (np.ascontiguousarray(array, dtype="<f4").view("<u4") >> 16).astype("<u2")
+        view = self._host[name][1][: array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(view, array)
+
+    def read(self, name: str, shape: Shape) -> Array:
+        """Copies an output out of its pinned buffer, which the next execution overwrites."""
+        port = self._ports[name]
+        raw = self._host[name][1][: self._size_bytes(name, shape)]
+        if port.datatype == "BF16":
+            return (raw.view("<u2").astype("<u4") << 16).view("<f4").reshape(shape)
+        copied: Array = raw.view(DATATYPES[port.datatype].numpy or "<u2").reshape(shape).copy()
+        return copied
+
+    def to_device(self, name: str, shape: Shape, stream: int) -> None:
+        """Queues the copy of an input to the GPU."""
+        size_bytes = self._size_bytes(name, shape)
+        self._cuda.copy(self.addresses[name], self._host[name][0], size_bytes, TO_DEVICE, stream)
+
+    def to_host(self, name: str, shape: Shape, stream: int) -> None:
+        """Queues the copy of an output from the GPU."""
+        self._cuda.copy(self._host[name][0], self.addresses[name], self._size_bytes(name, shape), TO_HOST, stream)
+
+    def free(self) -> None:
+        """Frees everything."""
+        for address in (self.scratch, *self.addresses.values()):
+            if address:
+                self._cuda.free(address)
+        for address, _ in self._host.values():
+            self._cuda.free_pinned(address)
+        self.scratch = 0
+        self.addresses.clear()
+        self._host.clear()
+
+    def _size_bytes(self, name: str, shape: Shape) -> int:
+        return prod(shape) * _itemsize(self._ports[name])
+
+
+def _itemsize(port: Port) -> int:
+    return DATATYPES[port.datatype].itemsize
 
 
 class TensorrtBackend:

@@ -3,25 +3,35 @@
 Settings, by Triton's names: parameters `INFERENCE_MODE`, `DISABLE_OPTIMIZED_EXECUTION`, `INTRA_OP_THREAD_COUNT`,
 `INTER_OP_THREAD_COUNT`, `DISABLE_CUDNN`, `ENABLE_CACHE_CLEANING`, `ENABLE_JIT_EXECUTOR`, `ENABLE_JIT_PROFILING`,
 `ENABLE_TENSOR_FUSER`. qinfer's own: `qinfer.torch_amp` (`float16`, `bfloat16`) and `qinfer.torch_compile` (a mode of
-torch.compile, such as `default`).
+torch.compile, such as `default`). Inputs and outputs are bound by Triton's naming conventions.
 https://github.com/triton-inference-server/pytorch_backend#model-configuration
+
+Model files are opened without unpickling objects. `model.pt` is a TorchScript archive, whose objects are only those of
+the TorchScript language. `model.pt2` is an archive of `torch.export.save` (a graph as JSON, weights as raw bytes) or of
+AOTInductor (compiled code); one that holds pickled objects too is refused before anything of it is loaded. None of
+these formats is safe against its author: a model file is a program.
 """
 
+import inspect
+import io
+import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.export
+from torch.export.passes import move_to_device_pass
 from torch.jit import _fuser
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
-from qinfer.backends.torch_files import Opened, open_model
-from qinfer.backends.torch_names import input_positions, output_positions
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, OutputMismatch, QinferError
 from qinfer.models.config.to_spec import TORCH_AMP, TORCH_COMPILE
 from qinfer.models.spec import Device, ModelSpec
@@ -50,6 +60,109 @@ _COMPILE_CHOICES = {**{mode: mode for mode in _COMPILE_MODES}, "none": ""}
 _PINNED_MIN_BYTES = 64 * 1024  # below that, a copy from ordinary memory is over sooner
 
 _thread = threading.local()
+
+
+_deprecations = threading.Lock()  # changing warning filters is not safe in threads
+_SEPARATOR = "__"
+
+
+class Opened(NamedTuple):
+    """A model file, ready to be called.
+
+    Attributes:
+        call: Takes the input tensors, returns what the model returns.
+        arguments: The names of `forward`'s arguments, in order; empty when the file does not tell.
+        takes_dict: The only argument is a dictionary of tensors by name.
+        kind: `torchscript`, `export` or `aoti`.
+    """
+
+    call: Callable[..., Any]
+    arguments: tuple[str, ...]
+    takes_dict: bool
+    kind: str
+
+
+def open_model(path: Path, device: torch.device) -> Opened:
+    """Opens a model file on a device; blocking.
+
+    Raises:
+        ModelLoadFailed: It is none of the formats, holds pickled objects, or was compiled for another kind of device.
+        Exception: What PyTorch raises when it can't read it.
+    """
+    if not zipfile.is_zipfile(path):
+        raise ModelLoadFailed(
+            f"'{path.name}' is not a PyTorch archive; save the model with torch.export.save or torch.jit.save"
+        )
+    with zipfile.ZipFile(path) as archive:
+        names = {name.partition("/")[2]: name for name in archive.namelist()}
+        if "constants.pkl" in names:
+            return _torchscript(path, device)
+        if any(name.startswith("data/aotinductor/") for name in names):
+            refuse_pickle(archive, names)
+            return _aoti(path, device)
+        if any(name.startswith("models/") for name in names):
+            refuse_pickle(archive, names)
+            return _exported(path, device)
+        if "data.pkl" in names:
+            raise ModelLoadFailed(
+                f"'{path.name}' is a pickled module or state dict, which is never loaded, because a pickle may run any "
+                "code; save the model with torch.export.save or torch.jit.save"
+            )
+    raise ModelLoadFailed(f"'{path.name}' is of a format of PyTorch that is not known here; save the model anew")
+
+
+def refuse_pickle(archive: zipfile.ZipFile, names: dict[str, str]) -> None:
+    """Refuses an archive of `torch.export` with objects that only a full unpickling can read.
+
+    Args:
+        archive: The file.
+        names: Path within the archive → the same with the archive's own first directory.
+
+    Raises:
+        ModelLoadFailed: It holds such objects; the message names the first.
+    """
+    for name, full in names.items():
+        if name.endswith(("_weights_config.json", "_constants_config.json")):
+            for tensor, entry in json.loads(archive.read(full)).get("config", {}).items():
+                if entry.get("use_pickle") or "custom_obj" in str(entry.get("path_name", "")):
+                    raise ModelLoadFailed(f"the model holds '{tensor}' as a pickled object, which is never loaded")
+        elif name.startswith("data/sample_inputs/") and (raw := archive.read(full)):
+            try:
+                torch.load(io.BytesIO(raw), weights_only=True)
+            except Exception as error:
+                raise ModelLoadFailed(
+                    "the model's sample inputs hold pickled objects, which are never loaded; export it with tensors"
+                ) from error
+
+
+def _torchscript(path: Path, device: torch.device) -> Opened:
+    with _deprecations, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # in favour of torch.export; the format goes on being read
+        module = torch.jit.load(str(path), map_location=device)  # type: ignore[no-untyped-call]  # it is not annotated
+    module.eval()
+    arguments = module.forward.schema.arguments[1:]
+    takes_dict = len(arguments) == 1 and arguments[0].type.kind() == "DictType"
+    return Opened(module, tuple(a.name for a in arguments), takes_dict, "torchscript")
+
+
+def _exported(path: Path, device: torch.device) -> Opened:
+    program = torch.export.load(path)
+    if device.type != "cpu":
+        program = move_to_device_pass(program, device)
+    module = program.module()
+    return Opened(module, tuple(inspect.signature(module.forward).parameters), False, "export")
+
+
+def _aoti(path: Path, device: torch.device) -> Opened:
+    index = -1 if device.type == "cpu" else device.index or 0
+    loaded = torch._inductor.aoti_load_package(str(path), device_index=index)  # the documented way, for all its name
+    compiled_for = loaded.get_metadata().get("AOTI_DEVICE_KEY", device.type)
+    if compiled_for != device.type:
+        raise ModelLoadFailed(
+            f"'{path.name}' was compiled for {compiled_for}, but its instance group is on {device.type}; "
+            "compile it for that, or set the group's kind"
+        )
+    return Opened(loaded, (), False, "aoti")
 
 
 class TorchBackend:
@@ -313,3 +426,50 @@ def _reason(error: BaseException) -> str:
 def _first_line(error: BaseException, path: Path | None = None) -> str:
     """PyTorch's messages end in pages of stack; the first line says what is the matter."""
     return (cleaned(error, path).splitlines() or [type(error).__name__])[0]
+
+
+def input_positions(model: str, inputs: Sequence[str], arguments: Sequence[str]) -> list[int]:
+    """Returns the position in `forward` of each configured input.
+
+    The names are those of the arguments, or all end in `__<position>`, or are taken in the configuration's order.
+
+    Args:
+        model: The model's name, for messages.
+        inputs: The names of the configured inputs.
+        arguments: The names of `forward`'s arguments; empty when they are not known.
+
+    Raises:
+        ModelLoadFailed: There are more inputs than arguments, or a position exists twice or not at all.
+    """
+    if arguments and set(inputs) <= set(arguments):
+        return [arguments.index(name) for name in inputs]
+    limit = len(arguments) or len(inputs)
+    if len(inputs) > limit:
+        raise ModelLoadFailed(
+            f"model '{model}' has {limit} inputs ({', '.join(arguments)}), its configuration {len(inputs)}"
+        )
+    return _by_index(model, "input", inputs, limit) or list(range(len(inputs)))
+
+
+def output_positions(model: str, outputs: Sequence[str]) -> list[int]:
+    """Returns the position in the model's result of each configured output: by `__<position>`, else in order.
+
+    Raises:
+        ModelLoadFailed: A position exists twice.
+    """
+    return _by_index(model, "output", outputs, None) or list(range(len(outputs)))
+
+
+def _by_index(model: str, kind: str, names: Sequence[str], limit: int | None) -> list[int] | None:
+    endings = [name.rpartition(_SEPARATOR) for name in names]
+    if not all(stem and end.isascii() and end.isdecimal() for stem, _, end in endings):
+        return None
+    positions = [int(end) for _, _, end in endings]
+    if len(set(positions)) < len(positions):
+        raise ModelLoadFailed(f"model '{model}' has two {kind}s of the same position: {', '.join(names)}")
+    if limit is not None and max(positions) >= limit:
+        raise ModelLoadFailed(
+            f"model '{model}': {kind} '{names[positions.index(max(positions))]}' has no such position; "
+            f"the model has {limit} {kind}s, counted from 0"
+        )
+    return positions

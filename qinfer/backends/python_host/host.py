@@ -1,12 +1,14 @@
-"""Runs one `model.py`: does what the worker says, until it says no more."""
+"""The program of a host process: runs one `model.py` as the worker commands, until the worker is gone."""
 
 import asyncio
 import importlib
 import inspect
 import json
 import sys
+import threading
 import traceback
 import types
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -17,8 +19,7 @@ import numpy as np
 
 from qinfer.backends.python_host import inference, services, utils
 from qinfer.backends.python_host.channel import Buffer, Channel
-from qinfer.backends.python_host.errors import TritonError, TritonModelException
-from qinfer.backends.python_host.inbox import Inbox
+from qinfer.backends.python_host.errors import TritonError, TritonModelException, message_of
 from qinfer.backends.python_host.inference import InferenceRequest, InferenceResponse, InferenceTrace
 from qinfer.backends.python_host.messages import (
     Answer,
@@ -33,11 +34,11 @@ from qinfer.backends.python_host.messages import (
     IsCancelled,
     Load,
     Loaded,
+    Message,
     Returned,
     TensorMeta,
 )
 from qinfer.backends.python_host.tensor import Array, Tensor
-from qinfer.backends.python_host.text import message_of
 from qinfer.errors import QinferError
 from qinfer.tensors import DATATYPES, Bytes, to_numpy
 from qinfer.tensors import Tensor as WireTensor
@@ -46,6 +47,81 @@ CALLS_AT_ONCE = 64
 """So many calls to other models run at once; further ones wait for these."""
 
 _HERE = Path(__file__).parent
+
+
+Received = tuple[Message, list[Buffer]]
+
+
+class Inbox:
+    """Reads a channel for several threads: commands for the main thread, answers for whoever asked.
+
+    There is no thread for reading: of the threads that wait, one reads for all.
+
+    Args:
+        channel: The way to the worker.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._is_read = False
+        self._commands: deque[Received] = deque()
+        self._answers: dict[int, Received | None] = {}
+        self._count = 0
+
+    def expect(self) -> int:
+        """Returns a number for a question, whose answer is kept from now on."""
+        with self._changed:
+            self._count += 1
+            self._answers[self._count] = None
+            return self._count
+
+    def command(self) -> Received:
+        """Waits for the next command.
+
+        Raises:
+            EOFError: The worker is gone.
+        """
+        with self._changed:
+            while not self._commands:
+                self._step()
+            return self._commands.popleft()
+
+    def answer(self, number: int) -> Received:
+        """Waits for the answer to a question.
+
+        Raises:
+            EOFError: The worker is gone.
+        """
+        with self._changed:
+            while (received := self._answers[number]) is None:
+                self._step()
+            del self._answers[number]
+            return received
+
+    def _step(self) -> None:
+        """Waits for what another thread reads, or else reads one message."""
+        if self._is_read:
+            self._changed.wait()
+            return
+        self._is_read = True
+        self._changed.release()
+        received = None
+        try:
+            received = self._channel.receive()
+        finally:
+            self._changed.acquire()
+            self._is_read = False
+            if received is not None:
+                self._sort(received)
+            self._changed.notify_all()
+
+    def _sort(self, received: Received) -> None:
+        message, _ = received
+        if not isinstance(message, Returned | Cancelled):
+            self._commands.append(received)
+        elif message.number in self._answers:
+            self._answers[message.number] = received
 
 
 class Host:

@@ -5,9 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Protocol
 
-from qinfer.backends.python_host.errors import TritonError, TritonModelException
+from qinfer.backends.python_host.errors import TritonError, TritonModelException, checked_parameters, text
 from qinfer.backends.python_host.tensor import Tensor
-from qinfer.backends.python_host.text import checked_parameters, text
 from qinfer.core.messages import Scalar
 
 FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL

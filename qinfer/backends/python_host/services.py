@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NoReturn
 
-from qinfer.backends.python_host.errors import TritonModelException
-from qinfer.backends.python_host.text import text
+from qinfer.backends.python_host.errors import TritonModelException, text
 
 MARK = "\x1eqinfer:"
 """Begins a line of the host's stderr that is a log record as JSON; other lines are what the model printed."""

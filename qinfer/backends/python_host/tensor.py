@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qinfer.backends.python_host.errors import TritonModelException
-from qinfer.backends.python_host.text import text
+from qinfer.backends.python_host.errors import TritonModelException, text
 from qinfer.tensors import DATATYPES, from_numpy
 from qinfer.tensors import Tensor as WireTensor
 

@@ -6,9 +6,8 @@ from typing import Any
 import onnxruntime as ort
 import pytest
 
-from qinfer.backends.onnx import OnnxBackend
-from qinfer.backends.onnx_providers import CPU as CPU_PROVIDER
-from qinfer.backends.onnx_providers import CUDA, TENSORRT, providers
+from qinfer.backends.onnx import CPU as CPU_PROVIDER
+from qinfer.backends.onnx import CUDA, TENSORRT, OnnxBackend, providers
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import normalise, parse, to_spec

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from qinfer.backends import torch as adapter
-from qinfer.backends.torch import TorchBackend
-from qinfer.backends.torch_names import input_positions, output_positions
+from qinfer.backends.torch import TorchBackend, input_positions, output_positions
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, OutputMismatch
 from qinfer.models.spec import ModelSpec
 from tests.support.backends import CPU, GPU, read_only, run, save_exported, save_torchscript, spec, tensors

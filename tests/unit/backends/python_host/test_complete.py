@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.backends.python_host.complete import complete_config
-from qinfer.backends.python_host.model_config import ModelConfig as HostConfig
+from qinfer.backends.python import complete_config
+from qinfer.backends.python_host.utils import ModelConfig as HostConfig
 from qinfer.backends.registry import completer
 from qinfer.errors import BackendUnavailable, ModelLoadFailed
 from qinfer.models.config.config import normalise, parse, to_json

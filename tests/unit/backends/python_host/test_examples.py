@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from qinfer.backends.base import Array, Batch
-from qinfer.backends.python import PythonBackend
-from qinfer.backends.python_host.complete import complete_config
+from qinfer.backends.python import PythonBackend, complete_config
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import InferenceFailed, ModelLoadFailed
