@@ -12,7 +12,7 @@ from qinfer.queue.request_records import Outcome, RequestState, Settlement
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request_apart
-from qinfer_workers.inference.intake import MOST
+from qinfer_workers.inference.serving import MAX_READS
 from tests.support.stage import Stage, value
 
 LARGE = 50 * 2**20 // 4
@@ -245,16 +245,16 @@ async def test_payloads_that_do_not_come_keep_no_other_request_waiting(
     scene: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many they are; no more than a few are read at a time, and with the store back all are answered."""
-    monkeypatch.setattr("qinfer_workers.inference.intake.STALLED_S", 0.1)
-    monkeypatch.setattr("qinfer_workers.inference.intake.PAUSE_S", 0.1)
+    monkeypatch.setattr("qinfer_workers.inference.serving.STALLED_S", 0.1)
+    monkeypatch.setattr("qinfer_workers.inference.worker.PAUSE_S", 0.1)
     payloads = SlowPayloads(scene, monkeypatch)
     await scene.model()
     await scene.worker()
     slow = [scene.submit_apart(float(i)) for i in range(60)]
-    await eventually(lambda: payloads.reading >= MOST)
+    await eventually(lambda: payloads.reading >= MAX_READS)
 
     assert value(await scene.submit(100.0)) == 100.0
-    assert payloads.reading < MOST + 8  # a batch
+    assert payloads.reading < MAX_READS + 8  # a batch
     payloads.go.set()
 
     assert [value(answer) for answer in await asyncio.gather(*slow)] == [float(i) for i in range(60)]
@@ -262,7 +262,7 @@ async def test_payloads_that_do_not_come_keep_no_other_request_waiting(
 
 async def test_what_is_read_counts_as_room_that_is_taken(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a worker would take what another could run at once."""
-    monkeypatch.setattr("qinfer_workers.inference.intake.SLOW_S", 60.0)
+    monkeypatch.setattr("qinfer_workers.inference.serving.SLOW_S", 60.0)
     payloads = SlowPayloads(scene, monkeypatch)
     await scene.model()
     calls = [scene.submit_apart(float(i)) for i in range(12)]
@@ -330,7 +330,7 @@ class SlowPayloads:
 
 async def test_tensors_that_can_not_be_read_now_are_read_later(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The entry is released meanwhile, and counts no delivery."""
-    monkeypatch.setattr("qinfer_workers.inference.intake.PAUSE_S", 0.01)
+    monkeypatch.setattr("qinfer_workers.inference.worker.PAUSE_S", 0.01)
     payload = scene.delivery.payload
     refusals = [BrokerUnavailable("away")]
 

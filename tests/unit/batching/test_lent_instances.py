@@ -63,7 +63,7 @@ async def test_what_waits_too_long_is_given_back(scene: Scene) -> None:
     assert not scene.batcher.has_work
 
 
-async def test_a_pause_waits_for_no_loan(scene: Scene) -> None:
+async def test_a_pause_waits_for_no_lent_instance(scene: Scene) -> None:
     """Whoever lent it ends by itself."""
     scene.batcher.admit(scene.items(1))
     scene.time.advance(PATIENCE_S)

@@ -30,15 +30,15 @@ _Done = Callable[[Execution], None]
 T = TypeVar("T")
 
 
-class Loan(Protocol):
-    """What uses an instance for a while, and is no execution of the batcher's."""
+class Borrower(Protocol):
+    """Uses a lent instance for a while; it is no execution of the batcher's."""
 
     def run(self, instance: Backend) -> None:
         """Uses the instance, in its thread; raises nothing."""
         ...
 
 
-_Job = tuple[Execution | Loan, Callable[..., None]]
+_Job = tuple[Execution | Borrower, Callable[..., None]]
 
 
 async def in_thread(name: str, call: Callable[[], T]) -> T:
@@ -134,17 +134,17 @@ class ThreadExecutor:
         self._running += 1
         self._queue.put((execution, done))
 
-    def lend(self, loan: Loan, done: Callable[[Loan], None]) -> None:
+    def lend(self, borrower: Borrower, done: Callable[[Borrower], None]) -> None:
         """Lends an instance as soon as one is free; `done` is called on the event loop when it is given back."""
         self._running += 1
-        self._queue.put((loan, done))
+        self._queue.put((borrower, done))
 
-    def _ended(self, ended: Execution | Loan, done: Callable[..., None]) -> None:
+    def _ended(self, ended: Execution | Borrower, done: Callable[..., None]) -> None:
         self._running -= 1
         done(ended)
 
     def recall(self) -> list[Execution]:
-        """Takes back the executions that no instance has taken; loans stay."""
+        """Takes back the executions that no instance has taken; borrowers stay."""
         recalled: list[Execution] = []
         others: list[_Job | _End] = []
         with suppress(queue.Empty):

@@ -1,8 +1,9 @@
-"""The worker's sign of life and its statistics: every second, at every change of a model's state, and at drain."""
+"""The worker's heartbeat and its statistics: every second, at every change of a model's state, and at drain."""
 
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -14,11 +15,12 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
+from qinfer.observe.devices import GpuMeter, GpuUse
+from qinfer.observe.process_use import ProcessUse, read_use
 from qinfer.observe.stats import ModelCounts
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
 from qinfer_workers.inference.leases import LeaseKeeper
-from qinfer_workers.inference.use import UseMeter
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ SPEEDS_EVERY_S = 10.0
 _States = Callable[[], dict[str, dict[int, VersionState]]]
 _LoadTimes = Callable[[], dict[str, dict[int, float]]]
 _Key = tuple[str, int]
+USAGE_EVERY_S = 2.0
+"""Seconds between two measurements of resource usage: Triton's interval."""
 
 
 class Heartbeat:
@@ -38,14 +42,14 @@ class Heartbeat:
         worker_id: The worker's id.
         settings: How often, and for how long a record lives.
         clock: The broker's time.
-        states: Tells the models' states.
-        batchers: Tells what runs.
+        states: Returns the models' states.
+        batchers: Returns the batchers.
 
     Attributes:
         gpus: The GPUs that the worker has, as for `GpuMeter`, for the record.
-        leases: Tells how many were renewed and lost, for the record.
-        tallies: What is added to the statistics besides what batchers count.
-        load_times: Tells how many seconds the models' last loads took, for the record.
+        leases: Counts how many were renewed and lost, for the record.
+        tallies: Counts that are added to the statistics besides those of batchers.
+        load_times: Returns how many seconds the models' last loads took, for the record.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Heartbeat:
         self.gpus: Collection[int] = ()
         self.leases: LeaseKeeper | None = None
         self.tallies: Sequence[ModelCounts] = ()
-        self._use: UseMeter | None = None
+        self._usage: ResourceUsage | None = None
         self.load_times: _LoadTimes = dict
         self._draining = False
         self._changed = asyncio.Event()
@@ -82,22 +86,23 @@ class Heartbeat:
         self._changed.set()
 
     def drains(self) -> None:
-        """Tells everyone that the worker takes nothing any more, and ends what it has in hand."""
+        """Announces that the worker fetches nothing any more, and ends what it holds."""
         self._draining = True
         self.changed()
 
     async def run(self) -> None:
         """Beats until cancelled."""
-        self._use = UseMeter(self.gpus)
-        self._use.start()
+        self._usage = ResourceUsage(self.gpus)
+        self._usage.start()
         try:
             await self._beat_on()
         finally:
-            self._use.stop()
+            self._usage.stop()
 
     async def _beat_on(self) -> None:
         outage = OutageLog(logger, "no heartbeat", "heartbeats again")
-        is_news = False  # until its readers were woken
+        # Until readers of the record were woken.
+        is_news = False
         while True:
             is_news = is_news or self._changed.is_set()
             self._changed.clear()
@@ -121,7 +126,7 @@ class Heartbeat:
         now_s, completed = self._clock.now_s(), sum(batcher.completed for batcher in batchers)
         rps = max(completed - self._last_completed, 0) / max(now_s - self._last_beat_s, 1e-3)
         self._last_beat_s, self._last_completed = now_s, completed
-        process = self._use.process if self._use else None
+        process = self._usage.process if self._usage else None
         record = WorkerRecord(
             id=self._worker_id,
             started_at=self._started_at,
@@ -141,7 +146,7 @@ class Heartbeat:
             leases_lost=self.leases.losses if self.leases else 0,
             cpu_s=round(process.cpu_s, 3) if process else 0.0,
             memory_bytes=process.memory_bytes if process else 0,
-            gpus=self._use.gpus if self._use else (),
+            gpus=self._usage.gpus if self._usage else (),
         )
         await self._store.heartbeat(record, self._settings.heartbeat_ttl_s)
         for batcher in batchers:
@@ -204,3 +209,45 @@ def _busy(batchers: Iterable[Batcher]) -> dict[str, dict[int, int]]:
         if batcher.executing > queued:
             busy.setdefault(batcher.model.spec.name, {})[batcher.model.version] = batcher.executing - queued
     return busy
+
+
+class ResourceUsage:
+    """Measures CPU time, memory and GPUs again and again, in a thread: files and drivers may not delay a heartbeat.
+
+    Args:
+        gpus: The worker's GPUs, as for `GpuMeter`.
+        every_s: Seconds between two measurements.
+
+    Attributes:
+        process: The last measurement of the processes; `None` = there was none.
+        gpus: The last measurement of the GPUs.
+    """
+
+    def __init__(self, gpus: Collection[int], every_s: float = USAGE_EVERY_S) -> None:
+        self.process: ProcessUse | None = None
+        self.gpus: tuple[GpuUse, ...] = ()
+        self._meter = GpuMeter(gpus)
+        self._every_s = every_s
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Begins; the thread ends with `stop`."""
+        threading.Thread(target=self._run, name="resource-usage", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends after the measurement under way."""
+        self._ended.set()
+
+    def read(self) -> None:
+        """Measures once. CPU time never falls, though a process that just ended may be in neither account."""
+        use = read_use()
+        if use is not None:
+            cpu_s = max(use.cpu_s, self.process.cpu_s if self.process is not None else 0.0)
+            self.process = ProcessUse(cpu_s, use.memory_bytes)
+        self.gpus = self._meter.read()
+
+    def _run(self) -> None:
+        while True:
+            self.read()
+            if self._ended.wait(self._every_s):
+                return

@@ -1,26 +1,39 @@
-"""The leases in this worker's hands: which there are, when they were last renewed, and which of them are lost.
+"""The leases that this worker holds: when they were last renewed, which are lost, and the process that renews them.
 
-Who renews them is beside the worker (`renewals`): an event loop that is busy for seconds must not lose its leases.
+A thread would survive a busy event loop too; a model that keeps the GIL would stop it. So `qinfer_workers.renewer` is a
+process of its own.
 """
 
 import asyncio
 import logging
+import sys
 import threading
 import time
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from typing import Protocol
 
+import msgspec
+
 from qinfer.core.clock import ServerClock
+from qinfer.core.processes import packed, received
+from qinfer.core.retry import Backoff, OutageLog
+from qinfer.core.settings import Settings
+from qinfer.queue import keys, scripts
 from qinfer.queue.base import Entry, Lane, Lease
+from qinfer_workers import renewer
 
 logger = logging.getLogger(__name__)
 
 Place = tuple[Lane, str]
 """Where an entry is: its lane, and its id there."""
+_RETRY_S = 0.5
+_LONGEST_RETRY_S = 5.0
 
 
 class Held(Protocol):
-    """What a worker holds, a request or a shard; one is told from another by identity."""
+    """A request or a shard that a worker holds; compared by identity."""
 
     @property
     def lease(self) -> Lease:
@@ -29,7 +42,7 @@ class Held(Protocol):
 
     @property
     def deadline_s(self) -> float:
-        """When nobody waits for it any more, in the broker's time."""
+        """The instant from which nobody waits for it, in the broker's time."""
         ...
 
     def lose(self) -> None:
@@ -38,10 +51,10 @@ class Held(Protocol):
 
 
 class Renewals(Protocol):
-    """Renews what a keeper holds; `renewals` has one in a thread and one in a process."""
+    """Renews what a keeper holds."""
 
     async def run(self, keeper: "LeaseKeeper") -> None:
-        """Renews again and again until cancelled, and tells the keeper what came of it (`LeaseKeeper.renewed`)."""
+        """Renews again and again until cancelled, and reports each outcome to `LeaseKeeper.renewed`."""
         ...
 
     def ask(self) -> None:
@@ -50,7 +63,7 @@ class Renewals(Protocol):
 
 
 class LeaseKeeper:
-    """See the module docstring. Used on the event loop, but `held`, which any thread may call.
+    """Keeps account of the leases. Used on the event loop, but `held`, which any thread may call.
 
     Args:
         renewals: Renews.
@@ -105,20 +118,20 @@ class LeaseKeeper:
         return is_fresh and (not self._failing or self._failing.keys().isdisjoint(lanes))
 
     def hold(self, items: Iterable[Held]) -> None:
-        """Has these renewed from now on."""
+        """Renews these from now on."""
         now_s = time.monotonic()
         with self._lock:
             for item in items:
                 self._held[item] = now_s
 
     def drop(self, items: Iterable[Held]) -> None:
-        """Has these renewed no longer."""
+        """Renews these no longer."""
         with self._lock:
             for item in items:
                 self._held.pop(item, None)
 
     def holds(self, entry: Entry) -> bool:
-        """Tells whether an entry is in this worker's hands already."""
+        """Tells whether this worker holds an entry already."""
         place = entry.lane, entry.entry_id
         return any(place_of(item) == place for item in self.held())
 
@@ -194,3 +207,111 @@ class LeaseKeeper:
 def place_of(item: Held) -> Place:
     """Returns where an item's entry is."""
     return item.lease.entry.lane, item.lease.entry.entry_id
+
+
+class ProcessRenewals:
+    """Renews in a process of its own, which is started again should it end.
+
+    Args:
+        settings: Where Redis is, and how often to renew.
+        consumer: The worker's id.
+    """
+
+    def __init__(self, settings: Settings, consumer: str) -> None:
+        redis, worker = settings.redis, settings.worker
+        self._hello = renewer.Hello(
+            url=redis.url.get_secret_value(),
+            sentinel_password=redis.sentinel_password.get_secret_value(),
+            cluster=redis.cluster,
+            connect_timeout_s=redis.connect_timeout_s,
+            command_timeout_s=redis.command_timeout_s,
+            group=keys.GROUP,
+            consumer=consumer.encode(),
+            script=scripts.RENEW.text,
+            every_s=worker.renew_every_s,
+            longest_s=max(settings.limits.max_timeout_s, settings.requests.max_timeout_s),
+        )
+        self._lanes: dict[bytes, Lane] = {}
+        self._asked = asyncio.Event()
+        self._outage = OutageLog(logger, "leases not renewed", "leases are renewed again")
+        self._endings = OutageLog(
+            logger,
+            "the renewer of leases ended, starting another; without one nothing is fetched",
+            "a renewer of leases is running",
+            level=logging.ERROR,
+        )
+        self._backoff = Backoff(_RETRY_S, _LONGEST_RETRY_S)
+
+    async def run(self, keeper: LeaseKeeper) -> None:
+        """See `Renewals.run`; what can't be started is tried again, less and less often."""
+        while True:
+            try:
+                self._endings.failed(f"it ended with status {await self._run_one(keeper)}")
+            except OSError as error:  # no memory, or too many processes or files
+                self._endings.failed(f"it can't be started: {error.strerror}")
+            await asyncio.sleep(self._backoff.next_s())
+
+    async def _run_one(self, keeper: LeaseKeeper) -> int | None:
+        """Starts a process and talks to it until it ends; returns its exit status."""
+        command = [sys.executable, "-P", "-m", renewer.__name__]
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sender = tasks.create_task(self._send(process, keeper))
+                await self._listen(process, keeper)
+                sender.cancel()
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        return process.returncode
+
+    def ask(self) -> None:
+        """See `Renewals.ask`."""
+        self._asked.set()
+
+    async def _send(self, process: Process, keeper: LeaseKeeper) -> None:
+        """Sends what is held, again and again."""
+        assert process.stdin is not None
+        pause_s = self._hello.every_s / renewer.TELLS_PER_RENEWAL
+        with suppress(ConnectionError):  # it ended: `_listen` knows
+            process.stdin.write(packed(self._hello))
+            while True:
+                held = self._held(keeper)
+                held.now = self._asked.is_set()
+                self._asked.clear()
+                process.stdin.write(packed(held))
+                await process.stdin.drain()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._asked.wait()
+
+    def _held(self, keeper: LeaseKeeper) -> renewer.Held:
+        held = renewer.Held({})
+        for lane in keeper.lanes():
+            self._lanes[keys.lane(lane)] = lane
+            held.lanes[keys.lane(lane)] = {}
+        for item, until_s in keeper.wanted():
+            entry = item.lease.entry
+            self._lanes[keys.lane(entry.lane)] = entry.lane
+            held.lanes.setdefault(keys.lane(entry.lane), {})[entry.entry_id.encode()] = until_s
+        return held
+
+    async def _listen(self, process: Process, keeper: LeaseKeeper) -> None:
+        """Hands reports to the keeper until the process ends."""
+        assert process.stdout is not None
+        decoder = msgspec.msgpack.Decoder(renewer.Report)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                self._take(decoder.decode(await received(process.stdout)), keeper)
+
+    def _take(self, report: renewer.Report, keeper: LeaseKeeper) -> None:
+        """Hands a report to the keeper."""
+        self._backoff.reset()
+        self._endings.over()
+        for reason in report.failed.values():
+            self._outage.failed(reason)
+        if not report.failed:
+            self._outage.over()
+        lost = {(self._lanes[lane], entry_id.decode()) for lane, entry_id in report.lost}
+        keeper.renewed(report.began_s, lost, [self._lanes[lane] for lane in report.failed], report.renewed)

@@ -1,28 +1,39 @@
-"""Loads model versions, and finds out how little has to be loaded when something about one has changed."""
+"""Loads model versions, as little of them as has changed, and warms them up; completes pending configurations.
+
+Warm-up runs the samples of `model_warmup`, and one batch of a single row that every model gets, before it is READY.
+Samples of the configuration must succeed, as in Triton; the automatic run may fail, because zeros in made-up shapes are
+not every model's idea of an input. Its second repetition also teaches the latency model t(1). A run ends where it calls
+another model, which may not be loaded yet; that fails neither.
+"""
 
 import hashlib
 import json
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from qinfer.backends.base import Backend, BackendFactory
+import numpy as np
+
+from qinfer.backends.base import Array, Backend, BackendFactory, Batch
+from qinfer.backends.registry import CompleteConfig
 from qinfer.backends.reshape import reshaped
 from qinfer.batching.batcher import Executor, LoadedModel
 from qinfer.batching.execution import Caller, Observer
 from qinfer.batching.policy import LatencyModel
 from qinfer.core.clock import ServerClock
-from qinfer.errors import ModelLoadFailed, QinferError
+from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.errors import BackendUnavailable, ModelLoadFailed, ModelNotReady, QinferError
 from qinfer.models.completion import Completion
+from qinfer.models.config.config import from_json, normalise, to_json
 from qinfer.models.repository.cache import MANIFEST
-from qinfer.models.spec import Device, ModelSpec
+from qinfer.models.spec import Device, ModelSpec, WarmupInput
 from qinfer.models.state import StoredModel
-from qinfer_workers.inference.completing import CompleteConfig, complete
+from qinfer.tensors import DATATYPES, Tensor, to_numpy
 from qinfer_workers.inference.devices import devices_of
-from qinfer_workers.inference.warmup import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +44,10 @@ _OF_ALL_VERSIONS = ("instance_group", "version_policy")
 """Parts of a configuration whose change leaves what is loaded of a version as it is."""
 _NOT_READ = ("config.pbtxt", "configs", MANIFEST)
 """Names beside the versions whose content no backend reads."""
+WARMUP_DIRECTORY = "warmup"
+"""Where a model has the files of its samples, beside its version directories."""
+
+_Inputs = Mapping[str, WarmupInput]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +113,7 @@ class Change:
 
 
 class Loader:
-    """See the module docstring; blocking, for a thread.
+    """Loads and completes models; blocking, for a thread.
 
     Args:
         version_dir: Tells where the files of a version are, and fetches them.
@@ -165,7 +180,7 @@ class Loader:
         return Change(kind=Kind.NEW, loaded=replace(loaded, instances=instances, latency=latency))
 
     def complete(self, stored: StoredModel) -> Completion:
-        """Completes the configuration of a model that is stored as pending.
+        """Completes the configuration of a model that is stored as pending; the model's own mistake is a result too.
 
         Raises:
             QinferError: This worker has not got the files or the runtime; another may have.
@@ -173,7 +188,14 @@ class Loader:
         if self._completers is None:
             raise ModelLoadFailed(f"this worker can't complete configurations of backend '{stored.pending}'")
         directory = self._version_dir(stored.model, stored.versions[-1], stored.location, stored.content_hash)
-        return complete(stored, directory, self._completers(stored.pending))
+        try:
+            config = self._completers(stored.pending)(from_json(stored.config), directory)
+            names = [path.name for path in directory.iterdir()]
+            return Completion(config=to_json(normalise(config, stored.model, names)))
+        except BackendUnavailable:
+            raise
+        except QinferError as error:
+            return Completion(error=error.message)
 
     def discard(self, change: Change) -> None:
         """Unloads what a load has made, and nobody wants any more."""
@@ -233,3 +255,109 @@ def _files(directory: Path) -> Iterator[Path]:
             yield root
         elif root.is_dir():
             yield from sorted(path for path in root.rglob("*") if path.is_file())
+
+
+class _Unheard:
+    """A context whose answers nobody waits for.
+
+    Attributes:
+        called: Whether a call was asked for, and refused: what the backend does from there on tells nothing.
+    """
+
+    def __init__(self) -> None:
+        self.called = False
+
+    def respond(
+        self,
+        item: int,
+        outputs: tuple[Tensor, ...] | QinferError,
+        *,
+        final: bool = True,
+        parameters: Mapping[str, Scalar] | None = None,
+    ) -> None:
+        """Raises the item's own failure, if it is one."""
+        del item, final, parameters
+        if isinstance(outputs, QinferError):
+            raise outputs
+
+    def cancelled(self, item: int) -> bool:
+        """Tells that somebody waits."""
+        del item
+        return False
+
+    def call(self, request: InferRequest) -> Response:
+        """Refuses: a model that is being loaded can't wait for another that may be loaded after it."""
+        self.called = True
+        raise ModelNotReady(f"model '{request.model}' can't be called during warm-up")
+
+
+def warm_up(backend: Backend, spec: ModelSpec, latency: LatencyModel, now_s: float, model_dir: Path = Path()) -> None:
+    """Runs a loaded instance until its lazy initialisation is behind it.
+
+    Args:
+        backend: The instance.
+        spec: The model's configuration.
+        latency: Learns from the last run.
+        now_s: The present, in the broker's time.
+        model_dir: The model's directory, for samples that are read from files.
+
+    Raises:
+        ModelLoadFailed: A sample of the configuration failed, or its file does not fit.
+    """
+    for sample in spec.warmup:
+        batch = _batch(spec, sample.inputs, sample.batch_size, model_dir)
+        ctx = _Unheard()
+        try:
+            for _ in range(sample.count):
+                backend.execute(batch, ctx)
+        except Exception as error:  # the boundary to the model's code
+            if ctx.called:
+                continue
+            raise ModelLoadFailed(f"warm-up sample '{sample.name}' of model '{spec.name}' failed: {error}") from error
+    zeros = {i.name: WarmupInput(i.datatype, tuple(max(d, 1) for d in i.dims)) for i in spec.inputs if not i.optional}
+    batch = _batch(spec, zeros, min(spec.max_batch_size, 1))
+    ctx = _Unheard()
+    try:
+        backend.execute(batch, ctx)
+        begin_s = time.perf_counter()
+        backend.execute(batch, ctx)
+    except Exception as error:  # noqa: BLE001  the boundary to the model's code
+        if not ctx.called:
+            logger.warning("automatic warm-up failed", extra={"model": spec.name, "reason": str(error)})
+        return
+    if not ctx.called:
+        latency.observe(1, time.perf_counter() - begin_s, now_s)
+
+
+def _batch(spec: ModelSpec, inputs: _Inputs, rows: int, model_dir: Path = Path()) -> Batch:
+    """Makes a batch of one request; `rows` is 0 for a model without a batch dimension."""
+    arrays = {
+        name: _read(name, data, rows, model_dir)
+        if data.file
+        else _array(data.datatype, (rows, *data.dims) if rows else data.dims, random=data.random)
+        for name, data in inputs.items()
+    }
+    return Batch(requests=[InferRequest(model=spec.name, inputs=())], rows=[max(rows, 1)], inputs=arrays)
+
+
+def _read(name: str, data: WarmupInput, rows: int, model_dir: Path) -> Array:
+    """Reads a file that holds one row as it travels in a binary request, and repeats it for each row."""
+    try:
+        content = (model_dir / WARMUP_DIRECTORY / data.file).read_bytes()
+        row = to_numpy(Tensor(name, data.datatype, data.dims, content))
+    except (OSError, QinferError) as error:
+        reason = error.message if isinstance(error, QinferError) else error.strerror
+        raise ModelLoadFailed(f"warm-up file '{data.file}' can't be used for input '{name}': {reason}") from None
+    return np.repeat(row[np.newaxis], rows, axis=0) if rows else row
+
+
+def _array(datatype: str, shape: tuple[int, ...], *, random: bool) -> Array:
+    if datatype == "BYTES":
+        array = np.empty(shape, dtype=object)
+        array.fill(b"")
+        return array
+    dtype = np.dtype(DATATYPES[datatype].numpy or "<f4")
+    if not random:
+        return np.zeros(shape, dtype)
+    generator = np.random.default_rng(0)
+    return generator.random(shape).astype(dtype) if dtype.kind == "f" else generator.integers(0, 2, shape).astype(dtype)

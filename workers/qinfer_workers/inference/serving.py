@@ -1,6 +1,7 @@
-"""A model version that a worker serves: its batcher, the lanes that it reads, and what reads them."""
+"""A model version that a worker serves: its batcher, the lanes that it reads, and its reads of external payloads."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from qinfer.batching.batcher import Batcher
@@ -10,14 +11,81 @@ from qinfer.models.routes import NAMES, lanes_of
 from qinfer.observe.latencies import LatencyTally
 from qinfer.queue.base import Lane
 from qinfer.queue.redis import Delivery
-from qinfer_workers.inference.intake import Readings
 
 _LOOK_S = 0.05
-_GRACE_S = 0.2  # gateways learn at the same time as the worker that a model is to be unloaded
+# Gateways learn at the same time as the worker that a model is to be unloaded.
+_GRACE_S = 0.2
+
+
+MAX_READS = 16
+"""While the payloads of so many requests are being read, no more are begun until some have come."""
+
+SLOW_S = 0.25
+"""Reads that take longer count no more as requests in the worker: a slow store holds up only those who need it."""
+
+STALLED_S = 2.0
+"""When `MAX_READS` are open and none came for so long, requests without external payloads are fetched."""
+
+
+class PayloadReads:
+    """The tasks that read the external payloads of one model version's requests."""
+
+    def __init__(self) -> None:
+        self._open: dict[asyncio.Task[None], tuple[int, float]] = {}
+        self._changed_s = 0.0
+
+    def __bool__(self) -> bool:
+        """Tells whether any read is open."""
+        return bool(self._open)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more should be read now."""
+        return sum(count for count, _ in self._open.values()) >= MAX_READS
+
+    def add(self, task: "asyncio.Task[None]", count: int) -> None:
+        """Takes a task that reads the payloads of `count` requests, and admits these."""
+        self._changed_s = time.monotonic()
+        self._open[task] = count, self._changed_s
+        task.add_done_callback(self._ended)
+
+    async def room(self, count: int) -> int:
+        """Returns how many of `count` requests may be fetched besides; if none may, waits for a read and returns 0.
+
+        Args:
+            count: How many there would be room for if no read were open.
+        """
+        now_s = time.monotonic()
+        fresh = [(number, began_s) for number, began_s in self._open.values() if now_s - began_s < SLOW_S]
+        left = count - sum(number for number, _ in fresh)
+        wait_s = 0.0
+        if self.is_full:
+            wait_s = self._changed_s + STALLED_S - now_s
+        elif left <= 0:
+            wait_s = min(began_s for _, began_s in fresh) + SLOW_S - now_s
+        if wait_s <= 0:
+            return max(left, 1)
+        await asyncio.wait(self.tasks(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        return 0
+
+    async def stop(self) -> None:
+        """Cancels the open reads; their requests are given back."""
+        if tasks := self.tasks():
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def tasks(self) -> "list[asyncio.Task[None]]":
+        """Returns the open reads."""
+        return list(self._open)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        del self._open[task]
+        self._changed_s = time.monotonic()
 
 
 class Serving:
-    """See the module docstring.
+    """A model version that the worker serves.
 
     Args:
         batcher: Runs what was fetched.
@@ -27,11 +95,11 @@ class Serving:
         batcher: The same.
         lanes: What to read, in order; those of an earlier configuration last, until they are empty.
         quiet: Set while no fetch is under way: what a cancelled fetch had taken would be lost until its lease ends.
-        readings: What was fetched and is not in the batcher yet, for its tensors are still beside the stream.
+        reads: The reads of payloads for requests that were fetched and are not in the batcher yet.
     """
 
     fetcher: "asyncio.Task[None]"
-    """Fetches for it."""
+    """The task that fetches for it."""
 
     def __init__(self, batcher: Batcher, metrics: MetricsSettings) -> None:
         self.batcher = batcher
@@ -42,14 +110,14 @@ class Serving:
         self.lanes = self._own()
         self.quiet = asyncio.Event()
         self.quiet.set()
-        self.readings = Readings()
+        self.reads = PayloadReads()
         self._is_settled = False
 
     @property
     def is_still(self) -> bool:
         """Whether it is paused, and nothing is under way."""
         batcher = self.batcher
-        return batcher.paused and not batcher.executing and self.quiet.is_set() and not self.readings
+        return batcher.paused and not batcher.executing and self.quiet.is_set() and not self.reads
 
     def reread(self) -> None:
         """Takes note of another configuration of the model; the lanes of the last are read on for now."""

@@ -1,4 +1,4 @@
-"""The worker: fetches what its models have room for, hands it to their batchers, sees to suspects and drain.
+"""The worker: fetches entries for its models, makes items of them, runs suspects alone, drains.
 
     delivery.fetch ─▶ Intake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ delivery.publish, delivery.finish
 
@@ -7,29 +7,32 @@ One fetch loop for each model version; everything but the model code and lease r
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
+from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
-from qinfer.errors import BrokerUnavailable, QinferError
+from qinfer.errors import BrokerUnavailable, CorruptEntry, InferenceFailed, InvalidRequest, QinferError
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
+from qinfer.models.validate import validate
 from qinfer.queue.base import Lane, Lease
 from qinfer.queue.redis import Delivery
+from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
+from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import Heartbeat
-from qinfer_workers.inference.intake import Intake
 from qinfer_workers.inference.leases import Held, LeaseKeeper, Renewals
 from qinfer_workers.inference.loader import Loaded, Loader
 from qinfer_workers.inference.models import Key, Models
 from qinfer_workers.inference.publisher import Publisher
 from qinfer_workers.inference.serving import Serving
-from qinfer_workers.inference.tasks import end
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.shard_service import ShardService
 
@@ -37,6 +40,12 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
 _MAX_RECLAIMS = 100  # in a row that yield nothing to run
+PAUSE_S = 1.0
+"""Delay of the release of an entry that this worker can't read now; at once, it would be the next to fetch it."""
+
+LEAST_DELIVERIES = 2
+"""An entry that was in a batch when its worker died has one delivery that says nothing about it."""
+_AGAIN_S = 0.5
 
 
 class Worker:
@@ -48,10 +57,10 @@ class Worker:
         store: Desired state, heartbeats and statistics.
         loader: Loads model versions.
         worker_id: Unique for each start; the consumer name too.
-        renewals: Renews the leases; by default in a thread.
+        renewals: Renews the leases.
 
     Attributes:
-        spans: Records what it does; `None` = nobody wants to know. To be set before it runs.
+        spans: Records spans of its work; `None` = nobody records. To be set before it runs.
     """
 
     def __init__(
@@ -72,8 +81,8 @@ class Worker:
         self._serving: dict[Key, Serving] = {}
         self._exclusive = asyncio.Lock()
         self._catalog = Catalog(store, settings.limits)
-        self._hands_empty = False
-        """Hands are being emptied or empty: only what the batches in hand call goes on."""
+        self._is_quiescing = False
+        """Set while the worker quiesces and until it resumes: only models that executing batches call go on."""
         self._keeper = LeaseKeeper(renewals, delivery.clock, settings.worker.lease_s, self._lanes, self._lost)
         self._bulk = ShardService(settings, delivery, self._keeper, worker_id)
         self._models = Models(store, settings.worker, settings.limits, loader, self)
@@ -101,12 +110,13 @@ class Worker:
                 await end(models, reclaimer, bulk)
                 await self._drain(heartbeat)
             finally:
-                self._publisher.close()  # first: that its calls end makes no answer of what did not end in time
+                # First: a batch that did not end in time is not answered because its calls are ended here.
+                self._publisher.close()
                 calls = self._caller.close()
                 self._bulk.hurry()
             serving = self._serving.values()
-            readings = [task for one in serving for task in one.readings.tasks()]
-            await end(heartbeat, *calls, *readings, *(one.fetcher for one in serving), *self._bulk.loops())
+            reads = [task for one in serving for task in one.reads.tasks()]
+            await end(heartbeat, *calls, *reads, *(one.fetcher for one in serving), *self._bulk.loops())
             await self._caller.discard()
             await end(renewals)
 
@@ -135,7 +145,8 @@ class Worker:
         executor.grow(loaded.instances)
         executor.shrink(surplus)
         batcher.model = replace(batcher.model, spec=loaded.spec, generation=loaded.generation)
-        batcher.admit(())  # more instances may start what waits
+        # More instances may start what waits.
+        batcher.admit(())
         self._bulk.serve(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
@@ -167,45 +178,50 @@ class Worker:
     async def _fetch_loop(self, serving: Serving) -> None:
         """Fetches whenever the batcher has room."""
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
-        outage = OutageLog(logger, "nothing fetched", "fetching again")
+        outage, is_out = OutageLog(logger, "nothing fetched", "fetching again"), False
         await self._keeper.watch(serving.lanes)
         while True:
             if not self._keeper.can_renew(serving.lanes):
                 await self._keeper.watch(serving.lanes)
             await batcher.fetchable()
             count, wait_s = batcher.room()
-            if serving.readings and not (count := await serving.readings.room(count)):
+            if serving.reads and not (count := await serving.reads.room(count)):
                 continue
             quiet.clear()
             try:
                 leases = await self._delivery.fetch(serving.lanes, self._id, count, min(wait_s, longest_s))
-                outage.over()
+                if is_out:
+                    outage.over()
+                    is_out = False
                 if leases:
                     self._take_in(serving, leases)
-                    await asyncio.sleep(0)  # answers that are ready leave in one write with the next fetch
-            except QinferError as error:  # the broker's state, or its refusal: either may pass
+                    # Answers that are ready leave in one write with the next fetch.
+                    await asyncio.sleep(0)
+            # The broker's state, or its refusal: either may pass.
+            except QinferError as error:
+                is_out = True
                 outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)
             finally:
                 quiet.set()
 
     def _take_in(self, serving: Serving, leases: Sequence[Lease]) -> None:
-        """Makes items of leases, holds and admits them; what has its tensors beside the stream once they have come."""
+        """Makes items of leases, holds and admits them; those with external payloads as soon as these are read."""
         batcher = serving.batcher
-        whole, apart = self._intake.items(batcher, leases)
-        self._keeper.hold(whole)
-        self._admit(batcher, whole)
-        if apart:
-            self._keeper.hold(apart)
+        ready, external = self._intake.items(batcher, leases)
+        self._keeper.hold(ready)
+        self._admit(batcher, ready)
+        if external:
+            self._keeper.hold(external)
             if batcher.paused:
-                self._publisher.give_back(apart)
-            elif serving.readings.is_full:
-                self._intake.put_off(apart)
+                self._publisher.give_back(external)
+            elif serving.reads.is_full:
+                self._intake.put_off(external)
             else:
-                serving.readings.add(self._tasks.create_task(self._read(batcher, apart)), len(apart))
+                serving.reads.add(self._tasks.create_task(self._read(batcher, external)), len(external))
 
-    async def _read(self, batcher: Batcher, apart: Sequence[Pending]) -> None:
-        self._admit(batcher, await self._intake.complete(batcher, apart))
+    async def _read(self, batcher: Batcher, external: Sequence[Pending]) -> None:
+        self._admit(batcher, await self._intake.complete(batcher, external))
 
     def _admit(self, batcher: Batcher, items: Sequence[Pending]) -> None:
         if items and batcher.paused:
@@ -241,8 +257,8 @@ class Worker:
     async def _has_suspects(self, serving: Serving) -> bool:
         """Tells whether there is anything to reclaim, and leaves it where it is.
 
-        To hold it until this worker's hands are empty would count an execution, should the worker die before; and
-        another worker may have its hands free sooner.
+        To hold it until this worker executes nothing else would count an execution, should the worker die before; and
+        another worker may be free sooner.
         """
         for _ in range(_MAX_RECLAIMS):
             leases = await self._reclaim(serving)
@@ -256,17 +272,19 @@ class Worker:
         return False
 
     async def _run_suspects(self, key: Key, serving: Serving) -> None:
-        """Runs dead workers' entries one by one, while this worker holds nothing else (DESIGN.md §2.5).
+        """Runs dead workers' entries one by one, while this worker holds nothing else.
 
-        But what a suspect calls: a model that it calls serves on until the suspect has ended, or it would wait for it.
+        A model that a suspect calls is the exception: it serves on until the suspect has ended, or both would wait.
         """
-        async with self._alone():
-            # Hands take a while to empty: the model may be gone by now.
+        async with self._quiesced():
+            # It takes a while to quiesce: the model may be gone by now.
             while self._serving.get(key) is serving and (suspects := await self._next_suspect(serving)):
                 serving.batcher.admit(suspects)
                 await serving.batcher.idle()
-                await self._empty_hands()  # of what the suspect called
-                await self._publisher.flush()  # or a crash of the next would count against this one
+                # What the suspect called has resumed.
+                await self._quiesce()
+                # Otherwise a crash of the next one would count against this one.
+                await self._publisher.flush()
 
     async def _next_suspect(self, serving: Serving) -> list[Pending]:
         """Takes and holds one entry, if any: were there more, a crash on the first would count against the others."""
@@ -274,9 +292,9 @@ class Worker:
             leases = await self._reclaim(serving)
             for lease in leases:
                 logger.warning("reclaimed", extra={"entry_id": lease.entry.entry_id, "deliveries": lease.deliveries})
-            whole, apart = self._intake.items(serving.batcher, leases)
-            self._keeper.hold([*whole, *apart])
-            items = whole or await self._intake.complete(serving.batcher, apart)
+            ready, external = self._intake.items(serving.batcher, leases)
+            self._keeper.hold([*ready, *external])
+            items = ready or await self._intake.complete(serving.batcher, external)
             if items or not leases:
                 return items
         return []
@@ -291,23 +309,23 @@ class Worker:
         return []
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """Empties the worker's hands, and lets it go on afterwards."""
+    async def _quiesced(self) -> AsyncIterator[None]:
+        """Quiesces the worker for the block, and resumes it afterwards."""
         async with self._exclusive:
             try:
                 await self._bulk.pause()
-                await self._empty_hands()
+                await self._quiesce()
                 await self._publisher.settle()
                 yield
             finally:
-                self._hands_empty = False
+                self._is_quiescing = False
                 self._bulk.resume()
                 for batcher in self._batchers():
                     batcher.resume()
 
-    async def _empty_hands(self) -> None:
-        """Pauses all models and waits until nothing executes; a model that a batch in hand calls is paused after it."""
-        self._hands_empty = True
+    async def _quiesce(self) -> None:
+        """Pauses all models and waits until nothing executes; a model that a batch calls is paused after the batch."""
+        self._is_quiescing = True
         while moving := {key: serving for key, serving in self._serving.items() if not serving.is_still}:
             first = [serving for key, serving in moving.items() if not self._caller.is_target(*key)]
             async with asyncio.TaskGroup() as pauses:
@@ -315,15 +333,16 @@ class Worker:
                     pauses.create_task(self._pause(serving))
 
     def _called(self, lane: Lane) -> None:
-        """Lets a model that a batch in hand calls go on, where it was paused already."""
+        """Resumes a model that an executing batch calls, if it was paused already."""
         serving = self._serving.get((lane.model, lane.version))
-        if self._hands_empty and serving is not None:
+        if self._is_quiescing and serving is not None:
             serving.batcher.resume()
 
     async def _pause(self, serving: Serving) -> None:
         await serving.batcher.pause()
-        await serving.quiet.wait()  # by then each reading has begun, and gives back what it has when it is stopped
-        await serving.readings.stop()
+        # By the end of this wait each payload read has begun, and gives back its requests when it is stopped.
+        await serving.quiet.wait()
+        await serving.reads.stop()
         await serving.batcher.idle()
 
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
@@ -334,15 +353,216 @@ class Worker:
             async with asyncio.timeout(self._settings.drain_s):
                 async with self._exclusive:
                     await self._bulk.pause()
-                    await self._empty_hands()
-                self._hands_empty = False
+                    await self._quiesce()
+                self._is_quiescing = False
                 for model, version in list(self._serving):
                     await self._end_serving(model, version)
                 await self._publisher.settle()
-                await end(heartbeat)  # or it could beat once more after the last beat
+                # Otherwise it could beat once more after the last beat.
+                await end(heartbeat)
                 await self._heartbeat.beat()
                 await self._store.retire(self._id)
         except TimeoutError:
             logger.error("drain timed out", extra={"executing": sum(b.executing for b in self._batchers())})
         except BrokerUnavailable as error:
             logger.warning("drained without the broker", extra={"reason": error.message})
+
+
+class Taken(NamedTuple):
+    """The items of some leases: those that can run, and those whose external payloads are still to be read."""
+
+    ready: list[Pending]
+    external: list[Pending]
+
+
+class Intake:
+    """Makes pending items of leases: decides whether an entry may be batched.
+
+    Args:
+        delivery: Gives external payloads.
+        publisher: Takes what can't be executed.
+        max_deliveries: An entry that was handed out more often is not tried again.
+    """
+
+    def __init__(self, delivery: Delivery, publisher: Publisher, max_deliveries: int) -> None:
+        self._delivery = delivery
+        self._publisher = publisher
+        self._most = max(max_deliveries, LEAST_DELIVERIES)
+        self._reader = RequestReader()
+        self._outage = OutageLog(logger, "payloads not read, trying again", "payloads are read again")
+
+    def items(self, batcher: Batcher, leases: Iterable[Lease]) -> Taken:
+        """Decodes leases; those that can't be executed are buried, answered or released, and left out."""
+        taken = Taken([], [])
+        generation = batcher.model.generation
+        for lease in leases:
+            try:
+                request = self._reader.decode(lease.frame)
+            except PayloadApart as external:
+                request = external.request
+            except CorruptEntry as error:
+                self._unreadable(batcher, lease, error)
+                continue
+            item = self._pending(batcher, lease, request)
+            if lease.deliveries > 1 and not self._is_tried(batcher, item):
+                continue
+            if request.payload:
+                taken.external.append(item)
+            elif request.generation == generation:
+                self._measure(batcher, item)
+                taken.ready.append(item)
+            elif self.fits(batcher, item):
+                taken.ready.append(item)
+        return taken
+
+    async def complete(self, batcher: Batcher, external: Sequence[Pending]) -> list[Pending]:
+        """Reads the external payloads of items; those that are not to be executed are left out.
+
+        A payload that is gone belongs to a cancelled or expired request, which has nobody to answer. When this task is
+        cancelled, it gives all items back.
+        """
+        reads = [asyncio.ensure_future(self._payload(batcher, item)) for item in external]
+        try:
+            payloads = await asyncio.gather(*reads)
+        except asyncio.CancelledError:
+            await asyncio.wait(reads)
+            left = [
+                item
+                for item, read in zip(external, reads, strict=True)
+                if read.cancelled() or read.result() is not None
+            ]
+            self._publisher.give_back(left)
+            raise
+        # From here on nothing is awaited: the model may be another one after each time.
+        return [
+            item
+            for item, payload in zip(external, payloads, strict=True)
+            if payload is not None and not item.lost and self._complete(batcher, item, payload)
+        ]
+
+    def put_off(self, external: Iterable[Pending]) -> None:
+        """Leaves items whose tensors can't be read now to another worker, or to this one after a while."""
+        for item in external:
+            self._publisher.release_later(item, PAUSE_S)
+
+    def is_readable(self, batcher: Batcher, lease: Lease) -> bool:
+        """Tells whether this version can read an entry; one of a newer qinfer is released, for another worker."""
+        try:
+            decode_request(lease.frame)
+        except NewerVersion:
+            self._release_newer(batcher, lease)
+            return False
+        except (PayloadApart, CorruptEntry):
+            pass
+        return True
+
+    def fits(self, batcher: Batcher, item: Pending) -> bool:
+        """Checks an item that was admitted under another generation; one that does not fit any more is answered."""
+        try:
+            item.rows = validate(item.request, batcher.model.spec)
+        except InvalidRequest as error:
+            batcher.fail([item], error)
+            return False
+        batcher.classify(item)
+        return True
+
+    def _is_tried(self, batcher: Batcher, item: Pending) -> bool:
+        """Counts an item that was delivered before; gives up one that was delivered too often, and answers it."""
+        batcher.tally.redelivered()
+        if item.lease.deliveries <= self._most:
+            return True
+        text = f"the request was given up: {item.lease.deliveries - 1} executions did not end"
+        self._bury(batcher, item, InferenceFailed(text))
+        return False
+
+    def _unreadable(self, batcher: Batcher, lease: Lease, error: CorruptEntry) -> None:
+        """Releases an entry of a newer qinfer's, and buries one that is damaged."""
+        if isinstance(error, NewerVersion):
+            self._release_newer(batcher, lease)
+            return
+        logger.error("corrupt entry", extra={**_log_data(lease), "reason": error.message})
+        self._publisher.bury(lease, error, batcher.tally)
+
+    def _pending(self, batcher: Batcher, lease: Lease, request: InferRequest) -> Pending:
+        enqueued_s = lease.entry.enqueued_s
+        return Pending(
+            rows=1,
+            key=None,
+            enqueued_s=enqueued_s,
+            deadline_s=enqueued_s + (request.timeout_s or batcher.model.spec.default_timeout_s),
+            alone=lease.suspect,
+            lease=lease,
+            request=request,
+        )
+
+    def _measure(self, batcher: Batcher, item: Pending) -> None:
+        """Sets the rows and the key, which the tensors decide."""
+        inputs = item.request.inputs
+        if inputs and (shape := inputs[0].shape) and batcher.model.spec.max_batch_size:
+            item.rows = shape[0]
+        batcher.classify(item)
+
+    def _release_newer(self, batcher: Batcher, lease: Lease) -> None:
+        logger.warning("frame of a newer qinfer released", extra=_log_data(lease))
+        unknown = InferRequest(model=batcher.model.spec.name, inputs=())
+        self._publisher.release_later(self._pending(batcher, lease, unknown), PAUSE_S)
+
+    async def _payload(self, batcher: Batcher, item: Pending) -> bytes | None:
+        """Reads an item's tensors; one that can't be read now is released, one whose tensors are gone is finished.
+
+        One whose tensors should be there and are not is given up: somebody deleted them from the payload store.
+        """
+        try:
+            payload = await self._delivery.payload(item.lease.entry, item.request.id)
+        except CorruptEntry as error:
+            self._bury(batcher, item, error)
+            return None
+        except QinferError as error:
+            self._outage.failed(error.message)
+            self.put_off([item])
+            return None
+        self._outage.over()
+        if payload is None:
+            self._publisher.discard(item)
+        return payload
+
+    def _complete(self, batcher: Batcher, item: Pending, payload: bytes) -> bool:
+        try:
+            item.request = decode_request(item.lease.frame, payload)
+        except CorruptEntry as error:
+            self._bury(batcher, item, error)
+            return False
+        if item.request.generation != batcher.model.generation:
+            return self.fits(batcher, item)
+        self._measure(batcher, item)
+        return True
+
+    def _bury(self, batcher: Batcher, item: Pending, error: QinferError) -> None:
+        """Gives an item up: it becomes a dead letter, and its caller gets the reason."""
+        deliveries, failure = item.lease.deliveries, Failure.of(error)
+        extra = {**_log_data(item.lease), "request_id": item.request.id, "deliveries": deliveries, "code": failure.code}
+        logger.error("given up", extra=extra)
+        batcher.tally.failed(failure.code)
+        response = Response(
+            request_id=item.request.id,
+            model=batcher.model.spec.name,
+            version=batcher.model.version,
+            failure=failure,
+            attempt=deliveries,
+        )
+        self._publisher.bury(item.lease, error, batcher.tally, (item, response))
+
+
+def _log_data(lease: Lease) -> dict[str, object]:
+    """Returns the fields of a log line about an entry."""
+    entry = lease.entry
+    return {"model": entry.lane.model, "version": entry.lane.version, "entry_id": entry.entry_id}
+
+
+async def end(*tasks: "asyncio.Task[None]") -> None:
+    """Cancels tasks until they are done: redis-py swallows a cancellation that comes while it connects."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)

@@ -14,7 +14,7 @@ from qinfer.errors import ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, WarmupInput, WarmupSpec
 from qinfer.tensors import pack_bytes
 from qinfer.testing import stub_spec
-from qinfer_workers.inference.warmup import warm_up
+from qinfer_workers.inference.loader import warm_up
 
 SAMPLE = WarmupSpec(name="zeros", batch_size=1, inputs={"x": WarmupInput("FP32", (2,))}, count=2)
 

@@ -22,7 +22,7 @@ from qinfer.errors import Cancelled, DeliveryError, QinferError
 from qinfer.jobs.job import decode_spec
 from qinfer.jobs.plan import ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer_workers.inference.executor import Loan, ThreadExecutor, in_thread
+from qinfer_workers.inference.executor import Borrower, ThreadExecutor, in_thread
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, Turn
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
 from qinfer_workers.jobs.scoring.chunks import Chunks
@@ -197,7 +197,7 @@ class ShardRun:
         left = executor.count
         back = asyncio.get_running_loop().create_future()
 
-        def ended(_: Loan) -> None:
+        def ended(_: Borrower) -> None:
             nonlocal left
             left -= 1
             if batcher.model.executor is executor:

@@ -11,9 +11,9 @@ import pytest
 
 from qinfer.observe.devices import GpuMeter, GpuUse
 from qinfer.observe.process_use import ProcessUse, read_use
-from qinfer_workers.inference import use
+from qinfer_workers.inference import heartbeat
 from qinfer_workers.inference.devices import known_as
-from qinfer_workers.inference.use import UseMeter
+from qinfer_workers.inference.heartbeat import ResourceUsage
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -194,8 +194,8 @@ def test_this_process_and_one_that_it_started() -> None:
 def test_cpu_time_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is ending may be in nobody's account for a moment."""
     readings = iter([ProcessUse(5.0, 10), ProcessUse(4.0, 20), None])
-    monkeypatch.setattr(use, "read_use", lambda: next(readings))
-    meter = UseMeter(())
+    monkeypatch.setattr(heartbeat, "read_use", lambda: next(readings))
+    meter = ResourceUsage(())
 
     for expected in (ProcessUse(5.0, 10), ProcessUse(5.0, 20), ProcessUse(5.0, 20)):
         meter.read()
