@@ -16,8 +16,7 @@ from kombu import Connection
 
 from qinfer.core.settings import LimitSettings, Settings
 from qinfer.models.catalog import Catalog
-from qinfer_workers.bridge.config import BridgeConfig
-from qinfer_workers.bridge.config_file import parse_config
+from qinfer_workers.bridge.config import BridgeConfig, parse_config
 from qinfer_workers.bridge.program import Bridge
 from tests.support.stage import Stage
 

@@ -13,7 +13,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from qinfer_workers.bridge.config_file import load_config
+from qinfer_workers.bridge.config import load_config
 from tests.support.deploy.deployments import DEPLOY, SECRETS, compose
 from tests.support.servers.s3_server import S3Server
 from tests.support.servers.servers import free_port, is_listening, valkey, wait_until

@@ -20,7 +20,7 @@ from kubernetes_validate import utils as kubernetes_validate_files
 from qinfer.cli.main import app
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import SettingsError
-from qinfer_workers.bridge.config_file import parse_config
+from qinfer_workers.bridge.config import parse_config
 from scripts.reference_http import document
 from tests.support.deploy import custom_resources
 from tests.support.deploy.kubernetes import Object, containers, environment, of_kind, pods

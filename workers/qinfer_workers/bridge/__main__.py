@@ -23,8 +23,7 @@ import uvloop
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.observe import logs
-from qinfer_workers.bridge.config import BridgeConfig
-from qinfer_workers.bridge.config_file import load_config
+from qinfer_workers.bridge.config import BridgeConfig, load_config
 from qinfer_workers.bridge.program import check, serve
 
 logger = logging.getLogger("qinfer_workers.bridge")

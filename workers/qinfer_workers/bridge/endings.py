@@ -1,7 +1,7 @@
-"""On the loop: ends of requests are taken from the route's outbox, told by the publishers, and then confirmed.
+"""Ends of requests, on the loop: taken from the route's outbox, rendered in a thread, published, and confirmed.
 
-Taken, written in a thread, posted: up to `MOST_IN_HAND` are under way at a time. What is not confirmed in its
-pause comes again, to any bridge of the route; what is still in hand here then is not published twice.
+Up to `MOST_IN_HAND` are under way at a time. An end that is not confirmed in its pause is delivered again, to any
+bridge of the route; one that is still in hand here then is not published twice.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from qinfer.errors import QinferError
 from qinfer.queue.deliveries import Kind
 from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import Ending
-from qinfer_workers.bridge.letters import Told
 from qinfer_workers.bridge.reading import PARTITION
+from qinfer_workers.bridge.rendering import Rendered
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Endings:
         delivery: The queue.
         model: The model.
         kind: The outbox; what is not confirmed in its pause comes again.
-        write: Makes messages of ends, in a thread; `None` for those that nobody is told of.
+        render: Makes the messages of an end, in a thread; `None` = nobody is sent any.
         post: Publishes them.
         took: Called when requests have left the queue.
     """
@@ -52,13 +52,13 @@ class Endings:
         delivery: Delivery,
         model: str,
         kind: Kind,
-        write: Callable[[Ending], Told | None],
-        post: Callable[[Sequence[Told]], None],
+        render: Callable[[Ending], Rendered | None],
+        post: Callable[[Sequence[Rendered]], None],
         took: Callable[[], None],
     ) -> None:
         self._delivery = delivery
         self._place = (model, PARTITION, kind)
-        self._write = write
+        self._render_one = render
         self._post = post
         self._took = took
         self._in_hand: dict[str, int] = {}  # ends → the sizes of their results, in bytes
@@ -78,16 +78,16 @@ class Endings:
         return len(self._in_hand)
 
     def wake(self) -> None:
-        """There may be something in the outbox."""
+        """Notes that there may be something in the outbox."""
         self._news.set()
 
-    def told(self, ending_ids: Sequence[str]) -> None:
-        """These are published, and the broker has them."""
+    def confirm(self, ending_ids: Sequence[str]) -> None:
+        """Takes ends off the outbox, whose messages the broker has confirmed."""
         self._confirmed.extend(ending_ids)
         self._to_confirm.set()
 
     def drop(self, ending_id: str) -> None:
-        """This could not be published now: it comes again."""
+        """Lets go of an end that could not be published now: it is delivered again."""
         self._forget(ending_id)
         self._to_confirm.set()
 
@@ -123,7 +123,7 @@ class Endings:
             fresh = [ending for ending in taken if ending.id not in self._in_hand]
             if fresh:
                 self._took()
-                await self._tell(fresh)
+                await self._render(fresh)
             if count <= 0 or not taken:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REREAD_S):
@@ -133,16 +133,15 @@ class Endings:
         self._is_taking = False
         self._to_confirm.set()
 
-    async def _tell(self, endings: Sequence[Ending]) -> None:
+    async def _render(self, endings: Sequence[Ending]) -> None:
         for ending in endings:
             size = len(ending.blob or b"")
             self._in_hand[ending.id] = size
             self._in_hand_bytes += size
-        written = await asyncio.to_thread(lambda: [self._write(ending) for ending in endings])
-        silent = [ending.id for ending, told in zip(endings, written, strict=True) if told is None]
-        if silent:
-            self.told(silent)
-        self._post([told for told in written if told is not None])
+        rendered = await asyncio.to_thread(lambda: [self._render_one(ending) for ending in endings])
+        if silent := [ending.id for ending, each in zip(endings, rendered, strict=True) if each is None]:
+            self.confirm(silent)
+        self._post([each for each in rendered if each is not None])
 
     def _forget(self, ending_id: str) -> None:
         self._in_hand_bytes -= self._in_hand.pop(ending_id, 0)

@@ -1,6 +1,6 @@
-"""On the loop: what was read is accepted into the model's queue, and what became of it is told.
+"""Acceptance of messages into the model's queue, on the loop.
 
-A batch leaves in one write. What finds the lane full, or the queue away, is tried again in order, with less at a time,
+A batch is one write. Messages that find the lane full, or the queue away, are tried again in order, fewer at a time,
 when there may be room: after answers were taken, or after a pause. Meanwhile the source's prefetch is used up.
 """
 
@@ -29,10 +29,11 @@ ROOM_S = 1.0
 
 _SHORTEST_S = 0.02
 _AWAY_S = 0.1
+_ID_USED = "the id of the message was used before with another body; give each its own id"
 
 
-class Fate(Enum):
-    """What is done with a message."""
+class Disposition(Enum):
+    """The disposition of a message: it was accepted now or before, is refused, or waits for the lane or the queue."""
 
     NEW = "new"
     KNOWN = "known"
@@ -41,21 +42,18 @@ class Fate(Enum):
     AWAY = "away"
 
 
-def fate_of(work: Work, result: Accepted | QinferError) -> tuple[Fate, QinferError | None]:
-    """Decides what is done with a message, by what became of its acceptance.
-
-    Returns:
-        What, and why.
-    """
+def disposition_of(work: Work, result: Accepted | QinferError) -> tuple[Disposition, QinferError | None]:
+    """Returns the disposition of a message by the outcome of its acceptance, and the error behind it."""
     if isinstance(result, Accepted):
         if result.body_hash == work.acceptance.body_hash:
-            return (Fate.NEW if result.is_new else Fate.KNOWN), None
-        return Fate.REFUSE, Conflict("the id of the message was used before with another body; give each its own id")
+            return (Disposition.NEW if result.is_new else Disposition.KNOWN), None
+        return Disposition.REFUSE, Conflict(_ID_USED)
     if isinstance(result, Overloaded):
-        return Fate.FULL, result
+        return Disposition.FULL, result
     if isinstance(result, RequestError):
-        return Fate.REFUSE, result
-    return Fate.AWAY, result  # the queue's trouble, and not this message's: it goes on when that is over
+        return Disposition.REFUSE, result
+    # An outage of the queue, and no fault of the message: it is accepted when that is over.
+    return Disposition.AWAY, result
 
 
 class Intake:
@@ -66,7 +64,7 @@ class Intake:
         accept: Accepts requests: `Requests.accept_all`.
         done: Has messages acknowledged.
         refuse: Puts messages with the dead letters.
-        again: Called when a message had been accepted before: where its request has ended, that is told again.
+        again: Called when a message had been accepted before: if its request has ended, its reply is published again.
         epoch: Returns that of the source's connection: messages of earlier ones come again.
         tally: Counts.
     """
@@ -92,7 +90,7 @@ class Intake:
         self._waiting: deque[Work] = deque()
         self._some = asyncio.Event()
         self._room = asyncio.Event()
-        self._is_told = False
+        self._is_scheduled = False
         self._stopping = False
         self._size = MOST_AT_ONCE
         self._backoff = Backoff(_AWAY_S, ROOM_S)
@@ -104,12 +102,12 @@ class Intake:
     def add(self, works: Sequence[Work]) -> None:
         """Takes messages that were read; for any thread."""
         self._waiting.extend(works)
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_scheduled:
+            self._is_scheduled = True
             self._loop.call_soon_threadsafe(self._begin)
 
     def room(self) -> None:
-        """There may be room in the lane; on the loop."""
+        """Notes that there may be room in the lane; on the loop."""
         self._room.set()
 
     def stop(self) -> None:
@@ -126,15 +124,15 @@ class Intake:
                 if not self._waiting:
                     await self._some.wait()
                 continue
-            fate = await self._accept_batch()
-            if fate is not None and not self._stopping:
-                await self._pause(fate)
+            disposition = await self._accept_batch()
+            if disposition is not None and not self._stopping:
+                await self._pause(disposition)
 
     def _begin(self) -> None:
-        self._is_told = False
+        self._is_scheduled = False
         self._some.set()
 
-    async def _accept_batch(self) -> Fate | None:
+    async def _accept_batch(self) -> Disposition | None:
         """Accepts some messages; returns why others are to wait, if they are."""
         self._room.clear()
         epoch, batch = self._epoch(), list[Work]()
@@ -147,17 +145,17 @@ class Intake:
         refused: list[Refused] = []
         left: list[Work] = []
         repeated = 0
-        waits_for: Fate | None = None
+        waits_for: Disposition | None = None
         for work, result in zip(batch, results, strict=True):
-            fate, error = fate_of(work, result)
-            if fate in (Fate.FULL, Fate.AWAY):
+            disposition, error = disposition_of(work, result)
+            if disposition in (Disposition.FULL, Disposition.AWAY):
                 left.append(work)
-                waits_for = fate
-                self._complain(fate, error)
+                waits_for = disposition
+                (self._full if disposition is Disposition.FULL else self._away).failed(error.message if error else "")
             elif error is None:
                 done.append(work.message.receipt)
-                self._tally.accepted += fate is Fate.NEW
-                repeated += fate is Fate.KNOWN
+                self._tally.accepted += disposition is Disposition.NEW
+                repeated += disposition is Disposition.KNOWN
             else:
                 refused.append((work.message, error))
         if done:
@@ -175,14 +173,10 @@ class Intake:
             self._away.over()
         return waits_for
 
-    def _complain(self, fate: Fate, error: QinferError | None) -> None:
-        text = "" if error is None else error.message
-        (self._full if fate is Fate.FULL else self._away).failed(text)
-
-    async def _pause(self, fate: Fate) -> None:
+    async def _pause(self, disposition: Disposition) -> None:
         began_s = time.monotonic()
         self._size = FEWEST_AT_ONCE
-        if fate is Fate.FULL:
+        if disposition is Disposition.FULL:
             await asyncio.sleep(_SHORTEST_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(ROOM_S):

@@ -1,4 +1,4 @@
-"""What goes through the bridge: a message as a source gave it, what is noted of it, and what is published.
+"""Messages of the bridge: as a source delivers them, as they are noted until the reply, and as they are published.
 
 Ids are bytes: some producers put the 16 bytes of a UUID where others put text, and they go back as they came.
 """
@@ -21,7 +21,7 @@ CODE_HEADER = "x-qinfer-code"
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
-    """What a source acknowledges a message by: its tag, valid for one connection, which is `epoch`."""
+    """The handle that acknowledges a message: its tag, valid for one connection, which is `epoch`."""
 
     epoch: int
     tag: int | str
@@ -56,7 +56,7 @@ class Delivered(msgspec.Struct, kw_only=True):
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """What is kept beside a request until it has ended, to send its reply.
+    """The part of a message that is kept with its request until that has ended, to send the reply.
 
     Attributes:
         reply: How its body is written.
@@ -74,7 +74,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Place(StrEnum):
-    """What an outgoing message is, which decides what it means when nobody takes it."""
+    """The destination of an outgoing message, which decides what happens when no queue takes it."""
 
     REPLY = "reply"
     SINK = "sink"
@@ -85,7 +85,7 @@ class Outgoing(msgspec.Struct, kw_only=True, eq=False):
     """A message to publish.
 
     Attributes:
-        place: What it is.
+        place: Its destination.
         exchange: Where to; empty = the default exchange.
         routing_key: Where to.
         body: Its body.
@@ -94,7 +94,7 @@ class Outgoing(msgspec.Struct, kw_only=True, eq=False):
         message_id: Its id.
         correlation_id: That of the message it answers.
         reply_to: That of a message that goes to the dead letters.
-        parcel: What it is a part of.
+        group: The messages that it is published with.
     """
 
     place: Place
@@ -106,10 +106,10 @@ class Outgoing(msgspec.Struct, kw_only=True, eq=False):
     message_id: bytes = b""
     correlation_id: bytes = b""
     reply_to: bytes = b""
-    parcel: "Parcel"
+    group: "PublishGroup"
 
 
-class Parcel(msgspec.Struct, kw_only=True, eq=False):
+class PublishGroup(msgspec.Struct, kw_only=True, eq=False):
     """Messages that are published for one reason; when all are confirmed, it is done.
 
     Attributes:
@@ -126,7 +126,7 @@ class Parcel(msgspec.Struct, kw_only=True, eq=False):
 
 
 def identity(message: Delivered, id_header: str | None) -> bytes:
-    """Returns what tells a message from others, and is the same when it is delivered again; empty = nothing does.
+    """Returns the identity of a message, the same when it is delivered again; empty = it has none.
 
     Args:
         message: The message.
@@ -156,7 +156,7 @@ def request_id(route: str, message_id: bytes, model: str) -> str:
 
 
 def body_hash(message: Delivered) -> str:
-    """Returns what tells whether a message that was delivered again is the same one."""
+    """Returns the hash by which a message that is delivered again is known to be the same."""
     digest = hashlib.sha256(message.content_type.encode("utf-8", "surrogatepass") + b"\0")
     digest.update(message.body)
     return digest.hexdigest()

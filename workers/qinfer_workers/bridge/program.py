@@ -1,17 +1,20 @@
-"""The bridge as a process: one event loop with the queue, and the threads of its routes."""
+"""The bridge as a process: one event loop with the queue, the threads of its routes, and the thread of its reports."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from qinfer.bridge.metrics import BridgeCollector
-from qinfer.bridge.reports import BridgeReports
+from qinfer.bridge.metrics import BridgeCollector, RouteTally
+from qinfer.bridge.reports import BridgeReports, ReportSequence
 from qinfer.core.messages import IdFactory
+from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError, SettingsError
 from qinfer.models.catalog import Catalog
@@ -21,12 +24,92 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.redis import Delivery
 from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
-from qinfer_workers.bridge.reporter import Reporter
 from qinfer_workers.bridge.route import Route
 from qinfer_workers.bridge.transports.open import look
 from qinfer_workers.liveness import give_signs
 
 logger = logging.getLogger("qinfer_workers.bridge")
+
+REPORT_EVERY_S = 1.0
+"""Seconds between two reports."""
+
+REPORT_TTL_S = 15.0
+"""Seconds without a report after which a bridge is not counted as live."""
+
+CLOSE_S = 5.0
+"""Seconds that the end waits for the last report; then Redis is away, and the counts of that report are lost."""
+
+
+class Reporter:
+    """A thread that adds the bridge's counts to the installation's metrics.
+
+    Messages never wait for it, nor it for them. A report is written every second, and once more at the end. While Redis
+    is away the tallies go on growing, and the first report that is stored has all of them.
+
+    Args:
+        process: The bridge's name.
+        tallies: What its routes count.
+        connect: Opens where reports are kept; called in the thread, within a loop.
+        every_s: Seconds between two reports.
+    """
+
+    def __init__(
+        self,
+        process: str,
+        tallies: Sequence[RouteTally],
+        connect: Callable[[], BridgeReports],
+        every_s: float = REPORT_EVERY_S,
+    ) -> None:
+        self._sequence = ReportSequence(process, tallies)
+        self._connect = connect
+        self._every_s = every_s
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._outage = OutageLog(
+            logger, "what the bridge counts is not stored", "what the bridge counts is stored again"
+        )
+        self._thread = threading.Thread(target=self._run, name="bridge-reporter", daemon=True)
+
+    def start(self) -> None:
+        """Begins to report."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes the last report, and ends the thread; gives up on a Redis that does not answer. Blocks."""
+        with contextlib.suppress(RuntimeError):  # it has just ended
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._report_on())
+
+    async def _report_on(self) -> None:
+        reports = self._connect()
+        try:
+            while not self._stop.is_set():
+                await self._report(reports, REPORT_TTL_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._every_s):
+                        await self._stop.wait()
+            await self._report(reports, 0.0)
+            if not self._sequence.is_complete:  # that report was the one before, once more
+                await self._report(reports, 0.0)
+        finally:
+            with contextlib.suppress(QinferError, OSError):
+                await reports.close()
+
+    async def _report(self, reports: BridgeReports, ttl_s: float) -> None:
+        try:
+            await reports.put(self._sequence.next(), ttl_s)
+        except QinferError as error:
+            self._outage.failed(error.message)
+            return
+        except Exception:  # the loop boundary: metrics must not end a bridge
+            logger.exception("what the bridge counts is not stored")
+            return
+        self._outage.over()
+        self._sequence.stored()
 
 
 class Bridge:
@@ -78,7 +161,7 @@ class Bridge:
                 task.cancel()
 
     def _on_hint(self, _: bytes) -> None:
-        """Requests have ended; which, their outboxes tell."""
+        """Notes that requests have ended: the outboxes have them."""
         for route in self.routes:
             route.wake()
 

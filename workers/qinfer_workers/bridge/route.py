@@ -1,16 +1,16 @@
-"""One route, put together: who hands what to whom, and how it begins and ends.
+"""One route of a bridge: its parts and what they hand over, its start and its end.
 
     thread "source"           loop                               thread "sink" (and "dead_letters", on another broker)
     receive, read ──batch──▶  Intake: accept into the lane
     acknowledge  ◀──receipts──┘
                               Endings: take from the outbox
-                              write (a thread of the pool) ────▶ publish
+                              render (a thread of the pool) ───▶ publish
                               confirm  ◀──────batch───────────── the broker's confirms
     dead letters of what can't be read, or conflicts: ─────────▶ publish
     acknowledge  ◀──receipts── settled  ◀──────────────────────── the broker's confirms
 
 Nothing is acknowledged before it is in the model's queue, or its dead letter is confirmed; no end leaves the outbox
-before its reply is confirmed. So whatever is killed, the message or the end comes again, and the ids tell that it does.
+before its reply is confirmed. So whatever is killed, the message or the end is delivered again, and its id shows it.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.consumer import Consumer, Refused
 from qinfer_workers.bridge.endings import Endings
 from qinfer_workers.bridge.intake import Intake
-from qinfer_workers.bridge.letters import Told, refusal, refuse, tell
-from qinfer_workers.bridge.messages import Outgoing, Parcel, Place, Receipt
+from qinfer_workers.bridge.messages import Outgoing, Place, PublishGroup, Receipt
 from qinfer_workers.bridge.publisher import Publisher
 from qinfer_workers.bridge.reading import Reader
+from qinfer_workers.bridge.rendering import Rendered, refusal, render
 from qinfer_workers.bridge.transports.base import Settled, Sink, Source
 from qinfer_workers.bridge.transports.open import open_sink, open_source
 
@@ -76,7 +76,7 @@ class Route:
         self.tally = RouteTally(options.name)
         self._catalog = catalog
         self._loop = asyncio.get_running_loop()
-        self._told: dict[str, str] = {}  # parcels of ends in hand, by id → how they ended
+        self._states: dict[str, str] = {}  # publish groups of ends in hand, by id → how they ended
         self._lost = OutageLog(logger, "no queue takes what is published", remind_s=REMIND_S, route=options.name)
         self._publishers = self._make_publishers()
         self._intake = Intake(
@@ -92,8 +92,8 @@ class Route:
             delivery=delivery,
             model=options.model,
             kind=outbox(options.outbox, config.retry_s),
-            write=partial(tell, options),
-            post=self._publish_told,
+            render=partial(render, options),
+            post=self._publish_rendered,
             took=self._intake.room,
         )
         reader = Reader(options, config.result_ttl_s, reply_address(owner), inline_max_bytes)
@@ -118,7 +118,7 @@ class Route:
         return self._catalog.accepting(self.options.model, self.options.version)
 
     def wake(self) -> None:
-        """A request of this process has ended; on the loop."""
+        """Notes that a request of this process has ended; on the loop."""
         self._endings.wake()
 
     async def run(self) -> None:
@@ -128,9 +128,9 @@ class Route:
             publisher.start()
         self._consumer.start()
         async with asyncio.TaskGroup() as group:
-            telling = group.create_task(self._endings.run())
+            endings = group.create_task(self._endings.run())
             await group.create_task(self._intake.run())
-            _, late = await asyncio.wait([telling], timeout=LAST_STEP_S)
+            _, late = await asyncio.wait([endings], timeout=LAST_STEP_S)
             for task in late:
                 task.cancel()
         for publisher in publishers:
@@ -148,7 +148,7 @@ class Route:
         self._endings.stop()
 
     def refresh_tally(self) -> None:
-        """Brings gauges up to date."""
+        """Updates gauges."""
         self.tally.unconfirmed = self._endings.in_hand
 
     def _make_publishers(self) -> dict[bool, Publisher]:
@@ -156,7 +156,7 @@ class Route:
         options, source = self.options, self.options.source
         fixed = [options.sink.routing_key] if options.sink.declare and not options.sink.exchange else []
         queues = [queue for queue in fixed if queue]
-        letters = [options.dead_letters] if source.declare else []
+        dead_letters = [options.dead_letters] if source.declare else []
 
         def made(
             connection: str, url: str, of: Mapping[str, Any], queues: Sequence[str], exchange: str = ""
@@ -165,11 +165,11 @@ class Route:
             return Publisher(options.name, connection, connect, self._on_settled, self.tally)
 
         if options.sink_url == options.source_url:
-            both = made("sink", options.sink_url, options.sink_options, queues + letters, options.sink.exchange)
+            both = made("sink", options.sink_url, options.sink_options, queues + dead_letters, options.sink.exchange)
             return {False: both, True: both}
         return {
             False: made("sink", options.sink_url, options.sink_options, queues, options.sink.exchange),
-            True: made("dead_letters", options.source_url, source.options, letters),
+            True: made("dead_letters", options.source_url, source.options, dead_letters),
         }
 
     def _done(self, receipts: Sequence[Receipt]) -> None:
@@ -179,63 +179,61 @@ class Route:
         """Puts messages with the dead letters; for any thread."""
         for _, error in refused:
             count(self.tally.refused, error.code.value)
-        told = [refusal(self.options, message, error) for message, error in refused]
-        self._publish([message for message in told if message is not None])
-        self._publish([refuse(self.options, message, error) for message, error in refused])
+        self._publish([each for message, error in refused for each in refusal(self.options, message, error)])
 
-    def _publish_told(self, told: Sequence[Told]) -> None:
-        for each in told:
-            self._told[each.parcel.ending_id] = each.state
-        self._publish([message for each in told for message in each.messages])
+    def _publish_rendered(self, rendered: Sequence[Rendered]) -> None:
+        for each in rendered:
+            self._states[each.group.ending_id] = each.state
+        self._publish([message for each in rendered for message in each.messages])
 
     def _publish(self, messages: Sequence[Outgoing]) -> None:
-        for is_letter in (False, True):
-            some = [message for message in messages if (message.place is Place.DEAD_LETTER) is is_letter]
+        for is_dead_letter in (False, True):
+            some = [message for message in messages if (message.place is Place.DEAD_LETTER) is is_dead_letter]
             if some:
-                self._publishers[is_letter].post(some)
+                self._publishers[is_dead_letter].post(some)
 
     def _on_settled(self, settled: Settled) -> None:
-        """Takes the news of a publisher, in its thread."""
+        """Takes the outcomes of a publisher, in its thread."""
         self._loop.call_soon_threadsafe(self._settle, settled)
 
     def _settle(self, settled: Settled) -> None:
-        told: list[str] = []
+        confirmed: list[str] = []
         done: list[Receipt] = []
         for message in settled.taken:
-            self._settle_one(message, told, done)
+            self._settle_one(message, confirmed, done)
         for message in settled.unroutable:
             count(self.tally.unroutable, message.place.value)
             if message.place is not Place.REPLY:  # its caller is gone; a queue that is missing may be made yet
-                message.parcel.failed = True
+                message.group.failed = True
                 self._lost.failed(f"{message.place.value}: '{(message.exchange or message.routing_key).decode()}'")
-            self._settle_one(message, told, done)
+            self._settle_one(message, confirmed, done)
         for message in settled.refused:
-            message.parcel.failed = True
+            message.group.failed = True
             self._lost.failed("the broker refuses messages: is a queue full, or a message too large?")
-            self._settle_one(message, told, done)
-        if told:
-            self._endings.told(told)
+            self._settle_one(message, confirmed, done)
+        if confirmed:
+            self._endings.confirm(confirmed)
         if done:
             self._done(done)
 
-    def _settle_one(self, message: Outgoing, told: list[str], done: list[Receipt]) -> None:
-        """Counts a message off its parcel; what is complete is added to `told` or `done`."""
-        parcel: Parcel = message.parcel
-        parcel.left -= 1
-        if parcel.left:
+    def _settle_one(self, message: Outgoing, confirmed: list[str], done: list[Receipt]) -> None:
+        """Counts a message off its group; what is complete is added to `confirmed` or `done`."""
+        group: PublishGroup = message.group
+        group.left -= 1
+        if group.left:
             return
-        if parcel.receipt is not None:
-            if parcel.failed:
-                parcel.left, parcel.failed = 1, False
+        if group.receipt is not None:
+            if group.failed:
+                group.left, group.failed = 1, False
                 self._loop.call_later(AGAIN_S, self._publish, [message])
             else:
-                done.append(parcel.receipt)
+                done.append(group.receipt)
             return
-        if not parcel.ending_id:
+        if not group.ending_id:
             return
-        state = self._told.pop(parcel.ending_id, "")
-        if parcel.failed:
-            self._endings.drop(parcel.ending_id)
+        state = self._states.pop(group.ending_id, "")
+        if group.failed:
+            self._endings.drop(group.ending_id)
         else:
             count(self.tally.replied, state)
-            told.append(parcel.ending_id)
+            confirmed.append(group.ending_id)

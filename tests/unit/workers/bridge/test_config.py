@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from qinfer.errors import SettingsError
-from qinfer_workers.bridge.config_file import load_config, parse_config
+from qinfer_workers.bridge.config import load_config, parse_config
 
 YAML = """
 retry_s: 5

@@ -13,8 +13,8 @@ from qinfer.queue.request_records import Ending
 from qinfer.testing import eventually
 from qinfer_workers.bridge import endings
 from qinfer_workers.bridge.endings import Endings
-from qinfer_workers.bridge.letters import Told
-from qinfer_workers.bridge.messages import Parcel
+from qinfer_workers.bridge.messages import PublishGroup
+from qinfer_workers.bridge.rendering import Rendered
 
 MIB = 2**20
 
@@ -36,8 +36,8 @@ class Outbox:
             delivery=self,  # type: ignore[arg-type]  # it has what is asked of one
             model="m",
             kind=outbox_kind("box", 10.0),
-            write=lambda ending: Told("succeeded", Parcel(ending_id=ending.id), []),
-            post=lambda told: self.posted.extend(each.parcel.ending_id for each in told),
+            render=lambda ending: Rendered("succeeded", PublishGroup(ending_id=ending.id), []),
+            post=lambda rendered: self.posted.extend(each.group.ending_id for each in rendered),
             took=lambda: None,
         )
 
@@ -59,7 +59,7 @@ async def outbox(*sizes: int) -> AsyncIterator[Outbox]:
     box = Outbox(sizes)
     running = asyncio.create_task(box.one.run())
     yield box
-    box.one.told([each for each in box.posted if each not in box.confirmed])
+    box.one.confirm([each for each in box.posted if each not in box.confirmed])
     box.one.stop()
     await running
 
@@ -72,10 +72,10 @@ async def test_large_results_wait_in_the_outbox_until_others_are_published(monke
         box.one.wake()
         await asyncio.sleep(0.05)
         assert (len(box.posted), box.one.in_hand) == (4, 4)
-        box.one.told(box.posted[:2])
+        box.one.confirm(box.posted[:2])
         await eventually(lambda: len(box.posted) == 6)
         box.one.drop(box.posted[2])
-        box.one.told(box.posted[3:])
+        box.one.confirm(box.posted[3:])
         await eventually(lambda: len(box.posted) == 8)
 
 
@@ -86,5 +86,5 @@ async def test_whatever_redis_says_it_is_asked_again() -> None:
         box.one.wake()
         await eventually(lambda: not box.errors and len(box.posted) == 1)
         box.errors = [SettingsError("the password is wrong")]
-        box.one.told(box.posted)
+        box.one.confirm(box.posted)
         await eventually(lambda: box.confirmed == ["0-0"])

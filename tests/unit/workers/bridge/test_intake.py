@@ -12,7 +12,7 @@ from qinfer.queue.base import Lane
 from qinfer.queue.request_records import Acceptance, Accepted, Address
 from qinfer.testing import eventually
 from qinfer_workers.bridge.consumer import Refused
-from qinfer_workers.bridge.intake import FEWEST_AT_ONCE, MOST_AT_ONCE, Fate, Intake, fate_of
+from qinfer_workers.bridge.intake import FEWEST_AT_ONCE, MOST_AT_ONCE, Disposition, Intake, disposition_of
 from qinfer_workers.bridge.messages import Delivered, Receipt
 from qinfer_workers.bridge.reading import Work
 
@@ -24,21 +24,21 @@ def work(number: int, epoch: int = 1) -> Work:
 
 
 @pytest.mark.parametrize(
-    ("result", "fate"),
+    ("result", "disposition"),
     [
-        (Accepted("r1", is_new=True, body_hash="hash"), Fate.NEW),
-        (Accepted("r1", is_new=False, body_hash="hash"), Fate.KNOWN),
-        (Accepted("r1", is_new=False, body_hash="other"), Fate.REFUSE),
-        (QueueFull("full"), Fate.FULL),
-        (BrokerUnavailable("away"), Fate.AWAY),
-        (SettingsError("the password is wrong"), Fate.AWAY),
-        (InvalidRequest("notes"), Fate.REFUSE),
-        (PayloadTooLarge("large"), Fate.REFUSE),
+        (Accepted("r1", is_new=True, body_hash="hash"), Disposition.NEW),
+        (Accepted("r1", is_new=False, body_hash="hash"), Disposition.KNOWN),
+        (Accepted("r1", is_new=False, body_hash="other"), Disposition.REFUSE),
+        (QueueFull("full"), Disposition.FULL),
+        (BrokerUnavailable("away"), Disposition.AWAY),
+        (SettingsError("the password is wrong"), Disposition.AWAY),
+        (InvalidRequest("notes"), Disposition.REFUSE),
+        (PayloadTooLarge("large"), Disposition.REFUSE),
     ],
 )
-def test_what_becomes_of_a_message(result: Accepted | QinferError, fate: Fate) -> None:
+def test_what_becomes_of_a_message(result: Accepted | QinferError, disposition: Disposition) -> None:
     """Only what is wrong with the message itself is held against it."""
-    assert fate_of(work(1), result)[0] is fate
+    assert disposition_of(work(1), result)[0] is disposition
 
 
 class Desk:

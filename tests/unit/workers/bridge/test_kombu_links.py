@@ -6,7 +6,7 @@ import pytest
 from kombu import Connection
 
 from qinfer_workers.bridge.config import SourceOptions
-from qinfer_workers.bridge.messages import Delivered, Outgoing, Parcel, Place
+from qinfer_workers.bridge.messages import Delivered, Outgoing, Place, PublishGroup
 from qinfer_workers.bridge.transports.kombu import KombuSink, KombuSource
 
 QUEUE = "bridge-kombu-links"
@@ -19,7 +19,7 @@ def client() -> Connection:
 
 
 def outgoing(number: int) -> Outgoing:
-    return Outgoing(place=Place.SINK, routing_key=QUEUE.encode(), body=b"%d" % number, parcel=Parcel(left=1))
+    return Outgoing(place=Place.SINK, routing_key=QUEUE.encode(), body=b"%d" % number, group=PublishGroup(left=1))
 
 
 def bodies(connection: Connection) -> list[bytes]:

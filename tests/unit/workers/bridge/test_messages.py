@@ -11,10 +11,9 @@ from qinfer.errors import InvalidRequest
 from qinfer.queue.request_records import Address, Ending, RequestRecord, RequestState
 from qinfer.tensors import from_numpy
 from qinfer.wire.frame import encode_responses
-from qinfer_workers.bridge.config import RouteOptions
-from qinfer_workers.bridge.config_file import parse_config
-from qinfer_workers.bridge.letters import GONE, refusal, refuse, tell
+from qinfer_workers.bridge.config import RouteOptions, parse_config
 from qinfer_workers.bridge.messages import Delivered, Note, Place, Receipt, body_hash, identity, request_id
+from qinfer_workers.bridge.rendering import GONE, refusal, render
 from qinfer_workers.bridge.replies import ReplyEncoding
 from qinfer_workers.bridge.transports.amqp_frames import publish_frames
 
@@ -78,12 +77,12 @@ def prediction() -> bytes:
 
 def test_a_prediction_goes_to_the_sink() -> None:
     """With the message's ids, and headers of the request."""
-    told = tell(route(exchange="e", routing_key="k"), ending(RequestState.SUCCEEDED, blob=prediction()))
+    rendered = render(route(exchange="e", routing_key="k"), ending(RequestState.SUCCEEDED, blob=prediction()))
 
-    assert told is not None
-    (sent,) = told.messages
+    assert rendered is not None
+    (sent,) = rendered.messages
     assert (sent.place, sent.exchange, sent.routing_key) == (Place.SINK, b"e", b"k")
-    assert (sent.message_id, sent.correlation_id, sent.parcel.ending_id, sent.parcel.left) == (b"m1", b"c1", "1-0", 1)
+    assert (sent.message_id, sent.correlation_id, sent.group.ending_id, sent.group.left) == (b"m1", b"c1", "1-0", 1)
     assert sent.headers == {
         "x-qinfer-request-id": "id",
         "x-qinfer-state": "succeeded",
@@ -98,29 +97,36 @@ def test_a_prediction_goes_to_the_sink() -> None:
 def test_reply_to_is_a_queue_of_the_default_exchange() -> None:
     note = Note(ReplyEncoding(), b"m1", b"replies", b"c1")
 
-    told = tell(route(exchange="e"), ending(RequestState.SUCCEEDED, blob=prediction(), note=note))
+    rendered = render(route(exchange="e"), ending(RequestState.SUCCEEDED, blob=prediction(), note=note))
 
-    assert told is not None
-    (sent,) = told.messages
+    assert rendered is not None
+    (sent,) = rendered.messages
     assert (sent.place, sent.exchange, sent.routing_key) == (Place.REPLY, b"", b"replies")
 
 
 @pytest.mark.parametrize("state", [RequestState.FAILED, RequestState.EXPIRED, RequestState.CANCELLED])
 @pytest.mark.parametrize("has_blob", [True, False])
 def test_a_failure_goes_to_the_dead_letters_and_the_caller(state: RequestState, *, has_blob: bool) -> None:
-    """Both are one parcel: it is done when both are taken."""
+    """Both are one group: it is done when both are taken."""
     failure = Failure("inference_failed", "no such digit")
     blob = encode_responses([Response(request_id="id", model="m", version=2, failure=failure)]) if has_blob else None
     note = Note(ReplyEncoding(client_id="mine"), b"m1", b"replies", b"c1")
     end = ending(state, blob=blob, note=note, code=failure.code, message=failure.message)
 
-    told = tell(route(), end)
+    rendered = render(route(), end)
 
-    assert told is not None
-    letter, reply = told.messages
-    assert told.parcel.left == 2
-    assert (letter.place, letter.routing_key, letter.reply_to) == (Place.DEAD_LETTER, b"tasks.dead", b"replies")
-    assert (letter.headers["x-qinfer-reason"], letter.headers["x-qinfer-code"]) == (failure.message, failure.code)
+    assert rendered is not None
+    dead_letter, reply = rendered.messages
+    assert rendered.group.left == 2
+    assert (dead_letter.place, dead_letter.routing_key, dead_letter.reply_to) == (
+        Place.DEAD_LETTER,
+        b"tasks.dead",
+        b"replies",
+    )
+    assert (dead_letter.headers["x-qinfer-reason"], dead_letter.headers["x-qinfer-code"]) == (
+        failure.message,
+        failure.code,
+    )
     assert (reply.place, reply.headers["x-qinfer-state"]) == (Place.REPLY, state.value)
     assert msgspec.json.decode(reply.body) == {"error": "no such digit", "id": "mine"}
 
@@ -133,18 +139,18 @@ def test_a_failure_goes_to_the_dead_letters_and_the_caller(state: RequestState, 
         ending(RequestState.SUCCEEDED, blob=b"damaged"),
     ],
 )
-def test_a_prediction_that_is_not_there_any_more_is_told_so(end: Ending) -> None:
-    told = tell(route(routing_key="k"), end)
+def test_a_prediction_that_has_expired_is_reported_as_gone(end: Ending) -> None:
+    rendered = render(route(routing_key="k"), end)
 
-    assert told is not None
-    (letter,) = told.messages
-    assert (told.state, letter.place, letter.headers["x-qinfer-state"]) == (GONE, Place.DEAD_LETTER, GONE)
-    assert "time that it is kept" in letter.headers["x-qinfer-reason"]
+    assert rendered is not None
+    (dead_letter,) = rendered.messages
+    assert (rendered.state, dead_letter.place, dead_letter.headers["x-qinfer-state"]) == (GONE, Place.DEAD_LETTER, GONE)
+    assert "time that it is kept" in dead_letter.headers["x-qinfer-reason"]
 
 
-def test_notes_that_can_not_be_read_are_told_to_nobody() -> None:
+def test_nothing_is_published_of_notes_that_can_not_be_read() -> None:
     """There is nobody to be found in them."""
-    assert tell(route(routing_key="k"), msgspec.structs.replace(ending(RequestState.FAILED), notes=b"\xc1")) is None
+    assert render(route(routing_key="k"), msgspec.structs.replace(ending(RequestState.FAILED), notes=b"\xc1")) is None
 
 
 def test_a_refused_message_is_kept_as_it_was() -> None:
@@ -158,12 +164,12 @@ def test_a_refused_message_is_kept_as_it_was() -> None:
         reply_to=b"r",
     )
 
-    letter = refuse(route(), given, InvalidRequest("r" * 5000))
+    *_, dead_letter = refusal(route(), given, InvalidRequest("r" * 5000))
 
-    assert (letter.place, letter.routing_key, letter.body) == (Place.DEAD_LETTER, b"tasks.dead", b"\x00")
-    assert (letter.message_id, letter.correlation_id, letter.reply_to) == (b"m", b"c", b"r")
-    assert letter.parcel.receipt == RECEIPT
-    assert letter.headers == {
+    assert (dead_letter.place, dead_letter.routing_key, dead_letter.body) == (Place.DEAD_LETTER, b"tasks.dead", b"\x00")
+    assert (dead_letter.message_id, dead_letter.correlation_id, dead_letter.reply_to) == (b"m", b"c", b"r")
+    assert dead_letter.group.receipt == RECEIPT
+    assert dead_letter.headers == {
         "a": "b",
         "x-qinfer-route": "digits",
         "x-qinfer-code": "invalid_request",
@@ -171,15 +177,14 @@ def test_a_refused_message_is_kept_as_it_was() -> None:
     }
 
 
-def test_the_sender_of_a_refused_message_is_told() -> None:
+def test_the_sender_of_a_refused_message_gets_the_error() -> None:
     """It waits for a reply, and not at the dead letters; who gave no address is not told."""
-    told = refusal(route(), message(reply_to=b"r", correlation_id=b"c"), InvalidRequest("no such input"))
+    reply, _ = refusal(route(), message(reply_to=b"r", correlation_id=b"c"), InvalidRequest("no such input"))
 
-    assert told is not None
-    assert (told.place, told.routing_key, told.correlation_id) == (Place.REPLY, b"r", b"c")
-    assert told.body == b'{"error":"no such input"}'
-    assert (told.headers["x-qinfer-state"], told.headers["x-qinfer-code"]) == ("refused", "invalid_request")
-    assert refusal(route(), message(), InvalidRequest("x")) is None
+    assert (reply.place, reply.routing_key, reply.correlation_id) == (Place.REPLY, b"r", b"c")
+    assert reply.body == b'{"error":"no such input"}'
+    assert (reply.headers["x-qinfer-state"], reply.headers["x-qinfer-code"]) == ("refused", "invalid_request")
+    assert [each.place for each in refusal(route(), message(), InvalidRequest("x"))] == [Place.DEAD_LETTER]
 
 
 @pytest.mark.parametrize(
@@ -195,12 +200,12 @@ def test_the_sender_of_a_refused_message_is_told() -> None:
 )
 def test_every_dead_letter_can_be_published(fields: dict[str, Any]) -> None:
     """One that could not would keep all others from their predictions, for ever: it is published until it is taken."""
-    letter = refuse(route(), message(**fields), InvalidRequest("\U0001f600" * 5000))
+    *_, dead_letter = refusal(route(), message(**fields), InvalidRequest("\U0001f600" * 5000))
 
-    written = publish_frames(1, letter, 131072)
+    written = publish_frames(1, dead_letter, 131072)
 
     assert len(written) < 131072
-    assert letter.headers["x-qinfer-reason"]
+    assert dead_letter.headers["x-qinfer-reason"]
 
 
 def test_properties_that_are_no_text_identify_a_message() -> None:

@@ -8,7 +8,7 @@ from qinfer.bridge.metrics import RouteTally, RouteTotals, count
 from qinfer.bridge.reports import BridgeReport, BridgeReports, ReportSequence
 from qinfer.errors import BrokerUnavailable
 from qinfer.queue.clients import admin_client
-from qinfer_workers.bridge.reporter import Reporter
+from qinfer_workers.bridge.program import Reporter
 from tests.support.servers.servers import Database
 
 WAIT_S = 20.0

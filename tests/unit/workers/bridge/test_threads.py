@@ -8,7 +8,7 @@ from qinfer.bridge.metrics import RouteTally
 from qinfer.errors import InvalidRequest, ModelNotFound
 from qinfer.testing import wait_until
 from qinfer_workers.bridge.consumer import Consumer, Refused
-from qinfer_workers.bridge.messages import Delivered, Outgoing, Parcel, Place, Receipt
+from qinfer_workers.bridge.messages import Delivered, Outgoing, Place, PublishGroup, Receipt
 from qinfer_workers.bridge.publisher import Publisher
 from qinfer_workers.bridge.reading import Work
 from qinfer_workers.bridge.transports.base import MessageRefused, Settled
@@ -118,7 +118,7 @@ def test_what_is_read_is_handed_over_and_what_is_done_is_acknowledged() -> None:
         assert [each.message.body for each in scene.works] == [b"good", b"anonymous"]
         assert [(message.body, error.message) for message, error in scene.refused] == [
             (b"bad", "bad"),
-            (b"bug", "internal error; the bridge's log tells more"),
+            (b"bug", "internal error; the bridge's log has more"),
         ]
         assert (scene.tally.received, scene.tally.unidentified, scene.tally.unacknowledged) == (4, 1, 4)
         scene.consumer.done([Receipt(1, 1), Receipt(1, 3), Receipt(0, 2)])
@@ -201,7 +201,7 @@ class FakeSink:
 
 
 def outgoing(number: int) -> Outgoing:
-    return Outgoing(place=Place.SINK, body=b"%d" % number, parcel=Parcel(left=1))
+    return Outgoing(place=Place.SINK, body=b"%d" % number, group=PublishGroup(left=1))
 
 
 def publisher(sinks: list[FakeSink], settled: Callable[[Settled], None]) -> Publisher:

@@ -19,7 +19,7 @@ from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Bytes, Tensor, from_numpy
 from qinfer.wire.kserve_json import check_depth
 from qinfer_workers.bridge.bodies.arrow import BROKEN, ArrowForm, ArrowLimits, explained, read_batch, read_schema
-from qinfer_workers.bridge.bodies.options import BodyOptions
+from qinfer_workers.bridge.config import BodyOptions
 
 _MAX_KNOWN_SCHEMAS = 64
 _SHOWN = 20

@@ -1,7 +1,10 @@
-"""What is published: predictions, errors to callers, dead letters. Pure; large outputs take a while: use a thread."""
+"""Rendering of published messages: predictions, errors for callers, dead letters. Pure.
+
+Large outputs take a while: call it in a thread.
+"""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -23,42 +26,42 @@ from qinfer_workers.bridge.messages import (
     Delivered,
     Note,
     Outgoing,
-    Parcel,
     Place,
+    PublishGroup,
 )
 
 logger = logging.getLogger(__name__)
 
 GONE = "gone"
-"""The state of a request whose answer is not kept any more."""
+"""The state of a request whose response is not kept any more."""
 
 REFUSED = "refused"
-"""The state that the sender of a message is told which was not accepted."""
+"""The state in the reply to a message that was not accepted."""
 
 _MAX_REASON = 2000
 _MAX_SHORT = 255
 _MAX_KEPT_BYTES = 64 * 1024
-"""Of a refused message's headers: with the reasons they must fit one frame of AMQP, which has 128 KiB."""
+"""The most bytes of a refused message's headers: with the reasons they must fit one AMQP frame, which has 128 KiB."""
 _GONE_TEXT = "the prediction was there; the time that it is kept for is over"
 _notes = msgspec.msgpack.Decoder(Note)
 
 
-class Told(NamedTuple):
+class Rendered(NamedTuple):
     """The end of one request as it is published.
 
     Attributes:
         state: How it ended.
-        parcel: Confirmed when all of its messages are.
+        group: Confirmed when all of its messages are.
         messages: What is published.
     """
 
     state: str
-    parcel: Parcel
+    group: PublishGroup
     messages: Sequence[Outgoing]
 
 
-def tell(route: RouteOptions, ending: Ending) -> Told | None:
-    """Returns what is to be published of a request that ended; `None` = nothing can be said of it any more.
+def render(route: RouteOptions, ending: Ending) -> Rendered | None:
+    """Returns the messages that are published of a request that ended; `None` = nobody can be sent any.
 
     Args:
         route: The route.
@@ -66,64 +69,59 @@ def tell(route: RouteOptions, ending: Ending) -> Told | None:
     """
     try:
         note = _notes.decode(ending.notes)
-    except msgspec.MsgspecError:  # of a version that is to come, or damaged: nobody knows whom to tell
+    except msgspec.MsgspecError:  # of a later version, or damaged: nobody knows whom to send anything
         logger.exception("an ended request's notes can't be read", extra={"request": ending.request_id})
         return None
-    parcel = Parcel(ending_id=ending.id)
+    group = PublishGroup(ending_id=ending.id)
     state, response, failure = _outcome(ending)
     headers = {REQUEST_ID_HEADER: ending.request_id, STATE_HEADER: state, ROUTE_HEADER: route.name, **note.headers}
+    messages: Sequence[Outgoing] = ()
     if response is not None:
         headers[MODEL_HEADER], headers[VERSION_HEADER] = response.model or route.model, str(response.version)
-    if response is not None and failure is None:
-        try:
-            encoded = encode(note.reply, response)
-        except QinferError as error:
-            failure = Failure.of(error)
-            headers[STATE_HEADER] = state = RequestState.FAILED.value
-        else:
-            return Told(state, parcel, _sealed(parcel, [_reply(route, note, encoded, headers, parcel)]))
-    assert failure is not None
-    return Told(state, parcel, _sealed(parcel, _failed(route, note, failure, headers, parcel)))
+        if failure is None:
+            try:
+                messages = [_reply(route, note, encode(note.reply, response), headers, group)]
+            except QinferError as error:
+                failure = Failure.of(error)
+                headers[STATE_HEADER] = state = RequestState.FAILED.value
+    if failure is not None:
+        messages = _failed(route, note, failure, headers, group)
+    group.left = len(messages)
+    return Rendered(state, group, messages)
 
 
-def refuse(route: RouteOptions, message: Delivered, error: QinferError) -> Outgoing:
-    """Returns a message as it goes to the dead letters, with the reason.
+def refusal(route: RouteOptions, message: Delivered, error: QinferError) -> Iterator[Outgoing]:
+    """Yields the error for the sender of a refused message, where it gave a `reply_to`, and the dead letter.
+
+    Nothing waits for the confirm of the first: should it be lost, there is the dead letter.
 
     Args:
         route: The route.
         message: The message, acknowledged when the dead letter is confirmed.
-        error: Why.
+        error: Why it is refused.
     """
-    return Outgoing(
+    code = error.code.value
+    ids = {"message_id": message.message_id[:_MAX_SHORT], "correlation_id": message.correlation_id[:_MAX_SHORT]}
+    if route.sink.reply_to and 0 < len(message.reply_to) <= _MAX_SHORT:
+        encoded = encode_error(error.message)
+        yield Outgoing(
+            place=Place.REPLY,
+            routing_key=message.reply_to,
+            body=encoded.body,
+            content_type=encoded.content_type,
+            headers={STATE_HEADER: REFUSED, ROUTE_HEADER: route.name, CODE_HEADER: code},
+            group=PublishGroup(left=1),
+            **ids,
+        )
+    yield Outgoing(
         place=Place.DEAD_LETTER,
         routing_key=route.dead_letters.encode(),
         body=message.body,
         content_type=message.content_type[:_MAX_SHORT],
-        headers=_kept(message.headers) | _reasons(route, error.code.value, error.message),
-        message_id=message.message_id[:_MAX_SHORT],
-        correlation_id=message.correlation_id[:_MAX_SHORT],
+        headers=_kept(message.headers) | _reasons(route, code, error.message),
         reply_to=message.reply_to[:_MAX_SHORT],
-        parcel=Parcel(receipt=message.receipt, left=1),
-    )
-
-
-def refusal(route: RouteOptions, message: Delivered, error: QinferError) -> Outgoing | None:
-    """Returns what the sender of a refused message is told; `None` where it gave no `reply_to`.
-
-    Nothing waits for its confirm: should it be lost, the dead letter still tells.
-    """
-    if not (route.sink.reply_to and 0 < len(message.reply_to) <= _MAX_SHORT):
-        return None
-    encoded = encode_error(error.message)
-    return Outgoing(
-        place=Place.REPLY,
-        routing_key=message.reply_to,
-        body=encoded.body,
-        content_type=encoded.content_type,
-        headers={STATE_HEADER: REFUSED, ROUTE_HEADER: route.name, CODE_HEADER: error.code.value},
-        message_id=message.message_id[:_MAX_SHORT],
-        correlation_id=message.correlation_id[:_MAX_SHORT],
-        parcel=Parcel(left=1),
+        group=PublishGroup(receipt=message.receipt, left=1),
+        **ids,
     )
 
 
@@ -161,11 +159,11 @@ def _outcome(ending: Ending) -> tuple[str, Response | None, Failure | None]:
 
 
 def _failed(
-    route: RouteOptions, note: Note, failure: Failure, headers: dict[str, str], parcel: Parcel
+    route: RouteOptions, note: Note, failure: Failure, headers: dict[str, str], group: PublishGroup
 ) -> list[Outgoing]:
-    """Returns the dead letter of a request that failed, and the error for its caller where one waits."""
+    """Returns the dead dead of a request that failed, and the error for its caller where one waits."""
     encoded = encode_error(failure.message, note.reply.client_id)
-    letter = Outgoing(
+    dead_letter = Outgoing(
         place=Place.DEAD_LETTER,
         routing_key=route.dead_letters.encode(),
         body=encoded.body,
@@ -174,14 +172,14 @@ def _failed(
         message_id=note.message_id,
         correlation_id=note.correlation_id,
         reply_to=note.reply_to,
-        parcel=parcel,
+        group=group,
     )
     if not note.reply_to:
-        return [letter]
-    return [letter, _reply(route, note, encoded, headers | {CODE_HEADER: failure.code}, parcel)]
+        return [dead_letter]
+    return [dead_letter, _reply(route, note, encoded, headers | {CODE_HEADER: failure.code}, group)]
 
 
-def _reply(route: RouteOptions, note: Note, encoded: Encoded, headers: dict[str, str], parcel: Parcel) -> Outgoing:
+def _reply(route: RouteOptions, note: Note, encoded: Encoded, headers: dict[str, str], group: PublishGroup) -> Outgoing:
     """Returns a message for the caller, or for the route's sink."""
     sink = route.sink
     is_reply = bool(note.reply_to)
@@ -194,14 +192,9 @@ def _reply(route: RouteOptions, note: Note, encoded: Encoded, headers: dict[str,
         headers=headers | dict(encoded.headers) if encoded.headers else headers,
         message_id=note.message_id,
         correlation_id=note.correlation_id,
-        parcel=parcel,
+        group=group,
     )
 
 
 def _reasons(route: RouteOptions, code: str, text: str) -> dict[str, str]:
     return {ROUTE_HEADER: route.name, CODE_HEADER: code, REASON_HEADER: text[:_MAX_REASON]}
-
-
-def _sealed(parcel: Parcel, messages: list[Outgoing]) -> list[Outgoing]:
-    parcel.left = len(messages)
-    return messages
