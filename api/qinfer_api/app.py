@@ -36,7 +36,7 @@ from qinfer_api.http.server import HttpServer, read_certificate
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
 from qinfer_api.jobs.service import BulkJobs
-from qinfer_api.labeling.parts import LabelingParts, check_labeling
+from qinfer_api.labeling.service import LabelingParts, check_labeling
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import Tracing

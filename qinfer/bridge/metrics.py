@@ -1,7 +1,7 @@
 """The metrics of bridges: what one counts by route, and how all of them together are shown.
 
-A bridge counts in plain integers (`RouteTally`), each written by one of its threads, and read by others; what several
-threads count goes through `count`. It serves them on a port of its own, and adds them up in the control store, where
+A bridge counts in plain integers (`RouteTally`), each written by one of its threads, and read by others; counts of
+several threads go through `count`. It serves them on a port of its own, and adds them up in the control store, where
 all bridges' make `RouteTotals` that only grow.
 """
 
@@ -17,18 +17,18 @@ from qinfer.observe.catalogue import Info
 from qinfer.observe.exposition import Family
 
 RECEIVED, ACCEPTED, REPEATED, UNIDENTIFIED = "received", "accepted", "repeated", "unidentified"
-"""Fields of what a route counted, as `RouteTally` has them."""
+"""Fields of a route's counts, as `RouteTally` has them."""
 PAUSED_MS = "paused_ms"
 """`paused_s`, in whole milliseconds."""
 REFUSED, REPLIED, UNROUTABLE = "refused:", "replied:", "unroutable:"
-"""What the fields of the counts by code, state and place begin with: `refused:<error code>`, …"""
+"""Prefixes of the fields of counts by code, state and place: `refused:<error code>`, …"""
 
 _COUNTING = threading.Lock()
 
 
 @dataclass(slots=True)
 class RouteTally:
-    """What one route of a bridge counts.
+    """The counts of one route in one bridge.
 
     Attributes:
         route: Its name.
@@ -74,7 +74,7 @@ class RouteTally:
 
 @dataclass(slots=True)
 class RouteTotals:
-    """What all bridges say of one route.
+    """The counts of one route in all bridges.
 
     Attributes:
         counts: What they counted, those too that have ended: field → sum.
@@ -98,7 +98,7 @@ def count(counts: dict[str, int], key: str, by: int = 1) -> None:
 
 
 class BridgeCollector(Collector):
-    """What a scrape of a bridge gives.
+    """The metrics of one bridge, as a scrape reads them.
 
     Args:
         process: The bridge's name.
@@ -136,7 +136,7 @@ def families(routes: Mapping[str, RouteTotals]) -> Iterator[Family]:
     """Yields the metrics of all bridges together.
 
     Args:
-        routes: Route → what is said of it.
+        routes: Route → its totals.
     """
     yield from _families(routes)
     living = Family(catalogue.BRIDGE_PROCESSES)

@@ -30,7 +30,7 @@ _LIVE = scripts.load("live", "now_ms", package="qinfer.bridge").text
 
 
 class RouteUse(msgspec.Struct, frozen=True):
-    """What one bridge has in hand for a route.
+    """The messages in hand of one bridge for a route.
 
     Attributes:
         unacknowledged: Messages that the source waits for.
@@ -44,7 +44,7 @@ class RouteUse(msgspec.Struct, frozen=True):
 
 
 class BridgeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one bridge did and does.
+    """A report of one bridge: its counts since the last one, and its messages in hand.
 
     Attributes:
         process: Unique for each start of a bridge.

@@ -1,4 +1,4 @@
-"""What is found in a model's outputs: choices, boxes, texts, each with its confidence. No tool's format yet."""
+"""Findings in a model's outputs: choices, boxes, texts, each with its confidence. No tool's format yet."""
 
 import msgspec
 

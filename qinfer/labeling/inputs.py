@@ -70,7 +70,7 @@ def make_request(
 
 
 def input_problems(inputs: Mapping[str, InputField], spec: ModelSpec) -> Iterator[str]:
-    """Says why inputs do not fit a model, one problem at a time."""
+    """Yields the reasons why inputs do not fit a model."""
     known = {each.name: each for each in spec.inputs}
     for name, each in inputs.items():
         if name not in known:

@@ -1,25 +1,72 @@
 """A mapping: which fields of a task are which inputs of a model, and which of its outputs are which labels.
 
-One file is one mapping: YAML (`.yaml`, `.yml`) or TOML. docs/reference/labeling-mappings.md has every field.
+One file is one mapping: YAML (`.yaml`, `.yml`) or TOML. docs/reference/labeling-mappings.md has every field. In YAML
+every value is text, which the fields of a mapping make numbers of: labels such as `no`, `007` and `2026-01-31` stay as
+they are.
 """
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as AnyMapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from qinfer.core.documents import Unreadable, parse, read_limited
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InferenceFailed, InvalidRequest, SettingsError
 from qinfer.labeling.inputs import InputField, file_references, input_problems, make_request
 from qinfer.labeling.label_config import LabelConfig
-from qinfer.labeling.mapping_file import explained, read_fields
 from qinfer.labeling.results import Prediction, Scoring, make_prediction
 from qinfer.labeling.rules import Rule, rule_problems, wanted_outputs
 from qinfer.labeling.values import Outputs, Task, outputs_of
 from qinfer.models.spec import ModelSpec
+
+_MAX_FILE_BYTES = 4 * 2**20
+
+_SHOWN = 60
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    """Reads the fields of one file, which are not checked yet.
+
+    Raises:
+        SettingsError: It can't be read, is too large, or has no fields.
+    """
+    try:
+        fields = parse(read_limited(path, _MAX_FILE_BYTES), path.suffix, is_typed=False)
+    except OSError as error:
+        raise SettingsError(f"the mapping '{path}' can't be read: {error.strerror}") from None
+    except Unreadable as error:
+        raise SettingsError(f"the mapping '{path}' can't be read: {error}") from None
+    if not isinstance(fields, dict):
+        raise SettingsError(f"the mapping '{path}' has no fields; it needs model and results")
+    return fields
+
+
+def _explained(error: ValidationError) -> str:
+    """Returns pydantic's findings as one line: field by field, with the value that is wrong, without links."""
+    found = error.errors(include_url=False, include_context=False)
+    inner = {item["loc"][0] for item in found if len(item["loc"]) > 1}
+    return "; ".join(
+        f"field '{'.'.join(map(str, item['loc']))}': {_said(item['type'], item['msg'], item['input'])}"
+        for item in found
+        if not (item["type"] == "too_short" and item["loc"][0] in inner)  # as its only element is wrong
+    )
+
+
+def _said(kind: str, message: str, value: object) -> str:
+    if kind == "extra_forbidden":
+        return "there is no such field"
+    if kind == "union_tag_not_found":
+        return "it has no type, such as choices"
+    message = message.removeprefix("Value error, ")
+    shown = isinstance(value, str | int | float) or value is None
+    if not shown or kind == "value_error":
+        return message
+    return f"{message}, not {'null' if value is None else repr(str(value)[:_SHOWN])}"
+
 
 SUFFIXES = (".yaml", ".yml", ".toml")
 
@@ -31,7 +78,7 @@ def _listed(value: object) -> object:
 
 
 class Mapping(BaseModel):
-    """How one model answers the tasks of labeling projects; made by `load_mapping` and `load_mappings`.
+    """A mapping of labeling tasks to one model; made by `load_mapping` and `load_mappings`.
 
     Attributes:
         name: Its name, unique among the mappings of a gateway.
@@ -128,7 +175,7 @@ class Mapping(BaseModel):
     def prediction_of(
         self, task: Task, outputs: Outputs, version: str, label_config: LabelConfig | None = None
     ) -> Prediction:
-        """Does the same with outputs that are arrays already, such as those of a row of a bulk job's output.
+        """Makes a task's prediction of outputs that are arrays already, such as those of a row of a bulk job's output.
 
         Args:
             task: See `prediction`.
@@ -232,8 +279,8 @@ def load_mapping(path: str | Path) -> Mapping:
         SettingsError: It can't be read, or is no mapping; the message names file and field.
     """
     path = Path(path)
-    fields = read_fields(path)
+    fields = _read_fields(path)
     try:
         return Mapping.model_validate({"name": path.stem, **fields})
     except ValidationError as error:
-        raise SettingsError(f"the mapping '{path}': {explained(error)}") from None
+        raise SettingsError(f"the mapping '{path}': {_explained(error)}") from None

@@ -1,20 +1,310 @@
-"""What rules find → the predictions that Label Studio shows: result items, a score, the model's version."""
+"""A model's outputs → predictions as Label Studio shows them: choices, texts and boxes by the rules of a mapping."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from qinfer.labeling.boxes import find_boxes
-from qinfer.labeling.choices import find_choices, find_text
-from qinfer.labeling.findings import Box, Choice, Finding
+from qinfer.errors import InvalidRequest, OutputMismatch
+from qinfer.labeling.findings import Box, Choice, Finding, Text
 from qinfer.labeling.label_config import LabelConfig
-from qinfer.labeling.rules import ChoicesRule, RectanglesRule, Rule, allowed_labels
-from qinfer.labeling.values import Outputs, Task
+from qinfer.labeling.rules import (
+    Activation,
+    BoxFormat,
+    ChoicesRule,
+    ImageSize,
+    RectanglesRule,
+    Rule,
+    TextRule,
+    allowed_labels,
+)
+from qinfer.labeling.values import Outputs, Task, field_of, numbers, output, texts
+
+Numbers = npt.NDArray[np.float64]
+
+_TOLERANCE = 1e-3
+"""The distance beyond 0 … 1 to which rounding may lead a score."""
+
+
+def probabilities(values: Numbers, name: str, activation: Activation) -> Numbers:
+    """Returns scores, 0 … 1.
+
+    Args:
+        values: An output's values.
+        name: The output, for messages.
+        activation: What makes scores of them.
+
+    Raises:
+        OutputMismatch: They are beyond 0 … 1, or no numbers.
+    """
+    scores = activated(values, activation)
+    check_scores(scores, name)
+    return np.clip(scores, 0.0, 1.0)
+
+
+def activated(values: Numbers, activation: Activation) -> Numbers:
+    """Applies an activation; softmax along the last dimension."""
+    if activation == "none":
+        return values
+    with np.errstate(all="ignore"):  # what is no number stays none, and is refused
+        if activation == "sigmoid":
+            return np.asarray(0.5 * (1.0 + np.tanh(0.5 * values)), np.float64)
+        if values.size:
+            powers = np.exp(values - values.max(axis=-1, keepdims=True))
+            return np.asarray(powers / powers.sum(axis=-1, keepdims=True), np.float64)
+    return values
+
+
+def check_scores(scores: Numbers, name: str) -> None:
+    """Checks that scores are 0 … 1.
+
+    Raises:
+        OutputMismatch: One is not.
+    """
+    wrong = scores[~((scores >= -_TOLERANCE) & (scores <= 1 + _TOLERANCE))]
+    if wrong.size:
+        raise OutputMismatch(
+            f"output '{name}' has the score {wrong[0]:g}; scores are 0 … 1: set activation: softmax or sigmoid"
+        )
+
+
+def allowed_name(rule: ChoicesRule | RectanglesRule, name: str, allowed: frozenset[str] | None) -> str:
+    """Returns what the label config calls a label; empty = it is dropped.
+
+    Args:
+        rule: The rule that gives it.
+        name: What the model calls it.
+        allowed: The labels that there may be; `None` = any.
+
+    Raises:
+        InvalidRequest: It is not allowed, and the rule does not drop it.
+    """
+    name = rule.rename.get(name, name)
+    if not name or allowed is None or name in allowed:
+        return name
+    if rule.unknown == "drop":
+        return ""
+    raise InvalidRequest(
+        f"the model says '{name[:60]}', which control '{rule.from_name}' of the label config does not have: "
+        "add it there, rename it in the mapping, or set unknown: drop"
+    )
+
+
+def class_number(rule: ChoicesRule | RectanglesRule, value: float) -> int:
+    """Returns a class that a model says by its number.
+
+    Raises:
+        OutputMismatch: The rule has no label of that number.
+    """
+    if 0 <= value < len(rule.labels) and value == int(value):
+        return int(value)
+    if not rule.labels:
+        raise OutputMismatch(
+            f"output '{rule.label}' has the number {value:g}, and '{rule.from_name}' no labels that it counts"
+        )
+    raise OutputMismatch(f"output '{rule.label}' has {value:g}; it should be 0 … {len(rule.labels) - 1}")
+
+
+def find_choices(
+    rule: ChoicesRule, outputs: Outputs, allowed: frozenset[str] | None
+) -> tuple[Sequence[Finding], Sequence[float]]:
+    """Returns the choice, and how sure it is; below its threshold there is none, and how sure the model was is known.
+
+    Args:
+        rule: What the outputs are.
+        outputs: The model's outputs for the task.
+        allowed: The labels that there may be; `None` = any.
+
+    Raises:
+        OutputMismatch: An output is missing, or has other values than the rule says.
+        InvalidRequest: A label is not allowed.
+    """
+    names, scores = _scored(rule, outputs)
+    named: dict[str, int] = {}  # two classes may have one name
+    for i, name in enumerate(names):
+        if scores and scores[i] < rule.threshold:
+            break
+        if label := allowed_name(rule, name, allowed):
+            named.setdefault(label, i)
+    if not named:
+        return [], scores[:1]
+    chosen = tuple(scores[i] for i in named.values()) if scores else ()
+    found = Choice(rule.from_name, rule.to_name, tuple(named), chosen, rule.top == 1)
+    return [found], [sum(chosen) / len(chosen)] if chosen else []
+
+
+def _scored(rule: ChoicesRule, outputs: Outputs) -> tuple[list[str], list[float]]:
+    """Returns the best candidates, as many as may be, and their scores; no scores = there are none."""
+    if rule.scores:
+        scores = probabilities(numbers(outputs, rule.scores), rule.scores, rule.activation)
+        if len(scores) != len(rule.labels):
+            raise OutputMismatch(f"output '{rule.scores}' has {len(scores)} scores for {len(rule.labels)} labels")
+        order = np.argsort(-scores, kind="stable")[: rule.top]
+        return [rule.labels[i] for i in order], scores[order].tolist()
+    names = _names(rule, outputs)
+    if not rule.score:
+        return [name for name in names if name][: rule.top], []
+    scores = probabilities(numbers(outputs, rule.score), rule.score, rule.activation)
+    if len(scores) != len(names):
+        raise OutputMismatch(f"output '{rule.score}' has {len(scores)} scores for the {len(names)} of '{rule.label}'")
+    order = np.argsort(-scores, kind="stable")[: rule.top]
+    return [names[i] for i in order], scores[order].tolist()
+
+
+def find_text(rule: TextRule, outputs: Outputs) -> tuple[Sequence[Finding], Sequence[float]]:
+    """Returns the texts, and how sure they are.
+
+    Raises:
+        OutputMismatch: An output is missing, or has other values than the rule says.
+    """
+    written = tuple(text for text in texts(outputs, rule.text) if text)
+    score: float | None = None
+    if rule.score:
+        values = probabilities(numbers(outputs, rule.score), rule.score, "none")
+        if len(values) != 1:
+            raise OutputMismatch(f"output '{rule.score}' has {len(values)} elements; it should be one score")
+        score = float(values[0])
+    found = [Text(rule.from_name, rule.to_name, written, score)] if written else []
+    return found, [] if score is None else [score]
+
+
+def _names(rule: ChoicesRule, outputs: Outputs) -> list[str]:
+    """Returns the labels that the output `label` says, as the model calls them."""
+    if output(outputs, rule.label).dtype.kind in "OSU":
+        return texts(outputs, rule.label)
+    return [rule.labels[class_number(rule, value)] for value in numbers(outputs, rule.label)]
+
+
+Class = tuple[str, int]
+"""A box's label as the model calls it, and its number among the rule's labels; -1 = it is not among them."""
+
+_SMALLEST = 1e-6
+"""The width and height, as a share of the image's, that a box has at least."""
+
+
+_PADDING = (-1.0, -np.inf)
+"""Besides NaN, the scores of boxes that are none."""
+
+
+def find_boxes(rule: RectanglesRule, task: Task, outputs: Outputs, allowed: frozenset[str] | None) -> list[Box]:
+    """Returns the boxes that are sure enough and within the image, the best first.
+
+    Args:
+        rule: What the outputs are.
+        task: May hold the image's size.
+        outputs: The model's outputs for the task. Boxes without an area or a score, as models pad them, are left out.
+        allowed: The labels that there may be; `None` = any.
+
+    Raises:
+        OutputMismatch: An output is missing, or has other values than the rule says.
+        InvalidRequest: A label is not allowed, or the task lacks the image's size.
+    """
+    raw = numbers(outputs, rule.boxes)
+    if len(raw) % 4:
+        raise OutputMismatch(f"output '{rule.boxes}' has {len(raw)} numbers, which are no boxes of 4")
+    raw = raw.reshape(-1, 4)
+    class_of, scores = _classes_and_scores(rule, outputs, len(raw))
+    order = np.arange(len(raw)) if scores is None else np.argsort(-scores, kind="stable")
+    if scores is not None:
+        check_scores(scores[~(np.isnan(scores) | np.isin(scores, _PADDING))], rule.scores)
+        order = order[scores[order] >= rule.threshold]  # NaN is not
+    size = _size(rule.size, task, outputs) if rule.size and len(order) else None
+    edges = _edges(raw, rule, size)
+    order = order[((edges[order, 2:] - edges[order, :2]) > _SMALLEST).all(axis=1)]
+    found: list[Box] = []
+    for i in order:
+        name, number = class_of(i)
+        if label := allowed_name(rule, name, allowed):
+            x, y, right, bottom = (float(edge) for edge in edges[i])
+            score = None if scores is None else min(1.0, float(scores[i]))
+            place = (x, y, right - x, bottom - y)
+            found.append(Box(rule.from_name, rule.to_name, label, score, *place, size, _category(rule, number)))
+        if len(found) == rule.top:
+            break
+    return found
+
+
+def _classes_and_scores(
+    rule: RectanglesRule, outputs: Outputs, count: int
+) -> tuple[Callable[[int], Class], Numbers | None]:
+    """Returns the function that gives a box's class, and the boxes' scores."""
+    scores = numbers(outputs, rule.scores) if rule.scores else None
+    if scores is not None and not rule.label and len(rule.labels) > 1:
+        _check_count(rule.scores, len(scores), count * len(rule.labels), count)
+        grid = activated(scores.reshape(count, len(rule.labels)), rule.activation)
+        best = grid.argmax(axis=1)
+        return lambda i: (rule.labels[best[i]], int(best[i])), grid[np.arange(count), best]
+    if scores is not None:
+        _check_count(rule.scores, len(scores), count, count)
+        scores = activated(scores, rule.activation)
+    if not rule.label:
+        return lambda i: (rule.labels[0], 0), scores
+    _check_count(rule.label, output(outputs, rule.label).size, count, count)
+    if output(outputs, rule.label).dtype.kind in "OSU":
+        names = texts(outputs, rule.label)
+        return lambda i: (names[i], rule.labels.index(names[i]) if names[i] in rule.labels else -1), scores
+    values = numbers(outputs, rule.label)
+    return lambda i: (rule.labels[number := class_number(rule, values[i])], number), scores
+
+
+def _check_count(name: str, found: int, expected: int, boxes: int) -> None:
+    if found != expected:
+        raise OutputMismatch(f"output '{name}' has {found} elements for {boxes} boxes; it should have {expected}")
+
+
+def _category(rule: RectanglesRule, number: int) -> int:
+    if number < 0:
+        return 0
+    return rule.category_ids[number] if rule.category_ids else number + 1
+
+
+def _edges(boxes: Numbers, rule: RectanglesRule, size: tuple[float, float] | None) -> Numbers:
+    """Returns left, upper, right and lower edges in 0 … 1 of the image, cut at its edges; 0 where one is no number."""
+    if rule.units == "pixel":
+        whole = rule.resized_to or size or (1.0, 1.0)  # without both there are no boxes
+    else:
+        whole = (1.0, 1.0) if rule.units == "fraction" else (100.0, 100.0)
+    with np.errstate(all="ignore"):
+        edges: Numbers = _corners(boxes, rule.format) / np.array([*whole, *whole], np.float64)
+    edges[~np.isfinite(edges).all(axis=1)] = 0.0
+    return np.clip(edges, 0.0, 1.0)
+
+
+def _corners(boxes: Numbers, kind: BoxFormat) -> Numbers:
+    one, two, three, four = boxes.T
+    if kind == "xywh":
+        edges = (one, two, one + three, two + four)
+    elif kind == "cxcywh":
+        edges = (one - three / 2, two - four / 2, one + three / 2, two + four / 2)
+    else:
+        edges = (one, two, three, four) if kind == "xyxy" else (two, one, four, three)
+    return np.stack(edges, axis=1)
+
+
+def _size(size: ImageSize, task: Task, outputs: Outputs) -> tuple[float, float]:
+    if size.output:
+        pair = numbers(outputs, size.output)
+        if len(pair) != 2 or not (np.isfinite(pair).all() and (pair > 0).all()):
+            raise OutputMismatch(f"output '{size.output}' is {pair[:4].tolist()}; it should be an image's two sizes")
+        first, second = (float(value) for value in pair)
+        return (second, first) if size.order == "hw" else (first, second)
+    if not size.width_field:
+        return float(size.width), float(size.height)
+    return _length(task, size.width_field), _length(task, size.height_field)
+
+
+def _length(task: Task, field: str) -> float:
+    value = field_of(task, field)
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9:
+        return float(value)
+    raise InvalidRequest(f"the task's field '{field}' is {str(value)[:60]!r}; it should be an image's size in pixels")
+
 
 Scoring = Literal["mean", "min", "max"]
-"""How a task's confidence is made of those of its results."""
+"""The way in which a task's confidence is made of those of its results."""
 
 _DIGITS = 6
 _ID_CHARACTERS = 10

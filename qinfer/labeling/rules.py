@@ -1,6 +1,6 @@
-"""The rules of a mapping: what is made of a model's outputs, one rule for each control.
+"""The rules of a mapping, one for each control: which outputs of the model become which labels.
 
-They are checked against models and label configs here; `choices` and `boxes` apply them.
+They are checked against models and label configs here; `results` applies them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,7 +53,7 @@ def _named(value: object) -> object:
 
 
 class _Rule(BaseModel):
-    """What all rules have.
+    """The fields of every rule.
 
     Attributes:
         from_name: The control of the label config; in other tools the question or field.
@@ -67,7 +67,7 @@ class _Rule(BaseModel):
 
 
 class _LabelRule(_Rule):
-    """What rules that give labels have.
+    """The fields of rules that give labels.
 
     Attributes:
         labels: The model's classes in its order.
@@ -194,7 +194,7 @@ def allowed_labels(rule: Rule, label_config: LabelConfig | None) -> frozenset[st
 
 
 def rule_problems(rule: Rule, spec: ModelSpec | None, label_config: LabelConfig | None) -> Iterator[str]:
-    """Says why a rule does not fit a model or a label config, one problem at a time."""
+    """Yields the reasons why a rule does not fit a model or a label config."""
     if spec is not None:
         outputs = {output.name: output for output in spec.outputs}
         for name in rule.outputs:

@@ -10,7 +10,7 @@ test in `tests/contract/`:
 3. `move` of a task whose entry is about another request by now changes nothing; nor does one that comes late, to
    `waiting` or `open`, of a task that has come further.
 4. What boards a model has is known as long as one of its tasks is.
-5. No more tasks wait on a board than `put` is told may, however many put at once; what was not stored is said.
+5. No more tasks wait on a board than `put` allows, however many put at once; the caller learns what was not stored.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _STEP_SCRIPT = scripts.load("step", "now_ms", "deliveries", package="qinfer.labe
 
 
 class LabelState(StrEnum):
-    """Where a task is, as far as its board knows: of an `open` one its request knows more."""
+    """The state of a task as far as its board knows: of an `open` one its request knows more."""
 
     WAITING = "waiting"
     OPEN = "open"
@@ -58,7 +58,7 @@ _STATES = tuple(LabelState)
 
 
 class Placed(IntEnum):
-    """What became of a task that was put: it is as it was | it waits | it was not stored, because too many wait."""
+    """The outcome of putting a task: it is as it was | it waits | it was not stored, because too many wait."""
 
     KNOWN = 0
     STORED = 1
@@ -66,7 +66,7 @@ class Placed(IntEnum):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """Which project's tasks: those that one tenant has a model predict."""
+    """The board of a project: its tasks that one tenant has a model predict."""
 
     model: str
     tenant: str
@@ -74,11 +74,11 @@ class Board(msgspec.Struct, frozen=True):
 
 
 class LabelTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of a task.
+    """The entry of a task.
 
     Attributes:
         task: Its id.
-        request_id: Its request, as `records.chosen_address` takes it; it tells the data and the version apart.
+        request_id: Its request, as `records.chosen_address` takes it; another one for other data or another version.
         version: The model version that it is for.
         state: Where it is.
         attempt: How often it was asked for again after it had ended, 1 for the first time.

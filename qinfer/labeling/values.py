@@ -1,4 +1,4 @@
-"""What goes in and out of a mapping: tasks, and a model's outputs as arrays."""
+"""Values in and out of a mapping: the fields of tasks, and a model's outputs as arrays."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.tensors import Tensor, to_numpy
 
 Task = Mapping[str, Any]
-"""A task: `id`, and `data` with its fields; what else Label Studio sends is not looked at."""
+"""A task: `id`, and `data` with its fields; other members that Label Studio sends are ignored."""
 
 Array = npt.NDArray[Any]
 Outputs = Mapping[str, Array]

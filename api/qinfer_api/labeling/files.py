@@ -34,7 +34,7 @@ _threads = ThreadPoolExecutor(8, "label-files")  # a store that hangs may not ke
 
 
 class Files:
-    """One per gateway.
+    """The files of tasks, fetched for one gateway.
 
     Args:
         settings: Which hosts, and how much.

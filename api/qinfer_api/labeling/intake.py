@@ -1,14 +1,15 @@
 """Tasks whose predictions are pushed: stored on the board of their project first, then turned into requests.
 
-`Intake` stores them, which is one step however many there are: what Label Studio's webhook told is safe before it is
+`Intake` stores them, which is one step however many there are: tasks of Label Studio's webhook are safe before it is
 answered. `feed` makes requests of them, in every gateway and without a leader, as fast as the model's lane takes them.
-A task's request is named after what it is about, so that the same task with the same data is scored once.
+A request has the name of its task and data, so that the same task with the same data is scored once.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -41,11 +42,70 @@ from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Auth, Context
 from qinfer_api.labeling.files import Files
 from qinfer_api.labeling.mappings import MappingBook
-from qinfer_api.labeling.pace import Pace
 from qinfer_api.labeling.predict import request_of
 from qinfer_api.labeling.studio import LabelStudio
 from qinfer_api.labeling.wire import task_id
 from qinfer_api.requests.service import AsyncRequests, SubmitOptions
+
+LOOK_AGAIN_S = 0.25
+"""Seconds until a rate is checked for room again, where tasks are known to wait for it."""
+
+
+class Pace:
+    """The pace at which tasks of a tenant become requests: its rate, and calls that somebody waits for go first.
+
+    A webhook brings a thousand tasks at once, so they are taken whatever the rate is, and counted one by one when they
+    become requests: in the gateway that makes them, where the tenant's other requests are counted too. Until then they
+    wait on their board; none is refused for the rate, and none fails for it.
+
+    Args:
+        auth: Which rates tenants have; `None` = none.
+        look_again: Called some time after tasks had to wait for a rate.
+    """
+
+    def __init__(self, auth: Auth | None, look_again: Callable[[], object]) -> None:
+        self._auth = auth
+        self._look_again = look_again
+        self._behind: set[Board] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def room(self, board: Board, most: int) -> int:
+        """Returns how many tasks of a board may become requests now, at most `most`."""
+        if self._auth is None:
+            return most
+        room = int(min(self._auth.spare(board.tenant), most))
+        if not room and board in self._behind and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look)
+        return room
+
+    def took(self, board: Board, count: int, room: int) -> None:
+        """Notes how many tasks were found where there was room for `room`: as many, and more may wait."""
+        if count < room:
+            self._behind.discard(board)
+        else:
+            self._behind.add(board)
+
+    @contextlib.contextmanager
+    def charged(self, tenant: str) -> Iterator[None]:
+        """Counts a request against the rate of its tenant; one that is not accepted within does not count.
+
+        Raises:
+            QuotaExceeded: The rate is used up: others were quicker.
+        """
+        if self._auth is None:
+            yield
+            return
+        self._auth.charge_tenant(tenant)
+        try:
+            yield
+        except BaseException:
+            self._auth.give_back(tenant)
+            raise
+
+    def _look(self) -> None:
+        self._timer = None
+        self._look_again()
+
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +125,7 @@ _COUNTED = {LabelState.DONE: LABEL_PUSHED, LabelState.SENDING: LABEL_RETRIES}
 
 
 class Notes(msgspec.Struct, frozen=True, array_like=True):
-    """What goes with a request, for the pusher: whose task it is about."""
+    """The notes of a request, for the pusher: the task that it is about."""
 
     tenant: str
     project: int
@@ -73,19 +133,19 @@ class Notes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reason(Enum):
-    """Why tasks are asked for, which decides about those that were asked for before.
+    """The reason for which tasks are asked for, which decides about those that were asked for before.
 
-    `TOLD`: they were made. `ASKED`: Label Studio wants predictions, now and again; what it has none of though one was
-    sent a while ago is scored again. `ORDERED`: a person wants it: what failed is scored again, too.
+    `CREATED`: they are new. `ASKED`: Label Studio wants predictions, now and again; a task without one, though one was
+    sent a while ago, is scored again. `ORDERED`: a person wants it: what failed is scored again, too.
     """
 
-    TOLD = "told"
+    CREATED = "created"
     ASKED = "asked"
     ORDERED = "ordered"
 
 
 class Taken(NamedTuple):
-    """What became of tasks that came in.
+    """The outcome of storing tasks.
 
     Attributes:
         queued: How many are new, or are to be scored again.
@@ -97,7 +157,7 @@ class Taken(NamedTuple):
 
 
 class Intake:
-    """One per gateway.
+    """The intake of tasks in one gateway.
 
     Args:
         settings: How long things are kept, and requests may take.
@@ -159,7 +219,7 @@ class Intake:
         return taken
 
     def full(self, board: Board, taken: Taken) -> QueueFull:
-        """Returns what to tell whoever sent tasks that there was no room for."""
+        """Returns the error for a sender of tasks that there was no room for."""
         return QueueFull(
             f"{taken.refused} tasks of project {board.project} were not queued for model '{board.model}', "
             f"{taken.queued} were: {self._settings.max_waiting_tasks} wait, as many as "
@@ -333,7 +393,7 @@ def _attempt(entry: LabelTask | None, name: str, reason: Reason, now_s: float) -
         return 1
     is_old = now_s - entry.updated_at > _ASKED_AGAIN_S
     wanted = {
-        Reason.TOLD: False,
+        Reason.CREATED: False,
         Reason.ASKED: entry.state is LabelState.DONE and is_old,
         Reason.ORDERED: entry.state.is_over,
     }

@@ -11,14 +11,14 @@ from qinfer.labeling.mapping import SUFFIXES, Mapping, Mappings, load_mappings
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 2.0
-"""Seconds between two looks for changed files."""
+"""Seconds between two checks for changed files."""
 
 _NAME = "QINFER_LABELING__MAPPINGS"
 _Signature = tuple[tuple[str, int, int], ...]
 
 
 class MappingBook:
-    """One per gateway.
+    """The mappings of one gateway.
 
     Args:
         directory: Where the files are; empty = Label Studio is not served.

@@ -34,7 +34,7 @@ MADE_AT_ONCE = 16
 """Tasks that are made requests of at a time. Their files are in memory, and between them others get their turn."""
 
 LARGE_BYTES = 256 * 1024
-"""What a task or an output may have before it is worked on in a thread."""
+"""The most bytes of a task or an output that is worked on outside a thread."""
 
 _LONGEST_PAUSE_S = 5.0
 _LATER = {*AGAIN, ErrorCode.DEADLINE_EXCEEDED}
@@ -42,7 +42,7 @@ _TIME_IS_OVER = "the call of predict had no time left for this task; ask for it 
 
 
 class Failed(NamedTuple):
-    """Why a task has no prediction."""
+    """The failure of one task."""
 
     error: QinferError
 
@@ -52,7 +52,7 @@ class Failed(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of `predict`.
+    """A call of `predict`.
 
     Attributes:
         context: Who asks, authorized.
@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
 
 class Predictor:
-    """One per gateway.
+    """The predictions that a caller waits for.
 
     Args:
         dispatcher: The queue.
@@ -240,7 +240,7 @@ def _passes(error: QinferError) -> bool:
 
 
 def _is_long(task: Mapping[str, Any]) -> bool:
-    """Tells whether a task has a field that takes long to read."""
+    """Returns whether a task has a field that takes long to read."""
     data = task.get("data")
     return isinstance(data, dict) and any(
         isinstance(value, str | list) and len(value) > LARGE_BYTES // 16 for value in data.values()

@@ -60,7 +60,7 @@ class Made(NamedTuple):
 
 
 class Pusher:
-    """One per gateway.
+    """The role of a gateway that pushes predictions.
 
     Args:
         settings: How many at a time, and how often.
@@ -89,7 +89,7 @@ class Pusher:
         self._kind = outbox(OUTBOX, 2 * settings.labeling.call_timeout_s + 10.0)
         self._step_s = self._kind.pause_s / 2  # no push begins later: others may take over by the time that it is over
         self._models: dict[str, None] = {}  # all that were ever mapped: a mapping that is gone may have tasks left
-        self._finished: set[str] = set()  # endings of the present step about which all is said
+        self._finished: set[str] = set()  # endings of the present step that need nothing more
         self._failures: Counter[str] = Counter()  # endings that Label Studio failed on, how often
 
     async def run(self) -> None:
@@ -176,8 +176,8 @@ class Pusher:
                 await self._push_all(board, await self._made(board, pairs, ends_s - self._step_s / 2), ends_s)
             except StudioAway as error:
                 left = [entry for ending, entry in pairs if ending.id not in self._finished]
-                said = [msgspec.structs.replace(entry, error=error.message) for entry in left]
-                await self._intake.move_all(board, said, LabelState.SENDING)
+                late = [msgspec.structs.replace(entry, error=error.message) for entry in left]
+                await self._intake.move_all(board, late, LabelState.SENDING)
                 raise
 
     async def _current(self, board: Board, found: Sequence[tuple[Ending, Notes]]) -> list[tuple[Ending, LabelTask]]:
@@ -206,7 +206,7 @@ class Pusher:
         return made
 
     async def _make(self, board: Board, ending: Ending, entry: LabelTask) -> Made | None:
-        """Makes the prediction of an ending; `None` where there is none, which is told.
+        """Makes the prediction of an ending; `None` = there is none, and its task is moved on.
 
         Raises:
             StudioAway: Label Studio can't be asked what it takes.
@@ -287,7 +287,7 @@ class Pusher:
         return fresh
 
     async def _push_one(self, board: Board, made: Made) -> None:
-        """Pushes one prediction, and tells what became of it."""
+        """Pushes one prediction, and moves its task on."""
         try:
             if await self._studio.push(board.project, [made.item]):
                 await self._done(board, [made])
@@ -304,7 +304,7 @@ class Pusher:
         try:
             found = await self._studio.predictions(made.entry.task)
         except (StudioRefused, StudioFailed):
-            return False  # the push will tell why
+            return False  # the push will show why
         return any(
             each.get("model_version") == wanted["model_version"] and each.get("result") == wanted["result"]
             for each in found

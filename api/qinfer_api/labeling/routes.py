@@ -86,7 +86,7 @@ def _add_calls(router: APIRouter, services: Services, labeling: Labeling) -> Non
 
     @router.get("/label-studio/{model}/health", name="label_studio_health", **_HEALTH)
     async def health(model: str, request: Request) -> HttpResponse:
-        """Tells that a model takes tasks."""
+        """Checks that a model takes tasks."""
         _context(services, request)
         return send_json(await labeling.health(model))
 
@@ -125,7 +125,7 @@ def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> Non
 
     @router.get(path, name="label_studio_tasks", **_TASKS)
     async def tasks(model: str, project: str, request: Request) -> HttpResponse:
-        """Tells where the tasks of a project are, and how many are where."""
+        """Lists the tasks of a project, and counts them by state."""
         context, query = _context(services, request), request.query_params
         state = query.get("state", "")
         if state and state not in STATES:
@@ -137,7 +137,7 @@ def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> Non
 
     @router.get(path + "/{task}", name="label_studio_task", **_TASK)
     async def task(model: str, project: str, task: str, request: Request) -> HttpResponse:
-        """Tells where a task is."""
+        """Returns the state of a task."""
         context = _context(services, request)
         found = await labeling.one(context, model, _number("project", project), _number("task", task))
         return send_json(found)

@@ -5,19 +5,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qinfer.errors import Forbidden, InvalidRequest, Overloaded, UnsupportedFeature
+from qinfer.core.settings import LabelingSettings, Settings
+from qinfer.errors import Forbidden, InvalidRequest, Overloaded, SettingsError, UnsupportedFeature
 from qinfer.labeling.label_config import LabelConfig, parse_label_config
 from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.labeling.mapping import model_version
 from qinfer.labeling.tasks import Board
 from qinfer.models.catalog import Catalog, Served
-from qinfer_api.auth import Context
+from qinfer.observe.stats import ModelCounts
+from qinfer.queue.redis import Delivery
+from qinfer_api.auth import Auth, Context
 from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.labeling.files import Files, targets_of
 from qinfer_api.labeling.intake import Intake, Reason
 from qinfer_api.labeling.mappings import MappingBook
 from qinfer_api.labeling.predict import Call, Failed, Predictor
+from qinfer_api.labeling.pusher import Pusher
 from qinfer_api.labeling.status import LabelTaskBody, LabelTasksBody, Statuses
-from qinfer_api.labeling.studio import LabelStudio
+from qinfer_api.labeling.studio import LabelStudio, check_address
 from qinfer_api.labeling.wire import (
     EventCall,
     LabelEvent,
@@ -32,7 +37,7 @@ from qinfer_api.labeling.wire import (
 from qinfer_api.requests.service import AsyncRequests
 
 TASKS_CREATED = "TASKS_CREATED"
-"""The action of the webhook that tells of new tasks."""
+"""The action of the webhook for new tasks."""
 
 PUSH = "push"
 """The mode of mappings whose predictions are pushed."""
@@ -40,7 +45,7 @@ PUSH = "push"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labeling:
-    """One per gateway.
+    """The use case; one per gateway.
 
     Attributes:
         dispatcher: The queue.
@@ -65,7 +70,7 @@ class Labeling:
     order_s: float
 
     async def health(self, model: str) -> LabelHealth:
-        """Tells that a model takes requests.
+        """Checks that a model takes requests.
 
         Raises:
             QinferError: It does not, or there is no such model or Label Studio is not served.
@@ -78,7 +83,7 @@ class Labeling:
         """Checks a project's mapping against the model and the project's label config.
 
         Raises:
-            QinferError: They do not fit; the text names all that does not.
+            QinferError: They do not fit; the text names every problem.
         """
         mapping, served = await self._found(context, model, asked.project)
         if mapping.mode == PUSH:
@@ -134,9 +139,9 @@ class Labeling:
         if mapping.mode != PUSH:
             return LabelEvent(event.action, 0)
         if event.tasks is None:
-            raise InvalidRequest("the webhook tells no tasks; switch on its payload in Label Studio")
+            raise InvalidRequest("the webhook has no tasks; switch on its payload in Label Studio")
         board = self._board(context, model, event.project)
-        queued = await self._take(board, mapping, served, event.tasks, Reason.TOLD)
+        queued = await self._take(board, mapping, served, event.tasks, Reason.CREATED)
         return LabelEvent(event.action, queued)
 
     async def order(self, context: Context, model: str, project: int, page: int, *, every: bool) -> LabelOrder:
@@ -169,7 +174,7 @@ class Labeling:
                 wanted = [task for task in tasks if bool(task.get("total_predictions")) is each]
                 if wanted and (every or not each):
                     found += len(wanted)
-                    reason = Reason.TOLD if each else Reason.ORDERED
+                    reason = Reason.CREATED if each else Reason.ORDERED
                     taken = await self.intake.put(board, mapping, served, wanted, reason)
                     queued += taken.queued
                     if taken.refused and not queued:
@@ -240,3 +245,84 @@ def _parsed(label_config: str | None) -> LabelConfig | None:
 def _project_of(asked: PredictCall) -> int | None:
     project = asked.tasks[0].get("project") if asked.tasks else None
     return project if type(project) is int and project > 0 else None
+
+
+_ORDER_S = 20.0  # of tasks ordered by one call; what is left goes on with the next
+
+
+class LabelingParts:
+    """The composition of Label Studio's side of one gateway.
+
+    Args:
+        settings: The gateway's settings.
+        delivery: The queue.
+        dispatcher: Takes infer requests.
+        requests: Takes asynchronous ones.
+        counts: What this gateway adds to the models' statistics.
+        auth: The rates of tenants; `None` = none.
+
+    Attributes:
+        labeling: The use case.
+        pusher: The role; `None` = nothing is pushed from here.
+
+    Raises:
+        SettingsError: A mapping can't be read, a file host is none, or Label Studio's URL or token is wrong.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        delivery: Delivery,
+        dispatcher: Dispatcher,
+        requests: AsyncRequests,
+        counts: ModelCounts,
+        auth: Auth | None,
+    ) -> None:
+        own = settings.labeling
+        book = check_labeling(own)
+        self._studio = LabelStudio(own) if own.url else None
+        self._files = Files(own, settings.stores, self._studio)
+        intake = Intake(
+            settings,
+            tasks=delivery.label_tasks,
+            requests=requests,
+            book=book,
+            files=self._files,
+            studio=self._studio,
+            counts=counts,
+            auth=auth,
+        )
+        self.labeling = Labeling(
+            dispatcher=dispatcher,
+            requests=requests,
+            catalog=requests.catalog,
+            book=book,
+            studio=self._studio,
+            predictor=Predictor(dispatcher, self._files, own.predict_timeout_s),
+            intake=intake,
+            statuses=Statuses(delivery.label_tasks, delivery.requests),
+            order_s=_ORDER_S,
+        )
+        self.pusher: Pusher | None = None
+        if self._studio is not None:
+            self.pusher = Pusher(settings, delivery, intake, book, self._studio)
+
+    async def close(self) -> None:
+        """Closes the HTTP clients."""
+        await self._files.close()
+        if self._studio is not None:
+            await self._studio.close()
+
+
+def check_labeling(settings: LabelingSettings) -> MappingBook:
+    """Reads the mappings, and checks the other settings; nothing is opened.
+
+    Raises:
+        SettingsError: A mapping can't be read, a file host is none, or Label Studio's URL or token is wrong.
+    """
+    if settings.url:
+        check_address(settings)
+        if not settings.mappings:
+            raise SettingsError("QINFER_LABELING__URL is set, and QINFER_LABELING__MAPPINGS, which it needs, is not")
+    targets_of(settings)
+    return MappingBook(settings.mappings)

@@ -1,4 +1,4 @@
-"""Where the tasks of a project are, as `/v1/label-studio` tells it.
+"""The states of a project's tasks, as `/v1/label-studio` shows them.
 
     queued ──▶ processing ──▶ sending ──▶ done | failed        sending = scored, and Label Studio has not taken it yet
 
@@ -20,15 +20,15 @@ from qinfer.queue.requests import Requests
 from qinfer_api.requests.service import chosen_address, instant, path_of
 
 TaskState = Literal["queued", "processing", "sending", "done", "failed"]
-"""Where a task can be."""
+"""The state of a task."""
 
 STATES: tuple[TaskState, ...] = get_args(TaskState)
 
 MAX_LIMIT = 1000
 """The most tasks of one page."""
 
-LOOKED_AT = 500
-"""So many open tasks, those with the lowest ids, are looked at to count how many are processing; lanes are in order."""
+COUNTED_OPEN = 500
+"""The most open tasks that are read to count how many are processing: those with the lowest ids; lanes are in order."""
 
 _BOARD_STATES: Mapping[str, Sequence[LabelState]] = {
     "queued": (LabelState.WAITING, LabelState.OPEN),
@@ -42,11 +42,11 @@ _STATES: Mapping[LabelState, TaskState] = {
     LabelState.DONE: "done",
     LabelState.FAILED: "failed",
 }
-_LOST = "its request is not known any more; have the task scored again"
+_LOST = "its request has expired; have the task scored again"
 
 
 class LabelCounts(msgspec.Struct, frozen=True):
-    """How many tasks are in each state."""
+    """The number of tasks in each state."""
 
     queued: int
     processing: int
@@ -96,7 +96,7 @@ class LabelTasksBody(msgspec.Struct, frozen=True):
 
 
 class Statuses:
-    """One per gateway.
+    """The states of tasks; one per gateway.
 
     Args:
         tasks: The boards.
@@ -139,7 +139,7 @@ class Statuses:
     async def counts(self, board: Board) -> LabelCounts:
         """Returns how many tasks of a project are in each state."""
         known = await self._tasks.counts(board)
-        opened = await self._shown(board, await self._tasks.page(board, LabelState.OPEN, 0, LOOKED_AT))
+        opened = await self._shown(board, await self._tasks.page(board, LabelState.OPEN, 0, COUNTED_OPEN))
         counts = Counter[TaskState](task.state for task in opened)
         since = max(len(opened) - known[LabelState.OPEN], 0)  # they were waiting when that was counted
         counts["queued"] += max(known[LabelState.WAITING] - since, 0) + max(known[LabelState.OPEN] - len(opened), 0)

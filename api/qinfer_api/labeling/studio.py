@@ -51,7 +51,7 @@ class StudioRefused(InvalidRequest):
 
 
 class LabelStudio:
-    """One per gateway.
+    """A client of Label Studio; one per gateway.
 
     Args:
         settings: Where it is, and the token.

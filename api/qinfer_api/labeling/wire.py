@@ -1,4 +1,4 @@
-"""What Label Studio sends to an ML backend, and what it is answered; of what it sends only the tasks are used.
+"""Bodies of Label Studio's calls to an ML backend, and of the answers; of a call only the tasks are used.
 
 Addresses and tokens in it (`hostname`, `access_token`, `params`) are not looked at: where Label Studio is, and what
 opens it, is a setting.
@@ -153,7 +153,7 @@ class LabelPredictions(msgspec.Struct, frozen=True):
 
 
 class LabelEvent(msgspec.Struct, frozen=True):
-    """What a webhook has led to.
+    """The outcome of a webhook.
 
     Attributes:
         queued: New tasks that are safe in the queue now.
@@ -164,7 +164,7 @@ class LabelEvent(msgspec.Struct, frozen=True):
 
 
 class LabelOrder(msgspec.Struct, frozen=True):
-    """What an order has led to.
+    """The outcome of an order.
 
     Attributes:
         found: Tasks that were looked at.

@@ -33,7 +33,7 @@ def items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def problems(mapping: Mapping) -> Iterator[str]:
-    """Says which results have no question in Argilla."""
+    """Yields the results that have no question in Argilla."""
     for rule in boxes_of(mapping):
         yield f"argilla has no question for boxes on images: leave '{rule.from_name}' out of the mapping"
 

@@ -36,7 +36,7 @@ def items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def problems(mapping: Mapping) -> Iterator[str]:
-    """Says what COCO needs."""
+    """Yields what a mapping lacks for COCO."""
     if not boxes_of(mapping):
         yield "coco has boxes only: the mapping has no result of type rectanglelabels"
     for rule in boxes_of(mapping):

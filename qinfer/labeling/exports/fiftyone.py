@@ -46,7 +46,7 @@ def items(mapping: Mapping, task: Task) -> Iterator[tuple[str, Any]]:
 
 
 def problems(mapping: Mapping) -> Iterator[str]:
-    """Says which results FiftyOne's dataset files can't have together."""
+    """Yields the results that FiftyOne's dataset files can't have together."""
     choices = [rule for rule in mapping.results if isinstance(rule, ChoicesRule)]
     if not boxes_of(mapping) and not choices:
         yield "fiftyone has boxes or classes: the mapping has neither rectanglelabels nor choices"

@@ -1,4 +1,4 @@
-"""What a format of pre-annotations is: how a task becomes items, and how items become a file."""
+"""Formats of pre-annotations: a task becomes items, and items become a file."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -35,7 +35,7 @@ class Format(NamedTuple):
     Attributes:
         name: Its name.
         items: Makes a task's items: JSON values, or for the layout `labels` pairs of key and value.
-        problems: Says why a mapping's results can't be written in it.
+        problems: Yields the reasons why a mapping's results can't be written in it.
         layout: How items become a file.
     """
 
@@ -57,12 +57,12 @@ class Format(NamedTuple):
 
     @property
     def separator(self) -> bytes:
-        """What is between two items."""
+        """The bytes between two items."""
         return b"\n" if self.layout == "lines" else b",\n"
 
     @property
     def frame(self) -> tuple[bytes, bytes]:
-        """What is before the first item, and after the last."""
+        """The bytes before the first item, and after the last."""
         return {"lines": (b"", b"\n"), "array": (b"[\n", b"\n]\n"), "labels": (b'{"labels": {\n', b"\n}}\n")}[
             self.layout
         ]
@@ -78,7 +78,7 @@ def boxes_of(mapping: Mapping) -> Sequence[RectanglesRule]:
 
 
 def missing_sizes(mapping: Mapping, name: str) -> Iterator[str]:
-    """Says which boxes can't be written in pixels."""
+    """Yields the results whose boxes can't be written in pixels."""
     for rule in boxes_of(mapping):
         if rule.size is None:
             yield f"{name} has boxes in pixels: '{rule.from_name}' needs size, the image's width and height"

@@ -48,7 +48,7 @@ def items(mapping: Mapping, task: Task) -> Iterator[dict[str, Any]]:
 
 
 def problems(mapping: Mapping) -> Iterator[str]:
-    """Says what Prodigy's interfaces have once, and what they need."""
+    """Yields the results of which Prodigy's interfaces have one only, and those that lack sizes."""
     for name, kind in (("choice", ChoicesRule), ("text", TextRule)):
         if sum(isinstance(rule, kind) for rule in mapping.results) > 1:
             yield f"prodigy has one {name} in a task: leave one in the mapping"

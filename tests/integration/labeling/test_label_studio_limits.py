@@ -12,8 +12,7 @@ from qinfer.core.api_keys import ApiKey, hash_key
 from qinfer.labeling.tasks import Board
 from qinfer.testing import FakeClock, eventually
 from qinfer_api.auth import Auth
-from qinfer_api.labeling.intake import Intake
-from qinfer_api.labeling.pace import Pace
+from qinfer_api.labeling.intake import Intake, Pace
 from tests.integration.labeling.test_label_studio_push import MAPPING, TASKS, event, settings_for
 from tests.support.gateway import Running, running_gateway
 from tests.support.servers.label_studio_server import LabelStudioServer, label_studio
@@ -46,7 +45,7 @@ def with_rate(monkeypatch: pytest.MonkeyPatch, clock: FakeClock, rate_per_s: flo
     key = ApiKey(id="k1", sha256=hash_key("a-key"), tenant="acme", rate_per_s=rate_per_s, burst=burst)
     auth = Auth([key], clock)
     monkeypatch.setattr("qinfer_api.app.load_auth", lambda *_: auth)
-    monkeypatch.setattr("qinfer_api.labeling.pace.LOOK_AGAIN_S", 0.02)
+    monkeypatch.setattr("qinfer_api.labeling.intake.LOOK_AGAIN_S", 0.02)
     return auth
 
 

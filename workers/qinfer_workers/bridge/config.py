@@ -46,7 +46,7 @@ class InputMap(BaseModel):
 
 
 class BodyOptions(BaseModel):
-    """How the bodies of a route's messages are read, and its replies written.
+    """The `body` part of a route: how bodies are read, and replies written.
 
     Attributes:
         input: The input that raw bodies are for; empty = the model's only one of BYTES or UINT8.
@@ -114,7 +114,7 @@ class _Part(BaseModel):
 
 
 class SourceOptions(_Part):
-    """Where messages come from.
+    """The queue that messages come from.
 
     Attributes:
         url: The broker, as kombu writes it: `amqp://…`, `redis://…`, `sqs://…`.
@@ -140,7 +140,7 @@ class SourceOptions(_Part):
 
 
 class SinkOptions(_Part):
-    """Where predictions go.
+    """The queues that predictions go to.
 
     Attributes:
         url: The broker; default: the source's.
@@ -178,7 +178,7 @@ class SinkOptions(_Part):
 
 
 class RouteOptions(_Part):
-    """One source → model → sink.
+    """A route: one source → model → sink.
 
     Attributes:
         name: Of the route; in metrics, logs, and the ids of requests.

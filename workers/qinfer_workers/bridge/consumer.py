@@ -31,7 +31,7 @@ _LAST_S = 0.02
 
 
 class Consumer(LinkThread[Source]):
-    """One per route; `start`, then `stop` when nothing more is to be taken, then `finish` when all is done.
+    """The consumer of a route; `start`, `stop` when nothing more is to be taken, then `finish` when all is done.
 
     Args:
         name: The route's.
@@ -72,7 +72,7 @@ class Consumer(LinkThread[Source]):
         )
 
     def done(self, receipts: Iterable[Receipt]) -> None:
-        """Has messages acknowledged; for any thread."""
+        """Acknowledges messages, in the thread; for any thread."""
         self._done.extend(receipts)
         self._wake()
 

@@ -35,7 +35,7 @@ _LONGEST_PAUSE_S = 1.0
 
 
 class Endings:
-    """One per route; made on the loop.
+    """The ends of a route's requests; made on the loop.
 
     Args:
         delivery: The queue.
@@ -92,7 +92,7 @@ class Endings:
         self._to_confirm.set()
 
     def stop(self) -> None:
-        """Has `run` take nothing more, and end once what is in hand is confirmed."""
+        """Takes nothing more, and ends `run` once what is in hand is confirmed."""
         self._stopping = True
         self._news.set()
         self._to_confirm.set()

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MOST_AT_ONCE = 256
 FEWEST_AT_ONCE = 16
 ROOM_S = 1.0
-"""After so many seconds a full lane is tried again, whatever happens."""
+"""Seconds after which a full lane is tried again, whatever happens."""
 
 _SHORTEST_S = 0.02
 _AWAY_S = 0.1
@@ -57,7 +57,7 @@ def disposition_of(work: Work, result: Accepted | QinferError) -> tuple[Disposit
 
 
 class Intake:
-    """One per route; made on the loop.
+    """The acceptance of a route's messages; made on the loop.
 
     Args:
         name: The route's.
@@ -111,7 +111,7 @@ class Intake:
         self._room.set()
 
     def stop(self) -> None:
-        """Has `run` end after the batch in hand; on the loop."""
+        """Ends `run` after the batch in hand; on the loop."""
         self._stopping = True
         self._some.set()
         self._room.set()

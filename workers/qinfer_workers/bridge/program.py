@@ -113,7 +113,7 @@ class Reporter:
 
 
 class Bridge:
-    """One bridge process; made by `open`, on its loop.
+    """A bridge process; made on its loop.
 
     Args:
         config: What it does.

@@ -15,7 +15,7 @@ _SETTLE_S = 1.0
 
 
 class Publisher(LinkThread[Sink]):
-    """One per route and broker; `start`, then `stop` when nothing more will be posted: all that was is settled first.
+    """The publisher of a route to one broker; `start`, then `stop`, which settles all that was posted first.
 
     Args:
         name: The route's.
@@ -41,7 +41,7 @@ class Publisher(LinkThread[Sink]):
         self._is_careful = False  # one of those that are unsettled has ended a connection
 
     def post(self, messages: Sequence[Outgoing]) -> None:
-        """Has messages published, in order; for any thread."""
+        """Publishes messages in the thread, in order; for any thread."""
         self._inbox.extend(messages)
         self._wake()
 

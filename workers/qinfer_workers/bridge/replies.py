@@ -242,7 +242,7 @@ def _kserve(reply: ReplyEncoding, response: Response, spec: ModelSpec | None) ->
 
 
 def _is_json(tensor: Tensor, plan: OutputPlan) -> bool:
-    """Tells whether an output travels, or can, as JSON; or as binary data already."""
+    """Returns whether an output can travel as JSON, or travels as binary data already."""
     if plan.is_binary(tensor.name) or (plan.special is not None and tensor.name in plan.special):
         return True
     if tensor.datatype != "BYTES":

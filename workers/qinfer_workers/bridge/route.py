@@ -1,4 +1,4 @@
-"""One route of a bridge: its parts and what they hand over, its start and its end.
+"""A route of a bridge: its parts and what they hand over, its start and its end.
 
     thread "source"           loop                               thread "sink" (and "dead_letters", on another broker)
     receive, read ──batch──▶  Intake: accept into the lane
@@ -39,15 +39,15 @@ from qinfer_workers.bridge.transports.open import open_sink, open_source
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""A dead letter that no queue took is published again after so many seconds."""
+"""Seconds after which a dead letter that no queue took is published again."""
 
 NO_STEP_S = 0.1
 LAST_STEP_S = 5.0
-"""How long each of the last steps may take: what is in hand then comes again, to the next bridge."""
+"""Seconds that each of the last steps may take: what is in hand then is delivered again, to the next bridge."""
 
 
 class Route:
-    """One route of a bridge; made on the loop.
+    """A route of a bridge; made on the loop.
 
     Args:
         options: The route.
@@ -59,7 +59,7 @@ class Route:
 
     Attributes:
         options: As given.
-        tally: What it counts.
+        tally: Its counts.
     """
 
     def __init__(

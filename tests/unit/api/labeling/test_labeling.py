@@ -74,9 +74,9 @@ def entry(state: LabelState, *, attempt: int = 1, age_s: float = 0.0) -> LabelTa
 @pytest.mark.parametrize(
     ("known", "reason", "attempt"),
     [
-        (None, Reason.TOLD, 1),
-        (entry(LabelState.FAILED), Reason.TOLD, 0),
-        (entry(LabelState.DONE, age_s=9999), Reason.TOLD, 0),
+        (None, Reason.CREATED, 1),
+        (entry(LabelState.FAILED), Reason.CREATED, 0),
+        (entry(LabelState.DONE, age_s=9999), Reason.CREATED, 0),
         (entry(LabelState.WAITING, age_s=9999), Reason.ORDERED, 0),
         (entry(LabelState.OPEN, age_s=9999), Reason.ORDERED, 0),
         (entry(LabelState.SENDING, age_s=9999), Reason.ASKED, 0),
@@ -94,7 +94,7 @@ def test_what_is_asked_for_again(known: LabelTask | None, reason: Reason, attemp
 
 def test_other_data_is_another_request() -> None:
     """Whatever became of the one before."""
-    assert _attempt(entry(LabelState.OPEN, attempt=3), "ls-12-7-v1-ffff", Reason.TOLD, 1000.0) == 1
+    assert _attempt(entry(LabelState.OPEN, attempt=3), "ls-12-7-v1-ffff", Reason.CREATED, 1000.0) == 1
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from qinfer.errors import QuotaExceeded
 from qinfer.labeling.tasks import Board
 from qinfer.testing import FakeClock
 from qinfer_api.auth import Auth
-from qinfer_api.labeling.pace import Pace
+from qinfer_api.labeling.intake import Pace
 
 BOARD = Board("text", "acme", 12)
 

@@ -128,13 +128,13 @@ BROKEN = (
     pa.ArrowException, OSError, EOFError, ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError,
     MemoryError,
 )  # fmt: skip
-"""What pyarrow raises for data that it can't read."""
+"""The exceptions that pyarrow raises for data that it can't read."""
 
 _MAX_REASON = 200
 
 
 class ArrowLimits(NamedTuple):
-    """What is read at most.
+    """The limits of one body.
 
     Attributes:
         rows: So many rows.
@@ -145,11 +145,11 @@ class ArrowLimits(NamedTuple):
     size_bytes: int
 
     def too_many_rows(self) -> str:
-        """Says that there are too many rows."""
+        """Returns the error of too many rows."""
         return f"the message has more rows than the {self.rows} that the model takes in one request; send several"
 
     def too_large(self) -> str:
-        """Says that the unpacked values are too large."""
+        """Returns the error of unpacked values that are too large."""
         return f"the rows take more than {self.size_bytes} bytes when they are unpacked; send fewer in one message"
 
 
@@ -178,7 +178,7 @@ def read_batch(body: Bytes, form: ArrowForm, columns: Sequence[str], limits: Arr
         body: The body.
         form: Whether it is a stream or a file.
         columns: The columns that are wanted; each is there once.
-        limits: What is read at most.
+        limits: The limits.
 
     Raises:
         InvalidRequest: It is damaged, or larger than the limits.

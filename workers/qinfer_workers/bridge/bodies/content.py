@@ -1,4 +1,4 @@
-"""What a message says of its body: its content type, its encoding, where its JSON ends. Pure."""
+"""The description of a message's body: its content type, its encoding, where its JSON ends. Pure."""
 
 import re
 import zlib
@@ -11,7 +11,7 @@ from qinfer.jobs.job import shown
 from qinfer.tensors import Bytes
 
 Kind = Literal["", "kserve", "jsonl", "arrow-stream", "arrow-file", "raw", "text"]
-"""What a body is; empty = it is not said."""
+"""The kind of a body; empty = the message does not say."""
 
 JSON_LENGTH_HEADER = "inference-header-content-length"
 

@@ -91,7 +91,7 @@ def _named(name: str, spec: ModelSpec) -> TensorSpec:
 
 
 def _shape_problem(tensor: TensorSpec) -> str:
-    """Says why no body can fill an input; empty = one can."""
+    """Returns the reason why no body can fill an input; empty = one can."""
     where = f"input '{tensor.name}' has the dimensions {list(tensor.dims)}"
     if tensor.datatype == "BYTES" and any(dim not in (-1, 1) for dim in tensor.dims):
         return f"{where}, more than one element; send KServe JSON or rows"
@@ -103,7 +103,7 @@ def _shape_problem(tensor: TensorSpec) -> str:
 __all__ = ["BodyCodec", "BodyOptions", "Decoded", "Encoded", "ReplyEncoding", "encode", "encode_error"]
 
 MAX_REPLY_BYTES = 4096
-"""So large may an encoded `ReplyEncoding` be."""
+"""The most bytes of an encoded `ReplyEncoding`."""
 
 _LONG_ID = 512
 _MAX_REASON = 1000  # names that the sender chose may be long

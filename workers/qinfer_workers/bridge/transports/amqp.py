@@ -103,7 +103,7 @@ def _is_there(channel: Any, queue: str) -> bool:
 
 
 class _Link:
-    """What both directions share.
+    """A connection of either direction.
 
     Args:
         client: A connection of kombu over AMQP, open.
@@ -118,7 +118,7 @@ class _Link:
         self._waker: Waker
 
     def _begin(self, reader: FrameReader) -> None:
-        """From now on everything that arrives goes through the reader."""
+        """Sends everything that arrives from now on through the reader."""
         self._reader = reader
         self._waker = Waker(self._connection.transport.sock)
 
@@ -220,7 +220,7 @@ class AmqpSink(_Link):
         self._sent: dict[int, Outgoing] = {}  # by tag, ascending: those without a confirm
         self._last_tag = 0
         self._returned: set[int] = set()  # tags
-        self._news = _News()
+        self._outcomes = _Outcomes()
         self._begin(
             FrameReader(
                 self._channel.channel_id, 0, self._connection.on_inbound_frame, self._on_confirm, self._on_return
@@ -237,7 +237,7 @@ class AmqpSink(_Link):
                 pieces.append(publish_frames(channel_id, message, longest))
             except ValueError:  # sent, it would end every connection
                 logger.exception("a message can't be published")
-                self._news.refused.append(message)
+                self._outcomes.refused.append(message)
                 continue
             self._last_tag += 1
             self._sent[self._last_tag] = message
@@ -251,11 +251,11 @@ class AmqpSink(_Link):
     def settle(self, timeout_s: float) -> Settled:
         """See `Sink.settle`."""
         try:
-            self._read(0.0 if self._news.refused else timeout_s)
+            self._read(0.0 if self._outcomes.refused else timeout_s)
         except ChannelError as error:  # such as a message that is larger than the broker takes
             raise MessageRefused(str(error)) from error
-        news, self._news = self._news, _News()
-        return Settled(news.taken, news.refused, news.unroutable)
+        outcomes, self._outcomes = self._outcomes, _Outcomes()
+        return Settled(outcomes.taken, outcomes.refused, outcomes.unroutable)
 
     def _on_confirm(self, tag: int, is_multiple: bool, is_taken: bool) -> None:  # noqa: FBT001 - as it is in the frame
         tags = list(takewhile(lambda sent: sent <= tag, self._sent)) if is_multiple else [tag]
@@ -265,11 +265,11 @@ class AmqpSink(_Link):
                 continue
             if each in self._returned:
                 self._returned.discard(each)
-                self._news.unroutable.append(message)
+                self._outcomes.unroutable.append(message)
             elif is_taken:
-                self._news.taken.append(message)
+                self._outcomes.taken.append(message)
             else:
-                self._news.refused.append(message)
+                self._outcomes.refused.append(message)
 
     def _on_return(self, returned: Returned) -> None:
         """Marks the message that comes back: the broker's confirm follows it."""
@@ -279,8 +279,8 @@ class AmqpSink(_Link):
                 return
 
 
-class _News:
-    """What was settled since it was asked for."""
+class _Outcomes:
+    """The outcomes since the last `settle`."""
 
     def __init__(self) -> None:
         self.taken: list[Outgoing] = []

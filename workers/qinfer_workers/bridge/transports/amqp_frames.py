@@ -17,7 +17,7 @@ from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
 
 
 class Due(NamedTuple):
-    """What to acknowledge.
+    """Acknowledgements that are due.
 
     Attributes:
         up_to: All messages up to this tag; 0 = none.
@@ -29,7 +29,7 @@ class Due(NamedTuple):
 
 
 class AckLine:
-    """The messages of one AMQP channel, which numbers them from 1.
+    """The acknowledgements of one AMQP channel, which numbers its messages from 1.
 
     What is done out of order waits for those before it, which mostly follow within moments; after `patience_s` seconds
     it is acknowledged singly, so that one message that can't be done keeps no others from the source.
@@ -42,7 +42,7 @@ class AckLine:
         self._patience_s = patience_s
         self._done_to = 0  # every tag up to this one is done
         self._beyond: set[int] = set()  # done, and not acknowledged
-        self._apart: set[int] = set()  # beyond too, and acknowledged singly
+        self._single: set[int] = set()  # beyond too, and acknowledged singly
         self._waits_since_s: float | None = None
 
     def due(self, done: Iterable[int], now_s: float) -> Due:
@@ -52,15 +52,15 @@ class AckLine:
             done: Tags, each once.
             now_s: Monotonic time.
         """
-        beyond, apart = self._beyond, self._apart
+        beyond, single = self._beyond, self._single
         beyond.update(done)
         up_to, following = 0, self._done_to + 1
         while True:
             if following in beyond:
                 beyond.remove(following)
                 up_to = following  # RabbitMQ refuses a tag that was acknowledged before, for many too
-            elif following in apart:
-                apart.remove(following)
+            elif following in single:
+                single.remove(following)
             else:
                 break
             following += 1
@@ -72,7 +72,7 @@ class AckLine:
         if self._waits_since_s is None or now_s - self._waits_since_s < self._patience_s:
             return Due(up_to)
         singly = sorted(beyond)
-        apart.update(singly)
+        single.update(singly)
         beyond.clear()
         self._waits_since_s = None
         return Due(up_to, singly)
@@ -106,12 +106,12 @@ _MANDATORY = b"\x01"
 _OVERHEAD_BYTES = 8
 _MAX_SHORT_BYTES = 255
 _WRITTEN = "surrogatepass"
-"""How py-amqp reads texts: what is no text to others goes back as it came."""
+"""The way in which py-amqp reads texts: bytes that are no text to others go back as they came."""
 _UNREADABLE = (IndexError, error, ValueError, OverflowError, OSError, RecursionError, AMQPError)
 
 
 class BrokenFrames(Exception):
-    """What has arrived is no AMQP; the connection is of no use any more."""
+    """The bytes that arrived are no AMQP; the connection is of no use any more."""
 
 
 class Returned(NamedTuple):

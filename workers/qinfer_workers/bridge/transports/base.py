@@ -44,7 +44,7 @@ class Source(Protocol):
         ...
 
     def wake(self) -> None:
-        """Has `receive` return soon; for other threads."""
+        """Ends a `receive` soon; for other threads."""
         ...
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Sink(Protocol):
         ...
 
     def wake(self) -> None:
-        """Has `settle` return soon; for other threads."""
+        """Ends a `settle` soon; for other threads."""
         ...
 
     def close(self) -> None:
