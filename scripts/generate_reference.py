@@ -12,7 +12,7 @@ from pydantic import BaseModel, SecretStr
 
 from qinfer.cli.main import app
 from qinfer.core.settings import Settings
-from qinfer.models.config import fields as config_fields
+from qinfer.models.config import check as config_check
 from qinfer.models.config import to_spec as config_spec
 from scripts.reference_http import http_page
 from scripts.reference_keys import keys_page
@@ -78,9 +78,9 @@ def model_config_page() -> str:
     """Returns the text of `model-config.md`."""
     lines = [NOTICE + MODEL_CONFIG_HEAD]
     for title, table in (
-        ("## Honoured\n", config_fields.SUPPORTED),
-        ("## Accepted without effect\n\nThey change how fast a model runs at most.\n", config_fields.HINTS),
-        ("## Refused\n\nA model that sets one is not loaded; the error names the field.\n", config_fields.REFUSED),
+        ("## Honoured\n", config_check.SUPPORTED),
+        ("## Accepted without effect\n\nThey change how fast a model runs at most.\n", config_check.HINTS),
+        ("## Refused\n\nA model that sets one is not loaded; the error names the field.\n", config_check.REFUSED),
     ):
         lines += [title, "| field | |", "|---|---|", *(f"| `{path}` | {_cell(why)} |" for path, why in table.items())]
         lines.append("")

@@ -36,8 +36,7 @@ from qinfer.backends.python_host.messages import (
 from qinfer.backends.python_host.process import HostProcess
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady, OutputMismatch, QinferError
-from qinfer.models.config.dialect import from_json, to_json
-from qinfer.models.config.message import ModelConfig
+from qinfer.models.config.message import ModelConfig, from_json, to_json
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import Bytes, Tensor, from_numpy
 

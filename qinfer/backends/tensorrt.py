@@ -27,7 +27,7 @@ from qinfer.backends.cuda import TO_DEVICE, TO_HOST, Cuda
 from qinfer.backends.parameters import cleaned, model_file
 from qinfer.backends.tensorrt_plan import build_of, cache_key
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
-from qinfer.models.config.onnx_metadata import read_onnx
+from qinfer.models.config.file_tensors import read_onnx
 from qinfer.models.repository.files import LocalFiles
 from qinfer.models.spec import Device, ModelSpec
 from qinfer.tensors import DATATYPES

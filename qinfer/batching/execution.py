@@ -32,7 +32,7 @@ from qinfer.errors import (
     RequestError,
 )
 from qinfer.models.spec import ModelSpec
-from qinfer.observe.fence import Fence
+from qinfer.observe.logs import Fence
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.base import Lease
 from qinfer.tensors import Tensor, datatype, to_numpy

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from qinfer.observe.devices import GpuUse
+from qinfer.observe.host import GpuUse
 
 BULK, BEAT, BRIDGE = "bulk", "beat", "bridge"
 """The programs whose processes `sign` as `<name>@<host>`: bulk worker, what has Celery's beat in it, bridge."""

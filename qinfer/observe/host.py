@@ -1,7 +1,17 @@
-"""How busy this machine is: its CPUs and its memory, as Linux tells them."""
+"""CPU, memory and GPU use of this machine and of processes on it, for the metrics.
 
+Linux reports CPU and memory under `/proc`. NVIDIA's management library (NVML) reports the GPUs: `pynvml` comes with
+`pip install 'qinfer-ml[gpu]'`, and is imported once a worker has a GPU.
+"""
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 _IDLE = (3, 4)  # idle, iowait
 _TIMES = 8  # user, nice, system, idle, iowait, irq, softirq, steal; what guests take is in user and nice
@@ -54,3 +64,161 @@ class HostMeter:
             if line.startswith(begin):
                 return line.removeprefix(begin)
         raise ValueError(begin)
+
+
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_UTIME, _CSTIME, _RSS = 11, 14, 21  # of /proc/<pid>/stat behind the name; user, system, and both of ended children
+
+
+class ProcessUse(NamedTuple):
+    """What processes use.
+
+    Attributes:
+        cpu_s: CPU time since they started, in user and system mode.
+        memory_bytes: Resident memory; what several share is counted in each.
+    """
+
+    cpu_s: float
+    memory_bytes: int
+
+
+def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse | None:
+    """Returns what a process and its descendants use, those that ended included; `None` outside of Linux.
+
+    Blocking, but short: a few small files for each thread and process.
+
+    Args:
+        proc: Where the kernel tells it.
+        pid: The process; `None` = this one.
+    """
+    pid = os.getpid() if pid is None else pid
+    own = _stat(proc, pid)
+    if own is None:
+        return None
+    uses = [own, *(use for child in _descendants(proc, pid) if (use := _stat(proc, child)) is not None)]
+    return ProcessUse(sum(use.cpu_s for use in uses), sum(use.memory_bytes for use in uses))
+
+
+def _stat(proc: Path, pid: int) -> ProcessUse | None:
+    """Returns what one process uses, with its ended children's CPU time; `None` when it is gone."""
+    try:
+        words = (proc / str(pid) / "stat").read_text().rpartition(") ")[2].split()
+        ticks = sum(int(word) for word in words[_UTIME : _CSTIME + 1])
+        return ProcessUse(ticks * _TICK_S, int(words[_RSS]) * _PAGE_BYTES)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _descendants(proc: Path, pid: int) -> Iterator[int]:
+    """Yields the processes that a process started and that still run, and theirs; none where the kernel hides them."""
+    try:
+        threads = list((proc / str(pid) / "task").iterdir())
+    except OSError:
+        return
+    for thread in threads:
+        try:
+            children = [int(word) for word in (thread / "children").read_text().split()]
+        except (OSError, ValueError):
+            continue
+        for child in children:
+            yield child
+            yield from _descendants(proc, child)
+
+
+logger = logging.getLogger(__name__)
+
+
+class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What one GPU uses, whichever processes use it; what it does not tell is 0.
+
+    Attributes:
+        number: The worker's number of it, as in `gpu 0`.
+        uuid: NVIDIA's name of it.
+        memory_used_bytes: Memory in use.
+        memory_total_bytes: Its memory.
+        utilization: Share of the last moments in which it was busy, 0 to 1.
+        power_w: Power that it draws.
+        power_limit_w: Power that it may draw.
+        energy_j: Energy since its driver was loaded.
+    """
+
+    number: int
+    uuid: str
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+    utilization: float = 0.0
+    power_w: float = 0.0
+    power_limit_w: float = 0.0
+    energy_j: float = 0.0
+
+
+class GpuMeter:
+    """Reads what some GPUs use; blocking, for one thread.
+
+    Args:
+        gpus: CUDA's numbers of them, in this process; a mapping has what NVML knows each by, an index or a UUID.
+    """
+
+    def __init__(self, gpus: Collection[int]) -> None:
+        self._names = gpus if isinstance(gpus, Mapping) else {number: str(number) for number in gpus}
+        self._nvml: Any = None  # Any: the module has no types
+        self._handles: list[tuple[int, Any]] = []
+        self._is_open = False
+
+    def read(self) -> tuple[GpuUse, ...]:
+        """Returns what the GPUs use; none where NVML can't be asked."""
+        if not self._is_open:
+            self._is_open = True
+            self._open()
+        return tuple(use for number, handle in self._handles if (use := self._use(number, handle)) is not None)
+
+    def _open(self) -> None:
+        """Finds the GPUs; says once why it can't."""
+        if not self._names:
+            return
+        try:
+            self._nvml = importlib.import_module("pynvml")
+        except ImportError:
+            logger.info("GPUs are not measured: pip install 'qinfer-ml[gpu]'")
+            return
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError as error:
+            logger.warning("GPUs are not measured", extra={"reason": str(error)})
+            return
+        for number, name in self._names.items():
+            try:
+                self._handles.append((number, self._handle(name)))
+            except self._nvml.NVMLError as error:
+                logger.warning("a GPU is not measured", extra={"gpu": number, "reason": str(error)})
+
+    def _handle(self, name: str) -> Any:
+        if name.isdecimal():
+            return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
+        return self._nvml.nvmlDeviceGetHandleByUUID(name)
+
+    def _use(self, number: int, handle: Any) -> GpuUse | None:
+        nvml = self._nvml
+        try:
+            memory, uuid = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetUUID(handle)
+        except nvml.NVMLError as error:
+            logger.debug("a GPU can't be asked", extra={"gpu": number, "reason": str(error)})
+            return None
+        return GpuUse(
+            number=number,
+            uuid=uuid if isinstance(uuid, str) else uuid.decode(),
+            memory_used_bytes=int(memory.used),
+            memory_total_bytes=int(memory.total),
+            utilization=self._told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100,
+            power_w=self._told(lambda: nvml.nvmlDeviceGetPowerUsage(handle)) / 1000,
+            power_limit_w=self._told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000,
+            energy_j=self._told(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000,
+        )
+
+    def _told(self, ask: Callable[[], int]) -> int:
+        """Asks for what some GPUs do not tell."""
+        try:
+            return ask()
+        except self._nvml.NVMLError:
+            return 0

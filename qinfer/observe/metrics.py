@@ -11,12 +11,77 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qinfer.errors import ErrorCode, InvalidRequest
-from qinfer.observe import catalogue, exposition, stats, triton_metrics, worker_metrics
+from qinfer.observe import catalogue, exposition, stats, triton_metrics
 from qinfer.observe.catalogue import Info, MetricScope
 from qinfer.observe.exposition import CONTENT_TYPE, Family
-from qinfer.observe.host import HostUse
-from qinfer.observe.process_use import ProcessUse
-from qinfer.observe.worker_metrics import WorkerLoad
+from qinfer.observe.host import GpuUse, HostUse, ProcessUse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A live worker as the metrics show it, as of its last heartbeat.
+
+    Attributes:
+        device: What it runs on.
+        executing: Requests in its batches.
+        ready: Model versions that it has ready.
+        renewals: Leases that it has renewed.
+        leases_lost: Leases that it has lost.
+        use: CPU time and memory; `None` = not known.
+        gpus: Its GPUs, where they can be asked.
+    """
+
+    device: str
+    executing: int
+    ready: int = 0
+    renewals: int = 0
+    leases_lost: int = 0
+    use: ProcessUse | None = None
+    gpus: tuple[GpuUse, ...] = ()
+
+
+def _worker_families(workers: Mapping[str, WorkerLoad]) -> Iterator[Family]:
+    """Yields the metrics of workers.
+
+    Args:
+        workers: Worker id → its load.
+    """
+    up, used, total, busy = map(
+        Family,
+        (
+            catalogue.WORKER_UP,
+            catalogue.DEVICE_MEMORY_USED,
+            catalogue.DEVICE_MEMORY_TOTAL,
+            catalogue.DEVICE_UTILIZATION,
+        ),
+    )
+    for worker, load in workers.items():
+        up.add(1, worker=worker, device=load.device)
+        for gpu in load.gpus:
+            device = f"gpu {gpu.number}"
+            used.add(gpu.memory_used_bytes, worker=worker, device=device)
+            total.add(gpu.memory_total_bytes, worker=worker, device=device)
+            busy.add(gpu.utilization, worker=worker, device=device)
+    yield up
+    for info, value in _OF_WORKERS:
+        family = Family(info)
+        for worker, load in workers.items():
+            known = value(load)
+            if known is not None:
+                family.add(known, worker=worker)
+        yield family
+    yield from (used, total, busy)
+
+
+_OF_WORKERS: tuple[tuple[Info, Callable[[WorkerLoad], float | None]], ...] = (
+    (catalogue.WORKER_EXECUTING, lambda load: load.executing),
+    (catalogue.WORKER_READY_MODELS, lambda load: load.ready),
+    (catalogue.WORKER_RENEWALS, lambda load: load.renewals),
+    (catalogue.WORKER_LEASES_LOST, lambda load: load.leases_lost),
+    (catalogue.WORKER_CPU, lambda load: load.use and load.use.cpu_s),
+    (catalogue.WORKER_MEMORY, lambda load: load.use and load.use.memory_bytes),
+)
+
 
 __all__ = ["CONTENT_TYPE", "GatewayTally", "Snapshot", "WorkerLoad", "render", "scopes_of"]
 
@@ -177,7 +242,7 @@ class Snapshot:
         if self.wanted_workers is not None:
             target.add(self.wanted_workers)
         yield from (jobs, decisions, target)
-        yield from worker_metrics.families(self.workers)
+        yield from _worker_families(self.workers)
         yield from self.features
         yield from self._counted()
         yield from self._of_labeling()

@@ -13,9 +13,8 @@ from typing import NamedTuple
 from qinfer.errors import ErrorCode
 from qinfer.observe import catalogue, latencies, stats
 from qinfer.observe.catalogue import Info
-from qinfer.observe.devices import GpuUse
 from qinfer.observe.exposition import Family
-from qinfer.observe.host import HostUse
+from qinfer.observe.host import GpuUse, HostUse
 
 Key = tuple[str, int]
 """A model version: (model, version)."""

@@ -1,23 +1,284 @@
-"""The infer request of the KServe v2 protocol over gRPC (reference §2.2).
+"""The infer requests and responses of the KServe v2 protocol over gRPC, single and streamed (reference §2.2, §2.3).
 
 Inputs arrive as `raw_input_contents`, in the inputs' order, or as typed `contents`; one request uses one of the two.
-Inputs in shared memory are skipped in both.
+Inputs in shared memory are skipped in both. Replies are put together from encoded pieces: the part that describes the
+outputs is the same for many requests and is kept, and the tensors' bytes are copied once, into the reply. All outputs
+are raw: Triton's client reads no others.
+
+Tensor bytes are cut out of a message before protobuf parses it, and put in after it was printed. A message is a
+sequence of (tag, value); the tag's low three bits say how long the value is, the others which field it is.
 """
 
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from qinfer.core.messages import InferRequest
+from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import Bytes, Tensor, pack_bytes
-from qinfer.wire.kserve_grpc_parameters import apply_request_parameters, plan_outputs, shared_memory_of
-from qinfer.wire.outputs import OutputPlan, Regions
-from qinfer.wire.protobuf_wire import cut_out, malformed, values_of
+from qinfer.wire.kserve_parameters import apply_parameters
+from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 
-_RAW_FIELD = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
+
+MAX_FIELDS = 65_536
+"""Top-level fields of a message that is cut up: walking over them costs more than their bytes say."""
+
+
+def cut_out(message: bytes, field: int) -> tuple[bytes, list[memoryview]]:
+    """Takes all values of a `bytes` field out of a message.
+
+    Args:
+        message: The encoded message; the values become views into it.
+        field: The field's number, at most 15.
+
+    Returns:
+        The message without the field, and the field's values in order.
+
+    Raises:
+        InvalidRequest: The message is cut off, holds what protobuf does not know, or more than `MAX_FIELDS` fields.
+    """
+    view, end, position, kept = memoryview(message), len(message), 0, 0
+    wanted = field << 3 | _LENGTH
+    rest: list[Bytes] = []
+    found: list[memoryview] = []
+    count = 0
+    try:
+        while position < end:
+            count += 1
+            if count > MAX_FIELDS:
+                raise InvalidRequest(f"the request has more than {MAX_FIELDS} inputs, outputs and parameters")
+            start = position
+            tag, position = _varint(message, position)
+            kind = tag & 7
+            if kind == _LENGTH:
+                size, position = _varint(message, position)
+            elif kind == _VARINT:
+                size, position = 0, _varint(message, position)[1]
+            else:
+                size = _FIXED_BYTES[kind]
+            if tag == wanted:
+                rest.append(view[kept:start])
+                found.append(view[position : position + size])
+                kept = position + size
+            position += size
+    except (IndexError, KeyError):
+        raise malformed() from None
+    if position != end:
+        raise malformed()
+    if not found:
+        return message, found
+    rest.append(view[kept:])
+    return b"".join(rest), found
+
+
+def values_of(message: bytes) -> memoryview:
+    """Returns the value of the only field of a message, a field with a length.
+
+    The packed form of numbers of fixed size, and of booleans, is their bytes in little-endian order.
+    """
+    _, position = _varint(message, 0)
+    size, position = _varint(message, position)
+    return memoryview(message)[position : position + size]
+
+
+def prefix(field: int, size: int) -> bytes:
+    """Returns what stands before a value of `size` bytes of the field with this number, at most 15."""
+    if size < 0x80:
+        return bytes((field << 3 | _LENGTH, size))
+    parts = [field << 3 | _LENGTH]
+    while size > 0x7F:
+        parts.append(size & 0x7F | 0x80)
+        size >>= 7
+    parts.append(size)
+    return bytes(parts)
+
+
+def malformed() -> InvalidRequest:
+    """Returns the error of a message that can't be read."""
+    return InvalidRequest("the request is no message of the kind that this call takes; send what its .proto says")
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """Reads a number; returns it, and where the next thing begins."""
+    value = message[position]
+    position += 1
+    if value < 0x80:
+        return value, position
+    value &= 0x7F
+    shift = 7
+    while shift < 70:
+        byte = message[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+    raise malformed()
+
+
+_PLAIN = OutputPlan()
+_EMPTY_FINAL = "triton_enable_empty_final_response"
+_INTEGERS = ("int64_param", "uint64_param")
+_KINDS = {  # what Triton's messages call for, and what is taken: both kinds of integers everywhere
+    "sequence_id": ("int64_param or string_param", (*_INTEGERS, "string_param")),
+    "sequence_start": ("bool_param", ("bool_param",)),
+    "sequence_end": ("bool_param", ("bool_param",)),
+    "priority": ("int64_param or uint64_param", _INTEGERS),
+    "timeout": ("int64_param", _INTEGERS),
+}
+
+
+class Region(NamedTuple):
+    """A part of a shared memory region: its name, and where in it."""
+
+    region: str
+    offset: int
+    byte_size: int
+
+
+def apply_request_parameters(parameters: Mapping[str, Any], request: InferRequest) -> bool:
+    """Writes the parameters of a request into its fields.
+
+    Args:
+        parameters: Name → `InferParameter`.
+        request: Gets priority, timeout, sequence and the custom parameters.
+
+    Returns:
+        Whether a decoupled model that ends without a last response gives an empty one.
+
+    Raises:
+        InvalidRequest: A parameter has the wrong type or value, or a name that is reserved.
+    """
+    known: dict[str, Any] = {}
+    custom: dict[str, Scalar] = {}
+    empty_final = False
+    for name, parameter in parameters.items():
+        kind, value = _value(parameter)
+        if name in _KINDS:
+            known[name] = _known(name, kind, value)
+        elif name == _EMPTY_FINAL:
+            if kind != "bool_param":
+                raise InvalidRequest(f"invalid value type for '{name}' parameter, expected bool_param.")
+            empty_final = bool(value)
+        elif name.startswith("triton_"):
+            raise InvalidRequest(
+                "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys "
+                f"starting with 'triton_' are allowed: {_EMPTY_FINAL}"
+            )
+        elif value is None or (kind == "uint64_param" and value >= 2**63):
+            raise InvalidRequest(
+                f"invalid value type for '{name}' parameter, expected int64_param, bool_param, or string_param."
+            )
+        else:
+            custom[name] = value
+    fields: dict[str, Any] = {}
+    apply_parameters(known, fields)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    if custom:
+        request.parameters = custom
+    return empty_final
+
+
+def shared_memory_of(tensor: Any) -> Region | None:
+    """Returns the region that an input or an output is in; `None` when it is in none.
+
+    Raises:
+        InvalidRequest: The three parameters have wrong types or values, or one is missing.
+    """
+    parameters = tensor.parameters
+    where = f"for tensor '{tensor.name}'"
+    if "shared_memory_region" not in parameters:
+        for name in ("shared_memory_offset", "shared_memory_byte_size"):
+            if name in parameters:
+                raise InvalidRequest(f"'{name}' can not be specified without 'shared_memory_region' parameter {where}")
+        return None
+    kind, region = _value(parameters["shared_memory_region"])
+    if kind != "string_param":
+        raise InvalidRequest(f"invalid value type for 'shared_memory_region' parameter {where}, expected string_param.")
+    if "shared_memory_byte_size" not in parameters:
+        raise InvalidRequest(
+            f"'shared_memory_byte_size' must be specified along with 'shared_memory_region' parameter {where}"
+        )
+    numbers = [0, 0]
+    for position, name in enumerate(("shared_memory_offset", "shared_memory_byte_size")):
+        if name in parameters:
+            kind, number = _value(parameters[name])
+            if kind not in _INTEGERS or number < 0:
+                raise InvalidRequest(f"invalid value type for '{name}' parameter {where}, expected int64_param.")
+            numbers[position] = number
+    return Region(region, *numbers)
+
+
+def plan_outputs(outputs: Iterable[Any], regions: Regions) -> tuple[tuple[str, ...], OutputPlan]:
+    """Returns the names of the outputs that are asked for, and how they are given back.
+
+    Args:
+        outputs: The requested outputs.
+        regions: The shared memory that clients registered.
+
+    Raises:
+        InvalidRequest: A parameter of an output has the wrong type or value, or they contradict each other.
+        QinferError: A region is not registered or too small, or shared memory is off.
+    """
+    names, special = [], {}
+    for output in outputs:
+        names.append(output.name)
+        if not output.parameters:
+            continue
+        wanted: dict[str, Any] = {}
+        region = shared_memory_of(output)
+        if region is not None:
+            wanted = {f"shared_memory_{field}": value for field, value in region._asdict().items()}
+        if "classification" in output.parameters:
+            wanted["classification"] = _classes(output.parameters["classification"])
+        found = read_special(wanted, regions)
+        if found is not None:
+            special[output.name] = found
+    return tuple(names), OutputPlan(special=special) if special else _PLAIN
+
+
+def to_parameter(value: Scalar) -> dict[str, Scalar]:
+    """Returns what an `InferParameter` is made of, for a parameter of a response."""
+    if isinstance(value, bool):
+        return {"bool_param": value}
+    if isinstance(value, int):
+        return {"int64_param" if value < 2**63 else "uint64_param": value}
+    return {"double_param" if isinstance(value, float) else "string_param": value}
+
+
+def _classes(parameter: Any) -> int:
+    kind, count = _value(parameter)
+    if kind not in _INTEGERS:
+        raise InvalidRequest("invalid value type for 'classification' parameter, expected int64_param")
+    if count <= 0:
+        raise InvalidRequest("invalid value for 'classification' parameter, expected >= 0")
+    return int(count)
+
+
+def _value(parameter: Any) -> tuple[str, Any]:
+    kind = parameter.WhichOneof("parameter_choice") or ""
+    return kind, getattr(parameter, kind) if kind else None
+
+
+def _known(name: str, kind: str, value: Any) -> Any:
+    expected, kinds = _KINDS[name]
+    if kind not in kinds:
+        raise InvalidRequest(f"invalid value type for '{name}' parameter, expected {expected}.")
+    if name == "sequence_id" and kind == "int64_param":
+        return value % 2**64  # ids are unsigned: Triton reads the same bits
+    if kind == "int64_param" and value < 0:
+        raise InvalidRequest(f"invalid value for '{name}', expected value >= 0.")
+    return value
+
+
+_RAW_INPUTS_FIELD = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
 _COPY_MAX_BYTES = 16 * 1024  # up to here protobuf's own copies cost less than walking over the message
 
 _TYPED = {  # field of InferTensorContents → the datatypes that it may hold, the one it is called first
@@ -76,7 +337,7 @@ def parse_infer(blob: bytes) -> Message:
         if len(blob) <= _COPY_MAX_BYTES:
             fields = pb.ModelInferRequest.FromString(blob)
             return Message(fields, list(fields.raw_input_contents))
-        rest, raw = cut_out(blob, _RAW_FIELD)
+        rest, raw = cut_out(blob, _RAW_INPUTS_FIELD)
         return Message(pb.ModelInferRequest.FromString(rest), list(raw))
     except DecodeError:
         raise malformed() from None
@@ -119,13 +380,10 @@ def decode_infer(message: Message, regions: Regions) -> Decoded:
     empty_final = False
     if fields.parameters:
         empty_final = apply_request_parameters(fields.parameters, request)
-    plan = _DEFAULT_PLAN
+    plan = _PLAIN
     if fields.outputs:
         request.outputs, plan = plan_outputs(fields.outputs, regions)
     return Decoded(request, fields.model_version, plan, empty_final)
-
-
-_DEFAULT_PLAN = OutputPlan()
 
 
 def _typed(entry: Any, raw: list[Bytes], model: str) -> Bytes:
@@ -160,3 +418,76 @@ def _typed(entry: Any, raw: list[Bytes], model: str) -> Bytes:
 
 def _no_data(name: str, model: str) -> InvalidRequest:
     return InvalidRequest(f"unable to find data for input tensor '{name}' for model '{model}' in request.")
+
+
+_ID_FIELD = pb.ModelInferResponse.ID_FIELD_NUMBER
+_RAW_OUTPUTS_FIELD = pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
+_RESPONSE_FIELD = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
+
+_NOWHERE: frozenset[str] = frozenset()
+_FINAL = "triton_final_response"
+
+
+def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: Regions) -> list[Bytes]:
+    """Encodes a response that carries outputs as a ModelInferResponse.
+
+    Args:
+        response: The response; its failure, if any, is not looked at.
+        client_id: The request's `id`, echoed unless empty.
+        plan: How its outputs are given back, as `bind` returned it.
+        regions: The shared memory that clients registered.
+
+    Returns:
+        The message, in pieces.
+
+    Raises:
+        QinferError: An output can't be given back as the request wants it.
+    """
+    outputs, placed = response.outputs, _NOWHERE
+    if plan.special is not None:
+        outputs, placed = prepare(response, plan, regions)
+    model, version, parameters = response.model, response.version, response.parameters
+    parts: list[Bytes] = [_head(model, version, tuple([(o.name, o.datatype, o.shape) for o in outputs]))]
+    if client_id:
+        text = client_id.encode()
+        parts += (prefix(_ID_FIELD, len(text)), text)
+    if parameters:
+        named = {name: pb.InferParameter(**to_parameter(value)) for name, value in parameters.items()}
+        parts.append(pb.ModelInferResponse(parameters=named).SerializeToString())
+    for output in outputs:
+        data = b"" if output.name in placed else output.data
+        parts += (prefix(_RAW_OUTPUTS_FIELD, len(data)), data)
+    return parts
+
+
+def encode_streamed(response: list[Bytes], *, final: bool) -> list[Bytes]:
+    """Encodes a ModelStreamInferResponse that carries a response, in pieces.
+
+    Args:
+        response: What `encode_infer` returned.
+        final: It is the last response to its request.
+    """
+    response = [*response, _FINAL_PARAMETER[final]]
+    size = sum([len(part) for part in response])
+    return [prefix(_RESPONSE_FIELD, size), *response]
+
+
+def encode_streamed_error(message: str, client_id: str) -> bytes:
+    """Encodes a ModelStreamInferResponse that tells of a failure, with the id of the request that failed."""
+    reply = pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=client_id))
+    return bytes(reply.SerializeToString())
+
+
+@lru_cache(maxsize=1024)
+def _head(model: str, version: int, outputs: tuple[tuple[str, str, tuple[int, ...]], ...]) -> bytes:
+    """Returns what describes a response, without id and data."""
+    reply = pb.ModelInferResponse(model_name=model, model_version=str(version))
+    for name, datatype, shape in outputs:
+        reply.outputs.add(name=name, datatype=datatype, shape=shape)
+    return bytes(reply.SerializeToString())
+
+
+_FINAL_PARAMETER = {
+    final: bytes(pb.ModelInferResponse(parameters={_FINAL: pb.InferParameter(bool_param=final)}).SerializeToString())
+    for final in (False, True)
+}

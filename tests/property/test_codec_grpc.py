@@ -13,10 +13,8 @@ from tritonclient.grpc import service_pb2 as pb
 from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest, RequestError
 from qinfer.tensors import DATATYPES, from_numpy, to_numpy
-from qinfer.wire.kserve_grpc import decode_infer, parse_infer
-from qinfer.wire.kserve_grpc_reply import encode_infer
+from qinfer.wire.kserve_grpc import cut_out, decode_infer, encode_infer, parse_infer
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan
-from qinfer.wire.protobuf_wire import cut_out
 
 NUMPY = {d.name: np.dtype(d.numpy) for d in DATATYPES.values() if d.numpy}
 TYPED = {

@@ -16,10 +16,9 @@ from qinfer.models.repository.files import LocalFiles
 from qinfer.models.repository.open import open_repositories
 from qinfer.models.repository.reader import Reading, read_model
 from qinfer.tensors import Tensor
-from qinfer.wire.classification import classify
 from qinfer.wire.frame import encode_request
 from qinfer.wire.kserve_grpc import decode_infer, parse_infer
-from qinfer.wire.outputs import NO_REGIONS
+from qinfer.wire.outputs import NO_REGIONS, classify
 from qinfer_api.rest.services import read_preferences
 
 patient = settings(deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.config import ModelConfig, from_json, normalise, parse, to_json, to_spec
+from qinfer.models.config.file_tensors import read_openvino
 from qinfer.models.config.message import model_config_pb2
-from qinfer.models.config.openvino_metadata import read_openvino
 from qinfer.tensors import CONFIG_DATATYPES
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)

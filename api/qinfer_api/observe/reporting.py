@@ -24,10 +24,9 @@ from qinfer.models.state import SCALED_DOWN, SCALED_UP, State, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work
 from qinfer.observe.catalogue import MetricScope
-from qinfer.observe.host import HostMeter
+from qinfer.observe.host import HostMeter, ProcessUse, read_use
 from qinfer.observe.latencies import SlidingWindow
 from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render, scopes_of
-from qinfer.observe.process_use import ProcessUse, read_use
 from qinfer.observe.stats import LABELING, add
 from qinfer.observe.triton_metrics import Wanted
 from qinfer.queue.dead_letters import DeadLetters

@@ -16,7 +16,7 @@ from qinfer.core.messages import Failure, InferRequest, Response, Timing
 from qinfer.core.settings import LimitSettings, TraceSettings
 from qinfer.errors import Cancelled, QinferError
 from qinfer.models.catalog import Catalog, Served
-from qinfer.observe.fence import Fence
+from qinfer.observe.logs import Fence
 from qinfer.observe.metrics import GatewayTally
 from qinfer.observe.tracing import ATTEMPT, BATCH_SIZE, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer
 from qinfer.queue.redis import Delivery

@@ -13,7 +13,7 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedFeature
-from qinfer.models.index import IndexEntry
+from qinfer.models.control import IndexEntry
 from qinfer_api.http.infer import Reply
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation
 from qinfer_api.rest.services import Services, needs, read_json, restricted, send, send_json

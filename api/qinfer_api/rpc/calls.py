@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Scalar
 from qinfer.errors import Forbidden, QinferError, Unauthorized
-from qinfer.wire.protobuf_wire import malformed
+from qinfer.wire.kserve_grpc import malformed
 from qinfer_api.auth import ANONYMOUS, Context, Restrictions, presented_key
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.status import grpc_status

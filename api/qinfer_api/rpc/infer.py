@@ -20,8 +20,15 @@ from qinfer.core.messages import Failure, Response, Scalar
 from qinfer.errors import Overloaded, QinferError, UnsupportedFeature
 from qinfer.submission.pending import Pending
 from qinfer.tensors import Bytes
-from qinfer.wire.kserve_grpc import Decoded, Message, decode_infer, parse_infer
-from qinfer.wire.kserve_grpc_reply import encode_infer, encode_streamed, encode_streamed_error
+from qinfer.wire.kserve_grpc import (
+    Decoded,
+    Message,
+    decode_infer,
+    encode_infer,
+    encode_streamed,
+    encode_streamed_error,
+    parse_infer,
+)
 from qinfer.wire.outputs import OutputPlan, bind
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher

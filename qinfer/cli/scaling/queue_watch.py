@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from qinfer.core.clock import Clock, SystemClock
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import QinferError
-from qinfer.models.placement import is_placed
+from qinfer.models.readiness import is_placed
 from qinfer.models.state import ScalerRecord, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work

@@ -1,6 +1,22 @@
-"""What a model file declares of its inputs and outputs, whatever its format."""
+"""Inputs and outputs that a model file declares, read without the runtime of its format.
 
+ONNX: the file is one protobuf message of which only a few small fields matter here, so the wire format is walked
+directly (protobuf.dev/programming-guides/encoding): a length-delimited field that is not wanted is skipped by its
+length, and the weights of a mapped or remote file are never read. Field numbers are from onnx.proto.
+
+OpenVINO: in an IR (`model.xml`, versions 10 and 11) inputs are the layers of type Parameter, outputs those of type
+Result; a Result's tensor has its name from the port that an edge leads from (docs.openvino.ai, "OpenVINO IR format").
+Of several names of a tensor the first in the alphabet counts, as for `get_any_name`.
+"""
+
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
+from xml.parsers import expat
+
+from qinfer.errors import ModelLoadFailed
+from qinfer.models.repository.files import Blob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +37,7 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensors:
-    """What a model file declares, in its own order."""
+    """The tensors that a model file declares, in its own order."""
 
     inputs: tuple[FileTensor, ...]
     outputs: tuple[FileTensor, ...]
@@ -30,3 +46,241 @@ class FileTensors:
     def batchable(self) -> bool:
         """Tells whether every input and output has a variable first dimension, which Triton takes for the batch's."""
         return all(t.dims and t.dims[0] == -1 for t in self.inputs + self.outputs)
+
+
+_ONNX_DATATYPES = {  # TensorProto.DataType → wire datatype
+    1: "FP32", 2: "UINT8", 3: "INT8", 4: "UINT16", 5: "INT16", 6: "INT32", 7: "INT64", 8: "BYTES", 9: "BOOL",
+    10: "FP16", 11: "FP64", 12: "UINT32", 13: "UINT64", 16: "BF16",
+}  # fmt: skip
+
+_MODEL_GRAPH = 7
+_GRAPH_INITIALIZER, _GRAPH_INPUT, _GRAPH_OUTPUT = 5, 11, 12
+_TENSOR_NAME = 8
+_VALUE_NAME, _VALUE_TYPE = 1, 2
+_TYPE_TENSOR = 1
+_TENSOR_ELEMENT, _TENSOR_SHAPE = 1, 2
+_SHAPE_DIM = 1
+_DIM_VALUE = 1
+
+
+def read_onnx(blob: Blob, name: str) -> FileTensors:
+    """Reads the declared inputs (without initializers) and outputs of an ONNX file.
+
+    Args:
+        blob: The file's bytes; few of them are looked at.
+        name: The file's name, for messages.
+
+    Raises:
+        ModelLoadFailed: It is no ONNX model, or has an input or output that is not a tensor.
+    """
+    try:
+        return _read(blob)
+    except (ValueError, IndexError):
+        raise ModelLoadFailed(f"'{name}' can't be read: it is not an ONNX model") from None
+
+
+def _read(view: Blob) -> FileTensors:
+    inputs: list[FileTensor] = []
+    outputs: list[FileTensor] = []
+    initializers: set[str] = set()
+    graphs = [value for number, value in _fields(view) if number == _MODEL_GRAPH and not isinstance(value, int)]
+    if len(graphs) != 1:
+        raise ValueError("no graph")
+    for number, value in _fields(graphs[0]):
+        if isinstance(value, int):
+            continue
+        if number == _GRAPH_INITIALIZER:
+            initializers.add(_text(value, _TENSOR_NAME))
+        elif number == _GRAPH_INPUT:
+            inputs.append(_onnx_tensor(value))
+        elif number == _GRAPH_OUTPUT:
+            outputs.append(_onnx_tensor(value))
+    return FileTensors(inputs=tuple(t for t in inputs if t.name not in initializers), outputs=tuple(outputs))
+
+
+def _onnx_tensor(value_info: Blob) -> FileTensor:
+    name = _text(value_info, _VALUE_NAME)
+    declared = _message(_message(value_info, _VALUE_TYPE) or memoryview(b""), _TYPE_TENSOR)
+    if declared is None:
+        raise ModelLoadFailed(f"'{name}' of the ONNX model is not a tensor")
+    element = next((v for n, v in _fields(declared) if n == _TENSOR_ELEMENT and isinstance(v, int)), 0)
+    if element not in _ONNX_DATATYPES:
+        raise ModelLoadFailed(f"'{name}' of the ONNX model has element type {element}, which the protocol can't carry")
+    shape = _message(declared, _TENSOR_SHAPE)
+    dims = None if shape is None else tuple(_dim(v) for n, v in _fields(shape) if n == _SHAPE_DIM)
+    return FileTensor(name=name, datatype=_ONNX_DATATYPES[element], dims=dims)
+
+
+def _dim(dimension: int | Blob) -> int:
+    if isinstance(dimension, int):
+        raise ValueError("a dimension must be a message")
+    size = next((v for n, v in _fields(dimension) if n == _DIM_VALUE and isinstance(v, int)), -1)
+    return size if 0 < size < 1 << 63 else -1  # some exporters write 0 or -1 for an unknown size
+
+
+def _message(view: Blob, wanted: int) -> Blob | None:
+    return next((v for n, v in _fields(view) if n == wanted and not isinstance(v, int)), None)
+
+
+def _text(view: Blob, wanted: int) -> str:
+    found = _message(view, wanted)
+    return "" if found is None else str(found.tobytes(), "utf-8")
+
+
+def _fields(view: Blob) -> Iterator[tuple[int, int | Blob]]:
+    """Walks a message: (field number, integer of a varint or the bytes of anything else)."""
+    position, end = 0, len(view)
+    while position < end:
+        key, position = _varint(view, position)
+        wire_type = key & 7
+        if wire_type == 0:
+            value, position = _varint(view, position)
+            yield key >> 3, value
+            continue
+        if wire_type == 2:
+            length, position = _varint(view, position)
+        elif wire_type in (1, 5):
+            length = 8 if wire_type == 1 else 4
+        else:
+            raise ValueError("groups do not occur in ONNX")
+        if position + length > end:
+            raise ValueError("cut off")
+        yield key >> 3, view[position : position + length]
+        position += length
+
+
+def _varint(view: Blob, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = view[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise ValueError("overlong integer")
+
+
+OPENVINO_MAX_BYTES = 256 * 2**20
+"""The largest `model.xml` that is read."""
+
+_OPENVINO_DATATYPES = {
+    "FP64": "FP64", "FP32": "FP32", "FP16": "FP16", "BF16": "BF16", "I8": "INT8", "I16": "INT16", "I32": "INT32",
+    "I64": "INT64", "U8": "UINT8", "U16": "UINT16", "U32": "UINT32", "U64": "UINT64", "BOOL": "BOOL",
+    "BOOLEAN": "BOOL", "STRING": "BYTES",
+}  # fmt: skip
+_UNKNOWN_RANK = "..."
+_PATH_OF_LAYER = ["net", "layers", "layer"]
+_NAME_SEPARATOR = re.compile(r"(?<!\\),")
+
+
+class _Port(NamedTuple):
+    precision: str
+    names: str
+    dims: list[int]
+
+
+class _OpenvinoReader:
+    """Collects layers, ports and edges; the graphs of loop bodies, which lie deeper, are passed over."""
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, tuple[str, str]] = {}  # layer → name, shape
+        self.outputs: dict[str, str] = {}  # layer → name
+        self.names: dict[str, str] = {}
+        self.ports: dict[tuple[str, str], _Port] = {}
+        self.edges: dict[str, tuple[str, str]] = {}  # layer that an edge leads to → layer and port it comes from
+        self._path: list[str] = []
+        self._layer = ""
+        self._port: _Port | None = None
+        self._text = ""
+
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        self._path.append(tag)
+        self._text = ""
+        path = self._path
+        if path == _PATH_OF_LAYER:
+            self._layer = attributes["id"]
+            self.names[self._layer] = attributes.get("name", "")
+            if attributes["type"] == "Parameter":
+                self.inputs[self._layer] = (attributes.get("name", ""), "")
+            elif attributes["type"] == "Result":
+                self.outputs[self._layer] = attributes.get("name", "")
+        elif path[:3] == _PATH_OF_LAYER and path[3:] == ["data"] and self._layer in self.inputs:
+            self.inputs[self._layer] = (self.inputs[self._layer][0], attributes.get("shape", ""))
+        elif path[:3] == _PATH_OF_LAYER and path[3:] in (["input", "port"], ["output", "port"]):
+            self._port = _Port(attributes.get("precision", ""), attributes.get("names", ""), [])
+            self.ports[self._layer, attributes["id"]] = self._port
+        elif path == ["net", "edges", "edge"]:
+            self.edges.setdefault(attributes["to-layer"], (attributes["from-layer"], attributes["from-port"]))
+
+    def text(self, text: str) -> None:
+        self._text += text
+
+    def end(self, tag: str) -> None:
+        if tag == "dim" and self._port is not None and len(self._path) == len(_PATH_OF_LAYER) + 3:
+            self._port.dims.append(max(int(self._text), -1))
+        elif tag == "port":
+            self._port = None
+        self._path.pop()
+
+
+def read_openvino(content: bytes, name: str) -> FileTensors:
+    """Reads the declared inputs and outputs of an IR.
+
+    Args:
+        content: The text of `model.xml`.
+        name: The file's name, for messages.
+
+    Raises:
+        ModelLoadFailed: It is no IR, or has an input or output of an element type that the protocol can't carry.
+    """
+    reader = _OpenvinoReader()
+    parser = expat.ParserCreate()
+    parser.StartElementHandler = reader.start
+    parser.EndElementHandler = reader.end
+    parser.CharacterDataHandler = reader.text
+    parser.StartDoctypeDeclHandler = _refuse_doctype
+    try:
+        parser.Parse(content, True)
+        if not reader.inputs and not reader.outputs:
+            raise ValueError("no layers")
+        return FileTensors(
+            inputs=tuple(_openvino_input(reader, layer) for layer in reader.inputs),
+            outputs=tuple(_openvino_output(reader, layer) for layer in reader.outputs),
+        )
+    except (expat.ExpatError, KeyError, ValueError):
+        raise ModelLoadFailed(f"'{name}' can't be read: it is not an OpenVINO IR of version 10 or 11") from None
+
+
+def _refuse_doctype(*_: object) -> None:
+    """An IR has no document type; one that has may define entities that grow without bound."""
+    raise ValueError("document type")
+
+
+def _openvino_input(reader: _OpenvinoReader, layer: str) -> FileTensor:
+    name, shape = reader.inputs[layer]
+    port = next((port for (of, _), port in reader.ports.items() if of == layer), None)
+    if port is None:
+        raise ValueError("a parameter without a port")
+    dims = None if shape == _UNKNOWN_RANK else tuple(port.dims)
+    return _openvino_tensor(_any_name(port.names) or name, port, dims)
+
+
+def _openvino_output(reader: _OpenvinoReader, layer: str) -> FileTensor:
+    """Reads a Result; one without dimensions is a scalar or of unknown rank, which the file does not tell apart."""
+    producer, number = reader.edges[layer]
+    port = reader.ports[producer, number]
+    return _openvino_tensor(_any_name(port.names) or reader.names[producer], port, tuple(port.dims) or None)
+
+
+def _openvino_tensor(name: str, port: _Port, dims: tuple[int, ...] | None) -> FileTensor:
+    if port.precision.upper() not in _OPENVINO_DATATYPES:
+        raise ModelLoadFailed(
+            f"'{name}' of the OpenVINO model has element type '{port.precision}', which the protocol can't carry"
+        )
+    return FileTensor(name=name, datatype=_OPENVINO_DATATYPES[port.precision.upper()], dims=dims)
+
+
+def _any_name(names: str) -> str:
+    return min((name.replace("\\,", ",") for name in _NAME_SEPARATOR.split(names)), default="")

@@ -5,8 +5,7 @@ from typing import Any
 
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.config.dialect import to_json
-from qinfer.models.config.message import ModelConfig, model_config_pb2
+from qinfer.models.config.message import ModelConfig, model_config_pb2, to_json
 from qinfer.models.spec import (
     Accelerator,
     BatchingSpec,

@@ -2,20 +2,17 @@
 
 import ast
 import logging
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.check import is_inside
 from qinfer.models.config.config import from_json, identify, normalise, parse, place
-from qinfer.models.config.file_tensors import FileTensors
+from qinfer.models.config.file_tensors import OPENVINO_MAX_BYTES, FileTensors, read_onnx, read_openvino
 from qinfer.models.config.message import ModelConfig
-from qinfer.models.config.onnx_metadata import read_onnx
-from qinfer.models.config.openvino_metadata import MAX_BYTES as OPENVINO_BYTES
-from qinfer.models.config.openvino_metadata import read_openvino
 from qinfer.models.repository.base import RepositoryModel, is_model_name
 from qinfer.models.repository.files import Files, Listing, TooFarSpreadError
-from qinfer.models.repository.versions import select_versions
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +132,9 @@ class _Reader(NamedTuple):
             raise ModelLoadFailed(f"version {version} of model '{self.name}' has no file '{name}'")
         path = f"{self.directory}/{path}"
         if known.backend == "openvino" and not name.endswith(".onnx"):  # OpenVINO reads ONNX files too
-            if stamp.size > OPENVINO_BYTES:
-                raise ModelLoadFailed(f"'{name}' of model '{self.name}' is larger than {OPENVINO_BYTES} bytes")
-            return read_openvino(self.files.read(path, OPENVINO_BYTES), name)
+            if stamp.size > OPENVINO_MAX_BYTES:
+                raise ModelLoadFailed(f"'{name}' of model '{self.name}' is larger than {OPENVINO_MAX_BYTES} bytes")
+            return read_openvino(self.files.read(path, OPENVINO_MAX_BYTES), name)
         try:
             with self.files.blob(path, stamp.size) as blob:
                 return read_onnx(blob, name)
@@ -191,3 +188,15 @@ class _Reader(NamedTuple):
             return self.files.read(f"{self.directory}/{path}", limit_bytes).decode()
         except UnicodeDecodeError:
             raise ModelLoadFailed(f"{path} is not UTF-8 text") from None
+
+
+def select_versions(config: ModelConfig, present: Iterable[int]) -> tuple[int, ...]:
+    """Applies the version policy (default: the latest version) to the versions that are there; ascending."""
+    ascending = sorted(present)
+    policy = config.version_policy
+    choice = policy.WhichOneof("policy_choice")
+    if choice == "all":
+        return tuple(ascending)
+    if choice == "specific":
+        return tuple(version for version in ascending if version in policy.specific.versions)
+    return tuple(ascending[-(policy.latest.num_versions or 1) :])

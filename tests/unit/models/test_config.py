@@ -8,8 +8,7 @@ import pytest
 
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.config.complete import complete
-from qinfer.models.config.config import ModelConfig, from_json, normalise, parse, to_json, to_spec
+from qinfer.models.config.config import ModelConfig, complete, from_json, normalise, parse, to_json, to_spec
 from qinfer.models.config.file_tensors import FileTensor, FileTensors
 from qinfer.models.spec import BatchingSpec, QueuePolicy, TensorSpec, WarmupInput, WarmupSpec
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from qinfer.errors import ModelLoadFailed
+from qinfer.models.config.check import HINTS, REFUSED, SUPPORTED, is_set
 from qinfer.models.config.config import ModelConfig, normalise, parse
-from qinfer.models.config.fields import HINTS, REFUSED, SUPPORTED, is_set
 from scripts import generate_reference
 
 TABLES = (SUPPORTED, HINTS, REFUSED)

@@ -11,12 +11,11 @@ from qinfer.backends.onnx import OnnxBackend
 from qinfer.core.settings import LimitSettings, RepositorySettings
 from qinfer.errors import ModelLoadFailed, SettingsError
 from qinfer.models.config.config import parse, to_spec
-from qinfer.models.config.file_tensors import FileTensor, FileTensors
-from qinfer.models.config.onnx_metadata import read_onnx
+from qinfer.models.config.file_tensors import FileTensor, FileTensors, read_onnx
 from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.repository.files import LocalFiles
 from qinfer.models.repository.open import Repositories, open_repositories
-from qinfer.models.repository.versions import select_versions
+from qinfer.models.repository.reader import select_versions
 from qinfer.models.spec import Device
 from tests.support import models
 

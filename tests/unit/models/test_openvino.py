@@ -7,8 +7,7 @@ import pytest
 
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.config.file_tensors import FileTensor
-from qinfer.models.config.openvino_metadata import read_openvino
+from qinfer.models.config.file_tensors import FileTensor, read_openvino
 from qinfer.models.repository.open import open_repositories
 from tests.support import models
 

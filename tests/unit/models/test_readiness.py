@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from qinfer.models.placement import is_placed
-from qinfer.models.readiness import ModelStatus, assess
+from qinfer.models.readiness import ModelStatus, assess, is_placed
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelLoadFailed, SettingsError
-from qinfer.models.config.onnx_metadata import read_onnx
+from qinfer.models.config.file_tensors import read_onnx
 from qinfer.models.repository import files as ranges
 from qinfer.models.repository.files import Ranges, RemoteFiles, TooFarSpreadError, place_of
 from qinfer.models.repository.open import Repositories, open_repositories

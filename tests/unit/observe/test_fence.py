@@ -14,7 +14,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import BrokerUnavailable, DeadlineExceeded, QinferError
 from qinfer.models.spec import ModelSpec
-from qinfer.observe.fence import EVERY_S, Fence
+from qinfer.observe.logs import EVERY_S, Fence
 from qinfer.observe.stats import StatsTally
 from qinfer.observe.tracing import Span, Tracer
 from qinfer.queue.base import Entry, Lane, Lease
@@ -45,7 +45,7 @@ def raising(fence: Fence, error: BaseException | None = None) -> None:
 def test_errors_are_told_once_in_a_while(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The first one, with where it came from; then how many there were."""
     now_s = 1000.0
-    monkeypatch.setattr("qinfer.observe.fence.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("qinfer.observe.logs.time.monotonic", lambda: now_s)
     fence = Fence(logger, "watcher failed")
     for _ in range(5):
         raising(fence)

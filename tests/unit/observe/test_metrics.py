@@ -10,10 +10,8 @@ from qinfer.bridge.metrics import BridgeCollector, RouteTally, RouteTotals, fami
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import MetricScope
-from qinfer.observe.devices import GpuUse
-from qinfer.observe.host import HostUse
+from qinfer.observe.host import GpuUse, HostUse, ProcessUse
 from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render, scopes_of
-from qinfer.observe.process_use import ProcessUse
 from qinfer.observe.stats import PublishTally, StatsTally, add
 from qinfer.observe.triton_metrics import Wanted
 

@@ -5,8 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.backends.python_host.errors import NAMES, to_qinfer
 from qinfer.errors import ErrorCode
-from qinfer.observe.devices import GpuUse
-from qinfer.observe.host import HostUse
+from qinfer.observe.host import GpuUse, HostUse
 from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render
 from qinfer.observe.stats import StatsTally, add
 from qinfer.observe.triton_metrics import Reason, failures

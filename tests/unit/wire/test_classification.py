@@ -7,7 +7,7 @@ import pytest
 
 from qinfer.errors import InvalidRequest, OutputMismatch
 from qinfer.tensors import Tensor, from_numpy, to_numpy
-from qinfer.wire.classification import MAX_ELEMENTS, classify
+from qinfer.wire.outputs import MAX_ELEMENTS, classify
 
 
 def ranked(values: Any, count: int, labels: tuple[str, ...] = (), *, batched: bool = False) -> Any:

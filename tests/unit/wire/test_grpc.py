@@ -11,8 +11,14 @@ from tritonclient.grpc._utils import _get_inference_request
 from qinfer.core.messages import Response, Sequence
 from qinfer.errors import InvalidRequest, UnsupportedFeature
 from qinfer.tensors import Bytes, Tensor, from_numpy, pack_bytes, to_numpy
-from qinfer.wire.kserve_grpc import Decoded, decode_infer, parse_infer
-from qinfer.wire.kserve_grpc_reply import encode_infer, encode_streamed, encode_streamed_error
+from qinfer.wire.kserve_grpc import (
+    Decoded,
+    decode_infer,
+    encode_infer,
+    encode_streamed,
+    encode_streamed_error,
+    parse_infer,
+)
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Special
 
 PLAIN = OutputPlan()

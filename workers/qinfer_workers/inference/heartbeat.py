@@ -15,8 +15,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import Speed, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
-from qinfer.observe.devices import GpuMeter, GpuUse
-from qinfer.observe.process_use import ProcessUse, read_use
+from qinfer.observe.host import GpuMeter, GpuUse, ProcessUse, read_use
 from qinfer.observe.stats import ModelCounts
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named

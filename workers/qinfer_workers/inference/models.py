@@ -15,8 +15,7 @@ from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
 from qinfer.models.completion import put_completion
 from qinfer.models.config import config
-from qinfer.models.outcome import PENDING_REASON
-from qinfer.models.placement import is_placed
+from qinfer.models.readiness import PENDING_REASON, is_placed
 from qinfer.models.state import State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
 from qinfer_workers.inference.executor import in_thread

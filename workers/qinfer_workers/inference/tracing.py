@@ -17,7 +17,7 @@ from qinfer.batching.execution import Execution, Pending
 from qinfer.core.clock import ServerClock
 from qinfer.errors import QinferError
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.observe.fence import Fence
+from qinfer.observe.logs import Fence
 from qinfer.observe.tracing import (
     ATTEMPT,
     BATCH_ID,

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from qinfer.observe.devices import GpuMeter, GpuUse
-from qinfer.observe.process_use import ProcessUse, read_use
+from qinfer.observe.host import GpuMeter, GpuUse, ProcessUse, read_use
 from qinfer_workers.inference import heartbeat
 from qinfer_workers.inference.devices import known_as
 from qinfer_workers.inference.heartbeat import ResourceUsage
