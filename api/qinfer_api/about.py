@@ -1,4 +1,4 @@
-"""What the server says about itself and its models: pure functions that REST and gRPC share (reference §1.3 … §1.5)."""
+"""Descriptions of the server and its models: pure functions that REST and gRPC share (reference §1.3 … §1.5)."""
 
 import msgspec
 

@@ -1,7 +1,7 @@
 """Authentication and authorization: API keys, scopes, the quotas of tenants, and restricted groups of calls.
 
 Quotas count in one gateway process, not over all of them. A presented key is hashed and compared with every known hash
-in constant time, so that how long it takes tells nothing.
+in constant time, so that the time it takes discloses nothing.
 """
 
 import hmac
@@ -17,7 +17,7 @@ from qinfer.errors import Forbidden, QuotaExceeded, Restricted, SettingsError, U
 
 
 class Quota:
-    """What one tenant may ask of this gateway: a token bucket, and a number of requests in flight.
+    """The quota of one tenant at this gateway: a token bucket, and a number of requests in flight.
 
     Args:
         key: One of the tenant's keys; all have the same quotas.
@@ -81,7 +81,7 @@ class Quota:
 
 
 class Principal:
-    """Who has authenticated.
+    """An authenticated caller.
 
     Attributes:
         key_id: Which key it was.
@@ -104,7 +104,7 @@ class Principal:
 
 
 class Context(NamedTuple):
-    """Who asks: what the transport knows about a request besides its body.
+    """The caller of a request: all that the transport knows besides the body.
 
     Attributes:
         tenant: Whose request it is; `authorize` sets it.
@@ -209,7 +209,7 @@ def load_auth(settings: AuthSettings, host: str) -> Auth | None:
     """Reads the keys, if keys are asked for.
 
     Args:
-        settings: How callers are told apart.
+        settings: How callers are identified.
         host: The address that the gateway binds.
 
     Returns:
@@ -248,11 +248,11 @@ GROUPS = (
 """The groups, as Triton names them."""
 
 GRPC_PREFIX = "triton-grpc-protocol-"
-"""What the metadata keys of gRPC begin with."""
+"""The prefix of the metadata keys of gRPC."""
 
 
 class Restrictions:
-    """Which groups need which header; `for_http` and `for_grpc` make them.
+    """The groups of calls that need a header; `for_http` and `for_grpc` make them.
 
     Args:
         entries: `group,group:name=value`, as the setting has them.
@@ -316,7 +316,7 @@ class Restrictions:
 
     def _restrict(self, group: str, name: str, value: str, variable: str) -> None:
         if group not in GROUPS:
-            raise SettingsError(f"{variable}: there is no group '{group}'; groups are {', '.join(GROUPS)}")
+            raise SettingsError(f"{variable}: unknown group '{group}'; groups are {', '.join(GROUPS)}")
         if group in self._needed:
             raise SettingsError(f"{variable}: group '{group}' is restricted twice; name it in one entry only")
         self._needed[group] = name, value.encode()

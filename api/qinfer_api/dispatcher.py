@@ -1,4 +1,4 @@
-"""What a gateway adds to `Submission`: who may ask, what is counted, and the texts that its clients read.
+"""The gateway's side of `Submission`: authorization, counts, and the error texts that clients read.
 
 REST, the fast path, gRPC and labeling all call `Dispatcher.submit`. What is wrong before the request is in the queue is
 raised; what goes wrong later arrives at the sink as a `Response` with a failure.
@@ -172,7 +172,7 @@ class Dispatcher:
             raise
 
     def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
-        """Counts a request that never came into the queue, and returns what to tell its client.
+        """Counts a request that never came into the queue, and returns the error for its client.
 
         That the caller may not ask goes before all else, then that the model is unknown or not ready.
         """

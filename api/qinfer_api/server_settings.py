@@ -36,7 +36,7 @@ _MAX_UINT32 = 2**32 - 1
 
 
 class LogValues(msgspec.Struct, frozen=True):
-    """What is logged.
+    """The log settings.
 
     Attributes:
         log_file: Always empty: logs go to stderr.
@@ -70,7 +70,7 @@ class LogChanges(msgspec.Struct, frozen=True):
 
 
 class TraceValues(msgspec.Struct, frozen=True):
-    """What is to be traced.
+    """The trace settings.
 
     Attributes:
         trace_count: Of traces that this process may still begin; -1 = any number.

@@ -1,4 +1,4 @@
-"""Errors → HTTP status and gRPC code, for the whole gateway, in one table (DESIGN.md §9; reference §1.2).
+"""Errors → HTTP status and gRPC code, for the whole gateway, in one table (reference §1.2).
 
 The numbers are Triton's where Triton has the case: wrong JSON types are 500, a cancelled request is 400, overload 503.
 """
@@ -10,7 +10,7 @@ from qinfer.errors import ErrorCode, Overloaded
 
 
 class Status(NamedTuple):
-    """What one kind of failure is called on each protocol.
+    """The status of one kind of failure on each protocol.
 
     Attributes:
         http: The HTTP status.
@@ -65,7 +65,7 @@ STATUSES: dict[ErrorCode, Status] = {
 
 
 TOO_MANY = {ErrorCode.QUEUE_FULL, ErrorCode.QUOTA_EXCEEDED}
-"""What `/v1` answers with 429; on `/v2` it is 503, as Triton's clients expect."""
+"""Failures that `/v1` answers with 429; on `/v2` it is 503, as Triton's clients expect."""
 
 AGAIN = {
     ErrorCode.QUEUE_FULL,
@@ -75,7 +75,7 @@ AGAIN = {
     ErrorCode.MODEL_NOT_READY,
     ErrorCode.STORE_UNAVAILABLE,
 }
-"""What tells when to try again (`Retry-After`)."""
+"""Failures whose reply says when to try again (`Retry-After`)."""
 
 
 def of_request(client_id: str) -> str:

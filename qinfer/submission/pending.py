@@ -42,7 +42,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Sink(Protocol):
-    """Where the responses of one request go: a future, an HTTP connection, a gRPC stream."""
+    """Receiver of the responses of one request: a future, an HTTP connection, a gRPC stream."""
 
     def deliver(self, response: Response) -> None:
         """Takes a response; called on the event loop, for the last time with `response.final`."""
@@ -56,7 +56,7 @@ class Counter(Protocol):
 
 
 class Load:
-    """What is known of one lane.
+    """Number of entries in one lane.
 
     Attributes:
         lane: The lane.
@@ -139,7 +139,7 @@ class Pending:
 
 
 class Timer(Protocol):
-    """What `call_later` returns."""
+    """A timer, as `call_later` returns it."""
 
     def cancel(self) -> None:
         """Unsets the timer."""
@@ -293,7 +293,7 @@ class PendingRequests:
                 await self._withdraw()
 
     async def discard(self) -> None:
-        """Finishes the entries of abandoned requests now; what Redis can't be told, the worker's deadline ends."""
+        """Finishes the entries of abandoned requests now; those that Redis does not get, the worker's deadline ends."""
         entries, self._abandoned = self._abandoned, []
         for group in _by_lane(entries).values():
             try:
@@ -388,7 +388,7 @@ class PendingRequests:
             if blob is None:
                 raise InferenceFailed(_GONE)
             (response,) = decode_responses(blob)
-        except Exception as error:  # the boundary of a request: its caller is told, whatever it is
+        except Exception as error:  # the boundary of a request: its caller gets every error
             if self.remove(pending):
                 logger.exception("outputs can't be fetched", extra={"request_id": pending.request_id})
                 self._failed(pending, error)

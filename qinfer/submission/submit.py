@@ -38,15 +38,15 @@ from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart
 
 MAX_HEAD_BYTES = 2**20
-"""What of a request is not tensors may be so large."""
+"""The largest size of a request without its tensors."""
 
 PAYLOAD_MARGIN_S = 60.0
 """Tensors beside the stream outlive the deadline by so much."""
 
-_MAX_KNOWN = 1024
+_MAX_LAYOUTS = 1024
 
 Kind = tuple[object, ...]
-"""What requests have in common that are laid out alike."""
+"""The properties that requests of one layout have in common."""
 
 
 class Submission:
@@ -249,7 +249,7 @@ def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float
 
 
 class Layouts:
-    """How requests were laid out before: one that is alike is neither checked nor laid out again.
+    """Cache of layouts: a request that is alike is neither checked nor laid out again.
 
     Args:
         inline_max_bytes: Larger tensors go beside the stream.
@@ -274,7 +274,7 @@ class Layouts:
         """
         frame, payload = lay_out(request, tensor_bytes(request), self._inline_max_bytes)
         if kind is not None and payload is None and self._repeats.has(kind):
-            if len(self._forms) >= _MAX_KNOWN:
+            if len(self._forms) >= _MAX_LAYOUTS:
                 self._forms.clear()
             self._forms[kind] = RequestForm(request)
         return frame, payload
@@ -420,13 +420,13 @@ class Backlog:
     async def _look(self, group: _Group) -> None:
         own = [load.own for load in group.loads]
         # Workers finish entries a little after they have answered: until then they are in the lane, and nobody's.
-        unfinished = [min(load.left, self._in_hands(group.served)) for load in group.loads]
+        unfinished = [min(load.left, self._unfinished(group.served)) for load in group.loads]
         for load in group.loads:
             load.left = 0
         try:
             depths = await self._delivery.depth(group.lanes)
         except BrokerUnavailable:
-            return  # requests can't be submitted either, and are told so
+            return  # requests can't be submitted either, and fail for the same reason
         most = self._most(group.served)
         for load, depth, mine, nobodys in zip(group.loads, depths, own, unfinished, strict=True):
             load.others = max(depth - mine - nobodys, 0)
@@ -447,7 +447,7 @@ class Backlog:
         spec = served.spec
         return most_waiting(spec.lane_capacity, self._capacity(served), spec.default_timeout_s)
 
-    def _in_hands(self, served: Served) -> int:
+    def _unfinished(self, served: Served) -> int:
         """Returns how many entries the live workers may have answered and not finished: two batches an instance."""
         spec = served.spec
         return 2 * self._capacity(served).workers * spec.instance_count * max(spec.max_batch_size, 1)

@@ -77,7 +77,7 @@ _GONE = Reply(400, b"")  # the reply of a call whose connection was lost
 
 
 class Head(NamedTuple):
-    """What the fast path needs of a request's head; `json_length` is the header's text, unchecked."""
+    """The parts of a request's head that the fast path needs; `json_length` is the header's text, unchecked."""
 
     target: Target
     length: int
@@ -198,7 +198,7 @@ class Call:
         self.answer(done.result() if error is None else failure_reply(error))
 
     def answer(self, reply: Reply) -> None:
-        """Sets the reply, and tells the connection."""
+        """Sets the reply, and notifies the connection."""
         self._pending = None  # breaks the cycle call - pending, which would wait for the garbage collector
         self.reply = reply
         self._connection.answered()
@@ -267,7 +267,7 @@ _MAX_CACHED_BYTES = 4096
 
 
 class HeadCache:
-    """Caches request heads by their bytes, learned from the parser: clients mostly send the same head again and again.
+    """Caches request heads by their bytes, as the parser read them: clients mostly send the same head again and again.
 
     Head and body that arrive in one packet, as small requests do, then need no parsing: equal bytes mean the same.
     """
@@ -277,7 +277,7 @@ class HeadCache:
         self._last: tuple[bytes, int, Head] | None = None  # the head found last, and the length of its packets
 
     def find(self, packet: bytes) -> tuple[Head, bytes] | None:
-        """Splits a packet that is exactly one request whose head is known; `None` for any other."""
+        """Splits a packet that is exactly one request whose head is cached; `None` for any other."""
         if self._last is not None:
             begin, length, head = self._last
             if len(packet) == length and packet.startswith(begin):
@@ -303,7 +303,7 @@ class HeadCache:
 
 
 SENT_HEADERS = "sent_headers"
-"""Where in a request's ASGI state its headers are as they were sent, if headers are forwarded."""
+"""Key of a request's ASGI state: the headers as they were sent, if headers are forwarded."""
 
 MAX_PIPELINED = 64
 """Calls of one connection in flight before its reading pauses."""
@@ -316,7 +316,7 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 class FastPath:
-    """What all connections of a server share.
+    """State that all connections of a server share.
 
     Args:
         dispatcher: Takes the requests.
@@ -376,7 +376,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Takes what arrived: a whole request with a known head as it is, all else through the parser."""
+        """Takes what arrived: a whole request with a cached head as it is, all else through the parser."""
         if self._refused:
             return
         if self._receiving or self._closing or self._cycle_runs():

@@ -141,7 +141,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
         body: The body, in its encoding.
         json_length: Set when binary tensors follow the JSON: the JSON's length before compression.
         encoding: The body's content encoding; `None` is identity.
-        retry_after_s: Seconds after which to try again; 0 = not told.
+        retry_after_s: Seconds after which to try again; 0 = unknown.
     """
 
     status: int
@@ -175,7 +175,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
 def failure_reply(error: BaseException, *, v1: bool = False) -> Reply:
     """Returns the reply of an error that was raised; `v1` for a route of `/v1`, where some statuses differ."""
     failure = Failure.of(error)
-    v1 = v1 and type(error) is not Overloaded  # the server's own trouble, no queue's and no quota
+    v1 = v1 and type(error) is not Overloaded  # the server itself is overloaded, no queue and no quota
     return error_reply(http_status(failure.code, v1=v1), failure.message, retry_after_s(failure.code, error))
 
 
@@ -222,7 +222,7 @@ _IN_SHARED_MEMORY = b"shared_memory_region"
 
 
 class Target(NamedTuple):
-    """What an infer URL names; version 0 is the highest ready one."""
+    """The model and version that an infer URL names; version 0 is the highest ready one."""
 
     model: str
     version: int
@@ -395,7 +395,7 @@ def read_raw(body: Bytes, model: str, version: int, spec: ModelSpec) -> tuple[In
         spec: The model.
 
     Raises:
-        InvalidRequest: The model has several inputs, or the shape of its input can't be told from a number of bytes.
+        InvalidRequest: The model has several inputs, or the shape of its input does not follow from a number of bytes.
     """
     if len(spec.inputs) != 1:
         raise _refused(

@@ -1,7 +1,7 @@
 """Reports of a gateway about itself and the whole system: metrics, statistics, and settings that clients change.
 
 `/metrics` reads the shared store in one pass, and shows what is still known when Redis is away. The queue keeps the
-dead letters of all versions of a model together, and tells only how many there are; so what was read of them is
+dead letters of all versions of a model together, and gives only their number; so what was read of them is
 remembered: a scrape reads those that have come since, and all of them again only after some have gone.
 """
 
@@ -37,19 +37,19 @@ from qinfer_api.server_settings import LogSettings, TraceSettings
 
 _PAGE = 20  # the queue looks at them one by one, large as they may be, and does nothing else meanwhile
 _PAGES = 25
-"""So many pages of a model's letters are read at a scrape at most; of the rest the version is not known yet."""
+"""Pages of a model's dead letters that one scrape reads at most; of the rest the version is not known yet."""
 
 
-class _Known:
-    """What was read of a model's dead letters: the last one's id, and how many there were of each version."""
+class _Read:
+    """The part of a model's dead letters that was read: the last id, and the count of each version."""
 
     def __init__(self) -> None:
         self.last = ""
         self.versions: Counter[int] = Counter()
 
 
-class LetterCounts:
-    """See the module docstring.
+class DeadLetterCounts:
+    """Counts of the dead letters that wait, by model version, for `/metrics`.
 
     Args:
         letters: The dead letters.
@@ -57,7 +57,7 @@ class LetterCounts:
 
     def __init__(self, letters: DeadLetters) -> None:
         self._letters = letters
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _Read] = {}
 
     async def read(self, models: Iterable[str]) -> dict[tuple[str, int], int]:
         """Counts the dead letters of some models by (model, version); version 0 = it is not known yet.
@@ -76,17 +76,17 @@ class LetterCounts:
         if not count:
             self._known.pop(model, None)
             return Counter()
-        known = await self._read_on(model, self._known.get(model) or _Known())
+        known = await self._read_on(model, self._known.get(model) or _Read())
         if known.versions.total() > count:  # some have gone, and it does not say which
-            known = await self._read_on(model, _Known())
+            known = await self._read_on(model, _Read())
         self._known[model] = known
         versions = +known.versions
         if count > versions.total():
             versions[0] = count - versions.total()
         return versions
 
-    async def _read_on(self, model: str, before: _Known) -> _Known:
-        known = _Known()
+    async def _read_on(self, model: str, before: _Read) -> _Read:
+        known = _Read()
         known.last, known.versions = before.last, before.versions.copy()
         for _ in range(_PAGES):
             page = await self._letters.list(model, after=known.last, count=_PAGE)
@@ -107,9 +107,9 @@ _LaneKey = tuple[str, int, str]
 
 
 async def take_snapshot(
-    catalog: Catalog, store: ControlStore, delivery: Delivery, letters: LetterCounts | None = None
+    catalog: Catalog, store: ControlStore, delivery: Delivery, letters: DeadLetterCounts | None = None
 ) -> Snapshot:
-    """Reads statistics, depths and counts, in a few round trips; without the store, tells what the catalog still knows.
+    """Reads statistics, depths and counts, in a few round trips; without the store, shows what the catalog still knows.
 
     Args:
         catalog: Knows models and workers.
@@ -118,7 +118,7 @@ async def take_snapshot(
         letters: Counts the dead letters; `None` = they are read all.
     """
     ready, records = catalog.readiness(), catalog.workers()
-    letters = letters or LetterCounts(delivery.dead_letters)
+    letters = letters or DeadLetterCounts(delivery.dead_letters)
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
             work, stats, waiting, jobs, (scalers, scaled, routes) = await asyncio.gather(
@@ -254,7 +254,7 @@ class Reporting:
         self._tally = tally
         self._settings = settings.metrics
         self._host = HostMeter()
-        self._letters = LetterCounts(delivery.dead_letters)
+        self._letters = DeadLetterCounts(delivery.dead_letters)
         self._window = SlidingWindow()
         self._unsent: dict[tuple[str, int], dict[str, int]] = {}
         self._flushing = asyncio.Lock()  # of two at once, the later one would add what the other is about to
@@ -316,7 +316,7 @@ class Reporting:
             for key in list(self._unsent):
                 try:
                     await self._store.add_stats(*key, self._unsent[key])
-                except BrokerUnavailable:  # others tell
+                except BrokerUnavailable:  # others log it
                     return
                 del self._unsent[key]
 

@@ -15,7 +15,7 @@ from qinfer.observe import stats
 
 
 class Duration(msgspec.Struct, frozen=True):
-    """How often something happened, and for how many nanoseconds altogether."""
+    """Number of occurrences, and their nanoseconds altogether."""
 
     count: int
     ns: int
@@ -44,7 +44,7 @@ class BatchStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What one model version did.
+    """Statistics of one model version.
 
     Attributes:
         last_inference: When the last execution began: milliseconds since the epoch, in the broker's time; 0 = never.
@@ -67,7 +67,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelStats(msgspec.Struct, frozen=True):
-    """What model versions did."""
+    """Statistics of model versions."""
 
     model_stats: list[ModelStatistics]
 

@@ -24,10 +24,10 @@ START: dict[str, Value] = {
     "trace_count": "-1",
     "log_frequency": "0",
 }
-"""What nobody has changed."""
+"""The values at the start."""
 
 CHANGE = "change"
-"""Stored beside the values and shown to nobody: differs after each update, so that all gateways begin anew with it."""
+"""Stored beside the values and never shown: differs after each update, so that all gateways begin anew with it."""
 
 _MAX_UINT32 = 2**32 - 1
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
@@ -131,7 +131,7 @@ def _level(levels: list[str] | None) -> list[str] | None:
         if level == "OFF" and len(levels) > 1:
             raise InvalidRequest("Expect only one trace level 'OFF' is specified")
         if level != "OFF" and level not in _LEVELS:
-            raise InvalidRequest(f"there is no trace level '{level[:100]}'; use OFF or TIMESTAMPS")
+            raise InvalidRequest(f"unknown trace level '{level[:100]}'; use OFF or TIMESTAMPS")
     return [level for level in _LEVELS if level in levels] or ["OFF"]
 
 
@@ -160,7 +160,7 @@ Stamps = list[tuple[str, int]]
 
 
 class Rule(NamedTuple):
-    """What is to be traced, of one model or of all that have no rule of their own.
+    """A rule of sampling, of one model or of all that have no rule of their own.
 
     Attributes:
         is_on: Anything at all.
@@ -295,7 +295,7 @@ class TraceFile:
     async def follow(self, store: ControlStore) -> None:
         """Follows the settings of the store until cancelled."""
         while True:
-            with suppress(BrokerUnavailable):  # others tell; what holds now holds on
+            with suppress(BrokerUnavailable):  # others log it; the present settings hold
                 self.apply(await store.settings())
             await asyncio.sleep(FOLLOW_EVERY_S)
 

@@ -1,4 +1,4 @@
-"""Traces of requests, where somebody wants any: spans for OpenTelemetry, and Triton's JSON files (`trace_file.py`).
+"""Traces of requests: spans for OpenTelemetry, and Triton's JSON files (`trace_file.py`).
 
 A gateway that makes neither has the plain `Dispatcher` and `Call`: tracing costs it nothing. The others have those of
 this module, which wrap the sink of each request that is traced; all times of a request that workers know come back with
@@ -33,7 +33,7 @@ _ROUNDING_S = 1e-6  # a float holds seconds since 1970 to a quarter of a microse
 
 
 class Tracing:
-    """What a gateway traces with.
+    """The tracing of a gateway: its tracer and its trace file.
 
     Args:
         trace: Where Triton's traces are written.
@@ -58,7 +58,7 @@ class Tracing:
 
     @property
     def call_type(self) -> type[Call]:
-        """What a request on the fast path becomes."""
+        """The class of requests on the fast path."""
         return TracedCall if self.is_on else Call
 
     def dispatcher(
@@ -218,7 +218,7 @@ class TracedSink:
             return
         now_s = self._clock.now_s()
         if self._span is not None:
-            with _FENCE:  # the answer is worth more than what is told of it
+            with _FENCE:  # the answer is worth more than its trace
                 self._end_span(self._span, request, failure, response, now_s)
         if self._sampling is not None:
             with _FENCE:  # as above

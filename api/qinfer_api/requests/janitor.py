@@ -1,10 +1,10 @@
-"""The janitor: ends what nobody else would, and hands out webhooks . A role of every gateway; no leader.
+"""The janitor: ends what nobody else would, and hands out webhooks. A role of every gateway; no leader.
 
 - Asynchronous requests past their deadline are settled as expired, with zero workers too.
 - Synchronous requests whose gateway died wait in their lanes for nobody: where no worker lives to expire them, their
   entries are finished once their time is over.
 - Webhooks are taken, as many as can be delivered at once.
-- Bulk jobs are looked after, as `job_janitor` says.
+- Bulk jobs are looked after, as `JobJanitor` does.
 - What processes that died left in the payload store is deleted, once it has expired.
 
 Two gateways that do the same do no harm: each step is idempotent, and their rounds drift apart.
@@ -39,7 +39,7 @@ SWEEP_OBJECTS_EVERY_S = 60.0
 """The pause between two looks for expired objects in the payload store."""
 
 SWEEP_AGAIN_S = 1.0
-"""That pause after a look that found some."""
+"""The pause after a look that found expired objects."""
 
 _PARTITION = 0  # all that there is, until models are spread
 _BATCH = 200  # requests settled in one write
@@ -227,7 +227,7 @@ class Janitor:
         return spec.default_timeout_s
 
     async def _deliver(self, item: DeliveryItem) -> None:
-        with suppress(DeliveryError, QueueFull):  # it comes again, and the rounds tell that the queue is away
+        with suppress(DeliveryError, QueueFull):  # it comes again, and the rounds log that the queue is away
             await self._webhooks.deliver(item)
 
     def _known(self) -> list[str]:

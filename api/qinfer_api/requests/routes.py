@@ -8,8 +8,8 @@ Its states come as server-sent events (WHATWG HTML, "Server-sent events") too:
     event: state          the record as data, now and at each change; the stream ends after the terminal state
     : a comment           every `HEARTBEAT_S` seconds, so that proxies keep the connection
 
-A browser comes back by itself when a stream ends, with the id of the last event it saw: one that saw the end is told
-so by 204, which stops it; others are not told again what they know.
+A browser comes back by itself when a stream ends, with the id of the last event it saw: one that saw the end gets
+204, which stops it; others are not sent again what they have.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ from qinfer_api.rest.services import (
 )
 
 AGAIN_S = 1
-"""When to ask again for a result that is not there yet."""
+"""Seconds after which to ask again for a result that is not there yet."""
 HEARTBEAT_S = 15.0
 """Seconds without an event after which a comment is sent."""
 
@@ -93,7 +93,7 @@ _SUBMIT = operation(
         maxLength=255,
     ),
     header("Request-Id", "An id of your own, unique within the model.", pattern="^[A-Za-z0-9._~-]{1,128}$"),
-    header("Webhook-Url", "Is told of the end by a signed POST.", format="uri"),
+    header("Webhook-Url", "Is informed of the end by a signed POST.", format="uri"),
     PREFER,
     takes=INFER_BODY,
 )
@@ -306,7 +306,7 @@ async def _events(services: Services, request: Request) -> HttpResponse:
 
 
 async def _stream(services: Services, context: Context, address: Address, seen: str) -> AsyncIterator[bytes]:
-    with suppress(DeliveryError):  # the stream ends; whoever listens comes again, and is told then
+    with suppress(DeliveryError):  # the stream ends; the client comes again, and gets the error then
         async for record in services.requests.waits.changes(address, HEARTBEAT_S):
             if record is None:
                 yield _HEARTBEAT

@@ -65,7 +65,7 @@ class RequestProblem(msgspec.Struct, frozen=True):
 
 
 class WebhookBody(msgspec.Struct, frozen=True):
-    """The webhook that is told of the end.
+    """The webhook that is informed of the end.
 
     Attributes:
         state: waiting (for the end) | pending | delivered | failed
@@ -268,7 +268,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: From now to its deadline; `None` = the default.
         request_id: The id that the caller chose; empty = the server makes one.
         idempotency_key: The hash of the caller's key; empty without one.
-        webhook: Where to tell its end; empty = nowhere.
+        webhook: The URL that is informed of its end; empty = none.
         outbox: Which outbox its end goes to, for a part of the server that reads it; empty = none. Not with a webhook.
         notes: For whoever reads the outbox.
         result_ttl_s: How long its result can be read once it has ended; 0 = as the settings say.
@@ -285,7 +285,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What `submit` gives: the request's record, and whether it was accepted now or had been before."""
+    """A request's record, and whether `submit` accepted it now or found it."""
 
     record: RequestRecord
     is_new: bool
@@ -342,7 +342,7 @@ class AsyncRequests:
         return self.catalog.accepting(model, version)
 
     def refuse(self, model: str, version: int, error: QinferError) -> QinferError:
-        """Counts a request that was not accepted, and returns what to tell its client."""
+        """Counts a request that was not accepted, and returns the error for its client."""
         try:
             served = self.catalog.accepting(model, version)
         except QinferError:

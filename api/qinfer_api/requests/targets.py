@@ -1,4 +1,4 @@
-"""Where webhooks may go: an allow-list of hosts, and no address within the network unless that is allowed.
+"""Permitted targets of webhooks: an allow-list of hosts, and no address within the network unless that is allowed.
 
 A target is checked when a request names it, and again at each delivery: the name may lead elsewhere by then. What is
 delivered goes to the very address that was checked. The files of labeling tasks are fetched by the same rules.
@@ -29,7 +29,7 @@ _resolver = ThreadPoolExecutor(4, "webhook-names")  # a name that hangs may not 
 
 
 class Words(NamedTuple):
-    """What error texts call the targets.
+    """Names of the targets in error texts.
 
     Attributes:
         name: One of them.

@@ -1,4 +1,4 @@
-"""Those that wait for asynchronous requests to change: long polls and event streams, of one gateway.
+"""Waiters for changes of asynchronous requests: the long polls and event streams of one gateway.
 
 A hint on the reply stream wakes them; it may be missed, and none tells that a worker has begun: they read again every
 `REREAD_S` seconds.
@@ -16,7 +16,7 @@ REREAD_S = 1.0
 """Seconds after which a waiter reads again without a hint."""
 
 MAX_WAITS = 4096
-"""So many may wait at a gateway at a time: each costs a read a second."""
+"""Waiters of a gateway at a time: each costs a read a second."""
 
 
 class Waits:

@@ -46,7 +46,7 @@ _JOB = "job:"
 
 
 class Message(NamedTuple):
-    """Where a webhook goes, and its body at an instant."""
+    """The URL of a webhook, and its body at an instant."""
 
     url: str
     body_at: Callable[[float], bytes]
@@ -85,7 +85,7 @@ class Webhooks:
 
     @property
     def free(self) -> int:
-        """How many webhooks `deliver` can take now; none where webhooks are off: other gateways may allow them."""
+        """Number of webhooks that `deliver` can take now; 0 where webhooks are off: other gateways may allow them."""
         return MAX_DELIVERIES - self._under_way if self._settings.allow else 0
 
     async def __aenter__(self) -> "Webhooks":
@@ -202,7 +202,7 @@ def sign(secret: bytes, own_id: str, timestamp: int, body: bytes) -> str:
 
 
 def webhook_id(item: DeliveryItem) -> str:
-    """Returns what receivers tell repetitions by: unique over all models, which an item's id is not."""
+    """Returns the id by which receivers recognise repetitions: unique over all models, which an item's id is not."""
     whole = f"{item.model}#{item.partition}:{item.id}"
     return f"msg_{hashlib.sha256(whole.encode()).hexdigest()[:32]}"
 
@@ -213,7 +213,7 @@ def _about(item: DeliveryItem) -> Address:
 
 
 def body_of(record: RequestRecord, now_s: float) -> bytes:
-    """Returns the body that tells a request's end."""
+    """Returns the body that reports a request's end."""
     data = msgspec.to_builtins(shown_record(record, now_s)) | {"result_url": f"{path_of(record.address)}/result"}
     about = {"type": f"request.{record.state.value}", "timestamp": instant(record.finished_at), "data": data}
     return msgspec.json.encode(about)

@@ -303,11 +303,11 @@ def encode_generate(response: Response, client_id: str) -> bytes:
         InvalidRequest: An output can't travel as JSON.
         OutputMismatch: An output's bytes do not fill its shape.
     """
-    told: dict[str, Any] = {_ID: client_id} if client_id else {}
-    told |= {"model_name": response.model, "model_version": str(response.version)}
-    members: Mapping[str, Any] = {**response.parameters, **told}
+    rendered: dict[str, Any] = {_ID: client_id} if client_id else {}
+    rendered |= {"model_name": response.model, "model_version": str(response.version)}
+    members: Mapping[str, Any] = {**response.parameters, **rendered}
     outputs = {tensor.name: msgspec.Raw(_value(tensor)) for tensor in response.outputs if tensor.name not in members}
-    return msgspec.json.encode({**told, **outputs, **members})
+    return msgspec.json.encode({**rendered, **outputs, **members})
 
 
 def _load(text: bytes, max_depth: int) -> dict[str, Any]:

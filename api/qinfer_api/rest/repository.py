@@ -42,7 +42,7 @@ class IndexCall(msgspec.Struct, frozen=True):
 
 
 class LoadCall(msgspec.Struct, frozen=True):
-    r"""What a model is loaded with.
+    r"""Parameters of loading a model.
 
     Example:
         {"parameters": {"config": "{\"max_batch_size\": 16}"}}
@@ -52,13 +52,13 @@ class LoadCall(msgspec.Struct, frozen=True):
 
 
 class UnloadParameters(msgspec.Struct, frozen=True):
-    """How a model is unloaded."""
+    """Parameters of unloading a model."""
 
     unload_dependents: bool = False
 
 
 class UnloadCall(msgspec.Struct, frozen=True):
-    """How a model is unloaded.
+    """Parameters of unloading a model.
 
     Example:
         {"parameters": {"unload_dependents": false}}

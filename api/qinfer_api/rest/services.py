@@ -89,7 +89,7 @@ class Services:
 
 
 def context_of(request: Request) -> Context:
-    """Returns who asks, as the headers tell it; `Dispatcher.authorize` checks it."""
+    """Returns the caller, as the headers name it; `Dispatcher.authorize` checks it."""
     headers = request.headers
     key = presented_key(headers.get("authorization"), headers.get("x-api-key"))
     return Context(trace=headers.get("traceparent", ""), key=key)
@@ -356,11 +356,11 @@ _MAX_CHARACTERS = 1000
 
 
 class Preferences(NamedTuple):
-    """What a caller prefers.
+    """The preferences of a caller.
 
     Attributes:
         respond_async: An answer at once, before the result.
-        wait_s: The result, if it comes within so many seconds; `None` = nothing was said.
+        wait_s: The result, if it comes within so many seconds; `None` = not given.
     """
 
     respond_async: bool = False

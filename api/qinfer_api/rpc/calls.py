@@ -1,4 +1,4 @@
-"""What all calls share: who asks, whether they may now, and how an error becomes a status.
+"""Shared by all calls: authorization, parsing, and the status of an error.
 
 Handlers get the encoded request and return the encoded reply: protobuf's work is then ours to place, and a request that
 is no protobuf is the client's mistake (INVALID_ARGUMENT) instead of an exception in the server.

@@ -42,7 +42,7 @@ _NO_PLAN = OutputPlan()
 
 
 class InferSink:
-    """What is known of a request between its arrival and its answer.
+    """State of a request between its arrival and its answer.
 
     Attributes:
         client_id: The id that its client gave.

@@ -106,7 +106,7 @@ class Health:
 
     Args:
         guard: Decides who may call.
-        services: Tell whether the server is ready.
+        services: The use cases.
     """
 
     def __init__(self, guard: Guard, services: Services) -> None:

@@ -53,7 +53,7 @@ def test_values_may_have_any_characters() -> None:
         (["health:key=v", "trace:key="], "entry 2 must be written"),
         (["trace:=value"], "entry 1 must be written"),
         ([":key=value"], "entry 1 must be written"),
-        (["trace,nothing:key=value"], "there is no group 'nothing'; groups are health, metadata, inference"),
+        (["trace,nothing:key=value"], "unknown group 'nothing'; groups are health, metadata, inference"),
         (["trace,trace:key=value"], "group 'trace' is restricted twice"),
         (["trace:key=value", "logging,trace:other=value"], "group 'trace' is restricted twice"),
     ],

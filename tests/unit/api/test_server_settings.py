@@ -116,7 +116,7 @@ async def test_trace_settings_of_a_model_inherit(trace: TraceSettings) -> None:
         ({"trace_level": ["TIMESTAMPS", "TENSORS"]}, UnsupportedFeature, "TENSORS is not supported; use TIMESTAMPS"),
         ({"trace_mode": "opentelemetry"}, UnsupportedFeature, "trace mode can not be updated through network protocol"),
         ({"trace_level": ["OFF", "TENSORS"]}, InvalidRequest, "Expect only one trace level 'OFF' is specified"),
-        ({"trace_level": ["MAX"]}, InvalidRequest, "there is no trace level 'MAX'"),
+        ({"trace_level": ["MAX"]}, InvalidRequest, "unknown trace level 'MAX'"),
         ({"trace_level": "OFF"}, MalformedJson, "non-array as array"),
         ({"trace_level": [1]}, MalformedJson, "non-string as string"),
         ({"trace_rate": 5}, MalformedJson, "non-string as string"),

@@ -113,7 +113,7 @@ def test_what_has_no_kind_is_not_remembered() -> None:
 
 def test_there_is_an_end_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients choose the shapes, as many as they like."""
-    monkeypatch.setattr(submission, "_MAX_KNOWN", 3)
+    monkeypatch.setattr(submission, "_MAX_LAYOUTS", 3)
     layouts = Layouts(inline_max_bytes=100)
     kinds = []
     for size in range(4):

@@ -2,7 +2,7 @@
 
 from qinfer.queue.base import Lane
 from qinfer.queue.dead_letters import DeadLetter, DeadLetters
-from qinfer_api.observe.reporting import LetterCounts
+from qinfer_api.observe.reporting import DeadLetterCounts
 
 
 class Letters(DeadLetters):
@@ -40,7 +40,7 @@ class Letters(DeadLetters):
 async def test_letters_are_read_once() -> None:
     """A scrape reads what has come since the last."""
     letters = Letters()
-    counts = LetterCounts(letters)
+    counts = DeadLetterCounts(letters)
     letters.bury(1, 3)
     letters.bury(2)
     assert await counts.read(["m", "other"]) == {("m", 1): 3, ("m", 2): 1}
@@ -53,7 +53,7 @@ async def test_letters_are_read_once() -> None:
 async def test_letters_that_have_gone_are_noticed() -> None:
     """Even if as many have come."""
     letters = Letters()
-    counts = LetterCounts(letters)
+    counts = DeadLetterCounts(letters)
     letters.bury(1, 2)
     await counts.read(["m"])
     del letters.kept[0]
@@ -69,7 +69,7 @@ async def test_letters_that_have_gone_are_noticed() -> None:
 async def test_too_many_to_be_read_at_once() -> None:
     """All are counted; the versions of the rest become known at the next scrapes."""
     letters = Letters()
-    counts = LetterCounts(letters)
+    counts = DeadLetterCounts(letters)
     letters.bury(1, 600)
 
     assert await counts.read(["m"]) == {("m", 1): 500, ("m", 0): 100}
