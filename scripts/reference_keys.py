@@ -231,7 +231,7 @@ ROWS = (
     ),
     Row(keys.scaler_counts, "hash", "permanent", "what all autoscalers counted: steps up and down, restarts, kills"),
     Row(
-        keys.signs,
+        keys.liveness,
         "sorted set",
         "15 s after the last sign",
         "the live bulk workers, beats and bridges, by when their last sign of life is over",

@@ -80,8 +80,8 @@ def worker_health(place: RedisPlace, *, ready: bool, timeout_s: float) -> Health
     return judge(workers, socket.gethostname(), ready=ready, strict=strict)
 
 
-def sign_health(program: str, place: RedisPlace, *, ready: bool, timeout_s: float) -> Health:
-    """Looks for the sign of life of a process of this host.
+def process_health(program: str, place: RedisPlace, *, ready: bool, timeout_s: float) -> Health:
+    """Looks for a live process of this host.
 
     Args:
         program: What it is: `BULK`, `BEAT` or `BRIDGE`.
@@ -90,7 +90,7 @@ def sign_health(program: str, place: RedisPlace, *, ready: bool, timeout_s: floa
         timeout_s: How long Redis has to answer.
     """
     try:
-        names = _asked(place, lambda store: store.signs(program), timeout_s)
+        names = _asked(place, lambda store: store.live_processes(program), timeout_s)
     except QinferError as error:
         return _unasked(error, ready=ready)
     host = socket.gethostname()

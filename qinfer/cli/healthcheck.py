@@ -72,7 +72,7 @@ def bulk(
     While Redis is unreachable a bulk worker counts as alive, because a restart would not help; with --ready it does
     not.
     """
-    _tell_of_sign("bulk", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
+    _show_liveness("bulk", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
 
 
 @app.command("beat", epilog=BEAT_EXAMPLE)
@@ -88,7 +88,7 @@ def beat(
 
     While Redis is unreachable it counts as alive, because a restart would not help; with --ready it does not.
     """
-    _tell_of_sign("beat", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
+    _show_liveness("beat", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
 
 
 @app.command("bridge", epilog=BRIDGE_EXAMPLE)
@@ -104,14 +104,14 @@ def bridge(
 
     While Redis is unreachable a bridge counts as alive, because a restart would not help; with --ready it does not.
     """
-    _tell_of_sign("bridge", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
+    _show_liveness("bridge", redis, data_dir, ready=ready, timeout_s=timeout, as_json=as_json)
 
 
-def _tell_of_sign(program: str, redis: str, data_dir: Path, *, ready: bool, timeout_s: float, as_json: bool) -> None:
-    """Tells whether a program that `sign`s does so on this host."""
-    from qinfer.cli.health import RedisPlace, sign_health
+def _show_liveness(program: str, redis: str, data_dir: Path, *, ready: bool, timeout_s: float, as_json: bool) -> None:
+    """Returns whether a program that reports liveness does so on this host."""
+    from qinfer.cli.health import RedisPlace, process_health
 
-    health = sign_health(program, RedisPlace(redis, data_dir), ready=ready, timeout_s=timeout_s)
+    health = process_health(program, RedisPlace(redis, data_dir), ready=ready, timeout_s=timeout_s)
     _tell(program, health, as_json=as_json)
 
 

@@ -211,7 +211,7 @@ async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float
         lanes=await _lane_rows(work, delivery),
         workers=tuple(_worker_row(worker, now_s) for worker in workers),
         work=tuple(_work_row(version) for version in work),
-        bulk_workers=tuple(await store.signs(BULK)),
+        bulk_workers=tuple(await store.live_processes(BULK)),
     )
 
 

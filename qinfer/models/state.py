@@ -7,7 +7,7 @@ import msgspec
 from qinfer.observe.host import GpuUse
 
 BULK, BEAT, BRIDGE = "bulk", "beat", "bridge"
-"""The programs whose processes `sign` as `<name>@<host>`: bulk worker, what has Celery's beat in it, bridge."""
+"""The programs whose processes report liveness as `<name>@<host>`: bulk worker, process with Celery's beat, bridge."""
 
 
 class Desired(msgspec.Struct, frozen=True):

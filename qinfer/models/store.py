@@ -33,7 +33,7 @@ _WAKES_KEPT = 16
 _PUT_MODEL = scripts.load("put_model", package="qinfer.models").text
 _SET_DESIRED = scripts.load("set_desired", package="qinfer.models").text
 _ADD_STATS = scripts.load("add_stats", package="qinfer.models").text
-_SIGN = scripts.load("sign", "now_ms", package="qinfer.models").text
+_LIVENESS = scripts.load("liveness", "now_ms", package="qinfer.models").text
 _SCALERS = scripts.load("scalers", "now_ms", package="qinfer.models").text
 
 
@@ -115,15 +115,15 @@ class ControlStore:
                 await self.client.zrem(keys.workers(), *dead)
         return list(_decoded(dict(zip(ids, values, strict=True)), WorkerRecord).values())
 
-    async def sign(self, program: str, process: str, ttl_s: float) -> None:
-        """Tells that a process of another program than the workers lives, such as `bulk`; holds for `ttl_s` seconds."""
+    async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
+        """Notes for `ttl_s` seconds that a process of another program than the workers is live, such as `bulk`."""
         with translated():
-            await self.client.eval(_SIGN, 1, keys.signs(program), process, int(ttl_s * 1000))
+            await self.client.eval(_LIVENESS, 1, keys.liveness(program), process, int(ttl_s * 1000))
 
-    async def signs(self, program: str) -> list[str]:
-        """Returns the processes of a program whose last `sign` still holds, sorted."""
+    async def live_processes(self, program: str) -> list[str]:
+        """Returns the processes of a program that are live by their last report, sorted."""
         with translated():
-            return sorted(map(_text, await self.client.eval(_SIGN, 1, keys.signs(program))))
+            return sorted(map(_text, await self.client.eval(_LIVENESS, 1, keys.liveness(program))))
 
     async def put_scaler(self, record: ScalerRecord, counts: Mapping[str, int], ttl_s: float) -> None:
         """Writes an autoscaler's record, and adds to what all of them counted (`SCALED_UP`, …).

@@ -142,8 +142,8 @@ def scaler_counts() -> str:
     return "qinfer:scaler-counts"
 
 
-def signs(program: str) -> str:
-    """Returns the sorted set of the live processes of a program, by when their last sign of life is over."""
+def liveness(program: str) -> str:
+    """Returns the sorted set of the live processes of a program, by the time until which they count as live."""
     return f"qinfer:signs:{program}"
 
 

@@ -1,4 +1,4 @@
-"""The sign of life of programs without heartbeats: else `qinfer healthcheck` could not tell whether one runs."""
+"""Liveness of programs without heartbeats, which `qinfer healthcheck` asks for."""
 
 import asyncio
 import contextlib
@@ -12,8 +12,8 @@ HOLDS_S = 15.0
 """Longer than a Redis takes that fails over, or an event loop that is late."""
 
 
-async def give_signs(store: ControlStore, name: str, *programs: str) -> NoReturn:
-    """Tells every few seconds that this process lives, until it is cancelled; while Redis is away it goes on trying.
+async def report_liveness(store: ControlStore, name: str, *programs: str) -> NoReturn:
+    """Reports every few seconds that this process is live, until it is cancelled, also while Redis is away.
 
     Args:
         store: Where to.
@@ -23,5 +23,5 @@ async def give_signs(store: ControlStore, name: str, *programs: str) -> NoReturn
     while True:
         with contextlib.suppress(BrokerUnavailable):  # the next one may get through
             for program in programs:
-                await store.sign(program, name, HOLDS_S)
+                await store.report_liveness(program, name, HOLDS_S)
         await asyncio.sleep(EVERY_S)

@@ -118,7 +118,7 @@ async def _read_fleet(settings: RedisSettings) -> _Fleet:
     store = ControlStore(admin_client(settings))
     try:
         desired = await store.desired()
-        workers, bulk, beats = await store.workers(), await store.signs(BULK), await store.signs(BEAT)
+        workers, bulk, beats = await store.workers(), await store.live_processes(BULK), await store.live_processes(BEAT)
         return _Fleet(workers, bulk, beats, desired, await store.models(sorted(desired)))
     finally:
         await store.close()

@@ -100,8 +100,8 @@ def _places(nonce: str) -> Iterator[Words]:
     yield from (
         ("HDEL", name, nonce) for name in (keys.desired(), keys.completions(), keys.settings(), keys.job_places())
     )
-    signs = map(keys.signs, (BULK, BEAT, BRIDGE))
-    yield from (("ZREM", name, nonce) for name in (keys.workers(), *signs, keys.jobs(), keys.open_jobs()))
+    live = map(keys.liveness, (BULK, BEAT, BRIDGE))
+    yield from (("ZREM", name, nonce) for name in (keys.workers(), *live, keys.jobs(), keys.open_jobs()))
     yield from (
         ("HDEL", keys.bridges(), nonce),
         ("ZREM", keys.routes(), nonce),

@@ -290,14 +290,14 @@ async def test_each_who_waits_sees_every_wake(stores: ControlPair) -> None:
 
 async def test_signs_of_life_are_seen_while_they_hold(stores: ControlPair) -> None:
     """By program; one that is given again holds on, one that is over is gone."""
-    await stores.one.sign("bulk", "b@host", LONG_S)
-    await stores.one.sign("bulk", "a@host", LONG_S)
-    await stores.one.sign("bulk", "c@host", SHORT_S)
-    await stores.one.sign("other", "d@host", LONG_S)
+    await stores.one.report_liveness("bulk", "b@host", LONG_S)
+    await stores.one.report_liveness("bulk", "a@host", LONG_S)
+    await stores.one.report_liveness("bulk", "c@host", SHORT_S)
+    await stores.one.report_liveness("other", "d@host", LONG_S)
     await asyncio.sleep(2 * SHORT_S)
 
-    assert await stores.other.signs("bulk") == ["a@host", "b@host"]
-    assert await stores.other.signs("nobody") == []
+    assert await stores.other.live_processes("bulk") == ["a@host", "b@host"]
+    assert await stores.other.live_processes("nobody") == []
 
 
 async def test_autoscalers_say_what_they_do_while_they_live(stores: ControlPair) -> None:

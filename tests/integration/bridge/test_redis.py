@@ -343,7 +343,7 @@ async def test_a_killed_bridge_loses_nothing_and_scores_nothing_twice(
             known = told.setdefault(message.properties["message_id"], message)
             assert (known.body, headers_of(known)) == (message.body, headers_of(message))
         name = f"qinfer-bridge-{process.pid}@{socket.gethostname()}"  # the health check looks for it
-        assert name in await scene.store.signs(BRIDGE)
+        assert name in await scene.store.live_processes(BRIDGE)
         process.terminate()
         assert await asyncio.to_thread(process.wait, 15) == 0
     finally:

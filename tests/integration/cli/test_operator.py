@@ -72,7 +72,7 @@ async def busy(redis_server: RedisServer) -> AsyncIterator[Stage]:
     async with stage(delivery, store) as one:
         await one.model("digits")
         await one.worker("w1")
-        await store.sign(BULK, f"b@{socket.gethostname()}", 60.0)
+        await store.report_liveness(BULK, f"b@{socket.gethostname()}", 60.0)
         yield one
     await store.close()
     await delivery.close()
@@ -129,8 +129,8 @@ async def test_the_health_of_this_host_is_told(busy: Stage, redis_server: RedisS
 
     before = [await asyncio.to_thread(run, "healthcheck", name, *to, "--ready") for name in ("worker", "bulk")]
     await busy.stop("w1")
-    await busy.store.sign(BULK, f"b@{socket.gethostname()}", 0.0)
-    await busy.store.sign(BULK, "c@elsewhere", 60.0)
+    await busy.store.report_liveness(BULK, f"b@{socket.gethostname()}", 0.0)
+    await busy.store.report_liveness(BULK, "c@elsewhere", 60.0)
     after = [await asyncio.to_thread(run, "healthcheck", name, *to) for name in ("worker", "bulk")]
 
     assert [ended.code for ended in before] == [0, 0], before

@@ -40,7 +40,7 @@ async def test_beats_move_a_job_on_that_nobody_sent_a_task_for(plant: Plant) -> 
     """A worker without a beat looks for nothing by itself; beats that overlap for a moment are no harm."""
     worker = plant.run("qinfer_workers.jobs", QINFER_BULK__BEAT="false")
     await eventually(lambda: plant.signed(BULK, [worker]), WITHIN_S, f"the worker; see {plant.log}")
-    assert await plant.store.signs(BEAT) == []
+    assert await plant.store.live_processes(BEAT) == []
 
     beats = [plant.run("qinfer_workers.jobs.beat") for _ in range(2)]
     await plant.becomes(JobState.RUNNING)

@@ -51,7 +51,7 @@ class Plant(Bench):
 
     async def signed(self, program: str, processes: "Sequence[subprocess.Popen[bytes]]") -> bool:
         """Tells whether just these processes give signs of life as a program."""
-        names = [name.partition("@")[0].rpartition("-")[2] for name in await self.store.signs(program)]
+        names = [name.partition("@")[0].rpartition("-")[2] for name in await self.store.live_processes(program)]
         return sorted(names) == sorted(str(process.pid) for process in processes)
 
     def start_flower(self) -> int:

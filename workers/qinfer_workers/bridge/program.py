@@ -26,7 +26,7 @@ from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.route import Route
 from qinfer_workers.bridge.transports.open import look
-from qinfer_workers.liveness import give_signs
+from qinfer_workers.liveness import report_liveness
 
 logger = logging.getLogger("qinfer_workers.bridge")
 
@@ -206,12 +206,14 @@ async def serve(config: BridgeConfig, settings: Settings, stop: asyncio.Event) -
         reporter.start()
         opened.push_async_callback(asyncio.to_thread, reporter.close)
         logger.info("bridge started", extra={"routes": [route.name for route in config.routes]})
-        signs = asyncio.create_task(give_signs(store, f"qinfer-bridge-{os.getpid()}@{socket.gethostname()}", BRIDGE))
+        liveness = asyncio.create_task(
+            report_liveness(store, f"qinfer-bridge-{os.getpid()}@{socket.gethostname()}", BRIDGE)
+        )
         try:
             await bridge.run(stop)
         finally:
-            signs.cancel()
-            await asyncio.wait([signs])
+            liveness.cancel()
+            await asyncio.wait([liveness])
     logger.info("bridge stopped")
 
 

@@ -40,7 +40,7 @@ from qinfer_workers.jobs.plan import Planner
 from qinfer_workers.jobs.services import JobServices
 from qinfer_workers.jobs.sweep import Sweeper
 from qinfer_workers.jobs.watchdog import TASKS_AT_ONCE, Watchdog
-from qinfer_workers.liveness import give_signs
+from qinfer_workers.liveness import report_liveness
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
@@ -109,7 +109,7 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
     stop = partial(_stop, loop, os.EX_SOFTWARE)
     watchdog = Watchdog(loop, services, stop, waiting=None if has_beat else tasks.waiting)
     loop.start(services.examiners.run())
-    loop.start(give_signs(services.store, name, BULK, *([BEAT] if has_beat else [])))
+    loop.start(report_liveness(services.store, name, BULK, *([BEAT] if has_beat else [])))
     beat = _start_beat(app) if has_beat else None
     watchdog.start()
     logger.info("bulk worker started")

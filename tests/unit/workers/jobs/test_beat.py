@@ -40,14 +40,14 @@ class Standing(Beat):
 
 
 class Away(ControlStore):
-    """A Redis that can't be reached; ends the test at the third sign."""
+    """A Redis that can't be reached; ends the test at the third report."""
 
     def __init__(self, stop: asyncio.Event) -> None:
         super().__init__(None)
         self.stop = stop
         self.asked = 0
 
-    async def sign(self, program: str, process: str, ttl_s: float) -> None:
+    async def report_liveness(self, program: str, process: str, ttl_s: float) -> None:
         self.asked += 1
         if self.asked == 3:
             self.stop.set()
@@ -63,7 +63,7 @@ async def test_a_beat_that_dies_ends_the_process(store: ControlStore) -> None:
     """It was seen to live before."""
     code = await look_after(Standing(lives=2), store, asyncio.Event(), longest_s=300.0)
 
-    assert (code, await store.signs(BEAT)) == (os.EX_SOFTWARE, [NAME])
+    assert (code, await store.live_processes(BEAT)) == (os.EX_SOFTWARE, [NAME])
 
 
 async def test_a_beat_that_can_not_send_ends_the_process(store: ControlStore) -> None:

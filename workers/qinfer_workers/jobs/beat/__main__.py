@@ -92,11 +92,11 @@ class Beat:
 
 
 async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, longest_s: float) -> int:
-    """Gives signs of life until `stop` is set or beat can't go on; returns the exit code.
+    """Reports liveness until `stop` is set or beat can't go on; returns the exit code.
 
     Args:
         beat: A running one.
-        store: Where signs go.
+        store: Where liveness is reported.
         stop: Ends it.
         longest_s: So long beat may send nothing while Redis answers.
     """
@@ -106,7 +106,7 @@ async def look_after(beat: Beat, store: ControlStore, stop: asyncio.Event, *, lo
             logger.error("beat has died")
             return os.EX_SOFTWARE
         try:
-            await store.sign(BEAT, name, HOLDS_S)
+            await store.report_liveness(BEAT, name, HOLDS_S)
         except BrokerUnavailable:
             beat.excuse()  # a restart would not bring Redis back
         if (quiet_s := beat.quiet_s()) > longest_s:

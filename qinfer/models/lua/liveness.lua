@@ -1,5 +1,5 @@
--- Notes that a process lives, if one is named; returns the processes whose last sign of life holds.
--- KEYS: signs. ARGV: process, ms for which it holds; or nothing.
+-- Notes that a process is live, if one is named; returns the processes whose last report still holds.
+-- KEYS: live processes. ARGV: process, ms for which it holds; or nothing.
 local now = now_ms()
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 if #ARGV == 2 then
