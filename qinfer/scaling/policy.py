@@ -1,14 +1,14 @@
-"""How many workers there should be: a pure function of the work, the time and what was decided before.
+"""The scaling policy: the number of workers as a pure function of the work, the time and earlier decisions.
 
     wanted = ⌈seconds of work ÷ target_s⌉, at least 1 while anything waits or executes, within min … max
 
-Up: at once, or when it was wanted for `up_after_s`; the first worker always at once. Workers that start count: what is
-being seen to is not seen to twice. Down: when less sufficed for `down_after_s`, to the most that was needed within that
-time. To the least: when there was nothing to do for `idle_s`. Neither before `cooldown_s`, or the time that a worker
-takes to load, has passed since the last step up.
+Up: at once, or after `up_after_s` of sustained demand; the first worker always at once. Starting workers count, so that
+one demand does not start workers twice. Down: after `down_after_s` of lower demand, to the highest need within that
+time. To the minimum: after `idle_s` without work. No step down happens before `cooldown_s`, or the load time of a
+worker, has passed since the last step up.
 
-A backlog alone would flap: workers that keep up with the load have none. So what the throughput of late keeps busy is
-kept (it never adds a worker), and each step down that had to be taken back soon makes the next one wait longer.
+A backlog alone would flap: workers that keep up with the load have none. So workers that the recent throughput keeps
+busy are kept (throughput never adds a worker), and each step down that is soon reverted makes the next one wait longer.
 """
 
 import math
@@ -20,14 +20,14 @@ from typing import NamedTuple
 from qinfer.errors import SettingsError
 
 LOAD_MARGIN = 1.5
-"""Times the load time of a worker that must pass after a step up before a step down."""
+"""Multiple of a worker's load time that must pass between a step up and a step down."""
 BUSY_SHARE = 0.85
-"""Of a worker's speed: what it can do for long without a backlog."""
+"""The share of a worker's speed that it sustains without a backlog."""
 MAX_PATIENCE = 16
-"""Most times `down_after_s` that a step down waits, after steps down that had to be taken back."""
+"""The highest multiple of `down_after_s` that a step down waits, after reverted steps down."""
 
 FULL_S = 1.0
-"""Seconds of work for each worker with which all are taken to be busy."""
+"""Seconds of work per worker above which all workers count as busy."""
 MAX_CORRECTION = 3.0
 
 Version = tuple[str, int]
@@ -41,19 +41,19 @@ class _Total(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPolicy:
-    """The operator's will.
+    """The operator's limits and delays.
 
     Attributes:
-        min_workers: The fewest workers.
-        max_workers: The most; at least 1, and `min_workers`.
-        target_s: Seconds of work that one worker may have.
-        up_after_s: Seconds that more must be wanted before there is more than one more.
-        down_after_s: Seconds that less must suffice before there is less.
-        idle_s: Seconds of nothing to do until there are `min_workers`.
-        cooldown_s: Seconds after a step up in which there is no step down.
+        min_workers: Minimum number of workers.
+        max_workers: Maximum number of workers; at least 1, and `min_workers`.
+        target_s: Seconds of waiting work per worker.
+        up_after_s: Seconds of sustained demand before scaling up; the first worker starts at once.
+        down_after_s: Seconds of sustained lower demand before scaling down.
+        idle_s: Idle seconds before scaling down to `min_workers`.
+        cooldown_s: Seconds without scaling down after scaling up.
 
     Raises:
-        SettingsError: The numbers make no sense together.
+        SettingsError: The numbers contradict one another.
     """
 
     min_workers: int = 0
@@ -76,18 +76,18 @@ class ScalingPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an autoscaler sees at one instant.
+    """The input of a decision: the queue and its workers at one instant.
 
     Attributes:
-        now_s: When; monotonic.
-        work_s: Seconds that one worker would need for all that waits and executes.
+        now_s: The monotonic time.
+        work_s: Seconds that one worker needs for all waiting and executing work.
         entries: Requests and rows of bulk jobs that wait or execute.
         executed: Whether anything was executed since the last observation.
-        used: Workers that the throughput of late keeps busy.
-        live: Workers that serve.
-        starting: Workers that were started and do not serve yet.
+        used: Workers that the recent throughput keeps busy.
+        live: Workers that are serving.
+        starting: Workers that were started and are not serving yet.
         load_s: Seconds from the start of a worker until it serves; 0 = not known.
-        floor: Live workers that some model wants in order to be READY.
+        floor: Live workers that the most demanding model needs to be READY.
     """
 
     now_s: float
@@ -103,12 +103,12 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """How many workers there should be.
+    """The decided number of workers.
 
     Attributes:
         target: The number.
-        wanted: What the present work alone asks for.
-        reason: Why it is this number, for people.
+        wanted: The number that the present work alone needs.
+        reason: The reason in words.
     """
 
     target: int
@@ -118,17 +118,17 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingState:
-    """What a policy remembers.
+    """The memory of a policy between two decisions.
 
     Attributes:
-        target: The number of workers that was decided last.
-        since_s: Since when there are observations without a gap.
-        active_at_s: When there was something to do last.
-        grown_at_s: When the last step up was.
-        shrunk_at_s: When the last step down was that left a worker.
-        short_since_s: Since when more is wanted; `None` = it is not.
-        needs: (when, how many were needed) within the last `down_after_s`, later ones being lower.
-        patience: Times `down_after_s` that less must suffice.
+        target: The last decided number of workers.
+        since_s: The time since which there are observations without a gap.
+        active_at_s: The last time with work.
+        grown_at_s: The time of the last step up.
+        shrunk_at_s: The time of the last step down that left a worker.
+        short_since_s: The time since which more workers are wanted; `None` = no more are.
+        needs: (time, needed workers) within the last `down_after_s`, each lower than the one before.
+        patience: Multiple of `down_after_s` that lower demand must last.
     """
 
     target: int
@@ -142,16 +142,16 @@ class ScalingState:
 
     @classmethod
     def begin(cls, now_s: float, target: int) -> "ScalingState":
-        """Returns the state of an autoscaler that begins with so many workers."""
+        """Returns the state of an autoscaler that begins with `target` workers."""
         return cls(target=target, since_s=now_s, active_at_s=now_s, grown_at_s=now_s)
 
-    def blind(self, now_s: float) -> "ScalingState":
-        """Returns the state after a time without observations: what was not seen counts for nothing."""
+    def after_gap(self, now_s: float) -> "ScalingState":
+        """Returns the state after a time without observations, during which nothing counts as observed."""
         return replace(self, since_s=now_s, active_at_s=now_s, short_since_s=None, needs=())
 
 
 def decide(policy: ScalingPolicy, state: ScalingState, seen: Observation) -> tuple[Decision, ScalingState]:
-    """Decides how many workers there should be from now on, and returns what to remember with it."""
+    """Decides how many workers there should be from now on; returns the new state too."""
     wanted = wanted_workers(policy, seen)
     busy = min(math.ceil(seen.used / BUSY_SHARE), state.target)
     state = _noted(policy, state, seen, max(wanted, busy))
@@ -168,7 +168,8 @@ def decide(policy: ScalingPolicy, state: ScalingState, seen: Observation) -> tup
 def adopt(policy: ScalingPolicy, state: ScalingState, now_s: float, target: int) -> ScalingState:
     """Returns the state after others have changed the number of workers to `target`; unchanged where they have not."""
     if target > state.target:
-        is_first = state.shrunk_at_s > state.grown_at_s  # of the steps up that take a step down back
+        # Only the first of several steps up reverts the last step down.
+        is_first = state.shrunk_at_s > state.grown_at_s
         patience = _patience(policy, state, now_s) if is_first else state.patience
         return replace(state, target=target, grown_at_s=now_s, patience=patience)
     if target < state.target:
@@ -177,7 +178,7 @@ def adopt(policy: ScalingPolicy, state: ScalingState, now_s: float, target: int)
 
 
 def wanted_workers(policy: ScalingPolicy, seen: Observation) -> int:
-    """Returns how many workers the present work asks for, within the limits."""
+    """Returns how many workers the present work needs, within the limits."""
     by_work = math.ceil(min(seen.work_s / policy.target_s, policy.max_workers))
     return min(max(by_work, _floor(policy, seen), int(seen.entries > 0)), policy.max_workers)
 
@@ -187,7 +188,7 @@ def _floor(policy: ScalingPolicy, seen: Observation) -> int:
 
 
 def _noted(policy: ScalingPolicy, state: ScalingState, seen: Observation, need: int) -> ScalingState:
-    """Returns the state with the present need, and without those that are dominated or too old."""
+    """Returns the state with the present need, and without needs that are lower or too old."""
     oldest_s = seen.now_s - policy.down_after_s * state.patience
     needs = tuple(one for one in state.needs if one[1] > need and one[0] > oldest_s)
     is_active = seen.entries > 0 or seen.executed
@@ -214,7 +215,7 @@ def _up(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted: i
 
 
 def _patience(policy: ScalingPolicy, state: ScalingState, now_s: float) -> int:
-    """Returns the patience after a step up: more, if it takes back a step down that was not long ago."""
+    """Returns the patience after a step up: doubled if the step reverts a recent step down."""
     was_hasty = now_s - state.shrunk_at_s < 2 * policy.down_after_s * state.patience
     return min(state.patience * 2, MAX_PATIENCE) if was_hasty else 1
 
@@ -253,13 +254,13 @@ def _down(policy: ScalingPolicy, state: ScalingState, seen: Observation, wanted:
 
 
 class Throughput:
-    """Tells how many workers the throughput of late keeps busy, from totals of executed rows.
+    """Estimates how many workers the recent throughput keeps busy, from totals of executed rows.
 
-    The speed that was measured may not be the one that workers have together. Where work waited all the time, all of
-    them were busy all the time: what they did then is how fast they are.
+    Workers together may be slower or faster than the measured speed of one. While work waited all the time, all workers
+    were busy all the time, and their throughput corrects the estimate.
 
     Args:
-        over_s: Seconds that it is averaged over.
+        over_s: Seconds of the moving average.
     """
 
     def __init__(self, over_s: float = 10.0) -> None:
@@ -275,11 +276,11 @@ class Throughput:
         """Takes the totals of executed rows, and returns how many workers they keep busy.
 
         Args:
-            now_s: When; monotonic.
-            rows: Rows that were executed so far, of each version.
-            rows_per_s: What one worker does; versions whose speed is not known are left out or 0, and count nothing.
-            live: Workers that serve.
-            work_s: Seconds of work that there is for one of them.
+            now_s: The monotonic time.
+            rows: Rows executed so far, of each version.
+            rows_per_s: The speed of one worker; versions of unknown speed, left out or 0, do not count.
+            live: Workers that are serving.
+            work_s: Seconds of present work for one worker.
         """
         totals = self._totals
         self.executed = bool(totals) and any(count > totals[-1].rows.get(key, 0) for key, count in rows.items())

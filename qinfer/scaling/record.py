@@ -1,38 +1,42 @@
-"""What an autoscaler saw and decided, a line of JSON each time; and the traffic that such lines tell.
+"""The record of an autoscaler, a line of JSON per observation and decision; and the traffic that is derived from it.
 
-    arrived so far = executed so far + what waits or executes        of each version, in rows
+    arrived so far = executed so far + waiting or executing        of each version, in rows
 
-Instants are Unix time, and totals of executed rows outlive the autoscaler: lines that follow a restart go on where
-those before it ended. Nothing of a request is in them.
+Instants are Unix time, and totals of executed rows outlive the autoscaler: lines after a restart continue those before
+it. A record has no data of requests.
 """
 
 import math
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median_high
 
 import msgspec
 
 from qinfer.errors import SettingsError
+from qinfer.models.work import VersionWork
 from qinfer.scaling.policy import Decision, Observation, Version
 
 LAG_S = 15.0
-"""Within this, rows that left the queue are counted as executed; those that never are were cancelled, or failed."""
+"""Seconds within which rows that left the queue are counted as executed; the others were cancelled, or failed."""
 
 MOST_S = 31 * 86400.0
-"""The longest record that is read: each second of it is looked at."""
+"""The longest record that is read: the traffic is computed for each of its seconds."""
 
 
 class VersionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What there was of one model version.
+    """The work of one model version.
 
     Attributes:
         model: The model's name.
         version: The version.
         requests: Online requests that wait or execute.
         rows: Rows that wait or execute, those of bulk jobs too.
-        executed: Rows that were executed so far, since its statistics began.
-        rows_per_s: What one worker does, as it was measured; 0 = not known.
+        executed: Rows executed since the version's statistics began.
+        rows_per_s: The measured speed of one worker; 0 = not known.
     """
 
     model: str
@@ -44,24 +48,13 @@ class VersionTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An observation and what was decided; fields as in `Observation` and `Decision`, where they are not told here.
+    """An observation and the decision about it; the other fields are those of `Observation` and `Decision`.
 
     Attributes:
-        at_s: When; Unix time.
-        work_s: Seconds that one worker would need for all that waits or executes.
-        entries: Requests and rows of bulk jobs that wait or execute.
-        executed: Whether anything was executed since the line before.
-        used: Workers that the throughput of late keeps busy.
-        live: Workers that serve.
-        starting: Workers that were started and do not serve yet.
-        draining: Workers that end what they have in hand.
-        load_s: Seconds from the start of a worker until it serves.
-        floor: Live workers that some model wants in order to be READY.
-        before: How many workers there should have been until now.
-        target: How many there should be.
-        wanted: What the present work alone asks for.
-        reason: Why it is this number, for people.
-        versions: What there was of each version.
+        at_s: Unix time.
+        draining: Workers that finish their last work.
+        before: The number of workers that was decided before.
+        versions: The work of each version.
     """
 
     at_s: float
@@ -91,66 +84,35 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         draining: int,
         versions: tuple[VersionTrace, ...],
     ) -> "Moment":
-        """Makes it of what was seen and decided; see `Moment` for the others.
-
-        Args:
-            at_s: When; Unix time.
-            seen: What was seen.
-            decision: What was decided.
-            before: How many workers there should have been until then.
-            draining: Workers that end what they have in hand.
-            versions: What there was of each version.
-        """
-        return cls(
-            at_s=round(at_s, 3),
-            work_s=round(seen.work_s, 4),
-            entries=seen.entries,
-            executed=seen.executed,
-            used=round(seen.used, 4),
-            live=seen.live,
-            starting=seen.starting,
-            draining=draining,
-            load_s=round(seen.load_s, 3),
-            floor=seen.floor,
-            before=before,
-            target=decision.target,
-            wanted=decision.wanted,
-            reason=decision.reason,
-            versions=versions,
-        )
+        """Returns the line of an observation and a decision."""
+        given = asdict(seen) | asdict(decision)
+        del given["now_s"]
+        given |= {"work_s": round(seen.work_s, 4), "used": round(seen.used, 4), "load_s": round(seen.load_s, 3)}
+        return cls(at_s=round(at_s, 3), **given, before=before, draining=draining, versions=versions)
 
     @property
     def seen(self) -> Observation:
-        """What the policy was given, in the time of the record."""
-        return Observation(
-            now_s=self.at_s,
-            work_s=self.work_s,
-            entries=self.entries,
-            executed=self.executed,
-            used=self.used,
-            live=self.live,
-            starting=self.starting,
-            load_s=self.load_s,
-            floor=self.floor,
-        )
+        """The observation, in the time of the record."""
+        own = {one.name: getattr(self, one.name) for one in fields(Observation) if one.name != "now_s"}
+        return Observation(now_s=self.at_s, **own)
 
 
 _DECODER = msgspec.json.Decoder(Moment)
 
 
 def encode(moment: Moment) -> bytes:
-    """Returns a moment as a line."""
+    """Returns a moment as a line of the record."""
     return msgspec.json.encode(moment) + b"\n"
 
 
 def decode(lines: Iterable[bytes]) -> list[Moment]:
-    """Reads the lines of a record; those that a crash cut off are left out, and what goes back in time too.
+    """Decodes the lines of a record, without those that a crash cut off, or that go back in time.
 
     Args:
         lines: The lines, with or without their ends.
 
     Raises:
-        SettingsError: It is no record, has fewer than two lines, or is of more than `MOST_S`.
+        SettingsError: The lines are no record, fewer than two, or of more than `MOST_S`.
     """
     moments: list[Moment] = []
     broken: list[int] = []
@@ -165,7 +127,7 @@ def decode(lines: Iterable[bytes]) -> list[Moment]:
         if not moments or moment.at_s > moments[-1].at_s:
             moments.append(moment)
     if len(broken) > len(moments):
-        raise SettingsError(f"line {broken[0]} is none of an autoscaler's record; --record writes one")
+        raise SettingsError(f"line {broken[0]} is not a line of an autoscaler's record, which --record writes")
     if len(moments) < 2:
         raise SettingsError("an autoscaler's record has at least two lines; --record writes one each second")
     if moments[-1].at_s - moments[0].at_s > MOST_S:
@@ -173,19 +135,95 @@ def decode(lines: Iterable[bytes]) -> list[Moment]:
     return moments
 
 
+class RecordFile:
+    """The file of a record, to which each observation adds a line; opened for each, so that it may be rotated.
+
+    Args:
+        path: The file; its present content is kept.
+
+    Raises:
+        SettingsError: The file can't be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset_s = time.time() - time.monotonic()
+        self._executed: dict[Version, int] = {}
+        self._is_broken = False
+        try:
+            with path.open("ab"):
+                pass
+        except OSError as error:
+            raise SettingsError(
+                f"QINFER_AUTOSCALE__RECORD={path} can't be written: {error.strerror}; name a writable file"
+            ) from None
+
+    def add(
+        self,
+        seen: Observation,
+        decision: Decision,
+        *,
+        before: int,
+        draining: int,
+        work: Iterable[VersionWork],
+        rows: Mapping[Version, int],
+    ) -> str:
+        """Adds a line without the versions of which nothing waits and nothing was executed since the last line.
+
+        Args:
+            seen: The observation.
+            decision: The decision.
+            before: The number of workers that was decided before.
+            draining: Workers that finish their last work.
+            work: The work of each version.
+            rows: Rows executed so far, of each version.
+
+        Returns:
+            The reason why the file can't be written, unless the last line failed too; else empty.
+        """
+        versions = []
+        for one in work:
+            key = (one.model, one.version)
+            executed = rows.get(key, 0)
+            if one.rows or self._executed.get(key) != executed:
+                versions.append(
+                    VersionTrace(
+                        model=one.model,
+                        version=one.version,
+                        requests=one.requests,
+                        rows=one.rows,
+                        executed=executed,
+                        rows_per_s=round(one.rows_per_s, 3),
+                    )
+                )
+        moment = Moment.of(
+            seen.now_s + self._offset_s, seen, decision, before=before, draining=draining, versions=tuple(versions)
+        )
+        was_broken = self._is_broken
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                file.write(encode(moment))
+        except OSError as error:
+            self._is_broken = True
+            return "" if was_broken else error.strerror or "unknown"
+        self._is_broken = False
+        self._executed.update({(one.model, one.version): one.executed for one in versions})
+        return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What a record tells, second by second; rows of all versions are made rows of one, by the work they are.
+    """The traffic of a record, second by second; rows of all versions are converted to rows of one, by their work.
 
     Attributes:
         arrivals: Rows that arrived.
         served: Rows that left the queue.
-        workers: Worker processes that there were: serving, starting or draining.
-        targets: How many workers there should have been.
-        rows_per_s: Rows that one worker does a second.
+        workers: Worker processes: serving, starting or draining.
+        targets: The decided number of workers.
+        rows_per_s: Rows that one worker serves per second.
         load_s: Seconds from the start of a worker until it served.
-        drain_s: Seconds from its dismissal until its end.
-        floor: Live workers that some model wanted, at most.
+        drain_s: Seconds from the dismissal of a worker until its end.
+        floor: The highest number of live workers that a model needed to be READY.
     """
 
     arrivals: tuple[int, ...]
@@ -199,13 +237,13 @@ class Traffic:
 
 
 def traffic_of(moments: Sequence[Moment]) -> Traffic:
-    """Makes out the traffic of a record, whatever its steps are.
+    """Derives the traffic of a record, whose lines may be any time apart.
 
     Args:
         moments: At least two, in order, as `decode` returns them.
 
     Raises:
-        SettingsError: Nothing was executed in it, or no speed is known: there is nothing to go by.
+        SettingsError: Nothing was executed, or no speed is known.
     """
     arrived, waiting = [0.0] * len(moments), [0.0] * len(moments)
     rows = 0
@@ -235,21 +273,20 @@ def traffic_of(moments: Sequence[Moment]) -> Traffic:
 
 
 def _speeds(moments: Sequence[Moment]) -> dict[Version, float]:
-    """Returns the median of the speeds that were measured of each version; those without any are left out."""
+    """Returns the median of the measured speeds of each version that has any."""
     found: dict[Version, list[float]] = {}
     for moment in moments:
         for one in moment.versions:
             if one.rows_per_s > 0:
                 found.setdefault((one.model, one.version), []).append(one.rows_per_s)
-    return {key: sorted(speeds)[len(speeds) // 2] for key, speeds in found.items()}
+    return {key: median_high(speeds) for key, speeds in found.items()}
 
 
 def _rows_of(moments: Sequence[Moment], key: Version) -> list[tuple[int, int]]:
     """Returns (rows that arrived so far, rows that wait) of one version at each moment.
 
-    Workers tell what they executed a little after it left the queue. So what is missing is taken for executed until it
-    was missing for `LAG_S`: then it was cancelled, or failed. A version that is left out of a line is as it was, and
-    nothing of it waits.
+    Workers report executed rows a little after these left the queue. So missing rows count as executed for `LAG_S`, and
+    afterwards as cancelled or failed. A version without an entry in a line has its last total, and no waiting rows.
     """
     found: list[tuple[int, int]] = []
     totals: deque[tuple[float, int]] = deque()
@@ -264,7 +301,8 @@ def _rows_of(moments: Sequence[Moment], key: Version) -> list[tuple[int, int]]:
         if totals:
             arrived += max(total - max(past for _, past in totals), 0)
         elif one is not None:
-            arrived = waiting  # what was executed before is no part of the record
+            # Rows that were executed before are no part of the record.
+            arrived = waiting
         if totals or one is not None:
             totals.append((moment.at_s, total))
         found.append((arrived, min(waiting, arrived)))
@@ -272,7 +310,7 @@ def _rows_of(moments: Sequence[Moment], key: Version) -> list[tuple[int, int]]:
 
 
 def _indexes(times: Sequence[float]) -> list[int]:
-    """Returns which moment holds at each whole second."""
+    """Returns the index of the moment that is valid at each whole second."""
     found, index = [], 0
     for second in range(math.ceil(times[-1]) + 1):
         while index + 1 < len(times) and times[index + 1] <= second:
@@ -282,7 +320,7 @@ def _indexes(times: Sequence[float]) -> list[int]:
 
 
 def _each_second(times: Sequence[float], totals: Sequence[float]) -> list[int]:
-    """Returns a total at each whole second; between two moments it grows evenly."""
+    """Returns a total at each whole second, interpolated between two moments."""
     found = []
     for second, index in enumerate(_indexes(times)):
         value = totals[index]
@@ -294,7 +332,7 @@ def _each_second(times: Sequence[float], totals: Sequence[float]) -> list[int]:
 
 
 def _steps(totals: Sequence[int]) -> tuple[int, ...]:
-    """Returns what was added in each second; a total that goes back stands still until it is reached again."""
+    """Returns the increase in each second; a total that falls back counts once it is exceeded again."""
     steps, reached = [], 0
     for total in totals:
         steps.append(max(total - reached, 0))
@@ -303,7 +341,7 @@ def _steps(totals: Sequence[int]) -> tuple[int, ...]:
 
 
 def _mean_s(times: Sequence[float], counts: Sequence[int]) -> float:
-    """Returns for how long one counted on average; 0 where nothing ever did."""
+    """Returns how long a worker was counted on average; 0 where none ever was."""
     began = sum(max(b - a, 0) for a, b in zip([0, *counts], counts, strict=False))
     lasted_s = sum(count * (end - start) for count, start, end in zip(counts, times, times[1:], strict=False))
     return lasted_s / began if began else 0.0

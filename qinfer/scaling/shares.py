@@ -1,9 +1,9 @@
-"""How several autoscalers of the same models share the workers that the work asks for: pure, from their records.
+"""Shares of several autoscalers of the same models in the workers that the work needs: pure, from their records.
 
     the records of all ──▶ decide: how many for all ──▶ apportion: how many for each ──▶ each does its own share
 
-Nobody leads. Each goes by the same records and comes to the same shares; it starts and drains only its own workers.
-Shares change by as little as the number for all does: what runs is not moved from one machine to another.
+There is no leader. All autoscalers read the same records and come to the same shares; each starts and drains only its
+own workers. Shares change by as little as the total does: running workers do not move from one machine to another.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,11 +13,11 @@ from qinfer.models.state import ScalerRecord
 from qinfer.scaling.policy import Decision, Observation, ScalingPolicy, ScalingState, adopt, decide
 
 RECORD_TTL_S = 15.0
-"""Seconds for which what an autoscaler said holds; then the others take its share."""
+"""Seconds for which the record of an autoscaler is valid; then the others take its share."""
 
 
 def policy_of_all(policy: ScalingPolicy, others: Iterable[ScalerRecord]) -> ScalingPolicy:
-    """Returns a policy with the limits of all: one's own, and those of the others, summed."""
+    """Returns a policy whose limits are the sums of an autoscaler's own and the others'."""
     others = tuple(others)
     return replace(
         policy,
@@ -27,18 +27,18 @@ def policy_of_all(policy: ScalingPolicy, others: Iterable[ScalerRecord]) -> Scal
 
 
 def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
-    """Divides a number of workers among autoscalers, from the shares that they have (their `target`).
+    """Divides a number of workers among autoscalers, beginning with their present shares (their `target`).
 
-    One more goes to the one that is least full with it, for its most; one less comes from one that has workers which do
-    not serve, else from the fullest. So from nothing the shares are in proportion to the most workers, and the more
-    there are in all, the more each has. Ties go by id.
+    One more goes to the autoscaler that it leaves least full, relative to its maximum; one less comes from one whose
+    workers do not all serve, else from the fullest. So from nothing the shares are in proportion to the maxima, and
+    each share grows with the total. Ties go by id.
 
     Args:
-        total: Workers for all; below the sum of the fewest it is that sum, and likewise above.
+        total: Workers for all; raised to the sum of the minima, and lowered to the sum of the maxima.
         peers: The records of all.
 
     Returns:
-        Id → workers, between the fewest and the most of each.
+        Id → workers, between the minimum and the maximum of each.
     """
     by_id = {one.id: one for one in peers}
     shares = {id_: min(max(one.target, one.min_workers), one.max_workers) for id_, one in by_id.items()}
@@ -63,13 +63,13 @@ def apportion(total: int, peers: Iterable[ScalerRecord]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedDecision:
-    """What an autoscaler among others decided.
+    """The decision of an autoscaler among others.
 
     Attributes:
-        total: How many workers there should be in all.
-        share: How many of them are its own.
-        before: How many there should have been in all until now.
-        state: What to remember.
+        total: The decided number of all workers.
+        share: The autoscaler's own part of them.
+        before: The number of all workers that was decided before.
+        state: The policy's new state.
     """
 
     total: Decision
@@ -85,50 +85,51 @@ def decide_share(
     own: ScalerRecord,
     others: Sequence[ScalerRecord],
     *,
-    is_left: bool = False,
+    has_lost_peers: bool = False,
 ) -> SharedDecision:
-    """Decides for all, and what of it is one's own to do; without others it is what `decide` decides.
+    """Decides the total and the autoscaler's own share of it; without others the result is that of `decide`.
 
-    What is for others to do is not remembered as done: the number in all is what their records add up to.
+    Steps that are the others' to take do not count as taken: the state's total is the sum of the records.
 
     Args:
-        policy: The operator's will, with one's own limits.
-        state: What was remembered.
-        seen: What is seen of all workers.
-        own: One's own record, with the share until now.
+        policy: The operator's limits for this autoscaler.
+        state: The policy's state.
+        seen: The observation of all workers.
+        own: The autoscaler's own record, with the share until now.
         others: The records of the others.
-        is_left: Whether some are gone since the last decision: there are to be as many workers as with them.
+        has_lost_peers: Whether some are gone since the last decision: the total then stays as it was with them.
     """
     limits = policy_of_all(policy, others)
     there = own.target + sum(one.target for one in others)
-    if others and not is_left:
+    if others and not has_lost_peers:
         state = adopt(policy, state, seen.now_s, there)
     before = min(max(state.target, limits.min_workers), limits.max_workers)
     state = replace(state, target=before)
     total, after = decide(limits, state, seen)
     share = apportion(total.target, (own, *others))[own.id]
     reached = there - own.target + share
-    if share == own.target and reached != total.target:  # the others' to do
+    if share == own.target and reached != total.target:
+        # The step is the others' to take.
         short_since_s = state.short_since_s if total.target > before else None
         after = replace(state, needs=after.needs, active_at_s=after.active_at_s, short_since_s=short_since_s)
     if share != own.target and total.target == before:
-        total = replace(total, reason="those of an autoscaler that is gone are taken over")
+        total = replace(total, reason="the workers of an autoscaler that is gone are taken over")
     return SharedDecision(total=total, share=share, before=before, state=replace(after, target=reached))
 
 
 class Peers:
-    """Tells which other autoscalers there are for the same models, look by look.
+    """The other autoscalers of the same models.
 
-    After a time in which Redis could not be read, or has lost what it knew, records are missing of autoscalers that
-    live: those that were known are taken to live until each has had the time to write again.
+    After Redis was unreachable or has lost its data, the records of live autoscalers may be missing: known ones then
+    count as alive until each has had the time to write its record again.
 
     Args:
-        own: One's own id.
-        places: Globs of the models that one's workers load.
+        own: The autoscaler's own id.
+        places: Globs of the models that its workers load.
 
     Attributes:
         others: The latest records of the others.
-        is_left: Whether one of them is gone since the look before.
+        has_lost_peers: Whether one of them is gone since the last `update`.
     """
 
     def __init__(self, own: str, places: Iterable[str]) -> None:
@@ -137,18 +138,18 @@ class Peers:
         self._is_doubtful = False
         self._doubtful_until_s = 0.0
         self.others: tuple[ScalerRecord, ...] = ()
-        self.is_left = False
+        self.has_lost_peers = False
 
-    def doubt(self) -> None:
-        """Has the next look take missing records for late ones."""
+    def distrust_missing(self) -> None:
+        """Makes the next `update` treat missing records as late ones."""
         self._is_doubtful = True
 
-    def see(self, now_s: float, records: Iterable[ScalerRecord]) -> None:
-        """Takes the records of all live autoscalers, whatever their models.
+    def update(self, now_s: float, records: Iterable[ScalerRecord]) -> None:
+        """Takes the records of all live autoscalers, of whatever models.
 
         Args:
-            now_s: When they were read; monotonic.
-            records: The records; without one's own others may be missing too.
+            now_s: The monotonic time of reading.
+            records: The records; if the autoscaler's own is missing, others may be missing too.
         """
         records = tuple(records)
         if self._is_doubtful or all(one.id != self._own for one in records):
@@ -157,10 +158,10 @@ class Peers:
         known = {one.id: one for one in self.others}
         if now_s < self._doubtful_until_s:
             found = known | found
-        self.is_left = not known.keys() <= found.keys()
+        self.has_lost_peers = not known.keys() <= found.keys()
         self.others = tuple(found[id_] for id_ in sorted(found))
 
     def _is_peer(self, record: ScalerRecord) -> bool:
-        """Tells whether it shares the work: one whose workers all fail to run leaves it to the others."""
+        """Tells whether an autoscaler shares the work; one whose workers all fail to run does not."""
         runs = record.live + record.starting + record.draining > 0
         return record.id != self._own and frozenset(record.places) == self._places and (runs or not record.target)

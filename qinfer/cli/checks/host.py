@@ -11,7 +11,7 @@ from pathlib import Path
 from qinfer.cli.checks.report import Finding, ok, problem, warning
 from qinfer.cli.health import gateway_health
 from qinfer.cli.local import runfile
-from qinfer.cli.local.machine import Address
+from qinfer.cli.local.machine import Address, gateway_addresses
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.settings import Settings
 from qinfer.errors import SettingsError
@@ -76,7 +76,7 @@ def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
         health = gateway_health(run.url, ready=False, timeout_s=_TIMEOUT_S)
         remedy = "look at the output of `qinfer up`"
         yield (
-            ok("gateway", f"`qinfer up` runs: {health.text}")
+            ok("gateway", f"`qinfer up` is running: {health.text}")
             if health.is_well
             else problem("gateway", health.text, remedy)
         )
@@ -85,7 +85,8 @@ def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
     if health.is_well:
         yield ok("gateway", health.text)
         return
-    taken = [address for address in _addresses(settings) if address.port and _is_taken(address)]
+    addresses = gateway_addresses(settings, settings.http.host, settings.http.port)
+    taken = [address for address in addresses if address.port and _is_taken(address)]
     for address in taken:
         variable = {"--http-port": "HTTP", "--grpc-port": "GRPC", "--metrics-port": "METRICS"}[address.option]
         yield problem(
@@ -94,18 +95,8 @@ def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
             f"stop the program that has it, or set QINFER_{variable}__PORT",
         )
     if not taken:
-        ports = ", ".join(str(address.port) for address in _addresses(settings))
+        ports = ", ".join(str(address.port) for address in addresses)
         yield ok("gateway", f"none runs on this machine; its ports are free: {ports}")
-
-
-def _addresses(settings: Settings) -> list[Address]:
-    host = settings.http.host
-    found = [Address(host, settings.http.port, "--http-port")]
-    if settings.grpc.enabled:
-        found.append(Address(settings.grpc.host or host, settings.grpc.port, "--grpc-port"))
-    if settings.metrics.enabled:
-        found.append(Address(settings.metrics.host or host, settings.metrics.port, "--metrics-port"))
-    return found
 
 
 def _is_taken(address: Address) -> bool:

@@ -1,8 +1,8 @@
-"""Runs a program as a child of `qinfer up` that ends when `up` does: `python -m qinfer.cli.local.child CPUS MODULE`.
+"""Runs a program as a child of `qinfer up` that ends with it: `python -m qinfer.cli.local.child CPUS MODULE`.
 
 The child's standard input is a pipe whose other end only the supervisor holds and never writes to. When the supervisor
 dies, even by SIGKILL, the kernel closes that end and the read below returns: the program gets SIGTERM and drains, so
-that no orphan holds the port of the next `qinfer up`. (`PR_SET_PDEATHSIG` would need Linux, code between fork and exec,
+that no orphan holds the port of the next `qinfer up`. (`PR_SET_PDEATHSIG` needs Linux and code between fork and exec,
 and misses a parent that dies before the call.)
 """
 
@@ -13,11 +13,11 @@ import sys
 import threading
 
 ORPHAN_DRAIN_S = 60.0
-"""Seconds that an orphan may drain before it kills itself; above the programs' own drain limits."""
+"""Seconds that an orphan may drain before it is killed; above the programs' own drain limits."""
 
 
 def main() -> None:
-    """Runs the module named by the second argument as `__main__`, on the cores that the first one lists, if any."""
+    """Runs the module of the second argument as `__main__`, on the cores in the first one, if any."""
     cpus, sys.argv = sys.argv[1], sys.argv[2:]
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})

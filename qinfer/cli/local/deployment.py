@@ -1,62 +1,69 @@
-"""What `qinfer up` does: builds the processes of one machine, waits until they are ready, looks after them, stops them.
+"""The local deployment of `qinfer up`: the processes of one machine, started, awaited, supervised and stopped.
 
     private Redis ◀── gateway (qinfer_api)             each a child of the supervisor, configured by QINFER_… variables
                   ◀── workers (qinfer_workers.inference)
                   ◀── bulk worker (qinfer_workers.jobs)
 
-Order matters at the end: the gateway first, so that what is in flight is still answered, then the workers, then Redis.
-The bulk worker starts when the models are loaded, so as not to delay them, and ends with the workers.
+The gateway stops first, so that requests in flight are still answered, then the workers, then Redis. The bulk worker
+starts when the models are loaded, so as not to delay them, and stops with the workers.
 """
 
 import contextlib
+import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rich.console import Console
 from rich.text import Text
 
 from qinfer.cli.client import GatewayClient
 from qinfer.cli.local import runfile
-from qinfer.cli.local.bulk import allowed_stores, jobs_line, why_no_bulk_worker
 from qinfer.cli.local.machine import (
-    Address,
     check_repository,
     child_environment,
     claim_ports,
+    gateway_addresses,
     local_url,
     repository_places,
+    share_cpus,
+    usable_cpus,
 )
-from qinfer.cli.local.restart import RestartPolicy
 from qinfer.cli.local.summary import print_summary
-from qinfer.cli.local.supervisor import Program, Supervisor
-from qinfer.cli.local.worker_pool import KILL_MARGIN_S, WORKER_POLICY, Crew, FixedCrew, autoscaler
+from qinfer.cli.local.supervisor import KILL_MARGIN_S, Process, Program, RestartPolicy, Supervisor
 from qinfer.cli.overview import Overview, run_overview, run_start, with_url
+from qinfer.cli.scaling.pool import MODULE
+from qinfer.cli.scaling.scaler import make_autoscaler
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.clock import SystemClock
 from qinfer.core.settings import Settings, load_settings
-from qinfer.errors import BrokerUnavailable, QinferError
+from qinfer.core.store_urls import normalised
+from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
+from qinfer.jobs.tasks import broker_of
 from qinfer.models.state import State
 from qinfer.observe import logs
 from qinfer.queue.embedded import EmbeddedRedis
 
-LOOK_EVERY_S = 0.25
-"""Between two looks at what the children report while they start."""
+POLL_S = 0.25
+"""Seconds between two reads of the workers' reports while they start."""
 GATEWAY_POLICY = RestartPolicy(give_up_after=3)
 REDIS_POLICY = RestartPolicy(give_up_after=5)
-PORT_PATIENCE_S = 10.0
-"""Seconds that the port of an `up` that was killed gets to become free: its gateway notices and ends."""
+WORKER_POLICY = RestartPolicy()
+PORT_WAIT_S = 10.0
+"""Seconds to wait for the port of a killed `qinfer up`, whose gateway notices and ends."""
+
+_FOR_JOBS = ("celery", "pyarrow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StackOptions:
+class UpOptions:
     """The options of `qinfer up`: `redis_url` is empty for a private Redis, a port 0 for any free one.
 
-    Empty `model_repositories` and `load_models` are those of the settings. `autoscale` is the fewest and the most
-    workers, in place of `workers`.
+    Empty `model_repositories` and `load_models` are those of the settings. `autoscale` has the minimum and maximum
+    number of workers, in place of `workers`.
     """
 
     model_repositories: tuple[str, ...]
@@ -80,12 +87,12 @@ class StackOptions:
     durability: str
 
 
-def run_stack(options: StackOptions) -> None:
+def run_deployment(options: UpOptions) -> None:
     """Runs everything until a signal asks to stop.
 
     Raises:
-        SettingsError: Something can't work as it is set: no repository, port in use, data directory in use.
-        GaveUp: The gateway or Redis failed again and again.
+        SettingsError: An option or setting can't work: no repository, port in use, data directory in use.
+        GaveUp: The gateway or Redis failed repeatedly.
     """
     settings = with_options(load_settings(), options)
     for place in settings.repository.path.split(","):
@@ -94,21 +101,21 @@ def run_stack(options: StackOptions) -> None:
     console = Console(stderr=True, soft_wrap=True)
     with Supervisor(lambda line: console.print(Text(f"qinfer: {line}", style="yellow"))) as supervisor:
         if options.redis_url:
-            Stack(options, settings, supervisor, console, options.redis_url).serve()
+            LocalDeployment(options, settings, supervisor, console, options.redis_url).serve()
             return
         redis = PrivateRedis(options.data_dir, options.durability)
         before = runfile.read(options.data_dir)
         supervisor.add(redis, REDIS_POLICY, stop_s=KILL_MARGIN_S)
         try:
-            stack = Stack(options, settings, supervisor, console, redis.url)
-            stack.serve(after_a_kill=before is not None)
+            deployment = LocalDeployment(options, settings, supervisor, console, redis.url)
+            deployment.serve(after_a_kill=before is not None)
         finally:
             supervisor.stop([redis])
             runfile.remove(options.data_dir)
 
 
-def with_options(settings: Settings, options: StackOptions) -> Settings:
-    """Returns the settings as the options of `up` have them, where they are about repositories and ports."""
+def with_options(settings: Settings, options: UpOptions) -> Settings:
+    """Returns the settings with the options of `qinfer up` about repositories, scaling, ports and stores."""
     given = settings.repository
     overlay = given.overlay
     if not overlay and not options.redis_url and options.control_mode == "explicit":
@@ -138,8 +145,71 @@ def with_options(settings: Settings, options: StackOptions) -> Settings:
     )
 
 
+class WorkerPool(Protocol):
+    """The workers of a deployment: a fixed number, or an `Autoscaler`'s."""
+
+    @property
+    def least(self) -> int:
+        """Minimum number of workers."""
+        ...
+
+    @property
+    def about(self) -> str:
+        """The number of workers in words."""
+        ...
+
+    @property
+    def processes(self) -> Sequence[Process]:
+        """All processes that may be running."""
+        ...
+
+    def start(self) -> None:
+        """Starts the minimum number of workers."""
+        ...
+
+    def step(self) -> None:
+        """Acts on news; called whenever the supervisor's `wait` returns."""
+        ...
+
+    def close(self) -> None:
+        """Ends everything but the workers."""
+        ...
+
+
+class FixedPool:
+    """A worker pool of fixed size.
+
+    Args:
+        supervisor: The supervisor of the workers.
+        env: The workers' environment.
+        count: The number of workers.
+        drain_s: A worker's own drain limit in seconds.
+    """
+
+    def __init__(self, supervisor: Supervisor, env: Mapping[str, str], count: int, drain_s: float) -> None:
+        self._supervisor = supervisor
+        self._stop_s = drain_s + KILL_MARGIN_S
+        self.least = count
+        self.about = str(count)
+        self.processes = [
+            Program(f"worker {number}", MODULE, env, cpus)
+            for number, cpus in enumerate(share_cpus(usable_cpus(), count), start=1)
+        ]
+
+    def start(self) -> None:
+        """Starts the workers."""
+        for worker in self.processes:
+            self._supervisor.add(worker, WORKER_POLICY, stop_s=self._stop_s)
+
+    def step(self) -> None:
+        """See `WorkerPool`."""
+
+    def close(self) -> None:
+        """See `WorkerPool`."""
+
+
 class PrivateRedis:
-    """The embedded Redis as a process of the supervisor."""
+    """The embedded Redis as a process under the supervisor."""
 
     name = "Redis"
 
@@ -148,7 +218,7 @@ class PrivateRedis:
         self.url = self._redis.url
 
     def start(self) -> None:
-        """Starts it and waits until it has loaded its data; a restart keeps the lock on the data directory."""
+        """Starts Redis and waits until its data is loaded; a restart keeps the lock on the data directory."""
         self._redis.start()
 
     def poll(self) -> int | None:
@@ -156,33 +226,33 @@ class PrivateRedis:
         return self._redis.process.poll() if self._redis.process else 0
 
     def terminate(self) -> None:
-        """Ends it with its data on disk, and waits for that: it takes moments, nobody else writes any more."""
+        """Ends Redis with its data on disk, and waits for the end, which is near as nobody writes any more."""
         self._redis.stop()
 
     kill = terminate
 
 
 class Ports(NamedTuple):
-    """Where the gateway listens; 0 = it does not."""
+    """The gateway's ports; 0 = off."""
 
     http: int
     grpc: int
     metrics: int
 
 
-class Stack:
+class LocalDeployment:
     """The gateway, the workers and the bulk worker of one `qinfer up`.
 
     Args:
-        options: What was asked for.
-        settings: The rest, from the environment.
-        supervisor: Looks after them.
-        console: For people.
-        redis_url: The queue.
+        options: The options.
+        settings: All other settings, from the environment.
+        supervisor: The supervisor of the processes.
+        console: The console for messages.
+        redis_url: The URL of the Redis with the queue.
     """
 
     def __init__(
-        self, options: StackOptions, settings: Settings, supervisor: Supervisor, console: Console, redis_url: str
+        self, options: UpOptions, settings: Settings, supervisor: Supervisor, console: Console, redis_url: str
     ) -> None:
         self._options = options
         self._settings = settings
@@ -196,60 +266,59 @@ class Stack:
         """Starts, waits until ready, serves until a signal asks to stop, drains.
 
         Args:
-            after_a_kill: The last `up` here did not end properly: its gateway may still hold the port for a moment.
+            after_a_kill: The last `qinfer up` here was killed: its gateway may still hold the port for a moment.
         """
         options, supervisor = self._options, self._supervisor
-        ports = self._claim_ports(self._patience(PORT_PATIENCE_S if after_a_kill else 0.0))
+        ports = self._claim_ports(PORT_WAIT_S if after_a_kill else 0.0)
         run_start(self._redis, self._settings.repository)
         url = local_url(options.host, ports.http, tls=bool(self._settings.http.tls_certfile))
         if not options.redis_url:
             runfile.write(options.data_dir, runfile.RunFile(os.getpid(), url, self._redis_url))
         env = child_environment(os.environ, self._child_settings(ports))
         gateway = Program("gateway", "qinfer_api", env)
-        crew = self._crew(env)
+        pool = self._worker_pool(env)
         bulk = Program("bulk worker", "qinfer_workers.jobs", env)
         try:
             supervisor.add(gateway, GATEWAY_POLICY, stop_s=self._settings.http.drain_s + KILL_MARGIN_S)
-            crew.start()
+            pool.start()
             no_bulk = why_no_bulk_worker(self._settings, self._redis_url)
-            self._announce(url, ports, no_bulk, crew)
+            self._announce(url, ports, no_bulk, pool)
             if not (no_bulk or supervisor.stop_asked):
                 supervisor.add(bulk, WORKER_POLICY, stop_s=KILL_MARGIN_S)
-            while not supervisor.stop_asked:
-                supervisor.wait()
-                crew.step()
-            self._console.print("qinfer: stopping; what was accepted is answered first")
+            supervisor.run(pool.step)
+            self._console.print("qinfer: stopping; accepted requests are answered first")
         finally:
-            supervisor.stop([gateway], meanwhile=crew.step)  # what it waits for may need a worker
-            crew.close()
-            supervisor.stop([*crew.processes, bulk])
+            # The gateway's last requests may need a new worker.
+            supervisor.stop([gateway], meanwhile=pool.step)
+            pool.close()
+            supervisor.stop([*pool.processes, bulk])
 
-    def _crew(self, env: Mapping[str, str]) -> Crew:
+    def _worker_pool(self, env: Mapping[str, str]) -> WorkerPool:
         if self._options.autoscale is None:
-            return FixedCrew(self._supervisor, env, self._options.workers, self._settings.worker.drain_s)
+            return FixedPool(self._supervisor, env, self._options.workers, self._settings.worker.drain_s)
         log = {"level": self._options.log_level, "format": self._options.log_format}
         logs.configure(self._settings.log.model_copy(update=log), "up")
         settings = self._settings.model_copy(update={"redis": self._redis})
-        return autoscaler(settings, self._supervisor, env, self._say)
+        return make_autoscaler(
+            settings, self._supervisor, env, lambda line: self._console.print(Text(f"qinfer: {line}"))
+        )
 
-    def _say(self, line: str) -> None:
-        self._console.print(Text(f"qinfer: {line}"))
-
-    def _announce(self, url: str, ports: Ports, no_bulk: str, crew: Crew) -> None:
-        """Waits until the models are loaded or failed, and prints what there is."""
+    def _announce(self, url: str, ports: Ports, no_bulk: str, pool: WorkerPool) -> None:
+        """Waits until the models are loaded or failed, and prints the summary."""
         with GatewayClient(url, verify=False) as client:
-            overview = self._wait_until_settled(client, crew)
+            overview = self._wait_until_settled(client, pool)
             if self._supervisor.stop_asked:
                 return
             example = None
             ready = next((m.name for m in overview.models if m.state is State.READY), None)
-            with contextlib.suppress(QinferError):  # an example is not worth stopping for
+            # An example is not worth a failure.
+            with contextlib.suppress(QinferError):
                 example = client.metadata(ready) if ready else None
             print_summary(
                 self._console,
                 url=url,
                 data=self._where(),
-                workers=crew.about,
+                workers=pool.about,
                 overview=overview,
                 example=example,
                 jobs=jobs_line(self._settings, no_bulk),
@@ -259,51 +328,40 @@ class Stack:
                 else "",
             )
 
-    def _wait_until_settled(self, client: GatewayClient, crew: Crew) -> Overview:
+    def _wait_until_settled(self, client: GatewayClient, pool: WorkerPool) -> Overview:
         began_s = self._clock.monotonic_s()
         overview = Overview(models=(), lanes=(), workers=())
         with self._console.status("starting…") as spinner:
             while not self._supervisor.stop_asked:
-                self._supervisor.wait(LOOK_EVERY_S)
-                crew.step()
+                self._supervisor.wait(POLL_S)
+                pool.step()
                 elapsed_s = self._clock.monotonic_s() - began_s
-                overview = self._look(elapsed_s) or overview
-                # Without a worker nobody reports on the models, and those are ready that want none.
-                pending = sum(m.pending and (bool(crew.least) or m.state is not State.READY) for m in overview.models)
-                settled = len(overview.workers) >= crew.least and not pending and client.is_live()
+                # While Redis can't be reached, the last overview is kept; workers of an earlier start do not count.
+                with contextlib.suppress(BrokerUnavailable):
+                    overview = run_overview(self._redis, max_up_s=elapsed_s + 1.0)
+                # Without a worker nobody reports on the models, and models that need none are ready.
+                pending = sum(m.pending and (bool(pool.least) or m.state is not State.READY) for m in overview.models)
+                settled = len(overview.workers) >= pool.least and not pending and client.is_live()
                 if settled or elapsed_s >= self._options.ready_timeout_s:
                     break
                 spinner.update(f"loading {pending} models…" if pending else "starting…")
         return overview
 
-    def _look(self, elapsed_s: float) -> Overview | None:
-        """Reads what the workers of this start report; `None` while Redis can't be asked."""
-        try:
-            return run_overview(self._redis, max_up_s=elapsed_s + 1.0)
-        except BrokerUnavailable:
-            return None
-
-    def _patience(self, limit_s: float) -> Callable[[], bool]:
-        deadline_s = self._clock.monotonic_s() + limit_s
-
-        def wait_a_little() -> bool:
-            self._supervisor.wait(LOOK_EVERY_S)
-            return self._clock.monotonic_s() < deadline_s and not self._supervisor.stop_asked
-
-        return wait_a_little if limit_s else lambda: False
-
     def _at(self, host: str, port: int) -> str:
         return local_url(host or self._options.host, port) if port else ""
 
-    def _claim_ports(self, patience: Callable[[], bool]) -> Ports:
-        options, grpc, metrics = self._options, self._settings.grpc, self._settings.metrics
-        addresses = [Address(options.host, options.http_port, "--http-port")]
-        if grpc.enabled:
-            addresses.append(Address(grpc.host or options.host, grpc.port, "--grpc-port"))
-        if metrics.enabled:
-            addresses.append(Address(metrics.host or options.host, metrics.port, "--metrics-port"))
-        claimed = zip(addresses, claim_ports(addresses, patience), strict=True)
-        ports = {address.option: port for address, port in claimed}
+    def _claim_ports(self, wait_s: float) -> Ports:
+        """Claims the gateway's ports; waits up to `wait_s` for those in use."""
+        deadline_s = self._clock.monotonic_s() + wait_s
+
+        def try_again() -> bool:
+            if wait_s:
+                self._supervisor.wait(POLL_S)
+            return self._clock.monotonic_s() < deadline_s and not self._supervisor.stop_asked
+
+        addresses = gateway_addresses(self._settings, self._options.host, self._options.http_port)
+        claimed = claim_ports(addresses, try_again)
+        ports = {address.option: port for address, port in zip(addresses, claimed, strict=True)}
         return Ports(ports["--http-port"], ports.get("--grpc-port", 0), ports.get("--metrics-port", 0))
 
     def _child_settings(self, ports: Ports) -> dict[str, str]:
@@ -332,3 +390,50 @@ class Stack:
         if self._options.redis_url:
             return "the Redis of --redis"
         return f"{self._options.data_dir}/ (kept over restarts, crashes and kill -9)"
+
+
+def allowed_stores(given: Sequence[str], settings: Settings) -> tuple[str, ...]:
+    """Returns the locations that jobs may read and write: those of the options, and of the setting.
+
+    Args:
+        given: URLs such as s3://bucket/folder, and directories of this machine.
+        settings: The settings, for `stores.allow`.
+
+    Raises:
+        SettingsError: A location is neither.
+    """
+    urls = [place if "://" in place else f"file://{Path(place).resolve()}" for place in given]
+    try:
+        return tuple(dict.fromkeys([*map(normalised, urls), *settings.stores.allow]))
+    except SettingsError as error:
+        raise SettingsError(f"--allow-store: {error.message}") from None
+
+
+def why_no_bulk_worker(settings: Settings, redis_url: str) -> str:
+    """Returns the reason or the remedy if there is no bulk worker; empty = one can run.
+
+    Args:
+        settings: The settings.
+        redis_url: The URL of the Redis with the queue.
+    """
+    if not settings.bulk.enabled:
+        return "QINFER_BULK__ENABLED is false"
+    if not settings.stores.allow:
+        return "allow a location to read and write: --allow-store ./data"
+    if missing := [name for name in _FOR_JOBS if importlib.util.find_spec(name) is None]:
+        return f"{' and '.join(missing)} is not installed: pip install 'qinfer-ml[bulk]'"
+    try:
+        broker_of(settings.model_copy(update={"redis": with_url(settings.redis, redis_url)}))
+    except SettingsError as error:
+        return error.message
+    return ""
+
+
+def jobs_line(settings: Settings, no_worker: str) -> str:
+    """Returns the text about bulk jobs in the summary.
+
+    Args:
+        settings: The settings, with the allowed locations.
+        no_worker: The reason why there is no bulk worker; empty = there is one.
+    """
+    return f"off; {no_worker}" if no_worker else f"within {', '.join(settings.stores.allow)}"

@@ -1,4 +1,4 @@
-"""What `qinfer up` checks and prepares on this machine before it starts anything: repository, port, environment."""
+"""Checks and preparations on this machine before `qinfer up` starts processes: repository, ports, environment."""
 
 import errno
 import os
@@ -10,11 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from qinfer.core.settings import Settings
 from qinfer.errors import SettingsError
 
 CHOSEN_PORTS = range(16384, 32768)
-"""A free port is one of these, if possible: the kernel gives the higher ones to outgoing connections, which could have
-it before the gateway does, or while one that crashed is started again."""
+"""A free port is one of these, if possible: the kernel gives the higher ones to outgoing connections, which could take
+the port before the gateway does, or while a crashed gateway is restarted."""
 
 _TRIES = 16
 
@@ -28,16 +29,16 @@ a model repository looks like this:
 
 
 def repository_places(path: str) -> list[str]:
-    """Returns the repositories of a setting: directories made absolute, for children may run elsewhere, and URLs."""
+    """Returns the repositories of a setting: URLs, and directories made absolute, as children may run elsewhere."""
     places = [place.strip() for place in path.split(",") if place.strip()]
     return [place if "://" in place else str(Path(place).resolve()) for place in places]
 
 
 def check_repository(place: str) -> None:
-    """Checks that there is a repository; one that is named by a URL is left to be found out.
+    """Checks that a directory of a repository exists; URLs are not checked.
 
     Raises:
-        SettingsError: There is none; the message shows what one looks like.
+        SettingsError: The directory does not exist; the message shows the layout of a repository.
     """
     path = Path(place)
     if "://" not in place and not path.is_dir():
@@ -46,12 +47,12 @@ def check_repository(place: str) -> None:
 
 
 class Address(NamedTuple):
-    """Where the gateway is to listen.
+    """An address at which the gateway listens.
 
     Attributes:
         host: The address to bind.
         port: The port; 0 for any.
-        option: The option that chooses another.
+        option: The option that sets the port.
     """
 
     host: str
@@ -59,22 +60,39 @@ class Address(NamedTuple):
     option: str = "--http-port"
 
 
-def claim_ports(addresses: Sequence[Address], try_again: Callable[[], bool]) -> list[int]:
-    """Makes sure that the gateway can have its ports.
+def gateway_addresses(settings: Settings, host: str, port: int) -> list[Address]:
+    """Returns the addresses of HTTP, gRPC and metrics, where they are enabled.
 
     Args:
-        addresses: What it needs.
-        try_again: Asked while a port is in use, and may wait first.
+        settings: The settings of gRPC and metrics.
+        host: The address for HTTP, and for the others by default.
+        port: The port of HTTP.
+    """
+    found = [Address(host, port, "--http-port")]
+    if settings.grpc.enabled:
+        found.append(Address(settings.grpc.host or host, settings.grpc.port, "--grpc-port"))
+    if settings.metrics.enabled:
+        found.append(Address(settings.metrics.host or host, settings.metrics.port, "--metrics-port"))
+    return found
+
+
+def claim_ports(addresses: Sequence[Address], try_again: Callable[[], bool]) -> list[int]:
+    """Checks that the gateway can bind its ports, and chooses free ones in place of 0.
+
+    Args:
+        addresses: The gateway's addresses.
+        try_again: Called while a port is in use; may wait, and returns whether to try again.
 
     Returns:
-        The port of each; that of 0 is chosen here, because its number is told to people.
+        The port of each address.
 
     Raises:
         SettingsError: A port is in use, or can't be bound.
     """
-    with ExitStack() as held:  # until all are chosen, so that none is chosen twice
+    # Ports are held until all are chosen, so that none is chosen twice; requested ones go first.
+    with ExitStack() as held:
         chosen: dict[Address, int] = {}
-        for address in sorted(addresses, key=lambda one: not one.port):  # any port must not be one that is asked for
+        for address in sorted(addresses, key=lambda one: not one.port):
             chosen[address] = int(held.enter_context(_bound(address, try_again)).getsockname()[1])
         return [chosen[address] for address in addresses]
 
@@ -96,7 +114,7 @@ def _bound(address: Address, try_again: Callable[[], bool]) -> socket.socket:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Binds a port, or, if it is 0, one that is free."""
+    """Binds a port; 0 = a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(0 if port else _TRIES):
         with suppress(OSError):
@@ -105,7 +123,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def local_url(host: str, port: int, *, tls: bool = False) -> str:
-    """Returns the URL by which this machine reaches a gateway bound to `host`."""
+    """Returns the URL at which this machine reaches a gateway bound to `host`."""
     if host in {"0.0.0.0", "::", ""}:  # noqa: S104  (compared, not bound)
         host = "127.0.0.1"
     scheme = "https" if tls else "http"
@@ -113,11 +131,11 @@ def local_url(host: str, port: int, *, tls: bool = False) -> str:
 
 
 def share_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
-    """Divides the cores among processes that compute: runtimes start a thread for each core that they may use.
+    """Divides the cores among workers: a runtime starts a thread for each core that it may use.
 
     Returns:
-        The cores of each process; empty for a single one, which needs no limit. With more processes than cores, one
-        core each, some of them twice.
+        The cores of each process; empty for a single one, which needs no limit. With more processes than cores, each
+        has one core, and some share it.
     """
     if processes == 1 or not cpus:
         return [()] * processes
@@ -128,10 +146,10 @@ def share_cpus(cpus: Sequence[int], processes: int) -> list[tuple[int, ...]]:
 
 
 def usable_cpus() -> list[int]:
-    """Returns the cores that this process may use; none where the system does not tell."""
+    """Returns the cores that this process may use; none on systems without this information."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def child_environment(base: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment with `settings` in place of variables of the same name, in whatever case."""
+    """Returns an environment with `settings` in place of variables of the same name in any case."""
     return {name: value for name, value in base.items() if name.upper() not in settings} | dict(settings)

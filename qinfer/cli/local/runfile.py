@@ -1,4 +1,4 @@
-"""`up.json` in a data directory: what a running `qinfer up` tells other commands, and a killed one the next `up`."""
+"""`up.json` in a data directory: how other commands, and the next `qinfer up`, find a running or killed one."""
 
 import json
 import os
@@ -10,12 +10,12 @@ NAME = "up.json"
 
 
 class RunFile(msgspec.Struct, frozen=True):
-    """What a running `up` wrote.
+    """The content of the run file of a `qinfer up`.
 
     Attributes:
-        pid: Its process id.
-        url: The gateway's.
-        redis_url: The private Redis's.
+        pid: The process id of `qinfer up`.
+        url: The gateway's URL.
+        redis_url: The private Redis' URL.
     """
 
     pid: int
@@ -23,18 +23,18 @@ class RunFile(msgspec.Struct, frozen=True):
     redis_url: str
 
     def is_alive(self) -> bool:
-        """Tells whether a process of that id exists; after a crash it may be another's."""
+        """Tells whether a process of that id exists; after a crash it may be another program."""
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
         except PermissionError:
-            return True
+            pass
         return True
 
 
 def read(data_dir: Path) -> RunFile | None:
-    """Returns the run file; `None` when there is none, or none that can be read."""
+    """Returns the run file; `None` if it does not exist or can't be read."""
     try:
         return msgspec.json.decode((data_dir / NAME).read_bytes(), type=RunFile)
     except (OSError, msgspec.MsgspecError):

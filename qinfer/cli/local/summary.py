@@ -1,4 +1,4 @@
-"""What `qinfer up` prints when models are loaded, or failed: where, which models, how to ask, how to stop."""
+"""The summary that `qinfer up` prints once the models are loaded or failed: URLs, models, an example, how to stop."""
 
 import json
 import shlex
@@ -24,7 +24,7 @@ def print_summary(
     *,
     url: str,
     data: str,
-    workers: int | str,
+    workers: str,
     overview: Overview,
     example: ModelMetadata | None,
     grpc: str = "",
@@ -34,28 +34,28 @@ def print_summary(
     """Prints the summary.
 
     Args:
-        console: Where to.
-        url: The gateway's.
+        console: The console.
+        url: The gateway's URL.
         data: Where the queue is kept, in words.
-        workers: How many were started, or in words how many there will be.
+        workers: The number of workers, in words.
         overview: The models and their state.
-        example: A READY model to show a request for.
-        grpc: Where gRPC is served; empty = nowhere.
-        metrics: The URL of the metrics' own port; empty = there is none.
-        jobs: Whether there are bulk jobs, in words; empty = not worth a line.
+        example: A READY model for the example of a request.
+        grpc: The address of gRPC; empty = off.
+        metrics: The URL of the metrics' own port; empty = off.
+        jobs: The state of bulk jobs, in words; empty = no line about them.
     """
     ready = sum(model.state is State.READY for model in overview.models)
     others = len(overview.models) - ready
-    state = ("is ready", "") if not others else (f"runs; models that are not ready: {others}", "yellow")
+    state = ("is ready", "") if not others else (f"is running; models that are not ready: {others}", "yellow")
     lines = [
         Text.assemble(("qinfer", "bold"), f" {__version__} ", state),
         Text(),
         _fact("URL", (url, "bold cyan"), ("   /docs and /metrics too", "dim")),
         *([_fact("gRPC", (grpc, "cyan"))] if grpc else []),
         *([_fact("Metrics", (metrics, "cyan"))] if metrics else []),
-        _fact("Models", f"{ready} of {len(overview.models)} ready" if overview.models else "none is to be loaded"),
+        _fact("Models", f"{ready} of {len(overview.models)} ready" if overview.models else "none are to be loaded"),
         *(_fact("", *_model(model)) for model in overview.models),
-        _fact("Workers", str(workers)),
+        _fact("Workers", workers),
         *([_fact("Jobs", jobs)] if jobs else []),
         _fact("Data", data),
         _fact("Stop", "Ctrl-C", ("   answers what was accepted first; twice: at once", "dim")),
@@ -64,13 +64,15 @@ def print_summary(
         lines += [Text(), _fact("Try", (example_line(url, example), "green"))]
     console.print()
     for line in lines:
-        console.print(Text("  ") + line, soft_wrap=True)  # a command that is cut into lines can't be pasted
+        # A command that is cut into lines can't be pasted.
+        console.print(Text("  ") + line, soft_wrap=True)
     console.print()
 
 
 def example_line(url: str, model: ModelMetadata) -> str:
-    """Returns a shell line that asks a model with zeros; short whatever the inputs' size."""
-    if any(i.datatype in {"FP16", "BF16"} for i in model.inputs):  # which JSON can't carry (reference §1.8)
+    """Returns a short shell line that sends zeros to a model, whatever the size of its inputs."""
+    # JSON can't carry these datatypes.
+    if any(i.datatype in {"FP16", "BF16"} for i in model.inputs):
         inputs = " ".join(f"--input {shlex.quote(i.name)}=zeros" for i in model.inputs)
         return f"qinfer infer {shlex.quote(model.name)} --url {url} {inputs}"
     body = shlex.quote(json.dumps({"inputs": [_input(i) for i in model.inputs]}))

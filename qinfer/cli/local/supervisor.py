@@ -1,7 +1,7 @@
-"""A small synchronous supervisor: starts processes, restarts what crashes, stops them in order.
+"""A small synchronous supervisor: starts processes, restarts crashed ones, stops them in order.
 
 It sleeps in one `select` on the wake-up socket that Python writes signals to: SIGCHLD when a process ended, SIGINT,
-SIGTERM and SIGHUP when it should stop. Nothing is polled. Decisions about restarts are `qinfer.cli.local.restart`'s.
+SIGTERM and SIGHUP when it should stop. Nothing is polled. Decisions about restarts (`after_exit`) are pure.
 """
 
 import contextlib
@@ -16,36 +16,98 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Protocol, Self
 
-from qinfer.cli.local.restart import RestartPolicy, after_exit, describe_exit
 from qinfer.core.clock import Clock, SystemClock
+from qinfer.core.processes import signal_name
+from qinfer.core.retry import pause_s
 from qinfer.errors import QinferError, SettingsError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_POKE = b"\0"  # the number of no signal
+_POKE = b"\0"
+"""The number of no signal."""
+
+
+KILL_MARGIN_S = 5.0
+"""Seconds above a program's own drain limit before it is killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """The treatment of a process that ended by itself.
+
+    Attributes:
+        first_delay_s: Seconds before the first restart; doubled with each failure in a row.
+        max_delay_s: The longest delay.
+        stable_s: Seconds of running after which earlier failures are forgotten.
+        give_up_after: Failures in a row after which the process is not restarted; `None` = never give up.
+        hopeless_codes: Exit codes that no restart can cure, such as 2 for wrong settings; only with `give_up_after`.
+    """
+
+    first_delay_s: float = 0.5
+    max_delay_s: float = 30.0
+    stable_s: float = 10.0
+    give_up_after: int | None = None
+    hopeless_codes: tuple[int, ...] = (2,)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A decision about a process that ended by itself.
+
+    Attributes:
+        failures: Failures of the process in a row, this one included.
+        delay_s: Seconds until the restart; `None` = give up.
+    """
+
+    failures: int
+    delay_s: float | None
+
+
+def after_exit(policy: RestartPolicy, *, failures: int, ran_s: float, code: int) -> Verdict:
+    """Decides about a process that ended by itself.
+
+    Args:
+        policy: The treatment.
+        failures: Failures of the process in a row before this one.
+        ran_s: Seconds that the process ran.
+        code: The exit code; negative = the signal that killed it, as `subprocess` reports it.
+    """
+    failures = 1 if ran_s >= policy.stable_s else failures + 1
+    if policy.give_up_after is not None and (failures >= policy.give_up_after or code in policy.hopeless_codes):
+        return Verdict(failures, None)
+    return Verdict(failures, pause_s(failures, policy.first_delay_s, policy.max_delay_s))
+
+
+def describe_exit(code: int) -> str:
+    """Describes the end of a process: `ended with exit code 3`, `was killed by SIGKILL`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal_name(-code) or f"signal {-code}"
+    hint = " (by hand, or by the system for lack of memory)" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
 
 
 class Process(Protocol):
-    """What a supervisor looks after."""
+    """A process under a supervisor."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The name in messages."""
         ...
 
     def start(self) -> None:
-        """Starts it; after its end, starts it again. May raise `QinferError` or `OSError`."""
+        """Starts the process, for the first time or again. May raise `QinferError` or `OSError`."""
         ...
 
     def poll(self) -> int | None:
-        """Returns its exit code (negative = killed by that signal), or `None` while it runs."""
+        """Returns the exit code (negative = killed by that signal), or `None` while the process is running."""
         ...
 
     def terminate(self) -> None:
-        """Asks it to end."""
+        """Asks the process to end."""
         ...
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Ends the process at once."""
         ...
 
 
@@ -53,10 +115,10 @@ class Program:
     """A Python module run as a child that ends with its supervisor (`qinfer.cli.local.child`).
 
     Args:
-        name: How messages call it.
-        module: The module, run as `python -m` would.
-        env: Its whole environment. Settings travel here and not as arguments, which every user of the machine can read.
-        cpus: The cores it may use; empty = all.
+        name: The name in messages.
+        module: The module, run as with `python -m`.
+        env: The whole environment. It carries settings, since every user of the machine can read arguments.
+        cpus: The cores that the program may use; empty = all.
     """
 
     def __init__(self, name: str, module: str, env: Mapping[str, str], cpus: Sequence[int] = ()) -> None:
@@ -67,17 +129,13 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before the first start."""
+        """The process id; 0 before the first start."""
         return self._popen.pid if self._popen else 0
 
     def start(self) -> None:
-        """Starts it in a process group of its own, so that Ctrl-C reaches the supervisor alone."""
-        self._popen = subprocess.Popen(  # noqa: S603 (our own interpreter and modules)
-            self._argv,
-            env=self._env,
-            stdin=subprocess.PIPE,
-            process_group=0,
-        )
+        """Starts the program in a process group of its own, so that Ctrl-C reaches the supervisor alone."""
+        argv, env = self._argv, self._env
+        self._popen = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, process_group=0)  # noqa: S603  # our own modules
 
     def poll(self) -> int | None:
         """See `Process`."""
@@ -99,7 +157,7 @@ class Program:
 
 
 class GaveUp(QinferError):
-    """A process failed again and again, and nothing works without it."""
+    """The repeated failure of a process without which nothing works."""
 
 
 @dataclass(slots=True)
@@ -109,18 +167,20 @@ class _Child:
     stop_s: float
     failures: int = 0
     started_s: float = 0.0
-    restart_at_s: float | None = None  # set while it waits for its restart
-    kill_at_s: float | None = None  # set while it was dismissed and has not ended
+    restart_at_s: float | None = None
+    """Set while the process waits for its restart."""
+    kill_at_s: float | None = None
+    """Set from the dismissal of the process until its end."""
     stopping: bool = False
     ended: bool = False
 
 
 class Supervisor:
-    """Looks after processes; a context manager that owns the signal handlers of its process meanwhile.
+    """Starts, restarts and stops processes; a context manager that owns the signal handlers of its own process.
 
     Args:
-        say: Called with one line for people about each crash, restart and kill.
-        clock: Tells the time.
+        say: Called with a line of text about each crash, restart and kill.
+        clock: Measures time.
     """
 
     def __init__(self, say: Callable[[str], None], clock: Clock | None = None) -> None:
@@ -132,7 +192,7 @@ class Supervisor:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        """Takes the signals over."""
+        """Takes over the signals."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -142,7 +202,7 @@ class Supervisor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Gives the signals back; kills what `stop` did not end, because an error came first."""
+        """Restores the signals; kills processes that are still running, because an error came before `stop`."""
         for child in self._children:
             if not child.ended and child.restart_at_s is None:
                 child.process.kill()
@@ -157,25 +217,23 @@ class Supervisor:
         """Whether a signal asked to stop."""
         return self._stops_asked > 0
 
-    def add(self, process: Process, policy: RestartPolicy, *, stop_s: float, started: bool = False) -> None:
-        """Starts a process and looks after it from now on.
+    def add(self, process: Process, policy: RestartPolicy, *, stop_s: float) -> None:
+        """Starts a process and supervises it from now on.
 
         Args:
             process: The process.
-            policy: How it is restarted.
-            stop_s: Seconds it gets to end after `terminate`, before `kill`.
-            started: It runs already.
+            policy: The treatment of its failures.
+            stop_s: Seconds between `terminate` and `kill`.
         """
-        if not started:
-            process.start()
+        process.start()
         self._children.append(_Child(process, policy, stop_s, started_s=self._clock.monotonic_s()))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits for one signal, restart or `poke`, at most `timeout_s` seconds, and acts on it.
 
         Raises:
-            GaveUp: A process that must run does not.
-            SettingsError: Nor will it with these settings.
+            GaveUp: A necessary process failed repeatedly.
+            SettingsError: A necessary process can't run with these settings.
         """
         due = [at_s for c in self._children for at_s in (c.restart_at_s, c.kill_at_s) if at_s is not None]
         if due:
@@ -185,39 +243,40 @@ class Supervisor:
             numbers = self._reader.recv(4096)
             self._stops_asked += sum(number in STOP_SIGNALS for number in numbers)
         for child in self._children:
-            self._look_after(child)
+            self._check(child)
         self._children = [child for child in self._children if not (child.stopping and child.ended)]
 
     def poke(self) -> None:
         """Makes `wait` return; any thread may call it."""
-        with contextlib.suppress(OSError):  # full: it returns anyway; closed: nobody waits
+        # A full socket makes `wait` return anyway; a closed one means that nobody waits.
+        with contextlib.suppress(OSError):
             self._writer.send(_POKE)
 
     def dismiss(self, process: Process) -> None:
-        """Asks a process to end, and does not wait: `wait` kills it if it takes too long, and forgets it at its end."""
+        """Asks a process to end without waiting; `wait` kills it if it takes too long, and forgets it at its end."""
         for child in self._children:
             if child.process is process and not child.stopping:
                 child.kill_at_s = self._clock.monotonic_s() + child.stop_s
                 self._ask_to_end(child)
 
-    def looks_after(self, process: Process) -> bool:
-        """Tells whether a process runs, waits for its restart, or was asked to end and has not."""
+    def supervises(self, process: Process) -> bool:
+        """Tells whether a process is running, waits for its restart, or was asked to end and has not."""
         return any(child.process is process and not child.ended for child in self._children)
 
-    def run(self) -> None:
-        """Looks after the processes until a signal asks to stop.
+    def run(self, step: Callable[[], None] = lambda: None) -> None:
+        """Supervises the processes until a signal asks to stop; raises as `wait`.
 
-        Raises:
-            GaveUp: A process that must run does not.
-            SettingsError: Nor will it with these settings.
+        Args:
+            step: Called after each `wait`.
         """
         while not self.stop_asked:
             self.wait()
+            step()
 
     def stop(self, processes: Sequence[Process], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Asks processes to end and waits for them; the others are looked after meanwhile.
+        """Asks processes to end and waits for them; supervises the others meanwhile.
 
-        One that takes too long, or a second Ctrl-C, gets it killed.
+        Processes that take too long are killed, and all of them after a second Ctrl-C.
 
         Args:
             processes: The processes.
@@ -241,13 +300,14 @@ class Supervisor:
 
     def _ask_to_end(self, child: _Child) -> None:
         child.stopping = True
-        if child.restart_at_s is not None:  # it is down already
+        if child.restart_at_s is not None:
+            # The process has ended already.
             child.restart_at_s, child.kill_at_s, child.ended = None, None, True
         else:
             child.process.terminate()
-            self._look_after(child)
+            self._check(child)
 
-    def _look_after(self, child: _Child) -> None:
+    def _check(self, child: _Child) -> None:
         if child.ended:
             return
         now_s = self._clock.monotonic_s()
@@ -290,4 +350,4 @@ class Supervisor:
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Does nothing: the wake-up socket tells what happened, a handler only has to exist for it to be written."""
+    """Does nothing: a handler has to exist for the wake-up socket to be written."""

@@ -1,4 +1,4 @@
-"""`qinfer up`: its options. What it does is in `qinfer.cli.local.deployment`."""
+"""`qinfer up`: the options; `qinfer.cli.local.deployment` does the work."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -14,14 +14,14 @@ _MOST = 256
 
 
 class LogFormat(StrEnum):
-    """How the programs log."""
+    """Log format."""
 
     text = "text"
     json = "json"
 
 
 class LogLevel(StrEnum):
-    """The least severe level that the programs log."""
+    """Lowest level to log."""
 
     debug = "DEBUG"
     info = "INFO"
@@ -30,7 +30,7 @@ class LogLevel(StrEnum):
 
 
 class ControlMode(StrEnum):
-    """Which models are loaded."""
+    """Model control mode."""
 
     none = "none"
     poll = "poll"
@@ -149,12 +149,12 @@ def up(
     A crashed process is restarted. Ctrl-C drains: accepted requests are answered first. A second Ctrl-C
     ends at once. The queue survives both, and kill -9.
     """
-    from qinfer.cli.local.deployment import StackOptions, run_stack
+    from qinfer.cli.local.deployment import UpOptions, run_deployment
 
     if load_model and model_control_mode is not ControlMode.explicit:
         raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")
-    run_stack(
-        StackOptions(
+    run_deployment(
+        UpOptions(
             model_repositories=tuple(model_repository or ()),
             control_mode=model_control_mode.value,
             load_models=tuple(load_model or ()),

@@ -1,4 +1,4 @@
-"""`qinfer autoscale`: as many workers on this machine as the work asks for."""
+"""`qinfer autoscale`: as many workers on this machine as the waiting work needs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -105,8 +105,8 @@ def autoscale(
     Exit codes: 0 stopped, or replayed; 2 a setting or a record is wrong.
     """
     from qinfer.cli.overview import redis_settings
-    from qinfer.cli.scaling.autoscaling import run_autoscaler
     from qinfer.cli.scaling.replay import run_replay
+    from qinfer.cli.scaling.scaler import run_autoscaler
 
     options = {
         "min_workers": least,
@@ -121,5 +121,5 @@ def autoscale(
         run_replay(replay, options, late_s, as_json=as_json)
         return
     if as_json or late_s is not None:
-        raise typer.BadParameter("it belongs to --replay", param_hint="--json" if as_json else "--late-s")
+        raise typer.BadParameter("it requires --replay", param_hint="--json" if as_json else "--late-s")
     run_autoscaler(redis_settings(redis, data_dir), {**options, "record": record})

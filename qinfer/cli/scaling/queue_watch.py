@@ -1,4 +1,4 @@
-"""Reads the work of the queue in a thread, so that a Redis that is away holds nothing else up."""
+"""Reads the work of the queue in a thread, so that an unreachable Redis blocks nothing else."""
 
 import asyncio
 import contextlib
@@ -27,16 +27,16 @@ CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What the queue and its workers looked like at one instant.
+    """The state of the queue and its workers at one instant.
 
     Attributes:
-        at_s: When; monotonic.
+        at_s: The monotonic time.
         work: The work of each version.
-        rows: Rows that were executed so far, of each version.
+        rows: Rows executed so far, of each version.
         workers: The heartbeats of all live workers.
-        load_s: The longest time that one of the models took to load.
-        floors: Model → live workers that it wants in order to be READY; those that want none are left out.
-        scalers: The records of all live autoscalers, whatever their models.
+        load_s: The longest load time of a model.
+        floors: Model → live workers that it needs to be READY, where it needs any.
+        scalers: The records of all live autoscalers, of whatever models.
     """
 
     at_s: float
@@ -50,13 +50,13 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """The queue could not be read."""
+    """A failure to read the queue."""
 
     reason: str
 
 
 async def read(store: ControlStore, delivery: Delivery, globs: Sequence[str], clock: Clock) -> Reading:
-    """Reads all that an autoscaler goes by, of the models that its workers load.
+    """Reads the input of an autoscaler, about the models that its workers load.
 
     Raises:
         BrokerUnavailable: The store or the queue can't be reached.
@@ -80,20 +80,20 @@ async def read(store: ControlStore, delivery: Delivery, globs: Sequence[str], cl
 
 
 class QueueWatch:
-    """Reads every few seconds until closed, and writes what the autoscaler says of itself.
+    """Reads the queue every few seconds until closed, and publishes the autoscaler's own record.
 
     Args:
-        redis: Where the queue is.
+        redis: The Redis with the queue.
         globs: The models that count.
         every_s: Seconds between two readings.
-        news: Called in the thread when there is a new reading; it must not block.
+        on_news: Called in the thread when there is a new reading; must not block.
     """
 
-    def __init__(self, redis: RedisSettings, globs: Sequence[str], every_s: float, news: Callable[[], None]) -> None:
+    def __init__(self, redis: RedisSettings, globs: Sequence[str], every_s: float, on_news: Callable[[], None]) -> None:
         self._redis = redis
         self._globs = globs
         self._every_s = every_s
-        self._news = news
+        self._on_news = on_news
         self._clock = SystemClock()
         self._lock = threading.Lock()
         self._latest: Reading | Away | None = None
@@ -101,39 +101,42 @@ class QueueWatch:
         self._counts: dict[str, int] = {}
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
-        self._said = asyncio.Event()
+        self._has_record = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="queue-watch", daemon=True)
 
     def start(self) -> None:
-        """Begins to read."""
+        """Starts the thread."""
         self._thread.start()
 
     def take(self) -> Reading | Away | None:
-        """Returns what was read since the last call, if anything was."""
+        """Returns the latest reading, if there was one since the last call."""
         with self._lock:
             latest, self._latest = self._latest, None
         return latest
 
-    def say(self, record: ScalerRecord, counts: Mapping[str, int]) -> None:
-        """Has a record written at once, or before the first reading, and counts added."""
+    def publish(self, record: ScalerRecord, counts: Mapping[str, int]) -> None:
+        """Writes a record at once, or before the first reading, and adds to counters."""
         with self._lock:
             self._record = record
             self._add(counts)
-        with contextlib.suppress(RuntimeError):  # it has just ended
-            self._loop.call_soon_threadsafe(self._said.set)
+        self._call(self._has_record.set)
 
     def close(self) -> None:
-        """Takes the record away and ends the thread; gives up on a Redis that does not answer."""
+        """Removes the record and ends the thread; gives up on a Redis that does not answer."""
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._end)
+            self._call(self._end)
             self._thread.join(CLOSE_S)
         elif not self._loop.is_closed():
             self._loop.close()
 
+    def _call(self, callback: Callable[[], None]) -> None:
+        # The thread may have just ended.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback)
+
     def _end(self) -> None:
         self._stop.set()
-        self._said.set()
+        self._has_record.set()
 
     def _run(self) -> None:
         with contextlib.closing(self._loop):
@@ -145,7 +148,8 @@ class QueueWatch:
                 await self._while_connected()
             except QinferError as error:
                 self._put(Away(error.message))
-            except Exception:  # the loop boundary: what is odd may pass, and the workers are to be kept
+            # The loop boundary: an unexpected error may pass, and the workers are to be kept.
+            except Exception:
                 logger.exception("queue not read")
                 self._put(Away("its state can't be read"))
             await self._pause()
@@ -154,7 +158,8 @@ class QueueWatch:
         delivery = await Delivery.connect(self._redis)
         store = ControlStore(admin_client(self._redis))
         try:
-            await self._publish(store, RECORD_TTL_S)  # first: so those that start together know one another
+            # The record comes before the first reading, so that autoscalers that start together know one another.
+            await self._publish(store, RECORD_TTL_S)
             while not self._stop.is_set():
                 self._put(await read(store, delivery, self._globs, self._clock))
                 await self._publish_until_next(store)
@@ -164,7 +169,7 @@ class QueueWatch:
             await delivery.close()
 
     async def _publish(self, store: ControlStore, ttl_s: float) -> None:
-        self._said.clear()
+        self._has_record.clear()
         with self._lock:
             record, counts, self._counts = self._record, self._counts, {}
         if record is None:
@@ -177,13 +182,13 @@ class QueueWatch:
             raise
 
     async def _publish_until_next(self, store: ControlStore) -> None:
-        """Waits for the time of the next reading; meanwhile writes what is said, at once: others go by it."""
+        """Waits until the next reading is due; meanwhile writes new records at once, as the others need them."""
         next_s = self._loop.time() + self._every_s
         while not self._stop.is_set() and (left_s := next_s - self._loop.time()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
-                    await self._said.wait()
-            if self._said.is_set() and not self._stop.is_set():
+                    await self._has_record.wait()
+            if self._has_record.is_set() and not self._stop.is_set():
                 await self._publish(store, RECORD_TTL_S)
 
     async def _pause(self) -> None:
@@ -198,4 +203,4 @@ class QueueWatch:
     def _put(self, latest: Reading | Away) -> None:
         with self._lock:
             self._latest = latest
-        self._news()
+        self._on_news()

@@ -1,4 +1,4 @@
-"""What `qinfer autoscale --replay` does: the policy on recorded traffic, beside what really was."""
+"""`qinfer autoscale --replay`: a simulation of the policy on recorded traffic, beside the recorded outcome."""
 
 import math
 from collections.abc import Mapping
@@ -9,35 +9,35 @@ from qinfer.cli.scaling.scaler import policy_of
 from qinfer.core.settings import AutoscaleSettings
 from qinfer.errors import SettingsError
 from qinfer.scaling.record import Traffic, decode, traffic_of
-from qinfer.scaling.simulation import Machine, Outcome, as_recorded, simulate
+from qinfer.scaling.simulation import Outcome, WorkerProfile, as_recorded, simulate
 
 _ROWS = {
-    "worker_s": ("seconds of workers", "{:,.0f}"),
+    "worker_s": ("worker-seconds", "{:,.0f}"),
     "idle_s": ("of them without work", "{:,.0f}"),
-    "excess": ("seconds of workers for each of work", "{:.2f}"),
+    "excess": ("worker-seconds per second of work", "{:.2f}"),
     "late_rows": ("late rows", "{:,}"),
     "late_share": ("of all", "{:.2%}"),
-    "wait_p50_s": ("p50 of the waits, s", "{:.0f}"),
-    "wait_p99_s": ("p99 of the waits, s", "{:.0f}"),
+    "wait_p50_s": ("p50 of waits, s", "{:.0f}"),
+    "wait_p99_s": ("p99 of waits, s", "{:.0f}"),
     "wait_max_s": ("longest wait, s", "{:.0f}"),
     "most_workers": ("most workers", "{}"),
     "changes": ("changes", "{}"),
-    "turns": ("of them back", "{}"),
+    "turns": ("of them reversals", "{}"),
     "left_rows": ("rows left at the end", "{:,}"),
 }
 
 
 def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *, as_json: bool = False) -> None:
-    """Prints what a policy would have made of the traffic of a record.
+    """Prints the outcome of a policy on the traffic of a record.
 
     Args:
         path: The record.
-        options: Fields of `AutoscaleSettings`: the policy.
-        late_s: What waited longer is late; `None` = than the target and the start of a worker.
+        options: The policy, as fields of `AutoscaleSettings`.
+        late_s: Seconds after which a wait is late; `None` = the target plus a worker's start-up time.
         as_json: Print JSON instead of a table.
 
     Raises:
-        SettingsError: The file can't be read or is no record, or the options make no sense together.
+        SettingsError: The file can't be read or is no record, or the options contradict one another.
     """
     if late_s is not None and not math.isfinite(late_s):
         raise SettingsError(f"--late-s must be a number of seconds, got {late_s}")
@@ -47,11 +47,11 @@ def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *
             traffic = traffic_of(decode(file))
     except OSError as error:
         raise SettingsError(f"{path} can't be read: {error.strerror}; --record writes such a file") from None
-    machine = Machine.of(traffic)
-    bound_s = policy.target_s + machine.load_s if late_s is None else late_s
-    told = {
+    profile = WorkerProfile.of(traffic)
+    bound_s = policy.target_s + profile.load_s if late_s is None else late_s
+    outcomes = {
         "recorded": figures(as_recorded(traffic), bound_s),
-        "replayed": figures(simulate(policy, traffic.arrivals, machine), bound_s),
+        "replayed": figures(simulate(policy, traffic.arrivals, profile), bound_s),
     }
     about = {
         "seconds": len(traffic.arrivals),
@@ -62,17 +62,17 @@ def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *
         "late_s": round(bound_s, 3),
     }
     if as_json:
-        print_json(about | told)
+        print_json(about | outcomes)
     else:
-        _print_table(traffic, bound_s, told)
+        _print_table(traffic, bound_s, outcomes)
 
 
 def figures(outcome: Outcome, late_s: float) -> dict[str, float]:
-    """Returns what counts of an outcome.
+    """Returns the figures of an outcome.
 
     Args:
-        outcome: What came of a trace.
-        late_s: What waited longer is late.
+        outcome: The outcome of a trace.
+        late_s: Seconds after which a wait is late.
     """
     return {
         "worker_s": outcome.worker_s,
@@ -90,20 +90,20 @@ def figures(outcome: Outcome, late_s: float) -> dict[str, float]:
     }
 
 
-def _print_table(traffic: Traffic, late_s: float, told: Mapping[str, Mapping[str, float]]) -> None:
+def _print_table(traffic: Traffic, late_s: float, outcomes: Mapping[str, Mapping[str, float]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     rows = sum(traffic.arrivals)
     title = f"{rows:,} rows in {len(traffic.arrivals):,} s, {rows / traffic.rows_per_s:,.0f} s of work"
-    table = Table("", "as it was", "these options", title=title)
+    table = Table("", "recorded", "these options", title=title)
     for column in table.columns[1:]:
         column.justify = "right"
     for name, (words, form) in _ROWS.items():
-        table.add_row(words, *(form.format(figure[name]) for figure in told.values()))
+        table.add_row(words, *(form.format(figure[name]) for figure in outcomes.values()))
     console = Console()
     console.print(table)
     console.print(
-        f"A worker did {traffic.rows_per_s:,.1f} rows a second and took {traffic.load_s:.1f} s to start. "
-        f"Late: waited longer than {late_s:.1f} s."
+        f"A worker served {traffic.rows_per_s:,.1f} rows/s and took {traffic.load_s:.1f} s to start. "
+        f"A wait of more than {late_s:.1f} s is late."
     )

@@ -1,39 +1,42 @@
-"""What `qinfer autoscale` does, and `qinfer up --autoscale`: looks at the queue, decides, starts and drains workers.
+"""The autoscaler of `qinfer autoscale` and `qinfer up`: reads the queue, decides, starts and drains workers.
 
-    QueueWatch (thread): Redis ──▶ Reading ──▶ decide_share (pure) ──▶ Fleet: worker processes, under the supervisor
+    QueueWatch (thread): Redis ──▶ Reading ──▶ decide_share (pure) ──▶ ScalingPool: workers under the supervisor
 
 Autoscalers of the same models share the work: each knows the others by their records, decides for all, and does its
-share. While the queue can't be read nothing is decided: what runs is kept. A decision is a line of the log with its
-numbers; the latest is in Redis too, and how many there were.
+share. While the queue can't be read, running workers are kept. Each decision is logged with its numbers; Redis has the
+latest one, and counts of all.
 """
 
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
-from qinfer.cli.local.machine import usable_cpus
-from qinfer.cli.local.supervisor import Process
-from qinfer.cli.scaling.pool import Fleet
+from qinfer.cli.local.machine import child_environment, share_cpus, usable_cpus
+from qinfer.cli.local.supervisor import KILL_MARGIN_S, Process, RestartPolicy, Supervisor
+from qinfer.cli.scaling.pool import ScalingPool
 from qinfer.cli.scaling.queue_watch import Away, QueueWatch, Reading
-from qinfer.cli.scaling.scaling_file import ScalingFile
 from qinfer.core.clock import Clock, SystemClock
-from qinfer.core.settings import AutoscaleSettings
+from qinfer.core.settings import AutoscaleSettings, RedisSettings, Settings, load_settings
 from qinfer.errors import QinferError
 from qinfer.models.state import KILLED, RESTARTED, SCALED_DOWN, SCALED_UP, ScalerRecord
+from qinfer.observe import logs
 from qinfer.scaling.policy import Observation, ScalingPolicy, ScalingState, Throughput
+from qinfer.scaling.record import RecordFile
 from qinfer.scaling.shares import Peers, SharedDecision, decide_share, policy_of_all
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("qinfer.autoscale")
 
 
 def policy_of(settings: AutoscaleSettings) -> ScalingPolicy:
-    """Returns the policy of the settings; the most workers, if not set, is as many as there are cores.
+    """Returns the policy of the settings; an unset maximum is the number of cores.
 
     Raises:
-        SettingsError: The numbers make no sense together.
+        SettingsError: The numbers contradict one another.
     """
     return ScalingPolicy(
         min_workers=settings.min_workers,
@@ -47,7 +50,7 @@ def policy_of(settings: AutoscaleSettings) -> ScalingPolicy:
 
 
 def crowded(policy: ScalingPolicy) -> str:
-    """Says so when there may be more workers than cores; empty = all is well."""
+    """Returns a warning if there may be more workers than cores; else empty."""
     cores = len(usable_cpus())
     if not cores or policy.max_workers <= cores:
         return ""
@@ -55,32 +58,32 @@ def crowded(policy: ScalingPolicy) -> str:
 
 
 class Autoscaler:
-    """Keeps as many workers as the work asks for.
+    """Keeps as many workers running as the work needs.
 
     Args:
-        policy: The operator's will.
-        fleet: The workers.
+        policy: The scaling policy.
+        pool: The workers.
         watch: Reads the queue.
         places: Globs of the models that the workers load.
-        say: Called with a line for people about each decision that changes something, and all that is odd. Without it
-            what is odd is logged, as decisions are anyway.
-        clock: Tells the time.
-        record: Gets what is seen and decided; `None` = nobody wants it.
+        say: Called with a line of text about each change and each problem. Without it problems are logged, as changes
+            are in any case.
+        clock: Measures time.
+        record: The record of observations and decisions, if any.
     """
 
     def __init__(
         self,
         policy: ScalingPolicy,
-        fleet: Fleet,
+        pool: ScalingPool,
         watch: QueueWatch,
         places: Sequence[str],
         say: Callable[[str], None] | None = None,
         clock: Clock | None = None,
         *,
-        record: ScalingFile | None = None,
+        record: RecordFile | None = None,
     ) -> None:
         self._policy = policy
-        self._fleet = fleet
+        self._pool = pool
         self._watch = watch
         self._places = tuple(places)
         self._say = say
@@ -92,14 +95,14 @@ class Autoscaler:
         self._peers = Peers(self._id, places)
         self._state = ScalingState.begin(self._clock.monotonic_s(), policy.min_workers)
         self._share = policy.min_workers
-        self._away = False
-        self._wanting: frozenset[str] = frozenset()
-        self._told = {RESTARTED: 0, KILLED: 0}
+        self._is_away = False
+        self._demanding: frozenset[str] = frozenset()
+        self._published = {RESTARTED: 0, KILLED: 0}
 
     @property
     def processes(self) -> list[Process]:
-        """All workers that may run."""
-        return self._fleet.processes
+        """All workers that may be running."""
+        return self._pool.processes
 
     @property
     def least(self) -> int:
@@ -108,55 +111,55 @@ class Autoscaler:
 
     @property
     def about(self) -> str:
-        """How many there will be, in words."""
+        """The number of workers in words."""
         limits = f"{self._policy.min_workers} to {self._policy.max_workers}"
-        asked = f"{limits}, one for each {self._policy.target_s:g} s of work"
-        if self._policy.min_workers:
-            return asked
-        return f"{asked}; the models are ready without one"
+        text = f"{limits}, one for each {self._policy.target_s:g} s of work"
+        return text if self._policy.min_workers else f"{text}; the models are ready without one"
 
     def start(self) -> None:
-        """Starts the fewest workers, and begins to look."""
-        self._fleet.resize(self._share)
-        self._watch.say(self._about_us(), {})
+        """Starts the minimum number of workers, and begins to read the queue."""
+        self._pool.resize(self._share)
+        self._watch.publish(self._own_record(), {})
         self._watch.start()
 
     def close(self) -> None:
-        """Looks no more; the workers are the supervisor's to stop."""
+        """Stops reading; the workers are the supervisor's to stop."""
         self._watch.close()
 
     def step(self) -> None:
-        """Acts on what was read since the last step, if anything was."""
+        """Acts on the latest reading, if there is a new one."""
         reading = self._watch.take()
         if reading is None:
             return
         if isinstance(reading, Away):
-            self._blind(reading.reason)
+            self._keep_workers(reading.reason)
             return
-        if self._away:
-            self._away = False
-            self._state = self._state.blind(reading.at_s)
+        if self._is_away:
+            self._is_away = False
+            self._state = self._state.after_gap(reading.at_s)
             self._note("queue read again", "the queue can be read again", {})
-        self._fleet.note(reading.workers)
-        self._peers.see(reading.at_s, reading.scalers)
-        self._tell_floors(reading)
+        self._pool.update(reading.workers)
+        self._peers.update(reading.at_s, reading.scalers)
+        self._report_floors(reading)
         seen = self._observation(reading)
         others, share = self._peers.others, self._share
-        decided = decide_share(self._policy, self._state, seen, self._about_us(), others, is_left=self._peers.is_left)
+        decided = decide_share(
+            self._policy, self._state, seen, self._own_record(), others, has_lost_peers=self._peers.has_lost_peers
+        )
         self._state, self._share = decided.state, decided.share
-        self._tell(decided, seen, share)
+        self._log(decided, seen, share)
         self._write(reading, decided, seen)
         try:
-            self._fleet.resize(self._share)
+            self._pool.resize(self._share)
         except (QinferError, OSError) as error:
             self._note("worker not started", f"a worker could not be started: {error}", {"reason": str(error)})
         self._publish(decided, seen, share)
 
     def _observation(self, reading: Reading) -> Observation:
-        """Returns what is seen of all workers: one's own, and those of the others."""
+        """Returns the observation of all workers: own ones, and those of the other autoscalers."""
         speeds = {(one.model, one.version): one.rows_per_s for one in reading.work}
         work_s = sum(one.work_s for one in reading.work)
-        live = self._fleet.live + sum(one.live for one in self._peers.others)
+        live = self._pool.live + sum(one.live for one in self._peers.others)
         used = self._throughput.observe(reading.at_s, reading.rows, speeds, live, work_s)
         return Observation(
             now_s=reading.at_s,
@@ -165,30 +168,31 @@ class Autoscaler:
             executed=self._throughput.executed,
             used=used,
             live=live,
-            starting=self._fleet.starting + sum(one.starting for one in self._peers.others),
-            load_s=max(reading.load_s, self._fleet.start_s),
+            starting=self._pool.starting + sum(one.starting for one in self._peers.others),
+            load_s=max(reading.load_s, self._pool.start_s),
             floor=max(reading.floors.values(), default=0),
         )
 
-    def _blind(self, reason: str) -> None:
-        if not self._away:
-            self._away = True
-            self._peers.doubt()
-            numbers = {"reason": reason, "kept": self._fleet.size}
+    def _keep_workers(self, reason: str) -> None:
+        """Reports once that the queue can't be read."""
+        if not self._is_away:
+            self._is_away = True
+            self._peers.distrust_missing()
+            numbers = {"reason": reason, "kept": self._pool.size}
             self._note("queue not read", f"the queue can't be read, the workers are kept: {reason}", numbers)
 
-    def _tell_floors(self, reading: Reading) -> None:
-        """Says once which models keep workers alive above the fewest."""
+    def _report_floors(self, reading: Reading) -> None:
+        """Reports once the models that keep workers alive above the minimum."""
         least = policy_of_all(self._policy, self._peers.others).min_workers
-        wanting = frozenset(name for name, count in reading.floors.items() if count > least)
-        if wanting - self._wanting:
-            names = ", ".join(sorted(wanting))
+        demanding = frozenset(name for name, count in reading.floors.items() if count > least)
+        if demanding - self._demanding:
+            names = ", ".join(sorted(demanding))
             remedy = "QINFER_REPOSITORY__MIN_WORKERS=0 for all gateways, or qinfer.min_workers of the models"
             text = f"a live worker is kept for {names}; {remedy}, lets their requests wait for one"
-            self._note("models want live workers", text, {"models": sorted(wanting), "remedy": remedy})
-        self._wanting = wanting
+            self._note("models want live workers", text, {"models": sorted(demanding), "remedy": remedy})
+        self._demanding = demanding
 
-    def _tell(self, decided: SharedDecision, seen: Observation, before: int) -> None:
+    def _log(self, decided: SharedDecision, seen: Observation, before: int) -> None:
         share, total = decided.share, decided.total
         numbers = {
             "from": before,
@@ -225,7 +229,7 @@ class Autoscaler:
 
     @property
     def _draining(self) -> int:
-        return self._fleet.draining + sum(one.draining for one in self._peers.others)
+        return self._pool.draining + sum(one.draining for one in self._peers.others)
 
     def _note(self, event: str, text: str, about: Mapping[str, object]) -> None:
         if self._say is not None:
@@ -234,15 +238,17 @@ class Autoscaler:
             logger.warning(event, extra=dict(about))
 
     def _publish(self, decided: SharedDecision, seen: Observation, before: int) -> None:
-        totals = {RESTARTED: self._fleet.restarts, KILLED: self._fleet.kills}
-        counts = {name: total - self._told[name] for name, total in totals.items() if total > self._told[name]}
-        self._told = totals
+        totals = {RESTARTED: self._pool.restarts, KILLED: self._pool.kills}
+        counts = {
+            name: total - self._published[name] for name, total in totals.items() if total > self._published[name]
+        }
+        self._published = totals
         if self._share != before:
             counts[SCALED_UP if self._share > before else SCALED_DOWN] = 1
-        seen_of = {"reason": decided.total.reason, "work_s": round(seen.work_s, 3), "entries": seen.entries}
-        self._watch.say(msgspec.structs.replace(self._about_us(), **seen_of), counts)
+        news = {"reason": decided.total.reason, "work_s": round(seen.work_s, 3), "entries": seen.entries}
+        self._watch.publish(msgspec.structs.replace(self._own_record(), **news), counts)
 
-    def _about_us(self) -> ScalerRecord:
+    def _own_record(self) -> ScalerRecord:
         return ScalerRecord(
             id=self._id,
             host=self._host,
@@ -250,7 +256,63 @@ class Autoscaler:
             min_workers=self._policy.min_workers,
             max_workers=self._policy.max_workers,
             target=self._share,
-            live=self._fleet.live,
-            starting=self._fleet.starting,
-            draining=self._fleet.draining,
+            live=self._pool.live,
+            starting=self._pool.starting,
+            draining=self._pool.draining,
         )
+
+
+def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> None:
+    """Runs until a signal asks to stop, then drains all workers.
+
+    Args:
+        redis: The Redis with the queue.
+        options: Fields of `AutoscaleSettings` in place of the environment's.
+
+    Raises:
+        SettingsError: The limits contradict one another, a variable is wrong, or the record can't be written.
+    """
+    settings = load_settings()
+    scaling = settings.autoscale.model_copy(update=dict(options))
+    settings = settings.model_copy(update={"autoscale": scaling, "redis": redis})
+    env = child_environment(os.environ, {"QINFER_REDIS__URL": redis.url.get_secret_value()})
+    with Supervisor(lambda line: logger.warning("workers", extra={"what": line})) as supervisor:
+        autoscaler = make_autoscaler(settings, supervisor, env)
+        logs.configure(settings.log, "autoscale")
+        logger.info("autoscale started", extra={"limits": autoscaler.about, "models": list(settings.worker.models)})
+        try:
+            autoscaler.start()
+            supervisor.run(autoscaler.step)
+            logger.info("stopping", extra={"workers": len(autoscaler.processes)})
+        finally:
+            autoscaler.close()
+            supervisor.stop(autoscaler.processes)
+        logger.info("autoscale stopped")
+
+
+def make_autoscaler(
+    settings: Settings, supervisor: Supervisor, env: Mapping[str, str], say: Callable[[str], None] | None = None
+) -> Autoscaler:
+    """Returns an autoscaler whose workers are under a supervisor.
+
+    Args:
+        settings: The settings, with the Redis of the queue and the limits.
+        supervisor: The supervisor of the workers.
+        env: The workers' environment.
+        say: Called with lines of text; without it they are logged.
+
+    Raises:
+        SettingsError: The limits contradict one another, or the record can't be written.
+    """
+    policy = policy_of(settings.autoscale)
+    if warning := crowded(policy):
+        if say is not None:
+            say(warning)
+        else:
+            logger.warning("workers share cores", extra={"what": warning})
+    shares = share_cpus(usable_cpus(), policy.max_workers)
+    stop_s = settings.worker.drain_s + KILL_MARGIN_S
+    pool = ScalingPool(supervisor, env, shares, stop_s=stop_s, policy=RestartPolicy())
+    watch = QueueWatch(settings.redis, settings.worker.models, settings.autoscale.every_s, supervisor.poke)
+    record = RecordFile(Path(settings.autoscale.record)) if settings.autoscale.record else None
+    return Autoscaler(policy, pool, watch, settings.worker.models, say, record=record)

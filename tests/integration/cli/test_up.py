@@ -353,7 +353,7 @@ def test_model_that_can_not_be_loaded_does_not_hold_up_the_others(up: Callable[.
     one = up().wait_ready()
 
     log = one.log.read_text()
-    assert "runs; models that are not ready: 1" in log
+    assert "is running; models that are not ready: 1" in log
     assert "1 of 2 ready" in log
     assert infer(one.url) == ANSWER
 

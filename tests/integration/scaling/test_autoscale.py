@@ -244,7 +244,7 @@ def test_two_autoscalers_share_the_work(
 
     assert one.stop() == 0
     other.says('"workers scaled".*"to": ?1')
-    assert "those of an autoscaler that is gone are taken over" in other.printed
+    assert "the workers of an autoscaler that is gone are taken over" in other.printed
     assert infer(url) == 200
 
 

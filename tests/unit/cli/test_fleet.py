@@ -1,4 +1,4 @@
-"""The fleet of an autoscaler with real, tiny processes in place of workers."""
+"""The pool of an autoscaler with real, tiny processes in place of workers."""
 
 import socket
 from collections.abc import Iterator
@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.cli.local.restart import RestartPolicy
-from qinfer.cli.local.supervisor import Supervisor
+from qinfer.cli.local.supervisor import RestartPolicy, Supervisor
 from qinfer.cli.scaling import pool as module
-from qinfer.cli.scaling.pool import Fleet, FleetWorker
+from qinfer.cli.scaling.pool import PoolWorker, ScalingPool
 from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.testing import FakeClock, wait_until
 
@@ -22,14 +21,14 @@ while True: signal.pause()
 
 
 class Scene:
-    """A fleet of three slots, and what its workers' heartbeats say."""
+    """A pool of three slots, and what its workers' heartbeats say."""
 
     def __init__(self, supervisor: Supervisor, directory: Path) -> None:
         self.begun, self.stubborn = directory / "begun", directory / "stubborn"
         self.begun.mkdir()
         (directory / "tiny_worker.py").write_text(SOURCE.format(stubborn=str(self.stubborn), begun=str(self.begun)))
         self.supervisor, self.clock = supervisor, FakeClock()
-        self.fleet = Fleet(
+        self.pool = ScalingPool(
             supervisor,
             {"PYTHONPATH": str(directory)},
             [(), (), ()],
@@ -39,15 +38,15 @@ class Scene:
         )
 
     @property
-    def workers(self) -> list[FleetWorker]:
-        return [one for one in self.fleet.processes if isinstance(one, FleetWorker)]
+    def workers(self) -> list[PoolWorker]:
+        return [one for one in self.pool.processes if isinstance(one, PoolWorker)]
 
     def begin(self, target: int) -> None:
         """Resizes, and waits until all processes run."""
-        self.fleet.resize(target)
+        self.pool.resize(target)
         wait_until(lambda: all((self.begun / str(worker.pid)).exists() for worker in self.workers), 20.0)
 
-    def beat(self, *workers: FleetWorker, state: State = State.READY, executing: int = 0) -> list[WorkerRecord]:
+    def beat(self, *workers: PoolWorker, state: State = State.READY, executing: int = 0) -> list[WorkerRecord]:
         return [
             WorkerRecord(
                 id=f"{socket.gethostname()}-{worker.pid}-0a1b2c3d",
@@ -59,10 +58,10 @@ class Scene:
         ]
 
     def until(self, processes: int) -> None:
-        """Lets the supervisor and the fleet notice what ended."""
-        while len(self.fleet.processes) != processes:
+        """Lets the supervisor and the pool notice what ended."""
+        while len(self.pool.processes) != processes:
             self.supervisor.wait(5.0)
-            self.fleet.note([])
+            self.pool.update([])
 
 
 @pytest.fixture
@@ -77,22 +76,22 @@ def scene(said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
         scene = Scene(supervisor, tmp_path)
         yield scene
         scene.stubborn.unlink(missing_ok=True)
-        supervisor.stop(scene.fleet.processes)
+        supervisor.stop(scene.pool.processes)
 
 
 def test_workers_start_and_leave(scene: Scene, said: list[str]) -> None:
     """Slots are the lowest that are free; nobody is restarted who was asked to leave."""
     scene.begin(2)
     assert [worker.name for worker in scene.workers] == ["worker 1", "worker 2"]
-    assert (scene.fleet.size, scene.fleet.starting, scene.fleet.live, scene.fleet.draining) == (2, 2, 0, 0)
+    assert (scene.pool.size, scene.pool.starting, scene.pool.live, scene.pool.draining) == (2, 2, 0, 0)
 
-    scene.fleet.resize(0)
-    assert (scene.fleet.size, scene.fleet.draining) == (0, 2)
+    scene.pool.resize(0)
+    assert (scene.pool.size, scene.pool.draining) == (0, 2)
     scene.until(0)
 
-    assert scene.fleet.draining == 0
+    assert scene.pool.draining == 0
     assert said == []
-    assert (scene.fleet.restarts, scene.fleet.kills) == (0, 0)
+    assert (scene.pool.restarts, scene.pool.kills) == (0, 0)
 
 
 def test_heartbeats_tell_who_serves(scene: Scene) -> None:
@@ -102,26 +101,26 @@ def test_heartbeats_tell_who_serves(scene: Scene) -> None:
     stranger = WorkerRecord(id=f"elsewhere-{three.pid}-0a1b2c3d", started_at=0.0, models={"m": {}})
     scene.clock.advance(7.0)
 
-    scene.fleet.note([*scene.beat(one), *scene.beat(two, state=State.LOADING), stranger])
+    scene.pool.update([*scene.beat(one), *scene.beat(two, state=State.LOADING), stranger])
 
-    assert (scene.fleet.live, scene.fleet.starting) == (1, 2)
-    assert scene.fleet.start_s == 7.0
+    assert (scene.pool.live, scene.pool.starting) == (1, 2)
+    assert scene.pool.start_s == 7.0
     scene.clock.advance(1.0)
-    scene.fleet.note(scene.beat(one))
-    assert scene.fleet.start_s == 7.0
+    scene.pool.update(scene.beat(one))
+    assert scene.pool.start_s == 7.0
 
 
 def test_the_least_useful_leave_first(scene: Scene) -> None:
     """Those that do not serve, then those that execute least, then the latest."""
-    scene.fleet.resize(1)
+    scene.pool.resize(1)
     scene.clock.advance(1.0)
     scene.begin(3)
     one, two, three = scene.workers
-    scene.fleet.note([*scene.beat(one, executing=5), *scene.beat(two)])
+    scene.pool.update([*scene.beat(one, executing=5), *scene.beat(two)])
 
-    scene.fleet.resize(2)
+    scene.pool.resize(2)
     assert three not in scene.workers[:2]
-    scene.fleet.resize(1)
+    scene.pool.resize(1)
 
     assert scene.workers[0] is one
 
@@ -130,18 +129,18 @@ def test_there_are_never_more_processes_than_slots(scene: Scene, said: list[str]
     """Who drains keeps the slot, and its memory; the next one starts when it has ended, by force after its time."""
     scene.begin(3)
     one = scene.workers[0]
-    scene.fleet.note(scene.beat(*scene.workers[1:]))
+    scene.pool.update(scene.beat(*scene.workers[1:]))
     scene.stubborn.touch()
 
-    scene.fleet.resize(2)
-    scene.fleet.resize(3)
-    assert (scene.fleet.size, scene.fleet.draining) == (2, 1)
+    scene.pool.resize(2)
+    scene.pool.resize(3)
+    assert (scene.pool.size, scene.pool.draining) == (2, 1)
     scene.until(2)
     scene.stubborn.unlink()
-    scene.fleet.resize(3)
+    scene.pool.resize(3)
 
     assert said == ["worker 1 is killed: it did not end within 0.2 s"]
-    assert (scene.fleet.kills, one.poll()) == (1, -9)
+    assert (scene.pool.kills, one.poll()) == (1, -9)
     assert sorted(worker.slot for worker in scene.workers) == [1, 2, 3]
 
 
@@ -149,12 +148,12 @@ def test_crashes_are_counted(scene: Scene, said: list[str]) -> None:
     """A worker that crashed starts again in its slot, and counts as one that does not serve."""
     scene.begin(1)
     (worker,) = scene.workers
-    scene.fleet.note(scene.beat(worker))
+    scene.pool.update(scene.beat(worker))
 
     worker.kill()
     while worker.starts < 2:
         scene.supervisor.wait(5.0)
-    scene.fleet.note(scene.beat(worker)[:0])
+    scene.pool.update(scene.beat(worker)[:0])
 
-    assert (scene.fleet.live, scene.fleet.restarts) == (0, 1)
+    assert (scene.pool.live, scene.pool.restarts) == (0, 1)
     assert len(said) == 1

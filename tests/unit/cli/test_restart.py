@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from qinfer.cli.local.restart import RestartPolicy, Verdict, after_exit, describe_exit
+from qinfer.cli.local.supervisor import RestartPolicy, Verdict, after_exit, describe_exit
 
 WORKER = RestartPolicy(first_delay_s=0.5, max_delay_s=30.0, stable_s=10.0)
 GATEWAY = RestartPolicy(give_up_after=3)

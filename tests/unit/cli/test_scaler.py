@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from qinfer.cli.local.restart import RestartPolicy
-from qinfer.cli.local.supervisor import Process, Supervisor
+from qinfer.cli.local.supervisor import Process, RestartPolicy, Supervisor
 from qinfer.cli.main import app
-from qinfer.cli.scaling import scaler as module
-from qinfer.cli.scaling.pool import Fleet
+from qinfer.cli.scaling import scaler
+from qinfer.cli.scaling.pool import ScalingPool
 from qinfer.cli.scaling.queue_watch import Away, QueueWatch, Reading, read
 from qinfer.cli.scaling.scaler import Autoscaler, crowded, policy_of
-from qinfer.cli.scaling.scaling_file import ScalingFile
 from qinfer.core.settings import AutoscaleSettings
 from qinfer.errors import SettingsError
 from qinfer.models.state import Desired, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
@@ -22,7 +20,7 @@ from qinfer.models.work import VersionWork
 from qinfer.observe.stats import INFERENCE_COUNT
 from qinfer.queue.redis import Delivery
 from qinfer.scaling.policy import ScalingPolicy
-from qinfer.scaling.record import decode
+from qinfer.scaling.record import RecordFile, decode
 from qinfer.testing import FakeClock
 
 POLICY = ScalingPolicy(max_workers=3, target_s=10, idle_s=100, cooldown_s=0)
@@ -33,13 +31,13 @@ class Hands(Supervisor):
 
     broken = False
 
-    def add(self, process: Process, policy: RestartPolicy, *, stop_s: float, started: bool = False) -> None:
+    def add(self, process: Process, policy: RestartPolicy, *, stop_s: float) -> None:
         if self.broken:
             raise OSError("no more processes")
 
     def dismiss(self, process: Process) -> None: ...
 
-    def looks_after(self, process: Process) -> bool:
+    def supervises(self, process: Process) -> bool:
         return False
 
 
@@ -56,7 +54,7 @@ class Eyes(QueueWatch):
         latest, self.next = self.next, None
         return latest
 
-    def say(self, record: ScalerRecord, counts: object) -> None:
+    def publish(self, record: ScalerRecord, counts: object) -> None:
         assert isinstance(counts, dict)
         self.said.append((record, counts))
 
@@ -67,9 +65,9 @@ class Scene:
     def __init__(self, record: Path | None = None) -> None:
         self.lines: list[str] = []
         self.hands, self.eyes, self.clock = Hands(self.lines.append), Eyes(), FakeClock(0.0)
-        self.fleet = Fleet(self.hands, {}, [()] * 3, stop_s=1, policy=RestartPolicy(), clock=self.clock)
-        file = None if record is None else ScalingFile(record)
-        self.scaler = Autoscaler(POLICY, self.fleet, self.eyes, ("*",), self.lines.append, self.clock, record=file)
+        self.pool = ScalingPool(self.hands, {}, [()] * 3, stop_s=1, policy=RestartPolicy(), clock=self.clock)
+        file = None if record is None else RecordFile(record)
+        self.scaler = Autoscaler(POLICY, self.pool, self.eyes, ("*",), self.lines.append, self.clock, record=file)
         self.scaler.start()
         self.eyes.said.clear()  # that it is there
 
@@ -88,7 +86,7 @@ class Scene:
             floors=floors or {},
         )
         self.scaler.step()
-        return self.fleet.size
+        return self.pool.size
 
 
 @pytest.fixture
@@ -98,7 +96,7 @@ def scene() -> Scene:
 
 def test_a_decision_is_done_said_logged_and_counted(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """With its numbers; once."""
-    with caplog.at_level(logging.INFO, module.__name__):
+    with caplog.at_level(logging.INFO, "qinfer.autoscale"):
         assert [scene.see(15.0), scene.see(15.0)] == [2, 2]
 
     assert scene.lines == ["2 workers instead of 0: 15.0 s of work at 10 s a worker"]
@@ -220,7 +218,7 @@ async def test_reads_what_its_workers_load(store: ControlStore, delivery: Delive
 
 def test_limits_come_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a most it is one for each core; more than that is the operator's will, and said."""
-    monkeypatch.setattr(module, "usable_cpus", lambda: [0, 1])
+    monkeypatch.setattr(scaler, "usable_cpus", lambda: [0, 1])
 
     assert policy_of(AutoscaleSettings()).max_workers == 2
     assert policy_of(AutoscaleSettings(min_workers=3)).max_workers == 3

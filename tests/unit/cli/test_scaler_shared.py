@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.cli.local.restart import RestartPolicy
-from qinfer.cli.scaling.pool import Fleet
+from qinfer.cli.local.supervisor import RestartPolicy
+from qinfer.cli.scaling.pool import ScalingPool
 from qinfer.cli.scaling.queue_watch import Away, read
 from qinfer.cli.scaling.scaler import Autoscaler
-from qinfer.cli.scaling.scaling_file import ScalingFile
 from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork
 from qinfer.queue.redis import Delivery
 from qinfer.scaling.policy import ScalingPolicy
-from qinfer.scaling.record import decode
+from qinfer.scaling.record import RecordFile, decode
 from qinfer.scaling.shares import RECORD_TTL_S
 from qinfer.testing import EmbeddedServer, FakeClock
 from tests.unit.cli.test_scaler import Eyes, Hands
@@ -35,8 +34,8 @@ class Host:
         self.workers: tuple[WorkerRecord, ...] = (READY,)
         self.hands, self.eyes = Hands(self.lines.append), Eyes()
         slots = [()] * policy.max_workers
-        self.fleet = Fleet(self.hands, {}, slots, stop_s=1, policy=RestartPolicy(), clock=scene.clock)
-        self.scaler = Autoscaler(policy, self.fleet, self.eyes, ("m",), self.lines.append, scene.clock)
+        self.pool = ScalingPool(self.hands, {}, slots, stop_s=1, policy=RestartPolicy(), clock=scene.clock)
+        self.scaler = Autoscaler(policy, self.pool, self.eyes, ("m",), self.lines.append, scene.clock)
         self.scaler._id = self.scaler._peers._own = name  # random otherwise, and ties go by it
         self.scaler.start()
 
@@ -52,7 +51,7 @@ class Host:
         self.scaler.step()
         if publishes:
             await self.publish()
-        return self.fleet.size
+        return self.pool.size
 
     async def publish(self, ttl_s: float = RECORD_TTL_S) -> None:
         await self.scene.store.put_scaler(self.eyes.said[-1][0], {}, ttl_s)
@@ -84,7 +83,7 @@ class Scene:
             self.advance(1.0)
             for host in self.hosts:
                 await host.look(work_s)
-                sizes.append(tuple(one.fleet.size for one in self.hosts))
+                sizes.append(tuple(one.pool.size for one in self.hosts))
         return sizes
 
 
@@ -132,7 +131,7 @@ async def test_work_goes_on_while_one_joins(scene: Scene) -> None:
     """What runs runs on; the newcomer takes what comes on top."""
     a = await scene.add("a")
     await scene.watch(25.0)
-    assert a.fleet.size == 3
+    assert a.pool.size == 3
     await scene.add("b")
 
     assert set(await scene.watch(25.0, 100)) == {(3, 0)}
@@ -151,7 +150,7 @@ async def test_the_share_of_one_that_dies_is_taken_over(scene: Scene, *, ends_we
 
     sizes = await scene.watch(5.0, after_s)
     assert sizes == [(1,)] * (after_s - 1) + [(2,)]
-    assert a.lines[-1] == "2 workers instead of 1: those of an autoscaler that is gone are taken over"
+    assert a.lines[-1] == "2 workers instead of 1: the workers of an autoscaler that is gone are taken over"
 
 
 async def test_one_that_can_not_start_workers_leaves_them_to_others(scene: Scene) -> None:
@@ -162,7 +161,7 @@ async def test_one_that_can_not_start_workers_leaves_them_to_others(scene: Scene
     a.hands.broken = False
 
     await scene.watch(5.0, 100)
-    assert a.fleet.size + b.fleet.size == 1
+    assert a.pool.size + b.pool.size == 1
 
 
 async def test_those_that_do_not_know_one_another_yet_do_not_flap(scene: Scene) -> None:
@@ -196,7 +195,7 @@ async def test_the_record_has_what_all_have(scene: Scene, tmp_path: Path) -> Non
     """What there is, what it does, and what is decided is of all workers: so it can be replayed."""
     await scene.add("a")
     b = await scene.add("b")
-    b.scaler._record = ScalingFile(tmp_path / "record.jsonl")
+    b.scaler._record = RecordFile(tmp_path / "record.jsonl")
     await scene.watch(35.0)
 
     with (tmp_path / "record.jsonl").open("rb") as file:

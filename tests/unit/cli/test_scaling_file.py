@@ -7,11 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from qinfer.cli.main import app
-from qinfer.cli.scaling.scaling_file import ScalingFile
 from qinfer.errors import SettingsError
 from qinfer.models.work import VersionWork
 from qinfer.scaling.policy import Decision, Observation, ScalingPolicy, ScalingState, decide
-from qinfer.scaling.record import decode, traffic_of
+from qinfer.scaling.record import RecordFile, decode, traffic_of
 
 BURST = Path(__file__).parents[2] / "data" / "scaling" / "burst.jsonl"
 AS_RECORDED = ("--max", "4", "--target-s", "3", "--down-after-s", "10", "--idle-s", "15", "--cooldown-s", "5")
@@ -26,7 +25,7 @@ def work(model: str, waiting: int) -> VersionWork:
     return VersionWork(model=model, version=1, requests=waiting, rows=waiting, work_s=waiting / 10, rows_per_s=10.0)
 
 
-def add(file: ScalingFile, now_s: float, **rows: tuple[int, int]) -> str:
+def add(file: RecordFile, now_s: float, **rows: tuple[int, int]) -> str:
     """Adds a line; for each model: rows that wait, rows that were executed."""
     return file.add(
         seen(now_s, sum(waiting for waiting, _ in rows.values())),
@@ -41,7 +40,7 @@ def add(file: ScalingFile, now_s: float, **rows: tuple[int, int]) -> str:
 def test_only_models_with_news_are_written(tmp_path: Path) -> None:
     """All of them at first: what they have executed so far is where it goes on from. What was there before stays."""
     for now_s in (100.0, 200.0):
-        file = ScalingFile(tmp_path / "record.jsonl")
+        file = RecordFile(tmp_path / "record.jsonl")
         add(file, now_s, quiet=(0, 7), busy=(3, 5))
         add(file, now_s + 1, quiet=(0, 7), busy=(0, 8))
         add(file, now_s + 2, quiet=(0, 7), busy=(0, 8))
@@ -59,7 +58,7 @@ def test_only_models_with_news_are_written(tmp_path: Path) -> None:
 def test_what_is_recorded_is_enough_to_decide_again(tmp_path: Path) -> None:
     """The policy, given what was recorded, decides what it had decided: nothing that it goes by is left out."""
     policy = ScalingPolicy(max_workers=3, target_s=2, down_after_s=4, idle_s=6, cooldown_s=1)
-    file, state, decided = ScalingFile(tmp_path / "record.jsonl"), ScalingState.begin(0.0, 0), []
+    file, state, decided = RecordFile(tmp_path / "record.jsonl"), ScalingState.begin(0.0, 0), []
     for now, waiting in enumerate([0, 5, 60, 30, 9, 3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 2]):
         observation = Observation(
             now_s=float(now), work_s=waiting / 10, entries=waiting, live=state.target, executed=waiting > 3, used=0.3
@@ -86,14 +85,14 @@ def test_what_is_recorded_is_enough_to_decide_again(tmp_path: Path) -> None:
 def test_a_file_that_can_not_be_written_is_said_at_once(tmp_path: Path) -> None:
     """Before any worker is started."""
     with pytest.raises(SettingsError, match=r"QINFER_AUTOSCALE__RECORD=.* can't be written"):
-        ScalingFile(tmp_path / "nowhere" / "record.jsonl")
+        RecordFile(tmp_path / "nowhere" / "record.jsonl")
 
 
 def test_a_disk_that_fails_later_is_told_once(tmp_path: Path) -> None:
     """Each time that it begins to; what was not written is written with the next line that can be."""
     place = tmp_path / "place"
     place.mkdir()
-    file = ScalingFile(place / "record.jsonl")
+    file = RecordFile(place / "record.jsonl")
     add(file, 0.0, m=(0, 1))
     place.rename(tmp_path / "away")
 
@@ -109,7 +108,7 @@ def test_a_disk_that_fails_later_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_replay_tells_what_options_mean() -> None:
-    """As JSON: those that were at work come to what was; with more patience there are more seconds of workers."""
+    """As JSON: those that were at work come to what was; with more patience there are more worker-seconds."""
     same, patient = (
         CliRunner().invoke(app, ["autoscale", "--replay", str(BURST), "--json", *AS_RECORDED, *more])
         for more in ((), ("--down-after-s", "60"))
@@ -139,19 +138,19 @@ def test_people_get_a_table() -> None:
     shown = CliRunner().invoke(app, ["autoscale", "--replay", str(BURST), *AS_RECORDED], env={"COLUMNS": "100"})
 
     assert shown.exit_code == 0, shown.output
-    assert all(words in shown.stdout for words in ("as it was", "these options", "seconds of workers", "late rows"))
+    assert all(words in shown.stdout for words in ("recorded", "these options", "worker-seconds", "late rows"))
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (("--replay", "nowhere.jsonl"), "nowhere.jsonl can't be read"),
-        (("--replay", __file__), "is none of an autoscaler's record"),
+        (("--replay", __file__), "is not a line of an autoscaler's record"),
         (("--replay", str(BURST), "--min", "9", "--max", "2"), "9 to 2 workers can't be"),
         (("--replay", str(BURST), "--max", "1", "--target-s", "0"), "must be seconds above 0"),
         (("--replay", str(BURST), "--late-s", "inf", "--json"), "--late-s must be a number of seconds, got inf"),
-        (("--json",), "belongs to --replay"),
-        (("--late-s", "3"), "belongs to --replay"),
+        (("--json",), "requires --replay"),
+        (("--late-s", "3"), "requires --replay"),
     ],
 )
 def test_what_can_not_be_replayed_is_refused(words: tuple[str, ...], problem: str) -> None:

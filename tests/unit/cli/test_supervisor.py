@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.cli.local.restart import RestartPolicy
-from qinfer.cli.local.supervisor import GaveUp, Program, Supervisor
+from qinfer.cli.local.supervisor import GaveUp, Program, RestartPolicy, Supervisor
 from qinfer.errors import SettingsError
 
 QUICK = RestartPolicy(first_delay_s=0.01)
@@ -208,13 +207,12 @@ def test_child_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
 def test_program_gets_its_settings_by_environment_only() -> None:
     """A password in a URL must not show in the process list."""
     program = Program("gateway", "this", {**os.environ, "QINFER_REDIS__URL": "redis://:hunter2@127.0.0.1"})
-    program.start()
-
-    arguments = Path(f"/proc/{program.pid}/cmdline").read_bytes()
-
-    assert b"hunter2" not in arguments
     with Supervisor(lambda _line: None) as supervisor:
-        supervisor.add(program, RestartPolicy(first_delay_s=600), stop_s=5, started=True)
+        supervisor.add(program, RestartPolicy(first_delay_s=600), stop_s=5)
+
+        arguments = Path(f"/proc/{program.pid}/cmdline").read_bytes()
+
+        assert b"hunter2" not in arguments
         supervisor.stop([program])
 
 
@@ -225,8 +223,8 @@ def test_dismissed_process_ends_without_being_waited_for(supervisor: Supervisor,
         supervisor.add(script, QUICK, stop_s=60)
 
     supervisor.dismiss(one)
-    assert supervisor.looks_after(one)
-    while supervisor.looks_after(one):
+    assert supervisor.supervises(one)
+    while supervisor.supervises(one):
         supervisor.wait(5)
 
     assert (one.poll(), one.starts, other.poll()) == (-signal.SIGTERM, 1, None)
@@ -244,7 +242,7 @@ def test_dismissed_process_that_does_not_end_is_killed(supervisor: Supervisor, s
 
     supervisor.dismiss(script)
     supervisor.dismiss(script)
-    while supervisor.looks_after(script):
+    while supervisor.supervises(script):
         supervisor.wait()
 
     assert script.poll() == -signal.SIGKILL
@@ -260,7 +258,7 @@ def test_process_that_waits_for_its_restart_is_dismissed(supervisor: Supervisor)
 
     supervisor.dismiss(script)
 
-    assert not supervisor.looks_after(script)
+    assert not supervisor.supervises(script)
     assert script.starts == 1
 
 

@@ -136,8 +136,8 @@ def test_a_line_that_a_crash_cut_off_is_left_out() -> None:
     [
         ([], "at least two lines"),
         ([encode(moment(0, 0, 0))], "at least two lines"),
-        ([b"time,rows\n", b"1,2\n"], "line 1 is none"),
-        ([b'{"at": 1}\n', b"[]\n", b'{"at_s": "now"}\n'], "line 1 is none"),
+        ([b"time,rows\n", b"1,2\n"], "line 1 is not a line"),
+        ([b'{"at": 1}\n', b"[]\n", b'{"at_s": "now"}\n'], "line 1 is not a line"),
         ([encode(moment(0, 0, 0)), encode(moment(MOST_S + 1, 0, 0))], "31 days"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from qinfer.scaling.policy import ScalingPolicy
 from qinfer.scaling.record import Traffic, decode, traffic_of
-from qinfer.scaling.simulation import Machine, Outcome, as_recorded, simulate
+from qinfer.scaling.simulation import Outcome, WorkerProfile, as_recorded, simulate
 
 TRACES = Path(__file__).parents[2] / "data" / "scaling"
 POLICY = ScalingPolicy(max_workers=4, target_s=3, down_after_s=10, idle_s=15, cooldown_s=5)
@@ -28,8 +28,8 @@ def traffic(shape: str) -> Traffic:
 
 
 def run(shape: str, policy: ScalingPolicy = POLICY, *, load_s: float | None = None) -> Outcome:
-    machine = Machine.of(traffic(shape))
-    return simulate(policy, traffic(shape).arrivals, machine if load_s is None else replace(machine, load_s=load_s))
+    profile = WorkerProfile.of(traffic(shape))
+    return simulate(policy, traffic(shape).arrivals, profile if load_s is None else replace(profile, load_s=load_s))
 
 
 def is_good(shape: str, outcome: Outcome, load_s: float) -> bool:

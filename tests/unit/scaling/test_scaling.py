@@ -163,7 +163,7 @@ def test_a_time_without_sight_counts_for_nothing() -> None:
     scaler.see(0.0, 15.0)
     scaler.watch(1, 59)
 
-    scaler.state = scaler.state.blind(1000.0)
+    scaler.state = scaler.state.after_gap(1000.0)
 
     assert scaler.watch(1000, 1060) == 2
     assert scaler.see(1060.0).target == 1

@@ -121,10 +121,10 @@ def test_the_share_of_one_that_is_gone_is_taken_over() -> None:
     state = ScalingState.begin(0.0, 6)
     seen = Observation(now_s=5.0, work_s=0.0, entries=0, live=3)
 
-    decided = decide_share(POLICY, state, seen, peer("a", 3), (), is_left=True)
+    decided = decide_share(POLICY, state, seen, peer("a", 3), (), has_lost_peers=True)
 
     assert (decided.share, decided.before, decided.state.target) == (4, 4, 4)
-    assert decided.total.reason == "those of an autoscaler that is gone are taken over"
+    assert decided.total.reason == "the workers of an autoscaler that is gone are taken over"
 
 
 def test_of_several_each_takes_its_part_over() -> None:
@@ -132,7 +132,7 @@ def test_of_several_each_takes_its_part_over() -> None:
     state = ScalingState.begin(0.0, 6)
     seen = Observation(now_s=5.0, work_s=0.0, entries=0, live=4)
     for of_a in (2, 3):
-        decided = decide_share(POLICY, state, seen, peer("b", 2), [peer("a", of_a)], is_left=True)
+        decided = decide_share(POLICY, state, seen, peer("b", 2), [peer("a", of_a)], has_lost_peers=True)
 
         assert (decided.share, decided.total.target) == (3, 6)
 
@@ -146,20 +146,20 @@ def test_peers_are_those_for_the_same_models() -> None:
     peers = Peers("own", ["a", "b*"])
     same = ScalerRecord(id="same", places=("b*", "a"))
 
-    peers.see(0.0, own_and(same, ScalerRecord(id="other", places=("a",)), ScalerRecord(id="all")))
+    peers.update(0.0, own_and(same, ScalerRecord(id="other", places=("a",)), ScalerRecord(id="all")))
 
-    assert (peers.others, peers.is_left) == ((same,), False)
+    assert (peers.others, peers.has_lost_peers) == ((same,), False)
 
 
 def test_a_peer_is_gone_when_its_record_is() -> None:
     """It is told once."""
     peers = Peers("own", ["*"])
-    peers.see(0.0, own_and(peer("a"), peer("b")))
-    peers.see(1.0, own_and(peer("b")))
-    assert ([one.id for one in peers.others], peers.is_left) == (["b"], True)
+    peers.update(0.0, own_and(peer("a"), peer("b")))
+    peers.update(1.0, own_and(peer("b")))
+    assert ([one.id for one in peers.others], peers.has_lost_peers) == (["b"], True)
 
-    peers.see(2.0, own_and(peer("b")))
-    assert not peers.is_left
+    peers.update(2.0, own_and(peer("b")))
+    assert not peers.has_lost_peers
 
 
 def test_one_whose_workers_can_not_run_does_not_count() -> None:
@@ -172,7 +172,7 @@ def test_one_whose_workers_can_not_run_does_not_count() -> None:
         (ScalerRecord(id="a", target=2, starting=1), True),
         (ScalerRecord(id="a", target=2, draining=1), True),
     ):
-        peers.see(0.0, own_and(record))
+        peers.update(0.0, own_and(record))
 
         assert bool(peers.others) is counts
 
@@ -181,12 +181,12 @@ def test_one_whose_workers_can_not_run_does_not_count() -> None:
 def test_after_an_outage_missing_records_are_late_ones(is_told: bool) -> None:  # noqa: FBT001 (a parameter)
     """Of autoscalers that were known; whether it was seen as one, or Redis has lost them all."""
     peers = Peers("own", ["*"])
-    peers.see(0.0, own_and(peer("a", 2)))
+    peers.update(0.0, own_and(peer("a", 2)))
     if is_told:
-        peers.doubt()
-    peers.see(100.0, own_and() if is_told else [])
-    peers.see(101.0, own_and(peer("b")))
-    assert ([one.id for one in peers.others], peers.is_left) == (["a", "b"], False)
+        peers.distrust_missing()
+    peers.update(100.0, own_and() if is_told else [])
+    peers.update(101.0, own_and(peer("b")))
+    assert ([one.id for one in peers.others], peers.has_lost_peers) == (["a", "b"], False)
 
-    peers.see(100.0 + RECORD_TTL_S, own_and(peer("b")))
-    assert ([one.id for one in peers.others], peers.is_left) == (["b"], True)
+    peers.update(100.0 + RECORD_TTL_S, own_and(peer("b")))
+    assert ([one.id for one in peers.others], peers.has_lost_peers) == (["b"], True)

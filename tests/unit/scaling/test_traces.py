@@ -6,11 +6,11 @@ The bounds are a little above what it does now: a change of the policy that make
 import pytest
 
 from qinfer.scaling.policy import ScalingPolicy
-from qinfer.scaling.simulation import Machine, simulate
+from qinfer.scaling.simulation import WorkerProfile, simulate
 from tests.support.scaling_traces import burst, diurnal, ramp, steady, wandering
 
 POLICY = ScalingPolicy(max_workers=8, target_s=10, down_after_s=60, idle_s=300, cooldown_s=30)
-LOAD_S = Machine().load_s
+LOAD_S = WorkerProfile().load_s
 LATE_S = POLICY.target_s + LOAD_S
 """What a request may wait: its share of a worker's work, and the load of the worker."""
 
@@ -63,18 +63,18 @@ def test_an_hour_that_wanders_is_served() -> None:
 @pytest.mark.parametrize("rate", [9.0, 25.0, 48.0])
 def test_a_steady_load_is_left_alone(rate: float, speed_error: float) -> None:
     """There is no backlog where workers keep up, and they stay; even where the speed that is measured is wrong."""
-    outcome = simulate(POLICY, steady(rate), Machine(speed_error=speed_error))
+    outcome = simulate(POLICY, steady(rate), WorkerProfile(speed_error=speed_error))
 
     assert outcome.late(LATE_S) == 0
     assert outcome.turns <= 1
     assert len(set(outcome.targets[1200:])) == 1
-    assert outcome.targets[-1] >= rate / Machine().rows_per_s
+    assert outcome.targets[-1] >= rate / WorkerProfile().rows_per_s
 
 
 @pytest.mark.parametrize(("load_s", "turns"), [(1.0, 1), (60.0, 3), (180.0, 5)])
 def test_slow_loads_make_no_flapping(load_s: float, turns: int) -> None:
     """The cooldown is longer than the load, whatever it is set to; what piles up meanwhile has to be worked off."""
-    outcome = simulate(POLICY, diurnal(), Machine(load_s=load_s))
+    outcome = simulate(POLICY, diurnal(), WorkerProfile(load_s=load_s))
 
     assert outcome.left <= 100
     assert outcome.turns <= turns
