@@ -75,11 +75,6 @@ class Load:
         self.others = 0
         self.most = most
 
-    @property
-    def waiting(self) -> int:
-        """Entries in the lane."""
-        return self.own + self.others
-
 
 class Pending:
     """A request that was submitted and not yet answered in full.

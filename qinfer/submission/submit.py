@@ -393,8 +393,8 @@ class Backlog:
 
     def judge(self, served: Served, route: Route, limit: int, timeout_s: float) -> Overloaded | None:
         """Decides whether a request may enter; `limit` is how many entries its lane may hold."""
-        waiting = self.load(served, route.lane).waiting
-        ahead = sum(self.load(served, lane).waiting for lane in route.ahead)
+        waiting = self._waiting(served, route.lane)
+        ahead = sum(self._waiting(served, lane) for lane in route.ahead)
         return judge(waiting=waiting, ahead=ahead, limit=limit, capacity=self._capacity(served), timeout_s=timeout_s)
 
     async def run(self) -> None:
@@ -446,6 +446,11 @@ class Backlog:
     def _most(self, served: Served) -> int:
         spec = served.spec
         return most_waiting(spec.lane_capacity, self._capacity(served), spec.default_timeout_s)
+
+    def _waiting(self, served: Served, lane: Lane) -> int:
+        """Returns how many entries are in a lane."""
+        load = self.load(served, lane)
+        return load.own + load.others
 
     def _unfinished(self, served: Served) -> int:
         """Returns how many entries the live workers may have answered and not finished: two batches an instance."""

@@ -28,7 +28,7 @@ from qinfer_api.jobs.records import (
 )
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.rest.openapi import LAST_EVENT, Json, answer, body, errors, followed, header, operation, query
-from qinfer_api.rest.services import Services, context_of, read_body, send_json
+from qinfer_api.rest.services import Services, context_of, idempotency_key, read_body, send_json
 
 MAX_LIMIT = 1000
 """The most jobs of one listing."""
@@ -160,9 +160,7 @@ def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
 
 async def _create(services: Services, jobs: BulkJobs, request: Request) -> HttpResponse:
     context = _context(services, request)
-    key = request.headers.get("idempotency-key")
-    if key is not None and not (1 <= len(key) <= 255 and all("!" <= c <= "~" for c in key)):
-        raise InvalidRequest("an Idempotency-Key has 1 to 255 visible ASCII characters")
+    key = idempotency_key(request)
     try:
         text = await _body_of(services, request)
     except ClientDisconnect:

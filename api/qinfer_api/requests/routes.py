@@ -45,6 +45,7 @@ from qinfer_api.rest.services import (
     context_of,
     encoded_reply,
     headers_forwarded,
+    idempotency_key,
     read_body,
     read_preferences,
     send,
@@ -343,9 +344,7 @@ def _options(request: Request) -> SubmitOptions:
         InvalidRequest: A value is wrong.
     """
     headers = request.headers
-    key, timeout = headers.get("idempotency-key"), headers.get("request-timeout")
-    if key is not None and not (1 <= len(key) <= 255 and all("!" <= c <= "~" for c in key)):
-        raise InvalidRequest("an Idempotency-Key has 1 to 255 visible ASCII characters")
+    key, timeout = idempotency_key(request), headers.get("request-timeout")
     if headers.get("request-id") == "":
         raise InvalidRequest("the Request-Id is empty; leave it out to have the server make one")
     return SubmitOptions(

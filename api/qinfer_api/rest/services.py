@@ -19,7 +19,7 @@ from starlette.types import Receive
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Response
 from qinfer.core.settings import Settings
-from qinfer.errors import QinferError
+from qinfer.errors import InvalidRequest, QinferError
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl
 from qinfer.models.work import VersionWork
@@ -103,6 +103,18 @@ def target_of(request: Request) -> Target:
     """
     path = request.path_params
     return Target(path["model"], parse_version(path["version"]) if "version" in path else 0)
+
+
+def idempotency_key(request: Request) -> str | None:
+    """Returns the `Idempotency-Key` of a request; `None` without one.
+
+    Raises:
+        InvalidRequest: It is empty, too long, or has other characters.
+    """
+    key = request.headers.get("idempotency-key")
+    if key is not None and not (1 <= len(key) <= 255 and all("!" <= c <= "~" for c in key)):
+        raise InvalidRequest("an Idempotency-Key has 1 to 255 visible ASCII characters")
+    return key
 
 
 def headers_forwarded(services: Services, request: Request) -> dict[str, str]:
