@@ -25,11 +25,11 @@ from qinfer.errors import SettingsError
 _NAME = r"^[A-Za-z0-9._~-]{1,64}$"
 
 Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
-"""What keys and tenants may be called: letters, digits and `._~-`, at most 64."""
+"""The form of names of keys and tenants: letters, digits and `._~-`, at most 64."""
 
 
 class Scope(StrEnum):
-    """What a key allows: `infer` = ask models and look at them, `admin` = everything."""
+    """The rights of a key: `infer` = ask models and look at them, `admin` = everything."""
 
     INFER = "infer"
     ADMIN = "admin"
@@ -71,7 +71,7 @@ def check_exposure(settings: AuthSettings, host: str, variable: str = "QINFER_HT
     """Refuses to let everyone call from other machines, unless somebody said so.
 
     Args:
-        settings: How callers are told apart.
+        settings: The settings of authentication.
         host: The address that the gateway binds.
         variable: The environment variable that it comes from.
 

@@ -1,7 +1,7 @@
 """Time. Durations come from the monotonic clock; instants that cross processes are seconds of Redis `TIME`.
 
 `ServerClock` keeps the offset between this process's monotonic clock and the broker's wall clock, so that a deadline
-stamped by one machine means the same instant on another, however wrong their own wall clocks are (DESIGN.md §2.6).
+stamped by one machine means the same instant on another, however wrong their own wall clocks are.
 """
 
 import time

@@ -1,8 +1,7 @@
 """The records that cross processes: a request, a response, a failure. `qinfer.wire` knows how they become bytes.
 
 A response is `(request_id, attempt, index, final, outputs | failure)`: a request gets 0..n responses, of which the
-last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` tells every reader where the request's keys are
-(DESIGN.md §3).
+last is `final`. Ids are made here too: `<ulid>.<partition>.<model>` tells every reader where the request's keys are.
 """
 
 import os
@@ -44,7 +43,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
         trace: W3C `traceparent`; empty when the request is not traced.
         partition: The queue partition it goes to.
         generation: The model generation that the request was checked against.
-        attempt: Executions so far (DESIGN.md §2.5).
+        attempt: Executions so far.
         sequence: Set for stateful models.
         queue_timeout_s: How long it may wait before it executes, by its model's queue policy; 0 = as long as its
             `timeout_s`.
@@ -72,7 +71,7 @@ class InferRequest(msgspec.Struct, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why there are no outputs: an `ErrorCode`, its text for the client, and whether trying again can help."""
+    """The reason why there are no outputs: an `ErrorCode`, its text for the client, and whether a retry can help."""
 
     code: str
     message: str
@@ -87,7 +86,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """Where a request's time went, in nanoseconds, and the size of the batch it ran in (reference §1.13)."""
+    """The time of each phase of a request, in nanoseconds, and the size of its batch (reference §1.13)."""
 
     queue_ns: int = 0
     input_ns: int = 0
@@ -110,7 +109,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
         final: True on the last response of the request.
         timing: Set by the worker when it executed the request.
         stored: True when the outputs are stored beside the reply stream (`Delivery.take_result`) and not in the blob.
-        parameters: What the model says besides its outputs (reference §1.6).
+        parameters: What the model returns besides its outputs (reference §1.6).
     """
 
     request_id: str

@@ -1,6 +1,6 @@
-"""What a process and a child that it starts for itself have in common: messages over pipes, and the names of signals.
+"""Messages over pipes between a process and a child that it starts for itself, and the names of signals.
 
-It imports nothing that takes time or memory: such children are to be small.
+The module imports nothing that takes time or memory: such children are to be small.
 """
 
 import signal

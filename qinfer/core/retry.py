@@ -1,4 +1,4 @@
-"""Trying again: pauses that grow up to a bound, and a log that says when something breaks and when it works again."""
+"""Retries: pauses that grow up to a bound, and a log that says when something breaks and when it works again."""
 
 import logging
 import math

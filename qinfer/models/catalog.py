@@ -1,4 +1,4 @@
-"""What a client of the queue knows of the models: a view of the control store that is rebuilt off the request path.
+"""The models as a client of the queue knows them: a view of the control store, rebuilt off the request path.
 
 Gateways are such clients, and workers whose models call others.
 

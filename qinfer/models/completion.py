@@ -1,7 +1,7 @@
 """Configurations that only a runtime can complete, such as those of Python models: once for each content, by a worker.
 
-A gateway or the command line stores such a model as `pending`. A worker completes it, stores what came of it under the
-content's key, and then the model under a new generation. Who stores the same content again finds the result.
+A gateway or the command line stores such a model as `pending`. A worker completes it, stores the result under the
+content's key, and then the model under a new generation. Whoever stores the same content again finds the result.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _ANY_LIMITS = LimitSettings()  # nothing that depends on them is read here
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What came of a completion.
+    """The result of a completion.
 
     Attributes:
         config: The completed configuration, normalised, as `StoredModel.config` has it; empty when it failed.
@@ -49,7 +49,7 @@ def completed(stored: StoredModel, completion: Completion) -> StoredModel:
 
 
 async def find_completion(stored: StoredModel, store: ControlStore) -> Completion | None:
-    """Returns what came of the completion of a pending model; `None` when none has ended yet."""
+    """Returns the result of the completion of a pending model; `None` when none has ended yet."""
     text = await store.completion(completion_key(stored))
     return None if text is None else msgspec.json.decode(text, type=Completion)
 

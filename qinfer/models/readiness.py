@@ -27,7 +27,7 @@ PENDING_REASON = "its configuration is being completed by a worker"
 
 
 class Progress(Enum):
-    """How far a load is."""
+    """The progress of a load."""
 
     READY = "ready"
     FAILED = "failed"
@@ -35,14 +35,14 @@ class Progress(Enum):
 
 
 class Outcome(NamedTuple):
-    """How far a load is, and why it is not READY."""
+    """The progress of a load, and the reason why it is not READY."""
 
     progress: Progress
     reason: str = ""
 
 
 def outcome(stored: StoredModel, workers: Iterable[WorkerRecord]) -> Outcome:
-    """Tells what has become of the load of a configuration."""
+    """Returns the outcome of the load of a configuration so far."""
     if stored.error:
         return Outcome(Progress.FAILED, stored.error)
     assigned = [worker for worker in workers if is_placed(stored.model, worker.places)]

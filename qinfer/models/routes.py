@@ -1,4 +1,4 @@
-"""Where a request waits, how long it may, and what is ahead of it: by its priority level and its queue policy."""
+"""Routes of requests by priority level and queue policy: the lane, how long a request may wait, what is ahead of it."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ _NO_POLICY = QueuePolicy()
 
 
 class Route(NamedTuple):
-    """The way of the requests of one level.
+    """The route of the requests of one level.
 
     Attributes:
         lane: Where they go.

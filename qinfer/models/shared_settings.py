@@ -1,4 +1,4 @@
-"""Settings that clients change while the server runs, as the control store keeps them: one document for each value.
+"""Settings that clients change while the server is running, in the control store: one document for each value.
 
 A value by itself is written without reading the others, so that two clients who change different ones at the same
 time both succeed. `null` is what was cleared.
@@ -23,7 +23,7 @@ TRACE = "trace"
 """The group of the trace settings; those of one model are in `trace:<model>`."""
 
 FOLLOW_EVERY_S = 2.0
-"""How late a process notices what another gateway was told."""
+"""The time after which a process notices a change that another gateway was asked for."""
 
 Value = bool | int | str | list[str] | None
 
@@ -77,7 +77,7 @@ async def follow_log_settings(store: ControlStore, first: Switches) -> None:
     while True:
         try:
             values = of_group(await store.settings(), LOGGING)
-        except BrokerUnavailable:  # others tell; what holds now holds on
+        except BrokerUnavailable:  # others log it; the settings stay as they are
             values = {}
         if values:
             wanted = switches_of(values, first)

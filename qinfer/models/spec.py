@@ -31,7 +31,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuePolicy:
-    """How requests of one priority level wait (reference §3.3, queue policy).
+    """The queue policy of the requests of one priority level (reference §3.3, queue policy).
 
     Attributes:
         max_queue_size: So many may wait; 0 = no limit but the lane's capacity.
@@ -76,7 +76,7 @@ class BatchingSpec:
 
     @property
     def may_prefetch(self) -> bool:
-        """Whether batches may be formed before an instance waits (reference §3.3 step 3)."""
+        """True where batches may be formed before an instance waits (reference §3.3 step 3)."""
         return not self.priority_levels and self.default_policy == QueuePolicy()
 
 
@@ -104,7 +104,7 @@ class WarmupSpec:
         name: The sample's name, for messages.
         batch_size: Rows; 0 when the model has no batch dimension.
         inputs: Input name → its data.
-        count: How often it runs.
+        count: How often it is executed.
     """
 
     name: str
@@ -114,7 +114,7 @@ class WarmupSpec:
 
 
 class Device(NamedTuple):
-    """What a model instance runs on.
+    """The device that a model instance executes on.
 
     Attributes:
         kind: `cpu` or `gpu`.

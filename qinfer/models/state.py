@@ -11,7 +11,7 @@ BULK, BEAT, BRIDGE = "bulk", "beat", "bridge"
 
 
 class Desired(msgspec.Struct, frozen=True):
-    """What should be loaded of one model.
+    """The desired state of one model.
 
     Attributes:
         model: Its name.
@@ -80,7 +80,7 @@ class VersionState(msgspec.Struct, frozen=True):
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """What a worker measured of a model version; kept for when no worker lives.
+    """The measurements of a model version by a worker; kept for the time when no worker lives.
 
     Attributes:
         rps: Requests a second that one worker can execute.
@@ -97,7 +97,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         id: Unique for each start of a worker.
         started_at: Seconds since the epoch, in the broker's time.
-        device: What it runs on, such as `cpu`.
+        device: Its device, such as `cpu`.
         models: Model → version → state.
         executing: Requests in its batches now.
         throughput_rps: Requests a second over the last heartbeats.
@@ -108,7 +108,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         busy: Model → version → requests that its instances execute now; left out where there are none.
         load_s: Model → version → seconds that its last load took.
         host: The name of its machine or container.
-        draining: It was told to stop, and ends what it has in hand.
+        draining: It was asked to stop, and finishes the requests that it has taken.
         renewals: Leases that it has renewed, each time.
         leases_lost: Leases that it has lost.
         cpu_s: CPU time of it and what it started; 0 = not known, as the next one.
@@ -138,7 +138,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What an autoscaler of workers saw and decided last.
+    """The last observation and decision of an autoscaler of workers.
 
     Attributes:
         id: Unique for each start of an autoscaler.
@@ -170,4 +170,4 @@ class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SCALED_UP, SCALED_DOWN, RESTARTED, KILLED = "up", "down", "restarts", "kills"
-"""What autoscalers count: decisions for more workers and for fewer, restarts after a crash, kills after a drain."""
+"""Counters of autoscalers: decisions for more workers and for fewer, restarts after a crash, kills after a drain."""

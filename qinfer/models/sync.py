@@ -38,7 +38,7 @@ class EmptyRepository(SettingsError):
 
 
 class Source(Protocol):
-    """Where models come from: what of `qinfer.models.repository.base.Repository` a sync needs."""
+    """The part of `qinfer.models.repository.base.Repository` that a sync needs."""
 
     def scan(self) -> Sequence[RepositoryModel]:
         """Reads every model; blocking."""
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sync did with one model.
+    """The result of a sync for one model.
 
     Attributes:
         model: Its name.
@@ -75,7 +75,7 @@ async def sync(
         store: The control store.
         delivery: Where lanes are made.
         min_workers: `RepositorySettings.min_workers`.
-        may_empty: Whether a repository without any model unloads all. Mostly it is one that is not mounted.
+        may_empty: Unload all where the repository has no model. Mostly such a repository is one that is not mounted.
 
     Raises:
         SettingsError: The repository can't be read, or may not be empty; nothing is changed then.
@@ -114,7 +114,7 @@ async def start(
         delivery: Where lanes are made.
         settings: The control mode and, in mode `explicit`, the models to load.
         again: In mode `explicit`, also load models that were loaded or unloaded before: `qinfer up` is the one that
-            decides on its machine. A gateway that joins others leaves alone what they were told.
+            decides on its machine. A gateway that joins others leaves their models alone.
 
     Raises:
         SettingsError: The repository can't be read, or has no model of a name to load.

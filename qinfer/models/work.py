@@ -1,11 +1,11 @@
-"""How much work waits, in seconds that one worker would need for it: what autoscalers go by (DESIGN.md §3).
+"""Waiting work, in seconds that one worker would need for it: the measure of autoscalers.
 
     rows   = requests, each of so many rows as the mean of all so far, + the rows that open bulk jobs have yet to do
     work_s = rows ÷ rows a second of one worker       desired workers = ⌈work_s ÷ seconds of work for each⌉
 
-Requests are those that wait and those in flight, so that a version with a batch in hand is never without work. It is
-right without a worker: lanes, statistics and the speed that was measured last outlive workers. `read_work` is the I/O;
-what it makes of what it read is pure.
+Requests are those that wait and those in flight, so that a version with a batch in hand is never without work. The
+measure holds without a worker, too: lanes, statistics and the speed that was measured last outlive workers. `read_work`
+does the I/O; `work_of` is pure.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from qinfer.queue.base import Lane, LaneSize
 from qinfer.queue.redis import Delivery
 
 ASSUMED_ROW_S = 0.1
-"""What a row counts for where nothing was ever executed: the first worker that runs some replaces it."""
+"""The time of a row where nothing was ever executed: the first worker that executes some replaces it."""
 
 _FIELDS = (stats.SUCCESS_COUNT, stats.INFERENCE_COUNT, stats.EXECUTION_NS)
 
 
 class LaneWork(msgspec.Struct, frozen=True, kw_only=True):
-    """What one lane holds.
+    """The content of one lane.
 
     Attributes:
         lane: The lane.
@@ -78,7 +78,7 @@ class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read of a version, for `work_of`.
+    """The data of a version that `work_of` needs.
 
     Attributes:
         lanes: Its lanes, online ones first, with what they hold.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class MetricScope(StrEnum):
-    """What a metric is about."""
+    """The scope of a metric."""
 
     CLUSTER = "cluster"
     PROCESS = "process"
@@ -288,7 +288,7 @@ OF_BRIDGES = tuple(
     for info in ALL
     if info.name.startswith("qinfer_bridge_")
 )
-"""What a bridge shows of itself."""
+"""The metrics that a bridge shows of itself."""
 BRIDGE_PROCESSES = _gauge("qinfer_bridge_processes", "Live bridges that serve a route.", _ROUTE)
 LABEL_QUEUED = _counter(
     "qinfer_labeling_queued_tasks_total", "Tasks of Label Studio that were stored in order to push predictions of them."

@@ -80,11 +80,11 @@ def render(shown: Iterable[Family]) -> bytes:
         text = info.text.replace("\\", "\\\\").replace("\n", "\\n")
         lines += [f"# HELP {info.name} {text}", f"# TYPE {info.name} {info.kind}"]
         number = _of_triton if info.name.startswith(_TRITONS) else _own
-        lines += [f"{info.name}{suffix}{_told(labels)} {number(value)}" for suffix, labels, value in family.samples]
+        lines += [f"{info.name}{suffix}{_labels(labels)} {number(value)}" for suffix, labels, value in family.samples]
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def _told(labels: Sequence[tuple[str, str]]) -> str:
+def _labels(labels: Sequence[tuple[str, str]]) -> str:
     inside = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels)
     return f"{{{inside}}}" if inside else ""
 

@@ -18,7 +18,7 @@ _TIMES = 8  # user, nice, system, idle, iowait, irq, softirq, steal; what guests
 
 
 class HostUse(NamedTuple):
-    """What a machine uses.
+    """CPU and memory use of a machine.
 
     Attributes:
         cpu: Share of the time that its CPUs worked since the reading before, 0 to 1.
@@ -72,7 +72,7 @@ _UTIME, _CSTIME, _RSS = 11, 14, 21  # of /proc/<pid>/stat behind the name; user,
 
 
 class ProcessUse(NamedTuple):
-    """What processes use.
+    """CPU and memory use of processes.
 
     Attributes:
         cpu_s: CPU time since they started, in user and system mode.
@@ -130,7 +130,7 @@ logger = logging.getLogger(__name__)
 
 
 class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What one GPU uses, whichever processes use it; what it does not tell is 0.
+    """Use of one GPU by all processes together; 0 for each value that the GPU does not report.
 
     Attributes:
         number: The worker's number of it, as in `gpu 0`.
@@ -174,7 +174,7 @@ class GpuMeter:
         return tuple(use for number, handle in self._handles if (use := self._use(number, handle)) is not None)
 
     def _open(self) -> None:
-        """Finds the GPUs; says once why it can't."""
+        """Finds the GPUs; logs once why it can't."""
         if not self._names:
             return
         try:
@@ -210,14 +210,14 @@ class GpuMeter:
             uuid=uuid if isinstance(uuid, str) else uuid.decode(),
             memory_used_bytes=int(memory.used),
             memory_total_bytes=int(memory.total),
-            utilization=self._told(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100,
-            power_w=self._told(lambda: nvml.nvmlDeviceGetPowerUsage(handle)) / 1000,
-            power_limit_w=self._told(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000,
-            energy_j=self._told(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000,
+            utilization=self._reading(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100,
+            power_w=self._reading(lambda: nvml.nvmlDeviceGetPowerUsage(handle)) / 1000,
+            power_limit_w=self._reading(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000,
+            energy_j=self._reading(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000,
         )
 
-    def _told(self, ask: Callable[[], int]) -> int:
-        """Asks for what some GPUs do not tell."""
+    def _reading(self, ask: Callable[[], int]) -> int:
+        """Returns a value; 0 where the GPU does not report it."""
         try:
             return ask()
         except self._nvml.NVMLError:

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 GROWTH = 1.1
-"""How much greater the upper bound of a bucket is than that of the one before."""
+"""The ratio of the upper bounds of a bucket and of the one before."""
 
 ERROR = (GROWTH - 1) / (GROWTH + 1)
 """By how much of itself a quantile may be wrong, at most."""
@@ -23,7 +23,7 @@ FIRST_RESPONSE_BUCKETS_MS = (100, 500, 2000, 5000)
 """Triton's."""
 
 REQUEST, QUEUE, INPUT, INFER, OUTPUT = "request", "queue", "input", "infer", "output"
-"""What there is a summary of."""
+"""The phases of a request that have a summary."""
 
 SUMMARY = "summary:"
 """Requests by latency: `summary:<which>:<number of the bucket>`; bucket n is up to `GROWTH` ** n microseconds."""
@@ -75,7 +75,7 @@ class LatencyTally:
 
 
 class SlidingWindow:
-    """What was added to the statistics in the last minute, as far as the scrapes of this process show it.
+    """The growth of the statistics in the last minute, as far as the scrapes of this process show it.
 
     In the first minute of a process it is everything there ever was: nobody remembers what there was before.
     """
@@ -133,7 +133,7 @@ def _value_at(counts: Sequence[tuple[int, int]], rank: int) -> float:
 
 
 def _difference(fields: _Counts, base: _Counts) -> dict[str, int]:
-    """Returns what was added; everything, where the statistics began anew meanwhile."""
+    """Returns what was added; everything, where the statistics were restarted meanwhile."""
     if any(fields.get(name, 0) < count for name, count in base.items()):
         return dict(fields)
     return {name: count - base.get(name, 0) for name, count in fields.items()}

@@ -3,8 +3,8 @@
 `{"at": "2026-01-31T09:00:00.123Z", "level": "INFO", "logger": "…", "event": "…", "process": "gateway", …extra}`: the
 event is a short constant, its data are the record's `extra`. Warnings and uvicorn's loggers come out the same way.
 
-What clients switch on and off while the server runs (`Switches`) holds for the programs' own lines and everyone else's,
-but for the verbose ones: those of other libraries come only when the process was started with level DEBUG.
+The switches that clients set while the server is running (`Switches`) hold for the programs' own lines and those of
+libraries, but for the verbose ones: those of other libraries come only when the process was started with level DEBUG.
 """
 
 import logging
@@ -48,7 +48,7 @@ def configure(log: LogSettings, process: str, stream: TextIO | None = None) -> N
 
 
 class Switches(msgspec.Struct, frozen=True, kw_only=True):
-    """What is logged, as the logging extension of the protocol has it (reference §1.17).
+    """The kinds of lines that are logged, as the logging extension of the protocol has it (reference §1.17).
 
     Attributes:
         info: Lines of level INFO.

@@ -1,8 +1,8 @@
-"""What `/metrics` shows: a gateway's own counts, and what the shared store says of workers and queues.
+"""The content of `/metrics`: a gateway's own counts, and the shared store's data of workers and queues.
 
-A gateway counts its own requests in plain integers (`GatewayTally`: one dict look-up and one bisect a request). What
-workers and queues know comes from the shared store (`Snapshot`). The two are the scopes of `catalogue`, and no series
-is in both. Those that have Triton's names are in `triton_metrics`.
+A gateway counts its own requests in plain integers (`GatewayTally`: one dict look-up and one bisect a request). The
+data of workers and queues come from the shared store (`Snapshot`). The two are the scopes of `catalogue`, and no series
+is in both. Series that have Triton's names are in `triton_metrics`.
 """
 
 import time
@@ -22,7 +22,7 @@ class WorkerLoad:
     """A live worker as the metrics show it, as of its last heartbeat.
 
     Attributes:
-        device: What it runs on.
+        device: The device that it executes on.
         executing: Requests in its batches.
         ready: Model versions that it has ready.
         renewals: Leases that it has renewed.
@@ -168,7 +168,7 @@ class GatewayTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What the shared store said at a scrape.
+    """The data of the shared store at a scrape.
 
     Attributes:
         store_up: It could be read; otherwise the rest is what is still known.

@@ -61,7 +61,7 @@ SUCCESS_NS = "success_ns"
 FAIL_NS = "fail_ns"
 """Nanoseconds from enqueueing to the failure, over all requests that failed."""
 LAST_INFERENCE_MS = "last_inference_ms"
-"""When the last execution began: milliseconds since the epoch, in the broker's time."""
+"""The beginning of the last execution: milliseconds since the epoch, in the broker's time."""
 LATEST = frozenset((LAST_INFERENCE_MS,))
 """The fields of which the greatest value stays; all others are sums."""
 INFERENCE_COUNT = "inference_count"
@@ -103,7 +103,7 @@ BATCH_COUNT, BATCH_INPUT_NS, BATCH_INFER_NS, BATCH_OUTPUT_NS = (
 
 
 class LabelFailure(StrEnum):
-    """Why a labeling task has failed: it made no request, that no prediction, or Label Studio refused or failed."""
+    """The reason of a failed labeling task: no request made, no prediction, or Label Studio refused or failed."""
 
     NOT_QUEUED = "not_queued"
     NOT_PREDICTED = "not_predicted"

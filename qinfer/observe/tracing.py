@@ -35,7 +35,7 @@ MODEL, VERSION, REQUEST_ID, JOB_ID, BATCH_ID, BATCH_SIZE, ATTEMPT, ERROR = (
 """The attributes of spans; the tenant is none of them."""
 
 CLOSE_S = 3.0
-"""How long a process that ends waits for its last spans to be exported."""
+"""The time that an ending process waits for the export of its last spans."""
 
 Attributes = Mapping[str, str | int]
 _SWITCHES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_EXPORTER")
@@ -76,7 +76,7 @@ def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") ->
     if not is_wanted(environ):
         return None
     try:
-        import opentelemetry.sdk.trace  # noqa: F401  says whether the extra is there
+        import opentelemetry.sdk.trace  # noqa: F401  fails where the extra is missing
     except ImportError:
         raise SettingsError(
             f"{_asking(environ)} asks for traces, and the packages for it are not installed; "
@@ -115,7 +115,7 @@ class Span:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the sampler chose it."""
+        """True where the sampler chose the span."""
         return self._span.is_recording()
 
     def end(self, end_s: float, attributes: Attributes, error: tuple[str, str] | None = None) -> None:
@@ -142,7 +142,7 @@ class Tracer:
 
     Args:
         processors: What takes them; each is shut down by `close`.
-        resource: What the process says of itself; by default what the environment says.
+        resource: The description of this process; by default that of the environment.
     """
 
     def __init__(self, processors: "Sequence[SpanProcessor]", resource: "Resource | None" = None) -> None:

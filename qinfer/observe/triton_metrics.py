@@ -2,7 +2,7 @@
 
 They come from the statistics that everyone adds to the shared store, so that they only grow, whichever process dies,
 and every gateway shows the same ones. Only CPU and memory of the machine are those of the gateway that is asked; GPUs
-are those that workers tell of.
+are those that workers report.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ Key = tuple[str, int]
 
 
 class Reason(StrEnum):
-    """Why a request failed, as Triton tells it apart."""
+    """The reason of a failure, as Triton classifies it."""
 
     REJECTED = "REJECTED"
     CANCELED = "CANCELED"
@@ -61,7 +61,7 @@ REASONS: Mapping[str, _Reasons] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which metrics of latencies are shown, as Triton's `--metrics-config` chooses.
+    """The metrics of latencies that are shown, as Triton's `--metrics-config` chooses.
 
     Attributes:
         counters: The cumulative durations.
@@ -81,7 +81,7 @@ USUAL = Wanted()
 
 
 class _Latency(NamedTuple):
-    """What a request spends its time on: its counter and its summary, and where the statistics have it."""
+    """A phase of a request: its counter, its summary, and the statistic that both are read from."""
 
     counter: Info
     summary: Info
@@ -138,7 +138,7 @@ def families(
 
 
 def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
-    """Yields what Triton tells of GPUs, each once, though several workers may tell of it; nothing where none does."""
+    """Yields Triton's metrics of GPUs, each GPU once, though several workers may report it; nothing where none does."""
     gpus: dict[str, GpuUse] = {}
     for use in uses:
         known = gpus.get(use.uuid)
@@ -154,7 +154,7 @@ def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
 
 
 def of_host(use: HostUse) -> Iterator[Family]:
-    """Yields what Triton tells of its machine: here, of the one that this gateway runs on."""
+    """Yields Triton's metrics of the machine: of the one that this gateway is running on."""
     for info, value in (
         (catalogue.NV_CPU_UTILIZATION, use.cpu),
         (catalogue.NV_CPU_MEMORY_TOTAL, use.memory_total_bytes),

@@ -1,4 +1,4 @@
-"""What the drivers of object stores raise → qinfer's `StoreError`s.
+"""Translation of the errors of object-store drivers into qinfer's `StoreError`s.
 
 Drivers put endpoints, account names and keys' ids into their texts, so a message has none of those: it has the URL as
 it was asked for, the class of the driver's error, the store's own code for it, and what to do. The driver's words are
@@ -39,7 +39,7 @@ ANSWER_TIMEOUT_S = 60
 
 
 class Answer(NamedTuple):
-    """What a store answered.
+    """The answer of a store.
 
     Attributes:
         status: The HTTP status; 0 = it did not answer.

@@ -22,7 +22,7 @@ _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 
 
 class _Way(NamedTuple):
-    """How S3 is reached.
+    """The connection parameters of S3.
 
     Attributes:
         session: botocore's, which knows the credentials; they may change.

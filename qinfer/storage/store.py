@@ -18,7 +18,7 @@ BROKEN = "_broken"
 
 
 class Outcome(Enum):
-    """What became of a commit."""
+    """The outcome of a commit."""
 
     CREATED = "created"
     EXISTS = "exists"
@@ -39,7 +39,7 @@ class Stat(NamedTuple):
 
 
 class Child(NamedTuple):
-    """What is directly in a folder: its name there, and whether it is a folder itself."""
+    """One entry of a folder: its name there, and whether it is a folder itself."""
 
     name: str
     is_folder: bool

@@ -9,7 +9,7 @@
 
 A header names each tensor's offset (from the end of the padded header) and size, so that `numpy.frombuffer` takes it
 from the frame without a copy. A reader accepts its own version and the one before, skips header fields that it does
-not know, and says `NewerVersion` to what comes after, for a newer worker to take. No pickle, ever.
+not know, and raises `NewerVersion` for later versions, for a newer worker to take. No pickle, ever.
 
 A request whose tensors are stored beside the stream (claim check) has its `payload` field set, and no tensors in the
 frame: the offsets are those in the payload, which is laid out as the tensors in a frame are. Fields that were appended

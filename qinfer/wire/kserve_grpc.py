@@ -473,7 +473,7 @@ def encode_streamed(response: list[Bytes], *, final: bool) -> list[Bytes]:
 
 
 def encode_streamed_error(message: str, client_id: str) -> bytes:
-    """Encodes a ModelStreamInferResponse that tells of a failure, with the id of the request that failed."""
+    """Encodes a ModelStreamInferResponse for a failure, with the id of the request that failed."""
     reply = pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=client_id))
     return bytes(reply.SerializeToString())
 

@@ -34,7 +34,7 @@ _MOST_ELEMENTS = 2**31 - 1
 
 
 class Packing(NamedTuple):
-    """How the elements of a datatype and shape become bytes, and bytes elements.
+    """The conversion of the elements of a datatype and shape to bytes and back, computed once for each.
 
     Attributes:
         elements: How many there are.
@@ -142,7 +142,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
     begin = b'{"id":%b,' % _encoder.encode(client_id) if client_id else b"{"
     parts = [begin, _reply_head(response.model, response.version)]
     if response.parameters:
-        parts.insert(1, _told(response.parameters))
+        parts.insert(1, _parameters_json(response.parameters))
     outputs, placed = response.outputs, _NOWHERE
     if plan.special is not None:
         outputs, placed = prepare(response, plan, regions)
@@ -223,7 +223,7 @@ def pack(entry: AnyInput) -> bytes:
         try:
             return packing.pack(*data)
         except (struct.error, OverflowError):
-            pass  # what is wrong is told below
+            pass  # the mistake is named below
     count = _elements_of(entry.name, entry.shape)
     if not count:
         return b""
@@ -284,7 +284,7 @@ def _reply_head(model: str, version: int) -> bytes:
     return _encoder.encode({"model_name": model, "model_version": str(version), "outputs": []})[1:-2]
 
 
-def _told(parameters: Mapping[str, Scalar]) -> bytes:
+def _parameters_json(parameters: Mapping[str, Scalar]) -> bytes:
     """Returns the JSON member of a response's parameters."""
     return b'"parameters":%b,' % _encoder.encode(parameters)
 

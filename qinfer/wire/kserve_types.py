@@ -30,7 +30,7 @@ class InputParameters(msgspec.Struct, gc=False):
 
 
 class Input(msgspec.Struct, tag_field="datatype", gc=False):
-    """What the inputs of all datatypes share; each subclass says what its `data` holds, flat and row-major."""
+    """The common fields of the inputs of all datatypes; each subclass types its `data`, flat and row-major."""
 
     name: str
     shape: tuple[Dimension, ...]
@@ -159,7 +159,7 @@ class Request(msgspec.Struct, gc=False):
 
 
 UNPARSABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What `parse` raises for text that it can't take."""
+"""The errors that `parse` raises for text that it can't read."""
 
 parse: Callable[[bytes], Request] = msgspec.json.Decoder(Request).decode
 """Reads a well-formed request with flat data; raises one of `UNPARSABLE` for any other."""

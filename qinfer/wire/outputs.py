@@ -134,7 +134,7 @@ NO_REGIONS = NoRegions()
 
 
 class Special(msgspec.Struct, frozen=True):
-    """What is done with an output that does not simply travel in the reply.
+    """The treatment of an output that does not simply travel in the reply.
 
     Attributes:
         classes: So many of its best classes are wanted instead of its elements; 0 = its elements.
@@ -142,7 +142,7 @@ class Special(msgspec.Struct, frozen=True):
         offset: Where in the region, in bytes.
         byte_size: How many bytes it may take there.
         labels: The names of its classes; `bind` sets them.
-        batched: Whether its first dimension counts rows; `bind` sets it.
+        batched: Its first dimension counts rows; `bind` sets it.
     """
 
     classes: int = 0
@@ -154,10 +154,10 @@ class Special(msgspec.Struct, frozen=True):
 
 
 class OutputPlan(msgspec.Struct, frozen=True):
-    """How the outputs of a response travel.
+    """The form in which the outputs of a response travel.
 
     Attributes:
-        binary: Whether as binary data, where an output does not say: the request's `binary_data_output`.
+        binary: True for binary data, where an output does not say: the request's `binary_data_output`.
         overrides: Output name → its own `binary_data`.
         special: Output name → what else is done with it; `None` for nothing, as nearly always.
     """
@@ -184,7 +184,7 @@ class Prepared(NamedTuple):
 
 
 def no_shared_memory() -> UnsupportedFeature:
-    """Makes Triton's answer to everything about shared memory where it is off."""
+    """Returns Triton's error for everything about shared memory where it is off."""
     return UnsupportedFeature(_NO_SHARED_MEMORY)
 
 

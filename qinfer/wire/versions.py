@@ -1,4 +1,4 @@
-"""Wire versions: what a reader says to something that a newer qinfer wrote, and records as one versioned value.
+"""Wire versions: the refusal of data that a newer qinfer wrote, and records as one versioned value.
 
     record      a byte with its wire version, then msgpack: an array whose fields are only ever appended
     document    JSON for people to read too, an object with its version in `wire`
@@ -38,7 +38,7 @@ class NewerVersion(CorruptEntry):
 
 
 class Record(Generic[T]):
-    """How values of one type are written as bytes.
+    """The encoding of values of one type as bytes.
 
     Args:
         kind: The type: a struct with `array_like=True`.

@@ -138,7 +138,7 @@ def variable_names() -> list[str]:
 
 
 def unknown_variables(names: Iterable[str]) -> list[str]:
-    """Says what is wrong with each `QINFER_…` name that no setting has; values stay out of it, they may be secret.
+    """Returns a message for each unknown `QINFER_…` variable; without its value, which may be secret.
 
     pydantic-settings looks only for the variables it knows: a misspelt one would silently leave the default.
     """
@@ -150,5 +150,5 @@ def unknown_variables(names: Iterable[str]) -> list[str]:
         if not upper.startswith(PREFIX) or upper in known or upper in sections or upper == _OF_COMMANDS:
             continue
         nearest = difflib.get_close_matches(upper, known, n=1, cutoff=0.0)
-        problems.append(f"{name} is no setting of qinfer; did you mean {nearest[0]}?")
+        problems.append(f"unknown setting {name}; did you mean {nearest[0]}?")
     return problems

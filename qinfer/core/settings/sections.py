@@ -13,7 +13,7 @@ class _Section(BaseModel):
 
 
 class RedisSettings(_Section):
-    """Where the queue is."""
+    """The queue."""
 
     url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
@@ -87,7 +87,7 @@ class GrpcSettings(_Section):
 
 
 class LimitSettings(_Section):
-    """What is refused, and when."""
+    """Limits: requests beyond them are refused."""
 
     default_timeout_s: float = Field(60.0, gt=0, description="Timeout of a request that names none.")
     max_timeout_s: float = Field(3600.0, gt=0, description="Longest timeout a request may ask for.")
@@ -188,7 +188,8 @@ class BulkSettings(_Section):
     record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that an ended job can be asked for.")
     sweep_every_s: float = Field(10.0, gt=0, description="Seconds between looks for jobs that are stuck or expired.")
     beat: bool = Field(
-        True, description="Bulk workers have Celery's beat within; false where `qinfer_workers.jobs.beat` runs instead."
+        True,
+        description="Bulk workers have Celery's beat within; false where `qinfer_workers.jobs.beat` is running.",
     )
 
 
@@ -242,7 +243,7 @@ class LabelingSettings(_Section):
 
 
 class AuthSettings(_Section):
-    """Who may call."""
+    """Authentication and authorization."""
 
     mode: Literal["", "none", "keys"] = Field(
         "", description="`none` = everyone, `keys` = with an API key; unset it is `none`, on loopback addresses only."
@@ -272,7 +273,7 @@ class WorkerSettings(_Section):
 
 
 class RepositorySettings(_Section):
-    """Where the models are."""
+    """The model repositories."""
 
     path: str = Field(
         "models",
@@ -318,7 +319,7 @@ class RepositorySettings(_Section):
 
 
 class AutoscaleSettings(_Section):
-    """How `qinfer autoscale` and `qinfer up --autoscale` choose the number of workers."""
+    """The choice of the number of workers by `qinfer autoscale` and `qinfer up --autoscale`."""
 
     min_workers: int = Field(0, ge=0, description="The fewest workers.")
     max_workers: int = Field(0, ge=0, description="The most workers; 0 = one for each core of this machine.")
@@ -344,7 +345,7 @@ class AutoscaleSettings(_Section):
 
 
 class LogSettings(_Section):
-    """What is logged, and how."""
+    """Logs."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
     format: Literal["json", "text"] = Field("json", description="One JSON object a line, or text for people.")
@@ -364,7 +365,7 @@ _QUANTILES = "0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001"
 
 
 class MetricsSettings(BaseModel):
-    """Where metrics are read, and Triton's that can be chosen; give gateways and workers the same."""
+    """Metrics: their port, and the optional ones of Triton; give gateways and workers the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -98,17 +98,17 @@ def is_set(message: Message, path: str) -> bool:
 
 
 _WITHOUT_FILE = {
-    "pytorch": "a PyTorch file does not tell it: write it into config.pbtxt",
-    "tensorrt": "a plan tells it only to TensorRT on its GPU: write it into config.pbtxt",
-    "python": "model.py has no auto_complete_config to tell it: write it into config.pbtxt",
+    "pytorch": "a PyTorch file does not declare it: write it into config.pbtxt",
+    "tensorrt": "only TensorRT can read it from a plan, on the plan's GPU: write it into config.pbtxt",
+    "python": "model.py has no auto_complete_config to declare it: write it into config.pbtxt",
 }
-"""Why inputs and outputs can't be completed from the file of a backend."""
+"""Backend → the reason why inputs and outputs can't be completed from its model file."""
 
 _MAX_INSTANCES = 1024
 
 
 def check(config: ModelConfig) -> None:
-    """Refuses a configuration that can't be served as it says.
+    """Refuses a configuration that can't be served as it is written.
 
     Raises:
         ModelLoadFailed: With every problem found.

@@ -104,7 +104,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], bool]]] = {
     MAX_TIMEOUT: ("a positive number of seconds", _is_positive),
     LANE_CAPACITY: ("an integer above 0", lambda text: _is_count(text) and int(text) > 0),
     MIN_WORKERS: ("an integer of 0 or more", _is_count),
-    TORCH_AMP: ("a precision of PyTorch", bool),  # which ones there are is the backend's to say
+    TORCH_AMP: ("a precision of PyTorch", bool),  # the backend knows which ones there are
     TORCH_COMPILE: ("a mode of torch.compile", bool),
     BINARY_OUTPUTS: ("names of outputs, with commas between", lambda text: all(map(str.strip, text.split(",")))),
 }
@@ -118,7 +118,7 @@ PARAMETERS = {
     TORCH_COMPILE: "Compiles the model when it is loaded (backend `pytorch`).",
     BINARY_OUTPUTS: "BYTES outputs that are no text: [bulk jobs](../how-to/bulk-jobs.md) write them as binary columns.",
 }
-"""What each of `KNOWN_PARAMETERS` means, for the reference page."""
+"""The meaning of each of `KNOWN_PARAMETERS`, for the reference page."""
 
 
 def value_of(parameter: str) -> str:

@@ -40,7 +40,7 @@ class RepositoryModel:
 
 
 class Repository(Protocol):
-    """Where models come from. Every method blocks, and may be called from several threads at once."""
+    """A source of models. Every method blocks, and may be called from several threads at once."""
 
     def names(self) -> list[str]:
         """Returns the names of all models, sorted, without reading any of them.
@@ -78,7 +78,7 @@ class Repository(Protocol):
 
 
 class ModelFiles(Protocol):
-    """Where the files of models are, for those who load them. Blocking, for threads."""
+    """The files of models, for those who load them. Every method blocks: call it from a thread."""
 
     def version_dir(self, stored_name: str, version: int, location: str = "", content_hash: str = "") -> Path:
         """Returns a directory on this machine with the files of a model version; fetches them if they are remote.

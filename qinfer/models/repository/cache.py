@@ -39,7 +39,7 @@ MANIFEST = ".files.json"
 """A copy's own file, which is no part of the model."""
 _PARTIAL = ".partial-"
 _THREADS = 4
-_TELL_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0
 _ATTEMPTS = 3
 
 
@@ -170,7 +170,7 @@ def _wanted(listing: Listing | None, model: str, version: int) -> dict[str, Stam
 
 def _fetch(files: Files, directory: str, target: Path, wanted: dict[str, Stamp]) -> None:
     total = sum(stamp.size for stamp in wanted.values())
-    begin_s = told_s = time.monotonic()
+    begin_s = logged_s = time.monotonic()
     done = 0
     extra = {"model": directory.partition("/")[0], "files": len(wanted), "bytes": total}
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch") as threads:
@@ -179,8 +179,8 @@ def _fetch(files: Files, directory: str, target: Path, wanted: dict[str, Stamp])
             for path, fetch in fetches.items():
                 fetch.result()
                 done += wanted[path].size
-                if time.monotonic() - told_s > _TELL_EVERY_S:
-                    told_s = time.monotonic()
+                if time.monotonic() - logged_s > _LOG_EVERY_S:
+                    logged_s = time.monotonic()
                     logger.info("model files being fetched", extra={**extra, "done_bytes": done})
         except BaseException:
             threads.shutdown(wait=True, cancel_futures=True)

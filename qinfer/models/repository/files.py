@@ -54,7 +54,7 @@ _MAX_DIGITS = 19  # a version is an int64 on the wire
 
 
 class Stamp(NamedTuple):
-    """What tells that a file has changed: its size in bytes, and its modification time or entity tag."""
+    """Marks of one state of a file: its size in bytes, and its modification time or entity tag."""
 
     size: int
     mark: str
@@ -62,7 +62,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What one model's directory holds.
+    """The content of one model's directory.
 
     Attributes:
         files: Path within the model's directory → stamp.
@@ -114,7 +114,7 @@ class Blob(Protocol):
 
 
 class TooFarSpreadError(Exception):
-    """What is wanted of the file is spread over more pages than may be read."""
+    """The wanted parts of a file are spread over more pages than may be read."""
 
 
 class Ranges:
@@ -202,7 +202,7 @@ class LocalFiles:
             raise SettingsError(f"model repository '{self._root}' can't be read: {error.strerror}") from None
 
     def listings(self) -> dict[str, Listing | Exception]:
-        """Returns what each directory holds, or why that can't be told, by name."""
+        """Returns the listing of each directory by name, or the error of one that can't be listed."""
         found: dict[str, Listing | Exception] = {}
         for name in self.models():
             try:
@@ -414,7 +414,7 @@ Files = LocalFiles | RemoteFiles
 
 
 class Place(NamedTuple):
-    """Where a repository is: a URL as fsspec wants it, what it is opened with, and what operators see of it."""
+    """The address of a repository: a URL as fsspec wants it, the options to open it, and the text for operators."""
 
     url: str
     options: Mapping[str, Any]

@@ -22,13 +22,13 @@ CONFIG_BYTES = 4 * 2**20
 LABEL_BYTES = 10 * 2**20
 MODEL_PY_BYTES = 16 * 2**20
 UNREADABLE = "can't be read"
-"""How the error of a model begins that was removed or changed while it was read, and may be read next time."""
+"""The beginning of the error of a model that was removed or changed while it was read, and may be read next time."""
 
 COMPLETION_HOOK = "auto_complete_config"
 
 
 class Reading(NamedTuple):
-    """How models are read.
+    """Options of reading models.
 
     Attributes:
         autocomplete: Complete a missing or partial `config.pbtxt` from the model file.
@@ -143,9 +143,9 @@ class _Reader(NamedTuple):
             return None
 
     def _pending(self, known: ModelConfig, version: int) -> str:
-        """Returns the backend that must complete the configuration: a `model.py` that says how, which is not run here.
+        """Returns the backend that must complete the configuration: a `model.py` that has the hook.
 
-        One that has mistakes is left to its worker, whose message names them.
+        The file is not executed here. One that has mistakes is left to its worker, whose message names them.
         """
         path = f"{version}/{known.default_model_filename}"
         if not self.how.autocomplete or known.backend != "python" or path not in self.listing.files:
