@@ -18,6 +18,7 @@ from qinfer.core.messages import IdFactory
 from qinfer.core.settings import HttpSettings, RepositorySettings, Settings
 from qinfer.errors import Overloaded, SettingsError
 from qinfer.jobs.examiner_pool import ExaminerPool
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl, ModelSource
@@ -188,8 +189,10 @@ class Gateway:
         self._tasks = BulkTasks(settings)
         self.requests, self._janitor = self._asynchronous(settings, tally)
         self._examiners = ExaminerPool(settings, os.environ)
+        jobs = Jobs(delivery)
         self.jobs = BulkJobs(
-            delivery=delivery,
+            jobs=jobs,
+            now_s=delivery.clock.now_s,
             resolve=self.requests.resolve,
             dispatcher=self.dispatcher,
             settings=settings,
@@ -227,7 +230,7 @@ class Gateway:
     def _asynchronous(self, settings: Settings, tally: GatewayTally) -> tuple[AsyncRequests, Janitor]:
         """Makes the use case of asynchronous requests, and what looks after them."""
         targets = Targets(settings.webhooks)
-        webhooks = Webhooks(settings.webhooks, self._delivery, targets, partial(message_of, self._delivery.jobs))
+        webhooks = Webhooks(settings.webhooks, self._delivery, targets, partial(message_of, Jobs(self._delivery)))
         jobs = JobJanitor(self._delivery, self.catalog, self._tasks.finalise) if settings.bulk.enabled else None
         advance = jobs.round if jobs is not None else None
         janitor = Janitor(self._delivery, self.catalog, tally, settings.requests.sweep_every_s, webhooks, advance)
@@ -255,7 +258,7 @@ class Gateway:
             forward=fast.forward,
             models=self.models,
             statistics=self._reporting.statistics,
-            work=lambda model: read_work(self._store, self._delivery, model=model),
+            work=lambda model: read_work(self._store, self._delivery, self.jobs.jobs.open_rows, model=model),
             log_settings=self._reporting.log_settings,
             trace_settings=self._reporting.trace_settings,
             restrictions=restrictions,

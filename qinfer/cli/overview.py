@@ -12,6 +12,7 @@ from pydantic import SecretStr
 from qinfer.cli.local import runfile
 from qinfer.core.settings import RedisSettings, RepositorySettings, load_settings
 from qinfer.errors import SettingsError
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.readiness import ModelStatus, assess
 from qinfer.models.repository.base import Repository
 from qinfer.models.repository.open import open_repositories
@@ -205,7 +206,7 @@ async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float
     workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]  # not ahead of the rest
     desired = await store.desired()
     statuses = assess(desired, await store.models(desired), workers).values()
-    work = await read_work(store, delivery)
+    work = await read_work(store, delivery, Jobs(delivery).open_rows)
     return Overview(
         models=tuple(row for status in statuses for row in model_rows(status, workers)),
         lanes=await _lane_rows(work, delivery),

@@ -10,21 +10,20 @@ does the I/O; `work_of` is pure.
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 import msgspec
 
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import QinferError
-from qinfer.jobs.queue.records import BULK_LANES, OpenRows, bulk_lanes
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.readiness import assess
 from qinfer.models.routes import NAMES, lanes_of
 from qinfer.models.state import Desired, Speed, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
-from qinfer.queue.base import Lane, LaneSize
+from qinfer.queue.base import BULK_LANES, Lane, LaneSize, bulk_lanes
 from qinfer.queue.redis import Delivery
 
 ASSUMED_ROW_S = 0.1
@@ -77,6 +76,24 @@ class VersionWork(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...] = ()
 
 
+class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows that a job which has not ended has yet to do.
+
+    Attributes:
+        model: The job's model, and
+        version: its version.
+        partition: The queue partition of its lanes.
+        rows: How many; 0 while it is not planned, and once it is being cancelled or finalised.
+        rows_per_s: How many of them were settled a second since it started, or was resumed, by all workers together.
+    """
+
+    model: str
+    version: int
+    partition: int = 0
+    rows: int = 0
+    rows_per_s: float = 0.0
+
+
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """The data of a version that `work_of` needs.
 
@@ -95,12 +112,19 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     is_pending: bool = False
 
 
-async def read_work(store: ControlStore, delivery: Delivery, *, model: str = "") -> tuple[VersionWork, ...]:
+async def read_work(
+    store: ControlStore,
+    delivery: Delivery,
+    open_rows: Callable[[], Awaitable[Sequence[OpenRows]]],
+    *,
+    model: str = "",
+) -> tuple[VersionWork, ...]:
     """Reads the work of all models that should be loaded, sorted; in a few round trips however many there are.
 
     Args:
         store: The control store.
         delivery: The queue.
+        open_rows: Returns what the bulk jobs that have not ended have yet to do.
         model: Only this one, even if it was unloaded: what it accepted before may still wait. Empty = all.
 
     Returns:
@@ -116,7 +140,7 @@ async def read_work(store: ControlStore, delivery: Delivery, *, model: str = "")
         desired = {} if wish is None else {model: msgspec.structs.replace(wish, load=True)}
     stored = await store.models(sorted(desired))
     versions = _versions(desired, stored, workers)
-    jobs = await delivery.jobs.open_rows()
+    jobs = await open_rows()
     lanes = _lanes(versions, stored, jobs)
     earlier = _earlier_lanes(versions, stored, workers)
     flat = [lane for of_version in (*lanes.values(), *earlier.values()) for lane in of_version]

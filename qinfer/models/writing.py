@@ -10,7 +10,6 @@ import msgspec
 
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import QinferError
-from qinfer.jobs.queue.records import bulk_lanes
 from qinfer.models.completion import completed, find_completion
 from qinfer.models.config.config import from_json, to_json, to_spec
 from qinfer.models.config.to_spec import MIN_WORKERS
@@ -18,6 +17,7 @@ from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.routes import lanes_of
 from qinfer.models.state import Desired, StoredModel
 from qinfer.models.store import ControlStore
+from qinfer.queue.base import bulk_lanes
 from qinfer.queue.redis import Delivery
 
 _ANY_LIMITS = LimitSettings()  # nothing that depends on them is read here

@@ -11,6 +11,10 @@ FULL = "Exceeds maximum queue size"
 """Why `submit` refuses what is beyond its limit; Triton's text (reference §3.3)."""
 
 
+BULK_LANES = ("bulk1", "bulk2", "bulk3")
+"""The lanes of shards in the order in which they are read: jobs of high, normal and low priority."""
+
+
 class Lane(msgspec.Struct, frozen=True, cache_hash=True):
     """One stream of a model version's queue.
 
@@ -89,3 +93,8 @@ class Payload(msgspec.Struct, frozen=True):
 def reply_address(owner: str) -> str:
     """Returns the `reply_to` of a process: `reply:<owner>`."""
     return f"reply:{owner}"
+
+
+def bulk_lanes(model: str, version: int, partition: int = 0) -> tuple[Lane, ...]:
+    """Returns the bulk lanes of a model version in the order in which they are read."""
+    return tuple(Lane(model, version, name, partition) for name in BULK_LANES)

@@ -42,11 +42,9 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from qinfer.core.clock import Clock, ServerClock, SystemClock
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
-from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import BULK_LANES
 from qinfer.labeling.tasks import LabelTasks
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import Entry, Lane, LaneSize, Lease, Payload
+from qinfer.queue.base import BULK_LANES, Entry, Lane, LaneSize, Lease, Payload
 from qinfer.queue.clients import blocking_client
 from qinfer.queue.connection import Refused, Template, pack, packable
 from qinfer.queue.dead_letters import DeadLetters
@@ -75,9 +73,10 @@ class Delivery:
 
     Attributes:
         clock: Redis' time, kept current.
+        router: The way to Redis, for features with keys of their own.
+        durability: Makes a write as durable as the settings ask.
         requests: Asynchronous requests in the same queue.
         dead_letters: What `bury` has put away.
-        jobs: Bulk jobs, whose shards are entries of this queue.
         label_tasks: Tasks of labeling projects, whose requests are entries of this queue.
     """
 
@@ -85,16 +84,15 @@ class Delivery:
         self.clock = ServerClock(clock)
         self._monotonic_s = clock.monotonic_s
         self._settings = settings
-        self._router = router
-        self._durability = Durability(settings, router)
+        self.router = router
+        self.durability = Durability(settings, router)
         self._values = Values(router, is_cluster=settings.cluster)
-        self.requests = Requests(router, self._values, self._durability)
+        self.requests = Requests(router, self._values, self.durability)
         self._submits = RedisSubmits(router, self._values)
         self._entries = RedisEntries(router, self._values)
         self.dead_letters = DeadLetters(router, self._values)
         self.deliveries = Deliveries(router)
-        self.jobs = Jobs(router, self._durability, self.clock)
-        self.label_tasks = LabelTasks(router, self._durability, self.deliveries)
+        self.label_tasks = LabelTasks(router, self.durability, self.deliveries)
         self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
         self._renewer: Any = None
@@ -118,8 +116,8 @@ class Delivery:
         delivery = cls(settings, await Router.connect(settings), clock or SystemClock())
         try:
             sent_s = delivery._monotonic_s()
-            delivery._observe(sent_s, await delivery._router.call(0, b"TIME"))
-            await delivery._durability.check()
+            delivery._observe(sent_s, await delivery.router.call(0, b"TIME"))
+            await delivery.durability.check()
             if limits is not None and limits.payload_url:
                 from qinfer.queue.object_store import ObjectStore
 
@@ -160,7 +158,7 @@ class Delivery:
             done(Entry(lane, reply.decode()) if type(reply) is bytes else reply)
 
         slot, adding = _adding(lane)
-        self._router.send(slot, adding.pack(frame), answered)
+        self.router.send(slot, adding.pack(frame), answered)
 
     async def ensure(self, lanes: Sequence[Lane]) -> None:
         """Creates the lanes and their consumer group where they do not exist, starting at their first entry."""
@@ -177,7 +175,7 @@ class Delivery:
         reader = self._readers.get(place := _reading(lanes))
         if reader is None:
             slot = keys.lane_slot(lanes[0])
-            reader = LaneReader(self._router, slot, self.ensure, self._entries.give_back, self._monotonic_s)
+            reader = LaneReader(self.router, slot, self.ensure, self._entries.give_back, self._monotonic_s)
             self._readers[place] = reader
         return await reader.fetch(lanes, consumer, count, wait_s)
 
@@ -213,7 +211,7 @@ class Delivery:
         They may have been `consumer`'s own: its connection broke while a fetch's reply was on the way. A consumer that
         still holds one, because its renewals failed for so long, drops the second lease.
         """
-        call = partial(self._router.call, keys.lane_slot(lanes[0]))
+        call = partial(self.router.call, keys.lane_slot(lanes[0]))
         names = [keys.lane(lane) for lane in lanes]
         arguments = (keys.GROUP, consumer, keys.RELEASED, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
         try:
@@ -281,9 +279,9 @@ class Delivery:
         """
         slot, key = _reply_stream(reply_to)
         try:
-            added = await self._router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
+            added = await self.router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
         except QueueFull:  # full of what is to be answered: only answers make room
-            call = partial(self._router.call, slot)
+            call = partial(self.router.call, slot)
             added = await scripts.run(call, scripts.PUBLISH, [key], REPLY_TTL_MS, packable(blob))
         return added is not None
 
@@ -299,7 +297,7 @@ class Delivery:
             deliver: Called with each blob, on the event loop.
             ready: Called once the stream exists: no reply to what is submitted from then on is lost.
         """
-        reader = ReplyReader(self._router, owner, deliver, self._monotonic_s)
+        reader = ReplyReader(self.router, owner, deliver, self._monotonic_s)
         try:
             await reader.run(ready)
         finally:
@@ -308,7 +306,7 @@ class Delivery:
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
         """Returns how many entries each lane holds, waiting and in flight."""
         return await asyncio.gather(  # type: ignore[no-any-return]  # XLEN replies with an integer
-            *(self._router.call(keys.lane_slot(lane), b"XLEN", keys.lane(lane)) for lane in lanes)
+            *(self.router.call(keys.lane_slot(lane), b"XLEN", keys.lane(lane)) for lane in lanes)
         )
 
     async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
@@ -332,7 +330,7 @@ class Delivery:
         """
         end = max(int((self.clock.now_s() - age_s) * 1000), 0)
         words = (b"XRANGE", keys.lane(lane), f"({after}" if after else b"-", end, b"COUNT", count)
-        found = await self._router.call(keys.lane_slot(lane), *words)
+        found = await self.router.call(keys.lane_slot(lane), *words)
         leases = leases_of([lane], "", [(1, entry_id, fields, 0) for entry_id, fields in found])
         return [(lease.entry, lease.frame) for lease in leases]
 
@@ -354,7 +352,7 @@ class Delivery:
         for reader in self._readers.values():
             await reader.settle()
         await self._values.close()
-        await self._router.close()
+        await self.router.close()
         if self._renewer is not None:
             self._renewer.close()
 
@@ -375,7 +373,7 @@ class Delivery:
     async def _ensure(self, lane: Lane) -> None:
         create = (b"XGROUP", b"CREATE", keys.lane(lane), keys.GROUP, b"0", b"MKSTREAM")
         try:
-            await self._router.call(keys.lane_slot(lane), *create)
+            await self.router.call(keys.lane_slot(lane), *create)
         except Refused as error:
             if error.kind != "BUSYGROUP":
                 raise
@@ -384,7 +382,7 @@ class Delivery:
         sent_s = self._monotonic_s()
         self._clock_timer = asyncio.get_running_loop().call_later(_CLOCK_EVERY_S, self._ask_time)
         try:
-            self._router.send(0, _TIME, partial(self._observe, sent_s))
+            self.router.send(0, _TIME, partial(self._observe, sent_s))
         except BrokerUnavailable:
             return  # the next reading will do
 

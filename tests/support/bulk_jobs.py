@@ -3,8 +3,8 @@
 import msgspec
 
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import RUNNING, JobRecord, ShardOutcome, bulk_lanes
-from qinfer.queue.base import Lane, Lease
+from qinfer.jobs.queue.records import RUNNING, JobRecord, ShardOutcome
+from qinfer.queue.base import Lane, Lease, bulk_lanes
 from qinfer.queue.deliveries import JOBS
 from qinfer.queue.redis import Delivery
 
@@ -22,14 +22,14 @@ def shards(*indices: int, job_id: str = "j1") -> list[tuple[int, bytes]]:
 
 async def planned(delivery: Delivery, count: int, job_id: str = "j1", **changes: object) -> None:
     """Makes a job of so many shards with ten rows each run; nothing is in its lane yet."""
-    assert await delivery.jobs.create(record(job_id, **{"state": "planning"} | changes))
-    assert await delivery.jobs.plan(job_id, shards(*range(count), job_id=job_id), 10 * count, complete=True)
+    assert await Jobs(delivery).create(record(job_id, **{"state": "planning"} | changes))
+    assert await Jobs(delivery).plan(job_id, shards(*range(count), job_id=job_id), 10 * count, complete=True)
 
 
 async def running(delivery: Delivery, count: int, job_id: str = "j1", **changes: object) -> None:
     """As `planned`, with its lane filled, and its first notice gone."""
     await planned(delivery, count, job_id, **changes)
-    await delivery.jobs.advance(job_id)
+    await Jobs(delivery).advance(job_id)
     await noticed(delivery)
 
 
@@ -59,7 +59,7 @@ def fine(lease: Lease, failed_rows: int = 0) -> ShardOutcome:
 
 
 async def finish(delivery: Delivery, lease: Lease, job_id: str = "j1", failed_rows: int = 0) -> bool:
-    return await delivery.jobs.finish_shard(job_id, lease, fine(lease, failed_rows))
+    return await Jobs(delivery).finish_shard(job_id, lease, fine(lease, failed_rows))
 
 
 async def noticed(delivery: Delivery) -> list[str]:
@@ -70,7 +70,7 @@ async def noticed(delivery: Delivery) -> list[str]:
 
 
 async def known(delivery: Delivery, job_id: str = "j1") -> JobRecord:
-    found = await delivery.jobs.get(job_id)
+    found = await Jobs(delivery).get(job_id)
     assert found is not None
     return found
 

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 
 from qinfer.jobs.failures import why_failed
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import CANCELLING, ENDED, FINALIZING, RUNNING, TOP_UP_COUNT, JobRecord, Standing
 from qinfer.models.catalog import Catalog
 from qinfer.queue.deliveries import JOBS, DeliveryItem
@@ -40,7 +41,7 @@ class JobJanitor:
     """
 
     def __init__(self, delivery: Delivery, catalog: Catalog, finalise: Callable[[str], None]) -> None:
-        self._jobs = delivery.jobs
+        self._jobs = Jobs(delivery)
         self._deliveries = delivery.deliveries
         self._catalog = catalog
         self._finalise = finalise

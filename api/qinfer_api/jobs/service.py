@@ -28,12 +28,12 @@ from qinfer.errors import (
     UnsupportedFeature,
 )
 from qinfer.jobs.job import TERMINAL, JobSpec, JobState, encode_spec
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine
 from qinfer.jobs.queue.scripts import Change
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.tracing import JOB_ID
-from qinfer.queue.redis import Delivery
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.jobs.records import (
@@ -92,7 +92,8 @@ class BulkJobs:
     """One per gateway.
 
     Attributes:
-        delivery: The queue.
+        jobs: The jobs in the queue.
+        now_s: Returns the broker's time, which records are written in.
         resolve: Finds the model version of a job; `AsyncRequests.resolve`.
         dispatcher: Who may ask, and how much.
         settings: The limits of jobs, and which stores they may use.
@@ -103,7 +104,8 @@ class BulkJobs:
         watchers: How many follow a job now.
     """
 
-    delivery: Delivery
+    jobs: Jobs
+    now_s: Callable[[], float]
     resolve: Callable[[str, int], Served]
     dispatcher: Dispatcher
     settings: Settings
@@ -112,10 +114,6 @@ class BulkJobs:
     check: Callable[[JobSpec, ModelSpec], Awaitable[None]]
     ids: IdFactory = field(default_factory=IdFactory)
     watchers: int = 0
-
-    def now_s(self) -> float:
-        """Returns the broker's time, which records are written in."""
-        return self.delivery.clock.now_s()
 
     async def create(self, context: Context, body: bytes, key: str) -> Ticket:
         """Checks a job and has it planned, or finds the one that was created before with the same id or key.
@@ -140,7 +138,7 @@ class BulkJobs:
         if chosen and key:
             raise InvalidRequest("the job has an 'id' and an Idempotency-Key; either names it: leave one out")
         job_id = chosen_id(chosen, context.tenant) if chosen else keyed_id(key, context.tenant) if key else ""
-        if job_id and (known := await self.delivery.jobs.get(job_id)):
+        if job_id and (known := await self.jobs.get(job_id)):
             return _again(context, known, spec)
         served = self.resolve(spec.model, spec.version)
         self.dispatcher.charge(context)
@@ -159,10 +157,10 @@ class BulkJobs:
             kept_s=self.settings.bulk.record_ttl_s,
             trace=self.dispatcher.trace_of(context, served, {JOB_ID: job_id}),
         )
-        if not await self.delivery.jobs.create(record):
+        if not await self.jobs.create(record):
             known = await self._known(record.id)
             return _again(context, known, spec)
-        await self.delivery.jobs.note(record.id, f"created; {_WAITS}")
+        await self.jobs.note(record.id, f"created; {_WAITS}")
         await self._planned(record.id)
         return Ticket(await self._known(record.id), is_new=True)
 
@@ -172,7 +170,7 @@ class BulkJobs:
         Raises:
             JobNotFound: Nothing is, or it is another tenant's.
         """
-        record = await self.delivery.jobs.get(inner_id(job_id, context.tenant))
+        record = await self.jobs.get(inner_id(job_id, context.tenant))
         if record is None or record.tenant != context.tenant:
             raise unknown_job(job_id)
         return record
@@ -185,7 +183,7 @@ class BulkJobs:
         """
         if state and state not in _STATES:
             raise InvalidRequest(f"there is no state '{state[:40]}'; jobs are {', '.join(_STATES)}")
-        page = await self.delivery.jobs.list(tenant=context.tenant, state=state or None, after=after, count=limit)
+        page = await self.jobs.list(tenant=context.tenant, state=state or None, after=after, count=limit)
         return page.records, page.after
 
     async def cancel(self, context: Context, job_id: str) -> JobRecord:
@@ -196,7 +194,7 @@ class BulkJobs:
         """
         record = await self.get(context, job_id)
         if not record.is_over:
-            await self.delivery.jobs.stop(record.id, JobState.CANCELLING)
+            await self.jobs.stop(record.id, JobState.CANCELLING)
         return await self.get(context, job_id)
 
     async def resume(self, context: Context, job_id: str, changes: Changes) -> JobRecord:
@@ -229,8 +227,8 @@ class BulkJobs:
             "resumed_at": self.now_s(),
             "rows_before": record.rows_done + record.rows_failed,
         }
-        if await self.delivery.jobs.move(record.id, _RESUMABLE, JobState.PLANNING, **change):
-            await self.delivery.jobs.note(record.id, f"resumed; {_WAITS}")
+        if await self.jobs.move(record.id, _RESUMABLE, JobState.PLANNING, **change):
+            await self.jobs.note(record.id, f"resumed; {_WAITS}")
             await self._sent(record.id)
         return await self.get(context, job_id)
 
@@ -242,7 +240,7 @@ class BulkJobs:
             Conflict: It has not ended.
         """
         record = await self.get(context, job_id)
-        if not await self.delivery.jobs.delete(record.id):
+        if not await self.jobs.delete(record.id):
             record = await self.get(context, job_id)
             raise Conflict(
                 f"job '{job_id}' is {record.state}; cancel it first (POST /v1/jobs/{job_id}/cancel), and delete it "
@@ -252,7 +250,7 @@ class BulkJobs:
     async def log(self, context: Context, job_id: str) -> Sequence[LogLine]:
         """Returns a job's log, the oldest line first; raises `JobNotFound`."""
         record = await self.get(context, job_id)
-        return await self.delivery.jobs.log(record.id)
+        return await self.jobs.log(record.id)
 
     async def changes(self, record: JobRecord, heartbeat_s: float) -> AsyncIterator[JobRecord | None]:
         """Yields a job now and at each change, and `None` when nothing changed for `heartbeat_s` seconds.
@@ -265,7 +263,7 @@ class BulkJobs:
             quiet_s = 0.0
             while not (record.is_over or self.dispatcher.draining):
                 wait_s = min(LOOK_S, heartbeat_s)
-                found = await self.delivery.jobs.wait_for_change(record.id, record.revision, wait_s)
+                found = await self.jobs.wait_for_change(record.id, record.revision, wait_s)
                 if found is None:
                     return
                 quiet_s = 0.0 if found.revision != record.revision else quiet_s + wait_s
@@ -300,7 +298,7 @@ class BulkJobs:
             raise UnsupportedFeature(error.message) from None
 
     async def _check_count(self) -> None:
-        count, limit = len(await self.delivery.jobs.unfinished()), self.settings.bulk.max_jobs
+        count, limit = len(await self.jobs.unfinished()), self.settings.bulk.max_jobs
         if count >= limit:
             raise QuotaExceeded(
                 f"{count} jobs are unfinished, as many as there may be (QINFER_BULK__MAX_JOBS); wait for one to end",
@@ -322,8 +320,8 @@ class BulkJobs:
         try:
             await _in_thread(self.tasks.plan, job_id)
         except QinferError:
-            await self.delivery.jobs.stop(job_id, JobState.CANCELLED, in_hand=True)
-            await self.delivery.jobs.delete(job_id)
+            await self.jobs.stop(job_id, JobState.CANCELLED, in_hand=True)
+            await self.jobs.delete(job_id)
             raise
 
     async def _sent(self, job_id: str) -> None:
@@ -334,7 +332,7 @@ class BulkJobs:
             logger.warning("job waits to be planned", extra={"job_id": job_id, "error": error.message})
 
     async def _known(self, job_id: str) -> JobRecord:
-        record = await self.delivery.jobs.get(job_id)
+        record = await self.jobs.get(job_id)
         if record is None:
             raise JobNotFound(f"job '{job_id}' was deleted meanwhile; create it again")
         return record

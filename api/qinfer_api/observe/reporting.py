@@ -16,7 +16,7 @@ from qinfer.bridge.metrics import families
 from qinfer.bridge.reports import BridgeReports
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable
-from qinfer.jobs.queue.records import BULK_LANES
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.labeling.tasks import LabelTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.shared_settings import follow_log_settings
@@ -29,6 +29,7 @@ from qinfer.observe.latencies import SlidingWindow
 from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render, scopes_of
 from qinfer.observe.stats import LABELING, add
 from qinfer.observe.triton_metrics import Wanted
+from qinfer.queue.base import BULK_LANES
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.redis import Delivery
 from qinfer_api.observe.statistics import Statistics
@@ -118,14 +119,15 @@ async def take_snapshot(
         letters: Counts the dead letters; `None` = they are read all.
     """
     ready, records = catalog.readiness(), catalog.workers()
+    jobs = Jobs(delivery)
     letters = letters or DeadLetterCounts(delivery.dead_letters)
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
-            work, stats, waiting, jobs, (scalers, scaled, routes) = await asyncio.gather(
-                read_work(store, delivery),
+            work, stats, waiting, states, (scalers, scaled, routes) = await asyncio.gather(
+                read_work(store, delivery, jobs.open_rows),
                 store.all_stats(list(ready)),
                 letters.read(catalog.known()),
-                delivery.jobs.states(),
+                jobs.states(),
                 asyncio.gather(store.scalers(), store.scaler_counts(), BridgeReports(store.client).routes()),
             )
             labeling = await _unfinished(delivery.label_tasks, stats)
@@ -151,7 +153,7 @@ async def take_snapshot(
         executing=_executing(records),
         load_s=_load_times(records, ready),
         letters=dict.fromkeys(ready, 0) | waiting,
-        jobs=dict.fromkeys((*_OPEN_STATES, *_ENDED_STATES), 0) | dict(jobs),
+        jobs=dict.fromkeys((*_OPEN_STATES, *_ENDED_STATES), 0) | dict(states),
         scaled={direction: scaled.get(direction, 0) for direction in (SCALED_UP, SCALED_DOWN)},
         wanted_workers=sum(scaler.target for scaler in scalers) if scalers else None,
         features=list(families(routes)),

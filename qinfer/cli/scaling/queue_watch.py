@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from qinfer.core.clock import Clock, SystemClock
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import QinferError
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.readiness import is_placed
 from qinfer.models.state import ScalerRecord, WorkerRecord
 from qinfer.models.store import ControlStore
@@ -61,7 +62,8 @@ async def read(store: ControlStore, delivery: Delivery, globs: Sequence[str], cl
     Raises:
         BrokerUnavailable: The store or the queue can't be reached.
     """
-    work = tuple(one for one in await read_work(store, delivery) if is_placed(one.model, globs))
+    models = await read_work(store, delivery, Jobs(delivery).open_rows)
+    work = tuple(one for one in models if is_placed(one.model, globs))
     versions = [(one.model, one.version) for one in work]
     workers, counts, speeds, scalers = await asyncio.gather(
         store.workers(), store.some_stats(versions, (INFERENCE_COUNT,)), store.speeds(versions), store.scalers()

@@ -13,8 +13,9 @@ from typing import Any
 
 from qinfer.core.clock import ServerClock
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.queue.records import JobRecord, OpenRows, Page, open_rows
+from qinfer.jobs.queue.records import JobRecord, Page, open_rows
 from qinfer.jobs.queue.scripts import OPEN_FIELDS, Place, record_of
+from qinfer.models.work import OpenRows
 from qinfer.queue import keys
 from qinfer.queue.router import Router
 from qinfer.wire.versions import NewerVersion

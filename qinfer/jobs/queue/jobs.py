@@ -30,7 +30,6 @@ from typing import Unpack
 
 import msgspec
 
-from qinfer.core.clock import ServerClock
 from qinfer.jobs.queue import scripts as job_scripts
 from qinfer.jobs.queue.index import JobIndex, skip
 from qinfer.jobs.queue.records import (
@@ -41,17 +40,16 @@ from qinfer.jobs.queue.records import (
     TOP_UP_COUNT,
     JobRecord,
     LogLine,
-    OpenRows,
     Page,
     ShardOutcome,
     Standing,
     service_order,
 )
 from qinfer.jobs.queue.scripts import Change, Place, line_of, outcome_of, record_of
+from qinfer.models.work import OpenRows
 from qinfer.queue import keys
 from qinfer.queue.base import Lease
-from qinfer.queue.durability import Durability
-from qinfer.queue.router import Router
+from qinfer.queue.redis import Delivery
 from qinfer.queue.scripts import Call
 from qinfer.wire.versions import NewerVersion
 
@@ -66,16 +64,14 @@ class Jobs:
     """Bulk jobs; every coroutine raises `BrokerUnavailable` when Redis can't be reached.
 
     Args:
-        router: The way to Redis.
-        durability: Makes what was created as safe as the settings ask.
-        clock: The broker's time.
+        queue: The connected queue, of which the shards are entries.
     """
 
-    def __init__(self, router: Router, durability: Durability, clock: ServerClock) -> None:
-        self._router = router
-        self._durability = durability
-        self._clock = clock
-        self._index = JobIndex(router, clock)
+    def __init__(self, queue: Delivery) -> None:
+        self._router = queue.router
+        self._durability = queue.durability
+        self._clock = queue.clock
+        self._index = JobIndex(queue.router, queue.clock)
 
     async def create(self, record: JobRecord) -> bool:
         """Stores a job, as durably as the settings ask; False when there is one of that id.

@@ -4,10 +4,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from qinfer.queue.base import Lane
-
-BULK_LANES = ("bulk1", "bulk2", "bulk3")
-"""The lanes of shards in the order in which they are read: jobs of high, normal and low priority."""
+from qinfer.models.work import OpenRows
+from qinfer.queue.base import BULK_LANES, Lane
 
 PLANNING, RUNNING, FINALIZING, CANCELLING = "planning", "running", "finalizing", "cancelling"
 """The states that the queue itself knows, as `qinfer.jobs.job.JobState` spells them."""
@@ -108,24 +106,6 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in ENDED
 
 
-class OpenRows(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows that a job which has not ended has yet to do.
-
-    Attributes:
-        model: The job's model, and
-        version: its version.
-        partition: The queue partition of its lanes.
-        rows: How many; 0 while it is not planned, and once it is being cancelled or finalised.
-        rows_per_s: How many of them were settled a second since it started, or was resumed, by all workers together.
-    """
-
-    model: str
-    version: int
-    partition: int = 0
-    rows: int = 0
-    rows_per_s: float = 0.0
-
-
 class ShardOutcome(msgspec.Struct, frozen=True):
     """What became of a shard.
 
@@ -177,11 +157,6 @@ class Page(NamedTuple):
 
     records: list[JobRecord]
     after: str
-
-
-def bulk_lanes(model: str, version: int, partition: int = 0) -> tuple[Lane, ...]:
-    """Returns the bulk lanes of a model version in the order in which they are read."""
-    return tuple(Lane(model, version, name, partition) for name in BULK_LANES)
 
 
 def open_rows(record: JobRecord, now_s: float) -> OpenRows:

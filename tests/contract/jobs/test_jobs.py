@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.errors import InvalidRequest
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import MAX_LOG_LINES, TOP_UP_COUNT, ShardOutcome, Standing
 from qinfer.queue.base import DELAYED, Lane
 from tests.contract.conftest import RedisQueue
@@ -41,7 +42,7 @@ async def test_a_record_is_read_as_it_was_created(queue: RedisQueue) -> None:
         webhook="https://example.org/x",
     )
 
-    assert await delivery.jobs.create(given)
+    assert await Jobs(delivery).create(given)
 
     found = await known(other)
     assert found.created_at == pytest.approx(before_s, abs=5.0)
@@ -53,25 +54,25 @@ async def test_a_record_is_read_as_it_was_created(queue: RedisQueue) -> None:
 async def test_a_job_is_created_once(queue: RedisQueue) -> None:
     """Another one of its id, of this model or another, changes nothing; an unknown id is nobody's."""
     delivery = await queue.connect()
-    assert await delivery.jobs.create(record(tenant="first"))
+    assert await Jobs(delivery).create(record(tenant="first"))
 
-    assert not await delivery.jobs.create(record(tenant="second"))
-    assert not await delivery.jobs.create(record(tenant="third", model="other"))
+    assert not await Jobs(delivery).create(record(tenant="second"))
+    assert not await Jobs(delivery).create(record(tenant="third", model="other"))
 
     assert (await known(delivery)).tenant == "first"
-    assert await delivery.jobs.get("j2") is None
-    assert not await delivery.jobs.move("j2", {"validating"}, "planning")
+    assert await Jobs(delivery).get("j2") is None
+    assert not await Jobs(delivery).move("j2", {"validating"}, "planning")
 
 
 async def test_a_state_changes_only_from_one_that_is_expected(queue: RedisQueue) -> None:
     """Of several that move a job at once one does; the fields go with it; each change raises the revision."""
     delivery = await queue.connect()
-    await delivery.jobs.create(record())
+    await Jobs(delivery).create(record())
     first = await known(delivery)
 
-    assert not await delivery.jobs.move("j1", {"running", "planning"}, "failed", error="no")
+    assert not await Jobs(delivery).move("j1", {"running", "planning"}, "failed", error="no")
     moved = await asyncio.gather(
-        *(delivery.jobs.move("j1", {"validating"}, "planning", rows=n, max_errors=-1) for n in (7, 7, 7))
+        *(Jobs(delivery).move("j1", {"validating"}, "planning", rows=n, max_errors=-1) for n in (7, 7, 7))
     )
 
     assert sorted(moved) == [False, False, True]
@@ -83,10 +84,10 @@ async def test_a_state_changes_only_from_one_that_is_expected(queue: RedisQueue)
 async def test_only_fields_that_are_the_callers_can_be_set(queue: RedisQueue) -> None:
     """The counts are the queue's own."""
     delivery = await queue.connect()
-    await delivery.jobs.create(record())
+    await Jobs(delivery).create(record())
 
     with pytest.raises(TypeError, match="rows_done"):
-        await delivery.jobs.move("j1", {"validating"}, "planning", rows_done=1)  # type: ignore[call-arg]
+        await Jobs(delivery).move("j1", {"validating"}, "planning", rows_done=1)  # type: ignore[call-arg]
     assert (await known(delivery)).state == "validating"
 
 
@@ -94,26 +95,26 @@ async def test_jobs_are_listed_the_newest_first(queue: RedisQueue) -> None:
     """Page by page, also where many were created in the same moment; of a tenant, in a state."""
     delivery = await queue.connect()
     for number in range(5):
-        await delivery.jobs.create(record(f"j{number}", created_at=1000.0 + number, tenant="ab"[number % 2]))
+        await Jobs(delivery).create(record(f"j{number}", created_at=1000.0 + number, tenant="ab"[number % 2]))
     for name in ("k1", "k2", "k3"):
-        await delivery.jobs.create(record(name, created_at=999.0, state="planning", model="other"))
+        await Jobs(delivery).create(record(name, created_at=999.0, state="planning", model="other"))
 
     seen: list[str] = []
     after = ""
     while True:
-        page = await delivery.jobs.list(after=after, count=3)
+        page = await Jobs(delivery).list(after=after, count=3)
         seen += [found.id for found in page.records]
         after = page.after
         if not after:
             break
 
     assert seen == ["j4", "j3", "j2", "j1", "j0", "k3", "k2", "k1"]
-    assert [found.id for found in (await delivery.jobs.list(tenant="b")).records] == ["j3", "j1"]
-    assert [found.id for found in (await delivery.jobs.list(state="planning", count=2)).records] == ["k3", "k2"]
-    assert [found.id for found in await delivery.jobs.unfinished(model="other")] == ["k1", "k2", "k3"]
-    assert set(await delivery.jobs.models()) == {("digits", 0), ("other", 0)}
+    assert [found.id for found in (await Jobs(delivery).list(tenant="b")).records] == ["j3", "j1"]
+    assert [found.id for found in (await Jobs(delivery).list(state="planning", count=2)).records] == ["k3", "k2"]
+    assert [found.id for found in await Jobs(delivery).unfinished(model="other")] == ["k1", "k2", "k3"]
+    assert set(await Jobs(delivery).models()) == {("digits", 0), ("other", 0)}
     with pytest.raises(InvalidRequest, match="nonsense"):
-        await delivery.jobs.list(after="nonsense")
+        await Jobs(delivery).list(after="nonsense")
 
 
 async def test_a_job_past_its_deadline_is_overdue_until_it_ends(queue: RedisQueue) -> None:
@@ -121,44 +122,44 @@ async def test_a_job_past_its_deadline_is_overdue_until_it_ends(queue: RedisQueu
     delivery = await queue.connect()
     now_s = delivery.clock.now_s()
     for name, deadline_at in (("late", now_s - 1), ("later", now_s + 60), ("never", 0.0)):
-        await delivery.jobs.create(record(name, deadline_at=deadline_at))
+        await Jobs(delivery).create(record(name, deadline_at=deadline_at))
 
-    assert [found.id for found in await delivery.jobs.overdue()] == ["late"]
-    assert await delivery.jobs.stop("late", "expired")
-    assert await delivery.jobs.overdue() == []
+    assert [found.id for found in await Jobs(delivery).overdue()] == ["late"]
+    assert await Jobs(delivery).stop("late", "expired")
+    assert await Jobs(delivery).overdue() == []
 
 
 async def test_a_waiter_is_told_of_a_change(queue: RedisQueue) -> None:
     """At once if it happened before, else when it happens; after the timeout it sees the record as it was."""
     delivery = await queue.connect()
-    await delivery.jobs.create(record())
+    await Jobs(delivery).create(record())
     seen = (await known(delivery)).revision
 
-    waiting = asyncio.create_task(delivery.jobs.wait_for_change("j1", seen, 30.0))
+    waiting = asyncio.create_task(Jobs(delivery).wait_for_change("j1", seen, 30.0))
     await asyncio.sleep(0)
-    await delivery.jobs.move("j1", {"validating"}, "planning")
+    await Jobs(delivery).move("j1", {"validating"}, "planning")
 
     changed = await waiting
     assert changed is not None
     assert (changed.state, changed.revision) == ("planning", seen + 1)
-    assert await delivery.jobs.wait_for_change("j1", seen, 30.0) == changed
-    assert await delivery.jobs.wait_for_change("j1", changed.revision, 0.01) == changed
-    assert await delivery.jobs.wait_for_change("j2", 0, 30.0) is None
+    assert await Jobs(delivery).wait_for_change("j1", seen, 30.0) == changed
+    assert await Jobs(delivery).wait_for_change("j1", changed.revision, 0.01) == changed
+    assert await Jobs(delivery).wait_for_change("j2", 0, 30.0) is None
 
 
 async def test_a_log_keeps_the_latest_lines(queue: RedisQueue) -> None:
     """Any text is a line; an unknown job has no log."""
     delivery = await queue.connect()
-    await delivery.jobs.create(record())
+    await Jobs(delivery).create(record())
 
-    await delivery.jobs.note("j2", "lost")
+    await Jobs(delivery).note("j2", "lost")
     for number in range(MAX_LOG_LINES + 5):
-        await delivery.jobs.note("j1", f"line {number} é")
+        await Jobs(delivery).note("j1", f"line {number} é")
 
-    lines = await delivery.jobs.log("j1")
+    lines = await Jobs(delivery).log("j1")
     assert [line.text for line in lines] == [f"line {number} é" for number in range(5, MAX_LOG_LINES + 5)]
     assert lines[0].at == pytest.approx(delivery.clock.now_s(), abs=30.0)
-    assert list(await delivery.jobs.log("j2")) == []
+    assert list(await Jobs(delivery).log("j2")) == []
 
 
 # --- planning (promise 2) ---
@@ -167,19 +168,19 @@ async def test_a_log_keeps_the_latest_lines(queue: RedisQueue) -> None:
 async def test_a_plan_may_be_put_again_and_again(queue: RedisQueue) -> None:
     """In parts, by two planners; each shard is there once, and the last part lets the job run."""
     delivery = await queue.connect()
-    await delivery.jobs.create(record(state="planning"))
+    await Jobs(delivery).create(record(state="planning"))
 
     for part in (shards(0, 1), shards(2, 3), shards(0, 1), shards(2, 3)):
-        assert await delivery.jobs.plan("j1", part)
+        assert await Jobs(delivery).plan("j1", part)
     assert (await known(delivery)).state == "planning"
-    assert await delivery.jobs.plan("j1", shards(4), 50, complete=True)
-    assert not await delivery.jobs.plan("j1", shards(5), 60, complete=True)
+    assert await Jobs(delivery).plan("j1", shards(4), 50, complete=True)
+    assert not await Jobs(delivery).plan("j1", shards(5), 60, complete=True)
 
     found = await known(delivery)
     assert (found.state, found.shards, found.rows, found.in_lane) == ("running", 5, 50, 0)
     assert found.started_at >= found.created_at
     assert await noticed(delivery) == ["j1"]
-    assert await delivery.jobs.advance("j1", workers=9) == Standing("running", 4, 1, 4, has_failed=False)
+    assert await Jobs(delivery).advance("j1", workers=9) == Standing("running", 4, 1, 4, has_failed=False)
     assert [index_of(lease) for lease in await fetch(delivery, 9)] == [0, 1, 2, 3]
 
 
@@ -189,7 +190,7 @@ async def test_a_plan_without_shards_is_settled(queue: RedisQueue) -> None:
     await planned(delivery, 0)
 
     assert await noticed(delivery) == ["j1"]
-    standing = await delivery.jobs.advance("j1")
+    standing = await Jobs(delivery).advance("j1")
     assert standing == Standing("running", 0, 0, 0, has_failed=False)
     assert standing.is_settled
 
@@ -197,11 +198,11 @@ async def test_a_plan_without_shards_is_settled(queue: RedisQueue) -> None:
 async def test_a_job_that_is_not_being_planned_takes_no_shards(queue: RedisQueue) -> None:
     """Neither one that was cancelled meanwhile, nor an unknown one."""
     delivery = await queue.connect()
-    await delivery.jobs.create(record(state="planning"))
-    await delivery.jobs.stop("j1", "cancelled")
+    await Jobs(delivery).create(record(state="planning"))
+    await Jobs(delivery).stop("j1", "cancelled")
 
-    assert not await delivery.jobs.plan("j1", shards(0), 10, complete=True)
-    assert not await delivery.jobs.plan("j2", shards(0), 10, complete=True)
+    assert not await Jobs(delivery).plan("j1", shards(0), 10, complete=True)
+    assert not await Jobs(delivery).plan("j2", shards(0), 10, complete=True)
     assert (await known(delivery)).shards == 0
 
 
@@ -216,8 +217,8 @@ async def test_twice_as_many_shards_as_may_run_are_in_the_lane(
     delivery = await queue.connect()
     await planned(delivery, 10, max_parallel=max_parallel)
 
-    assert await top_up(delivery.jobs, "digits", workers=workers) == in_lane
-    assert await top_up(delivery.jobs, "digits", workers=workers) == 0
+    assert await top_up(Jobs(delivery), "digits", workers=workers) == in_lane
+    assert await top_up(Jobs(delivery), "digits", workers=workers) == 0
 
     assert await delivery.depth(LANES) == [0, in_lane, 0]
     assert (await known(delivery)).in_lane == in_lane
@@ -228,8 +229,8 @@ async def test_a_step_is_bounded(queue: RedisQueue) -> None:
     delivery = await queue.connect()
     await planned(delivery, TOP_UP_COUNT + 5, max_parallel=10_000)
 
-    assert await top_up(delivery.jobs, "digits") == TOP_UP_COUNT
-    assert await top_up(delivery.jobs, "digits") == 5
+    assert await top_up(Jobs(delivery), "digits") == TOP_UP_COUNT
+    assert await top_up(Jobs(delivery), "digits") == 5
 
 
 async def test_shards_of_a_higher_priority_are_read_first(queue: RedisQueue) -> None:
@@ -237,7 +238,7 @@ async def test_shards_of_a_higher_priority_are_read_first(queue: RedisQueue) -> 
     delivery = await queue.connect()
     for name, priority in (("low", 3), ("old", 2), ("new", 2), ("high", 1)):
         await planned(delivery, 3, name, priority=priority)
-        await top_up(delivery.jobs, "digits")
+        await top_up(Jobs(delivery), "digits")
 
     frames = [lease.frame.partition(b":")[0].decode() for lease in await fetch(delivery, 12)]
 
@@ -309,9 +310,9 @@ async def test_a_shard_ends_once(queue: RedisQueue) -> None:
     ended = await asyncio.gather(finish(delivery, lease, failed_rows=3), finish(other, stolen, failed_rows=3))
 
     assert sorted(ended) == [False, True]
-    assert not await delivery.jobs.finish_shard("j1", lease, ShardOutcome(0, 10, 10, "too late"))
+    assert not await Jobs(delivery).finish_shard("j1", lease, ShardOutcome(0, 10, 10, "too late"))
     assert await counts(delivery) == (7, 3, 1, 0)
-    assert await delivery.jobs.outcomes("j1") == {0: fine(lease, 3)}
+    assert await Jobs(delivery).outcomes("j1") == {0: fine(lease, 3)}
     assert await delivery.depth(LANES) == [0, 1, 0]
     assert delivery.renew([stolen]) == [stolen]
 
@@ -323,11 +324,11 @@ async def test_an_outcome_of_a_shard_that_was_given_up_is_kept(queue: RedisQueue
     [lease] = await fetch(delivery)
     outcome = ShardOutcome(0, 10, 10, "the input has changed:\nétag 1 2 3")
 
-    assert await delivery.jobs.finish_shard("j1", lease, outcome)
+    assert await Jobs(delivery).finish_shard("j1", lease, outcome)
 
-    assert await delivery.jobs.outcomes("j1") == {0: outcome}
+    assert await Jobs(delivery).outcomes("j1") == {0: outcome}
     assert await counts(delivery) == (0, 10, 0, 1)
-    assert [line.text for line in await delivery.jobs.log("j1")] == [f"shard 0 was given up: {outcome.error}"]
+    assert [line.text for line in await Jobs(delivery).log("j1")] == [f"shard 0 was given up: {outcome.error}"]
 
 
 async def test_outcomes_of_many_shards_are_all_there(queue: RedisQueue) -> None:
@@ -337,9 +338,9 @@ async def test_outcomes_of_many_shards_are_all_there(queue: RedisQueue) -> None:
     while leases := await fetch(delivery, 100):
         await asyncio.gather(*(finish(delivery, lease) for lease in leases))
 
-    assert await delivery.jobs.outcomes("j1") == {index: ShardOutcome(index, 10) for index in range(150)}
+    assert await Jobs(delivery).outcomes("j1") == {index: ShardOutcome(index, 10) for index in range(150)}
     assert (await known(delivery)).in_lane == 0
-    assert await delivery.jobs.outcomes("j2") == {}
+    assert await Jobs(delivery).outcomes("j2") == {}
 
 
 async def test_too_many_failed_rows_leave_a_notice_and_no_shard_more(queue: RedisQueue) -> None:
@@ -354,7 +355,7 @@ async def test_too_many_failed_rows_leave_a_notice_and_no_shard_more(queue: Redi
     await finish(delivery, leases[2], failed_rows=1)
 
     assert await noticed(delivery) == ["j1"]
-    assert await delivery.jobs.advance("j1") == Standing("running", 0, 4, 2, has_failed=True)
+    assert await Jobs(delivery).advance("j1") == Standing("running", 0, 4, 2, has_failed=True)
 
 
 async def test_a_shard_that_is_given_up_is_buried_in_the_same_step(queue: RedisQueue) -> None:
@@ -365,10 +366,10 @@ async def test_a_shard_that_is_given_up_is_buried_in_the_same_step(queue: RedisQ
     [mine] = await delivery.reclaim(LANES, "b", 0.0, 1)
     outcome = ShardOutcome(0, 10, 10, "its worker died twice")
 
-    assert not await delivery.jobs.bury_shard("j1", lease, outcome, "inference_failed")
+    assert not await Jobs(delivery).bury_shard("j1", lease, outcome, "inference_failed")
     assert await counts(delivery) == (0, 0, 0, 0)
-    assert await delivery.jobs.bury_shard("j1", mine, outcome, "inference_failed")
-    assert not await delivery.jobs.bury_shard("j1", mine, outcome, "inference_failed")
+    assert await Jobs(delivery).bury_shard("j1", mine, outcome, "inference_failed")
+    assert not await Jobs(delivery).bury_shard("j1", mine, outcome, "inference_failed")
 
     assert await counts(delivery) == (0, 10, 0, 1)
     [letter] = await delivery.dead_letters.list("digits")
@@ -385,7 +386,7 @@ async def test_a_replayed_shard_counts_nothing(queue: RedisQueue) -> None:
     delivery = await queue.connect()
     await running(delivery, 1)
     [lease] = await fetch(delivery)
-    await delivery.jobs.bury_shard("j1", lease, ShardOutcome(0, 10, 10, "no"), "inference_failed")
+    await Jobs(delivery).bury_shard("j1", lease, ShardOutcome(0, 10, 10, "no"), "inference_failed")
     [letter] = await delivery.dead_letters.list("digits")
 
     assert await delivery.dead_letters.replay("digits", letter.id)
@@ -400,8 +401,8 @@ async def test_a_job_is_to_be_looked_at_once(queue: RedisQueue) -> None:
     """While nobody has looked at it; then again."""
     delivery = await queue.connect()
     await planned(delivery, 1)
-    assert not await delivery.jobs.plan("j1", [], complete=True)
-    await delivery.jobs.advance("j1")
+    assert not await Jobs(delivery).plan("j1", [], complete=True)
+    await Jobs(delivery).advance("j1")
     [lease] = await fetch(delivery)
     await finish(delivery, lease)
 

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, Standing
 from qinfer.queue import keys
 from qinfer.queue.base import Lease
@@ -44,18 +45,18 @@ async def test_a_stopped_job_leaves_the_lane_and_no_other_does(queue: RedisQueue
     await delivery.release([second])
     await delivery.reclaim(LANES, "b", 0.0, 0)
 
-    assert await delivery.jobs.stop("j1", "cancelled", error="")
-    assert await delivery.jobs.stop("j1", "cancelled")
-    assert not await delivery.jobs.stop("j1", "failed", error="too late")
+    assert await Jobs(delivery).stop("j1", "cancelled", error="")
+    assert await Jobs(delivery).stop("j1", "cancelled")
+    assert not await Jobs(delivery).stop("j1", "failed", error="too late")
 
     found = await known(delivery)
     assert (found.state, found.in_lane) == ("cancelled", 2)
     assert await waiting(delivery) == ["j2:0", "j2:1", "j2:2"]
-    assert not await delivery.jobs.is_wanted("j1")
-    assert await delivery.jobs.is_wanted("j2")
+    assert not await Jobs(delivery).is_wanted("j1")
+    assert await Jobs(delivery).is_wanted("j2")
     assert delivery.renew([first, third]) == []
     assert not await finish(delivery, first)
-    await delivery.jobs.drop_shard("j1", third, index_of(third))
+    await Jobs(delivery).drop_shard("j1", third, index_of(third))
     assert await counts(delivery) == (0, 0, 0, 0)
     assert (await known(delivery)).in_lane == 0
     assert await delivery.depth(LANES) == [0, 3, 0]
@@ -69,15 +70,15 @@ async def test_what_is_in_hand_can_be_taken_back(queue: RedisQueue) -> None:
     suspects = await delivery.reclaim(LANES, "b", 0.0, 1)
     await delivery.release(suspects)
 
-    await delivery.jobs.stop("j1", "failed", error="no more")
+    await Jobs(delivery).stop("j1", "failed", error="no more")
     assert (await known(delivery)).in_lane == 1
-    await delivery.jobs.stop("j1", "failed", in_hand=True)
+    await Jobs(delivery).stop("j1", "failed", in_hand=True)
 
     found = await known(delivery)
     assert (found.state, found.error, found.in_lane) == ("failed", "no more", 0)
     assert delivery.renew(held) == held
     assert await delivery.depth(LANES) == [0, 0, 0]
-    assert [line.text for line in await delivery.jobs.log("j1")] == ["failed: no more"]
+    assert [line.text for line in await Jobs(delivery).log("j1")] == ["failed: no more"]
 
 
 async def test_a_job_that_is_being_cancelled_keeps_what_its_workers_still_finish(queue: RedisQueue) -> None:
@@ -86,16 +87,16 @@ async def test_a_job_that_is_being_cancelled_keeps_what_its_workers_still_finish
     await running(delivery, 9)
     first, second = await fetch(delivery, 2)
 
-    await delivery.jobs.stop("j1", "cancelling")
+    await Jobs(delivery).stop("j1", "cancelling")
     assert await noticed(delivery) == []
     assert await finish(delivery, first)
     assert await noticed(delivery) == []
     assert await finish(delivery, second)
 
     assert await noticed(delivery) == ["j1"]
-    assert await delivery.jobs.advance("j1") == Standing("cancelling", 0, 0, 0, has_failed=False)
+    assert await Jobs(delivery).advance("j1") == Standing("cancelling", 0, 0, 0, has_failed=False)
     assert await counts(delivery) == (20, 0, 2, 0)
-    assert await delivery.jobs.move("j1", {"cancelling"}, "cancelled")
+    assert await Jobs(delivery).move("j1", {"cancelling"}, "cancelled")
     assert (await known(delivery)).ended_at > 0
 
 
@@ -104,7 +105,7 @@ async def test_a_job_without_shards_in_hand_is_looked_at_when_it_is_stopped(queu
     delivery = await queue.connect()
     await running(delivery, 9)
 
-    await delivery.jobs.stop("j1", "cancelling")
+    await Jobs(delivery).stop("j1", "cancelling")
 
     assert await noticed(delivery) == ["j1"]
 
@@ -115,18 +116,18 @@ async def test_an_unknown_job_is_not_stopped(queue: RedisQueue) -> None:
     await running(delivery, 2)
     leases = await fetch(delivery, 2)
 
-    assert not await delivery.jobs.stop("j2", "cancelled")
-    assert not await delivery.jobs.finish_shard("j2", leases[0], ShardOutcome(0, 10))
-    await delivery.jobs.drop_shard("j2", leases[1], 1)
+    assert not await Jobs(delivery).stop("j2", "cancelled")
+    assert not await Jobs(delivery).finish_shard("j2", leases[0], ShardOutcome(0, 10))
+    await Jobs(delivery).drop_shard("j2", leases[1], 1)
 
     assert await delivery.depth(LANES) == [0, 0, 0]
     assert await counts(delivery) == (0, 0, 0, 0)
-    assert await delivery.jobs.missing("j1") == [0, 1]
-    assert await delivery.jobs.advance("j2") is None
-    assert not await delivery.jobs.requeue("j2", shards(0))
-    assert not await delivery.jobs.delete("j2")
-    assert not await delivery.jobs.is_wanted("j2")
-    assert list(await delivery.jobs.missing("j2")) == []
+    assert await Jobs(delivery).missing("j1") == [0, 1]
+    assert await Jobs(delivery).advance("j2") is None
+    assert not await Jobs(delivery).requeue("j2", shards(0))
+    assert not await Jobs(delivery).delete("j2")
+    assert not await Jobs(delivery).is_wanted("j2")
+    assert list(await Jobs(delivery).missing("j2")) == []
 
 
 # --- going on (promise 6) ---
@@ -138,20 +139,20 @@ async def test_a_cancelled_job_is_planned_again(queue: RedisQueue) -> None:
     await running(delivery, 6)
     first, second, third = await fetch(delivery, 3)
     await finish(delivery, first, failed_rows=1)
-    await delivery.jobs.finish_shard("j1", second, ShardOutcome(index_of(second), 10, 10, "no"))
-    await delivery.jobs.stop("j1", "cancelled")
+    await Jobs(delivery).finish_shard("j1", second, ShardOutcome(index_of(second), 10, 10, "no"))
+    await Jobs(delivery).stop("j1", "cancelled")
     assert not await finish(delivery, third)
 
-    assert await delivery.jobs.move("j1", {"cancelled"}, "planning", deadline_at=1.0)
-    assert [found.id for found in await delivery.jobs.overdue()] == ["j1"]
-    assert await delivery.jobs.plan("j1", shards(*range(6)), 60, complete=True)
-    await delivery.jobs.advance("j1")
+    assert await Jobs(delivery).move("j1", {"cancelled"}, "planning", deadline_at=1.0)
+    assert [found.id for found in await Jobs(delivery).overdue()] == ["j1"]
+    assert await Jobs(delivery).plan("j1", shards(*range(6)), 60, complete=True)
+    await Jobs(delivery).advance("j1")
 
     found = await known(delivery)
     assert (found.state, found.shards, found.rows, found.error, found.ended_at) == ("running", 6, 60, "", 0.0)
     assert await counts(delivery) == (9, 1, 1, 0)
     assert await waiting(delivery) == ["j1:1", "j1:2", "j1:3", "j1:4"]
-    assert [job.id for job in await delivery.jobs.unfinished()] == ["j1"]
+    assert [job.id for job in await Jobs(delivery).unfinished()] == ["j1"]
 
 
 async def test_a_shard_in_hand_is_not_planned_twice(queue: RedisQueue) -> None:
@@ -159,13 +160,13 @@ async def test_a_shard_in_hand_is_not_planned_twice(queue: RedisQueue) -> None:
     delivery = await queue.connect()
     await running(delivery, 2)
     first, second = await fetch(delivery, 2)
-    await delivery.jobs.stop("j1", "cancelled")
-    await delivery.jobs.move("j1", {"cancelled"}, "planning")
-    await delivery.jobs.plan("j1", shards(0, 1), 20, complete=True)
+    await Jobs(delivery).stop("j1", "cancelled")
+    await Jobs(delivery).move("j1", {"cancelled"}, "planning")
+    await Jobs(delivery).plan("j1", shards(0, 1), 20, complete=True)
 
     assert (await known(delivery)).shards == 2
     assert await finish(delivery, first)
-    await delivery.jobs.drop_shard("j1", second, 1)
+    await Jobs(delivery).drop_shard("j1", second, 1)
 
     assert await waiting(delivery) == ["j1:1"]
     assert await counts(delivery) == (10, 0, 1, 0)
@@ -176,29 +177,29 @@ async def test_a_shard_that_ends_while_its_job_is_planned_leaves_no_notice(queue
     delivery = await queue.connect()
     await running(delivery, 2)
     [lease, _] = await fetch(delivery, 2)
-    await delivery.jobs.move("j1", {"running"}, "planning")
-    assert await delivery.jobs.plan("j1", shards(0, 1, 2))
-    await delivery.jobs.drop_shard("j1", (await delivery.reclaim(LANES, "b", 0.0, 2))[1], 1)
+    await Jobs(delivery).move("j1", {"running"}, "planning")
+    assert await Jobs(delivery).plan("j1", shards(0, 1, 2))
+    await Jobs(delivery).drop_shard("j1", (await delivery.reclaim(LANES, "b", 0.0, 2))[1], 1)
 
     assert await finish(delivery, lease)
 
     assert await noticed(delivery) == []
     assert await counts(delivery) == (10, 0, 1, 0)
-    await delivery.jobs.plan("j1", [], 30, complete=True)
-    assert await delivery.jobs.advance("j1") == Standing("running", 2, 0, 2, has_failed=False)
+    await Jobs(delivery).plan("j1", [], 30, complete=True)
+    assert await Jobs(delivery).advance("j1") == Standing("running", 2, 0, 2, has_failed=False)
 
 
 async def test_a_job_is_not_finished_before_its_last_shard(queue: RedisQueue) -> None:
     """Somebody who saw it settled may come late: it was requeued meanwhile."""
     delivery = await queue.connect()
     await planned(delivery, 1)
-    assert not await delivery.jobs.move("j1", {"running"}, "finalizing")
-    await delivery.jobs.advance("j1")
-    assert not await delivery.jobs.move("j1", {"running"}, "finalizing")
+    assert not await Jobs(delivery).move("j1", {"running"}, "finalizing")
+    await Jobs(delivery).advance("j1")
+    assert not await Jobs(delivery).move("j1", {"running"}, "finalizing")
     [lease] = await fetch(delivery)
     await finish(delivery, lease)
 
-    assert await delivery.jobs.move("j1", {"running"}, "finalizing")
+    assert await Jobs(delivery).move("j1", {"running"}, "finalizing")
 
 
 @pytest.mark.parametrize("state", ["finalizing", "running", "failed"])
@@ -208,16 +209,16 @@ async def test_broken_parts_are_requeued(queue: RedisQueue, state: str) -> None:
     await running(delivery, 3)
     for lease in await fetch(delivery, 3):
         await finish(delivery, lease)
-    await delivery.jobs.move("j1", {"running"}, state)
+    await Jobs(delivery).move("j1", {"running"}, state)
     await noticed(delivery)
-    await delivery.jobs.advance("j1")
+    await Jobs(delivery).advance("j1")
 
-    assert not await delivery.jobs.requeue("j1", shards(1), expected={"validating"})
-    assert await delivery.jobs.requeue("j1", shards(1), deadline_at=2e9)
+    assert not await Jobs(delivery).requeue("j1", shards(1), expected={"validating"})
+    assert await Jobs(delivery).requeue("j1", shards(1), deadline_at=2e9)
 
     assert await counts(delivery) == (20, 0, 2, 0)
     assert await noticed(delivery) == ["j1"]
-    assert await delivery.jobs.advance("j1") == Standing("running", 1, 0, 1, has_failed=False)
+    assert await Jobs(delivery).advance("j1") == Standing("running", 1, 0, 1, has_failed=False)
     [lease] = await fetch(delivery, 9)
     await finish(delivery, lease)
     found = await known(delivery)
@@ -232,11 +233,11 @@ async def test_a_shard_that_the_queue_lost_is_named_and_requeued(queue: RedisQue
     [lost, held] = await fetch(delivery, 2)
     await delivery.finish([lost.entry])
 
-    assert await delivery.jobs.missing("j1") == [0]
-    assert await delivery.jobs.requeue("j1", shards(0, 1))
-    assert await delivery.jobs.missing("j1") == []
+    assert await Jobs(delivery).missing("j1") == [0]
+    assert await Jobs(delivery).requeue("j1", shards(0, 1))
+    assert await Jobs(delivery).missing("j1") == []
     assert not await finish(delivery, held)
-    await delivery.jobs.advance("j1")
+    await Jobs(delivery).advance("j1")
 
     assert sorted(await waiting(delivery)) == ["j1:0", "j1:1", "j1:2"]
     assert (await known(delivery)).shards == 3
@@ -250,21 +251,21 @@ async def test_only_a_job_that_has_ended_is_deleted(queue: RedisQueue) -> None:
     delivery, other = await queue.connect(), await queue.connect()
     await running(delivery, 5)
     [lease] = await fetch(delivery)
-    await delivery.jobs.note("j1", "a line")
-    assert await other.jobs.get("j1") is not None
+    await Jobs(delivery).note("j1", "a line")
+    assert await Jobs(other).get("j1") is not None
 
-    assert not await delivery.jobs.delete("j1")
-    await delivery.jobs.stop("j1", "cancelled")
-    assert await delivery.jobs.delete("j1")
-    assert not await delivery.jobs.delete("j1")
+    assert not await Jobs(delivery).delete("j1")
+    await Jobs(delivery).stop("j1", "cancelled")
+    assert await Jobs(delivery).delete("j1")
+    assert not await Jobs(delivery).delete("j1")
 
-    assert await other.jobs.get("j1") is None
-    assert (await delivery.jobs.list()).records == []
-    assert list(await delivery.jobs.log("j1")) == []
-    assert not await other.jobs.is_wanted("j1")
-    await other.jobs.drop_shard("j1", lease, 0)
+    assert await Jobs(other).get("j1") is None
+    assert (await Jobs(delivery).list()).records == []
+    assert list(await Jobs(delivery).log("j1")) == []
+    assert not await Jobs(other).is_wanted("j1")
+    await Jobs(other).drop_shard("j1", lease, 0)
     assert await delivery.depth(LANES) == [0, 0, 0]
-    assert await delivery.jobs.create(record())
+    assert await Jobs(delivery).create(record())
 
 
 async def test_a_webhook_is_told_of_the_end_once(queue: RedisQueue) -> None:
@@ -272,13 +273,13 @@ async def test_a_webhook_is_told_of_the_end_once(queue: RedisQueue) -> None:
     delivery = await queue.connect()
     hook = "https://example.org/hook"
     await running(delivery, 1, webhook=hook)
-    await delivery.jobs.create(record("j2"))
-    await delivery.jobs.stop("j1", "cancelling")
+    await Jobs(delivery).create(record("j2"))
+    await Jobs(delivery).stop("j1", "cancelling")
     assert await webhooks(delivery) == []
 
-    await delivery.jobs.move("j1", {"cancelling"}, "cancelled")
-    await delivery.jobs.stop("j1", "cancelled")
-    await delivery.jobs.stop("j2", "failed", error="no")
+    await Jobs(delivery).move("j1", {"cancelling"}, "cancelled")
+    await Jobs(delivery).stop("j1", "cancelled")
+    await Jobs(delivery).stop("j2", "failed", error="no")
 
     [item] = await webhooks(delivery)
     assert item.text == "job:j1"
@@ -301,9 +302,9 @@ async def test_whatever_happens_the_counts_agree(queue: RedisQueue) -> None:
 
     working = (_work(side, f"w{number}", choice) for number, side in enumerate(sides))
     await asyncio.gather(*working, _disturb(sides[0], names, choice))
-    while await top_up(sides[0].jobs, "digits") or sum(await sides[0].depth(LANES)):
+    while await top_up(Jobs(sides[0]), "digits") or sum(await sides[0].depth(LANES)):
         for lease in [*await fetch(sides[0], 100, "last"), *await sides[0].reclaim(LANES, "last", 0.0, 100)]:
-            await sides[0].jobs.finish_shard(_job_of(lease), lease, ShardOutcome(index_of(lease), 10))
+            await Jobs(sides[0]).finish_shard(_job_of(lease), lease, ShardOutcome(index_of(lease), 10))
 
     for name in names:
         await _agrees(sides[0], await known(sides[0], name))
@@ -317,22 +318,22 @@ async def _work(delivery: Delivery, consumer: str, choice: random.Random) -> Non
             outcome = ShardOutcome(index_of(lease), 10, choice.randrange(3))
             way = choice.random()
             if way < 0.1:
-                await delivery.jobs.drop_shard(_job_of(lease), lease, outcome.index)
+                await Jobs(delivery).drop_shard(_job_of(lease), lease, outcome.index)
             elif way < 0.2:
                 lost = ShardOutcome(outcome.index, 10, 10, "no")
-                await delivery.jobs.bury_shard(_job_of(lease), lease, lost, "internal")
+                await Jobs(delivery).bury_shard(_job_of(lease), lease, lost, "internal")
             elif way < 0.9:
-                await delivery.jobs.finish_shard(_job_of(lease), lease, outcome)
+                await Jobs(delivery).finish_shard(_job_of(lease), lease, outcome)
 
 
 async def _disturb(delivery: Delivery, names: list[str], choice: random.Random) -> None:
     for _ in range(20):
         name = choice.choice(names)
         if choice.random() < 0.5:
-            await delivery.jobs.stop(name, "cancelled", in_hand=choice.random() < 0.5)
-        await top_up(delivery.jobs, "digits", workers=2)
-        if await delivery.jobs.move(name, {"cancelled"}, "planning"):
-            await delivery.jobs.plan(name, shards(*range(12), job_id=name), 120, complete=True)
+            await Jobs(delivery).stop(name, "cancelled", in_hand=choice.random() < 0.5)
+        await top_up(Jobs(delivery), "digits", workers=2)
+        if await Jobs(delivery).move(name, {"cancelled"}, "planning"):
+            await Jobs(delivery).plan(name, shards(*range(12), job_id=name), 120, complete=True)
 
 
 def _job_of(lease: Lease) -> str:
@@ -340,13 +341,13 @@ def _job_of(lease: Lease) -> str:
 
 
 async def _agrees(delivery: Delivery, found: JobRecord) -> None:
-    outcomes = await delivery.jobs.outcomes(found.id)
+    outcomes = await Jobs(delivery).outcomes(found.id)
     lost = [outcome for outcome in outcomes.values() if outcome.error]
     failed = sum(outcome.failed_rows for outcome in outcomes.values())
     assert sorted(outcomes) == list(range(12))
     assert (found.state, found.in_lane, found.shards) == ("running", 0, 12)
     assert (found.shards_failed, found.shards_done) == (len(lost), 12 - len(lost))
     assert (found.rows_failed, found.rows_done) == (failed, 120 - failed)
-    standing = await delivery.jobs.advance(found.id)
+    standing = await Jobs(delivery).advance(found.id)
     assert standing is not None
     assert standing.is_settled

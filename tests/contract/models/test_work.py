@@ -5,14 +5,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from qinfer.jobs.queue.records import OpenRows, bulk_lanes
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.models.work import read_work
+from qinfer.models.work import OpenRows, read_work
 from qinfer.models.writing import ensure_lanes
 from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
-from qinfer.queue.base import DELAYED, Lane
+from qinfer.queue.base import DELAYED, Lane, bulk_lanes
 from qinfer.queue.clients import admin_client
 from qinfer.queue.redis import Delivery
 from tests.contract.conftest import RedisQueue
@@ -84,11 +84,11 @@ async def test_open_jobs_tell_the_rows_that_are_left(queue: RedisQueue) -> None:
     (lease,) = await fetch(delivery)
     assert await finish(delivery, lease, failed_rows=4)
     await planned(delivery, 2, "j2", version=2, partition=1)
-    await delivery.jobs.create(record("j3"))
-    await delivery.jobs.create(record("j4"))
-    assert await delivery.jobs.move("j4", {"validating"}, "failed", error="no")
+    await Jobs(delivery).create(record("j3"))
+    await Jobs(delivery).create(record("j4"))
+    assert await Jobs(delivery).move("j4", {"validating"}, "failed", error="no")
 
-    found = sorted(await delivery.jobs.open_rows(), key=lambda job: (job.version, job.rows))
+    found = sorted(await Jobs(delivery).open_rows(), key=lambda job: (job.version, job.rows))
 
     assert [(job.model, job.version, job.partition, job.rows) for job in found] == [
         ("digits", 1, 0, 0),
@@ -120,7 +120,7 @@ async def test_the_work_of_all_models_without_a_worker(queue: RedisQueue, store:
     await delivery.fetch([FIRST], "gone", 2, 0.0)
     await planned(delivery, 3)
 
-    one, two, other = await read_work(store, delivery)
+    one, two, other = await read_work(store, delivery, Jobs(delivery).open_rows)
 
     assert [(work.model, work.version) for work in (one, two, other)] == [("digits", 1), ("digits", 2), ("other", 3)]
     assert (one.requests, one.bulk_rows, one.rows, one.rows_per_s) == (3, 30, 36, 10.0)
@@ -129,8 +129,8 @@ async def test_the_work_of_all_models_without_a_worker(queue: RedisQueue, store:
     assert [lane.entries for lane in one.lanes] == [3, 0, 0, 0, 0]
     assert (two.rows, two.work_s, other.rows, other.work_s) == (0, 0.0, 0, 0.0)
     assert [lane.lane.name for lane in other.lanes] == ["p1", "p1" + DELAYED]  # it has no job
-    assert (*(await read_work(store, delivery, model="digits")),)[1] == two
-    assert await read_work(store, delivery, model="unknown") == ()
+    assert (*(await read_work(store, delivery, Jobs(delivery).open_rows, model="digits")),)[1] == two
+    assert await read_work(store, delivery, Jobs(delivery).open_rows, model="unknown") == ()
 
 
 async def test_what_an_unloaded_model_has_left_is_told_who_asks_for_it(queue: RedisQueue, store: ControlStore) -> None:
@@ -140,8 +140,8 @@ async def test_what_an_unloaded_model_has_left_is_told_who_asks_for_it(queue: Re
     await submit(delivery, FIRST, b"1")
     await store.set_desired(Desired("digits", 1, load=False))
 
-    assert await read_work(store, delivery) == ()
-    (left,) = await read_work(store, delivery, model="digits")
+    assert await read_work(store, delivery, Jobs(delivery).open_rows) == ()
+    (left,) = await read_work(store, delivery, Jobs(delivery).open_rows, model="digits")
     assert left.requests == 1
 
 
@@ -156,7 +156,7 @@ async def test_models_that_cannot_be_loaded_do_no_harm(queue: RedisQueue, store:
     await store.set_desired(Desired("early", 1))
     await store.set_desired(Desired("lost", 1))
 
-    found = {work.model: work for work in await read_work(store, delivery)}
+    found = {work.model: work for work in await read_work(store, delivery, Jobs(delivery).open_rows)}
 
     assert sorted(found) == ["digits", "early", "strange"]
     assert (found["early"].rows, found["strange"].lanes) == (1, ())
@@ -172,13 +172,13 @@ async def test_lanes_of_an_earlier_configuration_are_work_without_a_worker(
     await delivery.ensure([old])
     await submit(delivery, old, b"1", b"2")
 
-    (found,) = await read_work(store, delivery)
+    (found,) = await read_work(store, delivery, Jobs(delivery).open_rows)
     assert (found.requests, [lane.lane for lane in found.lanes]) == (2, [old, FIRST, DELAYED_ONE])
     assert found.work_s > 0
 
     ready = {"digits": {1: VersionState(State.READY, 1)}}
     await store.heartbeat(WorkerRecord(id="w", started_at=0.0, models=ready), 30.0)
-    (found,) = await read_work(store, delivery)
+    (found,) = await read_work(store, delivery, Jobs(delivery).open_rows)
     assert [lane.lane for lane in found.lanes] == [FIRST, DELAYED_ONE]  # the worker sees to the other itself
 
 
@@ -187,8 +187,8 @@ async def test_an_unloaded_model_waits_for_no_configuration(queue: RedisQueue, s
     delivery = await queue.connect()
     await store.put_model(StoredModel("early", 1, "", (1,), pending="python"))
     await store.set_desired(Desired("early", 1))
-    (loaded,) = await read_work(store, delivery, model="early")
+    (loaded,) = await read_work(store, delivery, Jobs(delivery).open_rows, model="early")
     await store.set_desired(Desired("early", 1, load=False))
-    (unloaded,) = await read_work(store, delivery, model="early")
+    (unloaded,) = await read_work(store, delivery, Jobs(delivery).open_rows, model="early")
 
     assert (loaded.rows, unloaded.rows, unloaded.work_s) == (1, 0, 0.0)

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from tests.contract.conftest import RedisQueue
@@ -35,19 +36,19 @@ async def test_dead_letters_are_counted(queue: RedisQueue) -> None:
 async def test_jobs_are_counted_by_state(queue: RedisQueue) -> None:
     """All open ones, and the newest of those that have ended."""
     delivery = await queue.connect()
-    assert dict(await delivery.jobs.states()) == {}
+    assert dict(await Jobs(delivery).states()) == {}
     await running(delivery, 2, "j1")
     await planned(delivery, 1, "j2")
     for number in (3, 4, 5):
-        await delivery.jobs.create(record(f"j{number}", created_at=1000.0 + number))
-        assert await delivery.jobs.move(f"j{number}", {"validating"}, "failed", error="no")
-    await delivery.jobs.create(record("j6"))
-    states = [job.state for name in ("j1", "j2") if (job := await delivery.jobs.get(name)) is not None]
+        await Jobs(delivery).create(record(f"j{number}", created_at=1000.0 + number))
+        assert await Jobs(delivery).move(f"j{number}", {"validating"}, "failed", error="no")
+    await Jobs(delivery).create(record("j6"))
+    states = [job.state for name in ("j1", "j2") if (job := await Jobs(delivery).get(name)) is not None]
 
-    found = await delivery.jobs.states()
+    found = await Jobs(delivery).states()
 
     assert found == {"failed": 3, "validating": 1} | {state: states.count(state) for state in states}
-    assert (await delivery.jobs.states(newest=4)).get("failed", 0) == 1
+    assert (await Jobs(delivery).states(newest=4)).get("failed", 0) == 1
 
 
 async def test_all_statistics_of_several_versions(store: ControlStore) -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.jobs.queue.records import bulk_lanes
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import Lane
+from qinfer.queue.base import Lane, bulk_lanes
 from qinfer.queue.deliveries import Deliveries, DeliveryItem, Kind
 from qinfer.queue.router import Router
 from tests.contract.conftest import RedisQueue

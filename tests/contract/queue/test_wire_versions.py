@@ -2,6 +2,7 @@
 
 import pytest
 
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.queue import keys
 from qinfer.wire.versions import NewerVersion
 from tests.contract.conftest import RedisQueue
@@ -26,15 +27,15 @@ async def test_a_request_of_a_newer_qinfer_is_refused(redis_queue: RedisQueue) -
 async def test_a_job_of_a_newer_qinfer_is_refused(redis_queue: RedisQueue) -> None:
     """Nothing of it changes."""
     delivery = await redis_queue.connect()
-    await delivery.jobs.create(bulk_jobs.record())
+    await Jobs(delivery).create(bulk_jobs.record())
     key = keys.job("digits", 0, "j1")
     redis_queue.on_owner("HSET", key, "about", NEWER)
     before = redis_queue.on_owner("HGETALL", key)
 
     with pytest.raises(NewerVersion, match=f"the record of a bulk job of {REFUSED}"):
-        await delivery.jobs.get("j1")
+        await Jobs(delivery).get("j1")
     with pytest.raises(NewerVersion):
-        await delivery.jobs.stop("j1", "cancelled")
+        await Jobs(delivery).stop("j1", "cancelled")
 
     assert redis_queue.on_owner("HGETALL", key) == before
 
@@ -45,12 +46,12 @@ async def test_a_job_of_a_newer_qinfer_hides_no_other(
     """It stays in the index, and the log names it."""
     delivery = await redis_queue.connect()
     for job_id in ("j1", "j2"):
-        await delivery.jobs.create(bulk_jobs.record(job_id))
+        await Jobs(delivery).create(bulk_jobs.record(job_id))
     redis_queue.on_owner("HSET", keys.job("digits", 0, "j1"), "about", NEWER)
 
-    assert [record.id for record in (await delivery.jobs.list()).records] == ["j2"]
-    assert [record.id for record in await delivery.jobs.unfinished()] == ["j2"]
-    assert len(await delivery.jobs.open_rows()) == 1
+    assert [record.id for record in (await Jobs(delivery).list()).records] == ["j2"]
+    assert [record.id for record in await Jobs(delivery).unfinished()] == ["j2"]
+    assert len(await Jobs(delivery).open_rows()) == 1
 
     assert redis_queue.on_owner("ZSCORE", keys.open_jobs(), "j1") is not None
     assert any(REFUSED in record.__dict__.get("reason", "") for record in caplog.records)

@@ -10,6 +10,7 @@ import pytest
 
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.errors import BrokerUnavailable
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.models.state import Desired, Speed, StoredModel
 from qinfer.testing import eventually
@@ -88,8 +89,8 @@ async def test_all_versions_and_bulk_jobs_add_up(running: Running, client: httpx
     await running.store.put_speed("echo", 2, Speed(10.0))
     await running.store.put_speed("echo", 1, Speed(10.0))
     job = JobRecord(id="j", model="echo", version=2, state="planning")
-    assert await running.delivery.jobs.create(job)
-    assert await running.delivery.jobs.plan("j", [(0, b"frame")], 500, complete=True)
+    assert await Jobs(running.delivery).create(job)
+    assert await Jobs(running.delivery).plan("j", [(0, b"frame")], 500, complete=True)
 
     found = await shown(client, "echo")
 

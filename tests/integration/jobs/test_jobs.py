@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import AuthSettings, BulkSettings, RedisSettings, Settings, StoreSettings
 from qinfer.errors import BrokerUnavailable
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import PLAN, QUEUE
 from qinfer.queue.redis import Delivery
 from qinfer.testing import eventually
@@ -369,7 +370,7 @@ async def test_a_job_is_its_tenants(redis_server: RedisServer, place: Place, tmp
 
 async def test_progress_is_told(client: httpx.AsyncClient, running: Running, place: Place) -> None:
     """What the workers did, how fast, and the log."""
-    jobs = running.delivery.jobs
+    jobs = Jobs(running.delivery)
     job = await created(client, place.job())
     await jobs.plan(job["id"], [(0, b"frame"), (1, b"frame")], rows=30, complete=True)
     await jobs.note(job["id"], "hello")
@@ -392,7 +393,7 @@ async def test_a_job_is_cancelled_resumed_and_deleted(
     early = await client.delete(path)
     stopped = [(await client.post(path + "/cancel")).json()["state"] for _ in range(2)]
     waits = await client.post(path + "/resume")
-    await running.delivery.jobs.move(job["id"], {"cancelling"}, "cancelled")
+    await Jobs(running.delivery).move(job["id"], {"cancelling"}, "cancelled")
     again = await client.post(path + "/cancel")
     planned = tasks(redis_server).count((PLAN, f"('{job['id']}',)"))
     resumed = [await client.post(path + "/resume") for _ in range(2)]
@@ -407,7 +408,7 @@ async def test_a_job_is_cancelled_resumed_and_deleted(
     assert resumed[0].json()["deadline_at"] >= job["deadline_at"]
     assert tasks(redis_server).count((PLAN, f"('{job['id']}',)")) == planned + 1
 
-    await running.delivery.jobs.stop(job["id"], "expired")
+    await Jobs(running.delivery).stop(job["id"], "expired")
     gone = await client.delete(path)
     assert (gone.status_code, gone.content) == (204, b"")
     assert (await client.get(path)).status_code == 404
@@ -416,14 +417,14 @@ async def test_a_job_is_cancelled_resumed_and_deleted(
 async def test_a_job_is_resumed_with_changes(client: httpx.AsyncClient, running: Running, place: Place) -> None:
     """One that failed by its threshold would fail again; what can't be changes nothing."""
     job = await created(client, place.job(max_parallel=1))
-    await running.delivery.jobs.stop(job["id"], "failed", error="1 rows failed")
+    await Jobs(running.delivery).stop(job["id"], "failed", error="1 rows failed")
     path = job["links"]["self"]
     bad = [{"error_threshold": 1.5}, {"priority": "high"}, {"max_parallel": "2"}, []]
 
     refused = [await client.post(path + "/resume", json=body) for body in bad]
     unchanged = (await client.get(path)).json()
     resumed = (await client.post(path + "/resume", json={"error_threshold": -1, "deadline_s": 60})).json()
-    record = await running.delivery.jobs.get(job["id"])
+    record = await Jobs(running.delivery).get(job["id"])
 
     assert [reply.status_code for reply in refused] == [400] * 4
     assert ["'error_threshold' is 1.5" in refused[0].text, "priority" in refused[1].text] == [True, True]
@@ -445,7 +446,7 @@ async def test_a_job_that_was_resumed_with_changes_is_found_again(
     """By the body that it was created with, as what repeats it does not know of the changes; not by another."""
     body = place.job(id="nightly", error_threshold=0.5)
     job = await created(client, body)
-    await running.delivery.jobs.stop(job["id"], "failed", error="1 rows failed")
+    await Jobs(running.delivery).stop(job["id"], "failed", error="1 rows failed")
     await client.post(job["links"]["self"] + "/resume", json={"error_threshold": -1})
 
     again = await client.post("/v1/jobs", json=body)
@@ -458,7 +459,7 @@ async def test_a_job_that_was_resumed_with_changes_is_found_again(
 async def test_a_completed_job_is_not_resumed(client: httpx.AsyncClient, running: Running, place: Place) -> None:
     """Its manifest is where it says; there is nothing left to do."""
     job = await created(client, place.job())
-    await running.delivery.jobs.move(job["id"], {"planning"}, "completed")
+    await Jobs(running.delivery).move(job["id"], {"planning"}, "completed")
 
     shown = (await client.get(job["links"]["self"])).json()
     reply = await client.post(job["links"]["self"] + "/resume")
@@ -484,9 +485,9 @@ async def test_events_follow_a_job_to_its_end(client: httpx.AsyncClient, running
             if line.startswith("data: "):
                 seen.append(json.loads(line[6:])["state"])
                 if seen == ["planning"]:
-                    await running.delivery.jobs.plan(job["id"], [(0, b"frame")], rows=3, complete=True)
+                    await Jobs(running.delivery).plan(job["id"], [(0, b"frame")], rows=3, complete=True)
                 elif seen == ["planning", "running"]:
-                    await running.delivery.jobs.stop(job["id"], "failed", error="it broke")
+                    await Jobs(running.delivery).stop(job["id"], "failed", error="it broke")
     again = await client.get(job["links"]["events"], headers={"last-event-id": last})
 
     assert seen == ["planning", "running", "failed"]
@@ -507,9 +508,9 @@ async def test_a_stream_ends_when_the_queue_is_away(
     async with client.stream("GET", job["links"]["events"]) as reply:
         lines = reply.aiter_lines()
         first = await anext(lines)
-        monkeypatch.setattr(running.delivery.jobs, "wait_for_change", away)
-        await running.delivery.jobs.note(job["id"], "something else")
-        await running.delivery.jobs.plan(job["id"], [(0, b"frame")], rows=3, complete=True)
+        monkeypatch.setattr(running.gateway.jobs.jobs, "wait_for_change", away)
+        await Jobs(running.delivery).note(job["id"], "something else")
+        await Jobs(running.delivery).plan(job["id"], [(0, b"frame")], rows=3, complete=True)
         rest = [line async for line in lines]
 
     assert (first, reply.status_code) == ("event: progress", 200)

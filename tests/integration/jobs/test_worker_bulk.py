@@ -8,8 +8,9 @@ import pytest
 
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.plan import Shard
-from qinfer.jobs.queue.records import BULK_LANES, ShardOutcome
-from qinfer.queue.base import Lane
+from qinfer.jobs.queue.jobs import Jobs
+from qinfer.jobs.queue.records import ShardOutcome
+from qinfer.queue.base import BULK_LANES, Lane
 from qinfer.testing import eventually
 from qinfer_workers.jobs.scoring import shard_loop
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
@@ -60,7 +61,7 @@ async def test_a_job_is_scored_by_the_model_s_workers(scene: Stage, tmp_path: Pa
     await work.submit(scene)
 
     work.check(await outcomes(scene.delivery, 10))
-    record = await scene.delivery.jobs.get(JOB)
+    record = await Jobs(scene.delivery).get(JOB)
     assert record is not None
     assert (record.rows_done, record.rows_failed, record.shards_done, record.in_lane) == (500, 0, 10, 0)
 
@@ -124,16 +125,16 @@ async def test_a_job_that_is_stopped_commits_nothing_more(
     await scene.worker()
     await begin(scene, work)
     asked = asyncio.Event()
-    is_wanted = scene.delivery.jobs.is_wanted
+    is_wanted = Jobs.is_wanted
 
-    async def noted(job_id: str) -> bool:
-        wanted = await is_wanted(job_id)
+    async def noted(self: Jobs, job_id: str) -> bool:
+        wanted = await is_wanted(self, job_id)
         if not wanted:
             asyncio.get_running_loop().call_soon(asked.set)  # when the worker knows
         return wanted
 
-    monkeypatch.setattr(scene.delivery.jobs, "is_wanted", noted)
-    await scene.delivery.jobs.stop(JOB, "cancelling")
+    monkeypatch.setattr(Jobs, "is_wanted", noted)
+    await Jobs(scene.delivery).stop(JOB, "cancelling")
     await asked.wait()
     scene.go()
 
@@ -142,7 +143,7 @@ async def test_a_job_that_is_stopped_commits_nothing_more(
 
     await eventually(is_empty, description="empty lanes")
     assert not work.parts()
-    assert not await scene.delivery.jobs.outcomes(JOB)
+    assert not await Jobs(scene.delivery).outcomes(JOB)
 
 
 async def test_a_lost_lease_ends_the_run(scene: Stage, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ async def test_a_lost_lease_ends_the_run(scene: Stage, tmp_path: Path) -> None:
     await scene.model()
     worker = await scene.worker(**QUICK)
     await begin(scene, work)
-    await scene.delivery.jobs.stop(JOB, "cancelled", in_hand=True)
+    await Jobs(scene.delivery).stop(JOB, "cancelled", in_hand=True)
     await eventually(lambda: not worker._keeper.held(), description="a renewal")
     scene.go()
     await submit_job(scene.delivery, work.spec, work.shards, job_id="job2")

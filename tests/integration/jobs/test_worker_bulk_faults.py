@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.jobs.queue.records import BULK_LANES, JobRecord, ShardOutcome
-from qinfer.queue.base import Lane
+from qinfer.jobs.queue.jobs import Jobs
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.queue.base import BULK_LANES, Lane
 from qinfer.testing import eventually
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
 from tests.support.trouble import CRASH, SLOW, write_model
@@ -52,7 +53,7 @@ class Job:
 
 
 async def record_of(work: Workshop) -> JobRecord:
-    record = await work.delivery.jobs.get(JOB)
+    record = await Jobs(work.delivery).get(JOB)
     assert record is not None
     return record
 

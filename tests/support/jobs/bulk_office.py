@@ -15,12 +15,13 @@ from qinfer.jobs.job import JobSpec, Output, encode_spec
 from qinfer.jobs.parts import PartWriter, part_metadata, part_of, set_aside
 from qinfer.jobs.plan import ExpectedParts, PartInfo, Plan, Shard, Unplanned, decode_plan, decode_ticket, encode_plan
 from qinfer.jobs.planning import make_plan
-from qinfer.jobs.queue.records import JobRecord, ShardOutcome, bulk_lanes
+from qinfer.jobs.queue.jobs import Jobs
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import Lease
+from qinfer.queue.base import Lease, bulk_lanes
 from qinfer.queue.redis import Delivery
 from qinfer.storage.local import LocalStore
 from qinfer.storage.open import store_for
@@ -127,14 +128,14 @@ class Bench:
         self.objects = FaultyStore()
         self.settings = Settings(bulk=BulkSettings(**{"sweep_every_s": 0.2, "plan_threads": 2, **bulk}))
         self.examiners: Any = InlineExaminers()
+        self.jobs = Jobs(delivery)
         self.services = self.other_services()
-        self.jobs = delivery.jobs
 
     def other_services(self) -> JobServices:
         """Returns the services of another process."""
         return JobServices(
             settings=self.settings,
-            jobs=self.delivery.jobs,
+            jobs=self.jobs,
             store=self.store,
             clock=self.delivery.clock,
             store_for=lambda _: self.objects,

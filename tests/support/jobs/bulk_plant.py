@@ -14,9 +14,9 @@ from pydantic import SecretStr
 from qinfer.core.settings import BulkSettings, RedisSettings, Settings
 from qinfer.jobs.job import JobState
 from qinfer.jobs.manifest import decode_manifest, decode_success
-from qinfer.jobs.queue.records import bulk_lanes
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.store import ControlStore
+from qinfer.queue.base import bulk_lanes
 from qinfer.queue.clients import admin_client
 from qinfer.queue.redis import Delivery
 from tests.support.jobs.bulk_office import MODEL, Bench, record_of, spec, write_inputs

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from qinfer.jobs.columns.schemas import encode_schema
 from qinfer.jobs.job import JobSpec, Output, encode_spec
 from qinfer.jobs.plan import Plan, Range, Shard, ShardTicket, encode_plan_head, encode_ticket
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.queue.redis import Delivery
 from qinfer.storage.open import store_for
@@ -76,20 +77,20 @@ async def submit_job(
         max_errors=spec.max_errors(rows),
         max_parallel=100,
     )
-    assert await delivery.jobs.create(record)
+    assert await Jobs(delivery).create(record)
     frames = [(shard.index, encode_ticket(ShardTicket(job_id, shard))) for shard in shards]
-    assert await delivery.jobs.plan(job_id, frames, rows, complete=True)
-    assert await delivery.jobs.advance(job_id)
+    assert await Jobs(delivery).plan(job_id, frames, rows, complete=True)
+    assert await Jobs(delivery).advance(job_id)
 
 
 async def outcomes(delivery: Delivery, count: int, *, job_id: str = JOB, timeout_s: float = 20.0) -> list[ShardOutcome]:
     """Waits until so many shards are settled; returns their outcomes in order."""
 
     async def is_settled() -> bool:
-        return len(await delivery.jobs.outcomes(job_id)) == count
+        return len(await Jobs(delivery).outcomes(job_id)) == count
 
     await eventually(is_settled, timeout_s, f"{count} settled shards")
-    found = await delivery.jobs.outcomes(job_id)
+    found = await Jobs(delivery).outcomes(job_id)
     return [found[index] for index in sorted(found)]
 
 

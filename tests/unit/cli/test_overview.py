@@ -4,6 +4,7 @@ from pathlib import Path
 
 from qinfer.cli.local.runfile import RunFile, read, remove, write
 from qinfer.cli.overview import ModelRow, read_overview
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
@@ -52,12 +53,12 @@ async def test_bulk_lanes_are_shown_of_models_that_have_jobs(store: ControlStore
     """Until the last has ended; a model without jobs has its online lanes only."""
     await put(store, "digits", 1)
     await put(store, "other", 1)
-    await delivery.jobs.create(JobRecord(id="j1", model="digits", version=1, state="planning", priority=1))
-    await delivery.jobs.plan("j1", [(0, b"a"), (1, b"b")], 2, complete=True)
-    await delivery.jobs.advance("j1")
+    await Jobs(delivery).create(JobRecord(id="j1", model="digits", version=1, state="planning", priority=1))
+    await Jobs(delivery).plan("j1", [(0, b"a"), (1, b"b")], 2, complete=True)
+    await Jobs(delivery).advance("j1")
 
     shown = (await read_overview(store, delivery)).lanes
-    await delivery.jobs.stop("j1", "cancelled")
+    await Jobs(delivery).stop("j1", "cancelled")
     later = (await read_overview(store, delivery)).lanes
 
     rows = [(row.model, row.name, row.depth) for row in shown if row.name.startswith("bulk")]

@@ -12,14 +12,13 @@ import pytest
 
 from qinfer.core.settings import LimitSettings, RepositorySettings
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError, SettingsError
-from qinfer.jobs.queue.records import bulk_lanes
 from qinfer.models.catalog import Catalog
 from qinfer.models.readiness import Capacity
 from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import Desired, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
-from qinfer.queue.base import Lane
+from qinfer.queue.base import Lane, bulk_lanes
 from qinfer.queue.redis import Delivery
 from tests.support.servers.servers import Database
 

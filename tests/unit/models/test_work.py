@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from qinfer.jobs.queue.records import JobRecord, OpenRows, open_rows
+from qinfer.jobs.queue.records import JobRecord, open_rows
 from qinfer.models.state import Speed, State, VersionState, WorkerRecord
-from qinfer.models.work import ASSUMED_ROW_S, Seen, VersionWork, work_of
+from qinfer.models.work import ASSUMED_ROW_S, OpenRows, Seen, VersionWork, work_of
 from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
 from qinfer.queue.base import Lane, LaneSize
 

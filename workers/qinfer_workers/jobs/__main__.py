@@ -26,6 +26,7 @@ from celery.worker import state
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, BulkTasks, broker_of
 from qinfer.models.state import BEAT, BULK
 from qinfer.models.store import ControlStore
@@ -72,7 +73,7 @@ def serve(settings: Settings) -> int:
     try:
         services = JobServices(
             settings=settings,
-            jobs=delivery.jobs,
+            jobs=Jobs(delivery),
             store=store,
             clock=delivery.clock,
             store_for=store_for,

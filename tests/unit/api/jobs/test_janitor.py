@@ -8,13 +8,14 @@ import pytest
 
 from qinfer.core.settings import LimitSettings, WebhookSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer.jobs.queue.records import JobRecord, ShardOutcome, bulk_lanes
+from qinfer.jobs.queue.jobs import Jobs
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.observe.catalogue import BACKLOG
 from qinfer.observe.metrics import GatewayTally
-from qinfer.queue.base import Lease
+from qinfer.queue.base import Lease, bulk_lanes
 from qinfer.queue.redis import Delivery
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer_api.jobs.janitor import JobJanitor
@@ -38,7 +39,7 @@ class Bench:
     def __init__(self, server: EmbeddedServer, database: Database, delivery: Delivery) -> None:
         self.server = server
         self.delivery, self.store = delivery, database.store()
-        self.jobs = self.delivery.jobs
+        self.jobs = Jobs(self.delivery)
         self.catalog = Catalog(self.store, LimitSettings())
         self.sent: list[str] = []
         self.trouble = False

@@ -11,6 +11,7 @@ import pytest
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import LimitSettings, WebhookSettings
 from qinfer.errors import BrokerUnavailable, QinferError
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
@@ -43,7 +44,7 @@ class Bench:
         self.catalog = Catalog(self.store, LimitSettings())
         self.tally = GatewayTally()
         options = WebhookSettings.model_validate({"allow": ("h",), "secret": "s"})
-        self.webhooks = Webhooks(options, self.delivery, Targets(options), partial(message_of, self.delivery.jobs))
+        self.webhooks = Webhooks(options, self.delivery, Targets(options), partial(message_of, Jobs(self.delivery)))
         self.janitor = Janitor(self.delivery, self.catalog, self.tally, 0.001, self.webhooks)
 
     async def start(self, *, workers: int = 0) -> None:
@@ -236,7 +237,7 @@ async def test_as_many_webhooks_as_can_be_delivered(bench: Bench) -> None:
 async def test_where_webhooks_are_off_none_is_taken(bench: Bench) -> None:
     """Gateways that allow them deliver; a try of this one would only count as failed."""
     options = WebhookSettings()
-    off = Webhooks(options, bench.delivery, Targets(options), partial(message_of, bench.delivery.jobs))
+    off = Webhooks(options, bench.delivery, Targets(options), partial(message_of, Jobs(bench.delivery)))
     janitor = Janitor(bench.delivery, bench.catalog, bench.tally, 0.001, off)
     await bench.accept("r1", webhook="http://h/")
     bench.server.advance(2.0)

@@ -13,6 +13,7 @@ import redis
 
 from qinfer.core.settings import WebhookSettings
 from qinfer.errors import DeadlineExceeded, InvalidRequest, SettingsError
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
 from qinfer.queue.base import Lane
@@ -193,7 +194,7 @@ async def sent(
     delivery: Delivery, item: DeliveryItem, options: WebhookSettings, resolve: Any = None
 ) -> tuple[str, list[DeliveryItem]]:
     """Delivers a webhook; returns its state, and what there still is to be delivered."""
-    webhooks = Webhooks(options, delivery, Targets(options, resolve), partial(message_of, delivery.jobs))
+    webhooks = Webhooks(options, delivery, Targets(options, resolve), partial(message_of, Jobs(delivery)))
     async with webhooks:
         await webhooks.deliver(item)
     assert webhooks.free == (MAX_DELIVERIES if options.allow else 0)
@@ -301,23 +302,23 @@ async def test_the_end_of_a_job_is_told(delivery: Delivery, receiver: Receiver) 
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
     spec = b'{"model":"digits","inputs":["file:///in/*.parquet"],"output":{"url":"file:///out"}}'
     job = JobRecord(id="j1", model="digits", version=1, state="running", spec=spec, webhook=receiver.url())
-    await delivery.jobs.create(job)
-    webhooks = Webhooks(options, delivery, Targets(options), partial(message_of, delivery.jobs))
+    await Jobs(delivery).create(job)
+    webhooks = Webhooks(options, delivery, Targets(options), partial(message_of, Jobs(delivery)))
 
     async with webhooks:
         for state in ("failed", "expired"):
-            await delivery.jobs.stop("j1", state, error="no more")
+            await Jobs(delivery).stop("j1", state, error="no more")
             (item,) = await taken(delivery)
             if state == "expired":
-                await delivery.jobs.move("j1", {"expired"}, "planning")
+                await Jobs(delivery).move("j1", {"expired"}, "planning")
             await webhooks.deliver(item)
-            await delivery.jobs.move("j1", {"failed"}, "planning")
+            await Jobs(delivery).move("j1", {"failed"}, "planning")
 
     ((_, _, body),) = receiver.received
     about = json.loads(body)
     assert (about["type"], about["data"]["id"], about["data"]["state"]) == ("job.failed", "j1", "failed")
     assert (about["data"]["error"], about["timestamp"]) == ("no more", about["data"]["ended_at"])
-    found = await delivery.jobs.get("j1")
+    found = await Jobs(delivery).get("j1")
     assert found is not None
     assert found.webhook_state == "failed"
     assert await taken(delivery) == []

@@ -16,6 +16,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
 from qinfer.errors import BrokerUnavailable, DeadlineExceeded, InferenceFailed
 from qinfer.jobs.plan import Shard, ShardTicket, encode_ticket
+from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe.tracing import Tracer
 from qinfer.queue.base import Entry, Lane, Lease
@@ -218,7 +219,7 @@ async def run_shard(
     keeper = LeaseKeeper(NoRenewals(), delivery.clock, 10.0, list, lambda _: None)
     context = ShardContext(
         delivery=delivery,
-        jobs=delivery.jobs,
+        jobs=Jobs(delivery),
         keeper=keeper,
         worker_id="w",
         slots=Slots(),
@@ -228,7 +229,7 @@ async def run_shard(
         spans=bench.spans,
     )
     record = JobRecord(id="j", model="m", version=3, state="running", trace=trace)
-    await delivery.jobs.create(record)
+    await Jobs(delivery).create(record)
     ticket = ShardTicket("j", Shard(1, "part-1", 3, ()))
     lease = Lease(Entry(record.lane, "1000-0"), "w", encode_ticket(ticket), deliveries=2)
     task = ShardTask(context, lease, lambda *_: Ran(end))

@@ -19,7 +19,9 @@ from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError
 from qinfer.jobs.plan import ShardTicket
-from qinfer.jobs.queue.records import JobRecord, bulk_lanes
+from qinfer.jobs.queue.jobs import Jobs
+from qinfer.jobs.queue.records import JobRecord
+from qinfer.queue.base import bulk_lanes
 from qinfer.queue.redis import Delivery
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.leases import LeaseKeeper
@@ -70,7 +72,7 @@ class ShardService:
         self._settings = settings.bulk
         self._context = ShardContext(
             delivery=delivery,
-            jobs=delivery.jobs,
+            jobs=Jobs(delivery),
             keeper=keeper,
             worker_id=worker_id,
             slots=Slots(),
