@@ -4,6 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
+from qinfer.errors import InvalidRequest
 from qinfer.queue.base import Entry, Lane
 from qinfer.tensors import Bytes
 
@@ -187,3 +188,22 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     notes: bytes = b""
     blob: bytes | None = None
     attempts: int = 1
+
+
+def check_outbox(acceptance: Acceptance) -> None:
+    """Checks what a request says of its outbox.
+
+    Raises:
+        InvalidRequest: It has a webhook too, its name or its notes are too long, or there are notes and no outbox.
+    """
+    outbox, size = acceptance.outbox, len(acceptance.notes)
+    if acceptance.webhook and outbox:
+        raise InvalidRequest(f"a request of outbox '{outbox}' can have no webhook; choose one of the two")
+    if size > MAX_NOTES_BYTES:
+        raise InvalidRequest(
+            f"the notes of a request take {size} bytes, more than {MAX_NOTES_BYTES}; keep them shorter"
+        )
+    if len(outbox) > MAX_OUTBOX_NAME:
+        raise InvalidRequest(f"the name of outbox '{outbox}' is longer than {MAX_OUTBOX_NAME} characters; shorten it")
+    if size and not outbox:
+        raise InvalidRequest("a request has notes and no outbox, so that nobody would read them; name an outbox")

@@ -22,48 +22,124 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import msgspec
 
 from qinfer.core.messages import Response
 from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest, QinferError, QueueFull
-from qinfer.queue import keys, request_scripts
-from qinfer.queue.base import FULL
-from qinfer.queue.connection import Refused, pack
-from qinfer.queue.deliveries import Kind
+from qinfer.queue import keys, scripts
+from qinfer.queue.base import DELAYED, FULL, Lane
+from qinfer.queue.connection import Argument, Refused, pack, packable
+from qinfer.queue.deliveries import WEBHOOKS, Kind
 from qinfer.queue.durability import Durability
 from qinfer.queue.request_records import (
     MARGIN_S,
-    MAX_NOTES_BYTES,
-    MAX_OUTBOX_NAME,
+    MAX_WATCHERS,
     Acceptance,
     Accepted,
     Address,
     Ending,
     RequestRecord,
+    RequestState,
     Settlement,
-)
-from qinfer.queue.request_scripts import (
-    AT_ONCE_BYTES,
-    AcceptReply,
-    Value,
-    given,
-    parts_of,
-    payload_name,
-    record_key,
-    result_name,
+    check_outbox,
 )
 from qinfer.queue.router import Router
-from qinfer.queue.scripts import Call
-from qinfer.queue.values import Values
+from qinfer.queue.scripts import Call, Words, ttl_ms
+from qinfer.queue.values import LARGE_BYTES, Values
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import encode_responses
+from qinfer.wire.versions import Record
 
 logger = logging.getLogger(__name__)
 
 _NOT_IN_TIME = "the data of the request did not arrive in time; try again"
 _STAGED_TTL_S = 600.0
+
+AT_ONCE = 32
+"""So many requests one script takes at most: a millisecond of Redis, for which all others wait."""
+
+AT_ONCE_BYTES = 2**20
+"""Their values have so many bytes at most, but for a single one."""
+
+_RECORD_FIELDS = (
+    *(b"state", b"version", b"attempts", b"webhook", b"webhook_state", b"accepted", b"failure"),
+    *(b"created_at", b"deadline_at", b"finished_at", b"expires_at"),
+)
+"""The fields that `_record_of` reads, in its order; the state is the first."""
+
+_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "deliveries", "requests/known", "requests/accept")
+_SETTLE = scripts.load("each", "now_ms", "drop", "deliveries", "requests/settle")
+_FIND = scripts.load("requests/find", "now_ms", "deliveries", "requests/known")
+_RECORD = scripts.load("requests/record")
+_DUE = scripts.load("requests/due", "now_ms")
+_ENDINGS = scripts.load("requests/endings", "now_ms", "deliveries")
+
+
+class _Accepted(msgspec.Struct, array_like=True, frozen=True):
+    """What a record keeps of a request from the start, and no script reads."""
+
+    tenant: str
+    client_id: str
+    plan: bytes
+
+
+class _Failure(msgspec.Struct, array_like=True, frozen=True):
+    """Why a request failed; a request that succeeded has none."""
+
+    code: str
+    message: str
+
+
+_ACCEPTED = Record(_Accepted, "the record of a request")
+_FAILURE = Record(_Failure, "the failure of a request")
+_NO_FAILURE = _Failure("", "")
+
+
+class _Value(NamedTuple):
+    """A payload or a result as a script takes it.
+
+    Attributes:
+        place: none | given | staged.
+        data: The bytes, where they are given.
+        staged: The name that they were stored under, where they are staged.
+    """
+
+    place: bytes
+    data: Bytes
+    staged: str
+
+
+class _AcceptReply(NamedTuple):
+    """What became of an acceptance.
+
+    Attributes:
+        what: new | known | full | gone: its staged payload is.
+        id: The id of the request, or of the one that was there before, and
+        body_hash: the hash of its body.
+        objects: Names of objects that nothing refers to now.
+    """
+
+    what: str
+    id: str
+    body_hash: str
+    objects: Sequence[bytes]
+
+
+class _SettleReply(NamedTuple):
+    """What became of a settlement.
+
+    Attributes:
+        what: first | late | gone: its staged result is, and nothing was done.
+        watchers: Reply addresses that are to be told.
+        objects: Names of objects that nothing refers to now.
+    """
+
+    what: str
+    watchers: Sequence[str]
+    objects: Sequence[bytes]
 
 
 class Requests:
@@ -93,8 +169,8 @@ class Requests:
             check_outbox(acceptance)
         address = acceptance.address
         kept_s = acceptance.timeout_s + acceptance.result_ttl_s + acceptance.tombstone_ttl_s + MARGIN_S
-        payload = await self._staged(payload_name(address), acceptance.payload, kept_s)
-        write = partial(request_scripts.accept, requests=[(acceptance, payload)])
+        payload = await self._staged(_payload_name(address), acceptance.payload, kept_s)
+        write = partial(_accept, requests=[(acceptance, payload)])
         (reply,) = await self._durability.write(address.model, address.partition, write)
         accepted = self._accepted(reply)
         if isinstance(accepted, QinferError):
@@ -107,7 +183,7 @@ class Requests:
             AT_ONCE_BYTES + 1 if self._values.is_apart(len(each.payload)) else len(each.frame) + len(each.payload)
             for each in acceptances  # what is stored first goes alone
         ]
-        parts = parts_of([acceptance.address for acceptance in acceptances], sizes)
+        parts = _parts_of([acceptance.address for acceptance in acceptances], sizes)
         answers = await asyncio.gather(*(self._accept_part([acceptances[i] for i in part]) for part in parts))
         found: list[Accepted | QinferError | None] = [None] * len(acceptances)
         for part, answer in zip(parts, answers, strict=True):
@@ -138,9 +214,13 @@ class Requests:
         Raises:
             BrokerUnavailable: It can't be asked, or what was accepted is not safe yet.
         """
+        names = [_record_key(address)]
+        if idempotency_key:
+            names.append(keys.idempotency(address.model, address.partition, tenant, idempotency_key).encode())
 
         async def look(call: Call) -> Accepted | None:
-            return await request_scripts.find(call, address, body_hash, tenant, idempotency_key, notes)
+            found = await scripts.run(call, _FIND, names, address.id, body_hash, *(() if notes is None else (notes,)))
+            return None if found is None else Accepted(found[0].decode(), is_new=False, body_hash=found[1].decode())
 
         return await self._durability.write(address.model, address.partition, look)
 
@@ -157,7 +237,7 @@ class Requests:
             BrokerUnavailable: Some may have ended; repeat it: those are then not the first.
         """
         results = await self._staged_results(settlements)
-        parts = parts_of([each.address for each in settlements], [len(result.data) for result in results])
+        parts = _parts_of([each.address for each in settlements], [len(result.data) for result in results])
         ended = await asyncio.gather(
             *(self._settle([settlements[i] for i in part], [results[i] for i in part]) for part in parts),
             return_exceptions=True,
@@ -180,7 +260,7 @@ class Requests:
 
     async def record(self, address: Address) -> RequestRecord | None:
         """Returns what is known of a request; `None` = nothing, or not any more."""
-        return await request_scripts.record(self._call(record_key(address)), address)
+        return await self._record(address)
 
     async def result(self, address: Address) -> bytes | None:
         """Returns the `Outcome.blob` of a request that ended; `None` when it has not, or its time is over."""
@@ -192,11 +272,15 @@ class Requests:
 
         The hint is a response with the request's id and no outputs: a reason to read, nothing more; it may be missed.
         """
-        return await request_scripts.record(self._call(record_key(address)), address, reply_to)
+        return await self._record(address, reply_to)
 
     async def due(self, model: str, partition: int, count: int) -> list[Address]:
         """Returns up to `count` requests whose deadline has passed and which have not ended, the oldest first."""
-        return await request_scripts.due(self._call(keys.due(model, partition).encode()), model, partition, count)
+        key = keys.due(model, partition).encode()
+        return [
+            Address(model, partition, found.decode())
+            for found in await scripts.run(self._call(key), _DUE, [key], count)
+        ]
 
     async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
         """Takes up to `count` requests that ended, with their results, from an outbox that a program named.
@@ -210,12 +294,25 @@ class Requests:
             kind: The outbox, as `deliveries.outbox` returns it.
             count: How many at most.
         """
-        call = self._call(keys.deliveries(model, partition, kind.name).encode())
-        found = await request_scripts.endings(call, model, partition, kind, count)
+        name, prefix = keys.deliveries(model, partition, kind.name).encode(), keys.prefix(model, partition)
+        arguments = (count, int(kind.pause_s * 1000), prefix, LARGE_BYTES, *_RECORD_FIELDS)
+        replies = await scripts.run(self._call(name), _ENDINGS, [name], *arguments)
+        found = [_ending(model, partition, reply) for reply in replies]
         apart = [number for number, (_, is_apart) in enumerate(found) if is_apart]
         fetched = await asyncio.gather(*(self._with_result(model, partition, found[number][0]) for number in apart))
         whole = dict(zip(apart, fetched, strict=True))
         return [whole.get(number, ending) for number, (ending, _) in enumerate(found)]
+
+    async def _record(self, address: Address, watcher: str = "") -> RequestRecord | None:
+        """Reads what is known of a request, and notes who wants to be told of its end; `None` = nothing is."""
+        names = (_record_key(address), _result_name(address).encode())
+        prefix = keys.prefix(address.model, address.partition)
+        arguments = (prefix, keys.GROUP, keys.RELEASED, keys.SUSPECTS, watcher, MAX_WATCHERS)
+        found = await scripts.run(self._call(names[0]), _RECORD, names, *arguments, *_RECORD_FIELDS)
+        if found is None:
+            return None
+        values, has_result, is_held, deliveries = found
+        return _record_of(address, values, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)
 
     async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[Accepted | QinferError]:
         """Accepts requests of one partition in one step; returns what became of each."""
@@ -225,8 +322,8 @@ class Requests:
                 return [await self.accept(acceptances[0])]
             for acceptance in acceptances:
                 check_outbox(acceptance)
-            requests = [(each, given(payload_name(each.address), each.payload)) for each in acceptances]
-            write = partial(request_scripts.accept, requests=requests)
+            requests = [(each, _given(_payload_name(each.address), each.payload)) for each in acceptances]
+            write = partial(_accept, requests=requests)
             replies = await self._durability.write(first.model, first.partition, write)
         except (InvalidRequest, Refused) as error:  # of one of them
             if len(acceptances) == 1:
@@ -236,7 +333,7 @@ class Requests:
             return [error] * len(acceptances)
         return [self._accepted(reply) for reply in replies]
 
-    def _accepted(self, reply: AcceptReply) -> Accepted | QinferError:
+    def _accepted(self, reply: _AcceptReply) -> Accepted | QinferError:
         self._values.forget(reply.objects)
         if reply.what == "full":
             return QueueFull(FULL)
@@ -257,9 +354,9 @@ class Requests:
     def _call(self, key: bytes) -> Call:
         return partial(self._router.call, keys.slot(key))
 
-    async def _staged_results(self, settlements: Sequence[Settlement]) -> list[Value]:
+    async def _staged_results(self, settlements: Sequence[Settlement]) -> list[_Value]:
         """Returns the results as the script takes them; large ones are stored first."""
-        values = [given(result_name(each.address), each.outcome.blob) for each in settlements]
+        values = [_given(_result_name(each.address), each.outcome.blob) for each in settlements]
         large = [number for number, value in enumerate(values) if self._values.is_apart(len(value.data))]
         if large:
             stored = await asyncio.gather(*(self._staged_result(settlements[number]) for number in large))
@@ -267,14 +364,14 @@ class Requests:
                 values[number] = value
         return values
 
-    async def _staged_result(self, settlement: Settlement) -> Value:
+    async def _staged_result(self, settlement: Settlement) -> _Value:
         address, blob, kept_s = settlement.address, settlement.outcome.blob, 0.0
         if self._values.is_object(len(blob)):
-            key = record_key(address)
+            key = _record_key(address)
             kept_s = int(await self._call(key)(b"HGET", key, b"result_ttl_ms") or 0) / 1000
-        return await self._staged(result_name(address), blob, kept_s)
+        return await self._staged(_result_name(address), blob, kept_s)
 
-    async def _staged(self, name: str, value: Bytes, kept_s: float) -> Value:
+    async def _staged(self, name: str, value: Bytes, kept_s: float) -> _Value:
         """Returns a value as a script takes it; a large one is stored first.
 
         Args:
@@ -283,19 +380,19 @@ class Requests:
             kept_s: How long it is kept then.
         """
         if not self._values.is_apart(len(value)):
-            return given(name, value)
+            return _given(name, value)
         staged = keys.staged(name, secrets.token_hex(8))
         await self._values.set(keys.slot(name), staged, value, _STAGED_TTL_S, later_s=kept_s)
-        return Value(b"staged", b"", staged)
+        return _Value(b"staged", b"", staged)
 
-    async def _settle(self, settlements: Sequence[Settlement], results: Sequence[Value]) -> list[Sequence[str] | None]:
+    async def _settle(self, settlements: Sequence[Settlement], results: Sequence[_Value]) -> list[Sequence[str] | None]:
         """Ends requests of one partition in one step; returns for each who waits for it, `None` = it had ended before.
 
         Raises:
             BrokerUnavailable: A result that was stored first is gone; the other requests have ended.
         """
-        call = self._call(record_key(settlements[0].address))
-        replies = await request_scripts.settle(call, list(zip(settlements, results, strict=True)))
+        call = self._call(_record_key(settlements[0].address))
+        replies = await _settle(call, list(zip(settlements, results, strict=True)))
         for reply in replies:
             self._values.forget(reply.objects)
         if any(reply.what == "gone" for reply in replies):
@@ -322,25 +419,169 @@ class Requests:
             logger.warning("waiting callers could not be told", extra={"count": len(addresses)})
 
 
-def check_outbox(acceptance: Acceptance) -> None:
-    """Checks what a request says of its outbox.
-
-    Raises:
-        InvalidRequest: It has a webhook too, its name or its notes are too long, or there are notes and no outbox.
-    """
-    outbox, size = acceptance.outbox, len(acceptance.notes)
-    if acceptance.webhook and outbox:
-        raise InvalidRequest(f"a request of outbox '{outbox}' can have no webhook; choose one of the two")
-    if size > MAX_NOTES_BYTES:
-        raise InvalidRequest(
-            f"the notes of a request take {size} bytes, more than {MAX_NOTES_BYTES}; keep them shorter"
-        )
-    if len(outbox) > MAX_OUTBOX_NAME:
-        raise InvalidRequest(f"the name of outbox '{outbox}' is longer than {MAX_OUTBOX_NAME} characters; shorten it")
-    if size and not outbox:
-        raise InvalidRequest("a request has notes and no outbox, so that nobody would read them; name an outbox")
-
-
 def hint(addresses: Sequence[Address]) -> bytes:
     """Returns what is published to those that watch requests which have ended: their ids, and no outputs."""
     return encode_responses([Response(request_id=address.id) for address in addresses])
+
+
+async def _accept(call: Call, requests: Sequence[tuple[Acceptance, _Value]]) -> list[_AcceptReply]:
+    """Stores and enqueues requests of one partition, unless they are known or their lane is full."""
+    words = [_acceptance(acceptance, payload) for acceptance, payload in requests]
+    return [
+        _AcceptReply(what.decode(), known_id.decode(), body_hash.decode(), objects)
+        for what, known_id, body_hash, objects in await scripts.run_each(call, _ACCEPT, words)
+    ]
+
+
+async def _settle(call: Call, requests: Sequence[tuple[Settlement, _Value]]) -> list[_SettleReply]:
+    """Ends requests of one partition, unless they have ended; removes their entries in any case."""
+    words = [_settlement(settlement, result) for settlement, result in requests]
+    return [
+        _SettleReply(what.decode(), watchers.decode().split(), objects)
+        for what, watchers, objects in await scripts.run_each(call, _SETTLE, words)
+    ]
+
+
+def _given(name: str, data: Bytes) -> _Value:
+    """Returns a value that is passed to the script, which stores it under `name`."""
+    return _Value(b"given" if data else b"none", data, keys.staged(name, ""))
+
+
+def _parts_of(addresses: Sequence[Address], sizes: Sequence[int]) -> list[list[int]]:
+    """Cuts requests into parts for one script each.
+
+    Args:
+        addresses: Of the requests.
+        sizes: Of their values, in bytes.
+
+    Returns:
+        The numbers of the requests of each part, which are of one partition.
+    """
+    parts: list[list[int]] = []
+    open_parts: dict[tuple[str, int], tuple[list[int], int]] = {}
+    for number, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
+        place = address.model, address.partition
+        part, part_bytes = open_parts.get(place, ([], 0))
+        if not part or len(part) == AT_ONCE or part_bytes + size > AT_ONCE_BYTES:
+            part, part_bytes = [], 0
+            parts.append(part)
+        part.append(number)
+        open_parts[place] = part, part_bytes + size
+    return parts
+
+
+def _record_key(address: Address) -> bytes:
+    """Returns the key of a request's record."""
+    return keys.request(address.model, address.partition, address.id).encode()
+
+
+def _payload_name(address: Address) -> str:
+    """Returns the name of a request's payload."""
+    return keys.payload(address.model, address.partition, address.id)
+
+
+def _result_name(address: Address) -> str:
+    """Returns the name of a request's result."""
+    return keys.result(address.model, address.partition, address.id)
+
+
+def _record_of(
+    address: Address, values: Sequence[bytes | None], *, has_result: bool, is_held: bool = False, deliveries: int = 0
+) -> RequestRecord:
+    """Reads a record.
+
+    Args:
+        address: Whose it is.
+        values: Those of `_RECORD_FIELDS`; `None` = it was not set.
+        has_result: Whether there is a result beside it.
+        is_held: Whether a consumer holds its entry.
+        deliveries: How often its entry was handed out; of one that ended the record tells it.
+
+    Raises:
+        NewerVersion: A newer qinfer wrote it.
+    """
+    state, version, attempts, webhook, webhook_state, accepted, failure = (value or b"" for value in values[:7])
+    created_s, deadline_s, finished_s, expires_s = (int(value or 0) / 1000 for value in values[7:])
+    about = _ACCEPTED.decode(accepted)
+    ended = _FAILURE.decode(failure) if failure else _NO_FAILURE
+    known = RequestState(state.decode())
+    return RequestRecord(
+        address=address,
+        state=RequestState.RUNNING if is_held else known,
+        version=int(version),
+        tenant=about.tenant,
+        client_id=about.client_id,
+        attempts=int(attempts or 0) if known.is_terminal else deliveries,
+        created_at=created_s,
+        deadline_at=deadline_s,
+        finished_at=finished_s,
+        expires_at=expires_s,
+        code=ended.code,
+        message=ended.message,
+        plan=about.plan,
+        has_result=has_result,
+        webhook=webhook.decode(),
+        webhook_state=webhook_state.decode(),
+    )
+
+
+def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, bool]:
+    """Reads one of the replies of endings.lua."""
+    item_id, attempts, request_id, notes, values, place, given = reply
+    address = Address(model, partition, request_id.decode())
+    blob = given if place == b"given" else None
+    record = None if values[0] is None else _record_of(address, values, has_result=blob is not None)
+    ending = Ending(
+        id=item_id.decode(), request_id=address.id, record=record, notes=notes, blob=blob, attempts=attempts
+    )
+    return ending, place == b"apart"
+
+
+def _acceptance(acceptance: Acceptance, payload: _Value) -> Words:
+    """Returns the words of accept.lua."""
+    address = acceptance.address
+    model, partition = address.model, address.partition
+    names = (
+        *_lane_keys(acceptance.lane),
+        _record_key(address),
+        keys.due(model, partition).encode(),
+        _payload_name(address).encode(),
+        payload.staged.encode(),
+        keys.idempotency(model, partition, acceptance.tenant, acceptance.idempotency_key).encode(),
+    )
+    times = (acceptance.timeout_s, acceptance.result_ttl_s, acceptance.tombstone_ttl_s, MARGIN_S)
+    arguments: list[Argument] = [
+        *(keys.GROUP, keys.RELEASED, keys.SUSPECTS),
+        *(address.id, packable(acceptance.frame), payload.place, packable(payload.data), acceptance.limit),
+        *map(ttl_ms, times),
+        ttl_ms(acceptance.idempotency_ttl_s) if acceptance.idempotency_key else 0,
+        *(acceptance.body_hash, acceptance.lane.version, acceptance.lane.name),
+        _ACCEPTED.encode(_Accepted(acceptance.tenant, acceptance.client_id, acceptance.plan)),
+        *(acceptance.webhook, acceptance.outbox, acceptance.notes, acceptance.watcher),
+    ]
+    return Words(names, arguments)
+
+
+def _settlement(settlement: Settlement, result: _Value) -> Words:
+    """Returns the words of settle.lua."""
+    address, entry, outcome = settlement.address, settlement.entry, settlement.outcome
+    model, partition = address.model, address.partition
+    names = (
+        _record_key(address),
+        _result_name(address).encode(),
+        result.staged.encode(),
+        keys.due(model, partition).encode(),
+        keys.deliveries(model, partition, WEBHOOKS).encode(),
+        _payload_name(address).encode(),
+    )
+    where = (keys.lane(entry.lane), entry.entry_id) if entry is not None else (b"", b"")
+    failure = _FAILURE.encode(_Failure(outcome.code, outcome.message)) if outcome.code or outcome.message else b""
+    value = (result.place, packable(result.data))
+    ended = (outcome.attempt, outcome.state, failure)
+    return Words(names, (keys.prefix(model, partition), keys.GROUP, address.id, *where, *value, *ended))
+
+
+@lru_cache(maxsize=1024)
+def _lane_keys(lane: Lane) -> tuple[bytes, bytes]:
+    """Returns the keys of a lane, and of its lane for the delayed."""
+    return keys.lane(lane), keys.lane(Lane(lane.model, lane.version, lane.name + DELAYED, lane.partition))

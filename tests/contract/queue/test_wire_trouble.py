@@ -15,8 +15,7 @@ from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue import keys
 from qinfer.queue.address import Sentinels, parse_place
 from qinfer.queue.clients import admin_client, blocking_client
-from qinfer.queue.router import Router
-from qinfer.queue.sentinel import SentinelResolver
+from qinfer.queue.router import Router, SentinelResolver
 from tests.support.servers.servers import RedisCluster, RedisServer, SentinelSetup, command, system_redis
 
 SHORT = {"connect_timeout_s": 0.3, "command_timeout_s": 0.3}

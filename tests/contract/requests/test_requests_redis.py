@@ -10,7 +10,7 @@ from qinfer.queue.base import reply_address
 from qinfer.queue.connection import Connection
 from qinfer.queue.deliveries import WEBHOOKS
 from qinfer.queue.request_records import MARGIN_S, MAX_WATCHERS, RequestState
-from qinfer.queue.request_scripts import AT_ONCE
+from qinfer.queue.requests import AT_ONCE
 from qinfer.queue.values import Values
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import listening
