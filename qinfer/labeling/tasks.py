@@ -22,9 +22,8 @@ from typing import Any
 import msgspec
 
 from qinfer.queue import keys, scripts
-from qinfer.queue.deliveries import Deliveries, Kind
-from qinfer.queue.durability import Durability
-from qinfer.queue.router import Router
+from qinfer.queue.deliveries import Kind
+from qinfer.queue.redis import Delivery
 from qinfer.queue.scripts import Call
 
 MAX_BOARD_PAGE = 1000
@@ -105,15 +104,13 @@ class LabelTasks:
     """The tasks of all boards; every coroutine raises `BrokerUnavailable` when the broker can't be reached.
 
     Args:
-        router: The way to Redis.
-        durability: Makes what was put as safe as the settings ask.
-        deliveries: Where tasks wait to be claimed.
+        queue: The connected queue, of which the requests are entries.
     """
 
-    def __init__(self, router: Router, durability: Durability, deliveries: Deliveries) -> None:
-        self._router = router
-        self._durability = durability
-        self._deliveries = deliveries
+    def __init__(self, queue: Delivery) -> None:
+        self._router = queue.router
+        self._durability = queue.durability
+        self._deliveries = queue.deliveries
 
     async def put(self, board: Board, tasks: Sequence[LabelTask], *, ttl_s: float, limit: int) -> list[Placed]:
         """Stores tasks that wait, the first of them first, as many as may; entries about other requests are replaced.

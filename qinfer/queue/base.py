@@ -1,8 +1,14 @@
 """Records of the queue: where a request is, who holds it, and what is stored beside it."""
 
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
 import msgspec
 
 from qinfer.tensors import Bytes
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 DELAYED = ".delayed"
 """Ends the name of the lane for what waited too long in the lane whose name comes before it."""
@@ -98,3 +104,29 @@ def reply_address(owner: str) -> str:
 def bulk_lanes(model: str, version: int, partition: int = 0) -> tuple[Lane, ...]:
     """Returns the bulk lanes of a model version in the order in which they are read."""
     return tuple(Lane(model, version, name, partition) for name in BULK_LANES)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> Iterable[tuple[K, list[T]]]:
+    """Returns the items with the same key together."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        its_key = key(item)
+        group = groups.get(its_key)
+        if group is None:
+            groups[its_key] = [item]
+        else:
+            group.append(item)
+    return groups.items()
+
+
+def owner_of(lease: Lease) -> tuple[Lane, str, bool]:
+    """Returns what the leases of one script call have in common: lane, consumer, whether they are suspects."""
+    return lease.entry.lane, lease.consumer, lease.suspect
+
+
+def by_lane(entries: Sequence[Entry]) -> Iterable[tuple[Lane, list[Entry]]]:
+    """Returns the entries of each lane together; mostly all are of one."""
+    lane = entries[0].lane if entries else None
+    if lane is not None and not [True for entry in entries if entry.lane is not lane]:
+        return ((lane, list(entries)),)
+    return grouped(entries, lambda entry: entry.lane)

@@ -19,9 +19,14 @@ from qinfer.wire.frame import PayloadApart, decode_request
 MAX_AGE_S = 7 * 86400.0
 """How long a dead letter is kept."""
 
+LETTER_OBJECT_S = 2 * MAX_AGE_S
+"""The tensors of a dead letter stay so long in an object store: it may go only when another one comes."""
+
 MAX_BYTES = 256 * 2**20
 """How much the dead letters of a partition may take together; the newest is kept whatever its size."""
 
+_LETTERS = scripts.load("lanes/letters")
+_REPLAY = scripts.load("lanes/replay", "now_ms", "drop")
 _ID = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _PAYLOAD_MARGIN_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
@@ -129,7 +134,7 @@ class DeadLetters:
                 raise CorruptEntry(_GONE.format(letter_id))
             copied = (copy.version, copy.name, copy.size)
         arguments = (letter_id, letter.request_id, int(ttl_s * 1000), letter.lane.name, int(MARGIN_S * 1000), *copied)
-        replayed = await self._run(model, scripts.REPLAY, names, *arguments)
+        replayed = await self._run(model, _REPLAY, names, *arguments)
         if replayed is None:
             self._values.forget([copied[1].encode()] if copied else [])
             return False
@@ -172,7 +177,7 @@ class DeadLetters:
         return found[0] if found and found[0].letter.id == letter_id else None
 
     async def _read(self, model: str, start: str, count: int, left_out: Sequence[bytes]) -> Sequence[_Found]:
-        found = await self._run(model, scripts.LETTERS, [_key(model)], start, count, *left_out)
+        found = await self._run(model, _LETTERS, [_key(model)], start, count, *left_out)
         return [_found(model, letter_id, fields) for letter_id, fields in found]
 
     async def _run(self, model: str, script: scripts.Script, names: Sequence[bytes], *arguments: Any) -> Any:

@@ -170,6 +170,13 @@ def reply(reply_to: str) -> str:
     return f"qinfer:{reply_to}"
 
 
+@lru_cache(maxsize=1024)
+def reply_stream(reply_to: str) -> tuple[int, bytes]:
+    """Returns the slot and the key of a reply stream."""
+    key = reply(reply_to).encode()
+    return slot(key), key
+
+
 def job(model: str, partition: int, job_id: str) -> str:
     """Returns the hash of a bulk job."""
     return f"{_partition(model, partition)}job:{job_id}"

@@ -23,6 +23,9 @@ from qinfer.queue.connection import Refused, pack
 from qinfer.queue.router import BlockingLink, Router
 
 logger = logging.getLogger(__name__)
+_FETCH = scripts.load("lanes/fetch")
+_KEEP = scripts.load("lanes/keep")
+
 
 MAX_BLOCK_S = 0.5
 """The longest blocking read, and so how late a release may be seen: it does not wake a blocked reader."""
@@ -108,7 +111,7 @@ class LaneReader:
         to_leases = partial(leases_of, lanes, consumer)
         names = [keys.lane(lane) for lane in lanes]
         call = partial(self._call, to_leases)
-        return to_leases(await scripts.run(call, scripts.FETCH, names, keys.GROUP, consumer, keys.RELEASED, count))
+        return to_leases(await scripts.run(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count))
 
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
         """Waits for the first new entry, and takes up to `count`.
@@ -255,7 +258,7 @@ class ReplyReader:
         now_s = self._monotonic_s()
         if self._is_idle or now_s - self._kept_at >= _KEEP_EVERY_S:
             self._kept_at = now_s
-            if await scripts.run(self._link.call, scripts.KEEP, [self._key], REPLY_TTL_MS):
+            if await scripts.run(self._link.call, _KEEP, [self._key], REPLY_TTL_MS):
                 self._last, self._untrimmed = _START, 0
 
     async def _read(self) -> None:

@@ -24,7 +24,7 @@ The promises, each a test in `tests/contract/`:
 Asynchronous requests, whose terminal step does more, are in `requests`; dead letters in `dead_letters`.
 
 submit   XADD, in one write with the tick's others    fetch    fetch.lua, else a blocking XREADGROUP (`readers`)
-renew    renew.lua, from its own thread               release, reclaim, finish, …    a script per lane (`redis_entries`)
+renew    renew.lua, run by a worker's renewer             release, reclaim, finish, …    a script per lane and owner
 publish  XADD NOMKSTREAM                              listen   `readers`
 
 An entry is a stream entry with the field `f`, the frame, and where they apply `p`, the id of the request whose payload
@@ -33,36 +33,59 @@ is stored with it, and `o`, the id that the entry had in its first lane. Readers
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any, Self
-
-from redis.exceptions import RedisClusterException, RedisError, ResponseError
+from typing import Any, Self, TypeVar
 
 from qinfer.core.clock import Clock, ServerClock, SystemClock
 from qinfer.core.settings import LimitSettings, RedisSettings
-from qinfer.errors import BrokerUnavailable, QinferError, QueueFull
-from qinfer.labeling.tasks import LabelTasks
+from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, QueueFull
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import BULK_LANES, Entry, Lane, LaneSize, Lease, Payload
-from qinfer.queue.clients import blocking_client
-from qinfer.queue.connection import Refused, Template, pack, packable
-from qinfer.queue.dead_letters import DeadLetters
+from qinfer.queue.base import (
+    BULK_LANES,
+    DELAYED,
+    FULL,
+    Entry,
+    Lane,
+    LaneSize,
+    Lease,
+    Payload,
+    by_lane,
+    grouped,
+    owner_of,
+)
+from qinfer.queue.connection import Argument, Refused, Template, pack, packable
+from qinfer.queue.dead_letters import LETTER_OBJECT_S, MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
 from qinfer.queue.deliveries import Deliveries
 from qinfer.queue.durability import Durability
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
-from qinfer.queue.redis_entries import RedisEntries, grouped, owner_of
-from qinfer.queue.redis_submit import RedisSubmits
 from qinfer.queue.requests import Requests
 from qinfer.queue.router import Router
-from qinfer.queue.values import Values
+from qinfer.queue.values import Reference, Values
 from qinfer.tensors import Bytes
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+Done = Callable[[Entry | QinferError], None]
+
+_MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
+_CLOSED = "the connection to the queue was closed while the request's tensors were sent; it may have been enqueued"
 _CLOCK_EVERY_S = 5.0
 _CONSUMER_GONE_MS = 3_600_000
 _TIME = pack((b"TIME",))
+
+_SUBMIT = scripts.load("lanes/submit", "waiting")
+_RECLAIM = scripts.load("lanes/reclaim")
+_RELEASE = scripts.load("lanes/release")
+_WITHDRAW = scripts.load("lanes/withdraw", "drop")
+_DELAY = scripts.load("lanes/delay")
+_BURY = scripts.load("lanes/bury", "trim_letters")
+_FINISH = scripts.load("lanes/finish", "drop")
+_SIZES = scripts.load("lanes/sizes")
+_PUBLISH = scripts.load("lanes/publish")
 
 
 class Delivery:
@@ -77,25 +100,21 @@ class Delivery:
         durability: Makes a write as durable as the settings ask.
         requests: Asynchronous requests in the same queue.
         dead_letters: What `bury` has put away.
-        label_tasks: Tasks of labeling projects, whose requests are entries of this queue.
+        deliveries: What is to be told or done later, beside the lanes.
     """
 
     def __init__(self, settings: RedisSettings, router: Router, clock: Clock) -> None:
         self.clock = ServerClock(clock)
         self._monotonic_s = clock.monotonic_s
-        self._settings = settings
         self.router = router
         self.durability = Durability(settings, router)
         self._values = Values(router, is_cluster=settings.cluster)
         self.requests = Requests(router, self._values, self.durability)
-        self._submits = RedisSubmits(router, self._values)
-        self._entries = RedisEntries(router, self._values)
         self.dead_letters = DeadLetters(router, self._values)
         self.deliveries = Deliveries(router)
-        self.label_tasks = LabelTasks(router, self.durability, self.deliveries)
         self._readers: dict[tuple[str, int, int, bool], LaneReader] = {}
         self._clock_timer: asyncio.TimerHandle | None = None
-        self._renewer: Any = None
+        self._large: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def connect(
@@ -132,7 +151,7 @@ class Delivery:
         self,
         lane: Lane,
         frame: Bytes,
-        done: Callable[[Entry | QinferError], None],
+        done: Done,
         *,
         payload: Payload | None = None,
         limit: int = 0,
@@ -151,7 +170,7 @@ class Delivery:
             BrokerUnavailable: At once, when the connection is down or its buffer full.
         """
         if limit or payload is not None:
-            self._submits.add(lane, frame, done, payload, limit)
+            self._submit_by_script(lane, frame, done, payload, limit)
             return
 
         def answered(reply: Any) -> None:
@@ -175,7 +194,7 @@ class Delivery:
         reader = self._readers.get(place := _reading(lanes))
         if reader is None:
             slot = keys.lane_slot(lanes[0])
-            reader = LaneReader(self.router, slot, self.ensure, self._entries.give_back, self._monotonic_s)
+            reader = LaneReader(self.router, slot, self.ensure, self._give_back, self._monotonic_s)
             self._readers[place] = reader
         return await reader.fetch(lanes, consumer, count, wait_s)
 
@@ -184,26 +203,6 @@ class Delivery:
         reader = self._readers.pop(_reading(lanes), None)
         if reader is not None:
             await reader.close()
-
-    def renew(self, leases: Sequence[Lease]) -> list[Lease]:
-        """Renews leases; blocking, for a thread of its own, over a connection of its own.
-
-        Returns:
-            The leases that are lost: finished by another, or owned by another.
-
-        Raises:
-            BrokerUnavailable: Nothing is known; try again before the lease time ends.
-        """
-        lost: list[Lease] = []
-        failure: Exception | None = None
-        for (lane, consumer, _), group in grouped(leases, owner_of):
-            try:
-                lost.extend(self._renew(lane, consumer, group))
-            except (RedisError, RedisClusterException, OSError) as error:
-                failure = error  # of this lane's node: the others may be well
-        if failure is not None and not lost:
-            raise BrokerUnavailable("leases can't be renewed now; try again") from failure
-        return lost
 
     async def reclaim(self, lanes: Sequence[Lane], consumer: str, idle_s: float, count: int) -> list[Lease]:
         """Takes up to `count` entries whose owner has not renewed them for `idle_s` seconds, as suspects.
@@ -215,7 +214,7 @@ class Delivery:
         names = [keys.lane(lane) for lane in lanes]
         arguments = (keys.GROUP, consumer, keys.RELEASED, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
         try:
-            found = await scripts.run(call, scripts.RECLAIM, names, *arguments)
+            found = await scripts.run(call, _RECLAIM, names, *arguments)
         except Refused as error:
             if error.kind != "NOGROUP":
                 raise
@@ -227,11 +226,32 @@ class Delivery:
 
         Suspects stay suspects: `reclaim` returns them, at once, and `fetch` does not.
         """
-        await self._entries.release(leases)
+        await _all(
+            [
+                self._run(
+                    lane,
+                    _RELEASE,
+                    (consumer, keys.SUSPECTS if suspect else keys.RELEASED),
+                    [lease.entry for lease in group],
+                )
+                for (lane, consumer, suspect), group in grouped(leases, owner_of)
+            ]
+        )
 
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
         """Removes those entries that wait, undelivered or released, with their payloads; tells which were removed."""
-        return await self._entries.withdraw(entries)
+        removed: set[Entry] = set()
+
+        async def run(lane: Lane, group: list[Entry]) -> None:
+            group.sort(key=lambda entry: not entry.payload_id)
+            for part in _parts(group):
+                names = [keys.lane(lane), *_payloads(part)]
+                counts, gone = await self._script(lane, _WITHDRAW, names, (keys.RELEASED, keys.SUSPECTS), part)
+                self._values.forget(gone)
+                removed.update(entry for entry, count in zip(part, counts, strict=True) if count)
+
+        await _all([run(lane, group) for lane, group in by_lane(entries)])
+        return [entry in removed for entry in entries]
 
     async def delay(self, leases: Sequence[Lease], name: str) -> None:
         """Moves leased entries to the end of the lane called `name` in their partition, as never delivered.
@@ -239,7 +259,9 @@ class Delivery:
         They have new addresses then, which the records of asynchronous requests know and submitters do not: to `finish`
         the old one removes the payload, if any, and leaves the rest to the entry's deadline.
         """
-        await self._entries.delay(leases, name)
+        await _all(
+            [self._delay(lane, consumer, group, name) for (lane, consumer, _), group in grouped(leases, owner_of)]
+        )
 
     async def bury(self, lease: Lease, request_id: str, code: str, reason: str) -> bool:
         """Moves an entry to the dead letters; `request_id` is empty where the frame can't be decoded.
@@ -247,7 +269,23 @@ class Delivery:
         Returns:
             False when the entry was gone or owned by another: nothing was done.
         """
-        return await self._entries.bury(lease, request_id, code, reason)
+        entry, lane = lease.entry, lease.entry.lane
+        names = [keys.lane(lane), keys.dead_letters(lane.model, lane.partition).encode(), *_payloads([entry])]
+        about = (f"{lane.version}:{lane.name}", request_id, code, reason)
+        copy = await self._kept(entry) if entry.payload_id else None
+        kept = (copy.name,) if copy is not None else ()
+        arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES, *kept)
+        buried = None
+        try:
+            buried = await self._script(lane, _BURY, names, arguments, ())
+        except Refused as error:
+            if error.kind != "NOGROUP":
+                raise  # else the lane was deleted
+        if buried is None:
+            self._values.forget(name.encode() for name in kept)
+            return False
+        self._values.forget(buried[1])
+        return True
 
     async def payload(self, entry: Entry, request_id: str) -> bytes | None:
         """Returns the payload stored with an entry; `None` when it is gone, as the entry is then."""
@@ -269,7 +307,7 @@ class Delivery:
 
     async def finish(self, entries: Sequence[Entry]) -> None:
         """Removes entries from their lanes, with their payloads."""
-        await self._entries.finish(entries)
+        await _all([self._run(lane, _FINISH, (), group) for lane, group in by_lane(entries)])
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
         """Appends encoded responses to a reply stream.
@@ -277,12 +315,12 @@ class Delivery:
         Returns:
             False when that stream is gone: nobody waits for the responses.
         """
-        slot, key = _reply_stream(reply_to)
+        slot, key = keys.reply_stream(reply_to)
         try:
             added = await self.router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
         except QueueFull:  # full of what is to be answered: only answers make room
             call = partial(self.router.call, slot)
-            added = await scripts.run(call, scripts.PUBLISH, [key], REPLY_TTL_MS, packable(blob))
+            added = await scripts.run(call, _PUBLISH, [key], REPLY_TTL_MS, packable(blob))
         return added is not None
 
     async def listen(
@@ -311,11 +349,23 @@ class Delivery:
 
     async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
         """Returns how many entries of each lane a consumer holds; those given back or never taken wait instead."""
-        return await asyncio.gather(*map(self._entries.in_flight, lanes))
+        return await asyncio.gather(*map(self._in_flight, lanes))
 
     async def sizes(self, lanes: Sequence[Lane]) -> list[LaneSize]:
         """Returns how many entries each lane holds and how old its first is, of any models; in one round trip."""
-        return await self._entries.sizes(lanes, self.clock.now_s())
+        found: dict[Lane, LaneSize] = {}
+        now_s = self.clock.now_s()
+
+        async def run(group: list[Lane]) -> None:
+            call = partial(self.router.call, keys.lane_slot(group[0]))
+            replies = iter(await scripts.run(call, _SIZES, [keys.lane(lane) for lane in group]))
+            for lane in group:
+                entries, origin = next(replies), next(replies)
+                enqueued_s = Entry(lane, origin.decode()).enqueued_s if origin else now_s
+                found[lane] = LaneSize(entries, max(now_s - enqueued_s, 0.0))
+
+        await _all([run(group) for _, group in grouped(dict.fromkeys(lanes), keys.lane_slot)])
+        return [found[lane] for lane in lanes]
 
     async def oldest(self, lane: Lane, age_s: float, count: int, after: str = "") -> list[tuple[Entry, bytes]]:
         """Returns up to `count` entries with their frames that came into a lane more than `age_s` ago, oldest first.
@@ -348,27 +398,152 @@ class Delivery:
         """Closes the connections; what was submitted and is unconfirmed fails with `BrokerUnavailable`."""
         if self._clock_timer is not None:
             self._clock_timer.cancel()
-        await self._submits.close()
+        for task in list(self._large):
+            task.cancel()
+        if self._large:
+            await asyncio.wait(list(self._large))
         for reader in self._readers.values():
             await reader.settle()
         await self._values.close()
         await self.router.close()
-        if self._renewer is not None:
-            self._renewer.close()
 
-    def _renew(self, lane: Lane, consumer: str, leases: Sequence[Lease]) -> list[Lease]:
-        """Renews leases of one lane; returns those that are lost."""
-        if self._renewer is None:
-            self._renewer = blocking_client(self._settings)
-        by_id = {lease.entry.entry_id.encode(): lease for lease in leases}
+    def _submit_by_script(self, lane: Lane, frame: Bytes, done: Done, payload: Payload | None, limit: int) -> None:
+        """Submits with a limit or a payload, which takes a script; a payload too large for it is sent before."""
+        if payload is None:
+            self._run_submit(lane, frame, done, limit, ())
+        elif not self._values.is_apart(len(payload.data)):
+            about = (payload.request_id, max(1, int(payload.ttl_s * 1000)), packable(payload.data))
+            self._run_submit(lane, frame, done, limit, about)
+        else:
+            task = asyncio.create_task(self._submit_large(lane, frame, done, payload, limit), name="large submit")
+            self._large.add(task)
+            task.add_done_callback(self._large.discard)
+
+    def _run_submit(self, lane: Lane, frame: Bytes, done: Done, limit: int, payload: tuple[Argument, ...]) -> None:
+        """Runs the script; `payload` is its request id, time to live and bytes, empty without one."""
+        payload_id = str(payload[0]) if payload else ""
+        delayed = Lane(lane.model, lane.version, lane.name + DELAYED, lane.partition)
+        names = [keys.lane(lane), keys.lane(delayed)]
+        if payload:
+            names.append(keys.payload(lane.model, lane.partition, payload_id).encode())
+        words = (len(names), *names, keys.GROUP, keys.RELEASED, keys.SUSPECTS, limit, packable(frame), *payload)
+        slot = keys.lane_slot(lane)
+
+        def answered(reply: Any) -> None:
+            if type(reply) is bytes:
+                done(Entry(lane, reply.decode(), payload_id=payload_id))
+            elif reply is None:
+                done(QueueFull(FULL))
+            elif type(reply) is Refused and reply.kind == "NOSCRIPT":
+                try:
+                    self.router.send(slot, pack((b"EVAL", _SUBMIT.text, *words)), answered)
+                except BrokerUnavailable as error:
+                    done(error)
+            else:
+                done(reply)
+
+        self.router.send(slot, pack((b"EVALSHA", _SUBMIT.sha, *words)), answered)
+
+    async def _submit_large(self, lane: Lane, frame: Bytes, done: Done, payload: Payload, limit: int) -> None:
+        """Stores the payload before the entry, where it holds nothing up; removes it where the lane is full."""
+        slot, key = keys.lane_slot(lane), keys.payload(lane.model, lane.partition, payload.request_id)
+        future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
         try:
-            # EVAL with the text, each 3 s, spares the dance of NOSCRIPT
-            gone = self._renewer.eval(scripts.RENEW.text, 1, keys.lane(lane), keys.GROUP, consumer, *by_id)
-        except ResponseError as error:
-            if "NOGROUP " not in str(error):  # in 6.2 somewhere in the text
+            await self._values.set(slot, key, payload.data, payload.ttl_s)
+            self._run_submit(lane, frame, future.set_result, limit, (payload.request_id, 0))
+            answer = await asyncio.shield(future)
+        except QinferError as error:
+            answer = error
+        except asyncio.CancelledError:
+            done(BrokerUnavailable(_CLOSED))
+            raise
+        if isinstance(answer, QueueFull):
+            with suppress(BrokerUnavailable):  # its time to live ends it
+                await self._values.remove(slot, key)
+        done(answer)
+
+    def _give_back(self, leases: Sequence[Lease]) -> None:
+        """Releases without waiting what a `fetch` took; what does not arrive is reclaimed when its lease ends."""
+        for (lane, consumer, _), group in grouped(leases, owner_of):
+            ids = [lease.entry.entry_id for lease in group]
+            arguments: tuple[Argument, ...] = (keys.GROUP, consumer, keys.RELEASED, *ids)
+            words: tuple[Argument, ...] = (b"EVAL", _RELEASE.text, 1, keys.lane(lane), *arguments)
+            try:
+                self.router.send(keys.lane_slot(lane), pack(words), lambda _: None)
+            except BrokerUnavailable:
+                logger.warning("entries could not be given back", extra={"count": len(ids)})
+
+    async def _in_flight(self, lane: Lane) -> int:
+        """Returns how many entries of a lane a consumer holds."""
+        try:
+            pending = await self.router.call(keys.lane_slot(lane), b"XPENDING", keys.lane(lane), keys.GROUP)
+        except Refused as error:
+            if error.kind != "NOGROUP":
                 raise
-            return list(leases)  # the lane was deleted
-        return [by_id[entry_id] for entry_id in gone]
+            return 0
+        idle = (keys.RELEASED, keys.SUSPECTS)
+        return sum(int(count) for consumer, count in pending[3] or () if consumer not in idle)
+
+    async def _kept(self, entry: Entry) -> Reference | None:
+        """Copies an entry's payload to be kept as long as a dead letter is, where it is an object.
+
+        While the store is away there is no copy, and the dead letter has the payload as long as the request would have.
+        """
+        lane = entry.lane
+        key = keys.payload(lane.model, lane.partition, entry.payload_id)
+        reference = await self._values.reference(keys.lane_slot(lane), key)
+        if reference is None:
+            return None
+        try:
+            return await self._values.copy_object(reference, key, LETTER_OBJECT_S)
+        except (BrokerUnavailable, CorruptEntry) as error:
+            about = {"request_id": entry.payload_id, "reason": error.message}
+            logger.warning("the tensors of a dead letter are not kept beyond its request's time", extra=about)
+            return None
+
+    async def _delay(self, lane: Lane, consumer: str, leases: Sequence[Lease], name: str) -> None:
+        """Moves entries of one lane; those whose frame tells their request first: they may have a record."""
+        other = Lane(lane.model, lane.version, name, lane.partition)
+        heads = [(lease.entry, head_of(lease.frame)) for lease in leases]
+        known = [(entry, head.id) for entry, head in heads if head is not None and head.id and not head.reply_to]
+        named = {entry for entry, _ in known}
+        rest = [(entry, "") for entry, _ in heads if entry not in named]
+        for part in _parts([*known, *rest]):
+            records = [
+                keys.request(lane.model, lane.partition, request_id).encode() for _, request_id in part if request_id
+            ]
+            names = [keys.lane(lane), keys.lane(other), *records]
+            try:
+                await self._script(lane, _DELAY, names, (consumer, name), [entry for entry, _ in part])
+            except Refused as error:
+                if error.kind != "NOGROUP":
+                    raise
+
+    async def _run(
+        self, lane: Lane, script: scripts.Script, arguments: Sequence[Argument], entries: Sequence[Entry]
+    ) -> None:
+        """Runs a script on entries of one lane; does nothing where the lane was deleted."""
+        try:
+            for part in (entries,) if len(entries) <= _MAX_IDS else _parts(entries):
+                names = [keys.lane(lane), *(_payloads(part) if script is _FINISH else ())]
+                gone = await self._script(lane, script, names, arguments, part)
+                if gone and script is _FINISH:
+                    self._values.forget(gone)
+        except Refused as error:
+            if error.kind != "NOGROUP":
+                raise
+
+    async def _script(
+        self,
+        lane: Lane,
+        script: scripts.Script,
+        names: Sequence[bytes],
+        arguments: Sequence[Argument],
+        entries: Sequence[Entry],
+    ) -> Any:
+        call = partial(self.router.call, keys.lane_slot(lane))
+        ids = [entry.entry_id for entry in entries]
+        return await scripts.run(call, script, names, keys.GROUP, *arguments, *ids)
 
     async def _ensure(self, lane: Lane) -> None:
         create = (b"XGROUP", b"CREATE", keys.lane(lane), keys.GROUP, b"0", b"MKSTREAM")
@@ -398,14 +573,28 @@ def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, bool]:
     return first.model, first.version, first.partition, first.name in BULK_LANES
 
 
-@lru_cache(maxsize=1024)
-def _reply_stream(reply_to: str) -> tuple[int, bytes]:
-    """Returns the slot and the key of a reply stream."""
-    key = keys.reply(reply_to).encode()
-    return keys.slot(key), key
-
-
 @lru_cache(maxsize=65536)  # one call per request
 def _adding(lane: Lane) -> tuple[int, Template]:
     """Returns a lane's slot, and the command that adds a frame to it."""
     return keys.lane_slot(lane), Template(b"XADD", keys.lane(lane), b"*", b"f")
+
+
+def _payloads(entries: Sequence[Entry]) -> list[bytes]:
+    """Returns the keys of the entries' payloads, of those that have one."""
+    return [
+        keys.payload(entry.lane.model, entry.lane.partition, entry.payload_id).encode()
+        for entry in entries
+        if entry.payload_id
+    ]
+
+
+def _parts(items: Sequence[T]) -> Iterable[Sequence[T]]:
+    return (items[start : start + _MAX_IDS] for start in range(0, len(items), _MAX_IDS))
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Awaits all; one, which is the common case, without a task of its own."""
+    if len(calls) == 1:
+        await calls[0]
+    else:
+        await asyncio.gather(*calls)

@@ -44,23 +44,8 @@ def load(name: str, *parts: str, package: str = "qinfer.queue") -> Script:
     return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
 
 
-FETCH = load("lanes/fetch")
-RECLAIM = load("lanes/reclaim")
 RENEW = load("lanes/renew")
-RELEASE = load("lanes/release")
-SIZES = load("lanes/sizes")
-FINISH = load("lanes/finish", "drop")
-SUBMIT = load("lanes/submit", "waiting")
-WITHDRAW = load("lanes/withdraw", "drop")
-DELAY = load("lanes/delay")
-BURY = load("lanes/bury", "trim_letters")
-LETTERS = load("lanes/letters")
-REPLAY = load("lanes/replay", "now_ms", "drop")
-KEEP = load("lanes/keep")
-PUBLISH = load("lanes/publish")
-READ = load("values/read")
-REFER = load("values/refer", "drop")
-REMOVE = load("values/remove", "drop")
+"""Renews leases; its text is run by the renewer of a worker."""
 
 
 async def run(call: Call, script: Script, keys: Sequence[bytes], *arguments: Argument) -> Any:

@@ -36,6 +36,9 @@ _TRANSFER_S = 55.0  # a large value may take so much longer than a command until
 REFERENCE_VERSION = 1
 """Of references; a newer one is left to those that know it."""
 
+_READ = scripts.load("values/read")
+_REFER = scripts.load("values/refer", "drop")
+_REMOVE = scripts.load("values/remove", "drop")
 _OWNER = re.compile(rb"\{([^}]*)\}")
 _NO_STORE = "the tensors are in a payload store, and this process knows none: set QINFER_LIMITS__PAYLOAD_URL"
 _LOST = "the tensors are not in the payload store any more: they were deleted there before their time"
@@ -95,7 +98,7 @@ class Values:
         ttl_ms = max(1, int(ttl_s * 1000))
         if self.objects is not None and len(value) > self.objects.min_bytes:
             reference = await self.objects.write(_owner(key), value, ttl_s + later_s)
-            self.forget(await self._run(slot, scripts.REFER, key, ttl_ms, *reference.fields))
+            self.forget(await self._run(slot, _REFER, key, ttl_ms, *reference.fields))
             return
         if len(value) > MAX_BYTES:
             raise PayloadTooLarge(f"{len(value)} bytes in one piece are more than the {MAX_BYTES} that the queue takes")
@@ -136,7 +139,7 @@ class Values:
         Raises:
             BrokerUnavailable: It may still be there.
         """
-        self.forget(await self._run(slot, scripts.REMOVE, key))
+        self.forget(await self._run(slot, _REMOVE, key))
 
     def forget(self, names: Iterable[bytes]) -> None:
         """Has objects deleted whose references a script has removed."""
@@ -154,7 +157,7 @@ class Values:
         Raises:
             BrokerUnavailable: It can't be read now.
         """
-        found = await self._run(slot, scripts.READ, key, 0)
+        found = await self._run(slot, _READ, key, 0)
         return _reference(found) if isinstance(found, list) else None
 
     async def copy_object(self, reference: Reference, key: str | bytes, kept_s: float) -> Reference | None:
@@ -185,7 +188,7 @@ class Values:
 
     async def _read(self, slot: int, key: str | bytes) -> tuple[bytes | None, Reference | None]:
         """Reads a value, and says which object it is, if it is one."""
-        found = await self._run(slot, scripts.READ, key, LARGE_BYTES)
+        found = await self._run(slot, _READ, key, LARGE_BYTES)
         for _ in range(2):
             if isinstance(found, int):
                 return await self._large(slot, b"GET", key), None
@@ -196,7 +199,7 @@ class Values:
             if data is not None:
                 return data, reference
             before = found
-            found = await self._run(slot, scripts.READ, key, LARGE_BYTES)
+            found = await self._run(slot, _READ, key, LARGE_BYTES)
             if found == before:
                 break  # else it was finished meanwhile, or stored anew
         raise CorruptEntry(_LOST)

@@ -119,7 +119,9 @@ class Stage:
     async def worker(self, worker_id: str = "w1", *, ready: bool = True, **options: object) -> Worker:
         """Starts a worker; waits until its models are ready."""
         options.setdefault("max_wait_s", 0.05)  # a drain waits for the fetch under way
-        settings = Settings(redis=self.delivery._settings, worker=WorkerSettings(**options), limits=LimitSettings())
+        settings = Settings(
+            redis=self.delivery.router._settings, worker=WorkerSettings(**options), limits=LimitSettings()
+        )
         mine = self.backends.setdefault(worker_id, [])
 
         def factory(name: str) -> Callable[[], Backend]:

@@ -20,7 +20,7 @@ from qinfer.core.retry import OutageLog, pause_s
 from qinfer.core.settings import Settings
 from qinfer.errors import CorruptEntry, DeliveryError, InferenceFailed, QinferError, QueueFull
 from qinfer.labeling.label_config import parse_label_config
-from qinfer.labeling.tasks import Board, LabelState, LabelTask
+from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
 from qinfer.observe.stats import LabelFailure
 from qinfer.queue.deliveries import outbox
 from qinfer.queue.redis import Delivery
@@ -81,7 +81,7 @@ class Pusher:
         self._settings = settings.labeling
         self._requests = delivery.requests
         self._deliveries = delivery.deliveries
-        self._tasks = delivery.label_tasks
+        self._tasks = LabelTasks(delivery)
         self._intake = intake
         self._book = book
         self._studio = studio

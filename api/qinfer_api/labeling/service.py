@@ -10,7 +10,7 @@ from qinfer.errors import Forbidden, InvalidRequest, Overloaded, SettingsError, 
 from qinfer.labeling.label_config import LabelConfig, parse_label_config
 from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.labeling.mapping import model_version
-from qinfer.labeling.tasks import Board
+from qinfer.labeling.tasks import Board, LabelTasks
 from qinfer.models.catalog import Catalog, Served
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.redis import Delivery
@@ -282,9 +282,10 @@ class LabelingParts:
         book = check_labeling(own)
         self._studio = LabelStudio(own) if own.url else None
         self._files = Files(own, settings.stores, self._studio)
+        tasks = LabelTasks(delivery)
         intake = Intake(
             settings,
-            tasks=delivery.label_tasks,
+            tasks=tasks,
             requests=requests,
             book=book,
             files=self._files,
@@ -300,7 +301,7 @@ class LabelingParts:
             studio=self._studio,
             predictor=Predictor(dispatcher, self._files, own.predict_timeout_s),
             intake=intake,
-            statuses=Statuses(delivery.label_tasks, delivery.requests),
+            statuses=Statuses(tasks, delivery.requests),
             order_s=_ORDER_S,
         )
         self.pusher: Pusher | None = None

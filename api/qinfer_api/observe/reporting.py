@@ -130,7 +130,7 @@ async def take_snapshot(
                 jobs.states(),
                 asyncio.gather(store.scalers(), store.scaler_counts(), BridgeReports(store.client).routes()),
             )
-            labeling = await _unfinished(delivery.label_tasks, stats)
+            labeling = await _unfinished(LabelTasks(delivery), stats)
     except (BrokerUnavailable, TimeoutError):
         return Snapshot(
             store_up=False,

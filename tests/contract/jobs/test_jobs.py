@@ -24,6 +24,7 @@ from tests.support.bulk_jobs import (
     shards,
     top_up,
 )
+from tests.support.leases import renew
 
 # --- records (promises 1, 7) ---
 
@@ -270,13 +271,13 @@ async def test_shards_are_leased_as_all_entries_are(queue: RedisQueue) -> None:
     assert await fetch(delivery, 5, lanes=online) == []
 
     [lease] = await fetch(delivery)
-    assert delivery.renew([lease]) == []
+    assert renew(delivery, [lease]) == []
     await delivery.release([lease])
     [again] = await fetch(delivery, consumer="b")
     assert (again.frame, again.deliveries) == (lease.frame, 1)
     [suspect] = await delivery.reclaim(LANES, "c", 0.0, 5)
     assert (suspect.frame, suspect.deliveries, suspect.suspect) == (lease.frame, 2, True)
-    assert delivery.renew([again]) == [again]
+    assert renew(delivery, [again]) == [again]
     assert await delivery.depth(LANES) == [0, 2, 0]
 
 
@@ -314,7 +315,7 @@ async def test_a_shard_ends_once(queue: RedisQueue) -> None:
     assert await counts(delivery) == (7, 3, 1, 0)
     assert await Jobs(delivery).outcomes("j1") == {0: fine(lease, 3)}
     assert await delivery.depth(LANES) == [0, 1, 0]
-    assert delivery.renew([stolen]) == [stolen]
+    assert renew(delivery, [stolen]) == [stolen]
 
 
 async def test_an_outcome_of_a_shard_that_was_given_up_is_kept(queue: RedisQueue) -> None:

@@ -25,6 +25,7 @@ from tests.support.bulk_jobs import (
     shards,
     top_up,
 )
+from tests.support.leases import renew
 from tests.support.requests import HOOKS, webhooks
 
 
@@ -54,7 +55,7 @@ async def test_a_stopped_job_leaves_the_lane_and_no_other_does(queue: RedisQueue
     assert await waiting(delivery) == ["j2:0", "j2:1", "j2:2"]
     assert not await Jobs(delivery).is_wanted("j1")
     assert await Jobs(delivery).is_wanted("j2")
-    assert delivery.renew([first, third]) == []
+    assert renew(delivery, [first, third]) == []
     assert not await finish(delivery, first)
     await Jobs(delivery).drop_shard("j1", third, index_of(third))
     assert await counts(delivery) == (0, 0, 0, 0)
@@ -76,7 +77,7 @@ async def test_what_is_in_hand_can_be_taken_back(queue: RedisQueue) -> None:
 
     found = await known(delivery)
     assert (found.state, found.error, found.in_lane) == ("failed", "no more", 0)
-    assert delivery.renew(held) == held
+    assert renew(delivery, held) == held
     assert await delivery.depth(LANES) == [0, 0, 0]
     assert [line.text for line in await Jobs(delivery).log("j1")] == ["failed: no more"]
 

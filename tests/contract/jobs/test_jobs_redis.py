@@ -14,6 +14,7 @@ from qinfer.queue.durability import Durability
 from qinfer.queue.redis import Delivery
 from tests.contract.conftest import RedisQueue
 from tests.support.bulk_jobs import LANES, fetch, finish, known, planned, record, running, shards, top_up
+from tests.support.leases import renew
 
 PARTS = ("todo", "in_lane", "outcomes", "log")
 RECORD = keys.job("digits", 0, "j1")
@@ -194,7 +195,7 @@ async def test_lanes_that_were_deleted_are_lost_shards(redis_queue: RedisQueue) 
     redis_queue.on_owner("DEL", keys.lane(LANES[1]))
 
     assert await Jobs(delivery).missing("j1") == [0, 1, 2, 3]
-    assert delivery.renew([lease]) == [lease]
+    assert renew(delivery, [lease]) == [lease]
     assert not await Jobs(delivery).bury_shard("j1", lease, ShardOutcome(0, 10, 10, "no"), "internal")
     assert await Jobs(delivery).requeue("j1", shards(0, 1, 2, 3))
     await Jobs(delivery).advance("j1")
@@ -215,7 +216,7 @@ async def test_ten_thousand_shards_delay_no_job_of_higher_priority(redis_queue: 
     assert await delivery.depth(LANES) == [2, 0, 4]
     assert [lease.frame for lease in await fetch(delivery, 3)] == [b"high:0", b"high:1", b"low:2"]
     assert await Jobs(delivery).stop("low", "cancelled", in_hand=True)
-    assert delivery.renew(held) == held
+    assert renew(delivery, held) == held
     assert await delivery.depth(LANES) == [2, 0, 0]
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, QinferError
-from qinfer.queue import keys, redis_entries
+from qinfer.queue import keys
+from qinfer.queue import redis as lanes
 from qinfer.queue.base import Entry, Lane, Lease, Payload
 from qinfer.queue.dead_letters import DeadLetter
 from qinfer.queue.redis import Delivery
@@ -16,6 +17,7 @@ from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request, encode_request_apart
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, ready, submit
+from tests.support.leases import renew
 from tests.support.requests import accept, address, ended
 
 MODEL = "digits"
@@ -62,7 +64,7 @@ async def test_a_buried_entry_is_gone_from_its_lane_and_kept_with_why(queue: Red
     [lease] = await bury_all(delivery)
 
     assert await delivery.depth([HIGH]) == [0]
-    assert delivery.renew([lease]) == [lease]
+    assert renew(delivery, [lease]) == [lease]
     [listed] = await letters(other)
     assert (listed.lane, listed.request_id, listed.code, listed.reason) == (HIGH, "r1", CODE, REASON)
     assert (listed.deliveries, listed.size, listed.frame) == (1, 2, b"")
@@ -95,7 +97,7 @@ async def test_only_the_owner_buries(queue: RedisQueue) -> None:
     [new] = await delivery.reclaim([HIGH, LOW], "b", idle_s=0.0, count=10)
 
     assert not await delivery.bury(old, "r1", CODE, REASON)
-    assert delivery.renew([new]) == []
+    assert renew(delivery, [new]) == []
     await delivery.finish([new.entry])
     assert not await delivery.bury(new, "r1", CODE, REASON)
 
@@ -133,7 +135,7 @@ async def test_a_buried_request_is_held_by_nobody(queue: RedisQueue) -> None:
 
 @pytest.fixture
 def small_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_entries, "MAX_BYTES", 200_000)
+    monkeypatch.setattr(lanes, "MAX_BYTES", 200_000)
 
 
 @pytest.mark.usefixtures("small_bounds")
@@ -163,7 +165,7 @@ async def test_the_newest_is_kept_whatever_its_size(queue: RedisQueue) -> None:
 
 async def test_what_is_too_old_goes_when_another_comes(queue: RedisQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Age counts from the burial; younger ones stay."""
-    monkeypatch.setattr(redis_entries, "MAX_AGE_S", 0.2)
+    monkeypatch.setattr(lanes, "MAX_AGE_S", 0.2)
     delivery = await ready(queue, b"old")
     await bury_all(delivery)
 
@@ -182,7 +184,7 @@ async def test_no_more_of_the_oldest_go_than_must(redis_queue: RedisQueue, monke
     while await bury_all(delivery):
         pass
     used = redis_queue.on_owner("MEMORY", "USAGE", DLQ, "SAMPLES", 0)
-    monkeypatch.setattr(redis_entries, "MAX_BYTES", used)
+    monkeypatch.setattr(lanes, "MAX_BYTES", used)
     await submit(delivery, HIGH, bytes(used // 2))
     [lease] = await fetch(delivery)
 

@@ -10,6 +10,7 @@ from qinfer.errors import QinferError
 from qinfer.queue.base import Entry, Lane, Lease, reply_address
 from qinfer.queue.redis import Delivery
 from tests.contract.conftest import RedisQueue
+from tests.support.leases import renew
 
 HIGH, LOW = Lane("digits", 1, "p1"), Lane("digits", 1, "p2")
 LONG_S = 60.0
@@ -121,7 +122,7 @@ async def test_ensure_again_changes_nothing(queue: RedisQueue) -> None:
 
     await delivery.ensure([HIGH, LOW])
 
-    assert delivery.renew(leases) == []
+    assert renew(delivery, leases) == []
     assert await fetch(delivery) == []
 
 
@@ -203,7 +204,7 @@ async def test_renewal_keeps_the_lease_and_its_delivery_count(queue: RedisQueue)
     leases = await fetch(delivery)
 
     for _ in range(3):
-        assert await asyncio.to_thread(delivery.renew, leases) == []
+        assert await asyncio.to_thread(renew, delivery, leases) == []
 
     await delivery.release(leases)
     [again] = await fetch(delivery, "b")
@@ -216,8 +217,8 @@ async def test_renewal_never_takes_an_entry_back_from_a_new_owner(queue: RedisQu
     old = await fetch(delivery, "a")
     new = await delivery.reclaim([HIGH, LOW], "b", idle_s=0.0, count=10)
 
-    assert delivery.renew(old) == old
-    assert delivery.renew(new) == []
+    assert renew(delivery, old) == old
+    assert renew(delivery, new) == []
 
 
 async def test_renewal_reports_what_was_finished(queue: RedisQueue) -> None:
@@ -227,7 +228,7 @@ async def test_renewal_reports_what_was_finished(queue: RedisQueue) -> None:
 
     await delivery.finish([leases[0].entry])
 
-    assert delivery.renew(leases) == leases[:1]
+    assert renew(delivery, leases) == leases[:1]
 
 
 # --- release (promise 3) ---
@@ -264,7 +265,7 @@ async def test_release_of_an_entry_that_another_owns_changes_nothing(queue: Redi
     await delivery.release(old)
 
     assert await fetch(delivery, "c") == []
-    assert delivery.renew(new) == []
+    assert renew(delivery, new) == []
 
 
 async def test_a_released_entry_is_no_suspect(queue: RedisQueue) -> None:
@@ -296,7 +297,7 @@ async def test_reclaim_spares_what_is_renewed(queue: RedisQueue) -> None:
 
     taken: list[Lease] = []
     while not taken:
-        assert delivery.renew([alive]) == []
+        assert renew(delivery, [alive]) == []
         taken = await delivery.reclaim([HIGH, LOW], "b", idle_s=1.0, count=10)
         await asyncio.sleep(0.02)
 

@@ -11,6 +11,7 @@ from qinfer.queue.redis import Delivery
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, ready, submit
+from tests.support.leases import renew
 
 BEHIND = Lane("digits", 1, "p1" + DELAYED)
 OTHER = Lane("digits", 2, "p1")
@@ -48,7 +49,7 @@ async def test_cancelling_one_of_four_leaves_the_other_three(queue: RedisQueue) 
     await gateway.finish([leases[1].entry])
 
     mates = [leases[0], *leases[2:]]
-    assert delivery.renew(leases) == [leases[1]]
+    assert renew(delivery, leases) == [leases[1]]
     assert await delivery.depth([HIGH]) == [3]
     assert await fetch(gateway, "b") == []
     await delivery.finish([lease.entry for lease in mates])
@@ -130,7 +131,7 @@ async def test_waiting_entries_are_withdrawn_and_held_ones_are_not(queue: RedisQ
 
     assert removed == [True, False, False, True]
     assert await delivery.depth([HIGH]) == [1]
-    assert delivery.renew(leases[:1]) == []
+    assert renew(delivery, leases[:1]) == []
 
 
 async def test_what_was_withdrawn_is_neither_fetched_nor_reclaimed(queue: RedisQueue) -> None:
@@ -171,7 +172,7 @@ async def test_a_released_suspect_stays_one(queue: RedisQueue) -> None:
     assert await fetch(other, "c") == []
     [again] = await other.reclaim([HIGH, LOW], "c", idle_s=3600.0, count=10)
     assert again == Lease(suspect.entry, "c", b"x", deliveries=2, suspect=True)
-    assert delivery.renew([suspect]) == [suspect]
+    assert renew(delivery, [suspect]) == [suspect]
 
 
 # --- delay (promise 11) ---
@@ -192,7 +193,7 @@ async def test_a_delayed_entry_moves_behind_what_waits(queue: RedisQueue) -> Non
     assert moved.entry.origin == late.entry.entry_id
     assert moved.entry.enqueued_s == late.entry.enqueued_s
     assert await delivery.depth(lanes) == [1, 1, 0]
-    assert delivery.renew([late]) == [late]
+    assert renew(delivery, [late]) == [late]
 
 
 async def test_an_entry_that_is_moved_twice_remembers_its_first_lane(queue: RedisQueue) -> None:
@@ -219,7 +220,7 @@ async def test_delay_leaves_alone_what_another_owns(queue: RedisQueue) -> None:
 
     await delivery.delay(leases, BEHIND.name)
 
-    assert delivery.renew([new]) == []
+    assert renew(delivery, [new]) == []
     assert await delivery.depth([HIGH, BEHIND]) == [1, 0]
 
 
@@ -388,7 +389,7 @@ async def test_the_oldest_entries_are_shown_page_by_page(queue: RedisQueue) -> N
     assert [frame for _, frame in first + rest] == [b"1", b"2", b"3"]
     assert first[0][0] == held.entry
     assert rest[0][0].payload_id == "r3"
-    assert delivery.renew([held]) == []
+    assert renew(delivery, [held]) == []
     assert frames(await fetch(delivery, "b")) == [b"2", b"3"]
 
 

@@ -12,6 +12,7 @@ from qinfer.queue.base import DELAYED, Entry, Lane, reply_address
 from qinfer.queue.redis import Delivery
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, listening, ready, submit
+from tests.support.leases import renew
 
 DELAYED_LANE = Lane(HIGH.model, HIGH.version, HIGH.name + DELAYED)
 KILL = ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
@@ -159,20 +160,6 @@ async def submit_when_up(delivery: Delivery, frame: bytes) -> None:
     await submit(delivery, HIGH, frame)
 
 
-async def test_leases_can_be_renewed_after_the_server_came_back(own_redis: RedisQueue) -> None:
-    """Its own connection recovers too, and it says so while it can't."""
-    delivery = await ready(own_redis, b"x")
-    leases = await fetch(delivery)
-    assert delivery.renew(leases) == []
-    [server] = own_redis.nodes
-    server.stop()
-    with pytest.raises(BrokerUnavailable):
-        delivery.renew(leases)
-    server.start()
-
-    assert delivery.renew(leases) == []
-
-
 async def test_full_memory_is_an_overload(own_redis: RedisQueue) -> None:
     """The caller may try again later: it is no fault of the request."""
     delivery = await ready(own_redis)
@@ -251,7 +238,7 @@ async def test_a_lane_that_is_gone_costs_the_others_no_renewal(redis_queue: Redi
     redis_queue.on_owner("DEL", keys.lane(HIGH))
     redis_queue.on_owner("XCLAIM", keys.lane(LOW), keys.GROUP, "a", 0, stays.entry.entry_id, "IDLE", 60_000)
 
-    assert delivery.renew([gone, stays]) == [gone]
+    assert renew(delivery, [gone, stays]) == [gone]
 
     assert await delivery.reclaim([LOW], "b", 30.0, 10) == []
 

@@ -9,6 +9,7 @@ from qinfer.queue.base import Lane, reply_address
 from qinfer.queue.request_records import Accepted, RequestState
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
+from tests.support.leases import renew
 from tests.support.requests import LANE, LONG_S, accept, address, ended, fetch, frame_of, outcome, settle
 
 CANCELLED, EXPIRED, FAILED = RequestState.CANCELLED, RequestState.EXPIRED, RequestState.FAILED
@@ -87,7 +88,7 @@ async def test_a_settled_request_has_its_outcome_and_leaves_the_queue(queue: Red
     assert record.has_result
     assert await delivery.requests.result(address()) == b"blob of failed"
     assert await delivery.depth([LANE]) == [0]
-    assert delivery.renew([lease]) == [lease]
+    assert renew(delivery, [lease]) == [lease]
 
 
 async def test_of_several_that_end_a_request_one_is_first(queue: RedisQueue) -> None:
@@ -167,7 +168,7 @@ async def test_a_request_that_another_holds_is_taken_from_it(queue: RedisQueue) 
 
     await settle(gateway, ended("r1", CANCELLED))
 
-    assert worker.renew(held) == held
+    assert renew(worker, held) == held
     record = await gateway.requests.record(address())
     assert record is not None
     assert record.attempts == 2

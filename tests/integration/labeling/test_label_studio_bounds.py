@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from qinfer.core.settings import LabelingSettings, LimitSettings, RedisSettings, RequestSettings, Settings
-from qinfer.labeling.tasks import Board, LabelTask
+from qinfer.labeling.tasks import Board, LabelTask, LabelTasks
 from qinfer.queue.deliveries import outbox
 from qinfer.queue.redis import Delivery
 from qinfer.testing import eventually
@@ -163,15 +163,15 @@ async def test_a_defect_of_labeling_leaves_the_gateway_running(
     """Whatever it is; it is logged, and tried again."""
     settings = settings_for(tmp_path / "m", "push", url=studio.url)
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
-        boards, failed = running.delivery.label_tasks.boards, asyncio.Event()
+        boards, failed = LabelTasks.boards, asyncio.Event()
 
-        async def broken(model: str) -> list[Board]:
+        async def broken(tasks: LabelTasks, model: str) -> list[Board]:
             if not failed.is_set():
                 failed.set()
                 raise ValueError("an entry of another version")
-            return await boards(model)
+            return await boards(tasks, model)
 
-        monkeypatch.setattr(running.delivery.label_tasks, "boards", broken)
+        monkeypatch.setattr(LabelTasks, "boards", broken)
         await client.post("/label-studio/text/webhook", json=event(studio.add("pos")))
         await _all_are_done(client, 1)
         assert failed.is_set()

@@ -24,6 +24,7 @@ from qinfer_api.observe.reporting import take_snapshot
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.webhooks import Webhooks
+from tests.support.leases import renew
 from tests.support.servers.servers import Database
 
 CONFIG = """
@@ -181,7 +182,7 @@ async def test_too_many_failed_rows_end_a_job(bench: Bench) -> None:
     assert (record.state, record.in_lane, record.rows_failed) == ("failed", 0, 5)
     said = "the column error_message of the parts says why"
     assert record.error == f"5 rows failed; the job allows 4 (error_threshold); {said}"
-    assert bench.delivery.renew([second]) == [second]
+    assert renew(bench.delivery, [second]) == [second]
     assert await bench.depth() == 0
     assert bench.sent == ["j1"]  # to list the parts that are there
 
