@@ -5,7 +5,6 @@ Models are in Triton's layout: `<model>/config.pbtxt` and `<model>/<version>/mod
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from qinfer.models.config.message import ModelConfig
@@ -73,26 +72,6 @@ class Repository(Protocol):
         Raises:
             ModelNotFound: No repository has the name, or the overlay has not the location.
             ModelLoadFailed: The repository can't be read now.
-        """
-        ...
-
-
-class ModelFiles(Protocol):
-    """The files of models, for those who load them. Every method blocks: call it from a thread."""
-
-    def version_dir(self, stored_name: str, version: int, location: str = "", content_hash: str = "") -> Path:
-        """Returns a directory on this machine with the files of a model version; fetches them if they are remote.
-
-        Its parent has what lies beside the version directories, such as `warmup/`.
-
-        Args:
-            stored_name: The model's name.
-            version: Its version.
-            location: Where its files are within the overlay; empty = in the repositories.
-            content_hash: The hash of the content that is wanted: what was fetched for it before is used again.
-
-        Raises:
-            ModelLoadFailed: The files are not there, or can't be fetched.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The model repositories that the settings name, and the overlay, as one `Repository` and `ModelFiles`."""
+"""The model repositories that the settings name, and the overlay, as one `Repository`."""
 
 import logging
 import re

@@ -38,7 +38,7 @@ from qinfer_workers.inference.devices import devices_of
 logger = logging.getLogger(__name__)
 
 VersionDir = Callable[[str, int, str, str], Path]
-"""`ModelFiles.version_dir`: model, version, location, content hash → directory; blocking."""
+"""`Repositories.version_dir`: model, version, location, content hash → directory; blocking."""
 
 _OF_ALL_VERSIONS = ("instance_group", "version_policy")
 """Parts of a configuration whose change leaves what is loaded of a version as it is."""
