@@ -1,4 +1,4 @@
-"""The backend contract (DESIGN.md §5): `load`, `execute(batch, ctx)`, `unload`.
+"""The backend contract: `load`, `execute(batch, ctx)`, `unload`.
 
 A backend instance is used by one thread at a time, not always the same one: `instance_group.count` instances make as
 many slots. It knows nothing of queues; it gets assembled arrays and answers each item through `ctx`, or all of them by
@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What one execution gets.
+    """The input of one execution.
 
     Attributes:
         requests: The items, in batch order.

@@ -1,4 +1,4 @@
-"""What the adapters of runtimes read from a model's configuration in the same way: numbers, switches, file, cores."""
+"""Parameters that all adapters read from a model's configuration in the same way: numbers, switches, file, cores."""
 
 import math
 import os

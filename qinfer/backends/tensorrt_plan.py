@@ -1,4 +1,4 @@
-"""What is decided about an engine before TensorRT is asked: its options, the shapes it is optimised for, its cache key.
+"""The plan of an engine, made before TensorRT is asked: its options, the shapes it is optimised for, its cache key.
 
 The options are the parameters of an accelerator `tensorrt`
 (`optimization.execution_accelerators.gpu_execution_accelerator`), with the names of the onnxruntime backend, so that a
@@ -27,7 +27,7 @@ _READ_BYTES = 1 << 20
 
 
 class Build(msgspec.Struct, kw_only=True):
-    """What `tensorrt_build` is told; everything but the two paths is part of the cache key.
+    """The input of `tensorrt_build`; everything but the two paths is part of the cache key.
 
     Attributes:
         onnx: The model file.

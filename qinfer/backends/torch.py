@@ -424,7 +424,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException, path: Path | None = None) -> str:
-    """PyTorch's messages end in pages of stack; the first line says what is the matter."""
+    """Returns the first line of an error of PyTorch, which says what is the matter; pages of stack follow it."""
     return (cleaned(error, path).splitlines() or [type(error).__name__])[0]
 
 

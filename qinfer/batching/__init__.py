@@ -1,1 +1,1 @@
-"""Which requests run together, and when: a pure policy and the machine around it."""
+"""Batching: a pure policy says which requests run together and when, and the batcher runs them."""

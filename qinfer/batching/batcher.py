@@ -1,4 +1,4 @@
-"""The machine that turns pending requests into executions: one per model version and worker, on the event loop.
+"""The batcher turns pending requests into executions: one per model version and worker, on the event loop.
 
     admit ─▶ pending ─▶ policy.decide ─▶ assemble ─▶ executor ─▶ outlet.answer
                  │          └─▶ expired ─▶ outlet.answer  └─▶ bisection, if it raised ─▶ executor …
@@ -7,7 +7,7 @@
 
 It decides nothing by itself (`policy` does) and does no I/O: `room` and `fetchable` tell the worker when to fetch how
 much. At most one batch is placed ahead of the instances, and fetched only when the running ones are about to end, so
-that a busy worker never hoards what an idle one could run (DESIGN.md §4).
+that a busy worker never hoards what an idle one could run (docs/explanation/batching.md).
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Bisection(deque[list[Pending]]):
     """
 
     def cut(self, items: Sequence[Pending]) -> None:
-        """Adds the two halves of a batch, in order, before all others; a single item is a batch by itself."""
+        """Adds both parts of a batch, in order, before all others; a single item is a batch by itself."""
         middle = (len(items) + 1) // 2
         if len(items) > 1:
             self.appendleft(list(items[middle:]))
@@ -244,8 +244,8 @@ class Batcher:
         """Goes on with another generation of the model; the old instances end what runs, and are unloaded.
 
         Returns:
-            What did not start, out of the batcher's hands: check it against the new configuration, `classify` it, and
-            admit it again.
+            The items that did not start, which the batcher forgets: check them with the new configuration, `classify`
+            and admit them again.
         """
         old, self._lent = self.model.executor, LentInstances()
         self._recall()
@@ -313,7 +313,7 @@ class Batcher:
         self._outlet.answer(items, self._responder.failures(items, error, self._clock.now_s(), self.tally))
 
     async def pause(self) -> None:
-        """Asks for no more work, gives back what does not execute, and returns when the rest has ended."""
+        """Asks for no more work, gives back items that do not execute, and returns when the rest has ended."""
         self.paused = True
         self._recall()
         self._give_back()
@@ -445,7 +445,7 @@ class Batcher:
             self.model.executor.start(execution, self._done)
 
     def _start_bisected(self, now_s: float) -> None:
-        """Starts halves on idle instances, those of their items left out that are too late now."""
+        """Starts bisected batches on idle instances; items that are too late now expire."""
         late = self._bisection.take_late(now_s + self._latency.floor_s(now_s))
         if late:
             self.fail(late, DeadlineExceeded(TIMED_OUT))
@@ -459,12 +459,14 @@ class Batcher:
         self.completed += len(execution.items) - len(again)
         is_current = self.expected_ends.pop(execution, None) is not None
         if is_current:
-            self._ahead_until_s = NEVER_S  # what was placed ahead begins now
+            # What was placed ahead begins now.
+            self._ahead_until_s = NEVER_S
         if again:
             self.tally.retried(len(again))
             if is_current and not self.paused:
                 self._bisection.cut(again)
-            else:  # the model is another one now, which they were not checked against; or work is to end
+            else:
+                # The model is another one now, for which they were not checked; or work is to end.
                 self._outlet.give_back(again)
         elif is_current and execution.error is None:
             took_s = (execution.end_ns - execution.begin_ns) / 1e9

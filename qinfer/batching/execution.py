@@ -122,16 +122,16 @@ TOLD = 16
 """Requests that a log line about a batch names at most."""
 
 Answer = tuple[Tensor, ...] | QinferError
-"""What an item gets: its outputs, or why there are none."""
+"""The answer of an item: its outputs, or the reason why there are none."""
 
 
 class Pending(Item, kw_only=True, eq=False, gc=False):
-    """A request in a worker's hands.
+    """A request that a worker holds.
 
     Attributes:
         lease: The lease on its entry.
         request: The decoded request.
-        lost: The lease is lost: somebody else answers, so whatever was done for it is discarded.
+        lost: Whether the lease is lost: another worker answers, and the work done here is discarded.
     """
 
     lease: Lease
@@ -326,7 +326,7 @@ _FENCE = Fence(logging.getLogger(__name__), "observer failed, requests are answe
 
 
 class Observer(Protocol):
-    """What is told of executions, for traces; called on the event loop, before the answers leave."""
+    """Observes executions, for traces; called on the event loop, before the answers leave."""
 
     def executed(self, execution: Execution, begin_s: float) -> None:
         """Takes note of an execution that has ended, well or not.

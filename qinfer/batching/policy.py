@@ -1,8 +1,8 @@
-"""Which requests run together, and when: one pure function, `decide`.
+"""The policy of batching, which requests run together and when: one pure function, `decide`.
 
 It owns Triton's walk over the queue (reference §3.3, steps 4 and 5), its priorities and queue policies, and the
-deadline rules of DESIGN.md §4. It awaits nothing, reads no clock and keeps nothing between calls: property tests and
-simulators drive what production runs.
+deadline rules of docs/explanation/batching.md. It awaits nothing, reads no clock and keeps nothing between calls:
+property tests and simulators drive what production runs.
 
     decision = decide(pending, now_s, slots, rules, latency)
     pending == decision.expired + decision.run + decision.keep       each item in exactly one of them, in queue order
@@ -90,14 +90,14 @@ NEVER_S = float("inf")
 
 
 class Item(msgspec.Struct, eq=False):
-    """What the policy has to know of a request.
+    """A request, as far as the policy has to know it.
 
     Attributes:
         rows: Its size along the batch dimension; 1 when the model has none.
         key: Items may share a batch only if their keys are equal (`assemble.key_function`).
         enqueued_s: When it entered the queue.
         deadline_s: When its answer is worth nothing any more, on the same clock.
-        alone: It must not share a batch, because it may have killed a worker (DESIGN.md §2.5).
+        alone: It must not share a batch, because it may have killed a worker.
         level: Its priority level, 1 = the highest; 0 where the model has none.
         queue_deadline_s: Until when it may wait; from then on it is refused, or delayed. Read like the next two only
             where `Rules.prefetch` is false.
@@ -185,7 +185,7 @@ class Slots(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, Generic[T], frozen=True):
-    """What to do now.
+    """A decision of the policy.
 
     Attributes:
         expired: Answer these as expired: they can't be executed in time, or have waited too long.
@@ -251,7 +251,7 @@ def _rank(item: Item, now_s: float) -> tuple[int, float]:
 
 
 class _Walk(msgspec.Struct, frozen=True):
-    """What the walk found: items that fit, their rows, the best mark among them (0 = none), whether more could join."""
+    """The result of a walk: items that fit, their rows, the best mark among them (0 = none), if more could join."""
 
     items: int
     rows: int

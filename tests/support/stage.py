@@ -49,7 +49,7 @@ class InlineRenewals(ProcessRenewals):
         renewer = Renewer(self._hello)
         while True:
             self._asked.clear()
-            renewer.tell(self._held(keeper))
+            renewer.report(self._held(keeper))
             report = await asyncio.to_thread(renewer.renew)
             self._take(report, keeper)
             if report.failed:  # whoever waits for a success asks again at once

@@ -1,13 +1,13 @@
 """The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer`.
 
 A thread could not: it needs the GIL, which a model's code may hold for longer than a lease. So this is a process of its
-own, as small as it can be, which a worker starts for itself (`renewals.ProcessRenewals`) and talks to over two pipes:
+own, as small as it can be, which a worker starts for itself (`leases.ProcessRenewals`) and talks to over two pipes:
 
     worker ── Hello, then each second Held ──▶ stdin │ renewer │ stdout ── Report, one a renewal ──▶ worker
 
-What the worker told last is renewed. When it tells nothing for a while, because the GIL is held, so is what it has
-fetched since then: Redis knows. When the worker is gone, or stopped (SIGSTOP), nothing is: its work has to run
-elsewhere.
+The renewer renews the leases that the worker reported last. When the worker reports nothing for a while, because the
+GIL is held, the renewer asks Redis for what the worker has fetched since then, and renews that too. When the worker is
+gone, or stopped (SIGSTOP), nothing is renewed: its work has to run elsewhere.
 
 It imports no part of qinfer that would bring numpy or pydantic along.
 """
@@ -28,8 +28,8 @@ from qinfer.queue.clients import blocking_client
 if TYPE_CHECKING:
     from qinfer.core.settings import RedisSettings
 
-TELLS_PER_RENEWAL = 3
-"""So often does a worker tell what it holds between two renewals."""
+REPORTS_PER_RENEWAL = 3
+"""How often a worker reports the leases that it holds between two renewals."""
 
 _RETRY_S = 0.5
 _PAGE = 1000
@@ -49,7 +49,7 @@ class Hello(msgspec.Struct, array_like=True):
         consumer: The worker.
         script: The text of `renew.lua`.
         every_s: Seconds between renewals.
-        longest_s: What was fetched and not told of is renewed for so long at most.
+        longest_s: How long leases are renewed at most that were fetched and not reported.
     """
 
     url: str
@@ -65,7 +65,7 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 class Held(msgspec.Struct, array_like=True):
-    """What the worker holds: the key of each lane that it fetches from → entry id → until when to renew it.
+    """The leases that the worker holds: the key of each lane that it fetches from → entry id → until when to renew it.
 
     Instants are on the monotonic clock, which the processes of a machine share.
 
@@ -79,7 +79,7 @@ class Held(msgspec.Struct, array_like=True):
 
 
 class Report(msgspec.Struct, array_like=True):
-    """What came of a renewal.
+    """The outcome of a renewal.
 
     Attributes:
         began_s: When it began.
@@ -105,7 +105,7 @@ class Secret(str):
 
 
 class _Redis(msgspec.Struct):
-    """What `clients` reads of `RedisSettings`."""
+    """The part of `RedisSettings` that `clients` reads."""
 
     url: Secret
     sentinel_password: Secret
@@ -125,27 +125,27 @@ class Renewer:
     def __init__(self, hello: Hello, client: Any = None) -> None:
         self._hello = hello
         self._client: Any = client
-        self._told = Held({})
-        self._told_s = time.monotonic()
-        self._untold: dict[bytes, dict[bytes, float]] = {}
+        self._reported = Held({})
+        self._reported_s = time.monotonic()
+        self._unreported: dict[bytes, dict[bytes, float]] = {}
         self._failed: set[bytes] = set()
 
-    def tell(self, held: Held) -> None:
+    def report(self, held: Held) -> None:
         """Takes what the worker holds now."""
-        self._told, self._told_s = held, time.monotonic()
-        self._untold = {}
+        self._reported, self._reported_s = held, time.monotonic()
+        self._unreported = {}
 
     def renew(self) -> Report:
         """Renews once."""
         began_s = time.monotonic()
-        is_silent = began_s - self._told_s > 2 * self._hello.every_s / TELLS_PER_RENEWAL
+        is_silent = began_s - self._reported_s > 2 * self._hello.every_s / REPORTS_PER_RENEWAL
         report = Report(began_s, [], {})
-        for lane, entries in self._told.lanes.items():
+        for lane, entries in self._reported.lanes.items():
             try:
                 self._client = self._client or blocking_client(cast("RedisSettings", _redis_of(self._hello)))
                 if is_silent:
                     self._look(lane, began_s)
-                both = entries | self._untold.get(lane, {})
+                both = entries | self._unreported.get(lane, {})
                 ids = [entry_id for entry_id, until_s in both.items() if until_s > began_s]
                 for start in range(0, max(len(ids), int(lane in self._failed)), _PAGE):  # is the node there again?
                     page = ids[start : start + _PAGE]
@@ -158,10 +158,10 @@ class Renewer:
         return report
 
     def _look(self, lane: bytes, now_s: float) -> None:
-        """Takes note of what the worker has fetched from a lane since it told what it holds."""
-        group, consumer, known = self._hello.group, self._hello.consumer, self._told.lanes[lane]
-        untold = self._untold.setdefault(lane, {})
-        since_s = now_s - self._told_s + self._hello.every_s  # its reply may have been on the way then
+        """Takes note of what the worker has fetched from a lane since its last report."""
+        group, consumer, known = self._hello.group, self._hello.consumer, self._reported.lanes[lane]
+        unreported = self._unreported.setdefault(lane, {})
+        since_s = now_s - self._reported_s + self._hello.every_s  # its reply may have been on the way then
         try:
             rows = self._client.xpending_range(lane, group, "-", "+", len(known) + _PAGE, consumer)
         except ResponseError as error:
@@ -170,8 +170,8 @@ class Renewer:
             return
         for row in rows:
             entry_id, idle_s = row["message_id"], row["time_since_delivered"] / 1000
-            if entry_id not in known and entry_id not in untold and idle_s <= since_s:
-                untold[entry_id] = now_s + self._hello.longest_s
+            if entry_id not in known and entry_id not in unreported and idle_s <= since_s:
+                unreported[entry_id] = now_s + self._hello.longest_s
 
     def _renew(self, lane: bytes, ids: list[bytes]) -> list[bytes]:
         try:
@@ -217,7 +217,7 @@ class _Outbox:
 
     def __init__(self) -> None:
         self._unsent: list[tuple[bytes, bytes]] = []
-        self._untold = 0
+        self._unreported = 0
 
     def send(self, report: Report) -> None:
         """Sends a report; while the worker does not read and the pipe is full, only what is lost is kept for the next.
@@ -225,12 +225,12 @@ class _Outbox:
         To wait for the worker would end its leases.
         """
         report.lost = self._unsent + report.lost
-        report.renewed += self._untold
+        report.renewed += self._unreported
         _, ready, _ = select.select([], [sys.stdout.fileno()], [], 0)
         if ready:
             os.write(sys.stdout.fileno(), packed(report))
         self._unsent = [] if ready else report.lost
-        self._untold = 0 if ready else report.renewed
+        self._unreported = 0 if ready else report.renewed
 
 
 def _redis_of(hello: Hello) -> _Redis:
@@ -264,7 +264,7 @@ def _serve(parent: int) -> None:
                 renewer, due_s = Renewer(hello), time.monotonic() + hello.every_s
                 continue
             held = decoder.decode(message)
-            renewer.tell(held)
+            renewer.report(held)
             if held.now and is_well:  # else whoever waits for a success would ask again at once, and again
                 due_s = 0.0
         if renewer is None or time.monotonic() < due_s:

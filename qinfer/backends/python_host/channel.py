@@ -54,7 +54,7 @@ class UnreadError(EOFError):
 
 
 class _Head(msgspec.Struct, array_like=True):
-    """What precedes the buffers.
+    """The head of a message, which precedes the buffers.
 
     Attributes:
         body: The message.

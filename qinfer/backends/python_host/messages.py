@@ -1,4 +1,4 @@
-"""What worker and host process say to each other, as msgpack; the tensors' bytes go beside it, in the same order."""
+"""The messages between worker and host process, as msgpack; the tensors' bytes follow as buffers, in the same order."""
 
 from collections.abc import Mapping
 

@@ -62,17 +62,17 @@ async def test_it_renews_what_it_was_told_and_what_it_finds(settings: RedisSetti
     until_s = time.monotonic() + 60.0
     told = {keys.lane(lease.entry.lane): {lease.entry.entry_id.encode(): until_s} for lease in leases}
     renewer = Renewer(hello)
-    renewer.tell(Held(told))
+    renewer.report(Held(told))
     assert (await asyncio.to_thread(renewer.renew)).lost == []
 
     await delivery.finish([leases[0].entry])
     later = await taken(delivery, LANES[1])  # the worker does not tell of it
-    await eventually(lambda: time.monotonic() > renewer._told_s + 1.0)
+    await eventually(lambda: time.monotonic() > renewer._reported_s + 1.0)
     report = await asyncio.to_thread(renewer.renew)
 
     assert report.failed == {}
     assert report.lost == [(keys.lane(LANES[0]), leases[0].entry.entry_id.encode())]
-    assert renewer._untold[keys.lane(LANES[1])].keys() == {later.entry.entry_id.encode()}
+    assert renewer._unreported[keys.lane(LANES[1])].keys() == {later.entry.entry_id.encode()}
     for lease in (leases[1], leases[2], later):
         assert await delivery.reclaim([lease.entry.lane], "thief", 0.5, 10) == []
     await delivery.release([later])

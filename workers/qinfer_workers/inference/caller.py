@@ -46,7 +46,7 @@ FRESH_S = 2.0
 RECHECK_S = 0.25
 """A refusal by a view that is older counts only when another look confirms it."""
 
-_GRACE_S = 1.0  # in which the event loop tells of a deadline; a thread that outlives the loop waits no longer
+_GRACE_S = 1.0  # for the event loop to report a deadline; a thread that outlives the loop waits no longer
 _ENDING = "the worker ends"
 _EXPIRED = "Request timeout expired"
 _RAISED: dict[str, type[QinferError]] = {
@@ -167,7 +167,7 @@ class Caller:
             answer.future.set_exception(error)
         except Exception:  # the boundary: a call that fails oddly may not end the worker
             logger.exception("call failed")
-            answer.future.set_exception(_odd())
+            answer.future.set_exception(_unexpected())
         else:
             self._called(served.lane)
 
@@ -213,7 +213,7 @@ class Caller:
             outcome.set_exception(error)
         except Exception:  # the boundary, as in `_submit`
             logger.exception("call failed")
-            outcome.set_exception(_odd())
+            outcome.set_exception(_unexpected())
 
     async def _resolve(self, model: str, version: int) -> Served:
         await self._listen()
@@ -252,5 +252,5 @@ def _failed(pending: Pending, error: Exception) -> None:
     pending.sink.deliver(Response(request_id=pending.request_id, failure=Failure.of(error)))
 
 
-def _odd() -> InferenceFailed:
+def _unexpected() -> InferenceFailed:
     return InferenceFailed("a call to another model failed; the worker's log says why")

@@ -1,4 +1,4 @@
-"""Which devices a worker has, and on which of them a model's instances run."""
+"""The devices that a worker has, and those of a model's instances."""
 
 import re
 from collections.abc import Collection

@@ -273,7 +273,7 @@ class ProcessRenewals:
     async def _send(self, process: Process, keeper: LeaseKeeper) -> None:
         """Sends what is held, again and again."""
         assert process.stdin is not None
-        pause_s = self._hello.every_s / renewer.TELLS_PER_RENEWAL
+        pause_s = self._hello.every_s / renewer.REPORTS_PER_RENEWAL
         with suppress(ConnectionError):  # it ended: `_listen` knows
             process.stdin.write(packed(self._hello))
             while True:

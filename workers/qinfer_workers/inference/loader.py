@@ -105,7 +105,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What a load came to."""
+    """The outcome of a load."""
 
     kind: Kind
     loaded: Loaded

@@ -1,4 +1,4 @@
-"""Which models this worker serves: desired state in, loaded instances out (DESIGN.md §5).
+"""The models that this worker serves: desired state in, loaded instances out.
 
 Everything is re-read at start, when woken and every 10 s. A new generation is loaded and warmed up beside the old one,
 which serves until then, and goes on serving if the new one fails; the reason is in the heartbeat. Each model has a task
@@ -33,7 +33,7 @@ Key = tuple[str, int]
 
 
 class Host(Protocol):
-    """What serves loaded models; `worker.Worker`."""
+    """Serves loaded models; `worker.Worker` does."""
 
     def serve(self, loaded: Loaded) -> None:
         """Serves a model version, in place of its earlier generation if there is one."""

@@ -1,4 +1,4 @@
-"""Answers out, entries off the queue: publish first, then finish (DESIGN.md §2.2).
+"""The publisher answers requests and takes their entries off the queue: it publishes first, then finishes.
 
     somebody waits       publish to `reply_to`, one blob for each process, in chunks of at most 1 MiB; then finish
     asynchronous         settle, which stores the answer and removes the entry in one step
@@ -87,7 +87,7 @@ class Publisher:
         """Publishes responses and then finishes the items' entries; settles asynchronous requests."""
         begin_ns = time.perf_counter_ns()
         if [True for item in items if not item.request.reply_to]:
-            self._answer_apart(items, responses, begin_ns)
+            self._answer_mixed(items, responses, begin_ns)
         else:
             self._publish_soon(items, responses, begin_ns)
         if len(self._published) >= FINISH_COUNT or self._loop.time() >= self._finish_at_s - FINISH_DELAY_S / 2:
@@ -167,12 +167,12 @@ class Publisher:
         self._later.pop(item).cancel()
         self.give_back([item])
 
-    def _answer_apart(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
+    def _answer_mixed(self, items: Sequence[Pending], responses: Sequence[Response], begin_ns: int) -> None:
         """Settles the asynchronous requests among some items, and publishes the other responses."""
         by_id = {item.request.id: item for item in items if not item.request.reply_to}
         answers = [(by_id[r.request_id], r) for r in responses if r.final and r.request_id in by_id]
-        apart = list(by_id.values())
-        self._spawn(self._recorded(apart, lambda: self._settle(answers, begin_ns)), apart)
+        stored = list(by_id.values())
+        self._spawn(self._recorded(stored, lambda: self._settle(answers, begin_ns)), stored)
         waiting = [item for item in items if item.request.reply_to]
         if waiting:
             theirs = [response for response in responses if response.request_id not in by_id]

@@ -28,25 +28,25 @@ STALLED_S = 2.0
 
 
 class PayloadReads:
-    """The tasks that read the external payloads of one model version's requests."""
+    """The tasks that read the external payloads of one model version's requests.
+
+    Attributes:
+        open: The tasks that have not ended → how many requests each reads for, and since when.
+    """
 
     def __init__(self) -> None:
-        self._open: dict[asyncio.Task[None], tuple[int, float]] = {}
+        self.open: dict[asyncio.Task[None], tuple[int, float]] = {}
         self._changed_s = 0.0
-
-    def __bool__(self) -> bool:
-        """Tells whether any read is open."""
-        return bool(self._open)
 
     @property
     def is_full(self) -> bool:
         """Whether no more should be read now."""
-        return sum(count for count, _ in self._open.values()) >= MAX_READS
+        return sum(count for count, _ in self.open.values()) >= MAX_READS
 
     def add(self, task: "asyncio.Task[None]", count: int) -> None:
         """Takes a task that reads the payloads of `count` requests, and admits these."""
         self._changed_s = time.monotonic()
-        self._open[task] = count, self._changed_s
+        self.open[task] = count, self._changed_s
         task.add_done_callback(self._ended)
 
     async def room(self, count: int) -> int:
@@ -56,7 +56,7 @@ class PayloadReads:
             count: How many there would be room for if no read were open.
         """
         now_s = time.monotonic()
-        fresh = [(number, began_s) for number, began_s in self._open.values() if now_s - began_s < SLOW_S]
+        fresh = [(number, began_s) for number, began_s in self.open.values() if now_s - began_s < SLOW_S]
         left = count - sum(number for number, _ in fresh)
         wait_s = 0.0
         if self.is_full:
@@ -65,22 +65,18 @@ class PayloadReads:
             wait_s = min(began_s for _, began_s in fresh) + SLOW_S - now_s
         if wait_s <= 0:
             return max(left, 1)
-        await asyncio.wait(self.tasks(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(list(self.open), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
         return 0
 
     async def stop(self) -> None:
         """Cancels the open reads; their requests are given back."""
-        if tasks := self.tasks():
+        if tasks := list(self.open):
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    def tasks(self) -> "list[asyncio.Task[None]]":
-        """Returns the open reads."""
-        return list(self._open)
-
     def _ended(self, task: "asyncio.Task[None]") -> None:
-        del self._open[task]
+        del self.open[task]
         self._changed_s = time.monotonic()
 
 
@@ -117,7 +113,7 @@ class Serving:
     def is_still(self) -> bool:
         """Whether it is paused, and nothing is under way."""
         batcher = self.batcher
-        return batcher.paused and not batcher.executing and self.quiet.is_set() and not self.reads
+        return batcher.paused and not batcher.executing and self.quiet.is_set() and not self.reads.open
 
     def reread(self) -> None:
         """Takes note of another configuration of the model; the lanes of the last are read on for now."""

@@ -37,7 +37,7 @@ _Work = Callable[[], Awaitable[None]]
 
 
 class ShardPlace(NamedTuple):
-    """Which execution of which shard.
+    """One execution of a shard, for its span.
 
     Attributes:
         record: Its job.

@@ -115,7 +115,7 @@ class Worker:
                 calls = self._caller.close()
                 self._bulk.hurry()
             serving = self._serving.values()
-            reads = [task for one in serving for task in one.reads.tasks()]
+            reads = [task for one in serving for task in one.reads.open]
             await end(heartbeat, *calls, *reads, *(one.fetcher for one in serving), *self._bulk.loops())
             await self._caller.discard()
             await end(renewals)
@@ -185,7 +185,7 @@ class Worker:
                 await self._keeper.watch(serving.lanes)
             await batcher.fetchable()
             count, wait_s = batcher.room()
-            if serving.reads and not (count := await serving.reads.room(count)):
+            if serving.reads.open and not (count := await serving.reads.room(count)):
                 continue
             quiet.clear()
             try:

@@ -73,7 +73,7 @@ def redis(monkeypatch: pytest.MonkeyPatch) -> FakeRedis:
 def test_what_was_told_is_renewed_until_its_end(redis: FakeRedis) -> None:
     """And what is lost is reported."""
     one = Renewer(HELLO, redis)
-    one.tell(Held({LANE: {b"1-0": 2000.0, b"2-0": 999.0, b"3-0": 2000.0}, OTHER: {}}))
+    one.report(Held({LANE: {b"1-0": 2000.0, b"2-0": 999.0, b"3-0": 2000.0}, OTHER: {}}))
     redis.lost = [b"3-0"]
 
     report = one.renew()
@@ -87,7 +87,7 @@ def test_what_was_fetched_since_is_renewed_when_the_worker_is_silent(
 ) -> None:
     """But not what the worker had long had and did not tell: it has let it go."""
     one = Renewer(HELLO, redis)
-    one.tell(Held({LANE: {b"1-0": 2000.0, b"2-0": 1001.0}}))
+    one.report(Held({LANE: {b"1-0": 2000.0, b"2-0": 1001.0}}))
     redis.pending[LANE] = [(b"1-0", 100), (b"2-0", 100), (b"5-0", 60_000), (b"8-0", 4_000), (b"9-0", 10)]
     one.renew()
     assert redis.renewed.pop() == (LANE, [b"1-0", b"2-0"])
@@ -107,7 +107,7 @@ def test_what_was_fetched_since_is_found_behind_all_that_was_told(
 ) -> None:
     """Redis lists the oldest first, of a worker with large batches thousands."""
     one = Renewer(HELLO, redis)
-    one.tell(Held({LANE: {b"%d-0" % number: 2000.0 for number in range(5000)}}))
+    one.report(Held({LANE: {b"%d-0" % number: 2000.0 for number in range(5000)}}))
     monkeypatch.setattr(Time, "now_s", 1002.5)
     one.renew()
 
@@ -117,11 +117,11 @@ def test_what_was_fetched_since_is_found_behind_all_that_was_told(
 def test_the_worker_tells_again(redis: FakeRedis, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then only that counts."""
     one = Renewer(HELLO, redis)
-    one.tell(Held({LANE: {}}))
+    one.report(Held({LANE: {}}))
     redis.pending[LANE] = [(b"9-0", 10)]
     monkeypatch.setattr(Time, "now_s", 1002.5)
     one.renew()
-    one.tell(Held({LANE: {b"1-0": 2000.0}}))
+    one.report(Held({LANE: {b"1-0": 2000.0}}))
     one.renew()
 
     assert redis.renewed == [(LANE, [b"9-0"]), (LANE, [b"1-0"])]
@@ -130,7 +130,7 @@ def test_the_worker_tells_again(redis: FakeRedis, monkeypatch: pytest.MonkeyPatc
 def test_a_node_that_is_away_is_told_and_the_others_renewed(redis: FakeRedis) -> None:
     """By the name of the error only, which has no address in it."""
     one = Renewer(HELLO, redis)
-    one.tell(Held({LANE: {b"1-0": 2000.0}, OTHER: {b"2-0": 2000.0}}))
+    one.report(Held({LANE: {b"1-0": 2000.0}, OTHER: {b"2-0": 2000.0}}))
     redis.errors[LANE] = Away("to 10.0.0.1:6379")
 
     report = one.renew()
@@ -142,10 +142,10 @@ def test_a_node_that_is_away_is_told_and_the_others_renewed(redis: FakeRedis) ->
 def test_a_node_that_was_away_is_told_until_it_is_there_again(redis: FakeRedis) -> None:
     """Though nothing is held there any more: or the worker would fetch what can't be renewed."""
     one = Renewer(HELLO, redis)
-    one.tell(Held({LANE: {b"1-0": 2000.0}}))
+    one.report(Held({LANE: {b"1-0": 2000.0}}))
     redis.errors[LANE] = Away("to 10.0.0.1:6379")
     one.renew()
-    one.tell(Held({LANE: {}}))
+    one.report(Held({LANE: {}}))
 
     still = one.renew()
     del redis.errors[LANE]
@@ -158,7 +158,7 @@ def test_a_node_that_was_away_is_told_until_it_is_there_again(redis: FakeRedis) 
 def test_entries_of_a_deleted_lane_are_lost(redis: FakeRedis) -> None:
     """Redis knows no group then."""
     one = Renewer(HELLO, redis)
-    one.tell(Held({LANE: {b"1-0": 2000.0}}))
+    one.report(Held({LANE: {b"1-0": 2000.0}}))
     redis.errors[LANE] = ResponseError("NOGROUP No such key")
 
     report = one.renew()
