@@ -17,7 +17,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.tasks import QUEUE, BulkTasks
 from qinfer.models.state import BEAT, BULK
 from qinfer.testing import eventually, wait_until
-from qinfer_workers.jobs.beat import __main__ as program
+from qinfer_workers.jobs import beat as program
 from tests.support.jobs.bulk_plant import WITHIN_S, Plant, check_output, opened
 from tests.support.servers.servers import RedisServer, free_port, system_redis
 

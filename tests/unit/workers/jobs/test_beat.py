@@ -9,8 +9,8 @@ import pytest
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import BEAT
 from qinfer.models.store import ControlStore
-from qinfer_workers.jobs.beat import __main__ as program
-from qinfer_workers.jobs.beat.__main__ import Beat, look_after
+from qinfer_workers.jobs import beat as program
+from qinfer_workers.jobs.beat import Beat, look_after
 
 NAME = f"qinfer-beat-{os.getpid()}@{socket.gethostname()}"
 
