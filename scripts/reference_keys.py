@@ -31,7 +31,7 @@ form, 1), `name` (of the object, below `QINFER_LIMITS__PAYLOAD_URL`) and `size`.
 scale workers by, and the metrics show it. The `lag` of the consumer group is not: Redis can't tell it once entries were
 deleted in the middle.
 """
-NOT_KEYS = {"lane_slot", "slot", "prefix"}
+NOT_KEYS = {"lane_slot", "reply_stream", "slot", "prefix"}
 """What `keys` has besides, that spells no key of its own."""
 
 BROKER = (
