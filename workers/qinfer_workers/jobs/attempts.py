@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from qinfer.errors import ModelNotReady, QinferError
 from qinfer.jobs.examiner_pool import DIED, ExaminerDied
+from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord, LogLine
 from qinfer_workers.jobs.services import JobServices, NotWanted
 
@@ -26,9 +27,11 @@ class Step(NamedTuple):
 
     Attributes:
         name: `planning` or `finishing`.
+        leads_to: The states to which the step itself moves the job.
     """
 
     name: str
+    leads_to: frozenset[JobState]
 
     @property
     def began(self) -> str:
@@ -41,8 +44,8 @@ class Step(NamedTuple):
         return f"{self.name} is tried again: "
 
 
-PLANNING = Step("planning")
-FINISHING = Step("finishing")
+PLANNING = Step("planning", frozenset({JobState.RUNNING, JobState.FINALIZING}))
+FINISHING = Step("finishing", frozenset({JobState.RUNNING, JobState.COMPLETED}))
 
 
 class Attempts(NamedTuple):
@@ -103,7 +106,7 @@ async def attempt(services: JobServices, step: Step, record: JobRecord, work: Ca
     Args:
         services: The ports.
         step: Which step.
-        record: The job; its state must stay what it is for as long as the work goes on.
+        record: The job; nobody else may change its state while the work goes on.
         work: The step itself; learns in how many attempts a process died.
 
     Raises:
@@ -113,7 +116,7 @@ async def attempt(services: JobServices, step: Step, record: JobRecord, work: Ca
     await services.note_idle(record)
     attempts = attempts_of(step, await jobs.log(record.id))
     try:
-        async with services.hold(record):
+        async with services.hold(record, step.leads_to):
             if why := verdict(step, attempts, services.clock.now_s(), services.settings.plan_timeout_s):
                 await services.fail(record, why)
                 return

@@ -112,11 +112,15 @@ class JobServices:
         logger.warning("job failed", extra={"job": record.id, "reason": why})
 
     @contextlib.asynccontextmanager
-    async def hold(self, record: JobRecord) -> AsyncIterator[None]:
+    async def hold(self, record: JobRecord, leads_to: frozenset[JobState]) -> AsyncIterator[None]:
         """Keeps a job's record fresh while it is worked on, which tells sweeps that somebody does.
 
+        Args:
+            record: The job, in the state in which the work begins.
+            leads_to: The states to which the work itself moves the job.
+
         Raises:
-            NotWanted: This process works on it already, or its state changed meanwhile: the work is broken off.
+            NotWanted: This process works on it already, or somebody else changed its state: the work is broken off.
         """
         if record.id in self._in_hand:
             raise NotWanted
@@ -129,7 +133,12 @@ class JobServices:
             while not lost:
                 await asyncio.sleep(self.settings.sweep_every_s / 2)
                 with contextlib.suppress(QinferError):
-                    lost = not await self.jobs.move(record.id, {record.state}, record.state)
+                    if await self.jobs.move(record.id, {record.state}, record.state):
+                        continue
+                    now = await self.jobs.get(record.id)
+                    if now is not None and now.state in leads_to:
+                        return
+                    lost = True
             worker.cancel()
 
         self._in_hand.add(record.id)

@@ -279,6 +279,32 @@ async def test_a_job_that_is_cancelled_while_it_is_planned_stays_so(database: Da
     assert (await one.record()).state == JobState.CANCELLED
 
 
+async def test_planning_goes_on_after_its_own_change_of_the_state(database: Database, tmp_path: Path) -> None:
+    """A mark on the record that finds the job running is refused, and does not break the planner off."""
+    write_inputs(tmp_path / "in", [20, 5])
+    one = await bench(database, tmp_path, sweep_every_s=0.02)
+    await one.jobs.create(record_of(spec(tmp_path)))
+    refused, move, workers_for = asyncio.Event(), one.jobs.move, one.services.workers_for
+
+    async def noticed(*arguments: Any, **fields: Any) -> bool:
+        moved = await move(*arguments, **fields)
+        if not moved:
+            refused.set()
+        return moved
+
+    async def after_a_refused_mark(record: Any) -> int:
+        if (await one.record()).state == JobState.RUNNING:
+            await refused.wait()
+        return await workers_for(record)
+
+    one.jobs.move = noticed  # type: ignore[method-assign]
+    one.services.workers_for = after_a_refused_mark  # type: ignore[method-assign]
+
+    await one.planner().run("job")
+
+    assert len(await one.fetch()) == 2
+
+
 async def test_a_planner_that_is_stopped_says_so(database: Database, tmp_path: Path) -> None:
     """So that the next does not take the job for what ended the process."""
     write_inputs(tmp_path / "in", [5])

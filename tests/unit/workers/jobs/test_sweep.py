@@ -82,7 +82,7 @@ async def test_a_job_that_this_process_works_on_is_left_alone(scene: Make) -> No
     """However long it takes."""
     one = await scene()
 
-    async with one.bench.services.hold(await one.bench.record()):
+    async with one.bench.services.hold(await one.bench.record(), frozenset()):
         assert await one.sweep(STALE_S) == []
 
 
