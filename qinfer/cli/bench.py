@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.complete import model_names
-from qinfer.cli.console import DEFAULT_URL, JsonOption, UrlOption, print_json
+from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, print_json
 
 if TYPE_CHECKING:
     from qinfer.cli.load import Report
@@ -14,7 +13,7 @@ EXAMPLE = "Example: qinfer bench digits --concurrency 64 --duration 10"
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)],
+    model: ModelArgument,
     *,
     url: UrlOption = DEFAULT_URL,
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=10_000, help="Connections.")] = 64,
@@ -41,7 +40,7 @@ def bench(
     with GatewayClient(url) as client:
         wanted = client.metadata(model, version).inputs
         tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
-        # A wrong input, or a model that is not ready, shows here, once.
+        # A wrong input, or a model that is not ready, fails here, once.
         client.infer(model, {t.name: t for t in tensors}, version=version)
         body, json_length = encode_request(tensors, binary=binary)
         before = batch_counts(client.metrics(), model)
@@ -64,7 +63,7 @@ def _print_table(report: "Report", model: str) -> None:
     table.columns[1].justify = "right"
     table.add_row("requests", f"{len(report.latencies_s):,}")
     table.add_row("errors", f"{report.errors:,}", style="red" if report.errors else "")
-    table.add_row("requests a second", f"{report.requests_per_s:,.0f}")
+    table.add_row("requests per second", f"{report.requests_per_s:,.0f}")
     for percent in (50, 95, 99):
         table.add_row(f"p{percent}", f"{report.percentile_s(percent) * 1000:.2f} ms")
     table.add_row("longest", f"{report.percentile_s(100) * 1000:.2f} ms")

@@ -1,4 +1,4 @@
-"""`qinfer bridge`: messages of a queue that is there already, to a model and back. The program is a worker's part."""
+"""`qinfer bridge`: messages of another queue to a model and back; replaces itself by `qinfer_workers.bridge`."""
 
 import importlib.util
 import os
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qinfer.cli.status import DataDirOption, RedisOption
+from qinfer.cli.console import DataDirOption, RedisOption
 from qinfer.errors import SettingsError
 
 EXAMPLE = "Example: qinfer bridge routes.yaml --check   and then   qinfer bridge routes.yaml"

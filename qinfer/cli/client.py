@@ -1,4 +1,4 @@
-"""The command line's client of a gateway: qinfer's own, which answers a person at once instead of trying again."""
+"""The command line's client of a gateway: `qinfer.Client` without repetitions, as a person waits for the answer."""
 
 import os
 from collections.abc import Mapping
@@ -17,19 +17,20 @@ TIMEOUT_S = 300.0
 
 
 class GatewayClient(Client):
-    """A client that repeats nothing; from the environment it takes an API key and authorities, but no proxy.
+    """A client without repetitions, with the environment's API key and certificate authorities, but no proxy.
 
     Args:
         url: The gateway's URL.
-        verify: Check its certificate; off only for a gateway that we started ourselves, on this machine.
+        verify: Check the certificate; off only for a gateway of this machine that the program has started itself.
         timeout_s: How long a call may take.
 
     Raises:
-        InvalidRequest: The URL is none.
+        InvalidRequest: The URL is malformed.
     """
 
     def __init__(self, url: str, *, verify: bool = True, timeout_s: float = TIMEOUT_S) -> None:
-        transport = httpx.HTTPTransport(verify=verify)  # reads SSL_CERT_FILE and SSL_CERT_DIR
+        # Reads SSL_CERT_FILE and SSL_CERT_DIR.
+        transport = httpx.HTTPTransport(verify=verify)
         super().__init__(url, api_key=api_key(), timeout_s=timeout_s, max_retries=0, transport=transport)
 
     def metrics(self) -> str:
@@ -37,7 +38,7 @@ class GatewayClient(Client):
         return self._run(call(self._policy, Send("GET", "/metrics", {}))).text
 
     def model_index(self, *, ready: bool = False) -> list[dict[str, str]]:
-        """Returns the index of models: name, and version, state and reason where it was ever loaded."""
+        """Returns the index of models: name, and version, state and reason of those that were ever loaded."""
         entries: list[dict[str, str]] = msgspec.json.decode(self._post("/v2/repository/index", {"ready": ready}))
         return entries
 
@@ -61,7 +62,7 @@ def api_key() -> str | None:
 
 
 def as_json_object(result: InferResult) -> dict[str, Any]:
-    """Returns a result as JSON has it; BYTES that are not UTF-8 show replacement characters."""
+    """Returns the JSON form of a result; BYTES that are not UTF-8 show replacement characters."""
     return {
         "model": result.model,
         "version": str(result.version),

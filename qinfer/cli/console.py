@@ -1,9 +1,11 @@
-"""What all commands share: how errors look, exit codes, JSON output.
+"""Common parts of all commands: options, completion of model names, errors as text, JSON output.
 
 Exit codes: 0 done, 1 failed, 2 refused: wrong usage, wrong settings, or not allowed.
 """
 
 import json
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,24 +14,72 @@ from typer.core import TyperGroup
 from qinfer.errors import Forbidden, QinferError, RequestError, Restricted, SettingsError, Unauthorized
 
 API_KEY_VARIABLE = "QINFER_API_KEY"
-"""The key that commands present to gateways: an option would show it in the list of processes."""
+"""The variable with the API key of commands; the list of processes would show an option."""
+
+COMPLETION_TIMEOUT_S = 0.3
+"""Completion answers while somebody waits after a key press."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 UrlOption = Annotated[str, typer.Option("--url", help="URL of the gateway.")]
+RedisOption = Annotated[
+    str,
+    typer.Option(
+        "--redis",
+        envvar="QINFER_REDIS__URL",
+        help="URL of the Redis; default: that of the `qinfer up` running in --data-dir.",
+    ),
+]
+DataDirOption = Annotated[Path, typer.Option("--data-dir", help="The data directory of a running `qinfer up`.")]
 
-
+_KEY_REMEDY = f"; the command line sends the key in {API_KEY_VARIABLE}"
 _REFUSALS = (SettingsError, RequestError, Unauthorized, Forbidden, Restricted)
 
 
+def model_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Returns the names of models that begin with what was typed; typer's callback.
+
+    The Redis is that of the command: --redis, QINFER_REDIS__URL, or a running `qinfer up` of its --data-dir. A cluster
+    or Sentinels take too long to ask.
+    """
+    try:
+        from redis import Redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        from qinfer.cli.local import runfile
+        from qinfer.queue import keys
+
+        url = str(ctx.params.get("redis") or os.environ.get("QINFER_REDIS__URL") or "")
+        if not url:
+            run = runfile.read(Path(ctx.params.get("data_dir") or ".qinfer"))
+            if run is None:
+                return []
+            url = run.redis_url
+        timeouts = {
+            "socket_timeout": COMPLETION_TIMEOUT_S,
+            "socket_connect_timeout": COMPLETION_TIMEOUT_S,
+            "protocol": 2,
+        }
+        with Redis.from_url(url, retry=Retry(NoBackoff(), 0), **timeouts) as client:
+            names = sorted(name.decode() for name in client.hgetall(keys.desired()))
+    # A line that is being typed is no place for errors.
+    except Exception:  # noqa: BLE001
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+ModelArgument = Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)]
+
+
 class CommandFailed(QinferError):
-    """A command could not do what it was asked; the message has the remedy."""
+    """The failure of a command, with the remedy in its message."""
 
 
 class ErrorsAsText(TyperGroup):
-    """Turns each failure of a command into one red line and an exit code; a traceback is a bug.
+    """Turns each error of a command into one red line and an exit code; a traceback is a bug.
 
-    The installation without extras has the client's packages only: a command that needs more says what to install.
+    The installation without extras has the client's packages only: the error of other commands names the extra.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -37,7 +87,7 @@ class ErrorsAsText(TyperGroup):
         try:
             return super().invoke(ctx)
         except QinferError as error:
-            print_error(error.message + (_key_remedy() if isinstance(error, Unauthorized) else ""))
+            print_error(error.message + (_KEY_REMEDY if isinstance(error, Unauthorized) else ""))
             raise typer.Exit(2 if isinstance(error, _REFUSALS) else 1) from None
         except ModuleNotFoundError as error:
             package = (error.name or "qinfer").partition(".")[0]
@@ -47,12 +97,8 @@ class ErrorsAsText(TyperGroup):
             raise typer.Exit(1) from None
 
 
-def _key_remedy() -> str:
-    return f"; the command line sends the key that is in {API_KEY_VARIABLE}"
-
-
 def print_error(message: str) -> None:
-    """Prints an error for people, on stderr."""
+    """Prints an error as text on stderr."""
     from rich.console import Console
     from rich.text import Text
 

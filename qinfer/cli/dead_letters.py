@@ -1,4 +1,4 @@
-"""What `qinfer dlq` does: reads dead letters, decodes their requests, puts them back or removes them."""
+"""The work of `qinfer dlq`: reads dead letters, decodes their requests, replays or removes them."""
 
 import asyncio
 import re
@@ -25,8 +25,8 @@ _PAGE = 500
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
-class LetterRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `qinfer dlq list`; `buried_at` is UTC, in ISO 8601."""
+class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of `qinfer dlq list`; `buried_at` is UTC, in ISO 8601."""
 
     id: str
     request_id: str
@@ -48,17 +48,17 @@ class InputRow(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
 
-class Letter(msgspec.Struct, frozen=True, kw_only=True):
-    """What `qinfer dlq show` shows.
+class DeadLetterDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of `qinfer dlq show`.
 
     Attributes:
-        row: The letter.
-        kind: Whether somebody waited for the answer: one of the three texts below.
+        row: The dead letter.
+        kind: The kind of request: one of the three texts below.
         timeout_s: The request's timeout.
-        tenant: Whose request it was.
-        parameters: Its custom parameters.
-        inputs: Its inputs.
-        problem: Why it can't be decoded; empty where it can.
+        tenant: The request's tenant.
+        parameters: The request's custom parameters.
+        inputs: The request's inputs.
+        problem: The reason why the request can't be decoded; else empty.
         written: The files that were written.
     """
 
@@ -66,7 +66,7 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
     ASYNCHRONOUS: ClassVar[str] = "asynchronous request"
     UNREADABLE: ClassVar[str] = "unreadable"
 
-    row: LetterRow
+    row: DeadLetterRow
     kind: str
     timeout_s: float = 0.0
     tenant: str = ""
@@ -77,10 +77,10 @@ class Letter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(ids: Sequence[str] | None, *, everything: bool) -> Sequence[str] | None:
-    """Returns the ids that a command is to work on; `None` = all.
+    """Returns the ids of the dead letters to process; `None` = all.
 
     Raises:
-        InvalidRequest: Neither ids nor `--all` were given, or both, or an id is none.
+        InvalidRequest: Neither ids nor `--all` were given, or both, or an id is malformed.
     """
     if bool(ids) == everything:
         raise InvalidRequest("name dead letters by their ids, or give --all; `qinfer dlq list MODEL` lists them")
@@ -90,35 +90,36 @@ def choose(ids: Sequence[str] | None, *, everything: bool) -> Sequence[str] | No
 
 
 def require_yes(*, yes: bool) -> None:
-    """Refuses to go on without `--yes`.
+    """Checks that `--yes` was given.
 
     Raises:
-        InvalidRequest: It was not given.
+        InvalidRequest: The option is missing.
     """
     if not yes:
-        raise InvalidRequest("purge removes dead letters for good; add --yes to do it")
+        raise InvalidRequest("purge removes dead letters for good; add --yes to confirm")
 
 
-def run_list(settings: RedisSettings, model: str, after: str, count: int) -> list[LetterRow]:
+def run_list(settings: RedisSettings, model: str, after: str, count: int) -> list[DeadLetterRow]:
     """Returns a page of a model's dead letters.
 
     Raises:
-        InvalidRequest: `after` is no id.
+        InvalidRequest: `after` is not an id.
         BrokerUnavailable: Redis can't be reached.
     """
     page = _run(settings, lambda letters: letters.list(model, after=after, count=count), needs_payloads=False)
     return [_row(letter) for letter in page]
 
 
-def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Path | None) -> Letter:
-    """Returns one, decoded; writes its tensors to `directory`.
+def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Path | None) -> DeadLetterDetails:
+    """Returns a decoded dead letter; writes its tensors to `directory`.
 
     Raises:
-        InvalidRequest: It is no id.
-        CommandFailed: There is no such dead letter, or its tensors can't be written.
+        InvalidRequest: `letter_id` is not an id.
+        CommandFailed: The dead letter does not exist, or its tensors can't be written.
         BrokerUnavailable: Redis can't be reached.
     """
-    place_after(letter_id)  # raises when it is none
+    # Raises an error for a malformed id.
+    place_after(letter_id)
     letter = _run(settings, lambda letters: letters.show(model, letter_id))
     if letter is None:
         raise _missing(model, letter_id)
@@ -126,8 +127,11 @@ def run_show(settings: RedisSettings, model: str, letter_id: str, directory: Pat
         request = decode_request(letter.frame, letter.payload)
     except CorruptEntry as error:
         files = {"frame.bin": letter.frame}
-        return Letter(
-            row=_row(letter), kind=Letter.UNREADABLE, problem=error.message, written=_written(directory, files=files)
+        return DeadLetterDetails(
+            row=_row(letter),
+            kind=DeadLetterDetails.UNREADABLE,
+            problem=error.message,
+            written=_written(directory, files=files),
         )
     return _letter(letter, request, _written(directory, request.inputs))
 
@@ -136,7 +140,7 @@ def run_replay(settings: RedisSettings, model: str, ids: Sequence[str] | None) -
     """Puts dead letters back; returns how many.
 
     Raises:
-        CommandFailed: One that was named is gone; those before it were put back.
+        CommandFailed: A given one does not exist; earlier ones were put back.
         BrokerUnavailable: Redis can't be reached.
     """
 
@@ -164,7 +168,8 @@ def run_purge(settings: RedisSettings, model: str, ids: Sequence[str] | None) ->
 def _run(
     settings: RedisSettings, operation: Callable[[DeadLetters], Awaitable[T]], *, needs_payloads: bool = True
 ) -> T:
-    limits = load_settings().limits if needs_payloads else None  # it says where the payload store is
+    # The limits name the payload store.
+    limits = load_settings().limits if needs_payloads else None
 
     async def run() -> T:
         delivery = await Delivery.connect(settings, limits)
@@ -177,7 +182,7 @@ def _run(
 
 
 async def _all_ids(letters: DeadLetters, model: str) -> list[str]:
-    """Returns the ids of those that are there now: what is given up again meanwhile is not put back again."""
+    """Returns the ids of all present dead letters, so that none is replayed twice when it fails again meanwhile."""
     ids: list[str] = []
     while page := await letters.list(model, after=ids[-1] if ids else "", count=_PAGE):
         ids += [letter.id for letter in page]
@@ -188,8 +193,8 @@ def _missing(model: str, letter_id: str, done: str = "") -> CommandFailed:
     return CommandFailed(f"model '{model}' has no dead letter {letter_id}{done}; list them: qinfer dlq list {model}")
 
 
-def _row(letter: DeadLetter) -> LetterRow:
-    return LetterRow(
+def _row(letter: DeadLetter) -> DeadLetterRow:
+    return DeadLetterRow(
         id=letter.id,
         request_id=letter.request_id,
         version=letter.lane.version,
@@ -202,10 +207,10 @@ def _row(letter: DeadLetter) -> LetterRow:
     )
 
 
-def _letter(letter: DeadLetter, request: InferRequest, written: tuple[str, ...]) -> Letter:
-    return Letter(
+def _letter(letter: DeadLetter, request: InferRequest, written: tuple[str, ...]) -> DeadLetterDetails:
+    return DeadLetterDetails(
         row=_row(letter),
-        kind=Letter.SYNCHRONOUS if request.reply_to else Letter.ASYNCHRONOUS,
+        kind=DeadLetterDetails.SYNCHRONOUS if request.reply_to else DeadLetterDetails.ASYNCHRONOUS,
         timeout_s=request.timeout_s,
         tenant=request.tenant,
         parameters=dict(request.parameters),
@@ -220,14 +225,15 @@ def _letter(letter: DeadLetter, request: InferRequest, written: tuple[str, ...])
 def _written(
     directory: Path | None, tensors: Sequence[Tensor] = (), files: dict[str, bytes] | None = None
 ) -> tuple[str, ...]:
-    """Writes tensors and files to a directory, which is made; returns their paths, none without a directory."""
+    """Writes tensors and files to a directory, which is created; returns their paths, none without a directory."""
     if directory is None:
         return ()
     paths: list[str] = []
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for number, tensor in enumerate(tensors):
-            stem = f"{number}-{_UNSAFE.sub('_', tensor.name)[:100]}"  # a name in a request is nobody's path
+            # A name in a request must not become a path.
+            stem = f"{number}-{_UNSAFE.sub('_', tensor.name)[:100]}"
             paths.append(str(_write(directory / stem, tensor)))
         for name, data in (files or {}).items():
             (directory / name).write_bytes(data)
@@ -238,12 +244,13 @@ def _written(
 
 
 def _write(stem: Path, tensor: Tensor) -> Path:
-    """Writes a tensor as an array; as it travels where it is BYTES, or where its bytes do not fill its shape."""
+    """Writes a tensor as .npy; as raw bytes if its datatype is BYTES, or its bytes do not fill its shape."""
     try:
         array = to_numpy(tensor)
     except RequestError:
         array = None
-    if array is None or array.dtype.hasobject:  # an array of objects would have to be pickled
+    # An array of objects would have to be pickled.
+    if array is None or array.dtype.hasobject:
         path = stem.with_name(f"{stem.name}.bin")
         path.write_bytes(tensor.data)
     else:

@@ -1,16 +1,14 @@
-"""`qinfer dlq`: dead letters, the requests that were given up."""
+"""`qinfer dlq`: dead letters, the requests that failed for good."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.complete import model_names
-from qinfer.cli.console import JsonOption, print_json
-from qinfer.cli.status import DataDirOption, RedisOption
+from qinfer.cli.console import DataDirOption, JsonOption, ModelArgument, RedisOption, print_json
 
 if TYPE_CHECKING:
-    from qinfer.cli.dead_letters import Letter, LetterRow
+    from qinfer.cli.dead_letters import DeadLetterDetails, DeadLetterRow
 
 app = typer.Typer(help="Dead letters, requests that failed for good: list, show, replay, remove.", no_args_is_help=True)
 
@@ -19,12 +17,11 @@ SHOW_EXAMPLE = "Example: qinfer dlq show digits 1700000000123-0 --output ./lette
 REPLAY_EXAMPLE = "Example: qinfer dlq replay digits 1700000000123-0   or   qinfer dlq replay digits --all"
 PURGE_EXAMPLE = "Example: qinfer dlq purge digits --all --yes"
 
-ModelArgument = Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)]
 IdsArgument = Annotated[list[str] | None, typer.Argument(metavar="ID...", help="Ids, as `dlq list` prints them.")]
 
 
 @app.command("list", epilog=LIST_EXAMPLE, short_help="List a model's dead letters.")
-def list_letters(
+def list_dead_letters(
     model: ModelArgument,
     *,
     after: Annotated[str, typer.Option("--after", help="Start after this id, the last of the previous page.")] = "",
@@ -39,10 +36,10 @@ def list_letters(
     """
     import msgspec
 
-    from qinfer.cli import dead_letters as letters
+    from qinfer.cli import dead_letters
     from qinfer.cli.overview import redis_settings
 
-    rows = letters.run_list(redis_settings(redis, data_dir), model, after, count)
+    rows = dead_letters.run_list(redis_settings(redis, data_dir), model, after, count)
     if as_json:
         print_json(msgspec.to_builtins(rows))
     else:
@@ -52,7 +49,7 @@ def list_letters(
 
 
 @app.command("show", epilog=SHOW_EXAMPLE)
-def show_letter(
+def show_dead_letter(
     model: ModelArgument,
     letter_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the dead letter, as `dlq list` prints it.")],
     *,
@@ -67,18 +64,18 @@ def show_letter(
     """Show one dead letter: the error, and the request with its inputs."""
     import msgspec
 
-    from qinfer.cli import dead_letters as letters
+    from qinfer.cli import dead_letters
     from qinfer.cli.overview import redis_settings
 
-    letter = letters.run_show(redis_settings(redis, data_dir), model, letter_id, output)
+    letter = dead_letters.run_show(redis_settings(redis, data_dir), model, letter_id, output)
     if as_json:
         print_json(msgspec.to_builtins(letter))
     else:
-        _print_letter(letter)
+        _print_details(letter)
 
 
 @app.command("replay", epilog=REPLAY_EXAMPLE)
-def replay_letters(
+def replay_dead_letters(
     model: ModelArgument,
     ids: IdsArgument = None,
     *,
@@ -92,19 +89,19 @@ def replay_letters(
     An asynchronous request is queued again, and its timeout starts anew. The answer to a synchronous request is
     dropped, because its caller is gone.
     """
-    from qinfer.cli import dead_letters as letters
+    from qinfer.cli import dead_letters
     from qinfer.cli.overview import redis_settings
 
-    chosen = letters.choose(ids, everything=everything)
-    count = letters.run_replay(redis_settings(redis, data_dir), model, chosen)
+    chosen = dead_letters.choose(ids, everything=everything)
+    count = dead_letters.run_replay(redis_settings(redis, data_dir), model, chosen)
     if as_json:
         print_json({"replayed": count})
     else:
-        print(f"{count} put back")
+        print(f"{count} replayed")
 
 
 @app.command("purge", epilog=PURGE_EXAMPLE)
-def purge_letters(
+def purge_dead_letters(
     model: ModelArgument,
     ids: IdsArgument = None,
     *,
@@ -115,19 +112,19 @@ def purge_letters(
     as_json: JsonOption = False,
 ) -> None:
     """Remove dead letters for good."""
-    from qinfer.cli import dead_letters as letters
+    from qinfer.cli import dead_letters
     from qinfer.cli.overview import redis_settings
 
-    chosen = letters.choose(ids, everything=everything)
-    letters.require_yes(yes=yes)
-    count = letters.run_purge(redis_settings(redis, data_dir), model, chosen)
+    chosen = dead_letters.choose(ids, everything=everything)
+    dead_letters.require_yes(yes=yes)
+    count = dead_letters.run_purge(redis_settings(redis, data_dir), model, chosen)
     if as_json:
         print_json({"purged": count})
     else:
         print(f"{count} removed")
 
 
-def _print_rows(model: str, rows: "list[LetterRow]") -> None:
+def _print_rows(model: str, rows: "list[DeadLetterRow]") -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -145,7 +142,7 @@ def _print_rows(model: str, rows: "list[LetterRow]") -> None:
     Console().print(table)
 
 
-def _print_letter(letter: "Letter") -> None:
+def _print_details(letter: "DeadLetterDetails") -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

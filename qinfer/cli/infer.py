@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.complete import model_names
-from qinfer.cli.console import DEFAULT_URL, JsonOption, UrlOption, print_json
+from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, print_json
 
 if TYPE_CHECKING:
     from qinfer.client import InferResult
@@ -14,7 +13,7 @@ EXAMPLE = "Example: qinfer infer digits --input image=digit.npy   or   --input '
 
 
 def infer(
-    model: Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)],
+    model: ModelArgument,
     *,
     inputs: Annotated[
         list[str] | None,

@@ -21,10 +21,10 @@ def read_inputs(options: Sequence[str], inputs: Sequence[TensorMetadata], model:
     Args:
         options: `name=VALUE` each; VALUE is a `.npy` or `.json` file, JSON text, or `zeros`.
         inputs: The model's inputs.
-        model: Its name, for messages.
+        model: The model's name, for messages.
 
     Raises:
-        InvalidRequest: An option can't be read, or names no input of the model; an input is missing.
+        InvalidRequest: An option can't be read, or names no input of the model, or there is none.
     """
     known = {i.name: i for i in inputs}
     allowed = ", ".join(f"{i.name} ({i.datatype} {list(i.shape)})" for i in inputs)
@@ -32,7 +32,7 @@ def read_inputs(options: Sequence[str], inputs: Sequence[TensorMetadata], model:
     for option in options:
         name, separator, value = option.partition("=")
         if not separator:
-            raise InvalidRequest(f"'{option}' is no input; expected name=VALUE, such as {inputs[0].name}=zeros")
+            raise InvalidRequest(f"'{option}' is malformed; expected name=VALUE, such as {inputs[0].name}=zeros")
         if name not in known:
             raise InvalidRequest(f"model '{model}' has no input '{name}'; its inputs are: {allowed}")
         if name in tensors:
@@ -50,7 +50,7 @@ def fill(inputs: Sequence[TensorMetadata], make: Callable[[str, tuple[int, ...]]
 
     Args:
         inputs: The model's inputs.
-        make: Called with datatype and shape; see `zeros` and `random`.
+        make: Called with datatype and shape, such as `zeros` and `random`.
     """
     return [from_numpy(i.name, make(i.datatype, concrete(i.shape)), i.datatype) for i in inputs]
 
@@ -65,7 +65,7 @@ def zeros(name: str, shape: tuple[int, ...]) -> Array:
 
 
 def random(name: str, shape: tuple[int, ...]) -> Array:
-    """Returns random data of a datatype, the same each time: floats in [0, 1), 0 and 1 else."""
+    """Returns reproducible random data of a datatype: floats in [0, 1), else 0 and 1."""
     generator = np.random.default_rng(0)
     if name == "BYTES":
         return zeros(name, shape)
@@ -80,12 +80,12 @@ def concrete(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Returns the numpy side of a wire datatype: object for BYTES, float32 for BF16."""
+    """Returns the numpy dtype of a wire datatype: object for BYTES, float32 for BF16."""
     return np.dtype({"BYTES": "O", "BF16": "<f4"}.get(name) or datatype(name).numpy)
 
 
 def as_array(name: str, wire: str, value: object) -> Array:
-    """Makes an array of nested lists, or of another array.
+    """Converts nested lists, or an array, to a wire datatype.
 
     Raises:
         InvalidRequest: The lists are ragged, or an element does not fit the datatype.
@@ -100,14 +100,16 @@ def as_array(name: str, wire: str, value: object) -> Array:
 
 
 def _numbers(wanted: np.dtype[Any], value: object) -> Array:
-    """Converts numbers; refuses what would become another number than was given, but for a float's usual rounding."""
-    if wanted.kind in "iu" and not isinstance(value, np.ndarray):  # numpy makes floats of [1, 2**63]
+    """Converts numbers; refuses values that would change, but for the usual rounding of floats."""
+    # numpy would convert [1, 2**63] to floats.
+    if wanted.kind in "iu" and not isinstance(value, np.ndarray):
         integers: Array = np.vectorize(_to_int, otypes=[object])(np.array(value, dtype=object))
         return integers.astype(wanted)
     natural = np.asarray(value)
     if natural.dtype.kind not in "biuf":
-        raise ValueError("its elements are no numbers")
-    with np.errstate(invalid="ignore", over="ignore"):  # what does not fit is found by the comparisons
+        raise ValueError("its elements are not numbers")
+    # The comparisons find values that do not fit.
+    with np.errstate(invalid="ignore", over="ignore"):
         array = natural.astype(wanted)
         if wanted.kind == "f":
             fits = np.isinf(array) <= np.isinf(natural.astype(np.float64))
@@ -135,17 +137,18 @@ def _read_value(wanted: TensorMetadata, value: str) -> Array:
         return as_array(wanted.name, wanted.datatype, json.loads(text))
     except OSError as error:
         raise InvalidRequest(f"input '{wanted.name}': {value} can't be read: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:  # of json, of numpy, of UTF-8
+    # Errors of json, numpy, and UTF-8.
+    except (ValueError, EOFError) as error:
         shown = value if value.endswith((".npy", ".json")) else f"'{value[:60]}'"
         raise InvalidRequest(
-            f"input '{wanted.name}': {shown} is no .npy file, no .json file and no JSON text ({error})"
+            f"input '{wanted.name}': {shown} is not a .npy file, a .json file or JSON text ({error})"
         ) from None
 
 
 def _to_int(element: object) -> int:
     if isinstance(element, int) or (isinstance(element, float) and element.is_integer()):
         return int(element)
-    raise ValueError(f"{_shown(element)} in place of a whole number")
+    raise ValueError(f"{_shown(element)} instead of an integer")
 
 
 def _to_bytes(element: object) -> bytes:
@@ -153,7 +156,7 @@ def _to_bytes(element: object) -> bytes:
         return element
     if isinstance(element, str | int | float) and not isinstance(element, bool):
         return str(element).encode()
-    raise ValueError(f"{_shown(element)} in place of a text")
+    raise ValueError(f"{_shown(element)} instead of a text")
 
 
 def _shown(element: object) -> str:

@@ -14,7 +14,7 @@ EXAMPLE = "Example: qinfer keys new --tenant acme --file keys.json"
 
 
 class ScopeName(StrEnum):
-    """What a key allows."""
+    """The scopes of a key."""
 
     infer = "infer"
     admin = "admin"

@@ -1,6 +1,6 @@
 """The load generator of `qinfer bench`: keep-alive connections that send one prepared request over and over.
 
-A lean HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure.
+A minimal HTTP/1.1 client over asyncio protocols: general clients cost more than the server that they measure.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from qinfer.wire.kserve_client import JSON_LENGTH_HEADER
 
 CONNECT_TIMEOUT_S = 10.0
 LAST_ANSWERS_S = 10.0
-"""Seconds that the requests in flight get when the duration is over."""
+"""Seconds to wait for requests in flight when the duration is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where the load goes, and the whole request as bytes."""
+    """The address of the gateway, and the whole request as bytes."""
 
     host: str
     port: int
@@ -53,15 +53,15 @@ class Target:
 
 @dataclass(slots=True)
 class Report:
-    """What a load run measured.
+    """The result of a load test.
 
     Attributes:
-        concurrency: Connections.
-        duration_s: From the first request to the last answer.
-        latencies_s: Of each good answer.
-        errors: Answers other than 200, and connections that were lost.
-        first_error: The text of the first of them.
-        mean_batch: Rows per execution during the run; `None` when the server does not say.
+        concurrency: Number of connections.
+        duration_s: Seconds from the first request to the last answer.
+        latencies_s: The latency of each successful answer.
+        errors: Answers other than 200, and lost connections.
+        first_error: The text of the first error.
+        mean_batch: Rows per execution during the test; `None` = not reported by the server.
     """
 
     concurrency: int
@@ -73,7 +73,7 @@ class Report:
 
     @property
     def requests_per_s(self) -> float:
-        """Good answers per second."""
+        """Successful answers per second."""
         return len(self.latencies_s) / self.duration_s if self.duration_s else 0.0
 
     def percentile_s(self, percent: float) -> float:
@@ -139,13 +139,15 @@ class Connection(asyncio.Protocol):
         self._report = report
         self._ended = ended
         self._buffer = b""
-        self._missing_bytes = -1  # -1: the head of an answer is awaited
+        # -1: the head of an answer is awaited.
+        self._missing_bytes = -1
         self._status = 0
         self.stopping = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Sends the first request."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's do not inherit from it
+        # Transports of uvloop do not inherit from asyncio.Transport.
+        self._transport = cast("asyncio.Transport", transport)
         self._send()
 
     def data_received(self, data: bytes) -> None:
@@ -166,18 +168,18 @@ class Connection(asyncio.Protocol):
             self._answered()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tells the owner; without `stop` it is an error."""
+        """Reports the end of the connection; without `stop` it is an error."""
         if not self.stopping:
             self._report.failed(f"connection lost: {exc or 'closed by the server'}")
         self._ended(self)
 
     def stop(self) -> None:
-        """Ends the connection after the answer that is awaited."""
+        """Ends the connection after the awaited answer."""
         self.stopping = True
 
     def abort(self) -> None:
-        """Ends the connection now; its answer counts as an error."""
-        self._report.failed("no answer when the run was over")
+        """Ends the connection now; the missing answer counts as an error."""
+        self._report.failed("no answer at the end of the test")
         self.stopping = True
         self._transport.abort()
 

@@ -1,17 +1,19 @@
 """The command line: `qinfer up | infer | submit | jobs | label | bridge | status | queues | workers | models | …`.
 
-This module and the command modules hold options and help texts only, and import what a command needs when it runs:
-`qinfer --help` answers in the time that Python takes to start.
+This module and the command modules hold options and help texts only; a command imports the rest when it runs, so that
+`qinfer --help` takes little longer than the start of Python.
 """
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from qinfer import __version__
-from qinfer.cli import bench, bridge, dlq, doctor, healthcheck, infer, keys, models, queues, status, workers
+from qinfer.cli import bench, bridge, dlq, infer, keys, models, status
+from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import ErrorsAsText
-from qinfer.cli.jobs import jobs, label, submit
+from qinfer.cli.jobs import jobs, label
 from qinfer.cli.local import up
 from qinfer.cli.scaling import autoscale
 
@@ -21,30 +23,37 @@ app = typer.Typer(
     epilog="Start with: qinfer up --model-repository ./models",
     cls=ErrorsAsText,
     no_args_is_help=True,
-    rich_markup_mode=None,  # boxes cut the names of options on a terminal of 80 columns
-    pretty_exceptions_show_locals=False,  # locals may hold a password
+    # Boxes cut the names of options on a terminal of 80 columns.
+    rich_markup_mode=None,
+    # Locals may hold a password.
+    pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("up", epilog=up.EXAMPLE, short_help="Run everything on this machine.")(up.up)
-app.command("autoscale", epilog=autoscale.EXAMPLE, short_help="Run as many workers as the work asks for.")(
-    autoscale.autoscale
-)
-app.command("infer", epilog=infer.EXAMPLE)(infer.infer)
-app.command("submit", epilog=submit.EXAMPLE, short_help="Have a model score files: a bulk job.")(submit.submit)
-app.add_typer(jobs.app, name="jobs", short_help="Bulk jobs: list, look, wait, cancel, resume.")
-app.command("label", epilog=label.EXAMPLE, short_help="Write pre-annotations of a bulk job's output.")(label.label)
-app.command("bridge", epilog=bridge.EXAMPLE, short_help="Move messages of a queue to a model and back.")(bridge.bridge)
-app.command("status", epilog=status.EXAMPLE, short_help="Show models, lanes and workers.")(status.status)
-app.command("queues", epilog=queues.EXAMPLE, short_help="Show what the lanes hold, and how much work it is.")(
-    queues.queues
-)
-app.command("workers", epilog=workers.EXAMPLE)(workers.workers)
-app.command("doctor", epilog=doctor.EXAMPLE, short_help="Find what is wrong here, and say what to do.")(doctor.doctor)
-app.add_typer(models.app, name="models", short_help="Synchronize, list, load and unload models.")
-app.add_typer(keys.app, name="keys")
-app.add_typer(dlq.app, name="dlq", short_help="Requests that were given up (dead letters).")
-app.add_typer(healthcheck.app, name="healthcheck", short_help="Is this machine's program well? For containers.")
-app.command("bench", epilog=bench.EXAMPLE, short_help="Load a model for a while, and measure it.")(bench.bench)
+_commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
+    (up.up, up.EXAMPLE, "Run everything on this machine."),
+    (autoscale.autoscale, autoscale.EXAMPLE, "Run as many workers as the waiting work needs."),
+    (infer.infer, infer.EXAMPLE, None),
+    (jobs.submit, jobs.SUBMIT_EXAMPLE, "Submit a bulk job: a model scores files."),
+    (jobs.app, "jobs", "Manage bulk jobs: list, show, wait, cancel, resume, delete."),
+    (label.label, label.EXAMPLE, "Write pre-annotations from the output of a bulk job."),
+    (bridge.bridge, bridge.EXAMPLE, "Move messages from a queue to a model, and predictions back."),
+    (status.status, status.STATUS_EXAMPLE, "Show models, lanes and workers."),
+    (status.queues, status.QUEUES_EXAMPLE, "Show the lanes and their work."),
+    (status.workers, status.WORKERS_EXAMPLE, None),
+    (doctor.doctor, doctor.EXAMPLE, "Check the installation, and show remedies for problems."),
+    (models.app, "models", "Manage models: sync with a repository, list, load, unload."),
+    (keys.app, "keys", None),
+    (dlq.app, "dlq", "Manage dead letters: list, show, replay, remove."),
+    (healthcheck.app, "healthcheck", "Health check for this host or container."),
+    (bench.bench, bench.EXAMPLE, "Load-test a model."),
+]
+"""Command and its example, or group and its name; and a shorter help text for the list of commands."""
+
+for _command, _text, _short in _commands:
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command, name=_text, short_help=_short)
+    else:
+        app.command(_command.__name__, epilog=_text, short_help=_short)(_command)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001  (typer's callback)

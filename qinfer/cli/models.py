@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.complete import model_names
-from qinfer.cli.console import DEFAULT_URL, CommandFailed, JsonOption, UrlOption, print_json
-from qinfer.cli.status import DataDirOption, RedisOption
+from qinfer.cli.console import (
+    DEFAULT_URL,
+    CommandFailed,
+    DataDirOption,
+    JsonOption,
+    ModelArgument,
+    RedisOption,
+    UrlOption,
+    print_json,
+)
 from qinfer.errors import QinferError
 
 if TYPE_CHECKING:
@@ -34,10 +41,9 @@ RepositoryOption = Annotated[
         help="Directory or URL of a model repository; repeatable. Default: QINFER_REPOSITORY__PATH, or models.",
     ),
 ]
-ModelArgument = Annotated[str, typer.Argument(help="The model's name.", autocompletion=model_names)]
 
 
-@app.command("sync", epilog=SYNC_EXAMPLE, short_help="Read a repository and tell everyone.")
+@app.command("sync", epilog=SYNC_EXAMPLE, short_help="Load new and changed models, unload removed ones.")
 def sync_models(
     *,
     model_repository: RepositoryOption = None,
@@ -144,7 +150,7 @@ def load_model(
         if not path:
             raise CommandFailed(f"--file {entry}: write VERSION/NAME=FILE, such as 1/model.onnx=new.onnx")
         parameters[f"file:{name}"] = base64.b64encode(_read(path)).decode()
-    with GatewayClient(url, timeout_s=timeout) as client, _told_of_the_mode():
+    with GatewayClient(url, timeout_s=timeout) as client, _with_remedy():
         client.load_model(model, parameters)
     if as_json:
         print_json({"loaded": model})
@@ -157,7 +163,7 @@ def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json:
     """Unload a model: new requests are refused, waiting ones are answered. Requires control mode explicit."""
     from qinfer.cli.client import GatewayClient
 
-    with GatewayClient(url) as client, _told_of_the_mode():
+    with GatewayClient(url) as client, _with_remedy():
         client.unload_model(model)
     if as_json:
         print_json({"unloaded": model})
@@ -166,8 +172,8 @@ def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json:
 
 
 @contextlib.contextmanager
-def _told_of_the_mode() -> Iterator[None]:
-    """Adds the remedy to Triton's refusal of load requests, whose text has none (reference §1.14)."""
+def _with_remedy() -> Iterator[None]:
+    """Adds the remedy to Triton's refusal of load requests, whose text has none."""
     try:
         yield
     except QinferError as error:
@@ -198,7 +204,7 @@ def _print_synced(synced: "list[SyncedModel]") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("model", "versions", "generation", "what happened", title="Synced", title_justify="left")
+    table = Table("model", "versions", "generation", "result", title="Synced", title_justify="left")
     for model in synced:
         what = "removed" if model.removed else "written" if model.changed else "unchanged"
         versions = ", ".join(map(str, model.versions)) or "-"

@@ -1,8 +1,9 @@
-"""One look at the installation: models, lanes, work, workers. For `status`, `queues`, `workers`, `models` and `up`."""
+"""The state of the installation, read from Redis: models, lanes, work, workers; and the sync of models."""
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -29,10 +30,10 @@ class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: The model's name.
-        version: The version; 0 when the model can't be loaded at all.
-        state: The best state that a worker has it in.
-        reason: Why it is not READY.
-        pending: It is loading, or no worker has reported on it yet.
+        version: The version; 0 = the model can't be loaded at all.
+        state: The best state on any worker.
+        reason: The reason for not being READY.
+        pending: The version is loading, or no worker has reported on it yet.
     """
 
     name: str
@@ -49,9 +50,9 @@ class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
         model: The model's name.
         version: The version.
         name: The lane's name.
-        depth: How many entries it holds, waiting and in flight; of a bulk lane: shards.
-        in_flight: How many of them a worker holds.
-        oldest_age_s: How long its oldest entry has been in the queue; 0 when it is empty.
+        depth: Entries of the lane, waiting and in flight; of a bulk lane: shards.
+        in_flight: Entries that a worker holds.
+        oldest_age_s: The age of the oldest entry; 0 = the lane is empty.
     """
 
     model: str
@@ -68,13 +69,13 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: The model's name.
         version: The version.
-        requests: Entries of its online lanes.
-        rows: The rows of those, and `bulk_rows`.
-        bulk_rows: Rows that open jobs have yet to do.
-        rows_per_s: What one worker does; 0 = not known.
-        work_s: Seconds that one worker would need for all rows.
+        requests: Entries of the online lanes.
+        rows: Rows of these entries, and `bulk_rows`.
+        bulk_rows: Remaining rows of open jobs.
+        rows_per_s: The speed of one worker; 0 = not known.
+        work_s: Seconds that one worker needs for all rows.
         oldest_age_s: The age of the oldest request.
-        workers: How many live workers have it READY.
+        workers: Live workers on which the version is READY.
     """
 
     model: str
@@ -89,7 +90,7 @@ class WorkRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model version in one worker, and how many requests of it execute there now."""
+    """A model version on one worker, with the number of requests in execution."""
 
     model: str
     version: int
@@ -102,17 +103,17 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker.
 
     Attributes:
-        id: Its id.
-        device: What it runs on.
-        ready: What it serves, as `model:version`.
-        executing: Requests in its batches now.
-        throughput_rps: Requests a second over its last heartbeats.
-        up_s: Seconds since its start.
-        host: The name of its machine or container.
-        state: `ready`, `loading`, `draining`, or `trouble` where it could not load a model.
-        models: What it has, whatever the state.
-        clock_offset_s: Redis' time minus its clock.
-        frame_versions: Frame versions that it can read.
+        id: The worker's id.
+        device: The worker's device.
+        ready: READY versions, as `model:version`.
+        executing: Requests in execution.
+        throughput_rps: Requests per second over the last heartbeats.
+        up_s: Seconds since the start.
+        host: The name of the machine or container.
+        state: `ready`, `loading`, `draining`, or `trouble` if a model could not be loaded.
+        models: All model versions, in whatever state.
+        clock_offset_s: Redis' time minus the worker's clock.
+        frame_versions: Readable frame versions.
     """
 
     id: str
@@ -129,7 +130,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """What `qinfer status` shows; `bulk_workers` are names such as `qinfer-bulk-7@host`."""
+    """The content of `qinfer status`; `bulk_workers` are names such as `qinfer-bulk-7@host`."""
 
     models: tuple[ModelRow, ...]
     lanes: tuple[LaneRow, ...]
@@ -139,17 +140,18 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def redis_settings(url: str, data_dir: Path) -> RedisSettings:
-    """Returns where a command finds Redis: at `url`, else where the `up` that runs in `data_dir` keeps it.
+    """Returns the settings of a command's Redis: at `url`, else that of the `qinfer up` running in `data_dir`.
 
     Raises:
-        SettingsError: Neither is there, or a variable is wrong.
+        SettingsError: Neither exists, or a variable is wrong.
     """
     settings = load_settings().redis
     if not url:
         run = runfile.read(data_dir)
         if run is None or not run.is_alive():
             raise SettingsError(
-                f"no `qinfer up` runs with the data directory {data_dir}; start one, or give --data-dir or --redis"
+                f"no `qinfer up` is running with the data directory {data_dir}; "
+                "start one, or give --data-dir or --redis"
             )
         url = run.redis_url
     return with_url(settings, url)
@@ -161,11 +163,11 @@ def with_url(settings: RedisSettings, url: str) -> RedisSettings:
 
 
 def run_overview(settings: RedisSettings, *, max_up_s: float = math.inf) -> Overview:
-    """Connects, looks once, disconnects.
+    """Connects, reads an overview, disconnects.
 
     Args:
-        settings: Where Redis is.
-        max_up_s: Workers that run longer are left out: `up` waits for its own.
+        settings: The settings of Redis.
+        max_up_s: Workers that have been running for longer are left out.
 
     Raises:
         BrokerUnavailable: Redis can't be reached.
@@ -174,11 +176,11 @@ def run_overview(settings: RedisSettings, *, max_up_s: float = math.inf) -> Over
 
 
 def run_sync(settings: RedisSettings, repository: RepositorySettings, *, may_empty: bool) -> list[SyncedModel]:
-    """Writes what the repositories hold as the desired state, whatever the control mode.
+    """Writes the content of the repositories as the desired state, in any control mode.
 
     Args:
-        settings: The way to Redis.
-        repository: Where models come from.
+        settings: The settings of Redis.
+        repository: The settings of the repositories.
         may_empty: See `control.sync.sync`.
 
     Raises:
@@ -191,7 +193,7 @@ def run_sync(settings: RedisSettings, repository: RepositorySettings, *, may_emp
 
 
 def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[SyncedModel]:
-    """Writes the desired state that a start calls for in the present control mode.
+    """Writes the desired state for a start in the present control mode.
 
     Raises:
         BrokerUnavailable: Redis can't be reached.
@@ -203,7 +205,8 @@ def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[S
 async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float = math.inf) -> Overview:
     """Reads an overview from open connections."""
     now_s = delivery.clock.now_s()
-    workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]  # not ahead of the rest
+    # Workers are read first, so that they are not ahead of the rest.
+    workers = [w for w in await store.workers() if now_s - w.started_at <= max_up_s]
     desired = await store.desired()
     statuses = assess(desired, await store.models(desired), workers).values()
     work = await read_work(store, delivery, Jobs(delivery).open_rows)
@@ -217,7 +220,7 @@ async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float
 
 
 def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator[ModelRow]:
-    """Yields a row for each version of a model; one of version 0 when it can't be loaded at all."""
+    """Yields a row for each version of a model; one of version 0 if the model can't be loaded at all."""
     if status.error or not status.versions:
         reason = status.error or "it has no version"
         yield ModelRow(name=status.model, version=0, state=State.UNAVAILABLE, reason=reason)
@@ -245,7 +248,8 @@ async def _lane_rows(work: Sequence[VersionWork], delivery: Delivery) -> tuple[L
             version=lane.lane.version,
             name=lane.lane.name,
             depth=lane.entries,
-            in_flight=min(held, lane.entries),  # it was asked for later
+            # The number was read later.
+            in_flight=min(held, lane.entries),
             oldest_age_s=round(lane.oldest_age_s, 3),
         )
         for lane, held in zip(lanes, in_flight, strict=True)
@@ -266,14 +270,21 @@ def _work_row(work: VersionWork) -> WorkRow:
     )
 
 
-async def _overview(settings: RedisSettings, max_up_s: float) -> Overview:
+@asynccontextmanager
+async def connected(settings: RedisSettings) -> AsyncIterator[tuple[ControlStore, Delivery]]:
+    """Connects to the control store and the queue until the block ends."""
     delivery = await Delivery.connect(settings)
     store = ControlStore(admin_client(settings))
     try:
-        return await read_overview(store, delivery, max_up_s)
+        yield store, delivery
     finally:
         await store.close()
         await delivery.close()
+
+
+async def _overview(settings: RedisSettings, max_up_s: float) -> Overview:
+    async with connected(settings) as (store, delivery):
+        return await read_overview(store, delivery, max_up_s)
 
 
 async def _sync(
@@ -282,13 +293,8 @@ async def _sync(
     way: Callable[[Repository, ControlStore, Delivery], Awaitable[list[SyncedModel]]],
 ) -> list[SyncedModel]:
     source = open_repositories(repository)
-    delivery = await Delivery.connect(settings)
-    store = ControlStore(admin_client(settings))
-    try:
+    async with connected(settings) as (store, delivery):
         return await way(source, store, delivery)
-    finally:
-        await store.close()
-        await delivery.close()
 
 
 def _worker_row(worker: WorkerRecord, now_s: float) -> WorkerRow:

@@ -1,23 +1,16 @@
-"""`qinfer status`: what is loaded, what waits, who works."""
+"""`qinfer status`, `qinfer queues`, `qinfer workers`: models, lanes and workers, read from Redis."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from qinfer.cli.console import JsonOption, print_json
+from qinfer.cli.console import DataDirOption, JsonOption, RedisOption, model_names, print_json
+from qinfer.errors import ModelNotFound
 
-EXAMPLE = "Example: qinfer status --watch   or   qinfer status --redis redis://queue:6379/0"
-
-RedisOption = Annotated[
-    str,
-    typer.Option(
-        "--redis",
-        envvar="QINFER_REDIS__URL",
-        help="URL of the Redis; default: that of the `qinfer up` running in --data-dir.",
-    ),
-]
-DataDirOption = Annotated[Path, typer.Option("--data-dir", help="The data directory of a running `qinfer up`.")]
+STATUS_EXAMPLE = "Example: qinfer status --watch   or   qinfer status --redis redis://queue:6379/0"
+QUEUES_EXAMPLE = "Example: qinfer queues   or   qinfer queues --model digits --json"
+WORKERS_EXAMPLE = "Example: qinfer workers --json"
 
 
 def status(
@@ -39,17 +32,75 @@ def status(
     from rich.console import Console
 
     from qinfer.cli.overview import Overview, redis_settings, run_overview
-    from qinfer.cli.tables import overview_tables
+    from qinfer.cli.tables import Watch, overview_tables
 
-    def look() -> Overview:
+    def read() -> Overview:
         return run_overview(redis_settings(redis, data_dir))
 
     if watch:
-        from qinfer.cli.watch import Watch
-
-        redis_settings(redis, data_dir)  # what is wrong with the options ends it at once
-        Watch(look, overview_tables, msgspec.to_builtins, interval).run(as_json=as_json)
+        # Wrong options end the command at once.
+        redis_settings(redis, data_dir)
+        Watch(read, overview_tables, msgspec.to_builtins, interval).run(as_json=as_json)
     elif as_json:
-        print_json(msgspec.to_builtins(look()))
+        print_json(msgspec.to_builtins(read()))
     else:
-        Console().print(overview_tables(look()))
+        Console().print(overview_tables(read()))
+
+
+def queues(
+    *,
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Show only this model's lanes.", autocompletion=model_names)
+    ] = "",
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    as_json: JsonOption = False,
+) -> None:
+    """Show every lane: depth, requests in flight, age of the oldest, and the work of each model version.
+
+    Bulk lanes exist while a model has jobs; their depth and in-flight counts are shards. Work is the seconds that one
+    worker needs, as in `GET /v1/models/MODEL/backlog`.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from qinfer.cli.overview import redis_settings, run_overview
+    from qinfer.cli.tables import queues_tables
+
+    overview = run_overview(redis_settings(redis, data_dir))
+    if model and model not in {row.name for row in overview.models}:
+        raise ModelNotFound(f"no model '{model}' is to be loaded; `qinfer models list` shows those that are")
+    lanes = [lane for lane in overview.lanes if model in ("", lane.model)]
+    work = [row for row in overview.work if model in ("", row.model)]
+    if not as_json:
+        Console().print(queues_tables(lanes, work))
+        return
+    of_version: dict[tuple[str, int], list[object]] = {}
+    for lane in lanes:
+        fields = msgspec.to_builtins(lane)
+        of_version.setdefault((fields.pop("model"), fields.pop("version")), []).append(fields)
+    print_json([msgspec.to_builtins(row) | {"lanes": of_version.get((row.model, row.version), [])} for row in work])
+
+
+def workers(
+    *,
+    redis: RedisOption = "",
+    data_dir: DataDirOption = Path(".qinfer"),
+    as_json: JsonOption = False,
+) -> None:
+    """Show the live workers and bulk workers.
+
+    State is ready, loading, draining, or trouble if a model could not be loaded. Clock is Redis' time minus the
+    worker's.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from qinfer.cli.overview import redis_settings, run_overview
+    from qinfer.cli.tables import workers_tables
+
+    overview = run_overview(redis_settings(redis, data_dir))
+    if as_json:
+        print_json(msgspec.to_builtins({"workers": overview.workers, "bulk_workers": overview.bulk_workers}))
+    else:
+        Console().print(workers_tables(overview.workers, overview.bulk_workers))

@@ -1,14 +1,24 @@
-"""Models, lanes and workers as tables: what `status`, `queues`, `workers` and `models list` print."""
+"""Views of the terminal: models, lanes and workers as tables, and `Watch`, which refreshes one until Ctrl-C."""
 
-from collections.abc import Iterable, Sequence
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import groupby
+from typing import Generic, TypeVar
 
 from rich.box import SIMPLE
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from qinfer.cli.console import print_error, print_json
 from qinfer.cli.overview import LaneRow, ModelRow, Overview, WorkerRow, WorkRow
+from qinfer.errors import QinferError
+
+T = TypeVar("T")
 
 NO_WORKER = "no live worker: requests wait in their lanes"
 
@@ -19,7 +29,7 @@ _COLOURS = {
 
 
 def overview_tables(overview: Overview) -> RenderableType:
-    """Returns all that `status` shows."""
+    """Returns the tables of `qinfer status`."""
     work = {(row.model, row.version): row for row in overview.work}
     parts: list[RenderableType] = [_models_with_work(overview.models, work)]
     parts += [Text(f"{row.name} {row.version or ''}".rstrip() + f": {row.reason}") for row in reasons(overview.models)]
@@ -51,14 +61,14 @@ def models_table(models: Iterable[ModelRow]) -> Table:
 
 
 def queues_tables(lanes: Sequence[LaneRow], work: Sequence[WorkRow]) -> RenderableType:
-    """Returns all lanes with what they hold, and the work of each model version."""
+    """Returns all lanes with their entries, and the work of each model version."""
     if not lanes:
         return Text("there are no lanes: no model is to be loaded")
     return Group(_lanes_table(lanes, {(row.model, row.version): row for row in work}, has_work=True))
 
 
 def workers_tables(workers: Sequence[WorkerRow], bulk_workers: Sequence[str]) -> RenderableType:
-    """Returns the workers with all that their heartbeats tell, and the bulk workers."""
+    """Returns the workers with all data of their heartbeats, and the bulk workers."""
     parts: list[RenderableType] = []
     if workers:
         parts.append(_workers_table(workers, is_whole=True))
@@ -75,12 +85,12 @@ def workers_tables(workers: Sequence[WorkerRow], bulk_workers: Sequence[str]) ->
 
 
 def reasons(models: Iterable[ModelRow]) -> list[ModelRow]:
-    """Returns the models that are not READY, where something says why."""
+    """Returns the models that have a reason for not being READY."""
     return [model for model in models if model.reason]
 
 
 def duration(seconds: float) -> str:
-    """Returns a time span as people read it: `40 ms`, `12 s`, `3 min`, `5 h`, `2 d`."""
+    """Returns a rounded duration: `40 ms`, `12 s`, `3 min`, `5 h`, `2 d`."""
     if seconds < 1:
         return f"{max(seconds, 0.0) * 1000:.0f} ms"
     for unit_s, name, below_s in ((1, "s", 120), (60, "min", 7200), (3600, "h", 172_800)):
@@ -110,7 +120,7 @@ def _age(lane_or_work: LaneRow | WorkRow, count: int) -> str:
 
 
 def _work(row: WorkRow | None) -> tuple[str, str]:
-    """Returns rows and seconds of work; a speed that is only assumed is marked."""
+    """Returns rows and seconds of work, with a ? where the speed is assumed."""
     if row is None or not row.rows:
         return "-", "-"
     return f"{row.rows:,}", duration(row.work_s) if row.rows_per_s else f"{duration(row.work_s)}?"
@@ -160,3 +170,90 @@ def _workers_table(workers: Iterable[WorkerRow], *, is_whole: bool = False) -> T
             *([f"{worker.clock_offset_s:+.2f} s"] if is_whole else []),
         )
     return table
+
+
+class Watch(Generic[T]):
+    """Reads and shows something repeatedly until Ctrl-C: in place on a terminal, block after block elsewhere.
+
+    Args:
+        read: Reads a value; its `QinferError`s are shown, and end nothing.
+        show: Renders a value.
+        plain: Returns a value's JSON form.
+        interval_s: Seconds between the end of a reading and the next.
+        console: The console.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], T],
+        show: Callable[[T], RenderableType],
+        plain: Callable[[T], object],
+        interval_s: float,
+        console: Console | None = None,
+    ) -> None:
+        self._read = read
+        self._show = show
+        self._plain = plain
+        self._interval_s = interval_s
+        self._console = console or Console()
+        self._last: T | None = None
+        self._failing_since = ""
+        self._problem = ""
+
+    def run(self, *, as_json: bool = False) -> None:
+        """Refreshes until Ctrl-C, the regular end."""
+        with suppress(KeyboardInterrupt), _without_logs():
+            if as_json:
+                self._documents()
+            elif self._console.is_terminal:
+                self._in_place()
+            else:
+                self._blocks()
+
+    def block(self) -> RenderableType:
+        """Reads once and returns the view: of the last value and the error, if reading fails."""
+        now = time.strftime("%H:%M:%S")
+        try:
+            self._last, self._problem, self._failing_since = self._read(), "", ""
+        except QinferError as error:
+            self._problem, self._failing_since = error.message, self._failing_since or now
+        every = f"every {self._interval_s:g} s; Ctrl-C ends it"
+        parts: list[RenderableType] = [Text.assemble((now, "bold"), (f"  {every}", "dim"))]
+        if self._problem:
+            parts.append(Text(f"since {self._failing_since}: {self._problem}; retrying", style="red"))
+        if self._last is not None:
+            parts += [Text("last state:", style="dim")] if self._problem else []
+            parts.append(self._show(self._last))
+        return Group(*parts)
+
+    def _in_place(self) -> None:
+        with Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis") as live:
+            while True:
+                live.update(self.block(), refresh=True)
+                time.sleep(self._interval_s)
+
+    def _blocks(self) -> None:
+        while True:
+            self._console.print(self.block())
+            self._console.file.flush()
+            time.sleep(self._interval_s)
+
+    def _documents(self) -> None:
+        while True:
+            try:
+                print_json(self._plain(self._read()))
+            except QinferError as error:
+                print_error(f"{error.message}; retrying")
+            sys.stdout.flush()
+            time.sleep(self._interval_s)
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Disables logs: each reading makes a new connection, whose warnings would disturb the view."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

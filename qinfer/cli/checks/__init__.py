@@ -1,1 +1,1 @@
-"""What `qinfer doctor` looks at: each module has the findings about one thing."""
+"""The checks of `qinfer doctor` and `qinfer healthcheck`: each module checks one thing."""

@@ -1,4 +1,4 @@
-"""This machine: ports and gateway, open files, disk, and whether the gateway may listen where it should."""
+"""Checks of this machine: installation, ports and gateway, open files, disks."""
 
 import resource
 import shutil
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 
+from qinfer.cli.checks.health import gateway_health
 from qinfer.cli.checks.report import Finding, ok, problem, warning
-from qinfer.cli.health import gateway_health
 from qinfer.cli.local import runfile
 from qinfer.cli.local.machine import Address, gateway_addresses
 from qinfer.core.api_keys import check_exposure
@@ -17,17 +17,17 @@ from qinfer.core.settings import Settings
 from qinfer.errors import SettingsError
 
 FILES_WARNING, FILES_PROBLEM = 8192, 512
-"""File descriptors: a connection takes one."""
+"""Numbers of file descriptors; a connection takes one."""
 DISK_WARNING_BYTES, DISK_PROBLEM_BYTES = 2 * 2**30, 200 * 2**20
 
 _TIMEOUT_S = 3.0
 
 
 def examine_installation(path: Sequence[str] | None = None) -> Iterator[Finding]:
-    """Yields a problem where somebody else's distribution `qinfer` is installed into the same folder of modules.
+    """Yields a problem if the distribution `qinfer`, which is another project's, is installed beside qinfer-ml.
 
     Args:
-        path: Where distributions are looked for; default: where Python imports from.
+        path: Folders to search for distributions; default: those of Python's imports.
     """
     where = sys.path if path is None else list(path)
     for other in distributions(name="qinfer", path=where):
@@ -40,7 +40,7 @@ def examine_installation(path: Sequence[str] | None = None) -> Iterator[Finding]
 
 
 def examine_files() -> Iterator[Finding]:
-    """Yields the finding about how many files a process may have open."""
+    """Yields the finding about the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         yield ok("open files", "no limit")
@@ -56,7 +56,7 @@ def examine_files() -> Iterator[Finding]:
 
 
 def examine_disks(settings: Settings, data_dir: Path) -> Iterator[Finding]:
-    """Yields a finding for each place where much may be written: data, models' copies, parts of bulk jobs."""
+    """Yields a finding for each location of large files: data, cached models, parts of bulk jobs."""
     places = {"data directory": data_dir if data_dir.exists() else None}
     places["model cache"] = Path(settings.repository.cache_dir) if settings.repository.cache_dir else None
     places["spool directory"] = Path(settings.bulk.spool_dir) if settings.bulk.spool_dir else None
@@ -66,7 +66,7 @@ def examine_disks(settings: Settings, data_dir: Path) -> Iterator[Finding]:
 
 
 def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
-    """Yields whether a gateway answers, or could listen at the ports of the settings."""
+    """Yields findings about a running gateway, or about the ports of the settings."""
     try:
         check_exposure(settings.auth, settings.http.host)
     except SettingsError as error:
@@ -74,15 +74,15 @@ def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
     run = runfile.read(data_dir)
     if run is not None and run.is_alive():
         health = gateway_health(run.url, ready=False, timeout_s=_TIMEOUT_S)
-        remedy = "look at the output of `qinfer up`"
+        remedy = "see the output of `qinfer up`"
         yield (
             ok("gateway", f"`qinfer up` is running: {health.text}")
-            if health.is_well
+            if health.is_healthy
             else problem("gateway", health.text, remedy)
         )
         return
     health = gateway_health("", ready=False, timeout_s=_TIMEOUT_S)
-    if health.is_well:
+    if health.is_healthy:
         yield ok("gateway", health.text)
         return
     addresses = gateway_addresses(settings, settings.http.host, settings.http.port)
@@ -115,9 +115,9 @@ def _disk(name: str, path: Path) -> Finding:
     try:
         free = shutil.disk_usage(place).free
     except OSError as error:
-        return problem(name, f"{path} can't be looked at: {error.strerror}")
+        return problem(name, f"{path} can't be read: {error.strerror}")
     text = f"{path}: {free / 2**30:.1f} GiB free"
-    remedy = "make room: what is queued or copied is written there"
+    remedy = "free some space: queued or copied data is written there"
     if free < DISK_PROBLEM_BYTES:
         return problem(name, text, remedy)
     return warning(name, text, remedy) if free < DISK_WARNING_BYTES else ok(name, text)

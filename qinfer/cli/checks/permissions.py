@@ -1,6 +1,6 @@
-"""May this Redis user do what the programs do? Every command is tried, on keys of the check's own.
+"""Checks the permissions of a Redis user: tries every command of the programs on keys of the check's own.
 
-On keys that are shared nothing is changed: what is removed from them has a name that nobody else uses.
+Shared keys are not changed: the check removes only members of a name that nobody else uses.
 """
 
 import secrets
@@ -20,7 +20,7 @@ Words = tuple[str | int, ...]
 _OF_CLIENT = ("PING", "TIME", "CLIENT UNBLOCK")
 
 MODEL = "qinfer-doctor"
-"""The model whose partition the scratch keys are in; no request is ever queued for it."""
+"""The model of the scratch keys' partition; no request is ever queued for it."""
 
 
 def examine_permissions(
@@ -29,10 +29,10 @@ def examine_permissions(
     """Tries every command and every kind of key; blocking.
 
     Args:
-        client: The connection, as the user that is judged.
-        settings: What is asked of Redis beyond the queue.
+        client: A connection of the user.
+        settings: The settings of Redis.
         user: The user's name.
-        broker_db: The database of Celery's tasks, where they are in this Redis; `None` = they are not.
+        broker_db: The database of Celery's tasks, if they are in this Redis.
 
     Raises:
         RedisError: The connection broke.
@@ -64,12 +64,12 @@ def examine_permissions(
 
 
 def command_names() -> set[str]:
-    """Returns the commands that are tried always, such as `XADD` and `XGROUP CREATE`."""
+    """Returns the commands that are always tried, such as `XADD` and `XGROUP CREATE`."""
     return {str(words[0]) for words in _commands("key")}
 
 
 def _commands(scratch: str) -> Iterator[Words]:
-    """Yields what the programs and their scripts run; each finds what the one before has left."""
+    """Yields the commands of the programs and their scripts; each uses the result of earlier ones."""
     text, other, table, row, ranks, stream = _scratch_keys(scratch)
     yield from (("PING",), ("TIME",), ("CLIENT UNBLOCK", 0))
     yield from (("SET", text, "1", "PX", 60_000), ("GET", text), ("EXISTS", text), ("STRLEN", text), ("TYPE", text))
@@ -96,7 +96,7 @@ def _scratch_keys(scratch: str) -> tuple[str, ...]:
 
 
 def _places(nonce: str) -> Iterator[Words]:
-    """Yields a harmless write to every key that is not of one model."""
+    """Yields a harmless write to every key that belongs to no model."""
     yield from (
         ("HDEL", name, nonce) for name in (keys.desired(), keys.completions(), keys.settings(), keys.job_places())
     )
@@ -113,7 +113,7 @@ def _places(nonce: str) -> Iterator[Words]:
 
 
 def _broker_places(db: int, nonce: str) -> Iterator[Words]:
-    """Yields the same for what Celery and its transport use."""
+    """Yields a harmless write to every key of Celery and its transport."""
     from qinfer.jobs.tasks import QUEUE
 
     yield ("LREM", QUEUE, 0, nonce)
@@ -128,10 +128,11 @@ def _grant(name: str, command: str | int) -> str:
     return "~qinfer:*" if name.startswith("qinfer:") else f"~{name.split('.', maxsplit=1)[0]}*"
 
 
-def _may(client: Any, words: Words) -> bool:  # Any: the two clients share no typed interface
-    """Tells whether a command is allowed; what else is wrong with it is not the question here."""
+def _may(client: Any, words: Words) -> bool:
+    """Tells whether a command is allowed, even if it fails; the two clients share no typed interface."""
     if isinstance(client, redis.RedisCluster) and words[0] in _OF_CLIENT:
-        return True  # it would not be connected without them
+        # The client would not be connected without them.
+        return True
     try:
         client.execute_command(*words)
     except NoPermissionError:

@@ -1,6 +1,6 @@
-"""Is Redis set up for a durable queue: version, eviction, files, memory, role, connections, and its clock.
+"""Checks that Redis is configured for a durable queue: version, eviction, files, memory, role, connections, clock.
 
-`examine_node` is pure: it judges what INFO and CONFIG GET of one node have told.
+`examine_node` is pure: its input is the result of INFO and CONFIG GET of one node.
 """
 
 import time
@@ -16,7 +16,7 @@ from qinfer.queue.connection import MINIMUM_VERSION
 
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 300.0
-"""Object stores refuse requests that were signed with a clock so wrong, some of them later."""
+"""Object stores refuse requests that were signed with a clock that is this wrong; some allow a little more."""
 
 _MEMORY_WARNING, _MEMORY_PROBLEM = 0.8, 0.95
 _CLIENTS_WARNING = 0.8
@@ -32,15 +32,15 @@ _IN_FILE = "and put it into redis.conf"
 
 
 class Node(NamedTuple):
-    """What a node tells of itself.
+    """The state of a node.
 
     Attributes:
-        place: Its host and port, or its socket.
-        info: INFO; empty where it is forbidden.
-        config: The settings that matter; empty where CONFIG GET is forbidden.
-        offset_s: Its clock minus this machine's.
-        is_private: It belongs to `qinfer up`.
-        at: Its place as the begin of a line, where there are several nodes.
+        place: The node's host and port, or socket.
+        info: The result of INFO; empty where it is forbidden.
+        config: The relevant settings; empty where CONFIG GET is forbidden.
+        offset_s: The node's clock minus this machine's.
+        is_private: The node belongs to `qinfer up`.
+        at: The place as a prefix of texts, where there are several nodes.
     """
 
     place: str
@@ -52,10 +52,10 @@ class Node(NamedTuple):
 
 
 def nodes_of(client: "redis.Redis | redis.RedisCluster", place: str) -> list[Node]:
-    """Asks a node, or every primary of a cluster, about itself; blocking.
+    """Reads the state of a node, or of every primary of a cluster; blocking.
 
     Raises:
-        RedisError, RedisClusterException, OSError: One can't be reached.
+        RedisError, RedisClusterException, OSError: A node can't be reached.
     """
     if isinstance(client, redis.RedisCluster):
         client.ping()
@@ -89,12 +89,12 @@ def clock(subject: str, offset_s: float, what: str) -> Finding:
     if abs(offset_s) >= SKEW_PROBLEM_S:
         return problem(subject, text, "set the clocks by NTP: object stores and TLS refuse wrong ones")
     if abs(offset_s) >= SKEW_WARNING_S:
-        return warning(subject, text, "set the clocks by NTP: the queue goes by Redis' clock, but logs do not")
+        return warning(subject, text, "set the clocks by NTP: the queue uses Redis' clock, but logs do not")
     return ok(subject, text)
 
 
 def reason_of(error: Exception, place: str) -> tuple[str, str]:
-    """Returns why Redis can't be asked, and what to do."""
+    """Returns the reason of an error of Redis, and the remedy."""
     if isinstance(error, redis.exceptions.AuthenticationError):
         return f"{place} refuses the user name or password", "correct them in QINFER_REDIS__URL"
     if isinstance(error, NoPermissionError):
@@ -148,8 +148,8 @@ def _role(node: Node, settings: RedisSettings) -> Iterator[Finding]:
         yield problem("Redis role", text, "name the primary, or the Sentinels, in QINFER_REDIS__URL")
     replicas = int(node.info.get("connected_slaves", 0))
     if replicas < settings.min_replicas:
-        text = f"{node.at}it has {replicas} replicas; QINFER_REDIS__MIN_REPLICAS asks for {settings.min_replicas}"
-        yield problem("Redis replicas", text, "no asynchronous request is accepted: start replicas, or ask for fewer")
+        text = f"{node.at}it has {replicas} replicas; QINFER_REDIS__MIN_REPLICAS requires {settings.min_replicas}"
+        yield problem("Redis replicas", text, "no asynchronous request is accepted: start replicas, or require fewer")
     if node.info.get("loading"):
         yield problem("Redis", f"{node.at}it is loading its data", "wait for it")
 
@@ -171,7 +171,7 @@ def _durability(node: Node, settings: RedisSettings) -> Finding:
     make = problem if wants_always else warning
     if keeps == "no":
         return make(
-            subject, f"{text}: a restart of Redis loses what is queued", f"run CONFIG SET appendonly yes, {_IN_FILE}"
+            subject, f"{text}: a restart of Redis loses queued requests", f"run CONFIG SET appendonly yes, {_IN_FILE}"
         )
     if syncs == "no":
         return make(
@@ -213,7 +213,7 @@ def _memory(node: Node) -> Iterator[Finding]:
         yield warning(
             "memory of Redis",
             f"{text}; there is no maxmemory",
-            "set maxmemory below the machine's memory: else the system kills Redis when it is short",
+            "set maxmemory below the machine's memory: otherwise the system may kill Redis for lack of memory",
         )
     else:
         yield ok("memory of Redis", text)
@@ -222,12 +222,12 @@ def _memory(node: Node) -> Iterator[Finding]:
 def _files(node: Node) -> Iterator[Finding]:
     info = node.info
     if info.get("aof_enabled") and info.get("aof_last_write_status") == "err":
-        yield problem("files of Redis", f"{node.at}it can't write its append-only file", "look at its disk and log")
+        yield problem("files of Redis", f"{node.at}it can't write its append-only file", "check its disk and log")
     if info.get("rdb_last_bgsave_status") == "err":
         yield warning(
             "files of Redis",
             f"{node.at}the last background save failed",
-            "look at its disk and log; with stop-writes-on-bgsave-error it refuses writes",
+            "check its disk and log; with stop-writes-on-bgsave-error it refuses writes",
         )
 
 
@@ -248,4 +248,4 @@ def _size(count: int) -> str:
 
 
 ERRORS: tuple[type[Exception], ...] = (RedisError, RedisClusterException, OSError)
-"""What asking a Redis may raise."""
+"""The errors of a connection to Redis."""

@@ -1,4 +1,4 @@
-"""What a check has found, and how it is shown."""
+"""The findings of checks, and their report."""
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
@@ -6,11 +6,11 @@ from enum import StrEnum
 import msgspec
 
 HIDDEN = "…"
-"""Stands where a secret was."""
+"""Replaces a secret."""
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -21,10 +21,10 @@ class Finding(msgspec.Struct, frozen=True):
     """One line of the report.
 
     Attributes:
-        subject: What was looked at.
-        level: How bad it is.
-        text: What was found.
-        remedy: What to do; empty where nothing is to be done.
+        subject: The subject of the check.
+        level: Severity.
+        text: The finding.
+        remedy: The remedy; empty where none is needed.
     """
 
     subject: str
@@ -34,22 +34,22 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def ok(subject: str, text: str) -> Finding:
-    """Returns a finding that all is well."""
+    """Returns a finding without a problem."""
     return Finding(subject, Level.OK, text)
 
 
 def warning(subject: str, text: str, remedy: str = "") -> Finding:
-    """Returns a finding of something that works and may not do so for long, or not as it should."""
+    """Returns a finding about something that works, but badly or not for long."""
     return Finding(subject, Level.WARNING, text, remedy)
 
 
 def problem(subject: str, text: str, remedy: str = "") -> Finding:
-    """Returns a finding of something that does not work."""
+    """Returns a finding about something that does not work."""
     return Finding(subject, Level.PROBLEM, text, remedy)
 
 
 def without(secrets: Iterable[str], findings: Iterable[Finding]) -> list[Finding]:
-    """Returns the findings with every secret hidden, whoever wrote it into a message."""
+    """Returns the findings with every secret hidden, wherever its text comes from."""
     hidden = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
 
     def clean(text: str) -> str:
@@ -61,13 +61,13 @@ def without(secrets: Iterable[str], findings: Iterable[Finding]) -> list[Finding
 
 
 def as_builtins(findings: Sequence[Finding]) -> dict[str, object]:
-    """Returns the report as JSON has it."""
+    """Returns the report in its JSON form."""
     counts = {level.value: sum(finding.level is level for finding in findings) for level in Level}
     return {"counts": counts, "findings": msgspec.to_builtins(findings)}
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Prints the report for people."""
+    """Prints the report as a table."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table

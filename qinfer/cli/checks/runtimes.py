@@ -1,4 +1,4 @@
-"""Which backends work here, and which GPUs there are. Each runtime is loaded in a process of its own: it may crash."""
+"""Checks of backends and GPUs. Each runtime is loaded in a process of its own, as it may crash."""
 
 import json
 import subprocess
@@ -17,13 +17,13 @@ _LIMIT_S = 90.0
 
 
 class Runtime(NamedTuple):
-    """What a backend stands on.
+    """The runtime of a backend.
 
     Attributes:
-        module: What is imported.
-        packages: The distributions that may bring it.
-        extra: What to install.
-        devices: A Python expression, after the import, for what it can use.
+        module: The module to import.
+        packages: The distributions that may contain the module.
+        extra: The extra of qinfer-ml to install.
+        devices: A Python expression, after the import, for the usable devices.
     """
 
     module: str
@@ -51,7 +51,7 @@ RUNTIMES: Mapping[str, Runtime] = {
 
 
 class Loaded(NamedTuple):
-    """What became of loading a runtime: its devices, or why it can't be loaded."""
+    """The result of loading a runtime: devices, or an error."""
 
     devices: tuple[str, ...]
     error: str = ""
@@ -62,7 +62,7 @@ def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Findi
 
     Args:
         needed: Backend → a model of the repositories that needs it.
-        load: Load the runtimes; else only their packages are looked for.
+        load: Load the runtimes; else only search for their packages.
     """
     installed = {name: runtime for name, runtime in RUNTIMES.items() if find_spec(runtime.module) is not None}
     with ThreadPoolExecutor(2, thread_name_prefix="runtimes") as threads:
@@ -73,7 +73,7 @@ def examine_backends(needed: Mapping[str, str], *, load: bool) -> Iterator[Findi
             continue
         text = f"{runtime.module} {_version(runtime)}".rstrip()
         if error := loaded.get(name, Loaded(())).error:
-            remedy = f"install it anew: pip install --force-reinstall 'qinfer-ml[{runtime.extra}]'"
+            remedy = f"reinstall it: pip install --force-reinstall 'qinfer-ml[{runtime.extra}]'"
             yield problem(f"backend {name}", f"{text} is installed and can't be loaded: {error}", remedy)
         else:
             devices = ", ".join(loaded[name].devices) if name in loaded else ""
@@ -97,7 +97,7 @@ def load_runtime(runtime: Runtime) -> Loaded:
             [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return Loaded((), f"it takes more than {_LIMIT_S:g} s")
+        return Loaded((), f"loading takes more than {_LIMIT_S:g} s")
     if done.returncode < 0:
         return Loaded((), f"it crashes (signal {-done.returncode})")
     if done.returncode:
@@ -109,7 +109,7 @@ def examine_gpus(dev: Path = Path("/dev")) -> Iterator[Finding]:
     """Yields a finding for each NVIDIA GPU, or that there is none.
 
     Args:
-        dev: Where the system has its devices.
+        dev: The system's folder of devices.
     """
     here = sorted(path.name for path in dev.glob("nvidia[0-9]*"))
     if find_spec("pynvml") is None:

@@ -1,4 +1,4 @@
-"""Writes pre-annotations of a bulk job's output: row by row, or the least sure first, in bounded memory either way."""
+"""Writes pre-annotations from a bulk job's output: row by row, or the least confident first, in bounded memory."""
 
 import os
 import stat
@@ -22,8 +22,8 @@ from qinfer.labeling.mapping import model_version
 from qinfer.labeling.rules import wanted_outputs
 
 _STDOUT = ("-", "/dev/stdout")
-_HOPELESS = 100
-"""After so many rows of which none fits the mapping, the mapping is wrong and not the rows."""
+_MAX_UNFIT = 100
+"""If none of this many first rows fits the mapping, the mapping is wrong and not the rows."""
 
 
 class Chosen(NamedTuple):
@@ -31,10 +31,10 @@ class Chosen(NamedTuple):
 
     Attributes:
         labels: The mapping.
-        label_config: What the results have to fit; `None` = that is not checked.
+        label_config: The label config for the check of results; `None` = no check.
         format: The format.
         fields: Field of a task → column.
-        key: The column that tells rows apart; empty = their number does.
+        key: The column that identifies rows; empty = their number does.
     """
 
     labels: Labels
@@ -45,13 +45,13 @@ class Chosen(NamedTuple):
 
 
 class Report:
-    """What became of the rows.
+    """Counts of written and omitted rows.
 
     Attributes:
-        written: Rows that are in the file.
-        failed: Rows that the job has an error for.
-        unfit: Rows whose outputs or fields the mapping or the format can't take.
-        first: The first of the two, in words.
+        written: Rows in the file.
+        failed: Rows with an error of the job.
+        unfit: Rows whose outputs or fields do not fit the mapping or the format.
+        first: The first omitted row, and why.
     """
 
     def __init__(self) -> None:
@@ -59,30 +59,30 @@ class Report:
         self.first = ""
 
     def leave_out(self, row: Row, why: str, *, failed: bool) -> None:
-        """Counts a row that is not in the file."""
+        """Counts an omitted row."""
         self.failed, self.unfit = self.failed + failed, self.unfit + (not failed)
         self.first = self.first or f"row {row.number}: {why}"
 
     def left_out(self) -> str:
-        """Says how many rows are not in the file, and why; empty = all are."""
+        """Returns a text about omitted rows; empty = there are none."""
         if not (self.failed or self.unfit):
             return ""
         return (
-            f"left out: {self.failed:,} rows that the job has errors for, and {self.unfit:,} that the mapping "
-            f"does not fit; the first is {self.first}"
+            f"omitted: {self.failed:,} rows with errors of the job, and {self.unfit:,} that do not fit the mapping; "
+            f"the first is {self.first}"
         )
 
 
 def chosen_fields(rows: JobRows, labels: Labels, given: Sequence[str]) -> dict[str, str]:
-    """Returns the fields of the tasks: those that are given, else all columns that tools can show.
+    """Returns the fields of the tasks: the given ones, else all columns that tools can show.
 
     Args:
         rows: The output.
-        labels: The mapping, whose outputs are no fields.
+        labels: The mapping, whose outputs are not fields.
         given: Names of columns, or NAME=COLUMN.
 
     Raises:
-        InvalidRequest: One has no name.
+        InvalidRequest: A field has no name.
     """
     if not given:
         return {name: name for name in rows.fields(wanted_outputs(labels.results))}
@@ -102,8 +102,8 @@ def write_annotations(rows: JobRows, chosen: Chosen, out: str, *, by_confidence:
         rows: The output of the job.
         chosen: Output format.
         out: The file; `-` = stdout.
-        by_confidence: The least sure rows first; by default they are in the output's order.
-        limit: At most so many rows; 0 = all.
+        by_confidence: Write the least confident rows first, instead of in the output's order.
+        limit: Maximum number of rows; 0 = all.
 
     Raises:
         CommandFailed: The file can't be written, or no row fits the mapping.
@@ -123,10 +123,11 @@ def write_annotations(rows: JobRows, chosen: Chosen, out: str, *, by_confidence:
 
 
 def _scored(rows: JobRows, chosen: Chosen, report: Report) -> Iterator[tuple[float, bytes]]:
-    """Makes of each row its confidence, and what the file has of it."""
+    """Yields the confidence and the encoded form of each row that fits."""
     version = model_version(rows.model, rows.version)
     fields = dict(chosen.fields)
-    own_key = "" if not chosen.key or chosen.key in fields.values() else "\0key"  # no column has that name
+    # No column has this name.
+    own_key = "" if not chosen.key or chosen.key in fields.values() else "\0key"
     if own_key:
         fields[own_key] = chosen.key
     key_field = own_key or next((name for name, column in fields.items() if column == chosen.key), "")
@@ -142,15 +143,15 @@ def _scored(rows: JobRows, chosen: Chosen, report: Report) -> Iterator[tuple[flo
             line = chosen.format.encode(chosen.labels, task)
         except (InvalidRequest, OutputMismatch) as error:
             report.leave_out(row, error.message, failed=False)
-            if not fitting and report.unfit >= _HOPELESS:
-                raise CommandFailed(f"the first {_HOPELESS} rows do not fit the mapping; {report.first}") from None
+            if not fitting and report.unfit >= _MAX_UNFIT:
+                raise CommandFailed(f"the first {_MAX_UNFIT} rows do not fit the mapping; {report.first}") from None
             continue
         fitting += 1
         yield task.prediction.score, line
 
 
 def _key(value: object, number: int, kind: Format) -> str | int:
-    """Returns what tells a row apart: its key, as text where a format's keys are, or else its number."""
+    """Returns a row's key, as text where the format requires it, or else its number."""
     if value is None:
         return number
     return value if isinstance(value, int) and kind.layout != "labels" else str(value)
@@ -163,7 +164,7 @@ def _task(row: Row, key: str | int, chosen: Chosen, version: str) -> Task:
 
 
 def _sorted(scored: Iterable[tuple[float, bytes]], spool: BinaryIO, limit: int) -> Iterator[tuple[float, bytes]]:
-    """Sorts by confidence: lines go to a file on disk, and 16 bytes for each stay in memory."""
+    """Sorts by confidence: lines go to a file on disk, and 16 bytes of each stay in memory."""
     scores, ends = array("d"), array("Q", [0])
     try:
         for score, line in scored:
@@ -197,22 +198,24 @@ def _write(lines: Iterable[tuple[float, bytes]], file: BinaryIO, kind: Format, l
 
 @contextmanager
 def _opened(out: str) -> Iterator[BinaryIO]:
-    """Opens what is written; a file gets its name when it is whole."""
+    """Opens the output; a file gets its name when it is complete."""
     if "://" in out:
-        raise InvalidRequest(f"--out {out} is no file of this machine: write one, and copy it there")
+        raise InvalidRequest(f"--out {out} is not a file of this machine: write a local file, and copy it there")
     if not out or out.endswith("/") or os.path.isdir(out):
         raise InvalidRequest(f"--out '{out}' is a folder; name a file")
     try:
         if out in _STDOUT:
             yield sys.stdout.buffer
             sys.stdout.buffer.flush()
-        elif os.path.exists(out) and not stat.S_ISREG(os.stat(out).st_mode):  # a pipe or a device stays what it is
+        # A pipe or a device is not replaced.
+        elif os.path.exists(out) and not stat.S_ISREG(os.stat(out).st_mode):
             with open(out, "wb") as file:
                 yield file
         else:
             with _replaced(Path(os.path.realpath(out))) as file:
                 yield file
-    except BrokenPipeError:  # who reads has enough
+    except BrokenPipeError:
+        # The reader has ended.
         raise
     except OSError as error:
         name = "stdout" if out in _STDOUT else out

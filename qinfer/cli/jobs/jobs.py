@@ -1,17 +1,23 @@
-"""`qinfer jobs`: bulk jobs that were submitted."""
+"""`qinfer submit` and `qinfer jobs`: bulk jobs, in which a model scores files."""
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.console import DEFAULT_URL, JsonOption, UrlOption, print_json
+from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, print_json
+from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from qinfer.client import Job, JobStatus
+    from qinfer.client.job_flows import JobOptions
 
 app = typer.Typer(help="Manage bulk jobs: list, show, wait, cancel, resume, delete.", no_args_is_help=True)
 
+SUBMIT_EXAMPLE = (
+    "Example: qinfer submit digits 's3://bucket/in/*.parquet' s3://bucket/out --column image=pixels --key id --wait"
+)
 LIST_EXAMPLE = "Example: qinfer jobs list --state running"
 SHOW_EXAMPLE = "Example: qinfer jobs show 01JX3M3TC8Z6Q5RYB7WS2K4D9F"
 WAIT_EXAMPLE = "Example: qinfer jobs wait 01JX3M3TC8Z6Q5RYB7WS2K4D9F"
@@ -22,11 +28,141 @@ LOGS_EXAMPLE = "Example: qinfer jobs logs 01JX3M3TC8Z6Q5RYB7WS2K4D9F"
 
 INTERRUPTED = 130
 
-_WIDE = 110  # columns of a terminal that has place for speeds and URLs
+_WIDE = 110
+"""Columns of a terminal with room for speeds and URLs."""
 _MODEL_WIDTH = 16
 
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
 _COLOURS = {"completed": "green", "failed": "red", "expired": "red", "cancelled": "yellow", "cancelling": "yellow"}
+
+
+InputsArgument = Annotated[
+    list[str],
+    typer.Argument(metavar="INPUT...", help="Files or patterns: URLs, or paths that the workers can read too."),
+]
+OutputArgument = Annotated[str, typer.Argument(help="The output folder; it must be empty.")]
+FormatOption = Annotated[str, typer.Option("--format", help="Output format: parquet or arrow.")]
+InputFormatOption = Annotated[
+    str, typer.Option("--input-format", help="parquet, arrow, csv or jsonl; default: by file extension.")
+]
+ColumnOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column",
+        "-c",
+        help="TENSOR=COLUMN, or TENSOR=COLUMN,COLUMN,... with one element each. "
+        "Default: the column named like the input tensor.",
+    ),
+]
+ShapeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--shape", help="TENSOR=3,4: the shape of one row, without the batch dimension; default: the tensor's."
+    ),
+]
+OutputColumnOption = Annotated[
+    list[str] | None,
+    typer.Option("--output-column", help="TENSOR=COLUMN: the column of an output; default: the tensor's name."),
+]
+KeyOption = Annotated[
+    str, typer.Option("--key", help="The column that identifies rows; default: file and row number are written.")
+]
+PassthroughOption = Annotated[
+    list[str] | None, typer.Option("--passthrough", help="A column to copy to the output; '*' copies all.")
+]
+ExcludeOption = Annotated[
+    list[str] | None, typer.Option("--exclude", help="With --passthrough '*': a column to leave out.")
+]
+CompressionOption = Annotated[
+    str,
+    typer.Option("--compression", help="zstd, snappy, lz4, gzip, brotli or none; default: snappy, or zstd for arrow."),
+]
+RowsPerPartOption = Annotated[
+    int, typer.Option("--rows-per-part", min=0, help="Maximum rows per output file; 0: the server decides.")
+]
+PriorityOption = Annotated[str, typer.Option("--priority", help="high, normal or low.")]
+ErrorThresholdOption = Annotated[
+    float,
+    typer.Option(
+        "--error-threshold",
+        min=-1,
+        help="Failed rows that fail the job when exceeded: a number, a fraction below 1, or -1 for no limit.",
+    ),
+]
+MaxParallelOption = Annotated[
+    int, typer.Option("--max-parallel", min=0, help="Maximum workers that score the job at a time; 0: all.")
+]
+DeadlineOption = Annotated[float, typer.Option("--deadline", min=0, help="Seconds until the job expires; 0: never.")]
+MetadataOption = Annotated[
+    list[str] | None, typer.Option("--metadata", help="NAME=TEXT: metadata to keep with the job.")
+]
+WebhookOption = Annotated[str, typer.Option("--webhook", help="A URL to notify when the job ends.")]
+IdOption = Annotated[
+    str, typer.Option("--id", help="Your own job id; repeating the command with it finds the same job.")
+]
+VersionOption = Annotated[
+    int, typer.Option("--version", min=0, help="The model's version; 0 is the highest ready one.")
+]
+WaitOption = Annotated[bool, typer.Option("--wait", "-w", help="Wait until the job ends, and show progress.")]
+
+
+def submit(
+    model: ModelArgument,
+    inputs: InputsArgument,
+    output: OutputArgument,
+    *,
+    output_format: FormatOption = "parquet",
+    input_format: InputFormatOption = "",
+    column: ColumnOption = None,
+    shape: ShapeOption = None,
+    output_column: OutputColumnOption = None,
+    key: KeyOption = "",
+    passthrough: PassthroughOption = None,
+    exclude: ExcludeOption = None,
+    compression: CompressionOption = "",
+    rows_per_part: RowsPerPartOption = 0,
+    priority: PriorityOption = "normal",
+    error_threshold: ErrorThresholdOption = 0.0,
+    max_parallel: MaxParallelOption = 0,
+    deadline: DeadlineOption = 0.0,
+    metadata: MetadataOption = None,
+    webhook: WebhookOption = "",
+    job_id: IdOption = "",
+    version: VersionOption = 0,
+    wait: WaitOption = False,
+    url: UrlOption = DEFAULT_URL,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit a bulk job: a model scores files on the workers that serve it.
+
+    Inputs are Parquet, Arrow, CSV or JSON lines in any location that the server allows (QINFER_STORES__ALLOW).
+
+    Exit codes: 0 submitted (with --wait: completed), 1 failed, cancelled or expired, 2 refused, 130 interrupted while
+    waiting; the job goes on.
+    """
+    from qinfer.cli.client import GatewayClient
+
+    options: JobOptions = {
+        "id": job_id,
+        "version": version,
+        "format": output_format,
+        "input_format": input_format,
+        "columns": read_columns(column or [], shape or []),
+        "output_columns": pairs("--output-column", output_column or []),
+        "key": key,
+        "passthrough": passthrough or [],
+        "exclude": exclude or [],
+        "compression": compression,
+        "rows_per_part": rows_per_part,
+        "priority": priority,
+        "error_threshold": error_threshold,
+        "max_parallel": max_parallel,
+        "deadline_s": deadline,
+        "metadata": pairs("--metadata", metadata or []),
+        "webhook": webhook,
+    }
+    with GatewayClient(url) as client:
+        finish(client.submit_job(model, inputs, output, **options), url, wait=wait, as_json=as_json)
 
 
 @app.command("list", epilog=LIST_EXAMPLE)
@@ -75,7 +211,7 @@ def cancel_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: Jso
     from qinfer.cli.client import GatewayClient
 
     with GatewayClient(url) as client:
-        _tell(client.job(job_id).cancel(), as_json=as_json)
+        _print_status(client.job(job_id).cancel(), as_json=as_json)
 
 
 @app.command("resume", epilog=RESUME_EXAMPLE, short_help="Have a job go on that ended early.")
@@ -104,7 +240,7 @@ def resume_job(
         if wait:
             finish(job, url, wait=True, as_json=as_json)
         else:
-            _tell(status, as_json=as_json)
+            _print_status(status, as_json=as_json)
 
 
 @app.command("delete", epilog=DELETE_EXAMPLE)
@@ -117,7 +253,7 @@ def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: Jso
     if as_json:
         print_json({"deleted": job_id})
     else:
-        print(f"job {job_id} deleted; its output stays")
+        print(f"job {job_id} deleted; its output is kept")
 
 
 @app.command("logs", epilog=LOGS_EXAMPLE)
@@ -135,13 +271,13 @@ def job_logs(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonO
 
 
 def finish(job: "Job", url: str, *, wait: bool, as_json: bool) -> None:
-    """Says where a job is, or waits for its end and says that.
+    """Prints the status of a job, or waits for its end and prints the last one.
 
     Raises:
-        typer.Exit: It has not completed (1), or the wait was interrupted (130).
+        typer.Exit: The job has not completed (1), or the wait was interrupted (130).
     """
     if not wait:
-        _tell(job.status(), as_json=as_json)
+        _print_status(job.status(), as_json=as_json)
         if not as_json:
             print(f"follow it: {_command('wait', job.id, url)}")
         return
@@ -149,11 +285,11 @@ def finish(job: "Job", url: str, *, wait: bool, as_json: bool) -> None:
         status = job.wait(progress=True)
     except KeyboardInterrupt:
         sys.stderr.write(
-            f"job {job.id} goes on; look at it: {_command('show', job.id, url)}\n"
-            f"or stop it: {_command('cancel', job.id, url)}\n"
+            f"job {job.id} continues; show it: {_command('show', job.id, url)}\n"
+            f"or cancel it: {_command('cancel', job.id, url)}\n"
         )
         raise typer.Exit(INTERRUPTED) from None
-    _tell(status, as_json=as_json)
+    _print_status(status, as_json=as_json)
     if status.state != "completed":
         raise typer.Exit(1)
 
@@ -162,8 +298,8 @@ def _command(what: str, job_id: str, url: str) -> str:
     return f"qinfer jobs {what} {job_id}" + (f" --url {url}" if url != DEFAULT_URL else "")
 
 
-def _tell(status: "JobStatus", *, as_json: bool) -> None:
-    """Prints where a job is, in one line or as JSON."""
+def _print_status(status: "JobStatus", *, as_json: bool) -> None:
+    """Prints the status of a job in one line or as JSON."""
     if as_json:
         print_json(dict(status.fields))
         return
@@ -203,7 +339,7 @@ def _show(status: "JobStatus", *, as_json: bool) -> None:
         if fields.get(name):
             about.add_row(name.replace("_", " "), str(fields[name]))
     about.add_row("output", Text(status.output_url))
-    about.add_row("asked for", Text(json.dumps(fields.get("spec", {}), ensure_ascii=False)))
+    about.add_row("specification", Text(json.dumps(fields.get("spec", {}), ensure_ascii=False)))
     Console().print(about)
 
 
@@ -245,3 +381,44 @@ def _print_list(found: "list[JobStatus]") -> None:
 
 def _counts(total: int, done: int, failed: int) -> str:
     return f"{done:,} done, {failed:,} failed, of {total:,}" if total or done or failed else "not counted yet"
+
+
+def read_columns(columns: Sequence[str], shapes: Sequence[str]) -> dict[str, object]:
+    """Reads `--column` and `--shape` into the columns of a job.
+
+    Raises:
+        InvalidRequest: An option can't be read.
+    """
+    named = {tensor: text.split(",") for tensor, text in pairs("--column", columns).items()}
+    shaped = {tensor: _sizes(tensor, text) for tensor, text in pairs("--shape", shapes).items()}
+    found: dict[str, object] = {}
+    for tensor in [*named, *(tensor for tensor in shaped if tensor not in named)]:
+        names = named.get(tensor, [tensor])
+        if tensor in shaped:
+            found[tensor] = {"columns": names, "shape": shaped[tensor]}
+        else:
+            found[tensor] = names[0] if len(names) == 1 else names
+    return found
+
+
+def pairs(option: str, values: Sequence[str]) -> dict[str, str]:
+    """Reads `NAME=TEXT` options.
+
+    Raises:
+        InvalidRequest: An option is not of that form, or a name is given twice.
+    """
+    found: dict[str, str] = {}
+    for value in values:
+        name, separator, text = value.partition("=")
+        if not (name and separator):
+            raise InvalidRequest(f"{option} '{value}' can't be read; expected NAME=VALUE")
+        if name in found:
+            raise InvalidRequest(f"{option} names '{name}' twice")
+        found[name] = text
+    return found
+
+
+def _sizes(tensor: str, text: str) -> list[int]:
+    if not all(size.isascii() and size.isdecimal() and len(size) < 10 for size in text.split(",")):
+        raise InvalidRequest(f"--shape '{tensor}={text}' can't be read; expected sizes such as {tensor}=3,4")
+    return [int(size) for size in text.split(",")]

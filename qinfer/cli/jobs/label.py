@@ -1,4 +1,4 @@
-"""`qinfer label`: pre-annotations for labeling tools, of a bulk job's output."""
+"""`qinfer label`: pre-annotations for labeling tools, from a bulk job's output."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ EXAMPLE = "Example: qinfer label s3://bucket/out --mapping sentiment.yaml --form
 
 
 class FormatName(StrEnum):
-    """The formats of `qinfer.labeling.exports`, which is not imported for a help text."""
+    """The names of `qinfer.labeling.exports.FORMATS`, which a help text does not import."""
 
     LABEL_STUDIO = "label-studio"
     ARGILLA = "argilla"
@@ -28,7 +28,7 @@ class FormatName(StrEnum):
 
 
 class Order(StrEnum):
-    """How rows are sorted."""
+    """Order of rows."""
 
     INPUT = "input"
     CONFIDENCE = "confidence"
@@ -114,25 +114,26 @@ def label(
             f"mapping '{labels.name}' is for model '{labels.model}' version {labels.version or 'any'}; "
             f"the job was scored by '{rows.model}' version {rows.version}"
         )
-    key = id_column or ("" if kind.layout == "labels" else rows.key)  # whose keys are the images' names
+    # In such a layout the names of images identify them.
+    key = id_column or ("" if kind.layout == "labels" else rows.key)
     fields = chosen_fields(rows, labels, field or [])
     if Path(out).suffix == ".json":
         kind = kind.as_array()
     chosen = Chosen(labels, config, kind, fields, key)
     report = write_annotations(rows, chosen, out, by_confidence=order == Order.CONFIDENCE, limit=limit)
-    _tell(f"{report.written:,} rows written")
+    _print(f"{report.written:,} rows written")
     for each in labels.inputs.values() if report.written else ():
-        _tell_missing(each.field, fields, rows.schema.names)
+        _print_missing(each.field, fields, rows.schema.names)
     if left_out := report.left_out():
-        _tell(left_out)
+        _print(left_out)
 
 
-def _tell_missing(field: str, fields: Mapping[str, str], columns: Sequence[str]) -> None:
-    """Says what to do when the tasks lack a field that people are to see."""
+def _print_missing(field: str, fields: Mapping[str, str], columns: Sequence[str]) -> None:
+    """Prints the remedy if the tasks lack a field that the mapping names."""
     if any(field == name or field.startswith(f"{name}.") for name in fields):
         return
     remedy = f"add --field {field}" if field in columns else f"submit with --passthrough {field}"
-    _tell(f"the tasks have no field '{field}', which the mapping names: {remedy}, or say --field {field}=COLUMN")
+    _print(f"the tasks have no field '{field}', which the mapping names: {remedy}, or give --field {field}=COLUMN")
 
 
 def _folder(job: str, url: str) -> str:
@@ -163,5 +164,5 @@ def _label_config(path: Path | None) -> "LabelConfig | None":
         raise InvalidRequest(f"--label-config {path} can't be read: {error}") from None
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     sys.stderr.write(f"{line}\n")

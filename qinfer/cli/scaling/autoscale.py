@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from qinfer.cli.console import JsonOption
-from qinfer.cli.status import DataDirOption, RedisOption
+from qinfer.cli.console import DataDirOption, JsonOption, RedisOption
 
 EXAMPLE = "Example: qinfer autoscale --min 0 --max 4 --redis redis://queue:6379/0"
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from qinfer.cli.overview import connected
 from qinfer.core.clock import Clock, SystemClock
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import QinferError
@@ -16,7 +17,6 @@ from qinfer.models.state import ScalerRecord, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work
 from qinfer.observe.stats import INFERENCE_COUNT
-from qinfer.queue.clients import admin_client
 from qinfer.queue.redis import Delivery
 from qinfer.scaling.policy import Version
 from qinfer.scaling.shares import RECORD_TTL_S
@@ -157,18 +157,13 @@ class QueueWatch:
             await self._pause()
 
     async def _while_connected(self) -> None:
-        delivery = await Delivery.connect(self._redis)
-        store = ControlStore(admin_client(self._redis))
-        try:
+        async with connected(self._redis) as (store, delivery):
             # The record comes before the first reading, so that autoscalers that start together know one another.
             await self._publish(store, RECORD_TTL_S)
             while not self._stop.is_set():
                 self._put(await read(store, delivery, self._globs, self._clock))
                 await self._publish_until_next(store)
             await self._publish(store, 0.0)
-        finally:
-            await store.close()
-            await delivery.close()
 
     async def _publish(self, store: ControlStore, ttl_s: float) -> None:
         self._has_record.clear()

@@ -45,7 +45,7 @@ def test_each_scored_row_is_a_task(server: Server, tmp_path: Path, output_format
 
     assert result.exit_code == 0, result.stderr
     failed = len(range(0, ROWS, NULL_EVERY))
-    assert f"left out: {failed} rows that the job has errors for, and 0" in result.stderr
+    assert f"omitted: {failed} rows with errors of the job, and 0" in result.stderr
     tasks = json.loads(out.read_text())
     ids = [task["data"]["id"] for task in tasks]
     assert sorted(ids) == [i for i in range(ROWS) if i % NULL_EVERY]

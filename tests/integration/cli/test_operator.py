@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from typer.testing import CliRunner
 
 from qinfer.cli.checks.permissions import command_names
-from qinfer.cli.complete import model_names
+from qinfer.cli.console import model_names
 from qinfer.cli.main import app
 from qinfer.core.settings import RedisSettings, variable_names
 from qinfer.models.state import BULK
@@ -135,7 +135,7 @@ async def test_the_health_of_this_host_is_told(busy: Stage, redis_server: RedisS
 
     assert [ended.code for ended in before] == [0, 0], before
     assert [ended.code for ended in after] == [1, 1]
-    assert "1 of other hosts" in after[1].stderr
+    assert "1 on other hosts do" in after[1].stderr
 
 
 async def test_a_worker_that_drains_says_so(busy: Stage, redis_server: RedisServer) -> None:
@@ -258,8 +258,8 @@ def test_watching_survives_a_redis_that_is_away(own_redis: RedisServer) -> None:
         seen = iter(watching.stdout.readline, "")
         _until(seen, "Lanes:")
         own_redis.stop()
-        _until(seen, "it is tried again")
-        _until(seen, "what was seen before:")
+        _until(seen, "retrying")
+        _until(seen, "last state:")
         own_redis.start()
         while "since" in _until(seen, "Ctrl-C ends it", then=1):
             pass

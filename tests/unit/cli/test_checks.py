@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from qinfer.cli.checks import permissions
-from qinfer.cli.checks.fleet import examine_models, examine_workers
+from qinfer.cli.checks.all import examine_models, examine_workers
 from qinfer.cli.checks.redis_server import Node, examine_node
 from qinfer.cli.checks.report import HIDDEN, Finding, Level, problem, without
 from qinfer.cli.checks.runtimes import Runtime, load_runtime

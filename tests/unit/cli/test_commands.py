@@ -149,7 +149,7 @@ def test_no_running_up_says_what_to_give(command: list[str], tmp_path: Path) -> 
     code, _, stderr = run(*command, "--data-dir", str(tmp_path))
 
     assert code == 2
-    assert "no `qinfer up` runs with the data directory" in stderr
+    assert "no `qinfer up` is running with the data directory" in stderr
 
 
 def test_redis_that_is_away_is_one_line(unused_tcp_port: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pydantic import SecretStr
 from typer.testing import CliRunner
 
-from qinfer.cli import dead_letters as letters
+from qinfer.cli import dead_letters
 from qinfer.cli.main import app
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings, variable_names
@@ -237,7 +237,7 @@ def test_replay_puts_back_the_named_ones(queue: Queue) -> None:
     """And leaves the others."""
     first, second, third = queue.bury(*[encode_request(request())] * 3)
 
-    assert run("replay", "digits", first, third, *queue.option) == (0, "2 put back\n", "")
+    assert run("replay", "digits", first, third, *queue.option) == (0, "2 replayed\n", "")
 
     assert queue.waiting() == 2
     assert queue.ids() == [second]
@@ -245,7 +245,7 @@ def test_replay_puts_back_the_named_ones(queue: Queue) -> None:
 
 def test_replay_all_puts_back_more_than_a_page(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once."""
-    monkeypatch.setattr(letters, "_PAGE", 2)
+    monkeypatch.setattr(dead_letters, "_PAGE", 2)
     queue.bury(*[encode_request(request())] * 5)
 
     assert run("replay", "digits", "--all", "--json", *queue.option) == (0, '{"replayed": 5}\n', "")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from qinfer.cli.health import judge
+from qinfer.cli.checks.health import judge
 from qinfer.cli.main import app
 from qinfer.models.state import State, VersionState, WorkerRecord
 from tests.support.servers.servers import free_port
@@ -19,7 +19,7 @@ def worker(state: State = State.READY, host: str = "here", *, draining: bool = F
 
 
 @pytest.mark.parametrize(
-    ("records", "ready", "strict", "is_well"),
+    ("records", "ready", "strict", "is_healthy"),
     [
         ([worker()], False, True, True),
         ([worker()], True, True, True),
@@ -35,10 +35,10 @@ def worker(state: State = State.READY, host: str = "here", *, draining: bool = F
     ],
 )
 def test_a_worker_is_judged_by_its_heartbeat(
-    records: list[WorkerRecord], *, ready: bool, strict: bool, is_well: bool
+    records: list[WorkerRecord], *, ready: bool, strict: bool, is_healthy: bool
 ) -> None:
     """Alive = one of this host beats; ready = it has its models, and does not drain."""
-    assert judge(records, "here", ready=ready, strict=strict).is_well is is_well
+    assert judge(records, "here", ready=ready, strict=strict).is_healthy is is_healthy
 
 
 @pytest.mark.parametrize("program", ["worker", "bulk", "beat", "bridge"])

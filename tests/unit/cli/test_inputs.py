@@ -76,15 +76,15 @@ def test_zeros_fill_variable_dimensions_with_one() -> None:
         (["image=zeros", "image=zeros"], "given twice"),
         (["image=nothing.npy"], r"nothing\.npy can't be read: No such file"),
         (["image=nothing.json"], r"nothing\.json can't be read: No such file"),
-        (["image=[1, 2"], "no JSON text"),
+        (["image=[1, 2"], "or JSON text"),
         (["image=[[1, 2], [3]]"], "can't be read as FP32"),
         (['image=["a"]'], "can't be read as FP32"),
-        (['ids=["a", 2]'], 'can\'t be read as INT64: "a" in place of a whole number'),
-        (["ids=[1.5, 2]"], "can't be read as INT64: 1.5 in place of a whole number"),
-        (["ids=[[1], [2, 3]]"], "can't be read as INT64: lists of different lengths in place of a whole number"),
+        (['ids=["a", 2]'], 'can\'t be read as INT64: "a" instead of an integer'),
+        (["ids=[1.5, 2]"], "can't be read as INT64: 1.5 instead of an integer"),
+        (["ids=[[1], [2, 3]]"], "can't be read as INT64: lists of different lengths instead of an integer"),
         (["ids=[18446744073709551615, 0]"], "can't be read as INT64: .*too large"),
         (["image=[1e39, 0, 0]"], r"can't be read as FP32: 1e\+39 does not fit"),
-        (["image=[null, 0, 0]"], "can't be read as FP32: its elements are no numbers"),
+        (["image=[null, 0, 0]"], "can't be read as FP32: its elements are not numbers"),
     ],
 )
 def test_bad_option_says_what_to_do(options: list[str], message: str) -> None:
@@ -97,9 +97,9 @@ def test_bad_option_says_what_to_do(options: list[str], message: str) -> None:
     ("value", "message"),
     [
         ('[["a"], ["b", "c"]]', "input 'text' can't be read as BYTES: lists of different lengths"),
-        ("[[null]]", "BYTES: null in place of a text"),
-        ("[[true]]", "BYTES: true in place of a text"),
-        ('[[{"a": 1}]]', "BYTES: {.a.: 1} in place of a text"),
+        ("[[null]]", "BYTES: null instead of a text"),
+        ("[[true]]", "BYTES: true instead of a text"),
+        ('[[{"a": 1}]]', "BYTES: {.a.: 1} instead of a text"),
     ],
 )
 def test_what_is_no_text_is_refused(value: str, message: str) -> None:
@@ -112,7 +112,7 @@ def test_pickled_array_is_refused(tmp_path: Path) -> None:
     """A .npy file of objects would run code when it is read."""
     np.save(tmp_path / "evil.npy", np.array([{}], dtype=object), allow_pickle=True)
 
-    with pytest.raises(InvalidRequest, match=r"no \.npy file"):
+    with pytest.raises(InvalidRequest, match=r"not a \.npy file"):
         read_inputs([f"image={tmp_path}/evil.npy"], [IMAGE], "m")
 
 
@@ -201,5 +201,5 @@ def test_an_empty_file_is_named(tmp_path: Path) -> None:
     """Of a download that failed, for instance."""
     (tmp_path / "empty.npy").touch()
 
-    with pytest.raises(InvalidRequest, match=r"/empty\.npy is no \.npy file"):
+    with pytest.raises(InvalidRequest, match=r"/empty\.npy is not a \.npy file"):
         read_inputs([f"image={tmp_path}/empty.npy"], [IMAGE], "m")

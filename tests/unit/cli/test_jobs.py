@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from qinfer.cli import client
-from qinfer.cli.jobs.submit import pairs, read_columns
+from qinfer.cli.jobs.jobs import pairs, read_columns
 from qinfer.cli.main import app
 from qinfer.client import Client
 from qinfer.client.job_flows import JobStatus
@@ -271,7 +271,7 @@ def test_a_job_is_shown(gateway: Talk) -> None:
         (["resume", "j1", "-w"], [job("planning"), job("completed")], "POST /v1/jobs/j1/resume", "job j1: completed"),
         (["resume", "j1", "--error-threshold", "-1"], [job("planning")], "POST /v1/jobs/j1/resume", "job j1: planning"),
         (["wait", "j1"], [job("completed")], "GET /v1/jobs/j1", "job j1: completed"),
-        (["delete", "j1"], [httpx.Response(204)], "DELETE /v1/jobs/j1", "job j1 deleted; its output stays"),
+        (["delete", "j1"], [httpx.Response(204)], "DELETE /v1/jobs/j1", "job j1 deleted; its output is kept"),
         (
             ["logs", "j1"],
             [reply(200, log=[{"at": "2026-01-31T12:00:00.000Z", "text": "planned"}])],

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from qinfer.cli.complete import model_names
+from qinfer.cli.console import model_names
 from qinfer.cli.main import app
 
 RUNS_ON = {"up", "bridge"}

@@ -109,7 +109,7 @@ def test_rows_that_failed_are_left_out_and_counted(tmp_path: Path, mapping: Path
 
     assert code == 0
     assert [task["data"]["id"] for task in lines(out)] == ["r0", "r3", "r4"]
-    assert "3 rows written left out: 1 rows that the job has errors for, and 1 that the mapping does not fit" in err
+    assert "3 rows written omitted: 1 rows with errors of the job, and 1 that do not fit the mapping" in err
     assert "the first is row 2: invalid_request: column 'text' is null" in err
 
 
@@ -122,11 +122,11 @@ def test_no_row_fits(tmp_path: Path, mapping: Path, monkeypatch: pytest.MonkeyPa
     out.write_text("of a better mapping")
     code, _, err = run(folder, "--mapping", mapping, "--out", out)
     assert code == 1
-    assert "no row could be written; left out: 0 rows that the job has errors for, and 5 that the mapping does" in err
+    assert "no row could be written; omitted: 0 rows with errors of the job, and 5 that do not fit" in err
     assert out.read_text() == "of a better mapping"
     out.unlink()
 
-    monkeypatch.setattr(annotations, "_HOPELESS", 3)
+    monkeypatch.setattr(annotations, "_MAX_UNFIT", 3)
     code, _, err = run(folder, "--mapping", mapping, "--out", out)
     assert code == 1
     assert "the first 3 rows do not fit the mapping; row 1: output 'PROBS' has the score 3" in err
@@ -215,7 +215,7 @@ def test_fields_that_are_chosen(tmp_path: Path, mapping: Path) -> None:
     code, out, err = run(folder, "-m", mapping, "--field", "body=text", "-f", "argilla", "--limit", 1)
 
     assert code == 0
-    assert "the tasks have no field 'text', which the mapping names: add --field text, or say --field text=COL" in err
+    assert "the tasks have no field 'text', which the mapping names: add --field text, or give --field text=COL" in err
     (record,) = lines(out)
     assert (record["id"], record["fields"], record["metadata"]) == ("r0", {"body": "text 0"}, {})
 
@@ -305,7 +305,7 @@ def _label_config(folder: Path, mapping: Path) -> list[object]:
         (lambda *_: ["--out", "."], 2, "--out '.' is a folder; name a file"),
         (lambda *_: ["--out", ""], 2, "is a folder"),
         (lambda *_: ["--out", "new/"], 2, "is a folder"),
-        (lambda *_: ["--out", "s3://bucket/tasks.json"], 2, "is no file of this machine"),
+        (lambda *_: ["--out", "s3://bucket/tasks.json"], 2, "is not a file of this machine"),
         (lambda *_: ["--out", "/nowhere/at/all"], 1, "/nowhere/at/all can't be written: No such file"),
         (lambda *_: ["--label-config", "/nowhere"], 2, "--label-config /nowhere can't be read"),
         (_label_config, 2, "control 'mood' has no label 'pos'; it has 'neg', 'positive'"),

@@ -1,13 +1,12 @@
-"""`qinfer doctor`: what is wrong here, and what to do."""
+"""`qinfer doctor`: checks of the installation, with remedies."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from qinfer.cli.console import JsonOption, print_json
+from qinfer.cli.console import DataDirOption, JsonOption, RedisOption, print_json
 from qinfer.cli.models import RepositoryOption
-from qinfer.cli.status import DataDirOption, RedisOption
 
 EXAMPLE = "Example: qinfer doctor   or   qinfer doctor --redis redis://queue:6379/0 --model-repository ./models"
 
@@ -33,7 +32,7 @@ def doctor(
     from qinfer.cli.checks.all import examine
     from qinfer.cli.checks.report import Level, as_builtins, print_findings
 
-    with Console(stderr=True).status("looking…"):
+    with Console(stderr=True).status("checking…"):
         findings = examine(redis, data_dir, model_repository or (), runtimes=runtimes)
     if as_json:
         print_json(as_builtins(findings))

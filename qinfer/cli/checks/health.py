@@ -1,6 +1,6 @@
-"""What `qinfer healthcheck` finds out. Light on purpose: it runs every few seconds in each container.
+"""The checks of `qinfer healthcheck`, with few imports, as they run every few seconds in each container.
 
-Liveness never depends on Redis: a restart does not bring it back, and workers outlive its absence.
+Liveness never depends on Redis: a restart of the program does not bring Redis back, and workers outlive its absence.
 """
 
 import asyncio
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _FORBIDDEN = (401, 403)
-_CALLED = {"bulk": "bulk worker"}
+_NAMES = {"bulk": "bulk worker"}
 
 
 class Health(NamedTuple):
-    """Whether a program is well, and what was seen."""
+    """The result of a check: healthy or not, and the reason."""
 
-    is_well: bool
+    is_healthy: bool
     text: str
 
 
 class RedisPlace(NamedTuple):
-    """Where Redis is, as the options say it: a URL, or the data directory of a running `up`."""
+    """The options that locate Redis: a URL, or the data directory of a running `qinfer up`."""
 
     url: str
     data_dir: Path
 
 
 def gateway_health(url: str, *, ready: bool, timeout_s: float) -> Health:
-    """Asks a gateway over HTTP.
+    """Checks a gateway over HTTP.
 
     Args:
-        url: The gateway; empty = that of this machine, at the port of the settings.
-        ready: Whether it should get requests, or only whether it lives.
-        timeout_s: How long it has to answer.
+        url: The gateway's URL; empty = that of this machine, at the port of the settings.
+        ready: Check readiness instead of liveness.
+        timeout_s: How long to wait for the answer.
     """
     try:
         settings = load_settings().http
@@ -60,17 +60,17 @@ def gateway_health(url: str, *, ready: bool, timeout_s: float) -> Health:
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Health(False, f"no gateway answers at {place}: {_reason(error)}")
     if status in _FORBIDDEN and not ready:
-        return Health(True, f"it answers at {place}, and tells its health only to who may ask ({status})")
+        return Health(True, f"it answers at {place}, and requires authentication for its health ({status})")
     return Health(status == http.client.OK, f"{place}{path} answers {status}")
 
 
 def worker_health(place: RedisPlace, *, ready: bool, timeout_s: float) -> Health:
-    """Looks for the heartbeat of a worker of this host.
+    """Checks that a worker on this host sends heartbeats.
 
     Args:
-        place: Where Redis is.
-        ready: Whether it has its models as well.
-        timeout_s: How long Redis has to answer.
+        place: The Redis.
+        ready: Check that the models are loaded, too.
+        timeout_s: How long to wait for Redis.
     """
     try:
         strict = load_settings().repository.strict_readiness
@@ -81,13 +81,13 @@ def worker_health(place: RedisPlace, *, ready: bool, timeout_s: float) -> Health
 
 
 def process_health(program: str, place: RedisPlace, *, ready: bool, timeout_s: float) -> Health:
-    """Looks for a live process of this host.
+    """Checks that a program on this host reports its liveness.
 
     Args:
-        program: What it is: `BULK`, `BEAT` or `BRIDGE`.
-        place: Where Redis is.
-        ready: Whether Redis is there as well.
-        timeout_s: How long Redis has to answer.
+        program: `BULK`, `BEAT` or `BRIDGE`.
+        place: The Redis.
+        ready: Check that Redis is reachable, too.
+        timeout_s: How long to wait for Redis.
     """
     try:
         names = _asked(place, lambda store: store.live_processes(program), timeout_s)
@@ -95,25 +95,26 @@ def process_health(program: str, place: RedisPlace, *, ready: bool, timeout_s: f
         return _unasked(error, ready=ready)
     host = socket.gethostname()
     if here := [name for name in names if name.partition("@")[2] == host]:
-        return Health(True, f"{', '.join(here)} lives")
-    called = _CALLED.get(program, program)
-    return Health(False, f"no {called} of host {host} gives a sign of life; {len(names)} of other hosts do")
+        return Health(True, f"{', '.join(here)} is alive")
+    return Health(
+        False, f"no {_NAMES.get(program, program)} on host {host} reports its liveness; {len(names)} on other hosts do"
+    )
 
 
 def judge(workers: Sequence[WorkerRecord], host: str, *, ready: bool, strict: bool) -> Health:
-    """Tells from the heartbeats whether a worker of a host is well; pure.
+    """Judges from the heartbeats whether a worker on a host is healthy; pure.
 
     Args:
         workers: All live workers.
-        host: Whose are meant.
-        ready: Whether it has its models as well.
-        strict: A model that it could not load makes it not ready, as it does the server.
+        host: The host.
+        ready: Check that the models are loaded, too.
+        strict: A model that failed to load makes a worker not ready, as with the whole server.
     """
     here = [worker for worker in workers if worker.host == host]
     if not here:
-        return Health(False, f"no worker of host {host} has a heartbeat; {len(workers)} of other hosts have")
+        return Health(False, f"no worker on host {host} sends heartbeats; {len(workers)} on other hosts do")
     if not ready:
-        return Health(True, f"{', '.join(worker.id for worker in here)} lives")
+        return Health(True, f"{', '.join(worker.id for worker in here)} is alive")
     lacking = {worker.id: _lacks(worker, strict=strict) for worker in here}
     if well := [name for name, problem in lacking.items() if not problem]:
         return Health(True, f"{', '.join(well)} is ready")
@@ -121,9 +122,9 @@ def judge(workers: Sequence[WorkerRecord], host: str, *, ready: bool, strict: bo
 
 
 def _lacks(worker: WorkerRecord, *, strict: bool) -> str:
-    """Says why a worker is not ready; empty = it is."""
+    """Returns the reason why a worker is not ready; empty = it is."""
     if worker.draining:
-        return "it drains"
+        return "it is draining"
     unready = {State.LOADING, State.UNAVAILABLE} if strict else {State.LOADING}
     waiting = [
         f"{model}:{version} is {state.state}"
@@ -136,7 +137,7 @@ def _lacks(worker: WorkerRecord, *, strict: bool) -> str:
 
 def _unasked(error: QinferError, *, ready: bool) -> Health:
     if isinstance(error, BrokerUnavailable):
-        return Health(not ready, "Redis can't be reached, so that nothing is known")
+        return Health(not ready, "Redis can't be reached, so the state is unknown")
     return Health(False, error.message)
 
 
@@ -163,7 +164,8 @@ def _asked(place: RedisPlace, question: "Callable[[ControlStore], Awaitable[T]]"
 def _status(scheme: str, host: str, port: int | None, path: str, timeout_s: float, *, verify: bool) -> int:
     if scheme == "https":
         context = ssl.create_default_context()
-        if not verify:  # it is on this machine, and its certificate is for the name that others call it by
+        # The gateway is on this machine, and its certificate has the name by which others reach it.
+        if not verify:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
             host, port, timeout=timeout_s, context=context
