@@ -1,7 +1,7 @@
 """For tests of code that uses qinfer, and qinfer's own: a Redis whose time they move, and fakes of what is theirs.
 
 with EmbeddedServer() as server:
-    delivery = await Delivery.connect(RedisSettings(url=server.database()), clock=server.clock)
+    queue = await Queue.connect(RedisSettings(url=server.database()), clock=server.clock)
     server.advance(10)     # leases end when a test says so
 """
 

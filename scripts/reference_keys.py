@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from qinfer.jobs.tasks import QUEUE
 from qinfer.queue import keys
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 
 HEAD = """
 # Redis keys

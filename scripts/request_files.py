@@ -47,7 +47,7 @@ READY_WITHIN_S, STOP_WITHIN_S, IDLE_S = 60.0, 20.0, 6.0
 STORED_WITHIN_S, SETTLED_WITHIN_S = 1.0, 0.5
 WAITING = {
     "QinferHttpProtocol.data_received",
-    "Delivery.listen",
+    "Queue.listen",
     "Connection.data_received",
     "Connection._flush",
     "Worker._fetch_loop",

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from qinfer.models.store import ControlStore
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import EmbeddedServer
 from tests.support.servers.servers import Database, embedded_server
 
@@ -65,7 +65,7 @@ async def database(request: pytest.FixtureRequest) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-async def delivery(database: Database) -> Delivery:
+async def delivery(database: Database) -> Queue:
     """A queue on the test's database."""
     return await database.delivery()
 

@@ -27,9 +27,9 @@ from qinfer.models.sync import start
 from qinfer.models.work import read_work
 from qinfer.observe.metrics import GatewayTally
 from qinfer.observe.tracing import GATEWAY, open_tracer
-from qinfer.queue.base import reply_address
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import reply_address
+from qinfer.queue.lanes import Queue
 from qinfer_api.auth import Restrictions, load_auth
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
@@ -105,7 +105,7 @@ async def build(settings: Settings) -> "Gateway":
             from qinfer_api.rpc.server import open_port
 
             rpc_port = open_port(settings)  # a server that was never started gives its port back when it is collected
-        delivery = await Delivery.connect(settings.redis, settings.limits)
+        delivery = await Queue.connect(settings.redis, settings.limits)
         opened.push_async_callback(delivery.close)
         store = ControlStore(admin_client(settings.redis))
         opened.push_async_callback(store.close)
@@ -166,7 +166,7 @@ class Gateway:
     def __init__(
         self,
         settings: Settings,
-        delivery: Delivery,
+        delivery: Queue,
         store: ControlStore,
         listener: socket.socket,
         source: ModelSource | None = None,
@@ -388,7 +388,7 @@ class RepositoryWatch:
     """
 
     def __init__(
-        self, source: Source, store: ControlStore, delivery: Delivery, every_s: float, min_workers: int = 1
+        self, source: Source, store: ControlStore, delivery: Queue, every_s: float, min_workers: int = 1
     ) -> None:
         self._source = source
         self._store = store

@@ -26,7 +26,7 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.routes import Route
 from qinfer.observe.metrics import GatewayTally
 from qinfer.observe.tracing import Attributes
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
 from qinfer.submission.submit import Submission, check
 from qinfer_api.auth import Auth, Context
@@ -53,7 +53,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        delivery: Delivery,
+        delivery: Queue,
         catalog: Catalog,
         tally: GatewayTally,
         limits: LimitSettings,

@@ -36,7 +36,7 @@ from qinfer.core.messages import Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import StatsTally
-from qinfer.queue.base import DELAYED
+from qinfer.queue.entries import DELAYED
 
 
 class Bisection(deque[list[Pending]]):

@@ -34,7 +34,7 @@ from qinfer.errors import (
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.logs import Fence
 from qinfer.observe.stats import StatsTally
-from qinfer.queue.base import Lease
+from qinfer.queue.entries import Lease
 from qinfer.tensors import Tensor, datatype, to_numpy
 
 logger = logging.getLogger(__name__)

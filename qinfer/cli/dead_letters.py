@@ -15,7 +15,7 @@ from qinfer.core.messages import InferRequest, Scalar
 from qinfer.core.settings import RedisSettings, load_settings
 from qinfer.errors import CorruptEntry, InvalidRequest, RequestError
 from qinfer.queue.dead_letters import DeadLetter, DeadLetters, place_after
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.tensors import Tensor, to_numpy
 from qinfer.wire.frame import decode_request
 
@@ -172,7 +172,7 @@ def _run(
     limits = load_settings().limits if needs_payloads else None
 
     async def run() -> T:
-        delivery = await Delivery.connect(settings, limits)
+        delivery = await Queue.connect(settings, limits)
         try:
             return await operation(delivery.dead_letters)
         finally:

@@ -22,7 +22,7 @@ from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.models.work import VersionWork, read_work
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 
 
 class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +202,7 @@ def run_start(settings: RedisSettings, repository: RepositorySettings) -> list[S
     return asyncio.run(_sync(settings, repository, partial(start, settings=repository, again=True)))
 
 
-async def read_overview(store: ControlStore, delivery: Delivery, max_up_s: float = math.inf) -> Overview:
+async def read_overview(store: ControlStore, delivery: Queue, max_up_s: float = math.inf) -> Overview:
     """Reads an overview from open connections."""
     now_s = delivery.clock.now_s()
     # Workers are read first, so that they are not ahead of the rest.
@@ -239,7 +239,7 @@ def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator
         )
 
 
-async def _lane_rows(work: Sequence[VersionWork], delivery: Delivery) -> tuple[LaneRow, ...]:
+async def _lane_rows(work: Sequence[VersionWork], delivery: Queue) -> tuple[LaneRow, ...]:
     lanes = [lane for version in work for lane in version.lanes]
     in_flight = await delivery.in_flight([lane.lane for lane in lanes])
     return tuple(
@@ -271,9 +271,9 @@ def _work_row(work: VersionWork) -> WorkRow:
 
 
 @asynccontextmanager
-async def connected(settings: RedisSettings) -> AsyncIterator[tuple[ControlStore, Delivery]]:
+async def connected(settings: RedisSettings) -> AsyncIterator[tuple[ControlStore, Queue]]:
     """Connects to the control store and the queue until the block ends."""
-    delivery = await Delivery.connect(settings)
+    delivery = await Queue.connect(settings)
     store = ControlStore(admin_client(settings))
     try:
         yield store, delivery
@@ -290,7 +290,7 @@ async def _overview(settings: RedisSettings, max_up_s: float) -> Overview:
 async def _sync(
     settings: RedisSettings,
     repository: RepositorySettings,
-    way: Callable[[Repository, ControlStore, Delivery], Awaitable[list[SyncedModel]]],
+    way: Callable[[Repository, ControlStore, Queue], Awaitable[list[SyncedModel]]],
 ) -> list[SyncedModel]:
     source = open_repositories(repository)
     async with connected(settings) as (store, delivery):

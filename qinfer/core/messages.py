@@ -108,7 +108,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
         index: 0, 1, … within the attempt.
         final: True on the last response of the request.
         timing: Set by the worker when it executed the request.
-        stored: True when the outputs are stored beside the reply stream (`Delivery.take_result`) and not in the blob.
+        stored: True when the outputs are stored beside the reply stream (`Queue.take_result`) and not in the blob.
         parameters: What the model returns besides its outputs (reference §1.6).
     """
 

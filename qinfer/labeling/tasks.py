@@ -23,7 +23,7 @@ import msgspec
 
 from qinfer.queue import keys, scripts
 from qinfer.queue.deliveries import Kind
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.queue.scripts import Call
 
 MAX_BOARD_PAGE = 1000
@@ -107,7 +107,7 @@ class LabelTasks:
         queue: The connected queue, of which the requests are entries.
     """
 
-    def __init__(self, queue: Delivery) -> None:
+    def __init__(self, queue: Queue) -> None:
         self._router = queue.router
         self._durability = queue.durability
         self._deliveries = queue.deliveries

@@ -20,7 +20,7 @@ from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from qinfer.models.repository.base import Repository, RepositoryModel, is_model_
 from qinfer.models.state import Desired, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import has_same_content, write_model
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 
 UNLOADED = "unloaded"
 
@@ -133,7 +133,7 @@ class ModelControl:
         self,
         source: ModelSource | None,
         store: ControlStore,
-        delivery: Delivery,
+        delivery: Queue,
         settings: RepositorySettings,
         refresh: Callable[[], Awaitable[None]],
     ) -> None:

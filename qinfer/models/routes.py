@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
-from qinfer.queue.base import DELAYED, Lane
+from qinfer.queue.entries import DELAYED, Lane
 
 MAX_LANES = 8
 """Lanes per version: more levels share them by range; the exact level is in the frame."""

@@ -19,7 +19,7 @@ from qinfer.models.repository.base import Repository, RepositoryModel
 from qinfer.models.state import Desired, State, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import write_model
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def sync(
-    repository: Source, store: ControlStore, delivery: Delivery, *, min_workers: int = 1, may_empty: bool = True
+    repository: Source, store: ControlStore, delivery: Queue, *, min_workers: int = 1, may_empty: bool = True
 ) -> list[SyncedModel]:
     """Writes what the repository holds as the desired state, and wakes everyone if anything changed.
 
@@ -101,7 +101,7 @@ async def sync(
 async def start(
     repository: Repository,
     store: ControlStore,
-    delivery: Delivery,
+    delivery: Queue,
     settings: RepositorySettings,
     *,
     again: bool = False,
@@ -134,7 +134,7 @@ async def start(
 
 
 async def _sync_at_start(
-    repository: Source, store: ControlStore, delivery: Delivery, settings: RepositorySettings, *, again: bool
+    repository: Source, store: ControlStore, delivery: Queue, settings: RepositorySettings, *, again: bool
 ) -> list[SyncedModel]:
     """Syncs; a gateway that joins others and finds no model leaves what they serve, until a poll says so again."""
     may_empty = again or settings.control_mode == "poll"
@@ -169,7 +169,7 @@ async def _sync_model(
     wish: Desired | None,
     workers: Iterable[WorkerRecord],
     store: ControlStore,
-    delivery: Delivery,
+    delivery: Queue,
     min_workers: int,
 ) -> SyncedModel:
     if model.error and wish is not None and wish.load and _is_served(model.name, workers):

@@ -23,8 +23,8 @@ from qinfer.models.routes import NAMES, lanes_of
 from qinfer.models.state import Desired, Speed, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
-from qinfer.queue.base import BULK_LANES, Lane, LaneSize, bulk_lanes
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import BULK_LANES, Lane, LaneSize, bulk_lanes
+from qinfer.queue.lanes import Queue
 
 ASSUMED_ROW_S = 0.1
 """The time of a row where nothing was ever executed: the first worker that executes some replaces it."""
@@ -114,7 +114,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 async def read_work(
     store: ControlStore,
-    delivery: Delivery,
+    delivery: Queue,
     open_rows: Callable[[], Awaitable[Sequence[OpenRows]]],
     *,
     model: str = "",

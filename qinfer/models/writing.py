@@ -17,8 +17,8 @@ from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.routes import lanes_of
 from qinfer.models.state import Desired, StoredModel
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import bulk_lanes
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import bulk_lanes
+from qinfer.queue.lanes import Queue
 
 _ANY_LIMITS = LimitSettings()  # nothing that depends on them is read here
 _ATTEMPTS = 10
@@ -35,7 +35,7 @@ async def write_model(
     model: RepositoryModel,
     wish: Desired | None,
     store: ControlStore,
-    delivery: Delivery,
+    delivery: Queue,
     *,
     anew: bool = False,
     min_workers: int = 1,
@@ -63,7 +63,7 @@ async def write_model(
     return written
 
 
-async def ensure_lanes(stored: StoredModel, delivery: Delivery) -> None:
+async def ensure_lanes(stored: StoredModel, delivery: Queue) -> None:
     """Makes the lanes of a model's versions, those of bulk jobs too, unless its configuration is not known yet.
 
     Raises:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from redis.crc import key_slot
 
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 
 GROUP = b"workers"
 """The consumer group of every lane."""

@@ -18,8 +18,8 @@ from typing import Any
 from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import Entry, Lane, Lease, reply_address
 from qinfer.queue.connection import Refused, pack
+from qinfer.queue.entries import Entry, Lane, Lease, reply_address
 from qinfer.queue.router import BlockingLink, Router
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ RELEASED_EVERY_S = 0.1
 
 
 class LaneReader:
-    """The fetching half of `Delivery`, one for each (model, version, partition), and one for its bulk lanes.
+    """The fetching half of `Queue`, one for each (model, version, partition), and one for its bulk lanes.
 
     Args:
         router: The way to Redis.
@@ -65,7 +65,7 @@ class LaneReader:
         self._is_busy = False
 
     async def fetch(self, lanes: Sequence[Lane], consumer: str, count: int, wait_s: float) -> list[Lease]:
-        """See `Delivery.fetch`."""
+        """See `Queue.fetch`."""
         try:
             return await self._fetch(lanes, consumer, count, wait_s)
         except Refused as error:
@@ -211,7 +211,7 @@ _TRIM_EVERY_S = 0.1
 
 
 class ReplyReader:
-    """The loop behind `Delivery.listen`.
+    """The loop behind `Queue.listen`.
 
     Args:
         router: The way to Redis.
@@ -235,7 +235,7 @@ class ReplyReader:
         self._outage = OutageLog(logger, "reply stream interrupted", "reply stream is read again")
 
     async def run(self, ready: Callable[[], None] | None) -> None:
-        """Reads until cancelled; see `Delivery.listen`."""
+        """Reads until cancelled; see `Queue.listen`."""
         while True:
             try:
                 await self._keep_alive()

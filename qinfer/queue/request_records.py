@@ -5,7 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from qinfer.errors import InvalidRequest
-from qinfer.queue.base import Entry, Lane
+from qinfer.queue.entries import Entry, Lane
 from qinfer.tensors import Bytes
 
 MARGIN_S = 86400.0

@@ -30,10 +30,10 @@ import msgspec
 from qinfer.core.messages import Response
 from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest, QinferError, QueueFull
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import DELAYED, FULL, Lane
 from qinfer.queue.connection import Argument, Refused, pack, packable
 from qinfer.queue.deliveries import WEBHOOKS, Kind
 from qinfer.queue.durability import Durability
+from qinfer.queue.entries import DELAYED, FULL, Lane
 from qinfer.queue.request_records import (
     MARGIN_S,
     MAX_WATCHERS,

@@ -30,8 +30,8 @@ from qinfer.errors import (
     InferenceFailed,
     QinferError,
 )
-from qinfer.queue.base import Entry, Lane
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane
+from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import decode_responses
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class PendingRequests:
 
     def __init__(
         self,
-        delivery: Delivery,
+        delivery: Queue,
         clock: Clock,
         call_later: Callable[[float, Callable[[], None]], Timer],
         answered: Callable[[Pending, Response], None],

@@ -30,8 +30,8 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Route
 from qinfer.models.spec import QueuePolicy
 from qinfer.models.validate import validate
-from qinfer.queue.base import FULL, Lane, Payload, reply_address
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import FULL, Lane, Payload, reply_address
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Address
 from qinfer.submission.pending import Counter, Load, Pending, PendingRequests, Sink
 from qinfer.tensors import Bytes, Tensor
@@ -67,7 +67,7 @@ class Submission:
 
     def __init__(
         self,
-        delivery: Delivery,
+        delivery: Queue,
         catalog: Catalog,
         limits: LimitSettings,
         owner: str,
@@ -375,7 +375,7 @@ class Backlog:
         catalog: Tells the lanes of a version, and how fast they are worked off.
     """
 
-    def __init__(self, delivery: Delivery, catalog: Catalog) -> None:
+    def __init__(self, delivery: Queue, catalog: Catalog) -> None:
         self._delivery = delivery
         self._catalog = catalog
         self._loads: dict[Lane, tuple[Load, _Group]] = {}

@@ -42,7 +42,7 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PayloadApart(DeliveryError):
-    """The frame is whole, and its tensors are elsewhere: read them with `Delivery.payload`, and decode with both.
+    """The frame is whole, and its tensors are elsewhere: read them with `Queue.payload`, and decode with both.
 
     Attributes:
         request: All of the request but its inputs, which are empty.

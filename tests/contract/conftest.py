@@ -12,7 +12,7 @@ import redis
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from tests.support.servers import servers
 from tests.support.servers.servers import RedisCluster, RedisServer, redis_6_2, system_redis
 
@@ -37,13 +37,13 @@ class RedisQueue:
         if store is not None:  # payloads and results of more than a byte are objects there
             self.limits = LimitSettings(payload_url=store.as_uri(), payload_url_min_bytes=1)
         self.settings = RedisSettings.model_validate({"url": nodes[0].url, "cluster": cluster})
-        self._open: list[Delivery] = []
+        self._open: list[Queue] = []
         self._admin: list[redis.Redis] = [server.client() for server in nodes]
         for client in self._admin:
             client.flushall()
 
-    async def connect(self, **changes: Any) -> Delivery:
-        delivery = await Delivery.connect(self.settings.model_copy(update=changes), self.limits)
+    async def connect(self, **changes: Any) -> Queue:
+        delivery = await Queue.connect(self.settings.model_copy(update=changes), self.limits)
         self._open.append(delivery)
         return delivery
 

@@ -8,7 +8,7 @@ import pytest_asyncio
 import uvloop
 
 from qinfer.models.store import ControlStore
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from tests.support.rpc import Rpc, rpc
 from tests.support.servers.servers import RedisServer, system_redis
 from tests.support.stage import Stage, stage
@@ -30,7 +30,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 @pytest.fixture
-async def scene(delivery: Delivery, store: ControlStore) -> AsyncIterator[Stage]:
+async def scene(delivery: Queue, store: ControlStore) -> AsyncIterator[Stage]:
     async with stage(delivery, store) as one:
         yield one
 

@@ -19,7 +19,7 @@ from qinfer.batching.policy import NEVER_S, Rules
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
 from qinfer.models.spec import BatchingSpec, QueuePolicy
-from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.testing import FakeClock, stub_spec
 from tests.support.batching import Bench, Done, StillLoop, ends_at_once

@@ -15,7 +15,7 @@ from qinfer.batching.policy import LatencyModel
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response
 from qinfer.models.spec import BatchingSpec, Device
-from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.tensors import from_numpy
 from qinfer.testing import FakeClock, stub_spec
 

@@ -24,8 +24,8 @@ from qinfer.models.config.config import normalise, parse, to_json, to_spec
 from qinfer.models.routes import lanes_of
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import Lane, Lease
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane, Lease
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Address, Outcome, RequestState, Settlement
 from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
 from qinfer_api.app import Gateway, bind
@@ -78,7 +78,7 @@ class Running:
     """A gateway that serves, and what is behind it."""
 
     gateway: Gateway
-    delivery: Delivery
+    delivery: Queue
     store: ControlStore
     requests: list[InferRequest]
     serving: "asyncio.Task[None] | None" = None
@@ -121,7 +121,7 @@ def settings_of(
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(settings: Settings | None = None, delivery: Delivery | None = None) -> AsyncIterator[Running]:
+async def running_gateway(settings: Settings | None = None, delivery: Queue | None = None) -> AsyncIterator[Running]:
     """Runs a gateway and its echo worker until the block ends, then drains it.
 
     Its queue is in a database of its own unless it is given.
@@ -146,7 +146,7 @@ async def running_gateway(settings: Settings | None = None, delivery: Delivery |
                     worker.cancel()
 
 
-async def declare_models(store: ControlStore, delivery: Delivery) -> None:
+async def declare_models(store: ControlStore, delivery: Queue) -> None:
     """Writes the models and their lanes, and the heartbeat of a worker that has most of them."""
     await asyncio.gather(*(_declare(store, delivery, name) for name in MODELS))
     ready = {
@@ -157,7 +157,7 @@ async def declare_models(store: ControlStore, delivery: Delivery) -> None:
     await store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=ready), ttl_s=3600)
 
 
-async def _declare(store: ControlStore, delivery: Delivery, name: str) -> None:
+async def _declare(store: ControlStore, delivery: Queue, name: str) -> None:
     tensors, versions = MODELS[name]
     rows = 0 if name in UNBATCHED else 8
     config = normalise(parse(f'name: "{name}" backend: "stub" max_batch_size: {rows} {tensors}'), name)

@@ -6,12 +6,12 @@ import redis
 from redis.exceptions import ResponseError
 
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import Lease
 from qinfer.queue.clients import blocking_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lease
+from qinfer.queue.lanes import Queue
 
 
-def renew(queue: Delivery, leases: Sequence[Lease]) -> list[Lease]:
+def renew(queue: Queue, leases: Sequence[Lease]) -> list[Lease]:
     """Renews leases; returns those that are lost: finished by another, or owned by another."""
     client = blocking_client(queue.router._settings)
     try:

@@ -3,9 +3,9 @@
 import msgspec
 
 from qinfer.core.messages import InferRequest
-from qinfer.queue.base import Entry, Lane, Lease
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Acceptance, Accepted, Address, Outcome, RequestState, Settlement
 from qinfer.wire.frame import encode_request
 
@@ -29,7 +29,7 @@ def acceptance(request_id: str = "r1", model: str = "digits", **changes: object)
     return msgspec.structs.replace(plain, **changes)
 
 
-async def accept(delivery: Delivery, request_id: str = "r1", model: str = "digits", **changes: object) -> Accepted:
+async def accept(delivery: Queue, request_id: str = "r1", model: str = "digits", **changes: object) -> Accepted:
     return await delivery.requests.accept(acceptance(request_id, model, **changes))
 
 
@@ -52,14 +52,14 @@ def ended(
     return Settlement(address=address(request_id, model), outcome=outcome(state, **changes), entry=entry)
 
 
-async def settle(delivery: Delivery, *settlements: Settlement) -> list[bool]:
+async def settle(delivery: Queue, *settlements: Settlement) -> list[bool]:
     return await delivery.requests.settle(settlements)
 
 
-async def webhooks(delivery: Delivery, model: str = "digits") -> list[DeliveryItem]:
+async def webhooks(delivery: Queue, model: str = "digits") -> list[DeliveryItem]:
     return await delivery.deliveries.take(model, 0, HOOKS, 10)
 
 
-async def fetch(delivery: Delivery, consumer: str = "a", lane: Lane = LANE) -> list[Lease]:
+async def fetch(delivery: Queue, consumer: str = "a", lane: Lane = LANE) -> list[Lease]:
     await delivery.ensure([lane])
     return await delivery.fetch([lane], consumer, 100, 0.0)

@@ -19,8 +19,8 @@ from qinfer.models.config import config
 from qinfer.models.routes import lane_name, lanes_of
 from qinfer.models.state import Desired, State, StoredModel
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import Entry, Lane, Payload, reply_address
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane, Payload, reply_address
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Acceptance, Address, RequestRecord
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
@@ -80,7 +80,7 @@ class NoRenewals:
 class Stage:
     """Workers around one delivery and one control store."""
 
-    def __init__(self, delivery: Delivery, store: ControlStore, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, delivery: Queue, store: ControlStore, tasks: asyncio.TaskGroup) -> None:
         self.delivery, self.store = delivery, store
         self.backends: dict[str, list[StubBackend]] = {}
         self._gates: list[tuple[StubBackend, threading.Event]] = []
@@ -324,7 +324,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(delivery: Delivery, store: ControlStore) -> AsyncIterator[Stage]:
+async def stage(delivery: Queue, store: ControlStore) -> AsyncIterator[Stage]:
     """Sets the stage, and clears it."""
     async with asyncio.TaskGroup() as tasks:
         scene = Stage(delivery, store, tasks)

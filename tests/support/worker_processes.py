@@ -18,9 +18,9 @@ from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import State
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
-from qinfer.queue.base import Lane, reply_address
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane, reply_address
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Acceptance, Address, RequestRecord
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually
@@ -55,7 +55,7 @@ class Workshop:
         self.processes: list[Process] = []
 
     async def open(self) -> None:
-        self.delivery = await Delivery.connect(self._settings, self._limits)
+        self.delivery = await Queue.connect(self._settings, self._limits)
         self.store = ControlStore(admin_client(self._settings))
         for model in await sync(self._repository, self.store, self.delivery):
             assert not model.error, model.error

@@ -18,7 +18,7 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import CANCELLING, ENDED, FINALIZING, RUNNING, TOP_UP_COUNT, JobRecord, Standing
 from qinfer.models.catalog import Catalog
 from qinfer.queue.deliveries import JOBS, DeliveryItem
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class JobJanitor:
         finalise: Sends Celery the task that finishes a job; it blocks, and may be called twice.
     """
 
-    def __init__(self, delivery: Delivery, catalog: Catalog, finalise: Callable[[str], None]) -> None:
+    def __init__(self, delivery: Queue, catalog: Catalog, finalise: Callable[[str], None]) -> None:
         self._jobs = Jobs(delivery)
         self._deliveries = delivery.deliveries
         self._catalog = catalog

@@ -23,7 +23,7 @@ from qinfer.labeling.label_config import parse_label_config
 from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
 from qinfer.observe.stats import LabelFailure
 from qinfer.queue.deliveries import outbox
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Ending, RequestState
 from qinfer.wire.frame import decode_responses
 from qinfer_api.labeling.intake import OUTBOX, Intake, Notes
@@ -73,7 +73,7 @@ class Pusher:
     def __init__(
         self,
         settings: Settings,
-        delivery: Delivery,
+        delivery: Queue,
         intake: Intake,
         book: MappingBook,
         studio: LabelStudio,

@@ -13,7 +13,7 @@ from qinfer.labeling.mapping import model_version
 from qinfer.labeling.tasks import Board, LabelTasks
 from qinfer.models.catalog import Catalog, Served
 from qinfer.observe.stats import ModelCounts
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer_api.auth import Auth, Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling.files import Files, targets_of
@@ -272,7 +272,7 @@ class LabelingParts:
     def __init__(
         self,
         settings: Settings,
-        delivery: Delivery,
+        delivery: Queue,
         dispatcher: Dispatcher,
         requests: AsyncRequests,
         counts: ModelCounts,

@@ -29,9 +29,9 @@ from qinfer.observe.latencies import SlidingWindow
 from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render, scopes_of
 from qinfer.observe.stats import LABELING, add
 from qinfer.observe.triton_metrics import Wanted
-from qinfer.queue.base import BULK_LANES
 from qinfer.queue.dead_letters import DeadLetters
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import BULK_LANES
+from qinfer.queue.lanes import Queue
 from qinfer_api.observe.statistics import Statistics
 from qinfer_api.observe.trace_file import TraceFile
 from qinfer_api.server_settings import LogSettings, TraceSettings
@@ -108,7 +108,7 @@ _LaneKey = tuple[str, int, str]
 
 
 async def take_snapshot(
-    catalog: Catalog, store: ControlStore, delivery: Delivery, letters: DeadLetterCounts | None = None
+    catalog: Catalog, store: ControlStore, delivery: Queue, letters: DeadLetterCounts | None = None
 ) -> Snapshot:
     """Reads statistics, depths and counts, in a few round trips; without the store, shows what the catalog still knows.
 
@@ -246,7 +246,7 @@ class Reporting:
         settings: Settings,
         catalog: Catalog,
         store: ControlStore,
-        delivery: Delivery,
+        delivery: Queue,
         tally: GatewayTally,
         traces: TraceFile | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.observe.logs import Fence
 from qinfer.observe.metrics import GatewayTally
 from qinfer.observe.tracing import ATTEMPT, BATCH_SIZE, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
 from qinfer_api.auth import Auth, Context
 from qinfer_api.dispatcher import Dispatcher
@@ -63,7 +63,7 @@ class Tracing:
 
     def dispatcher(
         self,
-        delivery: Delivery,
+        delivery: Queue,
         catalog: Catalog,
         tally: GatewayTally,
         limits: LimitSettings,

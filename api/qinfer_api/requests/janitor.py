@@ -22,10 +22,10 @@ from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferErro
 from qinfer.models.catalog import Catalog
 from qinfer.models.routes import NAMES
 from qinfer.observe.metrics import GatewayTally
-from qinfer.queue.base import Entry, Lane
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.deliveries import DeliveryItem
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import RequestState, Settlement
 from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.webhooks import Webhooks
@@ -62,7 +62,7 @@ class Janitor:
 
     def __init__(
         self,
-        delivery: Delivery,
+        delivery: Queue,
         catalog: Catalog,
         tally: GatewayTally,
         sweep_every_s: float,

@@ -28,7 +28,7 @@ from qinfer.core.settings import WebhookSettings
 from qinfer.errors import InvalidRequest, SettingsError
 from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Address, RequestRecord
 from qinfer_api.requests.service import instant, path_of, shown_record
 from qinfer_api.requests.targets import Target, Targets
@@ -72,7 +72,7 @@ class Webhooks:
     """
 
     def __init__(
-        self, settings: WebhookSettings, delivery: Delivery, targets: Targets, message_of_job: MessageOfJob
+        self, settings: WebhookSettings, delivery: Queue, targets: Targets, message_of_job: MessageOfJob
     ) -> None:
         self._settings = settings
         self._secret = read_secret(settings)

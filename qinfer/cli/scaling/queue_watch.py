@@ -17,7 +17,7 @@ from qinfer.models.state import ScalerRecord, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork, read_work
 from qinfer.observe.stats import INFERENCE_COUNT
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.scaling.policy import Version
 from qinfer.scaling.shares import RECORD_TTL_S
 
@@ -56,7 +56,7 @@ class Away:
     reason: str
 
 
-async def read(store: ControlStore, delivery: Delivery, globs: Sequence[str], clock: Clock) -> Reading:
+async def read(store: ControlStore, delivery: Queue, globs: Sequence[str], clock: Clock) -> Reading:
     """Reads the input of an autoscaler, about the models that its workers load.
 
     Raises:

@@ -48,8 +48,8 @@ from qinfer.jobs.queue.records import (
 from qinfer.jobs.queue.scripts import Change, Place, line_of, outcome_of, record_of
 from qinfer.models.work import OpenRows
 from qinfer.queue import keys
-from qinfer.queue.base import Lease
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lease
+from qinfer.queue.lanes import Queue
 from qinfer.queue.scripts import Call
 from qinfer.wire.versions import NewerVersion
 
@@ -67,7 +67,7 @@ class Jobs:
         queue: The connected queue, of which the shards are entries.
     """
 
-    def __init__(self, queue: Delivery) -> None:
+    def __init__(self, queue: Queue) -> None:
         self._router = queue.router
         self._durability = queue.durability
         self._clock = queue.clock

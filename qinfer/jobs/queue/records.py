@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from qinfer.models.work import OpenRows
-from qinfer.queue.base import BULK_LANES, Lane
+from qinfer.queue.entries import BULK_LANES, Lane
 
 PLANNING, RUNNING, FINALIZING, CANCELLING = "planning", "running", "finalizing", "cancelling"
 """The states that the queue itself knows, as `qinfer.jobs.job.JobState` spells them."""

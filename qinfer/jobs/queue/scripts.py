@@ -20,10 +20,10 @@ from qinfer.jobs.queue.records import (
     Standing,
 )
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import Lease
 from qinfer.queue.connection import Argument
 from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES
 from qinfer.queue.deliveries import JOBS, WEBHOOKS
+from qinfer.queue.entries import Lease
 from qinfer.queue.scripts import Call, ttl_ms
 from qinfer.wire.versions import Record
 

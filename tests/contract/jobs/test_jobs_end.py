@@ -8,8 +8,8 @@ import pytest
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, Standing
 from qinfer.queue import keys
-from qinfer.queue.base import Lease
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lease
+from qinfer.queue.lanes import Queue
 from tests.contract.conftest import RedisQueue
 from tests.support.bulk_jobs import (
     LANES,
@@ -29,7 +29,7 @@ from tests.support.leases import renew
 from tests.support.requests import HOOKS, webhooks
 
 
-async def waiting(delivery: Delivery) -> list[str]:
+async def waiting(delivery: Queue) -> list[str]:
     """Takes all that is in the lanes; returns the frames."""
     return [lease.frame.decode() for lease in await fetch(delivery, 100, "z")]
 
@@ -311,7 +311,7 @@ async def test_whatever_happens_the_counts_agree(queue: RedisQueue) -> None:
         await _agrees(sides[0], await known(sides[0], name))
 
 
-async def _work(delivery: Delivery, consumer: str, choice: random.Random) -> None:
+async def _work(delivery: Queue, consumer: str, choice: random.Random) -> None:
     for _ in range(40):
         steals = choice.random() < 0.3
         taken = delivery.reclaim(LANES, consumer, 0.0, 1) if steals else fetch(delivery, 2, consumer)
@@ -327,7 +327,7 @@ async def _work(delivery: Delivery, consumer: str, choice: random.Random) -> Non
                 await Jobs(delivery).finish_shard(_job_of(lease), lease, outcome)
 
 
-async def _disturb(delivery: Delivery, names: list[str], choice: random.Random) -> None:
+async def _disturb(delivery: Queue, names: list[str], choice: random.Random) -> None:
     for _ in range(20):
         name = choice.choice(names)
         if choice.random() < 0.5:
@@ -341,7 +341,7 @@ def _job_of(lease: Lease) -> str:
     return lease.frame.decode().partition(":")[0]
 
 
-async def _agrees(delivery: Delivery, found: JobRecord) -> None:
+async def _agrees(delivery: Queue, found: JobRecord) -> None:
     outcomes = await Jobs(delivery).outcomes(found.id)
     lost = [outcome for outcome in outcomes.values() if outcome.error]
     failed = sum(outcome.failed_rows for outcome in outcomes.values())

@@ -11,7 +11,7 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.queue import keys
 from qinfer.queue.durability import Durability
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from tests.contract.conftest import RedisQueue
 from tests.support.bulk_jobs import LANES, fetch, finish, known, planned, record, running, shards, top_up
 from tests.support.leases import renew
@@ -206,7 +206,7 @@ async def test_lanes_that_were_deleted_are_lost_shards(redis_queue: RedisQueue) 
 @pytest.mark.parametrize("redis_queue", ["redis-system"], indirect=True)
 async def test_ten_thousand_shards_delay_no_job_of_higher_priority(redis_queue: RedisQueue) -> None:
     """They wait in todo, not in the lane; to plan and to cancel them takes bounded steps."""
-    delivery: Delivery = await redis_queue.connect()
+    delivery: Queue = await redis_queue.connect()
     await running(delivery, 10_000, "low", priority=3)
     held = await fetch(delivery, 2)
 

@@ -11,7 +11,7 @@ from qinfer.errors import QueueFull
 from qinfer.labeling.tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks, Placed
 from qinfer.queue import scripts
 from qinfer.queue.durability import Durability
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 
@@ -27,7 +27,7 @@ def task(number: int, request_id: str = "", **changes: object) -> LabelTask:
     return msgspec.convert(fields, LabelTask)
 
 
-async def moved(delivery: Delivery, number: int, state: LabelState, request_id: str = "") -> bool:
+async def moved(delivery: Queue, number: int, state: LabelState, request_id: str = "") -> bool:
     entry = msgspec.structs.replace(task(number, request_id), state=state)
     return (await LabelTasks(delivery).move(BOARD, [entry], ttl_s=DAY_S))[0]
 

@@ -23,8 +23,8 @@ from qinfer.models.state import (
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
 from qinfer.queue import keys
-from qinfer.queue.base import Lane
 from qinfer.queue.clients import admin_client
+from qinfer.queue.entries import Lane
 from tests.contract.conftest import ControlPair, RedisQueue
 from tests.support.servers.servers import free_port
 

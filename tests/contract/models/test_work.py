@@ -12,9 +12,9 @@ from qinfer.models.store import ControlStore
 from qinfer.models.work import OpenRows, read_work
 from qinfer.models.writing import ensure_lanes
 from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
-from qinfer.queue.base import DELAYED, Lane, bulk_lanes
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import DELAYED, Lane, bulk_lanes
+from qinfer.queue.lanes import Queue
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import submit
 from tests.support.bulk_jobs import fetch, finish, planned, record, running
@@ -34,7 +34,7 @@ async def store(queue: RedisQueue) -> AsyncIterator[ControlStore]:
     await opened.close()
 
 
-async def put(store: ControlStore, delivery: Delivery, model: str, *versions: int, **fields: object) -> None:
+async def put(store: ControlStore, delivery: Queue, model: str, *versions: int, **fields: object) -> None:
     """Stores a model, and the wish for it, and makes its lanes; nobody loads it."""
     text = to_json(normalise(parse(CONFIG.replace("digits", model)), model, ["model.stub"]))
     stored = StoredModel(**{"model": model, "generation": 1, "config": text, "versions": versions} | fields)  # type: ignore[arg-type]  # by name

@@ -1,4 +1,4 @@
-"""Dead letters on each server: `bury` (promise 12 of `qinfer.queue.redis`), and what can be done with them."""
+"""Dead letters on each server: `bury` (promise 12 of `qinfer.queue.lanes`), and what can be done with them."""
 
 import asyncio
 
@@ -6,11 +6,10 @@ import pytest
 
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, QinferError
-from qinfer.queue import keys
-from qinfer.queue import redis as lanes
-from qinfer.queue.base import Entry, Lane, Lease, Payload
+from qinfer.queue import keys, lanes
 from qinfer.queue.dead_letters import DeadLetter
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane, Lease, Payload
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Acceptance, Address, Outcome, RequestState, Settlement
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -31,7 +30,7 @@ def request(request_id: str = "r1") -> InferRequest:
     )
 
 
-async def bury_all(delivery: Delivery, consumer: str = "a") -> list[Lease]:
+async def bury_all(delivery: Queue, consumer: str = "a") -> list[Lease]:
     """Fetches what waits and buries it; request ids are the frames' text."""
     leases = await fetch(delivery, consumer)
     for lease in leases:
@@ -39,11 +38,11 @@ async def bury_all(delivery: Delivery, consumer: str = "a") -> list[Lease]:
     return leases
 
 
-async def letters(delivery: Delivery) -> list[DeadLetter]:
+async def letters(delivery: Queue) -> list[DeadLetter]:
     return await delivery.dead_letters.list(MODEL)
 
 
-async def submit_apart(delivery: Delivery, request_id: str = "r1") -> Entry:
+async def submit_apart(delivery: Queue, request_id: str = "r1") -> Entry:
     """Submits a request whose tensors are stored beside the stream."""
     frame, payload = encode_request_apart(request(request_id))
     future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()

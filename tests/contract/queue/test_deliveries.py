@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import Lane, bulk_lanes
 from qinfer.queue.deliveries import Deliveries, DeliveryItem, Kind
+from qinfer.queue.entries import Lane, bulk_lanes
 from qinfer.queue.router import Router
 from tests.contract.conftest import RedisQueue
 

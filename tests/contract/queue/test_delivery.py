@@ -1,4 +1,4 @@
-"""The delivery contract (the numbered promises of `qinfer.queue.redis`) on each server."""
+"""The delivery contract (the numbered promises of `qinfer.queue.lanes`) on each server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from qinfer.errors import QinferError
-from qinfer.queue.base import Entry, Lane, Lease, reply_address
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane, Lease, reply_address
+from qinfer.queue.lanes import Queue
 from tests.contract.conftest import RedisQueue
 from tests.support.leases import renew
 
@@ -16,7 +16,7 @@ HIGH, LOW = Lane("digits", 1, "p1"), Lane("digits", 1, "p2")
 LONG_S = 60.0
 
 
-async def submit(delivery: Delivery, lane: Lane, *frames: bytes) -> list[Entry]:
+async def submit(delivery: Queue, lane: Lane, *frames: bytes) -> list[Entry]:
     futures = []
     for frame in frames:
         future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
@@ -30,7 +30,7 @@ async def submit(delivery: Delivery, lane: Lane, *frames: bytes) -> list[Entry]:
     return entries
 
 
-async def ready(queue: RedisQueue, *frames: bytes) -> Delivery:
+async def ready(queue: RedisQueue, *frames: bytes) -> Queue:
     """Returns a connected delivery whose two lanes exist; `frames` wait in the first."""
     delivery = await queue.connect()
     await delivery.ensure([HIGH, LOW])
@@ -38,7 +38,7 @@ async def ready(queue: RedisQueue, *frames: bytes) -> Delivery:
     return delivery
 
 
-async def fetch(delivery: Delivery, consumer: str = "a", count: int = 100, wait_s: float = 0.0) -> list[Lease]:
+async def fetch(delivery: Queue, consumer: str = "a", count: int = 100, wait_s: float = 0.0) -> list[Lease]:
     return await delivery.fetch([HIGH, LOW], consumer, count, wait_s)
 
 
@@ -47,7 +47,7 @@ def frames(leases: Sequence[Lease]) -> list[bytes]:
 
 
 @asynccontextmanager
-async def listening(delivery: Delivery, owner: str) -> AsyncIterator[asyncio.Queue[bytes]]:
+async def listening(delivery: Queue, owner: str) -> AsyncIterator[asyncio.Queue[bytes]]:
     blobs: asyncio.Queue[bytes] = asyncio.Queue()
     is_ready = asyncio.Event()
     task = asyncio.create_task(delivery.listen(owner, blobs.put_nowait, is_ready.set))
@@ -184,7 +184,7 @@ async def test_two_consumers_share_a_lane_without_overlap(queue: RedisQueue) -> 
     second = await queue.connect()
     got: dict[str, list[bytes]] = {"a": [], "b": []}
 
-    async def work(delivery: Delivery, consumer: str) -> None:
+    async def work(delivery: Queue, consumer: str) -> None:
         while leases := await fetch(delivery, consumer, count=7):
             got[consumer] += frames(leases)
 

@@ -6,8 +6,8 @@ import pytest
 
 from qinfer.errors import QinferError, QueueFull
 from qinfer.queue import keys, values
-from qinfer.queue.base import DELAYED, FULL, Entry, Lane, Lease, Payload
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import DELAYED, FULL, Entry, Lane, Lease, Payload
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, ready, submit
@@ -18,7 +18,7 @@ OTHER = Lane("digits", 2, "p1")
 
 
 async def offer(
-    delivery: Delivery, frame: bytes, *, lane: Lane = HIGH, payload: bytes | None = None, limit: int = 0, id: str = "r1"
+    delivery: Queue, frame: bytes, *, lane: Lane = HIGH, payload: bytes | None = None, limit: int = 0, id: str = "r1"
 ) -> Entry | QinferError:
     """Submits with a limit or a payload; returns what `done` was called with."""
     future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
@@ -27,13 +27,13 @@ async def offer(
     return await future
 
 
-async def with_payload(delivery: Delivery, frame: bytes, payload: bytes, id: str = "r1") -> Entry:
+async def with_payload(delivery: Queue, frame: bytes, payload: bytes, id: str = "r1") -> Entry:
     answer = await offer(delivery, frame, payload=payload, id=id)
     assert isinstance(answer, Entry)
     return answer
 
 
-async def suspects(delivery: Delivery, consumer: str = "b") -> list[Lease]:
+async def suspects(delivery: Queue, consumer: str = "b") -> list[Lease]:
     """Takes what another consumer holds, as if it had died."""
     return await delivery.reclaim([HIGH, LOW], consumer, idle_s=0.0, count=100)
 

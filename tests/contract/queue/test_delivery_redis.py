@@ -7,9 +7,9 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull, SettingsError
 from qinfer.queue import clients, keys
-from qinfer.queue import redis as adapter
-from qinfer.queue.base import DELAYED, Entry, Lane, reply_address
-from qinfer.queue.redis import Delivery
+from qinfer.queue import lanes as adapter
+from qinfer.queue.entries import DELAYED, Entry, Lane, reply_address
+from qinfer.queue.lanes import Queue
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import HIGH, LOW, fetch, frames, listening, ready, submit
 from tests.support.leases import renew
@@ -148,14 +148,14 @@ async def test_submit_fails_at_once_while_the_server_is_away_and_recovers(own_re
     assert got == [b"before", b"after"]
 
 
-async def submit_until_refused(delivery: Delivery) -> None:
+async def submit_until_refused(delivery: Queue) -> None:
     while True:  # until the loss is noticed, callbacks get the error; then `submit` raises it
         future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
         delivery.submit(HIGH, b"lost", future.set_result)
         assert isinstance(await future, BrokerUnavailable)
 
 
-async def submit_when_up(delivery: Delivery, frame: bytes) -> None:
+async def submit_when_up(delivery: Queue, frame: bytes) -> None:
     await delivery.depth([HIGH])  # a coroutine waits for the connection; `submit` never does
     await submit(delivery, HIGH, frame)
 

@@ -12,9 +12,9 @@ import pytest
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.queue import durability, keys
-from qinfer.queue.base import Lane
 from qinfer.queue.durability import Call, Durability
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Acceptance, Address, RequestState
 from qinfer.queue.router import Router
 from qinfer.testing import eventually
@@ -45,8 +45,8 @@ async def durable(server: RedisServer | SentinelSetup, **changes: Any) -> AsyncI
 
 
 @contextlib.asynccontextmanager
-async def connected(server: RedisServer, **changes: Any) -> AsyncIterator[Delivery]:
-    delivery = await Delivery.connect(settings_of(server, **changes))
+async def connected(server: RedisServer, **changes: Any) -> AsyncIterator[Queue]:
+    delivery = await Queue.connect(settings_of(server, **changes))
     try:
         yield delivery
     finally:
@@ -70,7 +70,7 @@ async def test_a_policy_that_evicts_requests_is_refused(tmp_path: Path, policy: 
     """Redis must refuse writes when its memory is full, not drop streams."""
     refused = pytest.raises(SettingsError, match=f"maxmemory-policy {policy}.*CONFIG SET maxmemory-policy noeviction")
     with RedisServer(system_redis(), tmp_path, "--maxmemory-policy", policy) as server, refused:
-        await Delivery.connect(settings_of(server))
+        await Queue.connect(settings_of(server))
 
 
 async def test_where_config_is_forbidden_the_checks_are_skipped(
@@ -315,7 +315,7 @@ async def test_a_failover_loses_no_accepted_request(tmp_path: Path) -> None:
     """Each is accepted once, whatever was repeated, and is found with the new primary."""
     setup = SentinelSetup(system_redis(), tmp_path)
     try:
-        delivery = await Delivery.connect(settings_of(setup, min_replicas=1, command_timeout_s=1.0))
+        delivery = await Queue.connect(settings_of(setup, min_replicas=1, command_timeout_s=1.0))
         accepted: set[str] = set()
         old = setup.primary()
 
@@ -337,7 +337,7 @@ async def test_a_failover_loses_no_accepted_request(tmp_path: Path) -> None:
 async def test_killing_redis_loses_no_accepted_request(tmp_path: Path) -> None:
     """With `always`, again and again."""
     with RedisServer(system_redis(), tmp_path, *ON_DISK, "always") as server:
-        delivery = await Delivery.connect(settings_of(server, durability="always", command_timeout_s=1.0))
+        delivery = await Queue.connect(settings_of(server, durability="always", command_timeout_s=1.0))
         accepted: set[str] = set()
 
         for count in (50, 100, 150):
@@ -361,7 +361,7 @@ async def _read(read: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(0.05)
 
 
-async def _accept_until(delivery: Delivery, accepted: set[str], count: int) -> None:
+async def _accept_until(delivery: Queue, accepted: set[str], count: int) -> None:
     """Hands in requests, several at a time; what is in doubt is repeated with the same id."""
 
     async def accept(number: int) -> None:

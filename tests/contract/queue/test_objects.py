@@ -9,10 +9,10 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, QueueFull
 from qinfer.queue import keys
-from qinfer.queue.base import Entry, Payload
 from qinfer.queue.dead_letters import MAX_AGE_S
+from qinfer.queue.entries import Entry, Payload
+from qinfer.queue.lanes import Queue
 from qinfer.queue.object_store import ObjectStore
-from qinfer.queue.redis import Delivery
 from qinfer.queue.request_records import MARGIN_S, RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request_apart
@@ -36,7 +36,7 @@ def ends_in_s(path: Path) -> float:
     return int(path.parent.name) - time.time()
 
 
-async def offer(delivery: Delivery, data: bytes = TENSORS, *, limit: int = 0) -> Entry | QinferError:
+async def offer(delivery: Queue, data: bytes = TENSORS, *, limit: int = 0) -> Entry | QinferError:
     """Submits a request whose tensors are beside the stream."""
     frame, _ = encode_request_apart(request())
     future: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
@@ -44,7 +44,7 @@ async def offer(delivery: Delivery, data: bytes = TENSORS, *, limit: int = 0) ->
     return await future
 
 
-async def offered(delivery: Delivery, data: bytes = TENSORS) -> Entry:
+async def offered(delivery: Queue, data: bytes = TENSORS) -> Entry:
     entry = await offer(delivery, data)
     assert isinstance(entry, Entry)
     return entry
@@ -223,7 +223,7 @@ async def test_nothing_is_left_of_what_was_refused_or_late(object_queue: RedisQu
 # --- dead letters ---
 
 
-async def buried(delivery: Delivery) -> str:
+async def buried(delivery: Queue) -> str:
     """Makes a dead letter of a request with an object; returns its id."""
     await offered(delivery, request().inputs[0].data)  # type: ignore[arg-type]  # they are bytes
     [lease] = await fetch(delivery)

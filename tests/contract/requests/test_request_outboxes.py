@@ -8,17 +8,15 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.queue import keys
-from qinfer.queue.base import reply_address
 from qinfer.queue.deliveries import Kind, outbox
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import reply_address
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import MAX_NOTES_BYTES, Accepted, Ending, RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
 from tests.contract.conftest import RedisQueue
 from tests.contract.queue.test_delivery import listening
 from tests.support.requests import accept, address, ended, fetch, frame_of, settle, webhooks
-
-Queue = RedisQueue
 
 HOOK = "https://example.org/hook"
 BOX = "bridge:digits"
@@ -29,19 +27,19 @@ QUEUE = keys.deliveries("digits", 0, KIND.name)
 LATER = QUEUE + "|later"
 
 
-async def take(delivery: Delivery, count: int = 100, *, kind: Kind = KIND) -> list[Ending]:
+async def take(delivery: Queue, count: int = 100, *, kind: Kind = KIND) -> list[Ending]:
     """Takes once."""
     return await delivery.requests.endings("digits", 0, kind, count)
 
 
-async def take_again(queue: Queue, delivery: Delivery, count: int = 100) -> list[Ending]:
+async def take_again(queue: RedisQueue, delivery: Queue, count: int = 100) -> list[Ending]:
     """Takes once what was taken, as if it had rested for long enough, and what is new."""
     for item_id in queue.on_owner("ZRANGE", LATER, 0, -1):
         queue.on_owner("ZINCRBY", LATER, -900_000, item_id)
     return await take(delivery, count)
 
 
-async def take_all(delivery: Delivery) -> list[Ending]:
+async def take_all(delivery: Queue) -> list[Ending]:
     """Takes until none comes."""
     taken: list[Ending] = []
     while found := await take(delivery):
@@ -49,11 +47,11 @@ async def take_all(delivery: Delivery) -> list[Ending]:
     return taken
 
 
-async def confirm(delivery: Delivery, *endings: Ending) -> None:
+async def confirm(delivery: Queue, *endings: Ending) -> None:
     await delivery.deliveries.done("digits", 0, KIND, [ending.id for ending in endings])
 
 
-async def told(delivery: Delivery, request_id: str = "r1", *, kind: Kind = KIND, **changes: Any) -> Ending:
+async def told(delivery: Queue, request_id: str = "r1", *, kind: Kind = KIND, **changes: Any) -> Ending:
     """Ends a request that has an outbox, and takes its end."""
     await accept(delivery, request_id, **{"outbox": BOX, **changes})
     await settle(delivery, ended(request_id))
@@ -64,7 +62,7 @@ async def told(delivery: Delivery, request_id: str = "r1", *, kind: Kind = KIND,
 # --- what an ending is ---
 
 
-async def test_the_end_of_a_request_comes_with_its_record_and_result(queue: Queue) -> None:
+async def test_the_end_of_a_request_comes_with_its_record_and_result(queue: RedisQueue) -> None:
     """All that is needed to answer, by one call; nothing of a request that runs, or that has no outbox."""
     delivery = await queue.connect()
     await accept(delivery, "r1", outbox=BOX, notes=b"\x00reply to", client_id="mine", tenant="t", plan=b"\xff")
@@ -87,7 +85,7 @@ async def test_the_end_of_a_request_comes_with_its_record_and_result(queue: Queu
 
 
 @pytest.mark.parametrize("state", [RequestState.FAILED, RequestState.EXPIRED, RequestState.CANCELLED])
-async def test_a_request_that_failed_is_told_too(queue: Queue, state: RequestState) -> None:
+async def test_a_request_that_failed_is_told_too(queue: RedisQueue, state: RequestState) -> None:
     """With its error, and with a blob only where there is one."""
     delivery = await queue.connect()
     for name, blob in (("r1", b"why"), ("r2", b"")):
@@ -102,7 +100,7 @@ async def test_a_request_that_failed_is_told_too(queue: Queue, state: RequestSta
         assert (ending.record.state, ending.record.code, ending.record.message) == (state, "no", "not today")
 
 
-async def test_results_of_all_sizes_are_complete(queue: Queue) -> None:
+async def test_results_of_all_sizes_are_complete(queue: RedisQueue) -> None:
     """However large; those that are too large for one reply come with later calls."""
     delivery = await queue.connect()
     sizes = [10, LARGE, 700_000, 700_000, 20, 5 * 2**20, 600_000, 30]
@@ -117,7 +115,7 @@ async def test_results_of_all_sizes_are_complete(queue: Queue) -> None:
     ]
 
 
-async def test_a_result_whose_time_is_over_is_gone(queue: Queue) -> None:
+async def test_a_result_whose_time_is_over_is_gone(queue: RedisQueue) -> None:
     """The record still says how the request ended; later there is no record either, and the notes are still there."""
     delivery = await queue.connect()
     await accept(delivery, outbox=BOX, notes=b"n", result_ttl_s=0.01, tombstone_ttl_s=0.3)
@@ -139,7 +137,7 @@ async def test_a_result_whose_time_is_over_is_gone(queue: Queue) -> None:
     assert (ending.request_id, ending.record, ending.blob, ending.notes) == ("r1", None, None, b"n")
 
 
-async def test_each_outbox_is_its_own(queue: Queue) -> None:
+async def test_each_outbox_is_its_own(queue: RedisQueue) -> None:
     """Two names, two models, and the webhooks'; a request that nobody reads the outbox of is in nobody's way."""
     delivery = await queue.connect()
     await accept(delivery, "r1", outbox=BOX)
@@ -159,7 +157,7 @@ async def test_each_outbox_is_its_own(queue: Queue) -> None:
 # --- handed out until confirmed ---
 
 
-async def test_endings_are_shared_out_among_readers(queue: Queue) -> None:
+async def test_endings_are_shared_out_among_readers(queue: RedisQueue) -> None:
     """In the order of their ends, up to what is asked for, and none twice."""
     delivery, other = await queue.connect(), await queue.connect()
     names = [f"r{number}" for number in range(250)]
@@ -179,7 +177,7 @@ async def test_endings_are_shared_out_among_readers(queue: Queue) -> None:
     ]
 
 
-async def test_what_is_not_confirmed_comes_again_before_what_is_new(queue: Queue) -> None:
+async def test_what_is_not_confirmed_comes_again_before_what_is_new(queue: RedisQueue) -> None:
     """To any reader, once it was at rest for so long."""
     delivery, other = await queue.connect(), await queue.connect()
     first = await told(delivery, notes=b"n")
@@ -196,7 +194,7 @@ async def test_what_is_not_confirmed_comes_again_before_what_is_new(queue: Queue
     assert len(await take_again(queue, other)) == 2
 
 
-async def test_many_come_again_at_once(queue: Queue) -> None:
+async def test_many_come_again_at_once(queue: RedisQueue) -> None:
     """A reader that was killed leaves hundreds."""
     delivery = await queue.connect()
     names = [f"r{number}" for number in range(350)]
@@ -211,7 +209,7 @@ async def test_many_come_again_at_once(queue: Queue) -> None:
     assert {ending.attempts for ending in again} == {2}
 
 
-async def test_what_is_confirmed_is_gone(queue: Queue) -> None:
+async def test_what_is_confirmed_is_gone(queue: RedisQueue) -> None:
     """Many by one call; the others stay, and to confirm again is no error. Their results stay."""
     delivery = await queue.connect()
     names = [f"r{number}" for number in range(5)]
@@ -232,7 +230,7 @@ async def test_what_is_confirmed_is_gone(queue: Queue) -> None:
 
 
 @pytest.mark.parametrize("way", ["id", "key", "found"])
-async def test_a_repetition_after_the_end_is_told_again(queue: Queue, way: str) -> None:
+async def test_a_repetition_after_the_end_is_told_again(queue: RedisQueue, way: str) -> None:
     """The stored answer, without running the request again: by id or by key, by a server that takes nothing too."""
     delivery = await queue.connect()
     same: dict[str, Any] = {
@@ -258,7 +256,7 @@ async def test_a_repetition_after_the_end_is_told_again(queue: Queue, way: str) 
     assert await fetch(delivery) == []
 
 
-async def test_a_repetition_before_the_end_changes_nothing(queue: Queue) -> None:
+async def test_a_repetition_before_the_end_changes_nothing(queue: RedisQueue) -> None:
     """It is told once, with the notes that it had first."""
     delivery = await queue.connect()
     await accept(delivery, outbox=BOX, notes=b"first")
@@ -270,7 +268,7 @@ async def test_a_repetition_before_the_end_changes_nothing(queue: Queue) -> None
     assert [ending.notes for ending in await take(delivery)] == [b"first"]
 
 
-async def test_a_repetition_with_another_body_is_not_told(queue: Queue) -> None:
+async def test_a_repetition_with_another_body_is_not_told(queue: RedisQueue) -> None:
     """It is another request: a conflict, which its caller is told of by the hash."""
     delivery = await queue.connect()
     await confirm(delivery, await told(delivery, body_hash="first"))
@@ -281,7 +279,7 @@ async def test_a_repetition_with_another_body_is_not_told(queue: Queue) -> None:
     assert await take_again(queue, delivery) == []
 
 
-async def test_what_waits_to_be_told_is_not_told_twice(queue: Queue) -> None:
+async def test_what_waits_to_be_told_is_not_told_twice(queue: RedisQueue) -> None:
     """A source that delivers everything again and again does not fill the outbox; once confirmed, it is told again."""
     delivery = await queue.connect()
     ending = await told(delivery)
@@ -296,7 +294,7 @@ async def test_what_waits_to_be_told_is_not_told_twice(queue: Queue) -> None:
     assert len(await take_again(queue, delivery)) == 1
 
 
-async def test_a_repetition_from_elsewhere_is_answered_there(queue: Queue) -> None:
+async def test_a_repetition_from_elsewhere_is_answered_there(queue: RedisQueue) -> None:
     """Its notes differ: both are told, each with its own; a caller without an outbox gets it told as it was."""
     delivery = await queue.connect()
     first = await told(delivery, notes=b"first")
@@ -310,7 +308,7 @@ async def test_a_repetition_from_elsewhere_is_answered_there(queue: Queue) -> No
     assert [ending.notes for ending in await take(delivery)] == [b"first"]
 
 
-async def test_a_repetition_of_a_request_without_an_outbox_is_not_told(queue: Queue) -> None:
+async def test_a_repetition_of_a_request_without_an_outbox_is_not_told(queue: RedisQueue) -> None:
     """What its first acceptance said counts."""
     delivery = await queue.connect()
     await accept(delivery, "r1")
@@ -327,7 +325,7 @@ async def test_a_repetition_of_a_request_without_an_outbox_is_not_told(queue: Qu
 # --- watchers, dead letters, wrong arguments ---
 
 
-async def test_the_watcher_is_told_from_the_start(queue: Queue) -> None:
+async def test_the_watcher_is_told_from_the_start(queue: RedisQueue) -> None:
     """Once per batch or request, with the ids and nothing else; by then the outbox has them."""
     worker, reader = await queue.connect(), await queue.connect()
     async with listening(reader, "b1") as hints:
@@ -343,7 +341,7 @@ async def test_the_watcher_is_told_from_the_start(queue: Queue) -> None:
         assert len(await take(reader)) == 2
 
 
-async def test_those_that_watch_later_are_told_beside_the_watcher(queue: Queue) -> None:
+async def test_those_that_watch_later_are_told_beside_the_watcher(queue: RedisQueue) -> None:
     """Who asks for a request in `/v1` does not take the bridge's place."""
     delivery = await queue.connect()
     async with listening(delivery, "b1") as first, listening(delivery, "g1") as second:
@@ -355,7 +353,7 @@ async def test_those_that_watch_later_are_told_beside_the_watcher(queue: Queue) 
         assert [decode_responses(await hints.get())[0].request_id for hints in (first, second)] == ["r1", "r1"]
 
 
-async def test_a_dead_letter_is_told_and_told_again_after_its_replay(queue: Queue) -> None:
+async def test_a_dead_letter_is_told_and_told_again_after_its_replay(queue: RedisQueue) -> None:
     """Its first end is told only while it is one: put back, the request will have another."""
     delivery = await queue.connect()
     await accept(delivery, frame=frame_of("r1"), outbox=BOX, notes=b"n")
@@ -387,7 +385,7 @@ async def test_a_dead_letter_is_told_and_told_again_after_its_replay(queue: Queu
     ],
     ids=["webhook too", "long notes", "long name", "notes only"],
 )
-async def test_what_can_not_be_is_refused(queue: Queue, changes: dict[str, Any], why: str) -> None:
+async def test_what_can_not_be_is_refused(queue: RedisQueue, changes: dict[str, Any], why: str) -> None:
     """Nothing is accepted then; at the bound it is."""
     delivery = await queue.connect()
 

@@ -6,9 +6,9 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable, QueueFull
 from qinfer.queue import keys
-from qinfer.queue.base import reply_address
 from qinfer.queue.connection import Connection
 from qinfer.queue.deliveries import WEBHOOKS
+from qinfer.queue.entries import reply_address
 from qinfer.queue.request_records import MARGIN_S, MAX_WATCHERS, RequestState
 from qinfer.queue.requests import AT_ONCE
 from qinfer.queue.values import Values

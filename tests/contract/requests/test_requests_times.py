@@ -1,7 +1,7 @@
 """The contract of asynchronous requests on each server: deadlines, those that watch, and webhooks."""
 
 from qinfer.queue import keys
-from qinfer.queue.base import reply_address
+from qinfer.queue.entries import reply_address
 from qinfer.queue.request_records import RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses

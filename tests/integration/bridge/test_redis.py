@@ -17,7 +17,7 @@ from qinfer.core.settings import RedisSettings
 from qinfer.models.state import BRIDGE
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from tests.support.bridge_scene import (
     DEAD,
@@ -53,7 +53,7 @@ async def scene(redis_server: RedisServer) -> AsyncIterator[Stage]:
     with redis_server.client() as client:
         client.flushdb()
     settings = RedisSettings(url=SecretStr(redis_server.url))
-    delivery, store = await Delivery.connect(settings), ControlStore(admin_client(settings))
+    delivery, store = await Queue.connect(settings), ControlStore(admin_client(settings))
     async with stage(delivery, store) as one:
         yield one
     await store.close()

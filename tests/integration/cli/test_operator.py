@@ -23,7 +23,7 @@ from qinfer.core.settings import RedisSettings, variable_names
 from qinfer.models.state import BULK
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from tests.support.servers.servers import RedisServer, command, system_redis
 from tests.support.stage import Stage, stage
@@ -68,7 +68,7 @@ async def busy(redis_server: RedisServer) -> AsyncIterator[Stage]:
     redis_server.client().flushall()
     redis_server.client().config_resetstat()
     settings = RedisSettings(url=SecretStr(redis_server.url))
-    delivery, store = await Delivery.connect(settings), ControlStore(admin_client(settings))
+    delivery, store = await Queue.connect(settings), ControlStore(admin_client(settings))
     async with stage(delivery, store) as one:
         await one.model("digits")
         await one.worker("w1")

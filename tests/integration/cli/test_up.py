@@ -22,7 +22,7 @@ import redis
 from qinfer.cli.load import batch_counts
 from qinfer.cli.local import runfile
 from qinfer.queue import keys
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 from qinfer.testing import wait_until
 from tests.support import models
 from tests.support.servers import servers

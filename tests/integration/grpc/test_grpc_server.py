@@ -24,7 +24,7 @@ from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, Setti
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.state import Desired, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import Lane, Lease
+from qinfer.queue.entries import Lane, Lease
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.app import Gateway, bind, build
 from qinfer_api.rpc.server import open_port

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.aio import InferenceServerClient, InferInput
 
 from qinfer.core.messages import Failure, InferRequest, Response
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 from qinfer.tensors import pack_bytes
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses

@@ -12,7 +12,7 @@ import pytest
 
 from qinfer.core.messages import Response
 from qinfer.models.state import Speed, State, VersionState, WorkerRecord
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
 from tests.support.gateway import Running, running_gateway, settings_of

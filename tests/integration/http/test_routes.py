@@ -10,8 +10,8 @@ import pytest_asyncio
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import WorkerRecord
-from qinfer.queue.base import Lane
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import Queue
 from tests.support.gateway import Running, running_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -135,13 +135,13 @@ async def test_metrics_without_the_store(
 ) -> None:
     """When Redis is away or hangs, what is known is still shown, and that it is away."""
 
-    async def sizes(self: Delivery, lanes: list[Lane]) -> list[int]:
+    async def sizes(self: Queue, lanes: list[Lane]) -> list[int]:
         if trouble == "hangs":
             await asyncio.Event().wait()
         raise BrokerUnavailable("no Redis")
 
     monkeypatch.setattr("qinfer_api.observe.reporting.ANSWERS_WITHIN_S", 0.01)
-    monkeypatch.setattr(Delivery, "sizes", sizes)
+    monkeypatch.setattr(Queue, "sizes", sizes)
 
     reply = await client.get("/metrics")
 

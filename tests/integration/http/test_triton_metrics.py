@@ -13,9 +13,9 @@ from pydantic import SecretStr
 from qinfer.core.settings import MetricsSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import Entry, Lane
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.observe.metrics_port import open_metrics_port
@@ -29,7 +29,7 @@ QUEUE = "default_queue_policy { max_queue_size: 1 }"
 class Scraped:
     """A gateway on the stage, with a worker of two models, and what reads its metrics."""
 
-    def __init__(self, scene: Stage, delivery: Delivery, url: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, scene: Stage, delivery: Queue, url: str, client: httpx.AsyncClient) -> None:
         self.scene, self.delivery, self.client = scene, delivery, client
         self._url = url
         self.page = ""
@@ -56,9 +56,9 @@ class Scraped:
         return int(found[1])
 
 
-async def adapters(server: RedisServer) -> tuple[Delivery, ControlStore]:
+async def adapters(server: RedisServer) -> tuple[Queue, ControlStore]:
     settings = RedisSettings(url=SecretStr(server.url))
-    return await Delivery.connect(settings), ControlStore(admin_client(settings))
+    return await Queue.connect(settings), ControlStore(admin_client(settings))
 
 
 @pytest.fixture

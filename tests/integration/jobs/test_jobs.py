@@ -21,7 +21,7 @@ from qinfer.core.settings import AuthSettings, BulkSettings, RedisSettings, Sett
 from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import PLAN, QUEUE
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.jobs import routes
 from qinfer_api.jobs import service as use_case
@@ -79,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(redis_server: RedisServer, place: Place) -> AsyncIterator[Running]:
     settings = job_settings(redis_server, place.url)
-    delivery = await Delivery.connect(settings.redis)
+    delivery = await Queue.connect(settings.redis)
     async with running_gateway(settings, delivery) as gateway:
         yield gateway
 
@@ -204,7 +204,7 @@ async def test_a_server_without_bulk(
 ) -> None:
     """The remedy is named, no job is left, and everything else works."""
     settings = job_settings(redis_server, place.url, **bulk)
-    delivery = await Delivery.connect(settings.redis)
+    delivery = await Queue.connect(settings.redis)
     async with running_gateway(settings, delivery) as running, httpx.AsyncClient(base_url=running.url) as client:
         before = await ids_of(client)
         reply = await client.post(JOBS, json=place.job())
@@ -217,7 +217,7 @@ async def test_a_server_without_bulk(
 async def test_too_many_jobs(redis_server: RedisServer, place: Place) -> None:
     """429, and when to come back; those that were created can be created again."""
     settings = job_settings(redis_server, place.url, database=1, max_jobs=1)
-    delivery = await Delivery.connect(settings.redis)
+    delivery = await Queue.connect(settings.redis)
     async with running_gateway(settings, delivery) as running, httpx.AsyncClient(base_url=running.url) as client:
         await client.post(JOBS, json=place.job(id="only"))
         more = await client.post(JOBS, json=place.job())
@@ -340,7 +340,7 @@ async def test_a_job_is_its_tenants(redis_server: RedisServer, place: Place, tmp
     keys = {name: add_key(file, name, (Scope.INFER,), name)[1] for name in ("acme", "other")}
     auth = AuthSettings(mode="keys", keys_file=str(file))
     settings = job_settings(redis_server, place.url).model_copy(update={"auth": auth})
-    delivery = await Delivery.connect(settings.redis)
+    delivery = await Queue.connect(settings.redis)
     async with running_gateway(settings, delivery) as running, httpx.AsyncClient(base_url=running.url) as client:
         acme, other = ({"x-api-key": keys[name]} for name in ("acme", "other"))
         for body, headers in (
@@ -546,7 +546,7 @@ async def test_too_many_watchers(client: httpx.AsyncClient, place: Place, monkey
 async def test_a_shutdown_ends_streams(redis_server: RedisServer, place: Place) -> None:
     """And the job stays."""
     settings = job_settings(redis_server, place.url)
-    delivery = await Delivery.connect(settings.redis)
+    delivery = await Queue.connect(settings.redis)
     async with running_gateway(settings, delivery) as running, httpx.AsyncClient(base_url=running.url) as client:
         job = await created(client, place.job())
         async with client.stream("GET", job["links"]["events"]) as reply:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from qinfer.jobs import examiner_pool
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.jobs import service as use_case
 from tests.integration.jobs.test_jobs import JOBS, job_settings
@@ -32,7 +32,7 @@ async def serving(
 ) -> AbstractAsyncContextManager[Running]:
     monkeypatch.setattr(examiner_pool, "COMMAND", command)
     settings = job_settings(server, folder)
-    return running_gateway(settings, await Delivery.connect(settings.redis))
+    return running_gateway(settings, await Queue.connect(settings.redis))
 
 
 def body(folder: str, name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from qinfer.jobs.job import JobSpec
 from qinfer.jobs.plan import Shard
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import ShardOutcome
-from qinfer.queue.base import BULK_LANES, Lane
+from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
 from qinfer_workers.jobs.scoring import shard_loop
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows

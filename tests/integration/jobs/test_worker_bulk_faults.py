@@ -9,7 +9,7 @@ import pytest
 
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.queue.base import BULK_LANES, Lane
+from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
 from tests.support.trouble import CRASH, SLOW, write_model

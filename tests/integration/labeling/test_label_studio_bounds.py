@@ -11,7 +11,7 @@ import pytest
 from qinfer.core.settings import LabelingSettings, LimitSettings, RedisSettings, RequestSettings, Settings
 from qinfer.labeling.tasks import Board, LabelTask, LabelTasks
 from qinfer.queue.deliveries import outbox
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.labeling import predict
@@ -202,7 +202,7 @@ async def test_who_was_too_slow_does_not_push(tmp_path: Path, studio: LabelStudi
     with RedisServer(system_redis(), tmp_path) as server:
         redis = RedisSettings.model_validate({"url": server.url})
         async with (
-            running_gateway(settings, await Delivery.connect(redis)) as slow,
+            running_gateway(settings, await Queue.connect(redis)) as slow,
             httpx.AsyncClient(base_url=slow.url) as client,
         ):
             pusher, asked, answered, over = _pusher(slow), asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -222,7 +222,7 @@ async def test_who_was_too_slow_does_not_push(tmp_path: Path, studio: LabelStudi
             pusher._push_all = noted
             await client.post("/label-studio/text/webhook", json=event(studio.add("pos")))
             await asked.wait()
-            async with running_gateway(settings, await Delivery.connect(redis)):
+            async with running_gateway(settings, await Queue.connect(redis)):
                 await _all_are_done(client, 1)
             answered.set()
             await over.wait()

@@ -11,7 +11,7 @@ import pytest
 from qinfer.core.settings import LabelingSettings, LimitSettings, RedisSettings, RequestSettings, Settings
 from qinfer.queue import keys
 from qinfer.queue.deliveries import outbox
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.labeling.intake import OUTBOX
 from qinfer_api.labeling.pusher import Pusher
@@ -369,7 +369,7 @@ async def test_a_gateway_that_dies_leaves_it_to_another(studio: LabelStudioServe
     with RedisServer(system_redis(), tmp_path) as server:
         settings = settings_for(studio, tmp_path / "mappings")
         redis = RedisSettings.model_validate({"url": server.url})
-        async with running_gateway(settings, await Delivery.connect(redis)) as running:
+        async with running_gateway(settings, await Queue.connect(redis)) as running:
             running.gateway._labeling.labeling.intake.arrived.set = lambda: None  # type: ignore[method-assign]  # dies
             pusher = running.gateway._labeling.pusher
             assert pusher is not None
@@ -378,7 +378,7 @@ async def test_a_gateway_that_dies_leaves_it_to_another(studio: LabelStudioServe
                 reply = await client.post("/label-studio/text/webhook", json=event(studio.add("pos", "neg")))
                 assert reply.json()["queued"] == 2
         async with (
-            running_gateway(settings, await Delivery.connect(redis)) as running,
+            running_gateway(settings, await Queue.connect(redis)) as running,
             httpx.AsyncClient(base_url=running.url) as client,
         ):
             await all_are(client, "done", 2)

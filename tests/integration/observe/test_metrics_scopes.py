@@ -15,7 +15,7 @@ from qinfer.core.settings import MetricsSettings, RedisSettings
 from qinfer.errors import InferenceFailed
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.observe.metrics_port import open_metrics_port
@@ -67,9 +67,9 @@ class Page:
         await eventually(is_shown, description=f"{name} {labels} = {value}")
 
 
-async def adapters(url: str) -> tuple[Delivery, ControlStore]:
+async def adapters(url: str) -> tuple[Queue, ControlStore]:
     settings = RedisSettings(url=SecretStr(url))
-    return await Delivery.connect(settings), ControlStore(admin_client(settings))
+    return await Queue.connect(settings), ControlStore(admin_client(settings))
 
 
 @asynccontextmanager

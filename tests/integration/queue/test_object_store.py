@@ -12,7 +12,7 @@ import pytest
 from qinfer.core.messages import Response
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, SettingsError
-from qinfer.queue.base import Lane, Payload
+from qinfer.queue.entries import Lane, Payload
 from qinfer.queue.object_store import SWEEP_MARGIN_S, ObjectStore
 from qinfer.queue.request_records import Acceptance, Address, RequestState
 from qinfer.tensors import from_numpy, to_numpy

@@ -10,7 +10,7 @@ from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Acceptance, Address
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request
@@ -28,7 +28,7 @@ async def scene(
     monkeypatch.setattr(time, "time_ns", lambda: right_ns() + int(request.param * 1e9))
     redis_server.client().flushall()
     settings = RedisSettings(url=SecretStr(redis_server.url))
-    delivery, store = await Delivery.connect(settings), ControlStore(admin_client(settings))
+    delivery, store = await Queue.connect(settings), ControlStore(admin_client(settings))
     async with stage(delivery, store) as one:
         yield one
     await store.close()

@@ -15,9 +15,9 @@ import pytest
 
 from qinfer.models.store import ControlStore
 from qinfer.queue import keys
-from qinfer.queue.base import Lane
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from tests.support.gateway import settings_of
@@ -43,7 +43,7 @@ def write(directory: Path, *, more: str = "", **options: float) -> Path:
 async def gateway(one: Workshop) -> AsyncIterator[httpx.AsyncClient]:
     """Runs a gateway on the workshop's Redis, and yields a client of it."""
     settings = settings_of()
-    delivery = await Delivery.connect(one._settings)
+    delivery = await Queue.connect(one._settings)
     store = ControlStore(admin_client(one._settings))
     made = Gateway(settings, delivery, store, bind(settings.http))
     serving = asyncio.create_task(made.serve())

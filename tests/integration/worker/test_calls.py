@@ -3,7 +3,7 @@
 import asyncio
 
 from qinfer.core.messages import Failure
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
 from qinfer_workers.inference.worker import Worker
 from tests.support.stage import Stage, value

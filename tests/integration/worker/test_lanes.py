@@ -3,7 +3,7 @@
 import asyncio
 
 from qinfer.core.messages import Response
-from qinfer.queue.base import DELAYED, Lane
+from qinfer.queue.entries import DELAYED, Lane
 from qinfer.testing import eventually
 from tests.support.stage import Stage, value
 

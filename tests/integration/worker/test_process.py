@@ -18,9 +18,9 @@ from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import State
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
-from qinfer.queue.base import Lane, reply_address
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane, reply_address
+from qinfer.queue.lanes import Queue
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request
@@ -42,7 +42,7 @@ class Setting:
 
     async def open(self) -> None:
         settings = RedisSettings(url=SecretStr(self._url))
-        self.delivery = await Delivery.connect(settings)
+        self.delivery = await Queue.connect(settings)
         self.store = ControlStore(admin_client(settings))
         repository = open_repositories(RepositorySettings(path=str(self._repository)))
         (self.model,) = await sync(repository, self.store, self.delivery)

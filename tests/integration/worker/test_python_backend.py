@@ -11,7 +11,7 @@ import pytest
 
 from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.models.state import State
-from qinfer.queue.base import Lane, reply_address
+from qinfer.queue.entries import Lane, reply_address
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 from qinfer.testing import eventually, wait_until
 from qinfer.wire.frame import encode_request

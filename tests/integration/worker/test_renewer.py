@@ -11,8 +11,8 @@ from pydantic import SecretStr
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import QinferError
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import Entry, Lane, Lease
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_workers.renewer import Held, Hello, Renewer
 from tests.support.servers.servers import RedisCluster, RedisServer, SentinelSetup, matrix, system_redis
@@ -33,7 +33,7 @@ def settings(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisSe
         server.stop()
 
 
-async def taken(delivery: Delivery, lane: Lane) -> Lease:
+async def taken(delivery: Queue, lane: Lane) -> Lease:
     """Submits an entry, and fetches it as `w`."""
     submitted: asyncio.Future[Entry | QinferError] = asyncio.get_running_loop().create_future()
     await delivery.ensure([lane])
@@ -57,7 +57,7 @@ async def test_it_renews_what_it_was_told_and_what_it_finds(settings: RedisSetti
         0.01,
         60.0,
     )
-    delivery = await Delivery.connect(settings)
+    delivery = await Queue.connect(settings)
     leases = [await taken(delivery, lane) for lane in LANES]
     until_s = time.monotonic() + 60.0
     told = {keys.lane(lease.entry.lane): {lease.entry.entry_id.encode(): until_s} for lease in leases}

@@ -6,7 +6,7 @@ import pytest
 
 from qinfer.core.messages import Response
 from qinfer.models.state import State
-from qinfer.queue.base import Lease
+from qinfer.queue.entries import Lease
 from qinfer.queue.request_records import RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import FRAME_VERSION, encode_request

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from qinfer.errors import CorruptEntry, QinferError, QueueFull
-from qinfer.queue.base import Lane, Lease, Payload
 from qinfer.queue.connection import Refused
+from qinfer.queue.entries import Lane, Lease, Payload
 from qinfer.testing import eventually
 from qinfer.wire.frame import FRAME_VERSION, encode_request_apart
 from tests.support.stage import NoRenewals, Stage, value

@@ -21,8 +21,8 @@ from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import Lease, bulk_lanes
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lease, bulk_lanes
+from qinfer.queue.lanes import Queue
 from qinfer.storage.local import LocalStore
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome
@@ -121,7 +121,7 @@ class Bench:
 
     clock: EmbeddedServer
 
-    def __init__(self, directory: Path, delivery: Delivery, store: ControlStore, **bulk: Any) -> None:
+    def __init__(self, directory: Path, delivery: Queue, store: ControlStore, **bulk: Any) -> None:
         self.directory = directory
         self.delivery = delivery
         self.store = store

@@ -16,9 +16,9 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.manifest import decode_manifest, decode_success
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import bulk_lanes
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import bulk_lanes
+from qinfer.queue.lanes import Queue
 from tests.support.jobs.bulk_office import MODEL, Bench, record_of, spec, write_inputs
 from tests.support.servers.servers import RedisServer, free_port
 
@@ -29,7 +29,7 @@ WITHIN_S = 40.0
 class Plant(Bench):
     """A bench on Redis, and bulk workers as processes."""
 
-    def __init__(self, directory: Path, delivery: Delivery, store: ControlStore, url: str) -> None:
+    def __init__(self, directory: Path, delivery: Queue, store: ControlStore, url: str) -> None:
         super().__init__(directory, delivery, store)
         self.url = url
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -86,7 +86,7 @@ async def opened(server: RedisServer, directory: Path) -> AsyncIterator[Plant]:
     with server.client() as client:
         client.flushall()
     settings = RedisSettings(url=SecretStr(server.url))
-    delivery, store = await Delivery.connect(settings), ControlStore(admin_client(settings))
+    delivery, store = await Queue.connect(settings), ControlStore(admin_client(settings))
     await store.put_model(MODEL)
     await delivery.ensure(bulk_lanes("stub", 1))
     one = Plant(directory, delivery, store, server.url)

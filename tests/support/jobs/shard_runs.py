@@ -12,7 +12,7 @@ from qinfer.jobs.job import JobSpec, Output, encode_spec
 from qinfer.jobs.plan import Plan, Range, Shard, ShardTicket, encode_plan_head, encode_ticket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
 from qinfer.testing import eventually
 
@@ -63,7 +63,7 @@ def plan_head(shards: Sequence[Shard], model_hash: str = "") -> bytes:
 
 
 async def submit_job(
-    delivery: Delivery, spec: JobSpec, shards: Sequence[Shard], *, job_id: str = JOB, model_hash: str = ""
+    delivery: Queue, spec: JobSpec, shards: Sequence[Shard], *, job_id: str = JOB, model_hash: str = ""
 ) -> None:
     """Puts a planned job into the queue, as gateway and planner do."""
     rows = sum(shard.rows for shard in shards)
@@ -83,7 +83,7 @@ async def submit_job(
     assert await Jobs(delivery).advance(job_id)
 
 
-async def outcomes(delivery: Delivery, count: int, *, job_id: str = JOB, timeout_s: float = 20.0) -> list[ShardOutcome]:
+async def outcomes(delivery: Queue, count: int, *, job_id: str = JOB, timeout_s: float = 20.0) -> list[ShardOutcome]:
     """Waits until so many shards are settled; returns their outcomes in order."""
 
     async def is_settled() -> bool:

@@ -27,10 +27,10 @@ from qinfer.cli.local.machine import Address, claim_ports
 from qinfer.core.settings import RedisSettings
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import EmbeddedServer
 
-D = TypeVar("D", bound=Delivery, default=Delivery)
+D = TypeVar("D", bound=Queue, default=Queue)
 S = TypeVar("S", bound=ControlStore, default=ControlStore)
 
 _START_S = 20.0
@@ -99,7 +99,7 @@ class Database:
         self._opened.push_async_exit(other)
         return other
 
-    async def delivery(self, kind: type[D] = Delivery) -> D:  # type: ignore[assignment]  # what D is by default
+    async def delivery(self, kind: type[D] = Queue) -> D:  # type: ignore[assignment]  # what D is by default
         """Connects another queue to it, of a class of the test's own if it is named."""
         one = await kind.connect(self.settings, clock=self.server.clock)
         self._opened.push_async_callback(one.close)

@@ -15,8 +15,8 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.observe.metrics import GatewayTally, Snapshot, render
-from qinfer.queue.base import Entry, Lane
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane
+from qinfer.queue.lanes import Queue
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.auth import ANONYMOUS
@@ -47,7 +47,7 @@ class Models:
         return Capacity()
 
 
-class Queue:
+class StubQueue:
     """A delivery that keeps what it gets."""
 
     def __init__(self) -> None:
@@ -78,12 +78,12 @@ class Sink:
 
 class Setup:
     def __init__(self) -> None:
-        self.queue = Queue()
+        self.queue = StubQueue()
         self.tally = GatewayTally()
         self.sink = Sink()
         self.models = Models()
         self.dispatcher = Dispatcher(
-            cast(Delivery, self.queue), cast(Catalog, self.models), self.tally, LimitSettings(), "me"
+            cast(Queue, self.queue), cast(Catalog, self.models), self.tally, LimitSettings(), "me"
         )
         self.waiting = self.dispatcher.submission.pending
 

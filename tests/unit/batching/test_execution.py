@@ -19,7 +19,7 @@ from qinfer.errors import (
     QinferError,
     QueueFull,
 )
-from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease
 
 
 class Called:

@@ -16,8 +16,8 @@ from qinfer.cli import dead_letters
 from qinfer.cli.main import app
 from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings, variable_names
-from qinfer.queue.base import Lane, Payload
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane, Payload
+from qinfer.queue.lanes import Queue
 from qinfer.tensors import Tensor, pack_bytes
 from qinfer.testing import EmbeddedServer
 from qinfer.wire.frame import encode_request, encode_request_apart
@@ -41,7 +41,7 @@ def request(name: str = "image", reply_to: str = "reply:g1") -> InferRequest:
     )
 
 
-class Queue:
+class OwnDatabase:
     """The queue that every command finds.
 
     Attributes:
@@ -52,11 +52,11 @@ class Queue:
         self.option = ("--redis", url)
         self._settings = RedisSettings(url=SecretStr(url))
 
-    def ask(self, work: Callable[[Delivery], Awaitable[T]]) -> T:
+    def ask(self, work: Callable[[Queue], Awaitable[T]]) -> T:
         """Does something with the queue, from outside any event loop."""
 
         async def connected() -> T:
-            delivery = await Delivery.connect(self._settings)
+            delivery = await Queue.connect(self._settings)
             try:
                 return await work(delivery)
             finally:
@@ -75,7 +75,7 @@ class Queue:
     def bury(self, *frames: bytes, payload: bytes | None = None) -> list[str]:
         """Buries frames, one dead letter each; returns their ids."""
 
-        async def buried(delivery: Delivery) -> None:
+        async def buried(delivery: Queue) -> None:
             stored = None if payload is None else Payload("r1", payload, 60.0)
             await delivery.ensure([LANE])
             for frame in frames:
@@ -91,11 +91,11 @@ class Queue:
 
 
 @pytest.fixture
-def queue(embedded: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Queue:
+def queue(embedded: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> OwnDatabase:
     monkeypatch.setenv("COLUMNS", "250")
     for name in variable_names():
         monkeypatch.delenv(name, raising=False)
-    return Queue(embedded.database())
+    return OwnDatabase(embedded.database())
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -112,7 +112,7 @@ def test_help_has_an_example(command: str) -> None:
     assert f"Example: qinfer dlq {command} digits" in stdout
 
 
-def test_list_says_what_was_given_up_and_why(queue: Queue) -> None:
+def test_list_says_what_was_given_up_and_why(queue: OwnDatabase) -> None:
     """Id, lane, request, how often, how large, the error."""
     [letter_id] = queue.bury(encode_request(request()))
 
@@ -123,7 +123,7 @@ def test_list_says_what_was_given_up_and_why(queue: Queue) -> None:
         assert part in stdout
 
 
-def test_list_prints_json_in_pages(queue: Queue) -> None:
+def test_list_prints_json_in_pages(queue: OwnDatabase) -> None:
     """`--after` takes the last id of the page before."""
     ids = queue.bury(*[encode_request(request())] * 5)
 
@@ -136,13 +136,13 @@ def test_list_prints_json_in_pages(queue: Queue) -> None:
     assert f"There may be more: qinfer dlq list digits --after {ids[2]}" in table
 
 
-def test_an_empty_list_says_so(queue: Queue) -> None:
+def test_an_empty_list_says_so(queue: OwnDatabase) -> None:
     """No table without rows."""
     assert run("list", "digits", *queue.option) == (0, "model 'digits' has no dead letters\n", "")
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["inline", "payload"])
-def test_show_describes_the_request_and_writes_its_tensors(queue: Queue, tmp_path: Path, *, apart: bool) -> None:
+def test_show_describes_the_request_and_writes_its_tensors(queue: OwnDatabase, tmp_path: Path, *, apart: bool) -> None:
     """Arrays as .npy, BYTES as they travel, wherever the tensors were."""
     frame, payload = encode_request_apart(request()) if apart else (encode_request(request()), None)
     [letter_id] = queue.bury(frame, payload=payload)
@@ -156,7 +156,7 @@ def test_show_describes_the_request_and_writes_its_tensors(queue: Queue, tmp_pat
     assert (tmp_path / "letter" / "1-label.bin").read_bytes() == pack_bytes([b"cat\x00"])
 
 
-def test_show_prints_json(queue: Queue) -> None:
+def test_show_prints_json(queue: OwnDatabase) -> None:
     """With the inputs' names, datatypes, shapes and sizes."""
     [letter_id] = queue.bury(encode_request(request(reply_to="")))
 
@@ -168,7 +168,7 @@ def test_show_prints_json(queue: Queue) -> None:
     assert letter["row"]["code"] == "inference_failed"
 
 
-def test_a_name_in_a_request_is_nobodys_path(queue: Queue, tmp_path: Path) -> None:
+def test_a_name_in_a_request_is_nobodys_path(queue: OwnDatabase, tmp_path: Path) -> None:
     """Tensors are written inside the directory, whatever they are called."""
     [letter_id] = queue.bury(encode_request(request("../../etc/x y")))
 
@@ -178,7 +178,7 @@ def test_a_name_in_a_request_is_nobodys_path(queue: Queue, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_tensor_that_does_not_fill_its_shape_is_written_as_it_is(queue: Queue, tmp_path: Path) -> None:
+def test_a_tensor_that_does_not_fill_its_shape_is_written_as_it_is(queue: OwnDatabase, tmp_path: Path) -> None:
     """It may be why the request is here."""
     broken = InferRequest(model="digits", inputs=(Tensor("x", "FP32", (5,), b"\x01\x02\x03"),))
     [letter_id] = queue.bury(encode_request(broken))
@@ -189,7 +189,7 @@ def test_a_tensor_that_does_not_fill_its_shape_is_written_as_it_is(queue: Queue,
     assert (tmp_path / "0-x.bin").read_bytes() == b"\x01\x02\x03"
 
 
-def test_what_cannot_be_decoded_is_shown_and_kept(queue: Queue, tmp_path: Path) -> None:
+def test_what_cannot_be_decoded_is_shown_and_kept(queue: OwnDatabase, tmp_path: Path) -> None:
     """The reason, and the frame as it is."""
     [letter_id] = queue.bury(b"\x01\x02")
 
@@ -201,7 +201,7 @@ def test_what_cannot_be_decoded_is_shown_and_kept(queue: Queue, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", ["show", "replay"])
-def test_a_letter_that_is_gone_is_an_error(queue: Queue, command: str) -> None:
+def test_a_letter_that_is_gone_is_an_error(queue: OwnDatabase, command: str) -> None:
     """With the command that lists them."""
     code, _, stderr = run(command, "digits", "17-0", *queue.option)
 
@@ -215,7 +215,7 @@ def test_a_letter_that_is_gone_is_an_error(queue: Queue, command: str) -> None:
     [("show", "digits", "x"), ("list", "digits", "--after", "x"), ("replay", "digits", "x")],
     ids=["show", "list", "replay"],
 )
-def test_what_is_no_id_is_wrong_usage(queue: Queue, arguments: tuple[str, ...]) -> None:
+def test_what_is_no_id_is_wrong_usage(queue: OwnDatabase, arguments: tuple[str, ...]) -> None:
     """The message shows what one looks like."""
     code, _, stderr = run(*arguments, *queue.option)
 
@@ -225,7 +225,7 @@ def test_what_is_no_id_is_wrong_usage(queue: Queue, arguments: tuple[str, ...]) 
 
 @pytest.mark.parametrize("command", ["replay", "purge"])
 @pytest.mark.parametrize("arguments", [(), ("1-0", "--all")], ids=["neither", "both"])
-def test_ids_or_all(queue: Queue, command: str, arguments: tuple[str, ...]) -> None:
+def test_ids_or_all(queue: OwnDatabase, command: str, arguments: tuple[str, ...]) -> None:
     """One of the two, so that nothing is put back or removed by mistake."""
     code, _, stderr = run(command, "digits", *arguments, "--yes" if command == "purge" else "--json", *queue.option)
 
@@ -233,7 +233,7 @@ def test_ids_or_all(queue: Queue, command: str, arguments: tuple[str, ...]) -> N
     assert "give --all" in stderr
 
 
-def test_replay_puts_back_the_named_ones(queue: Queue) -> None:
+def test_replay_puts_back_the_named_ones(queue: OwnDatabase) -> None:
     """And leaves the others."""
     first, second, third = queue.bury(*[encode_request(request())] * 3)
 
@@ -243,7 +243,7 @@ def test_replay_puts_back_the_named_ones(queue: Queue) -> None:
     assert queue.ids() == [second]
 
 
-def test_replay_all_puts_back_more_than_a_page(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_all_puts_back_more_than_a_page(queue: OwnDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once."""
     monkeypatch.setattr(dead_letters, "_PAGE", 2)
     queue.bury(*[encode_request(request())] * 5)
@@ -253,7 +253,7 @@ def test_replay_all_puts_back_more_than_a_page(queue: Queue, monkeypatch: pytest
     assert queue.waiting() == 5
 
 
-def test_purge_wants_a_yes(queue: Queue) -> None:
+def test_purge_wants_a_yes(queue: OwnDatabase) -> None:
     """What is removed can't be brought back."""
     queue.bury(*[encode_request(request())] * 2)
 

@@ -8,8 +8,8 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import Lane
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import Queue
 
 
 async def put(store: ControlStore, model: str, *versions: int, error: str = "") -> None:
@@ -19,13 +19,13 @@ async def put(store: ControlStore, model: str, *versions: int, error: str = "") 
 
 
 async def beat(
-    store: ControlStore, delivery: Delivery, states: dict[str, dict[int, VersionState]], age_s: float = 5.0
+    store: ControlStore, delivery: Queue, states: dict[str, dict[int, VersionState]], age_s: float = 5.0
 ) -> None:
     record = WorkerRecord(id=f"w{age_s:g}", started_at=delivery.clock.now_s() - age_s, models=states)
     await store.heartbeat(record, ttl_s=60.0)
 
 
-async def test_state_reason_and_depth_are_shown(store: ControlStore, delivery: Delivery) -> None:
+async def test_state_reason_and_depth_are_shown(store: ControlStore, delivery: Queue) -> None:
     """One row per version, one per lane, one per worker."""
     await put(store, "digits", 1, 2)
     await put(store, "bad", error="config.pbtxt line 3: unknown field")
@@ -49,7 +49,7 @@ async def test_state_reason_and_depth_are_shown(store: ControlStore, delivery: D
     assert [(row.ready, round(row.up_s)) for row in overview.workers] == [(("digits:1",), 5)]
 
 
-async def test_bulk_lanes_are_shown_of_models_that_have_jobs(store: ControlStore, delivery: Delivery) -> None:
+async def test_bulk_lanes_are_shown_of_models_that_have_jobs(store: ControlStore, delivery: Queue) -> None:
     """Until the last has ended; a model without jobs has its online lanes only."""
     await put(store, "digits", 1)
     await put(store, "other", 1)
@@ -66,7 +66,7 @@ async def test_bulk_lanes_are_shown_of_models_that_have_jobs(store: ControlStore
     assert not any(row.name.startswith("bulk") for row in later)
 
 
-async def test_version_nobody_reported_on_is_pending(store: ControlStore, delivery: Delivery) -> None:
+async def test_version_nobody_reported_on_is_pending(store: ControlStore, delivery: Queue) -> None:
     """A worker that has just started says nothing about its models yet: `up` goes on waiting."""
     await put(store, "digits", 1)
     await delivery.ensure([Lane("digits", 1)])
@@ -77,7 +77,7 @@ async def test_version_nobody_reported_on_is_pending(store: ControlStore, delive
     assert [row.pending for row in overview.models] == [True]
 
 
-async def test_failed_version_is_not_pending(store: ControlStore, delivery: Delivery) -> None:
+async def test_failed_version_is_not_pending(store: ControlStore, delivery: Queue) -> None:
     """A model that can't be loaded must not hold `up` back."""
     await put(store, "digits", 1)
     await delivery.ensure([Lane("digits", 1)])
@@ -88,7 +88,7 @@ async def test_failed_version_is_not_pending(store: ControlStore, delivery: Deli
     assert [row.pending for row in overview.models] == [False]
 
 
-async def test_older_workers_can_be_left_out(store: ControlStore, delivery: Delivery) -> None:
+async def test_older_workers_can_be_left_out(store: ControlStore, delivery: Queue) -> None:
     """After kill -9 the record of the dead worker lives for seconds: `up` must not take it for its own."""
     await put(store, "digits", 1)
     await delivery.ensure([Lane("digits", 1)])

@@ -18,7 +18,7 @@ from qinfer.models.state import Desired, ScalerRecord, Speed, State, StoredModel
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork
 from qinfer.observe.stats import INFERENCE_COUNT
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.scaling.policy import ScalingPolicy
 from qinfer.scaling.record import RecordFile, decode
 from qinfer.testing import FakeClock
@@ -195,7 +195,7 @@ def test_without_people_it_is_logged(scene: Scene, caplog: pytest.LogCaptureFixt
     assert scene.lines == []
 
 
-async def test_reads_what_its_workers_load(store: ControlStore, delivery: Delivery) -> None:
+async def test_reads_what_its_workers_load(store: ControlStore, delivery: Queue) -> None:
     """Only of the models that they place: work, rows so far, load times, and the workers that models want."""
     for name, min_workers in (("a", 0), ("b", 1), ("other", 5)):
         await store.put_model(StoredModel(name, 1, "{}", (1,), min_workers=min_workers))

@@ -13,7 +13,7 @@ from qinfer.cli.scaling.scaler import Autoscaler
 from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.scaling.policy import ScalingPolicy
 from qinfer.scaling.record import RecordFile, decode
 from qinfer.scaling.shares import RECORD_TTL_S
@@ -60,7 +60,7 @@ class Host:
 class Scene:
     """A store, and the time."""
 
-    def __init__(self, server: EmbeddedServer, store: ControlStore, delivery: Delivery) -> None:
+    def __init__(self, server: EmbeddedServer, store: ControlStore, delivery: Queue) -> None:
         self.clock = FakeClock(0.0)
         self.server, self.store, self.delivery = server, store, delivery
         self.hosts: list[Host] = []
@@ -88,7 +88,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(timed: EmbeddedServer, store: ControlStore, delivery: Delivery) -> Scene:
+def scene(timed: EmbeddedServer, store: ControlStore, delivery: Queue) -> Scene:
     return Scene(timed, store, delivery)
 
 

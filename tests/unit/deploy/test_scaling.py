@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from qinfer.queue import keys
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 from qinfer_api.scaling.routes import Backlog
 from scripts import generate_deployment as deployment
 from scripts.generate_deployment import CHART, ROOT

@@ -18,8 +18,8 @@ from qinfer.models.repository.open import open_repositories
 from qinfer.models.state import Desired, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
-from qinfer.queue.base import Lane, bulk_lanes
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane, bulk_lanes
+from qinfer.queue.lanes import Queue
 from tests.support.servers.servers import Database
 
 CONFIG = """
@@ -34,7 +34,7 @@ TTL_S = 60.0
 class Stack:
     """A repository on disk, a store, and a catalog."""
 
-    def __init__(self, path: Path, store: ControlStore, delivery: Delivery) -> None:
+    def __init__(self, path: Path, store: ControlStore, delivery: Queue) -> None:
         self.path = path
         self.repository = open_repositories(RepositorySettings(path=str(path), autocomplete=False))
         self.store, self.delivery = store, delivery
@@ -58,7 +58,7 @@ class Stack:
 
 
 @pytest.fixture
-def stack(tmp_path: Path, store: ControlStore, delivery: Delivery) -> Stack:
+def stack(tmp_path: Path, store: ControlStore, delivery: Queue) -> Stack:
     return Stack(tmp_path, store, delivery)
 
 
@@ -419,7 +419,7 @@ async def test_lanes_exist_before_a_model_is_desired(database: Database, stack: 
     stack.write("m", 1)
     ensured: list[Lane] = []
 
-    class Spy(Delivery):
+    class Spy(Queue):
         async def ensure(self, lanes: Sequence[Lane]) -> None:
             assert await stack.store.desired() == {}
             ensured.extend(lanes)

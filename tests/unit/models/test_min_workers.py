@@ -11,7 +11,7 @@ from qinfer.models.control import ModelControl
 from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer_api.app import RepositoryWatch
 
 CONFIG = """
@@ -52,7 +52,7 @@ class Source:
 class Scene:
     """An empty store, before a repository."""
 
-    def __init__(self, store: ControlStore, delivery: Delivery) -> None:
+    def __init__(self, store: ControlStore, delivery: Queue) -> None:
         self.source = Source(model("quiet"), model("says", SAYS_ONE))
         self.store, self.delivery = store, delivery
 
@@ -62,7 +62,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(store: ControlStore, delivery: Delivery) -> Scene:
+def scene(store: ControlStore, delivery: Queue) -> Scene:
     return Scene(store, delivery)
 
 

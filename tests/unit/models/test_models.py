@@ -23,7 +23,7 @@ from qinfer.models.control import IndexEntry, ModelControl
 from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 
 CONFIG = """
@@ -77,7 +77,7 @@ class Scene:
     """A gateway's side of control, and a worker that loads what it is told to, or fails to, when a test says so."""
 
     def __init__(
-        self, store: ControlStore, delivery: Delivery, mode: str = "explicit", load_timeout_s: float = 20.0
+        self, store: ControlStore, delivery: Queue, mode: str = "explicit", load_timeout_s: float = 20.0
     ) -> None:
         self.source = Source()
         self.store, self.delivery = store, delivery
@@ -136,7 +136,7 @@ class Scene:
 
 
 @pytest.fixture
-async def scene(store: ControlStore, delivery: Delivery) -> AsyncIterator[Scene]:
+async def scene(store: ControlStore, delivery: Queue) -> AsyncIterator[Scene]:
     scene = Scene(store, delivery)
     scene.source.put(found())
     worker = asyncio.create_task(scene.work("w1"))
@@ -212,7 +212,7 @@ async def test_what_can_not_be_loaded_changes_nothing(
 
 
 @pytest.mark.parametrize("mode", ["none", "poll"])
-async def test_only_mode_explicit_loads_on_request(store: ControlStore, delivery: Delivery, mode: str) -> None:
+async def test_only_mode_explicit_loads_on_request(store: ControlStore, delivery: Queue, mode: str) -> None:
     """Triton's text."""
     scene = Scene(store, delivery, mode)
     for call in (scene.control.load("m"), scene.control.unload("m")):
@@ -278,7 +278,7 @@ async def test_files_of_a_request_are_kept_until_others_replace_them(scene: Scen
     assert scene.source.overlay == {}
 
 
-async def test_files_of_a_load_that_another_overtook_are_removed(store: ControlStore, delivery: Delivery) -> None:
+async def test_files_of_a_load_that_another_overtook_are_removed(store: ControlStore, delivery: Queue) -> None:
     """Nobody would load them any more."""
     scene, settings = Scene(store, delivery), RepositorySettings(control_mode="explicit")
     scene.source.put(found())
@@ -295,7 +295,7 @@ async def test_files_of_a_load_that_another_overtook_are_removed(store: ControlS
     assert list(scene.source.overlay) == [(await scene.stored()).location]
 
 
-async def test_a_load_whose_caller_went_away_is_seen_through(store: ControlStore, delivery: Delivery) -> None:
+async def test_a_load_whose_caller_went_away_is_seen_through(store: ControlStore, delivery: Queue) -> None:
     """Above all one that fails: what was loaded before is stored again all the same."""
     scene = Scene(store, delivery)
     scene.source.put(found())
@@ -319,7 +319,7 @@ async def test_a_load_whose_caller_went_away_is_seen_through(store: ControlStore
     assert scene.source.overlay == {}
 
 
-async def test_a_load_without_workers_waits_for_one(store: ControlStore, delivery: Delivery) -> None:
+async def test_a_load_without_workers_waits_for_one(store: ControlStore, delivery: Queue) -> None:
     """And is given up in the end, with the reason; the model stays asked for."""
     scene = Scene(store, delivery, load_timeout_s=0.05)
     scene.source.put(found())
@@ -331,7 +331,7 @@ async def test_a_load_without_workers_waits_for_one(store: ControlStore, deliver
     assert (await scene.store.desired())["m"].load
 
 
-async def test_a_model_that_needs_no_worker_is_loaded_without(store: ControlStore, delivery: Delivery) -> None:
+async def test_a_model_that_needs_no_worker_is_loaded_without(store: ControlStore, delivery: Queue) -> None:
     """`qinfer.min_workers` 0: it is ready to accept."""
     scene = Scene(store, delivery)
     config = CONFIG.format(rows=8) + 'parameters { key: "qinfer.min_workers" value { string_value: "0" } }'
@@ -342,7 +342,7 @@ async def test_a_model_that_needs_no_worker_is_loaded_without(store: ControlStor
     assert scene.catalog.resolve("m", 1).version == 1
 
 
-async def test_of_two_loads_the_later_one_counts(store: ControlStore, delivery: Delivery) -> None:
+async def test_of_two_loads_the_later_one_counts(store: ControlStore, delivery: Queue) -> None:
     """Through different gateways; the earlier one is told."""
     scene, settings = Scene(store, delivery), RepositorySettings(control_mode="explicit")
     scene.source.put(found())
@@ -359,7 +359,7 @@ async def test_of_two_loads_the_later_one_counts(store: ControlStore, delivery: 
     worker.cancel()
 
 
-async def test_a_gateway_that_ends_tells_who_waits_for_a_load(store: ControlStore, delivery: Delivery) -> None:
+async def test_a_gateway_that_ends_tells_who_waits_for_a_load(store: ControlStore, delivery: Queue) -> None:
     """The model stays asked for, and workers load it."""
     scene = Scene(store, delivery)
     scene.source.put(found())
@@ -373,7 +373,7 @@ async def test_a_gateway_that_ends_tells_who_waits_for_a_load(store: ControlStor
     assert (await scene.store.desired())["m"].load
 
 
-async def test_an_unload_ends_a_load_under_way(store: ControlStore, delivery: Delivery) -> None:
+async def test_an_unload_ends_a_load_under_way(store: ControlStore, delivery: Queue) -> None:
     """Nobody waits for what is not wanted any more."""
     scene = Scene(store, delivery)
     scene.source.put(found())

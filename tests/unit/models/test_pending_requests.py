@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import cast
 
 from qinfer.core.messages import Response
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, PendingRequests
 
 
@@ -59,7 +59,7 @@ def table() -> tuple[PendingRequests, Clock, list[str]]:
     def failed(request: Pending, error: Exception) -> None:
         expired.append(request.request_id)
 
-    return PendingRequests(cast(Delivery, None), clock, clock.call_later, answered, failed), clock, expired
+    return PendingRequests(cast(Queue, None), clock, clock.call_later, answered, failed), clock, expired
 
 
 def test_a_request_expires_after_its_deadline_and_not_before() -> None:

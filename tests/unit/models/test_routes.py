@@ -2,7 +2,7 @@
 
 from qinfer.models.routes import Routes
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 
 
 def routes(batching: BatchingSpec | None) -> Routes:

@@ -12,7 +12,7 @@ from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.state import Desired, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.app import RepositoryWatch
 
@@ -49,7 +49,7 @@ class Source:
 
 
 class Scene:
-    def __init__(self, store: ControlStore, delivery: Delivery) -> None:
+    def __init__(self, store: ControlStore, delivery: Queue) -> None:
         self.source = Source(model("a"))
         self.store, self.delivery = store, delivery
 
@@ -73,7 +73,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(store: ControlStore, delivery: Delivery) -> Scene:
+def scene(store: ControlStore, delivery: Queue) -> Scene:
     return Scene(store, delivery)
 
 

@@ -7,7 +7,7 @@ from qinfer.jobs.queue.records import JobRecord, open_rows
 from qinfer.models.state import Speed, State, VersionState, WorkerRecord
 from qinfer.models.work import ASSUMED_ROW_S, OpenRows, Seen, VersionWork, work_of
 from qinfer.observe.stats import EXECUTION_NS, INFERENCE_COUNT, SUCCESS_COUNT
-from qinfer.queue.base import Lane, LaneSize
+from qinfer.queue.entries import Lane, LaneSize
 
 ONLINE, DELAYED, BULK = Lane("m", 1, "p1"), Lane("m", 1, "p1.delayed"), Lane("m", 1, "bulk2")
 THREE_ROWS = {SUCCESS_COUNT: 100, INFERENCE_COUNT: 300, EXECUTION_NS: 6_000_000_000}

@@ -17,7 +17,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.observe.logs import EVERY_S, Fence
 from qinfer.observe.stats import StatsTally
 from qinfer.observe.tracing import Span, Tracer
-from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.testing import FakeClock
 from qinfer_api.observe import tracing as gateway_tracing
 from qinfer_api.observe.trace_file import Sampling

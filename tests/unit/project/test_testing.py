@@ -7,8 +7,8 @@ import pytest
 import redis
 
 from qinfer import testing
-from qinfer.queue.base import Lane
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import Queue
 from qinfer.testing import EmbeddedServer
 from tests.support.servers.servers import command, valkey
 
@@ -32,7 +32,7 @@ def test_time_moves_when_a_test_says_so(wheel: str) -> None:
         assert 61.5 <= server.clock.monotonic_s() - before_s < 70.0
 
 
-async def test_a_lease_ends_when_its_time_is_over(timed: EmbeddedServer, delivery: Delivery) -> None:
+async def test_a_lease_ends_when_its_time_is_over(timed: EmbeddedServer, delivery: Queue) -> None:
     """The queue's clock tells the server's time after each move."""
     lane = Lane("m", 1)
     await delivery.ensure([lane])

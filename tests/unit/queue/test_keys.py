@@ -5,8 +5,8 @@ from hiredis import ReplyError
 
 from qinfer.errors import BrokerUnavailable, QinferError, QueueFull, SettingsError
 from qinfer.queue import keys
-from qinfer.queue.base import Entry, Lane
 from qinfer.queue.connection import Refused, mapped
+from qinfer.queue.entries import Entry, Lane
 
 
 def test_the_keys_are_spelled_as_the_design_says() -> None:

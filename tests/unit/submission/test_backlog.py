@@ -11,8 +11,8 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, ModelSpec
-from qinfer.queue.base import Lane
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import Queue
 from qinfer.submission.submit import Backlog
 from qinfer.testing import eventually
 
@@ -32,7 +32,7 @@ class World:
         self.speed = Capacity()
         self.looks = 0
         self.is_down = False
-        self.backlog = Backlog(cast(Delivery, self), cast(Catalog, self))
+        self.backlog = Backlog(cast(Queue, self), cast(Catalog, self))
 
     async def depth(self, lanes: Sequence[Lane]) -> list[int]:
         self.looks += 1

@@ -15,8 +15,8 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy, TensorSpec
 from qinfer.observe.metrics import GatewayTally
-from qinfer.queue.base import Entry, Lane, Lease
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
@@ -48,7 +48,7 @@ class Models:
         return Capacity()
 
 
-class Queue(Delivery):
+class SpyQueue(Queue):
     """A queue whose stored results can be out of reach, and that tells what was to be withdrawn."""
 
     is_down = False
@@ -67,7 +67,7 @@ class Queue(Delivery):
 
 
 class Setup:
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: SpyQueue) -> None:
         self.queue, self.models, self.responses = queue, Models(), list[Response]()
         self.use(LimitSettings(inline_max_bytes=1000))
 
@@ -97,7 +97,7 @@ class Setup:
 
 @pytest.fixture
 async def setup(database: Database) -> AsyncIterator[Setup]:
-    one = Setup(await database.delivery(Queue))
+    one = Setup(await database.delivery(SpyQueue))
     await one.queue.ensure([Lane("m", 1)])
     runs = [asyncio.create_task(one.dispatcher.submission.run())]
     yield one

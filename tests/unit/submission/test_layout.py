@@ -9,7 +9,7 @@ import pytest
 
 from qinfer.core.messages import IdFactory, InferRequest, Scalar, Sequence
 from qinfer.errors import PayloadTooLarge
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 from qinfer.submission import submit as submission
 from qinfer.submission.submit import Layouts, kind_of
 from qinfer.tensors import Tensor, pack_bytes

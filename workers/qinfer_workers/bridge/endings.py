@@ -13,7 +13,7 @@ from contextlib import suppress
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import QinferError
 from qinfer.queue.deliveries import Kind
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Ending
 from qinfer_workers.bridge.reading import PARTITION
 from qinfer_workers.bridge.rendering import Rendered
@@ -49,7 +49,7 @@ class Endings:
     def __init__(
         self,
         *,
-        delivery: Delivery,
+        delivery: Queue,
         model: str,
         kind: Kind,
         render: Callable[[Ending], Rendered | None],

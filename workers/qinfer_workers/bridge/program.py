@@ -21,7 +21,7 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.state import BRIDGE
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.route import Route
@@ -126,7 +126,7 @@ class Bridge:
         routes: Its routes.
     """
 
-    def __init__(self, config: BridgeConfig, delivery: Delivery, catalog: Catalog, settings: Settings) -> None:
+    def __init__(self, config: BridgeConfig, delivery: Queue, catalog: Catalog, settings: Settings) -> None:
         self._config = config
         self._delivery = delivery
         self._catalog = catalog
@@ -238,8 +238,8 @@ async def check(config: BridgeConfig, settings: Settings, say: Callable[[str], N
     return all(results)
 
 
-async def _open(settings: Settings, opened: AsyncExitStack) -> tuple[Delivery, ControlStore, Catalog]:
-    delivery = await Delivery.connect(settings.redis, settings.limits)
+async def _open(settings: Settings, opened: AsyncExitStack) -> tuple[Queue, ControlStore, Catalog]:
+    delivery = await Queue.connect(settings.redis, settings.limits)
     opened.push_async_callback(delivery.close)
     store = ControlStore(admin_client(settings.redis))
     opened.push_async_callback(store.close)

@@ -22,9 +22,9 @@ from typing import Any
 from qinfer.bridge.metrics import RouteTally, count
 from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.models.catalog import Catalog, Served
-from qinfer.queue.base import reply_address
 from qinfer.queue.deliveries import outbox
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import reply_address
+from qinfer.queue.lanes import Queue
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.consumer import Consumer, Refused
 from qinfer_workers.bridge.endings import Endings
@@ -67,7 +67,7 @@ class Route:
         *,
         options: RouteOptions,
         config: BridgeConfig,
-        delivery: Delivery,
+        delivery: Queue,
         catalog: Catalog,
         owner: str,
         inline_max_bytes: int,

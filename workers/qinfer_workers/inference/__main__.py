@@ -24,7 +24,7 @@ from qinfer.models.shared_settings import follow_log_settings
 from qinfer.models.store import ControlStore
 from qinfer.observe import logs, tracing
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
 from qinfer_workers.inference.leases import ProcessRenewals
@@ -49,7 +49,7 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(signum, stop.set)
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
-    delivery = await Delivery.connect(settings.redis, settings.limits)
+    delivery = await Queue.connect(settings.redis, settings.limits)
     store = ControlStore(admin_client(settings.redis))
     files = open_repositories(settings.repository)
     if settings.repository.cache_dir:

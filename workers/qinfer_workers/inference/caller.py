@@ -33,8 +33,8 @@ from qinfer.errors import (
     QueueFull,
 )
 from qinfer.models.catalog import Catalog, Served
-from qinfer.queue.base import Lane
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending
 from qinfer.submission.submit import Submission, check
 
@@ -83,7 +83,7 @@ class Caller:
 
     def __init__(
         self,
-        delivery: Delivery,
+        delivery: Queue,
         catalog: Catalog,
         worker_id: str,
         tasks: asyncio.TaskGroup,

@@ -21,7 +21,7 @@ from qinfer.core.processes import packed, received
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.core.settings import Settings
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer_workers import renewer
 
 logger = logging.getLogger(__name__)

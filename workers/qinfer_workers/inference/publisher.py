@@ -21,8 +21,8 @@ from qinfer.core.messages import Failure, Response
 from qinfer.core.retry import OutageLog, pause_s
 from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull
 from qinfer.observe.stats import PublishTally, StatsTally
-from qinfer.queue.base import DELAYED, Lease
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import DELAYED, Lease
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Address, Outcome, RequestState, Settlement
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.inference.leases import LeaseKeeper
@@ -67,7 +67,7 @@ class Publisher:
     """
 
     def __init__(
-        self, delivery: Delivery, keeper: LeaseKeeper, tasks: asyncio.TaskGroup, spans: Spans | None = None
+        self, delivery: Queue, keeper: LeaseKeeper, tasks: asyncio.TaskGroup, spans: Spans | None = None
     ) -> None:
         self._delivery = delivery
         self._keeper = keeper

@@ -9,8 +9,8 @@ from qinfer.core.settings import MetricsSettings
 from qinfer.errors import QinferError
 from qinfer.models.routes import NAMES, lanes_of
 from qinfer.observe.latencies import LatencyTally
-from qinfer.queue.base import Lane
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import Queue
 
 _LOOK_S = 0.05
 # Gateways learn at the same time as the worker that a model is to be unloaded.
@@ -121,7 +121,7 @@ class Serving:
         self.lanes = own + tuple(lane for lane in self.lanes if lane not in own)
         self._is_settled = False
 
-    async def find_leftovers(self, delivery: Delivery) -> None:
+    async def find_leftovers(self, delivery: Queue) -> None:
         """Has lanes read that only an earlier configuration had, as long as they hold anything."""
         if self._is_settled:
             return
@@ -136,7 +136,7 @@ class Serving:
         self.lanes = own + left
         self._is_settled = not left
 
-    async def drain(self, delivery: Delivery, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
+    async def drain(self, delivery: Queue, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
         """Serves on until the lanes are empty, for the limit at most; returns false once it is wanted again."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s

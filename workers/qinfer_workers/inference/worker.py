@@ -21,8 +21,8 @@ from qinfer.errors import BrokerUnavailable, CorruptEntry, InferenceFailed, Inva
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.models.validate import validate
-from qinfer.queue.base import Lane, Lease
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane, Lease
+from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import PayloadApart, RequestReader, decode_request
 from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.caller import Caller
@@ -66,7 +66,7 @@ class Worker:
     def __init__(
         self,
         settings: Settings,
-        delivery: Delivery,
+        delivery: Queue,
         store: ControlStore,
         loader: Loader,
         worker_id: str,
@@ -384,7 +384,7 @@ class Intake:
         max_deliveries: An entry that was handed out more often is not tried again.
     """
 
-    def __init__(self, delivery: Delivery, publisher: Publisher, max_deliveries: int) -> None:
+    def __init__(self, delivery: Queue, publisher: Publisher, max_deliveries: int) -> None:
         self._delivery = delivery
         self._publisher = publisher
         self._most = max(max_deliveries, LEAST_DELIVERIES)

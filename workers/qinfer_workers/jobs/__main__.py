@@ -32,7 +32,7 @@ from qinfer.models.state import BEAT, BULK
 from qinfer.models.store import ControlStore
 from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
 from qinfer_workers.jobs.app import UseCase, make_app
 from qinfer_workers.jobs.event_loop import EventLoop
@@ -55,8 +55,8 @@ _LEVELS = {
 }
 
 
-async def _connect(settings: Settings) -> tuple[Delivery, ControlStore]:
-    delivery = await Delivery.connect(settings.redis, settings.limits)
+async def _connect(settings: Settings) -> tuple[Queue, ControlStore]:
+    delivery = await Queue.connect(settings.redis, settings.limits)
     return delivery, ControlStore(admin_client(settings.redis))
 
 

@@ -15,8 +15,8 @@ from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.observe.catalogue import BACKLOG
 from qinfer.observe.metrics import GatewayTally
-from qinfer.queue.base import Lease, bulk_lanes
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lease, bulk_lanes
+from qinfer.queue.lanes import Queue
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
@@ -37,7 +37,7 @@ LANES = bulk_lanes("m", 1)
 class Bench:
     """A janitor and what it looks after; Celery's broker is away while `trouble` is set."""
 
-    def __init__(self, server: EmbeddedServer, database: Database, delivery: Delivery) -> None:
+    def __init__(self, server: EmbeddedServer, database: Database, delivery: Queue) -> None:
         self.server = server
         self.delivery, self.store = delivery, database.store()
         self.jobs = Jobs(self.delivery)
@@ -87,7 +87,7 @@ def rounds(bench: Bench, jobs: JobJanitor) -> Janitor:
 
 
 @pytest.fixture
-def bench(timed: EmbeddedServer, database: Database, delivery: Delivery) -> Bench:
+def bench(timed: EmbeddedServer, database: Database, delivery: Queue) -> Bench:
     return Bench(timed, database, delivery)
 
 

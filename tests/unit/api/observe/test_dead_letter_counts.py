@@ -1,7 +1,7 @@
 """Dead letters by version: what is read again, and when."""
 
-from qinfer.queue.base import Lane
 from qinfer.queue.dead_letters import DeadLetter, DeadLetters
+from qinfer.queue.entries import Lane
 from qinfer_api.observe.reporting import DeadLetterCounts
 
 

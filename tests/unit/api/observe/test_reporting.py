@@ -11,7 +11,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
 from qinfer.observe.metrics import GatewayTally
-from qinfer.queue.redis import Delivery
+from qinfer.queue.lanes import Queue
 from qinfer_api.observe.reporting import Reporting
 from tests.support.servers.servers import Database
 
@@ -42,7 +42,7 @@ class SlowStore(ControlStore):
 class Setup:
     """A gateway's reporting on that store."""
 
-    def __init__(self, store: SlowStore, delivery: Delivery) -> None:
+    def __init__(self, store: SlowStore, delivery: Queue) -> None:
         self.store = store
         self.tally = GatewayTally()
         catalog = Catalog(self.store, LimitSettings())

@@ -16,9 +16,9 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.observe.metrics import GatewayTally
-from qinfer.queue.base import Entry, Lane
 from qinfer.queue.deliveries import DeliveryItem
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Acceptance, Address, RequestState
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer.wire.frame import encode_request
@@ -38,7 +38,7 @@ LANE = Lane("m", 1)
 class Bench:
     """A janitor and what it looks after: one model, `m`, whose timeout is 60 s."""
 
-    def __init__(self, server: EmbeddedServer, database: Database, delivery: Delivery) -> None:
+    def __init__(self, server: EmbeddedServer, database: Database, delivery: Queue) -> None:
         self.server = server
         self.delivery, self.store = delivery, database.store()
         self.catalog = Catalog(self.store, LimitSettings())
@@ -83,7 +83,7 @@ class Bench:
 
 
 @pytest.fixture
-async def bench(timed: EmbeddedServer, database: Database, delivery: Delivery) -> Bench:
+async def bench(timed: EmbeddedServer, database: Database, delivery: Queue) -> Bench:
     bench = Bench(timed, database, delivery)
     await bench.start()
     return bench
@@ -250,7 +250,7 @@ async def test_where_webhooks_are_off_none_is_taken(bench: Bench) -> None:
 class Away:
     """Has the deadlines of a queue be away."""
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, delivery: Queue) -> None:
         self.rounds = 0
         self.is_away = True
         due = delivery.requests.due

@@ -16,9 +16,9 @@ from qinfer.errors import DeadlineExceeded, InvalidRequest, SettingsError
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
-from qinfer.queue.base import Lane
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Acceptance, Address, RequestState, Settlement
 from qinfer_api.jobs.records import message_of
 from qinfer_api.requests.service import failed_outcome
@@ -175,7 +175,7 @@ async def receiver() -> AsyncIterator[Receiver]:
         yield receiver
 
 
-async def expired(delivery: Delivery, webhook: str) -> DeliveryItem:
+async def expired(delivery: Queue, webhook: str) -> DeliveryItem:
     """Accepts and expires a request; returns its webhook."""
     acceptance = Acceptance(address=ADDRESS, lane=Lane("digits", 1), frame=b"f", timeout_s=60.0, webhook=webhook)
     await delivery.requests.accept(acceptance)
@@ -185,13 +185,13 @@ async def expired(delivery: Delivery, webhook: str) -> DeliveryItem:
     return item
 
 
-async def taken(delivery: Delivery) -> list[DeliveryItem]:
+async def taken(delivery: Queue) -> list[DeliveryItem]:
     """Takes the webhooks that there are, which are due again at once."""
     return await delivery.deliveries.take("digits", 0, Kind(WEBHOOKS, 0.0, 0.0), 10)
 
 
 async def sent(
-    delivery: Delivery, item: DeliveryItem, options: WebhookSettings, resolve: Any = None
+    delivery: Queue, item: DeliveryItem, options: WebhookSettings, resolve: Any = None
 ) -> tuple[str, list[DeliveryItem]]:
     """Delivers a webhook; returns its state, and what there still is to be delivered."""
     webhooks = Webhooks(options, delivery, Targets(options, resolve), partial(message_of, Jobs(delivery)))
@@ -202,7 +202,7 @@ async def sent(
     return record.webhook_state if record else "", await taken(delivery)
 
 
-async def test_a_delivery(delivery: Delivery, receiver: Receiver) -> None:
+async def test_a_delivery(delivery: Queue, receiver: Receiver) -> None:
     """Signed JSON that says what ended and where the result is; the reply's body is not waited for."""
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
 
@@ -220,7 +220,7 @@ async def test_a_delivery(delivery: Delivery, receiver: Receiver) -> None:
     assert headers["webhook-signature"] == signature
 
 
-async def test_the_connection_goes_to_the_address_that_was_checked(delivery: Delivery, receiver: Receiver) -> None:
+async def test_the_connection_goes_to_the_address_that_was_checked(delivery: Queue, receiver: Receiver) -> None:
     """No second look-up: the name here leads nowhere but in the check."""
     options = settings(f"hooks.invalid:{receiver.port}", allow_private=True)
     item = await expired(delivery, receiver.url("hooks.invalid"))
@@ -231,7 +231,7 @@ async def test_the_connection_goes_to_the_address_that_was_checked(delivery: Del
     assert receiver.received[0].headers["host"] == f"hooks.invalid:{receiver.port}"
 
 
-async def test_a_name_that_leads_inside_by_now_is_refused(delivery: Delivery, receiver: Receiver) -> None:
+async def test_a_name_that_leads_inside_by_now_is_refused(delivery: Queue, receiver: Receiver) -> None:
     """DNS rebinding: it was public when the request named it."""
     options = settings(f"hooks.invalid:{receiver.port}")
     resolve = resolver([PUBLIC], ["127.0.0.1"])
@@ -243,7 +243,7 @@ async def test_a_name_that_leads_inside_by_now_is_refused(delivery: Delivery, re
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 400, 410, 500])
-async def test_anything_but_2xx_comes_again(delivery: Delivery, receiver: Receiver, status: int) -> None:
+async def test_anything_but_2xx_comes_again(delivery: Queue, receiver: Receiver, status: int) -> None:
     """Redirects are not followed; the id stays, so that receivers can drop repetitions."""
     receiver.statuses = [status, 200]
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
@@ -255,7 +255,7 @@ async def test_anything_but_2xx_comes_again(delivery: Delivery, receiver: Receiv
 
 
 async def test_it_is_given_up_after_so_many(
-    delivery: Delivery, receiver: Receiver, caplog: pytest.LogCaptureFixture
+    delivery: Queue, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning, without the URL, which may hold a secret."""
     receiver.statuses = [500]
@@ -269,7 +269,7 @@ async def test_it_is_given_up_after_so_many(
     assert "hidden" not in str([vars(record) for record in caplog.records])
 
 
-async def test_nobody_there(delivery: Delivery, unused_tcp_port: int) -> None:
+async def test_nobody_there(delivery: Queue, unused_tcp_port: int) -> None:
     """A refused connection is one try."""
     options = settings(f"127.0.0.1:{unused_tcp_port}", allow_private=True)
     item = await expired(delivery, f"http://127.0.0.1:{unused_tcp_port}/")
@@ -277,7 +277,7 @@ async def test_nobody_there(delivery: Delivery, unused_tcp_port: int) -> None:
     assert (await sent(delivery, item, options))[0] == "pending"
 
 
-async def test_an_unforeseen_error_is_one_try(delivery: Delivery, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unforeseen_error_is_one_try(delivery: Queue, caplog: pytest.LogCaptureFixture) -> None:
     """It does not come out: it would end the gateway, and again with each repetition."""
 
     async def broken(host: str, port: int) -> list[str]:
@@ -289,7 +289,7 @@ async def test_an_unforeseen_error_is_one_try(delivery: Delivery, caplog: pytest
     assert "hidden" not in caplog.text
 
 
-async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: Delivery, receiver: Receiver) -> None:
+async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: Queue, receiver: Receiver) -> None:
     """Without an HTTP client."""
     options = settings(max_attempts=1)
 
@@ -297,7 +297,7 @@ async def test_webhooks_that_are_no_longer_allowed_are_given_up(delivery: Delive
     assert receiver.received == []
 
 
-async def test_the_end_of_a_job_is_told(delivery: Delivery, receiver: Receiver) -> None:
+async def test_the_end_of_a_job_is_told(delivery: Queue, receiver: Receiver) -> None:
     """With the job as its page shows it; what became of the webhook is in its record. One that goes on is not told."""
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
     spec = b'{"model":"digits","inputs":["file:///in/*.parquet"],"output":{"url":"file:///out"}}'
@@ -324,7 +324,7 @@ async def test_the_end_of_a_job_is_told(delivery: Delivery, receiver: Receiver) 
     assert await taken(delivery) == []
 
 
-async def test_the_webhook_of_a_request_that_is_gone_is_removed(delivery: Delivery, database: Database) -> None:
+async def test_the_webhook_of_a_request_that_is_gone_is_removed(delivery: Queue, database: Database) -> None:
     item = await expired(delivery, "http://h/")
     with redis.Redis.from_url(database.settings.url.get_secret_value()) as client:
         client.delete(keys.request("digits", 0, "r1"))

@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.bridge.metrics import RouteTally
 from qinfer.errors import BrokerUnavailable, InvalidRequest, PayloadTooLarge, QinferError, QueueFull, SettingsError
-from qinfer.queue.base import Lane
+from qinfer.queue.entries import Lane
 from qinfer.queue.request_records import Acceptance, Accepted, Address
 from qinfer.testing import eventually
 from qinfer_workers.bridge.consumer import Refused

@@ -28,8 +28,8 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.base import Entry, Lane, Payload
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane, Payload
+from qinfer.queue.lanes import Queue
 from qinfer.submission.submit import PAYLOAD_MARGIN_S
 from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import FakeClock, eventually
@@ -70,7 +70,7 @@ class Store(ControlStore):
         return await super().desired()
 
 
-class Refusing(Delivery):
+class Refusing(Queue):
     """A queue that learns afterwards that it could not take an entry."""
 
     def submit(
@@ -88,9 +88,7 @@ class Refusing(Delivery):
 class Scene:
     """A caller, and a worker that answers as it is told."""
 
-    def __init__(
-        self, tasks: asyncio.TaskGroup, delivery: Delivery, store: Store, limits: LimitSettings | None
-    ) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, delivery: Queue, store: Store, limits: LimitSettings | None) -> None:
         self.clock = FakeClock()
         self.delivery, self.store = delivery, store
         delivery.clock = ServerClock(self.clock)
@@ -143,7 +141,7 @@ def asked(**fields: object) -> InferRequest:
 
 @asynccontextmanager
 async def scene(
-    kind: type[Delivery] = Delivery, *, works: bool = True, limits: LimitSettings | None = None
+    kind: type[Queue] = Queue, *, works: bool = True, limits: LimitSettings | None = None
 ) -> AsyncIterator[Scene]:
     async with Database() as database, asyncio.TaskGroup() as tasks:
         one = Scene(tasks, await database.delivery(kind), database.store(Store), limits)

@@ -14,7 +14,7 @@ from qinfer.batching.execution import Execution, Pending
 from qinfer.core.messages import InferRequest
 from qinfer.errors import InferenceFailed
 from qinfer.models.spec import Device
-from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.executor import SHORT_S, ThreadExecutor
 from tests.support import models

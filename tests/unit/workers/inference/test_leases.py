@@ -8,7 +8,7 @@ import pytest
 from qinfer.batching.execution import Pending
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
-from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.testing import FakeClock, eventually
 from qinfer_workers.inference import leases
 from qinfer_workers.inference.leases import Held, LeaseKeeper, place_of

@@ -12,9 +12,9 @@ from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import InferenceFailed
 from qinfer.observe.stats import StatsTally
-from qinfer.queue.base import Entry, Lane, Lease
 from qinfer.queue.connection import Refused
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.queue.lanes import Queue
 from qinfer.queue.request_records import Settlement
 from qinfer.queue.router import Router
 from qinfer.tensors import Bytes
@@ -26,7 +26,7 @@ from qinfer_workers.inference.publisher import Publisher
 from tests.support.stage import NoRenewals
 
 
-class Offline(Delivery):
+class Offline(Queue):
     """A queue that is not connected: what a test does not replace fails."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def pending(number: int = 0, reply_to: str = "reply:g") -> Pending:
     return Pending(rows=1, key=None, enqueued_s=1.0, deadline_s=61.0, lease=lease, request=request)
 
 
-def keeper_of(delivery: Delivery, lease_s: float = 10.0) -> LeaseKeeper:
+def keeper_of(delivery: Queue, lease_s: float = 10.0) -> LeaseKeeper:
     return LeaseKeeper(NoRenewals(), delivery.clock, lease_s, list, lambda _: None)
 
 
@@ -196,7 +196,7 @@ def responses(items: Sequence[Pending]) -> list[Response]:
 
 
 @asynccontextmanager
-async def publishing(delivery: Delivery) -> AsyncIterator[Publisher]:
+async def publishing(delivery: Queue) -> AsyncIterator[Publisher]:
     """A publisher with leases that last; what it has begun has ended when the block has."""
     async with asyncio.TaskGroup() as tasks:
         outlet = Publisher(delivery, keeper_of(delivery, lease_s=60.0), tasks)

@@ -21,7 +21,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
 from qinfer.core.processes import LENGTH, packed
 from qinfer.core.settings import RedisSettings, Settings
-from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer_workers import renewer
 from qinfer_workers.inference import leases
 from qinfer_workers.inference.leases import LeaseKeeper, ProcessRenewals

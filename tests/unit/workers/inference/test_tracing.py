@@ -19,8 +19,8 @@ from qinfer.jobs.plan import Shard, ShardTicket, encode_ticket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe.tracing import Tracer
-from qinfer.queue.base import Entry, Lane, Lease
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.queue.lanes import Queue
 from qinfer.testing import FakeClock
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
@@ -213,7 +213,7 @@ class Ran:
 
 
 async def run_shard(
-    bench: Bench, delivery: Delivery, end: ShardOutcome | BaseException, trace: str
+    bench: Bench, delivery: Queue, end: ShardOutcome | BaseException, trace: str
 ) -> ShardOutcome | None:
     """Runs a shard of three rows of a job, of which it is the second execution."""
     keeper = LeaseKeeper(NoRenewals(), delivery.clock, 10.0, list, lambda _: None)
@@ -248,7 +248,7 @@ async def run_shard(
     ],
 )
 async def test_each_execution_of_a_shard_is_part_of_its_job_s_trace(
-    delivery: Delivery, end: ShardOutcome | BaseException, error: str | None, failed_rows: int | None
+    delivery: Queue, end: ShardOutcome | BaseException, error: str | None, failed_rows: int | None
 ) -> None:
     """However it ends; what it ends with goes on."""
     bench = Bench()
@@ -268,7 +268,7 @@ async def test_each_execution_of_a_shard_is_part_of_its_job_s_trace(
     assert (shard.attributes.get("error.type"), shard.attributes.get("qinfer.failed_rows")) == (error, failed_rows)
 
 
-async def test_a_job_that_nobody_records_makes_no_spans(delivery: Delivery) -> None:
+async def test_a_job_that_nobody_records_makes_no_spans(delivery: Queue) -> None:
     """Its shards are run all the same."""
     bench = Bench()
 

@@ -28,7 +28,7 @@ from qinfer.jobs.plan import PlanHead, Range, Shard, decode_plan_head
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.models.spec import Device as DeviceSpec
 from qinfer.models.spec import ModelSpec
-from qinfer.queue.base import Entry, Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.executor import ThreadExecutor

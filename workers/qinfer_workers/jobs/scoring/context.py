@@ -15,8 +15,8 @@ from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe.stats import ModelCounts
-from qinfer.queue.base import Lease
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import Lease
+from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 
@@ -100,7 +100,7 @@ class ShardContext:
         spans: Records the executions of shards; `None` = nobody wants to know.
     """
 
-    delivery: Delivery
+    delivery: Queue
     jobs: Jobs
     keeper: LeaseKeeper
     worker_id: str

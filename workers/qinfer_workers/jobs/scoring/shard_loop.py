@@ -17,7 +17,7 @@ from qinfer.errors import BrokerUnavailable, CorruptEntry, ErrorCode, QinferErro
 from qinfer.jobs.plan import ShardTicket, decode_ticket
 from qinfer.jobs.queue.records import PLANNING, RUNNING, JobRecord, ShardOutcome
 from qinfer.observe.stats import DEAD_LETTERS, ROWS_DONE, ROWS_FAILED
-from qinfer.queue.base import Lane, Lease
+from qinfer.queue.entries import Lane, Lease
 from qinfer_workers.inference.tracing import ShardPlace
 from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, MakeRun, PutOff, Run, ShardContext
 

@@ -21,8 +21,8 @@ from qinfer.errors import QinferError
 from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
-from qinfer.queue.base import bulk_lanes
-from qinfer.queue.redis import Delivery
+from qinfer.queue.entries import bulk_lanes
+from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.loader import Loaded
@@ -68,7 +68,7 @@ class ShardService:
         counts: The rows of jobs that were settled here.
     """
 
-    def __init__(self, settings: Settings, delivery: Delivery, keeper: LeaseKeeper, worker_id: str) -> None:
+    def __init__(self, settings: Settings, delivery: Queue, keeper: LeaseKeeper, worker_id: str) -> None:
         self._settings = settings.bulk
         self._context = ShardContext(
             delivery=delivery,

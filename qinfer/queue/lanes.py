@@ -42,7 +42,11 @@ from qinfer.core.clock import Clock, ServerClock, SystemClock
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, QueueFull
 from qinfer.queue import keys, scripts
-from qinfer.queue.base import (
+from qinfer.queue.connection import Argument, Refused, Template, pack, packable
+from qinfer.queue.dead_letters import LETTER_OBJECT_S, MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
+from qinfer.queue.deliveries import Deliveries
+from qinfer.queue.durability import Durability
+from qinfer.queue.entries import (
     BULK_LANES,
     DELAYED,
     FULL,
@@ -55,10 +59,6 @@ from qinfer.queue.base import (
     grouped,
     owner_of,
 )
-from qinfer.queue.connection import Argument, Refused, Template, pack, packable
-from qinfer.queue.dead_letters import LETTER_OBJECT_S, MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
-from qinfer.queue.deliveries import Deliveries
-from qinfer.queue.durability import Durability
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.queue.requests import Requests
 from qinfer.queue.router import Router
@@ -88,7 +88,7 @@ _SIZES = scripts.load("lanes/sizes")
 _PUBLISH = scripts.load("lanes/publish")
 
 
-class Delivery:
+class Queue:
     """The queue, on Redis 6.2 or newer, single or cluster; made by `connect`.
 
     Lanes passed to one call must be of one model version and partition. Every coroutine raises `BrokerUnavailable` when
