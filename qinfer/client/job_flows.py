@@ -126,7 +126,7 @@ class JobStatus:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the state is final, but for `resume`."""
+        """True if the state is final, but for `resume`."""
         return self.state in _ENDED
 
 

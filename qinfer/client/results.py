@@ -132,7 +132,7 @@ class RequestStatus:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the state is final."""
+        """True if the state is final."""
         return self.state in _ENDED
 
 

@@ -17,7 +17,7 @@ from qinfer.errors import ModelNotFound, QinferError
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 5.0
 CONNECT_S = 5.0
-"""How long one attempt to connect may take."""
+"""The time limit of one attempt to connect."""
 AMBIGUOUS = frozenset({400, 500, 503})
 """Statuses that, in a reply about another request, may mean a failure of either: of this call, or of that request."""
 

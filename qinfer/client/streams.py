@@ -130,7 +130,7 @@ class _ThreadCalls(Generic[T, R]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether `take` would return at once."""
+        """True if `take` would return at once."""
         return not self._done.empty()
 
     def start(self, index: int, item: T) -> None:

@@ -1,4 +1,4 @@
-"""The model repositories with every model's configuration, and the object stores that the settings name."""
+"""Checks of the model repositories with every model's configuration, and of the object stores in the settings."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +23,17 @@ def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[R
     """Reads every model of the repositories; blocking.
 
     Returns:
-        What was found, and the models.
+        The findings, and the models.
     """
     subject = "model repository"
     is_default = settings.path == _DEFAULT
     if is_default and not Path(_DEFAULT).is_dir():
-        text = f"there is no directory '{_DEFAULT}' here; nothing else is set"
-        return [warning(subject, text, "give --model-repository or QINFER_REPOSITORY__PATH, where models are read")], ()
+        text = f"the default directory '{_DEFAULT}' does not exist, and no other is set"
+        return [warning(subject, text, "give --model-repository, or set QINFER_REPOSITORY__PATH")], ()
     try:
         models = _within(open_repositories(settings).scan)
     except (SettingsError, TimeoutError) as error:
-        text = error.message if isinstance(error, SettingsError) else f"it did not answer in {_LIMIT_S:g} s"
+        text = error.message if isinstance(error, SettingsError) else f"no answer within {_LIMIT_S:g} s"
         return [
             problem(subject, f"{_shown(settings.path)}: {text}", "correct QINFER_REPOSITORY__PATH, or its store")
         ], ()
@@ -53,14 +53,14 @@ def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[R
 
 
 def needed_backends(models: Sequence[RepositoryModel]) -> dict[str, str]:
-    """Returns the backends that models name, each with one of the models."""
+    """Returns the backends in the models' configurations, each with the name of a model."""
     return {model.config.backend: model.name for model in reversed(models) if model.config is not None}
 
 
 def examine_stores(settings: Settings) -> Iterator[Finding]:
-    """Yields whether each store of the settings can be listed; blocking."""
+    """Yields a finding for each store of the settings; blocking."""
     if not settings.stores.allow:
-        yield ok("stores", "requests may name none (QINFER_STORES__ALLOW), so that there are no bulk jobs")
+        yield ok("stores", "none is allowed (QINFER_STORES__ALLOW), so bulk jobs are off")
     for url in settings.stores.allow:
         yield _store(f"store {_shown(url)}", url)
     if settings.limits.payload_url:
@@ -73,10 +73,10 @@ def _store(subject: str, url: str) -> Finding:
     if parts.scheme in ("file", "local"):
         path = Path(unquote(parts.path))
         if not path.is_dir():
-            return problem(subject, f"{path} is no directory on this machine", "make it, or mount it")
+            return problem(subject, f"{path} is not a directory on this machine", "create or mount it")
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            return warning(subject, f"{path} can't be written by this user", "needed where jobs write")
-        return ok(subject, "it can be read and written")
+            return warning(subject, f"{path} can't be written by this user", "required if jobs write there")
+        return ok(subject, "readable and writable")
     try:
         from qinfer.storage.open import store_for
 
@@ -84,15 +84,15 @@ def _store(subject: str, url: str) -> Finding:
     except QinferError as error:
         return problem(subject, error.message, remedy)
     except TimeoutError:
-        return problem(subject, f"it did not answer in {_LIMIT_S:g} s", remedy)
-    return ok(subject, "it can be listed")
+        return problem(subject, f"no answer within {_LIMIT_S:g} s", remedy)
+    return ok(subject, "readable")
 
 
 def _within(work: Callable[[], T]) -> T:
-    """Runs what blocks, in a thread that is left alone when it takes too long.
+    """Runs blocking work in a thread, which is abandoned when it takes too long.
 
     Raises:
-        TimeoutError: It took too long.
+        TimeoutError: The work took too long.
     """
     threads = ThreadPoolExecutor(1, thread_name_prefix="doctor")
     try:
@@ -102,7 +102,7 @@ def _within(work: Callable[[], T]) -> T:
 
 
 def _shown(path: str) -> str:
-    """Returns a repository's path or URL without what may be a password."""
+    """Returns a repository's path or URL without user and password."""
     parts = urlsplit(path)
     return (
         path.replace(f"{parts.netloc.rpartition('@')[0]}@", "") if "@" in parts.netloc and ":" in parts.netloc else path

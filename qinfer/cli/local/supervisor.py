@@ -214,7 +214,7 @@ class Supervisor:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether a signal asked to stop."""
+        """True after a signal asked to stop."""
         return self._stops_asked > 0
 
     def add(self, process: Process, policy: RestartPolicy, *, stop_s: float) -> None:
