@@ -66,6 +66,14 @@ class Page:
 
         await eventually(is_shown, description=f"{name} {labels} = {value}")
 
+    async def lists(self, name: str) -> None:
+        """Waits for a series of that name; a worker measures what it uses beside its heartbeats."""
+
+        async def is_listed() -> bool:
+            return any(each == name for each, _ in await self.read())
+
+        await eventually(is_listed, description=name)
+
 
 async def adapters(url: str) -> tuple[Queue, ControlStore]:
     settings = RedisSettings(url=SecretStr(url))

@@ -116,7 +116,20 @@ def assert_runs(command: Sequence[str]) -> None:
         compile(arguments[1], "command", "exec")
     else:
         assert (program, arguments[0]) == ("python", "-m"), f"{command}: an unknown kind of command"
-        assert importlib.util.find_spec(f"{arguments[1]}.__main__") is not None, arguments[1]
+        assert is_program(arguments[1]), arguments[1]
+
+
+def is_program(module: str) -> bool:
+    """Tells whether `python -m module` runs something: a package with a `__main__`, or a module that runs its own."""
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is None or spec.origin is None:
+            return False
+        if spec.submodule_search_locations:
+            return importlib.util.find_spec(f"{module}.__main__") is not None
+    except ModuleNotFoundError:
+        return False
+    return 'if __name__ == "__main__":' in Path(spec.origin).read_text()
 
 
 def _parse(arguments: list[str]) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from qinfer_workers.bridge.config import BridgeConfig
 from scripts.generate_deployment import CHART
+from tests.support.deploy import manifest_rules as rules
 from tests.support.deploy.kubernetes import Object, containers, environment, named, of_kind, refusal, render, rendered
-from tests.support.jobs import manifest_rules as rules
 
 BULK = {"bulk": {"enabled": True, "allow": ["s3://data"], "replicas": 5, "settings": {"QINFER_BULK__SWEEP_EVERY_S": 4}}}
 BRIDGES = CHART / "ci" / "bridge-values.yaml"

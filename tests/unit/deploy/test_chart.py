@@ -11,6 +11,7 @@ import pytest
 from qinfer.core.settings import unknown_variables
 from scripts import generate_deployment as deployment
 from scripts.generate_deployment import CHART
+from tests.support.deploy import manifest_rules as rules
 from tests.support.deploy.kubernetes import (
     CASES,
     containers,
@@ -25,7 +26,6 @@ from tests.support.deploy.kubernetes import (
     render,
     rendered,
 )
-from tests.support.jobs import manifest_rules as rules
 
 EVERYTHING = CHART / "ci" / "everything-values.yaml"
 KEDA = CHART / "ci" / "keda-values.yaml"

@@ -8,6 +8,7 @@ import pytest
 
 from scripts import generate_deployment as deployment
 from scripts.generate_deployment import KUSTOMIZE
+from tests.support.deploy import manifest_rules as rules
 from tests.support.deploy.kubernetes import (
     OVERLAYS,
     Object,
@@ -21,7 +22,6 @@ from tests.support.deploy.kubernetes import (
     plain,
     references,
 )
-from tests.support.jobs import manifest_rules as rules
 
 BASE = KUSTOMIZE / "base"
 

@@ -1,6 +1,5 @@
 """What must hold of every set of manifests, however it was made: Kubernetes' schemas, and the code that they start."""
 
-import importlib.util
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from qinfer.errors import SettingsError
 from qinfer_workers.bridge.config import parse_config
 from scripts.reference_http import document
 from tests.support.deploy import custom_resources
+from tests.support.deploy.deployments import is_program
 from tests.support.deploy.kubernetes import Object, containers, environment, of_kind, pods
 
 VERSIONS = ("1.27", "1.34")
@@ -75,7 +75,7 @@ def command_problems(objects: Sequence[Object]) -> list[str]:
 def is_command(words: Sequence[str]) -> bool:
     """Tells whether the code has a program: `python -m module`, or `qinfer command … --option`."""
     if list(words[:2]) == ["python", "-m"]:
-        return len(words) == 3 and _has_main(words[2])
+        return len(words) == 3 and is_program(words[2])
     command: Any = typer.main.get_command(app)
     rest = list(words)
     if rest.pop(0) != "qinfer":
@@ -86,13 +86,6 @@ def is_command(words: Sequence[str]) -> bool:
     given = [word for word in rest if not word.startswith("-")]
     taken = sum(parameter.param_type_name == "argument" for parameter in command.params)
     return not hasattr(command, "commands") and set(rest) - set(given) <= options and len(given) <= taken
-
-
-def _has_main(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(f"{module}.__main__") is not None
-    except ModuleNotFoundError:
-        return False
 
 
 @lru_cache
