@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -105,5 +106,6 @@ class Member:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self.runs:
+            # Not `send_signal`: it polls, and may take the exit code that asyncio waits for.
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
+                os.kill(self._process.pid, number)
