@@ -360,7 +360,7 @@ class Responder:
         self._count = len(spec.outputs)
         self._outputs = {o.name: (o.datatype, o.dims, -1 not in o.dims) for o in spec.outputs}
         self._fine: dict[str, tuple[str, tuple[int, ...], int]] = {}
-        """What was right last, by output: (datatype, shape, rows); mostly that of the next item is the same."""
+        """The last valid (datatype, shape, rows) of each output; the next item's is mostly the same."""
 
     def responses(
         self, execution: Execution, begin_s: float, tally: StatsTally

@@ -44,7 +44,7 @@ NOTE_BYTES = 4096
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """What holds for all requests; the first message. Credentials of stores come by the environment.
+    """Settings for all requests, sent as the first message. Credentials of stores come by the environment.
 
     Attributes:
         allow: The URL prefixes that jobs may read and write.
@@ -102,7 +102,7 @@ class Request(msgspec.Struct, array_like=True):
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """What came of a message: of `Hello` that all is ready; of a `Request` that it has come, then its result.
+    """The reply to a message: to `Hello` that all is ready; to a `Request` that it has come, then its result.
 
     Attributes:
         error: The name of an error's class, or `DEFECT`; empty = there is none.

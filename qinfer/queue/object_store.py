@@ -54,7 +54,7 @@ VARIABLE = "QINFER_LIMITS__PAYLOAD_URL"
 """The setting that the messages name."""
 
 UNREACHABLE = "the payload store can't be reached; try again"
-"""What clients are told of a store that fails, whatever it said."""
+"""The message to clients about a store that fails, whatever the store said."""
 
 SWEEP_MARGIN_S = 3600.0
 """Objects are swept so long after their expiry: a transfer takes time, and so may clocks differ after a failover."""

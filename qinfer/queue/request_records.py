@@ -1,4 +1,4 @@
-"""What is known of asynchronous requests in the queue: the types of `qinfer.queue.requests`, and its limits."""
+"""Records of asynchronous requests in the queue: the types of `qinfer.queue.requests`, and its limits."""
 
 from enum import StrEnum
 

@@ -385,7 +385,7 @@ class _ShownOutput(msgspec.Struct, frozen=True):
 
 
 class _ShownSpec(msgspec.Struct, frozen=True):
-    """What is shown of a stored specification, which may have fields that a newer gateway has written."""
+    """The shown form of a stored specification, which may have fields that a newer gateway has written."""
 
     output: _ShownOutput
     metadata: dict[str, str] = {}

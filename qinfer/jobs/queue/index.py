@@ -32,7 +32,7 @@ _PAGE_BYTES = 8 * 2**20  # of specifications in a page: a job's may be megabytes
 
 
 class JobIndex:
-    """What `Jobs` looks jobs up in.
+    """The keys in which `Jobs` looks jobs up.
 
     Args:
         router: The way to Redis.

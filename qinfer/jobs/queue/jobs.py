@@ -231,7 +231,7 @@ class Jobs:
         return await job_scripts.finish(self._of(lease), job_id, lease, outcome)
 
     async def bury_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome, code: str) -> bool:
-        """As `finish_shard`, for a shard that is given up: its entry goes to the dead letters, in the same step.
+        """Gives a shard up, as `finish_shard` finishes one: its entry goes to the dead letters in the same step.
 
         Args:
             job_id: The job; also the dead letter's request id.

@@ -1,4 +1,4 @@
-"""What is known of bulk jobs in the queue: the types of `qinfer.jobs.queue.jobs`, and its limits."""
+"""Records of bulk jobs in the queue: the types of `qinfer.jobs.queue.jobs`, and its limits."""
 
 from typing import NamedTuple
 

@@ -51,7 +51,7 @@ OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started
 
 
 class _About(msgspec.Struct, array_like=True, frozen=True):
-    """What of a job is fixed at its creation, and read by no script."""
+    """The part of a job that is fixed at its creation, and read by no script."""
 
     version: int
     tenant: str
