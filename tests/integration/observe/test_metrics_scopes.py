@@ -126,6 +126,7 @@ async def test_scopes_of_two_gateways(scene: Stage, redis_server: RedisServer) -
             assert (await client.post("/v2/models/stub/infer", json={"inputs": [tensor]})).status_code == 200
             await page.shows("qinfer_executed_requests_total", 1)
             await page.shows("qinfer_publish_seconds_count", 1)
+            await page.lists("qinfer_worker_memory_bytes")
             wrong = await client.get("/metrics?scope=worker")
             here = (await client.get("/metrics?scope=process")).text
         cluster, process = await page.read("cluster"), await page.read("process")
