@@ -135,7 +135,7 @@ class Conflict(RequestError):
 
 
 class AlreadyExists(RequestError):
-    """What the caller wants to make is there already, under the same name."""
+    """An object of the same name already exists."""
 
     code = ErrorCode.ALREADY_EXISTS
 
@@ -331,7 +331,7 @@ class StoreNotFound(StoreError):
 
 
 class StoreChanged(StoreError):
-    """What is at the URL is not what was there before."""
+    """The object at the URL has changed since it was last read."""
 
     code = ErrorCode.STORE_CHANGED
 

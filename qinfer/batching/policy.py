@@ -124,7 +124,7 @@ T = TypeVar("T", bound=Item)
 
 
 class Latency(Protocol):
-    """What the policy asks of a latency model; `latency.LatencyModel` is the real one."""
+    """Latency estimates that the policy needs; `latency.LatencyModel` implements them."""
 
     def estimate_s(self, rows: int) -> float:
         """Returns how long a batch of so many rows probably takes; 0 when nothing is known."""

@@ -1,4 +1,4 @@
-"""What is looked at before a job is taken: its URLs, its inputs, the first file's columns, and the output folder."""
+"""Checks of a job before it is accepted: its URLs, its inputs, the first file's columns, and the output folder."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What a bulk job is: its specification, as users write it in JSON, and the states that it goes through. Pure."""
+"""A bulk job: its specification, as users write it in JSON, and the states that it goes through. Pure."""
 
 import math
 import re

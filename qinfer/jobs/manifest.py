@@ -1,4 +1,4 @@
-"""What is beside the parts of a complete output: `_manifest.json`, and `_SUCCESS`, which is written last. Pure.
+"""Files beside the parts of a complete output: `_manifest.json`, and `_SUCCESS`, which is written last. Pure.
 
 `_SUCCESS` says that the output is complete and has the manifest's hash; the manifest lists the parts, and the inputs
 that their rows are from.
@@ -38,7 +38,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an output is.
+    """Description of a complete output, as in `_manifest.json`.
 
     Attributes:
         format: The version of this layout.
@@ -75,7 +75,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Success(msgspec.Struct, frozen=True, kw_only=True):
-    """What `_SUCCESS` says.
+    """Content of `_SUCCESS`.
 
     Attributes:
         format: The version of this layout.

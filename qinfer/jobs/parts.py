@@ -40,11 +40,11 @@ _REASON_CHARACTERS = 200
 
 
 class PartBroken(StoreError):
-    """What is at a part's URL is not the part that the plan says."""
+    """The file at a part's URL is not the planned part."""
 
 
 class PartMetadata(msgspec.Struct, frozen=True):
-    """What a part says of itself.
+    """Metadata that a part's file contains.
 
     Attributes:
         job: The job's id.

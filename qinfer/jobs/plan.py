@@ -66,7 +66,7 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShardTicket(msgspec.Struct, frozen=True, array_like=True):
-    """What travels on a bulk lane: a shard of a job.
+    """Entry of a bulk lane: a shard of a job.
 
     Attributes:
         job_id: The job; its record has the specification.
@@ -100,7 +100,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputFile(NamedTuple):
-    """What planning needs of a file.
+    """An input file, with the rows of its groups, as planning needs it.
 
     Attributes:
         source: The file.
@@ -260,7 +260,7 @@ def decode_plan(data: bytes) -> Plan:
 
 
 class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs of a plan beside its shard; kept with the job's record.
+    """Head of a plan: the part that every worker needs beside its shard; kept with the job's record.
 
     Attributes:
         model_hash: What the model's files were when the job was planned.

@@ -86,7 +86,7 @@ def _footers(files: Sequence[Stat], footer_of: Callable[[Stat], Footer], threads
 
 
 class _CommonColumns:
-    """What the columns of a job's files have in common: a type for each, which the values of all files have or get."""
+    """Common columns of a job's files: a type for each, which the values of all files have or get."""
 
     def __init__(self, spec: JobSpec, model: ModelSpec, *, is_csv: bool) -> None:
         self._spec = spec

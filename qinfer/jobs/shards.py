@@ -19,7 +19,7 @@ MAX_SHARD_RANGES = 1024
 
 
 class Pace(NamedTuple):
-    """What the size of a shard follows from, where the user does not say.
+    """Speed and bounds from which the size of a shard is computed where the user gives none.
 
     Attributes:
         rows_per_s: What one worker does with the model; 0 = not known yet.

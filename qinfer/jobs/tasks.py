@@ -1,4 +1,4 @@
-"""The producer's side of the bulk tasks: sends them by name to Celery's queue (DESIGN.md §6).
+"""The producer's side of the bulk tasks: sends them by name to Celery's queue.
 
 Celery plans, finishes and looks after jobs; the rows never pass through it. It needs a Redis without a cluster, that of
 `redis.url` or one of its own. Its libraries are loaded at the first task: a gateway without jobs does not pay for them.

@@ -126,7 +126,7 @@ class Catalog:
         return served
 
     def accepting(self, model: str, version: int) -> Served:
-        """As `resolve`, for requests that may wait: a version will do that no live worker has loaded yet.
+        """Resolves a version for requests that may wait: no live worker need have loaded the version yet.
 
         Version 0 is the highest READY one, or else the highest that can be loaded.
 

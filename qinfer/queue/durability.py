@@ -1,4 +1,4 @@
-"""What an accepted request survives, and the proof of it: Redis's settings, waits behind writes (DESIGN.md §2.1).
+"""Durability of accepted requests, and its proof: the settings of Redis, and waits behind writes.
 
     durability = Durability(settings, router)
     await durability.check()                                                 once: is Redis set up for it?

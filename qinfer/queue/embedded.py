@@ -83,7 +83,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Its address, for `RedisSettings.url`."""
+        """Address of the server, for `RedisSettings.url`."""
         return f"unix://{quote(str(self._socket))}"
 
     def start(self, timeout_s: float = 60.0) -> None:

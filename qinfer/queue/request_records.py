@@ -46,7 +46,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored of a request when it is accepted.
+    """Content of a request that is being accepted.
 
     Attributes:
         address: Its id and where it lives.
@@ -91,7 +91,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """What became of an `accept`.
+    """Outcome of an `accept`.
 
     Attributes:
         id: The request's id: the one given, or of the request that was there before.
@@ -131,7 +131,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a request; instants in seconds of the broker's time, 0 = not yet.
+    """Record of a request; instants in seconds of the broker's time, 0 = not yet.
 
     Attributes:
         address: Its id and where it lives.

@@ -79,7 +79,7 @@ _ENDINGS = scripts.load("requests/endings", "now_ms", "deliveries")
 
 
 class _Accepted(msgspec.Struct, array_like=True, frozen=True):
-    """What a record keeps of a request from the start, and no script reads."""
+    """Fields of a record that are written at acceptance and read by no script."""
 
     tenant: str
     client_id: str
@@ -113,7 +113,7 @@ class _Value(NamedTuple):
 
 
 class _AcceptReply(NamedTuple):
-    """What became of an acceptance.
+    """Reply of the script that accepts a request.
 
     Attributes:
         what: new | known | full | gone: its staged payload is.
@@ -129,7 +129,7 @@ class _AcceptReply(NamedTuple):
 
 
 class _SettleReply(NamedTuple):
-    """What became of a settlement.
+    """Reply of the script that settles a request.
 
     Attributes:
         what: first | late | gone: its staged result is, and nothing was done.
@@ -178,7 +178,7 @@ class Requests:
         return accepted
 
     async def accept_all(self, acceptances: Sequence[Acceptance]) -> list[Accepted | QinferError]:
-        """As `accept`, for many at a fraction of the cost; returns what became of each, an error as a value."""
+        """Accepts many requests, at less cost than `accept`; returns the outcome of each, an error as a value."""
         sizes = [
             AT_ONCE_BYTES + 1 if self._values.is_apart(len(each.payload)) else len(each.frame) + len(each.payload)
             for each in acceptances  # what is stored first goes alone
@@ -268,7 +268,7 @@ class Requests:
         return await self._values.get(keys.slot(name), name)
 
     async def watch(self, address: Address, reply_to: str) -> RequestRecord | None:
-        """As `record`, and from then on a hint goes to `reply_to` when the request ends.
+        """Returns the record, and has a hint sent to `reply_to` when the request ends.
 
         The hint is a response with the request's id and no outputs: a reason to read, nothing more; it may be missed.
         """

@@ -1,4 +1,4 @@
-"""Which node answers for which key: slot → Link, learned from the cluster; a single node is the one-entry case.
+"""Routes keys to nodes: slot → Link, learned from the cluster; a single node is the one-entry case.
 
 A cluster's map is asked for at the start, after every MOVED, and while a node can't be reached (its replica may have
 taken over); commands follow MOVED and ASK meanwhile. With Sentinels there is one Link, and they say where its node is.

@@ -46,7 +46,7 @@ class FsspecStore(Store):
         self._listing_options = {"timeout": listing_timeout_s} if timed else {}
 
     def commit_if_absent(self, local: Path, url: str) -> Outcome:
-        """As `Store` says."""
+        """Implements `Store.commit_if_absent`."""
         size_bytes = local.stat().st_size
         not_empty(size_bytes, url)
 
@@ -59,7 +59,7 @@ class FsspecStore(Store):
             return self._create(put, lambda: local.open("rb"), url)
 
     def put_if_absent(self, data: bytes, url: str) -> Outcome:
-        """As `Store` says."""
+        """Implements `Store.put_if_absent`."""
         not_empty(len(data), url)
 
         def put(mode: str) -> None:
@@ -69,7 +69,7 @@ class FsspecStore(Store):
             return self._create(put, lambda: io.BytesIO(data), url)
 
     def write(self, data: bytes, url: str, *, synced: bool = False) -> None:
-        """As `Store` says."""
+        """Implements `Store.write`."""
         del synced
         with mapped(url):
             path = self._path(url)
@@ -82,12 +82,12 @@ class FsspecStore(Store):
                 self._files.pipe_file(path, data)
 
     def copy(self, url: str, to: str) -> None:
-        """As `Store` says."""
+        """Implements `Store.copy`."""
         with mapped(url):
             self._files.cp_file(self._path(url), self._path(to))
 
     def read_range(self, url: str, begin: int, end: int) -> bytes:
-        """As `Store` says."""
+        """Implements `Store.read_range`."""
         with mapped(url):
             path = self._path(url)
             try:
@@ -103,12 +103,12 @@ class FsspecStore(Store):
         return data
 
     def fetch(self, url: str, target: Path) -> None:
-        """As `Store` says."""
+        """Implements `Store.fetch`."""
         with mapped(url):
             self._files.get_file(self._path(url), str(target))
 
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """As `Store` says."""
+        """Implements `Store.open`."""
         options = {"cache_type": "readahead", "block_size": _AHEAD_BYTES} if sequential else {"cache_type": "none"}
         with mapped(url):
             file = self._files.open(self._path(url), "rb", **options)
@@ -117,7 +117,7 @@ class FsspecStore(Store):
             return cast(BinaryIO, _Reader(file, url))
 
     def stat(self, url: str) -> Stat | None:
-        """As `Store` says."""
+        """Implements `Store.stat`."""
         with mapped(url):
             try:
                 found = self._files.info(self._path(url))
@@ -126,7 +126,7 @@ class FsspecStore(Store):
         return None if found.get("type") == "directory" else Stat(url, _size(found), _etag(found))
 
     def children(self, folder: str) -> list[Child]:
-        """As `Store` says."""
+        """Implements `Store.children`."""
         with mapped(folder):
             self._files.invalidate_cache()
             try:
@@ -136,7 +136,7 @@ class FsspecStore(Store):
         return [Child(str(x["name"]).rstrip("/").rpartition("/")[2], x.get("type") == "directory") for x in found]
 
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """As `Store` says; most drivers give everything at once."""
+        """Implements `Store.scan`; most drivers give everything at once."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             root = self._path(base)
@@ -153,7 +153,7 @@ class FsspecStore(Store):
                 yield Stat(base + str(name)[len(root) :], _size(info), _etag(info))
 
     def set_aside(self, url: str, etag: str = "") -> None:
-        """As `Store` says."""
+        """Implements `Store.set_aside`."""
         found = self.stat(url)
         if found is None or (etag and found.etag != etag):
             return
@@ -168,12 +168,12 @@ class FsspecStore(Store):
                 self._files.rm_file(self._path(url))
 
     def delete(self, url: str) -> None:
-        """As `Store` says."""
+        """Implements `Store.delete`."""
         with mapped(url), suppress(FileNotFoundError):
             self._files.rm_file(self._path(url))
 
     def delete_folder(self, url: str) -> None:
-        """As `Store` says."""
+        """Implements `Store.delete_folder`."""
         with mapped(url), suppress(FileNotFoundError):
             self._files.rm(self._path(url), recursive=True)
 
@@ -236,7 +236,7 @@ class MemoryStore(FsspecStore):
         return Outcome.CREATED
 
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """As `Store` says; the driver has one position for all who read a file."""
+        """Implements `Store.open`; the driver has one position for all who read a file."""
         del sequential
         with mapped(url):
             return cast(BinaryIO, _Reader(io.BytesIO(self._files.cat_file(self._path(url))), url))

@@ -46,7 +46,7 @@ class LocalStore(Store):
         self._lock = threading.Lock()
 
     def commit_if_absent(self, local: Path, url: str) -> Outcome:
-        """As `Store` says; `local` and what becomes of it may be one file with two names."""
+        """Implements `Store.commit_if_absent`; `local` and what becomes of it may be one file with two names."""
         not_empty(local.stat().st_size, url)
         with mapped(url), local.open("rb") as source:
             final = _path(url)
@@ -64,7 +64,7 @@ class LocalStore(Store):
             return self._create(source, final)
 
     def put_if_absent(self, data: bytes, url: str) -> Outcome:
-        """As `Store` says."""
+        """Implements `Store.put_if_absent`."""
         not_empty(len(data), url)
         with mapped(url):
             final = _path(url)
@@ -72,7 +72,7 @@ class LocalStore(Store):
             return self._create(io.BytesIO(data), final)
 
     def write(self, data: bytes, url: str, *, synced: bool = False) -> None:
-        """As `Store` says."""
+        """Implements `Store.write`."""
         with mapped(url):
             path = _path(url)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,31 +85,31 @@ class LocalStore(Store):
                 _sync_directory(directory)
 
     def copy(self, url: str, to: str) -> None:
-        """As `Store` says."""
+        """Implements `Store.copy`."""
         with mapped(url):
             target = _path(to)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(_path(url), target)
 
     def read_range(self, url: str, begin: int, end: int) -> bytes:
-        """As `Store` says."""
+        """Implements `Store.read_range`."""
         with mapped(url), _path(url).open("rb") as file:
             file.seek(begin)
             return file.read(end - begin)
 
     def fetch(self, url: str, target: Path) -> None:
-        """As `Store` says."""
+        """Implements `Store.fetch`."""
         with mapped(url):
             shutil.copyfile(_path(url), target)
 
     def open(self, url: str, *, sequential: bool = False) -> BinaryIO:
-        """As `Store` says; a file that is replaced while it is open stays what it was."""
+        """Implements `Store.open`; a file that is replaced while it is open stays what it was."""
         del sequential
         with mapped(url):
             return _path(url).open("rb")
 
     def stat(self, url: str) -> Stat | None:
-        """As `Store` says."""
+        """Implements `Store.stat`."""
         with mapped(url):
             path = _path(url)
             try:
@@ -118,7 +118,7 @@ class LocalStore(Store):
                 return None
 
     def children(self, folder: str) -> list[Child]:
-        """As `Store` says."""
+        """Implements `Store.children`."""
         with mapped(folder):
             try:
                 with os.scandir(_path(folder)) as entries:
@@ -127,7 +127,7 @@ class LocalStore(Store):
                 return []
 
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """As `Store` says; names that begin with a dot are left out."""
+        """Implements `Store.scan`; names that begin with a dot are left out."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             root = _path(base)
@@ -141,7 +141,7 @@ class LocalStore(Store):
                             yield _stat(url, os.stat(os.path.join(directory, name)))
 
     def set_aside(self, url: str, etag: str = "") -> None:
-        """As `Store` says."""
+        """Implements `Store.set_aside`."""
         with mapped(url):
             final = _path(url)
             before = self.stat(url)
@@ -161,12 +161,12 @@ class LocalStore(Store):
             _sync_directory(final.parent)
 
     def delete(self, url: str) -> None:
-        """As `Store` says."""
+        """Implements `Store.delete`."""
         with mapped(url), suppress(FileNotFoundError):
             _path(url).unlink()
 
     def delete_folder(self, url: str) -> None:
-        """As `Store` says."""
+        """Implements `Store.delete_folder`."""
         with mapped(url), suppress(FileNotFoundError):
             shutil.rmtree(_path(url))
 

@@ -38,7 +38,7 @@ class S3Store(FsspecStore):
         self._lock = threading.Lock()
 
     def scan(self, prefix: str) -> Iterator[Stat]:
-        """As `Store` says."""
+        """Implements `Store.scan`."""
         base = prefix.rstrip("/")
         with mapped(prefix):
             bucket, key, _ = self._files.split_path(self._path(base))

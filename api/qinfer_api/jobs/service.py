@@ -1,4 +1,4 @@
-"""Bulk jobs: checked and created, looked at, cancelled, resumed, deleted (DESIGN.md §6).
+"""Bulk jobs: checked and created, looked at, cancelled, resumed, deleted; see docs/reference/jobs-api.md.
 
 The use case behind `/v1/jobs`. A job that is created has been looked at: its model, inputs and output fit together.
 Planning and finishing it is Celery's, its shards the workers', its record the queue's; nothing of it is kept here.
@@ -81,7 +81,7 @@ class Tasks(Protocol):
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """What `create` gives: the job, and whether it was created now or had been before."""
+    """Result of `create`: the job, and whether this call created it."""
 
     record: JobRecord
     is_new: bool

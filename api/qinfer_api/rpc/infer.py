@@ -64,7 +64,7 @@ class InferSink:
 
 
 class Infer:
-    """From a message into the queue, and from a response to a message.
+    """Converts a message to a queued request, and a response to a message.
 
     Args:
         dispatcher: The use case.

@@ -39,7 +39,7 @@ class Piece:
 
 
 class Decoded(NamedTuple):
-    """What a batch became.
+    """Result of decoding a batch: the executable pieces and the errors of the other rows.
 
     Attributes:
         pieces: The rows that a model can execute; one piece unless shapes differ, none if no row is left.

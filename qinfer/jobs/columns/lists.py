@@ -147,7 +147,7 @@ class _Notes:
 
 
 class _Walked(NamedTuple):
-    """What is in a list array.
+    """Sizes and elements of a list array.
 
     Attributes:
         sizes: How long the lists are, by row and level; `_RAGGED` where those of a row differ.

@@ -27,7 +27,7 @@ from qinfer.tensors import Tensor, to_numpy
 
 
 class Scored(NamedTuple):
-    """What the model made of a piece of a batch.
+    """Outputs of the model for one piece of a batch.
 
     Attributes:
         rows: The rows' numbers within the batch; `None` = all of them.

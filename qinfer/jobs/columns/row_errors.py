@@ -1,4 +1,4 @@
-"""What is wrong with single rows of a batch: a code and a message each, without an object per row."""
+"""Errors of single rows of a batch: a code and a message each, without an object per row."""
 
 from typing import Any
 

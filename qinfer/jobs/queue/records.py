@@ -27,7 +27,7 @@ KEPT_S = 7 * 86400.0
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a job; instants in seconds of the broker's time, 0 = not yet or never.
+    """Record of a job; instants in seconds of the broker's time, 0 = not yet or never.
 
     Attributes:
         id: Its id, unique over all models.
@@ -107,7 +107,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardOutcome(msgspec.Struct, frozen=True):
-    """What became of a shard.
+    """Outcome of a shard.
 
     Attributes:
         index: Which shard of its job.

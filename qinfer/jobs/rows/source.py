@@ -35,7 +35,7 @@ _HIDDEN = "(?![._])"  # as all who read a folder do: `_SUCCESS`, `.part-0.crc`
 
 
 class Footer(NamedTuple):
-    """What a file says of itself.
+    """Schema and row counts of a file.
 
     Attributes:
         schema: Its columns; none where a CSV or JSON lines file is empty.

@@ -29,7 +29,7 @@ _LINE_ENDS = bytes.maketrans(b"\r", b"\n")
 
 
 class Contents(NamedTuple):
-    """What planning needs of a file.
+    """Schema and row count of a text file, as planning needs them.
 
     Attributes:
         schema: Its columns; an empty file has none.
@@ -213,11 +213,11 @@ class _Objects:
         return data
 
     def readable(self) -> bool:
-        """It is."""
+        """Returns true: the file can be read."""
         return True
 
     def seekable(self) -> bool:
-        """It is not."""
+        """Returns false: the file is read from front to back."""
         return False
 
     def close(self) -> None:

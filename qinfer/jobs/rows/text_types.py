@@ -1,4 +1,4 @@
-"""Which types the columns of CSV and JSON lines get: those that a job needs, else those of their values. Pure.
+"""Types of the columns of CSV and JSON lines: those that a job needs, else those of their values. Pure.
 
 CSV has no types. The first block of a file shows what its values look like; what a job does with a column goes before.
 In JSON lines a text is a text and a number a number, and a field has the type that holds the values of all lines.
@@ -20,7 +20,7 @@ _LONG = r"^\s*[+-]?[0-9]{16,}\s*$"  # more digits than a double has
 
 
 class TextTypes(NamedTuple):
-    """What a job needs of the columns of text files.
+    """Column types that a job requires of text files.
 
     Attributes:
         wanted: Column → the type that its use asks for; `None` = its uses ask for different ones.

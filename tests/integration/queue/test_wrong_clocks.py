@@ -1,4 +1,4 @@
-"""Wall clocks that are five seconds off change nothing: deadlines are kept in Redis' time (DESIGN.md §2.6)."""
+"""Wall clocks that are five seconds off change nothing: deadlines are kept in Redis' time."""
 
 import time
 from collections.abc import AsyncIterator

@@ -23,7 +23,7 @@ MAX_DEATHS = 5
 
 
 class Step(NamedTuple):
-    """What is tried, in words.
+    """A step of the bulk worker that is attempted.
 
     Attributes:
         name: `planning` or `finishing`.

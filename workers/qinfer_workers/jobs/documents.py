@@ -1,7 +1,8 @@
-"""What a job writes beside its parts: `_plan.json` first, `_manifest.json` and `_SUCCESS` last. All of it blocks.
+"""Documents that a job writes beside its parts: `_plan.json` first, `_manifest.json` and `_SUCCESS` last.
 
-Each is made by a conditional create. Where one is there already, it is read: a second process, or a second try, takes
-what it finds if it says the same. An output that is not complete has `_manifest.partial.json` instead.
+All functions block. Each document is made by a conditional create. Where it exists already, it is read: a second
+process or attempt accepts an existing document of the same content. An incomplete output has `_manifest.partial.json`
+instead.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""What the use cases of the bulk worker share: the ports, the threads for what blocks, and who works on which job."""
+"""Services that the steps of the bulk worker share: the ports, threads for blocking calls, and locks on jobs."""
 
 import asyncio
 import contextlib

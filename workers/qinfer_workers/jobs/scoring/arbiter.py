@@ -1,4 +1,4 @@
-"""Who may use a device: online requests of any model first, bulk batches in between (DESIGN.md §4).
+"""Access to a device: online requests of any model first, bulk batches in between.
 
 Bulk takes *turns*. One begins when no model with an instance on the device has online work, waiting or executing, and
 it looks again after each batch: so an online request waits for one bulk batch at most, of each instance. Jobs of
@@ -74,7 +74,7 @@ class Turn:
 
 
 class _Line:
-    """Those who wait for one device."""
+    """Lock of one device, with the number of waiters."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()  # first come, first served

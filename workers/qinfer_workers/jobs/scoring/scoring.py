@@ -44,7 +44,7 @@ _LATER = (Overloaded, DeliveryError, Cancelled)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purpose:
-    """What rows are scored for.
+    """Model, request and tenant for which rows are scored.
 
     Attributes:
         model: The model that scores them.

@@ -54,7 +54,7 @@ class TooManyFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is to be done.
+    """A shard to be scored, with everything that scoring it needs.
 
     Attributes:
         job_id: The job.
