@@ -21,7 +21,7 @@ from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog
-from qinfer.models.control import ModelControl, ModelSource
+from qinfer.models.control import ModelControl
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import start
 from qinfer.models.work import read_work
@@ -60,7 +60,7 @@ from starlette.exceptions import HTTPException
 import qinfer
 from qinfer.errors import QinferError
 from qinfer.models.repository.open import Repositories, open_repositories
-from qinfer.models.sync import Source, SyncedModel, sync
+from qinfer.models.sync import SyncedModel, sync
 from qinfer_api.jobs.routes import job_routes
 from qinfer_api.labeling.routes import label_studio_routes
 from qinfer_api.labeling.service import Labeling
@@ -169,7 +169,7 @@ class Gateway:
         delivery: Queue,
         store: ControlStore,
         listener: socket.socket,
-        source: ModelSource | None = None,
+        source: Repositories | None = None,
         rpc_port: "RpcPort | None" = None,
     ) -> None:
         self._delivery = delivery
@@ -214,7 +214,7 @@ class Gateway:
         self.rpc = None if rpc_port is None else _rpc_server(rpc_port, services)
         self.metrics: MetricsPort | None = None
 
-    def _watch_of(self, source: ModelSource | None, repository: RepositorySettings) -> "RepositoryWatch | None":
+    def _watch_of(self, source: Repositories | None, repository: RepositorySettings) -> "RepositoryWatch | None":
         """Makes what follows the repositories, where there are any and they are to be followed."""
         if source is None or repository.control_mode != "poll":
             return None
@@ -388,7 +388,7 @@ class RepositoryWatch:
     """
 
     def __init__(
-        self, source: Source, store: ControlStore, delivery: Queue, every_s: float, min_workers: int = 1
+        self, source: Repositories, store: ControlStore, delivery: Queue, every_s: float, min_workers: int = 1
     ) -> None:
         self._source = source
         self._store = store

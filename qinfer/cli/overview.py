@@ -15,8 +15,7 @@ from qinfer.core.settings import RedisSettings, RepositorySettings, load_setting
 from qinfer.errors import SettingsError
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.readiness import ModelStatus, assess
-from qinfer.models.repository.base import Repository
-from qinfer.models.repository.open import open_repositories
+from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.state import BULK, State, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
@@ -227,7 +226,7 @@ def model_rows(status: ModelStatus, workers: Sequence[WorkerRecord]) -> Iterator
         return
     for version, state in sorted(status.versions.items()):
         reported = any(
-            (own := worker.models.get(status.model, {}).get(version)) is not None and own.generation == state.generation
+            (own := worker.state_of(status.model, version)) is not None and own.generation == state.generation
             for worker in workers
         )
         yield ModelRow(
@@ -290,7 +289,7 @@ async def _overview(settings: RedisSettings, max_up_s: float) -> Overview:
 async def _sync(
     settings: RedisSettings,
     repository: RepositorySettings,
-    way: Callable[[Repository, ControlStore, Queue], Awaitable[list[SyncedModel]]],
+    way: Callable[[Repositories, ControlStore, Queue], Awaitable[list[SyncedModel]]],
 ) -> list[SyncedModel]:
     source = open_repositories(repository)
     async with connected(settings) as (store, delivery):

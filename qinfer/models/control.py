@@ -7,7 +7,6 @@ joins later finds the same wish.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from typing import Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -24,7 +23,8 @@ from qinfer.errors import (
     QinferError,
 )
 from qinfer.models.readiness import ModelStatus, Progress, assess, outcome
-from qinfer.models.repository.base import Repository, RepositoryModel, is_model_name
+from qinfer.models.repository.open import Repositories
+from qinfer.models.repository.reader import RepositoryModel, is_model_name
 from qinfer.models.state import Desired, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import has_same_content, write_model
@@ -98,24 +98,10 @@ def _unloaded(stored: StoredModel, workers: list[WorkerRecord]) -> Iterator[Inde
             yield IndexEntry(stored.model, str(version), State.UNAVAILABLE, UNLOADED)
 
 
-__all__ = ["IndexEntry", "ModelControl", "ModelSource"]
-
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
 """Longest time between two looks at what the workers report; they wake whoever waits when something changes."""
-
-
-class ModelSource(Repository, Protocol):
-    """Repositories with an overlay for files sent in a request, as `qinfer.models.repository.open.Repositories`."""
-
-    def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
-        """Writes the files of a load request; returns their location. Blocking."""
-        ...
-
-    def drop_files(self, location: str) -> None:
-        """Removes them. Blocking."""
-        ...
 
 
 class ModelControl:
@@ -131,7 +117,7 @@ class ModelControl:
 
     def __init__(
         self,
-        source: ModelSource | None,
+        source: Repositories | None,
         store: ControlStore,
         delivery: Queue,
         settings: RepositorySettings,
@@ -276,7 +262,7 @@ class ModelControl:
             await self._revert(written, wish, before)
             raise
 
-    async def _drop_unused(self, source: ModelSource, model: str, locations: set[str]) -> None:
+    async def _drop_unused(self, source: Repositories, model: str, locations: set[str]) -> None:
         """Removes files of load requests, of this one and the last, that the stored configuration names no more."""
         if not locations:
             return
@@ -288,7 +274,7 @@ class ModelControl:
         for location in locations - {stored.location if stored else ""}:
             await asyncio.to_thread(source.drop_files, location)
 
-    async def _read(self, source: ModelSource, model: str, config: str, location: str) -> RepositoryModel:
+    async def _read(self, source: Repositories, model: str, config: str, location: str) -> RepositoryModel:
         try:
             found = await asyncio.to_thread(source.read, model, config, location)
         except ModelNotFound:
@@ -348,7 +334,7 @@ class ModelControl:
         current = await self._store.model(failed.model)
         if current is None or current.location != failed.location or current.content_hash != failed.content_hash:
             return
-        if not _serves(before, await self._store.workers()):
+        if not any(worker.serves(before.model) for worker in await self._store.workers()):
             return
         restored = msgspec.structs.replace(before, generation=current.generation + 1)
         if not await self._store.put_model(restored):
@@ -365,8 +351,3 @@ class _Superseded(ModelLoadFailed):
 def _not_polled(model: str, reason: str = "") -> ModelLoadFailed:
     text = f"failed to load '{model}', failed to poll from model repository"
     return ModelLoadFailed(f"{text}: {reason}" if reason else text)
-
-
-def _serves(stored: StoredModel, workers: list[WorkerRecord]) -> bool:
-    """Tells whether a worker has an earlier generation of a model READY."""
-    return any(s.state is State.READY for w in workers for s in w.models.get(stored.model, {}).values())

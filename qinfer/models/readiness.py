@@ -59,7 +59,7 @@ def outcome(stored: StoredModel, workers: Iterable[WorkerRecord]) -> Outcome:
 
 
 def _version(stored: StoredModel, version: int, assigned: Sequence[WorkerRecord]) -> Outcome:
-    states = [worker.models.get(stored.model, {}).get(version) for worker in assigned]
+    states = [worker.state_of(stored.model, version) for worker in assigned]
     if not stored.pending and any(state is not None and _is_ready(state, stored.generation) for state in states):
         return Outcome(Progress.READY)
     failures = [state.reason for state in states if state is not None and _has_failed(state, stored.generation)]
@@ -174,16 +174,12 @@ def _best(model: str, version: int, generation: int, workers: list[WorkerRecord]
     reported = [
         state
         for worker in workers
-        if (state := worker.models.get(model, {}).get(version)) is not None and state.generation <= generation
+        if (state := worker.state_of(model, version)) is not None and state.generation <= generation
     ]
     return min(reported, key=lambda state: (_RANK.index(state.state), -state.generation), default=None)
 
 
 def capacity_of(workers: Iterable[WorkerRecord], model: str, version: int) -> Capacity:
     """Sums up the speeds of the workers that have a version READY; unknown while one of them has measured nothing."""
-    speeds = [
-        worker.speeds.get(model, {}).get(version, 0.0)
-        for worker in workers
-        if (state := worker.models.get(model, {}).get(version)) is not None and state.state is State.READY
-    ]
+    speeds = [worker.speeds.get(model, {}).get(version, 0.0) for worker in workers if worker.is_ready(model, version)]
     return Capacity(sum(speeds) if all(speeds) else 0.0, 0.0, len(speeds))

@@ -136,6 +136,19 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     gpus: tuple[GpuUse, ...] = ()
 
+    def state_of(self, model: str, version: int) -> VersionState | None:
+        """Returns the state of a version in this worker; `None` when it reports none."""
+        return self.models.get(model, {}).get(version)
+
+    def is_ready(self, model: str, version: int) -> bool:
+        """Tells whether this worker has a version READY, of whatever generation."""
+        state = self.state_of(model, version)
+        return state is not None and state.state is State.READY
+
+    def serves(self, model: str) -> bool:
+        """Tells whether this worker has any version of a model READY."""
+        return any(state.state is State.READY for state in self.models.get(model, {}).values())
+
 
 class ScalerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The last observation and decision of an autoscaler of workers.

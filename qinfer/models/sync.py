@@ -8,15 +8,15 @@ half-written files must not take a model down. A model that is gone is unloaded.
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 import msgspec
 
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
-from qinfer.models.repository.base import Repository, RepositoryModel
-from qinfer.models.state import Desired, State, WorkerRecord
+from qinfer.models.repository.open import Repositories
+from qinfer.models.repository.reader import RepositoryModel
+from qinfer.models.state import Desired, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import write_model
 from qinfer.queue.lanes import Queue
@@ -35,14 +35,6 @@ _EMPTY = (
 
 class EmptyRepository(SettingsError):
     """A repository without any model, where models are to be served."""
-
-
-class Source(Protocol):
-    """The part of `qinfer.models.repository.base.Repository` that a sync needs."""
-
-    def scan(self) -> Sequence[RepositoryModel]:
-        """Reads every model; blocking."""
-        ...
 
 
 class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +58,7 @@ class SyncedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def sync(
-    repository: Source, store: ControlStore, delivery: Queue, *, min_workers: int = 1, may_empty: bool = True
+    repository: Repositories, store: ControlStore, delivery: Queue, *, min_workers: int = 1, may_empty: bool = True
 ) -> list[SyncedModel]:
     """Writes what the repository holds as the desired state, and wakes everyone if anything changed.
 
@@ -99,7 +91,7 @@ async def sync(
 
 
 async def start(
-    repository: Repository,
+    repository: Repositories,
     store: ControlStore,
     delivery: Queue,
     settings: RepositorySettings,
@@ -134,7 +126,7 @@ async def start(
 
 
 async def _sync_at_start(
-    repository: Source, store: ControlStore, delivery: Queue, settings: RepositorySettings, *, again: bool
+    repository: Repositories, store: ControlStore, delivery: Queue, settings: RepositorySettings, *, again: bool
 ) -> list[SyncedModel]:
     """Syncs; a gateway that joins others and finds no model leaves what they serve, until a poll says so again."""
     may_empty = again or settings.control_mode == "poll"
@@ -145,7 +137,7 @@ async def _sync_at_start(
         return []
 
 
-def _names_to_load(repository: Repository, named: tuple[str, ...]) -> list[str]:
+def _names_to_load(repository: Repositories, named: tuple[str, ...]) -> list[str]:
     if ALL not in named:
         return list(dict.fromkeys(named))
     if len(named) > 1:
@@ -155,7 +147,7 @@ def _names_to_load(repository: Repository, named: tuple[str, ...]) -> list[str]:
     return repository.names()
 
 
-def _read(repository: Repository, name: str) -> RepositoryModel:
+def _read(repository: Repositories, name: str) -> RepositoryModel:
     try:
         return repository.read(name)
     except ModelNotFound:
@@ -172,7 +164,7 @@ async def _sync_model(
     delivery: Queue,
     min_workers: int,
 ) -> SyncedModel:
-    if model.error and wish is not None and wish.load and _is_served(model.name, workers):
+    if model.error and wish is not None and wish.load and any(worker.serves(model.name) for worker in workers):
         kept = await store.model(model.name)
         if kept is not None and not kept.error:
             return SyncedModel(
@@ -186,7 +178,3 @@ async def _sync_model(
     return SyncedModel(
         model=model.name, generation=stored.generation, versions=stored.versions, changed=changed, error=stored.error
     )
-
-
-def _is_served(model: str, workers: Iterable[WorkerRecord]) -> bool:
-    return any(state.state is State.READY for worker in workers for state in worker.models.get(model, {}).values())

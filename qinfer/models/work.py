@@ -15,12 +15,11 @@ from functools import lru_cache
 
 import msgspec
 
-from qinfer.core.settings import LimitSettings
 from qinfer.errors import QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.readiness import assess
 from qinfer.models.routes import NAMES, lanes_of
-from qinfer.models.state import Desired, Speed, State, StoredModel, WorkerRecord
+from qinfer.models.state import Desired, Speed, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.observe import stats
 from qinfer.queue.entries import BULK_LANES, Lane, LaneSize, bulk_lanes
@@ -176,7 +175,7 @@ def work_of(model: str, version: int, seen: Seen, workers: Iterable[WorkerRecord
         seen: What was read of it.
         workers: The live workers.
     """
-    ready = [worker for worker in workers if _is_ready(worker, model, version)]
+    ready = [worker for worker in workers if worker.is_ready(model, version)]
     online = [size for lane, size in seen.lanes if lane.name not in BULK_LANES]
     requests = sum(size.entries for size in online)
     shards = sum(size.entries for lane, size in seen.lanes if lane.name in BULK_LANES)
@@ -231,7 +230,7 @@ def _earlier_lanes(
     found: dict[tuple[str, int], list[Lane]] = {}
     for model, version in versions:
         own = _online(stored[model].config)
-        if own and not any(_is_ready(worker, model, version) for worker in workers):
+        if own and not any(worker.is_ready(model, version) for worker in workers):
             found[model, version] = [Lane(model, version, name) for name in NAMES if name not in own]
     return found
 
@@ -240,14 +239,9 @@ def _earlier_lanes(
 def _online(config: str) -> tuple[str, ...]:
     """Returns the names of the online lanes of a stored configuration; none where it can't be used."""
     try:
-        return tuple(lane.name for lane in lanes_of(to_spec(from_json(config), LimitSettings()), 1))
+        return tuple(lane.name for lane in lanes_of(to_spec(from_json(config)), 1))
     except QinferError:  # written by another qinfer, incomplete or wrong: it has no lane that we could know
         return ()
-
-
-def _is_ready(worker: WorkerRecord, model: str, version: int) -> bool:
-    state = worker.models.get(model, {}).get(version)
-    return state is not None and state.state is State.READY
 
 
 def _rows_per_request(counts: Mapping[str, int]) -> float:

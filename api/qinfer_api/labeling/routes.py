@@ -16,7 +16,7 @@ from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, QinferError
-from qinfer.models.repository.base import is_model_name
+from qinfer.models.repository.reader import is_model_name
 from qinfer_api.auth import Context
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import Reply

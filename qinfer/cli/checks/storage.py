@@ -10,8 +10,8 @@ from urllib.parse import unquote, urlsplit
 from qinfer.cli.checks.report import Finding, ok, problem, warning
 from qinfer.core.settings import RepositorySettings, Settings
 from qinfer.errors import QinferError, SettingsError
-from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.repository.open import open_repositories
+from qinfer.models.repository.reader import RepositoryModel
 
 T = TypeVar("T")
 

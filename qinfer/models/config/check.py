@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.message import ModelConfig, model_config_pb2
-from qinfer.models.config.to_spec import KNOWN_PARAMETERS, parameter_problems
+from qinfer.models.config.to_spec import parameter_problems
 
 SUPPORTED = {
     "name": "Must be the directory's name, or be left out.",
@@ -123,7 +123,7 @@ def check(config: ModelConfig) -> None:
         *_file_problems(config),
         *_version_problems(config),
         *_warmup_problems(config),
-        *parameter_problems(config, KNOWN_PARAMETERS),
+        *parameter_problems(config),
     ]
     if problems:
         raise ModelLoadFailed(f"model '{config.name}': {'; '.join(problems)}")

@@ -1,6 +1,6 @@
 """Turns a normalised `ModelConfig` into the `ModelSpec` that gateways and workers read; owns qinfer's parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from qinfer.core.settings import LimitSettings
@@ -28,22 +28,24 @@ TORCH_AMP = "qinfer.torch_amp"
 TORCH_COMPILE = "qinfer.torch_compile"
 BINARY_OUTPUTS = "qinfer.binary_outputs"
 KNOWN_PARAMETERS = (DEFAULT_TIMEOUT, MAX_TIMEOUT, LANE_CAPACITY, MIN_WORKERS, TORCH_AMP, TORCH_COMPILE, BINARY_OUTPUTS)
+_USUAL = LimitSettings()
 
 
 def to_spec(
-    config: ModelConfig, limits: LimitSettings, labels: Mapping[str, tuple[str, ...]] | None = None
+    config: ModelConfig, limits: LimitSettings = _USUAL, labels: Mapping[str, tuple[str, ...]] | None = None
 ) -> ModelSpec:
     """Reads a normalised configuration.
 
     Args:
         config: As `normalise` returned it.
-        limits: Timeouts and lane capacity of a model that sets none; a model's own maximum counts for that model.
+        limits: Timeouts and lane capacity of a model that sets none, by default those of a server that sets none
+            either; a model's own maximum counts for that model.
         labels: Output → the names of its classes; `None` = they have none.
 
     Raises:
         ModelLoadFailed: A datatype or qinfer's own parameters are wrong, which `normalise` would have refused.
     """
-    problems = list(parameter_problems(config, KNOWN_PARAMETERS))
+    problems = list(parameter_problems(config))
     if problems:
         raise ModelLoadFailed(f"model '{config.name}': {'; '.join(problems)}")
     parameters = {key: config.parameters[key].string_value for key in sorted(config.parameters)}
@@ -74,14 +76,14 @@ def to_spec(
     )
 
 
-def parameter_problems(config: ModelConfig, known: Iterable[str]) -> Iterator[str]:
+def parameter_problems(config: ModelConfig) -> Iterator[str]:
     """Yields what is wrong with qinfer's own parameters: an unknown name, or a value that is no such number."""
     for key in sorted(config.parameters):
         if not key.startswith(PREFIX):
             continue
         text = config.parameters[key].string_value
-        if key not in known:
-            yield f"unknown parameter '{key}'; qinfer knows {', '.join(known)}"
+        if key not in KNOWN_PARAMETERS:
+            yield f"unknown parameter '{key}'; qinfer knows {', '.join(KNOWN_PARAMETERS)}"
         elif not _VALUES[key][1](text):
             yield f"parameter '{key}' must be {_VALUES[key][0]}, got '{text}'"
 

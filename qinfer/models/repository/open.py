@@ -1,4 +1,4 @@
-"""The model repositories that the settings name, and the overlay, as one `Repository`."""
+"""The model repositories that the settings name, and the overlay, as one: `Repositories`."""
 
 import logging
 import re
@@ -22,10 +22,9 @@ from qinfer.errors import (
     SettingsError,
     UnsupportedFeature,
 )
-from qinfer.models.repository.base import RepositoryModel, is_model_name
 from qinfer.models.repository.cache import FilesCache
 from qinfer.models.repository.files import Files, Listing, LocalFiles, RemoteFiles
-from qinfer.models.repository.reader import UNREADABLE, Reading, read_model
+from qinfer.models.repository.reader import UNREADABLE, Reading, RepositoryModel, is_model_name, read_model
 
 logger = logging.getLogger(__name__)
 

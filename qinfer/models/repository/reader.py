@@ -1,9 +1,13 @@
-"""Reads one model of a repository's files: configuration, versions, labels, completion from the model file."""
+"""Reads one model of a repository's files: configuration, versions, labels, completion from the model file.
+
+Models are in Triton's layout: `<model>/config.pbtxt` and `<model>/<version>/model.onnx` (reference §3.1).
+"""
 
 import ast
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qinfer.errors import ModelLoadFailed
@@ -11,7 +15,6 @@ from qinfer.models.config.check import is_inside
 from qinfer.models.config.config import from_json, identify, normalise, parse, place
 from qinfer.models.config.file_tensors import OPENVINO_MAX_BYTES, FileTensors, read_onnx, read_openvino
 from qinfer.models.config.message import ModelConfig
-from qinfer.models.repository.base import RepositoryModel, is_model_name
 from qinfer.models.repository.files import Files, Listing, TooFarSpreadError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +28,38 @@ UNREADABLE = "can't be read"
 """The beginning of the error of a model that was removed or changed while it was read, and may be read next time."""
 
 COMPLETION_HOOK = "auto_complete_config"
+_FORBIDDEN = frozenset("/\\{}\0")  # braces would break the hash tag of the model's keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepositoryModel:
+    """One model as the repositories have it.
+
+    Attributes:
+        name: The name of its directory.
+        config: Its normalised configuration; `None` when there is an error. With `pending` it is not complete, nor
+            checked, and of the defaults it has those of the instance groups only.
+        versions: The versions that its version policy selects, ascending.
+        content_hash: Changes with the configuration's text and with path, size or modification time of any file.
+        error: Why it can't be loaded; empty when it can. Clients see it.
+        labels: Output → the names of its classes (`label_filename`).
+        pending: The backend whose runtime must complete the configuration; empty = it is complete.
+        location: Where its files are within the overlay; empty = in the repositories.
+    """
+
+    name: str
+    config: ModelConfig | None = None
+    versions: tuple[int, ...] = ()
+    content_hash: str = ""
+    error: str = ""
+    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    pending: str = ""
+    location: str = ""
+
+
+def is_model_name(name: str) -> bool:
+    """Tells whether a directory of this name can be a model."""
+    return bool(name) and not name.startswith(".") and name.isprintable() and _FORBIDDEN.isdisjoint(name)
 
 
 class Reading(NamedTuple):

@@ -8,7 +8,8 @@ import pytest
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.config.config import normalise, parse
-from qinfer.models.repository.base import RepositoryModel
+from qinfer.models.repository.open import Repositories
+from qinfer.models.repository.reader import RepositoryModel
 from qinfer.models.state import (
     SCALED_DOWN,
     SCALED_UP,
@@ -173,12 +174,12 @@ async def test_of_the_last_inference_the_latest_stays(stores: ControlPair) -> No
     assert await stores.other.stats("m", 1) == {"last_inference_ms": 1_700_000_000_700, "success_count": 3}
 
 
-class Repository:
+class Repository(Repositories):
     def __init__(self, *models: RepositoryModel) -> None:
         self._models = models
 
-    def scan(self) -> tuple[RepositoryModel, ...]:
-        return self._models
+    def scan(self) -> list[RepositoryModel]:
+        return list(self._models)
 
 
 def model(content_hash: str) -> RepositoryModel:

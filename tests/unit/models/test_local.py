@@ -12,10 +12,9 @@ from qinfer.core.settings import LimitSettings, RepositorySettings
 from qinfer.errors import ModelLoadFailed, SettingsError
 from qinfer.models.config.config import parse, to_spec
 from qinfer.models.config.file_tensors import FileTensor, FileTensors, read_onnx
-from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.repository.files import LocalFiles
 from qinfer.models.repository.open import Repositories, open_repositories
-from qinfer.models.repository.reader import select_versions
+from qinfer.models.repository.reader import RepositoryModel, select_versions
 from qinfer.models.spec import Device
 from tests.support import models
 

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 import pytest
 
 from qinfer.core.settings import RepositorySettings
-from qinfer.models.completion import Completion, put_completion
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.control import ModelControl
-from qinfer.models.repository.base import RepositoryModel
+from qinfer.models.repository.open import Repositories
+from qinfer.models.repository.reader import RepositoryModel
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
+from qinfer.models.writing import Completion, put_completion
 from qinfer.queue.lanes import Queue
 from qinfer_api.app import RepositoryWatch
 
@@ -27,7 +28,7 @@ def model(name: str, config: str = CONFIG, pending: str = "") -> RepositoryModel
     return RepositoryModel(name=name, config=normalise(parse(config), name), versions=(1,), pending=pending)
 
 
-class Source:
+class Source(Repositories):
     """Two models; one says what it needs."""
 
     def __init__(self, *models: RepositoryModel) -> None:

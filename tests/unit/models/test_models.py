@@ -17,12 +17,13 @@ from qinfer.errors import (
     QinferError,
 )
 from qinfer.models.catalog import Catalog
-from qinfer.models.completion import Completion, put_completion
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.control import IndexEntry, ModelControl
-from qinfer.models.repository.base import RepositoryModel
+from qinfer.models.repository.open import Repositories
+from qinfer.models.repository.reader import RepositoryModel
 from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
+from qinfer.models.writing import Completion, put_completion
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 
@@ -39,7 +40,7 @@ def found(name: str = "m", *, rows: int = 8, digest: str = "1", versions: tuple[
     return RepositoryModel(name=name, config=config, versions=versions, content_hash=digest)
 
 
-class Source:
+class Source(Repositories):
     """Repositories and an overlay that hold what a test put there."""
 
     def __init__(self) -> None:

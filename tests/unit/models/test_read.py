@@ -8,8 +8,8 @@ import pytest
 from qinfer.core.settings import LimitSettings, RepositorySettings
 from qinfer.errors import InvalidRequest, ModelNotFound, SettingsError, UnsupportedFeature
 from qinfer.models.config.config import to_spec
-from qinfer.models.repository.base import RepositoryModel
 from qinfer.models.repository.open import Repositories, open_repositories
+from qinfer.models.repository.reader import RepositoryModel
 from qinfer.models.spec import Device, InstanceSpec, WarmupInput
 from tests.support import models
 

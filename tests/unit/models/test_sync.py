@@ -8,7 +8,8 @@ import pytest
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.models.config.config import normalise, parse
-from qinfer.models.repository.base import RepositoryModel
+from qinfer.models.repository.open import Repositories
+from qinfer.models.repository.reader import RepositoryModel
 from qinfer.models.state import Desired, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
@@ -27,7 +28,7 @@ def model(name: str, digest: str = "1") -> RepositoryModel:
     return RepositoryModel(name=name, config=normalise(parse(CONFIG), name), versions=(1,), content_hash=digest)
 
 
-class Source:
+class Source(Repositories):
     """A repository that holds what a test put there."""
 
     def __init__(self, *models: RepositoryModel) -> None:

@@ -27,11 +27,11 @@ from qinfer.batching.policy import LatencyModel
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import BackendUnavailable, ModelLoadFailed, ModelNotReady, QinferError
-from qinfer.models.completion import Completion
 from qinfer.models.config.config import from_json, normalise, to_json
 from qinfer.models.repository.cache import MANIFEST
 from qinfer.models.spec import Device, ModelSpec, WarmupInput
 from qinfer.models.state import StoredModel
+from qinfer.models.writing import Completion
 from qinfer.tensors import DATATYPES, Tensor, to_numpy
 from qinfer_workers.inference.devices import devices_of
 

@@ -13,11 +13,11 @@ from typing import Protocol
 
 from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
-from qinfer.models.completion import put_completion
 from qinfer.models.config import config
 from qinfer.models.readiness import PENDING_REASON, is_placed
 from qinfer.models.state import State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
+from qinfer.models.writing import put_completion
 from qinfer_workers.inference.executor import in_thread
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
 
