@@ -58,6 +58,9 @@ class OutageLog:
         level: That of a failure.
         remind_s: A failure that goes on is logged again after so many seconds.
         data: What is added to each line.
+
+    Attributes:
+        is_out: Whether it has failed and is not over.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class OutageLog:
         self._level = level
         self._remind_s = remind_s
         self._data = data
+        self.is_out = False
         self._reasons: set[str] = set()
         self._logged_s = 0.0
 
@@ -86,6 +90,7 @@ class OutageLog:
             reason: What failed.
             defect: An exception whose traceback is to be logged.
         """
+        self.is_out = True
         is_new = reason not in self._reasons and len(self._reasons) < _MOST_REASONS
         if is_new or time.monotonic() - self._logged_s >= self._remind_s:
             self._reasons.add(reason)
@@ -94,6 +99,7 @@ class OutageLog:
 
     def over(self) -> None:
         """Takes note that it works; cheap where it did before."""
-        if self._reasons:
+        if self.is_out:
+            self.is_out = False
             self._reasons.clear()
             self._logger.info(self._ends, extra=self._data)

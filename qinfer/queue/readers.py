@@ -243,7 +243,8 @@ class ReplyReader:
                     ready()
                     ready = None
                 await self._read()
-                self._outage.over()
+                if self._outage.is_out:
+                    self._outage.over()
             except QinferError as error:
                 self._outage.failed(error.message)
                 self._last, self._untrimmed, self._is_idle = _START, 0, True

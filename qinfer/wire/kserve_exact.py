@@ -1,8 +1,8 @@
 """The exact reading of an infer request's JSON: Triton's order of checks, its texts, and all that it allows.
 
-It takes what `kserve_types.parse` can't: nested data, NaN and Infinity (Triton parses with rapidjson's
+`read` takes what `kserve_types.parse` can't: nested data, NaN and Infinity (Triton parses with rapidjson's
 `kParseNanAndInfFlag`, triton-inference-server/common `triton_json.h`), and every mistake, which it names. Slower by
-half, so it runs second.
+half, so it runs second. `apply_parameters` sorts the parameters of every request that has any (reference §1.6).
 """
 
 import json
@@ -13,15 +13,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from qinfer.core.messages import Sequence
 from qinfer.errors import InvalidRequest, MalformedJson, UnsupportedDatatype
-from qinfer.wire.kserve_types import (
-    INPUTS,
-    AnyInput,
-    InputParameters,
-    Output,
-    OutputParameters,
-    Request,
-)
+from qinfer.wire.kserve_types import INPUTS, Input, InputParameters, Output, OutputParameters, Request
 
 _NOT_UNSIGNED = "attempt to access JSON non-unsigned-integer as unsigned-integer"
 _NOT_SIGNED = "attempt to access JSON non-signed-integer as signed-integer"
@@ -92,7 +86,7 @@ def _finite(literal: str) -> float:
     return value
 
 
-def read_input(entry: Any) -> AnyInput:
+def read_input(entry: Any) -> Input:
     """Reads one input of a request from parsed JSON.
 
     Raises:
@@ -104,7 +98,7 @@ def read_input(entry: Any) -> AnyInput:
     raw = fields.get("parameters")
     raw = raw if isinstance(raw, dict) else {}
     size, region = raw.get("binary_data_size", UNSET), raw.get("shared_memory_region", UNSET)
-    _check_one_source("data" in fields, size, region)
+    check_one_source(fields.get("data", UNSET), size, region)
     name = _string(fields, "name")
     datatype = _string(fields, "datatype")
     shape = _array(fields, "shape")
@@ -133,27 +127,20 @@ def _shared_memory(raw: Mapping[str, Any]) -> tuple[Any, int, int]:
     return region, offset, size
 
 
-def _check_one_source(has_data: bool, size: Any, region: Any) -> None:  # noqa: FBT001  # private
-    sources = [
-        name
-        for name, found in (
-            ("data", has_data),
-            ("binary_data_size", size is not UNSET),
-            ("shared_memory_region", region is not UNSET),
+def check_one_source(data: Any, size: Any, region: Any) -> None:
+    """Checks where an input's data is said to be; `UNSET` = not there.
+
+    Raises:
+        InvalidRequest: The input has no data, or more than one source of it.
+    """
+    sources = {"data": data, "binary_data_size": size, "shared_memory_region": region}
+    found = [name for name, value in sources.items() if value is not UNSET]
+    if len(found) != 1:
+        said = " set" + "".join(f" '{name}'" for name in found) if found else " no field is set"
+        raise InvalidRequest(
+            "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+            f"'shared_memory_region' in 'parameters'. But{said}"
         )
-        if found
-    ]
-    if len(sources) != 1:
-        raise one_source_only(sources)
-
-
-def one_source_only(sources: list[str]) -> InvalidRequest:
-    """Makes the error for an input that has no data, or more than one source of it."""
-    found = " set" + "".join(f" '{source}'" for source in sources) if sources else " no field is set"
-    return InvalidRequest(
-        "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
-        f"'shared_memory_region' in 'parameters'. But{found}"
-    )
 
 
 def _output(entry: Any) -> Output:
@@ -194,6 +181,71 @@ def _leaves(data: list[Any]) -> Iterator[Any]:
             yield element
         else:
             stack.pop()
+
+
+def apply_parameters(parameters: Mapping[str, Any], fields: dict[str, Any]) -> bool:
+    """Sorts the request's parameters into the fields of an `InferRequest`.
+
+    Args:
+        parameters: What the request has; values of any JSON type.
+        fields: Gets `priority`, `timeout_s`, `sequence`, and `parameters` for the custom ones.
+
+    Returns:
+        `binary_data_output`: whether outputs travel as binary data unless they say otherwise.
+
+    Raises:
+        InvalidRequest: A reserved key, or a custom value that is no scalar.
+        MalformedJson: A known parameter has the wrong type.
+    """
+    binary = False
+    custom: dict[str, Any] = {}
+    sequence: dict[str, Any] = {}
+    for key, value in parameters.items():
+        if key == "binary_data_output":
+            binary = _boolean(key, value)
+        elif key == "priority":
+            fields["priority"] = _unsigned(key, value)
+        elif key == "timeout":
+            fields["timeout_s"] = _unsigned(key, value) / 1e6
+        elif key == "sequence_id":
+            _check(_is_unsigned(value) or isinstance(value, str), key, _NOT_STRING)
+            sequence["id"] = value
+        elif key in ("sequence_start", "sequence_end"):
+            sequence[key.removeprefix("sequence_")] = _boolean(key, value)
+        else:
+            custom[key] = custom_parameter(key, value)
+    if custom:
+        fields["parameters"] = custom
+    if sequence.get("id"):  # 0 and "" mean: no sequence
+        fields["sequence"] = Sequence(**sequence)
+    return binary
+
+
+def custom_parameter(key: str, value: Any) -> Any:
+    """Returns the value of a parameter that is handed to the backend.
+
+    Raises:
+        InvalidRequest: The key is reserved, or the value is no scalar.
+    """
+    if key.startswith("triton_"):
+        raise InvalidRequest(
+            "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
+        )
+    if isinstance(value, str | bool | float) or (isinstance(value, int) and -(2**63) <= value < 2**63):
+        return value
+    raise InvalidRequest(
+        f"parameter '{key}' has invalid type. It should be either 'int', 'bool', 'double' or 'string'."
+    )
+
+
+def _unsigned(key: str, value: Any) -> int:
+    _check(_is_unsigned(value), key, _NOT_UNSIGNED)
+    return int(value)
+
+
+def _boolean(key: str, value: Any) -> bool:
+    _check(isinstance(value, bool), key, _NOT_BOOLEAN)
+    return bool(value)
 
 
 def _is_unsigned(value: Any) -> bool:

@@ -20,7 +20,7 @@ from tritonclient.grpc import service_pb2 as pb
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import Bytes, Tensor, pack_bytes
-from qinfer.wire.kserve_parameters import apply_parameters
+from qinfer.wire.kserve_exact import apply_parameters
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5

@@ -22,8 +22,7 @@ from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson, OutputMismatch
 from qinfer.tensors import DATATYPES, Bytes, Tensor, iter_bytes, pack_bytes
 from qinfer.wire import kserve_exact
-from qinfer.wire.kserve_parameters import apply_parameters
-from qinfer.wire.kserve_types import NAMES, UNPARSABLE, AnyInput, InputParameters, Output, parse
+from qinfer.wire.kserve_types import NAMES, UNPARSABLE, Input, InputParameters, Output, parse
 from qinfer.wire.outputs import NO_REGIONS, OutputPlan, Regions, Special, prepare, read_special
 
 STRUCT_CODES = {d.name: d.typecode for d in DATATYPES.values() if d.name not in ("FP16", "BF16", "BYTES")}
@@ -103,7 +102,7 @@ def decode_infer(
     binary = False
     fields: dict[str, Any] = {}
     if parsed.parameters is not UNSET:
-        binary = apply_parameters(parsed.parameters, fields)
+        binary = kserve_exact.apply_parameters(parsed.parameters, fields)
     inputs = []
     position = 0
     for entry in parsed.inputs:
@@ -152,7 +151,7 @@ def encode_infer(response: Response, client_id: str, plan: OutputPlan, regions: 
         head = _output_head(tensor.name, tensor.datatype, tensor.shape)
         if placed and tensor.name in placed:
             parts += (separator, head[:-1], b"}")
-        elif plan.is_binary(tensor.name):
+        elif plan.overrides.get(tensor.name, plan.binary):
             parts += (separator, head, b'"parameters":{"binary_data_size":%d}}' % len(tensor.data))
             tail.append(tensor.data)
         else:
@@ -178,7 +177,7 @@ def _split(body: Bytes, json_length: int | None) -> tuple[bytes, Bytes]:
     return bytes(body[:json_length]), memoryview(body)[json_length:]
 
 
-def _from_elsewhere(entry: AnyInput, tail: Bytes, position: int, model: str, regions: Regions) -> tuple[Bytes, int]:
+def _from_elsewhere(entry: Input, tail: Bytes, position: int, model: str, regions: Regions) -> tuple[Bytes, int]:
     """Finds the data of an input that has parameters, or none; returns it, and where the next binary input begins."""
     parameters = _NO_PARAMETERS if entry.parameters is UNSET else entry.parameters
     size = parameters.binary_data_size
@@ -193,23 +192,16 @@ def _from_elsewhere(entry: AnyInput, tail: Bytes, position: int, model: str, reg
     return tail[position:end], end
 
 
-def _without_binary(entry: AnyInput, parameters: InputParameters, regions: Regions) -> Bytes:
+def _without_binary(entry: Input, parameters: InputParameters, regions: Regions) -> Bytes:
     """Returns the data of an input that has parameters, but none of its own in the body's tail."""
-    sources = {
-        "data": entry.data,
-        "binary_data_size": parameters.binary_data_size,
-        "shared_memory_region": parameters.shared_memory_region,
-    }
-    found = [name for name, value in sources.items() if value is not UNSET]
-    if len(found) != 1:
-        raise kserve_exact.one_source_only(found)
     region = parameters.shared_memory_region
+    kserve_exact.check_one_source(entry.data, parameters.binary_data_size, region)
     if region is UNSET:
         return pack(entry)
     return regions.view(region, parameters.shared_memory_offset, parameters.shared_memory_byte_size)
 
 
-def pack(entry: AnyInput) -> bytes:
+def pack(entry: Input) -> bytes:
     """Turns an input's JSON elements into tensor bytes.
 
     Raises:

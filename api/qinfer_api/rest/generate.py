@@ -26,9 +26,8 @@ from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.submission.pending import Pending
 from qinfer.tensors import Bytes, Tensor, element_count
-from qinfer.wire.kserve_exact import load, read_input
+from qinfer.wire.kserve_exact import custom_parameter, load, read_input
 from qinfer.wire.kserve_json import check_depth, elements, pack
-from qinfer.wire.kserve_parameters import custom_parameter
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import (

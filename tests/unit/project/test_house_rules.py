@@ -17,7 +17,7 @@ EXCEPTIONS: dict[str, str] = {}
 # Where adapters are constructed, and hence the environment may be read.
 COMPOSITION_ROOTS = {"app.py", "__main__.py"}
 READS_ENVIRONMENT = {
-    "qinfer/core/settings/__init__.py",
+    "qinfer/core/settings.py",
     # A store is opened anew when the variables of its driver have changed.
     "qinfer/storage/open.py",
     # The server for tests runs in the environment of the test.

@@ -178,7 +178,7 @@ class Worker:
     async def _fetch_loop(self, serving: Serving) -> None:
         """Fetches whenever the batcher has room."""
         batcher, quiet, longest_s = serving.batcher, serving.quiet, self._settings.max_wait_s
-        outage, is_out = OutageLog(logger, "nothing fetched", "fetching again"), False
+        outage = OutageLog(logger, "nothing fetched", "fetching again")
         await self._keeper.watch(serving.lanes)
         while True:
             if not self._keeper.can_renew(serving.lanes):
@@ -190,16 +190,14 @@ class Worker:
             quiet.clear()
             try:
                 leases = await self._delivery.fetch(serving.lanes, self._id, count, min(wait_s, longest_s))
-                if is_out:
+                if outage.is_out:
                     outage.over()
-                    is_out = False
                 if leases:
                     self._take_in(serving, leases)
                     # Answers that are ready leave in one write with the next fetch.
                     await asyncio.sleep(0)
             # The broker's state, or its refusal: either may pass.
             except QinferError as error:
-                is_out = True
                 outage.failed(error.message)
                 await asyncio.sleep(_RETRY_S)
             finally:
