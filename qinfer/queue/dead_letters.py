@@ -10,8 +10,7 @@ import msgspec
 from qinfer.core.messages import InferRequest
 from qinfer.errors import CorruptEntry, InvalidRequest
 from qinfer.queue import keys, scripts
-from qinfer.queue.entries import Lane
-from qinfer.queue.request_records import MARGIN_S
+from qinfer.queue.entries import MARGIN_S, Lane
 from qinfer.queue.router import Router
 from qinfer.queue.values import Reference, Values
 from qinfer.wire.frame import PayloadApart, decode_request

@@ -1,10 +1,12 @@
-"""Records of the queue: where a request is, who holds it, and what is stored beside it."""
+"""Records of the queue: where an entry is and who holds it, and the records and limits of asynchronous requests."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from enum import StrEnum
 from typing import TypeVar
 
 import msgspec
 
+from qinfer.errors import InvalidRequest
 from qinfer.tensors import Bytes
 
 K = TypeVar("K", bound=Hashable)
@@ -130,3 +132,204 @@ def by_lane(entries: Sequence[Entry]) -> Iterable[tuple[Lane, list[Entry]]]:
     if lane is not None and not [True for entry in entries if entry.lane is not lane]:
         return ((lane, list(entries)),)
     return grouped(entries, lambda entry: entry.lane)
+
+
+MARGIN_S = 86400.0
+"""A request is known so much longer than its times need: nobody may be there to sweep at its deadline."""
+
+MAX_WATCHERS = 64
+"""So many processes are told of one request's end; the latest that asked."""
+
+MAX_NOTES_BYTES = 8192
+"""The longest `notes` of a request: they are kept in Redis as long as its record."""
+
+MAX_OUTBOX_NAME = 200
+"""The longest name of an outbox, in characters."""
+
+
+class RequestState(StrEnum):
+    """Where an asynchronous request is; succeeded, failed, expired and cancelled are terminal."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether it will never change again."""
+        return self not in (RequestState.QUEUED, RequestState.RUNNING)
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a request's keys are: its model, partition and id. The id is unique within the partition."""
+
+    model: str
+    partition: int
+    id: str
+
+
+class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of a request that is being accepted.
+
+    Attributes:
+        address: Its id and where it lives.
+        lane: The lane it goes to.
+        frame: The encoded request; its `reply_to` is empty.
+        payload: Its tensors, where they do not travel in the frame; empty otherwise.
+        body_hash: Identifies the request's content, to tell a repetition from another request.
+        timeout_s: From now, in the broker's time, to its deadline.
+        result_ttl_s: How long its result can be read once it has ended.
+        tombstone_ttl_s: How long after that it is known that there was one.
+        tenant: Whose request it is.
+        client_id: The `id` of the body, echoed in the result.
+        plan: How the result is to be encoded: the encoded `OutputPlan`.
+        idempotency_key: The hash of the caller's key; empty without one.
+        idempotency_ttl_s: How long the key is remembered.
+        webhook: Where to tell its end; empty = nowhere. Not together with an outbox.
+        outbox: Which outbox its end goes to, in its partition, for whoever asks for its `endings`; empty = none, or
+            that of the webhooks. All requests of an outbox should be kept equally long: it is trimmed by that.
+        notes: For whoever reads the outbox: opaque, at most `MAX_NOTES_BYTES`.
+        watcher: A reply address, told of its end as `watch` does: a reason to read the outbox now. Empty = nobody's.
+        limit: The lane takes no more when so many entries wait in it; 0 = no limit.
+    """
+
+    address: Address
+    lane: Lane
+    frame: Bytes
+    timeout_s: float
+    payload: Bytes = b""
+    body_hash: str = ""
+    result_ttl_s: float = 3600.0
+    tombstone_ttl_s: float = 86400.0
+    tenant: str = ""
+    client_id: str = ""
+    plan: bytes = b""
+    idempotency_key: str = ""
+    idempotency_ttl_s: float = 86400.0
+    webhook: str = ""
+    outbox: str = ""
+    notes: bytes = b""
+    watcher: str = ""
+    limit: int = 0
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """Outcome of an `accept`.
+
+    Attributes:
+        id: The request's id: the one given, or of the request that was there before.
+        is_new: Whether it was enqueued now.
+        body_hash: That of the request with this id: another one than was given is a conflict.
+    """
+
+    id: str
+    is_new: bool
+    body_hash: str = ""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request ended.
+
+    Attributes:
+        state: One of the terminal states.
+        blob: Its encoded final response (`codec.frame.encode_responses`), outputs or failure.
+        code: The failure's error code; empty after success.
+        message: The failure's text; empty after success.
+        attempt: The execution that ended it; 0 = it was not executed.
+    """
+
+    state: RequestState
+    blob: Bytes
+    code: str = ""
+    message: str = ""
+    attempt: int = 0
+
+
+class Settlement(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to be settled; `entry` is where it is in the queue, `None` = where its record says."""
+
+    address: Address
+    outcome: Outcome
+    entry: Entry | None = None
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Record of a request; instants in seconds of the broker's time, 0 = not yet.
+
+    Attributes:
+        address: Its id and where it lives.
+        state: Where it is; RUNNING while a worker holds it.
+        version: The model version it was accepted for.
+        tenant: Whose request it is.
+        client_id: The `id` of its body.
+        attempts: How often a worker has taken it.
+        created_at: When it was accepted.
+        deadline_at: When it expires.
+        finished_at: When it ended.
+        expires_at: When its result will be gone.
+        code: The failure's error code.
+        message: The failure's text.
+        plan: How its result is to be encoded.
+        has_result: Whether its result can still be read.
+        webhook: Where its end is told.
+        webhook_state: `` | pending | delivered | failed.
+    """
+
+    address: Address
+    state: RequestState
+    version: int
+    tenant: str = ""
+    client_id: str = ""
+    attempts: int = 0
+    created_at: float = 0.0
+    deadline_at: float = 0.0
+    finished_at: float = 0.0
+    expires_at: float = 0.0
+    code: str = ""
+    message: str = ""
+    plan: bytes = b""
+    has_result: bool = False
+    webhook: str = ""
+    webhook_state: str = ""
+
+
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
+    """A delivery through an outbox that a program named: a request that ended.
+
+    Attributes:
+        id: The delivery's own id, for `Deliveries.done`.
+        request_id: The request's id.
+        record: What is known of the request; `None` when its time is over, so that there is nothing to tell any more.
+        notes: What was given with it. Where it was accepted again after its end, those of that time.
+        blob: Its `Outcome.blob`; `None` when it is gone, or was never there.
+        attempts: How often it was handed out, this time included.
+    """
+
+    id: str
+    request_id: str
+    record: RequestRecord | None = None
+    notes: bytes = b""
+    blob: bytes | None = None
+    attempts: int = 1
+
+
+def check_outbox(acceptance: Acceptance) -> None:
+    """Checks what a request says of its outbox.
+
+    Raises:
+        InvalidRequest: It has a webhook too, its name or its notes are too long, or there are notes and no outbox.
+    """
+    outbox, size = acceptance.outbox, len(acceptance.notes)
+    if acceptance.webhook and outbox:
+        raise InvalidRequest(f"a request of outbox '{outbox}' can have no webhook; choose one of the two")
+    if size > MAX_NOTES_BYTES:
+        raise InvalidRequest(
+            f"the notes of a request take {size} bytes, more than {MAX_NOTES_BYTES}; keep them shorter"
+        )
+    if len(outbox) > MAX_OUTBOX_NAME:
+        raise InvalidRequest(f"the name of outbox '{outbox}' is longer than {MAX_OUTBOX_NAME} characters; shorten it")
+    if size and not outbox:
+        raise InvalidRequest("a request has notes and no outbox, so that nobody would read them; name an outbox")

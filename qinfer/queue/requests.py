@@ -33,14 +33,16 @@ from qinfer.queue import keys, scripts
 from qinfer.queue.connection import Argument, Refused, pack, packable
 from qinfer.queue.deliveries import WEBHOOKS, Kind
 from qinfer.queue.durability import Durability
-from qinfer.queue.entries import DELAYED, FULL, Lane
-from qinfer.queue.request_records import (
+from qinfer.queue.entries import (
+    DELAYED,
+    FULL,
     MARGIN_S,
     MAX_WATCHERS,
     Acceptance,
     Accepted,
     Address,
     Ending,
+    Lane,
     RequestRecord,
     RequestState,
     Settlement,

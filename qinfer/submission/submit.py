@@ -30,9 +30,8 @@ from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Route
 from qinfer.models.spec import QueuePolicy
 from qinfer.models.validate import validate
-from qinfer.queue.entries import FULL, Lane, Payload, reply_address
+from qinfer.queue.entries import FULL, Address, Lane, Payload, reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Address
 from qinfer.submission.pending import Counter, Load, Pending, PendingRequests, Sink
 from qinfer.tensors import Bytes, Tensor
 from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart

@@ -24,9 +24,8 @@ from qinfer.models.config.config import normalise, parse, to_json, to_spec
 from qinfer.models.routes import lanes_of
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
-from qinfer.queue.entries import Lane, Lease
+from qinfer.queue.entries import Address, Lane, Lease, Outcome, RequestState, Settlement
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Address, Outcome, RequestState, Settlement
 from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.server import open_port

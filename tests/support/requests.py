@@ -4,9 +4,8 @@ import msgspec
 
 from qinfer.core.messages import InferRequest
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.queue.entries import Acceptance, Accepted, Address, Entry, Lane, Lease, Outcome, RequestState, Settlement
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Acceptance, Accepted, Address, Outcome, RequestState, Settlement
 from qinfer.wire.frame import encode_request
 
 LANE = Lane("digits", 1, "p1")

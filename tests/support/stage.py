@@ -19,9 +19,8 @@ from qinfer.models.config import config
 from qinfer.models.routes import lane_name, lanes_of
 from qinfer.models.state import Desired, State, StoredModel
 from qinfer.models.store import ControlStore
-from qinfer.queue.entries import Entry, Lane, Payload, reply_address
+from qinfer.queue.entries import Acceptance, Address, Entry, Lane, Payload, RequestRecord, reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Acceptance, Address, RequestRecord
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request, encode_request_apart, encode_responses

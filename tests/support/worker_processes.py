@@ -19,9 +19,8 @@ from qinfer.models.state import State
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import sync
 from qinfer.queue.clients import admin_client
-from qinfer.queue.entries import Lane, reply_address
+from qinfer.queue.entries import Acceptance, Address, Lane, RequestRecord, reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Acceptance, Address, RequestRecord
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request, encode_responses

@@ -23,8 +23,8 @@ from qinfer.labeling.label_config import parse_label_config
 from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
 from qinfer.observe.stats import LabelFailure
 from qinfer.queue.deliveries import outbox
+from qinfer.queue.entries import Ending, RequestState
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Ending, RequestState
 from qinfer.wire.frame import decode_responses
 from qinfer_api.labeling.intake import OUTBOX, Intake, Notes
 from qinfer_api.labeling.mappings import MappingBook

@@ -15,7 +15,7 @@ import msgspec
 from qinfer.errors import RequestNotFound
 from qinfer.labeling.mapping import model_version
 from qinfer.labeling.tasks import Board, LabelState, LabelTask, LabelTasks
-from qinfer.queue.request_records import RequestRecord
+from qinfer.queue.entries import RequestRecord
 from qinfer.queue.requests import Requests
 from qinfer_api.requests.service import chosen_address, instant, path_of
 

@@ -24,9 +24,8 @@ from qinfer.models.routes import NAMES
 from qinfer.observe.metrics import GatewayTally
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.deliveries import DeliveryItem
-from qinfer.queue.entries import Entry, Lane
+from qinfer.queue.entries import Entry, Lane, RequestState, Settlement
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import RequestState, Settlement
 from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.webhooks import Webhooks
 

@@ -28,7 +28,7 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import InferRequest
 from qinfer.errors import Conflict, DeliveryError, InvalidRequest, ModelError, Overloaded, QinferError, RequestError
 from qinfer.models.catalog import Served
-from qinfer.queue.request_records import Address, RequestRecord
+from qinfer.queue.entries import Address, RequestRecord
 from qinfer.tensors import Bytes
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context

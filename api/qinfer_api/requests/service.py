@@ -37,9 +37,8 @@ from qinfer.models.config.to_spec import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from qinfer.models.repository.reader import is_model_name
 from qinfer.observe.metrics import GatewayTally
 from qinfer.observe.tracing import REQUEST_ID
-from qinfer.queue.entries import Lane
+from qinfer.queue.entries import Acceptance, Accepted, Address, Lane, Outcome, RequestRecord, RequestState, Settlement
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Acceptance, Accepted, Address, Outcome, RequestRecord, RequestState, Settlement
 from qinfer.submission.submit import prepare, tensor_bytes
 from qinfer.wire.frame import decode_responses, encode_responses
 from qinfer.wire.outputs import OutputPlan

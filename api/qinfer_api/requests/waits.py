@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 
-from qinfer.queue.request_records import Address, RequestRecord
+from qinfer.queue.entries import Address, RequestRecord
 from qinfer.queue.requests import Requests
 
 REREAD_S = 1.0

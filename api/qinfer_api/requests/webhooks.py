@@ -28,8 +28,8 @@ from qinfer.core.settings import WebhookSettings
 from qinfer.errors import InvalidRequest, SettingsError
 from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
+from qinfer.queue.entries import Address, RequestRecord
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Address, RequestRecord
 from qinfer_api.requests.service import instant, path_of, shown_record
 from qinfer_api.requests.targets import Target, Targets
 

@@ -8,9 +8,8 @@ from qinfer.core.messages import InferRequest
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.queue import keys, lanes
 from qinfer.queue.dead_letters import DeadLetter
-from qinfer.queue.entries import Entry, Lane, Lease, Payload
+from qinfer.queue.entries import Acceptance, Address, Entry, Lane, Lease, Outcome, Payload, RequestState, Settlement
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Acceptance, Address, Outcome, RequestState, Settlement
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request, encode_request_apart

@@ -13,9 +13,8 @@ from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.queue import durability, keys
 from qinfer.queue.durability import Call, Durability
-from qinfer.queue.entries import Lane
+from qinfer.queue.entries import Acceptance, Address, Lane, RequestState
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Acceptance, Address, RequestState
 from qinfer.queue.router import Router
 from qinfer.testing import eventually
 from tests.support.servers.servers import RedisServer, SentinelSetup, command, matrix, system_redis, valkey, wait_until

@@ -10,10 +10,9 @@ import pytest
 from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, QueueFull
 from qinfer.queue import keys
 from qinfer.queue.dead_letters import MAX_AGE_S
-from qinfer.queue.entries import Entry, Payload
+from qinfer.queue.entries import MARGIN_S, Entry, Payload, RequestState
 from qinfer.queue.lanes import Queue
 from qinfer.queue.object_store import ObjectStore
-from qinfer.queue.request_records import MARGIN_S, RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request_apart
 from tests.contract.conftest import RedisQueue

@@ -9,9 +9,8 @@ import pytest
 from qinfer.errors import InvalidRequest
 from qinfer.queue import keys
 from qinfer.queue.deliveries import Kind, outbox
-from qinfer.queue.entries import reply_address
+from qinfer.queue.entries import MAX_NOTES_BYTES, Accepted, Ending, RequestState, reply_address
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import MAX_NOTES_BYTES, Accepted, Ending, RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
 from tests.contract.conftest import RedisQueue

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from qinfer.errors import QueueFull
-from qinfer.queue.entries import Lane, reply_address
-from qinfer.queue.request_records import Accepted, RequestState
+from qinfer.queue.entries import Accepted, Lane, RequestState, reply_address
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 from tests.support.leases import renew

@@ -1,8 +1,7 @@
 """Many requests in one call: accepted and ended, each as if it were alone."""
 
 from qinfer.errors import InvalidRequest, QueueFull
-from qinfer.queue.entries import Lane
-from qinfer.queue.request_records import MAX_NOTES_BYTES, Accepted, RequestState
+from qinfer.queue.entries import MAX_NOTES_BYTES, Accepted, Lane, RequestState
 from qinfer.queue.values import LARGE_BYTES
 from tests.contract.conftest import RedisQueue
 from tests.support.requests import LANE, accept, acceptance, address, ended, fetch, settle

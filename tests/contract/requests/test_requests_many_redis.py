@@ -4,7 +4,7 @@ import pytest
 
 from qinfer.queue import keys
 from qinfer.queue.connection import Refused
-from qinfer.queue.request_records import Accepted
+from qinfer.queue.entries import Accepted
 from tests.contract.conftest import RedisQueue
 from tests.support.requests import accept, acceptance, address, ended, settle
 

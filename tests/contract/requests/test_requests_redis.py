@@ -8,8 +8,7 @@ from qinfer.errors import BrokerUnavailable, QueueFull
 from qinfer.queue import keys
 from qinfer.queue.connection import Connection
 from qinfer.queue.deliveries import WEBHOOKS
-from qinfer.queue.entries import reply_address
-from qinfer.queue.request_records import MARGIN_S, MAX_WATCHERS, RequestState
+from qinfer.queue.entries import MARGIN_S, MAX_WATCHERS, RequestState, reply_address
 from qinfer.queue.requests import AT_ONCE
 from qinfer.queue.values import Values
 from tests.contract.conftest import RedisQueue

@@ -1,8 +1,7 @@
 """The contract of asynchronous requests on each server: deadlines, those that watch, and webhooks."""
 
 from qinfer.queue import keys
-from qinfer.queue.entries import reply_address
-from qinfer.queue.request_records import RequestState
+from qinfer.queue.entries import RequestState, reply_address
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
 from tests.contract.conftest import RedisQueue

@@ -12,9 +12,8 @@ import pytest
 from qinfer.core.messages import Response
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, SettingsError
-from qinfer.queue.entries import Lane, Payload
+from qinfer.queue.entries import Acceptance, Address, Lane, Payload, RequestState
 from qinfer.queue.object_store import SWEEP_MARGIN_S, ObjectStore
-from qinfer.queue.request_records import Acceptance, Address, RequestState
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request_apart

@@ -10,8 +10,8 @@ from qinfer.core.messages import InferRequest
 from qinfer.core.settings import RedisSettings
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
+from qinfer.queue.entries import Acceptance, Address
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Acceptance, Address
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request
 from tests.support.servers.servers import RedisServer

@@ -2,7 +2,7 @@
 
 from qinfer.core.messages import InferRequest
 from qinfer.queue.deliveries import outbox
-from qinfer.queue.request_records import Ending, RequestState
+from qinfer.queue.entries import Ending, RequestState
 from qinfer.tensors import Tensor
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from qinfer.core.settings import HttpSettings, RequestSettings
 from qinfer.errors import InvalidRequest, ModelNotFound, QueueFull
-from qinfer.queue.request_records import Address
+from qinfer.queue.entries import Address
 from qinfer.testing import eventually
 from tests.support.gateway import Running, running_gateway, settings_of
 

@@ -7,8 +7,7 @@ import pytest
 
 from qinfer.core.messages import Response
 from qinfer.errors import BrokerUnavailable, PayloadTooLarge
-from qinfer.queue.entries import Entry, Lane
-from qinfer.queue.request_records import Outcome, RequestState, Settlement
+from qinfer.queue.entries import Entry, Lane, Outcome, RequestState, Settlement
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request_apart

@@ -6,8 +6,7 @@ import pytest
 
 from qinfer.core.messages import Response
 from qinfer.models.state import State
-from qinfer.queue.entries import Lease
-from qinfer.queue.request_records import RequestState
+from qinfer.queue.entries import Lease, RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import FRAME_VERSION, encode_request
 from tests.support.stage import Stage, value

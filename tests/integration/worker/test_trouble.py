@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from qinfer.queue.entries import Lane
-from qinfer.queue.request_records import RequestState
+from qinfer.queue.entries import Lane, RequestState
 from qinfer.testing import eventually
 from tests.support.trouble import CRASH, HOLD_GIL, SLOW, executed, write_model
 from tests.support.worker_processes import Workshop, resume, workshop

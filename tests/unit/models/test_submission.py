@@ -6,8 +6,7 @@ from qinfer.core.messages import InferRequest
 from qinfer.models.catalog import Served
 from qinfer.models.routes import Routes
 from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
-from qinfer.queue.entries import Lane
-from qinfer.queue.request_records import Address
+from qinfer.queue.entries import Address, Lane
 from qinfer.submission.submit import Stamped, prepare
 from qinfer.tensors import Tensor
 from qinfer.wire.frame import PayloadApart, decode_request

@@ -13,8 +13,8 @@ from contextlib import suppress
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import QinferError
 from qinfer.queue.deliveries import Kind
+from qinfer.queue.entries import Ending
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Ending
 from qinfer_workers.bridge.reading import PARTITION
 from qinfer_workers.bridge.rendering import Rendered
 

@@ -5,7 +5,7 @@ import msgspec
 from qinfer.core.messages import IdFactory
 from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import Served
-from qinfer.queue.request_records import MAX_NOTES_BYTES, Acceptance, Address
+from qinfer.queue.entries import MAX_NOTES_BYTES, Acceptance, Address
 from qinfer.submission.submit import prepare
 from qinfer_workers.bridge.bodies.decode import BodyCodec, ReplyEncoding
 from qinfer_workers.bridge.config import RouteOptions

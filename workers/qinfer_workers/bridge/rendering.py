@@ -11,7 +11,7 @@ import msgspec
 
 from qinfer.core.messages import Failure, Response
 from qinfer.errors import CorruptEntry, ErrorCode, QinferError
-from qinfer.queue.request_records import Ending, RequestState
+from qinfer.queue.entries import Ending, RequestState
 from qinfer.wire.frame import decode_responses
 from qinfer_workers.bridge.bodies.decode import Encoded, encode, encode_error
 from qinfer_workers.bridge.config import RouteOptions

@@ -21,9 +21,8 @@ from qinfer.core.messages import Failure, Response
 from qinfer.core.retry import OutageLog, pause_s
 from qinfer.errors import BrokerUnavailable, ErrorCode, PayloadTooLarge, QinferError, QueueFull
 from qinfer.observe.stats import PublishTally, StatsTally
-from qinfer.queue.entries import DELAYED, Lease
+from qinfer.queue.entries import DELAYED, Address, Lease, Outcome, RequestState, Settlement
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Address, Outcome, RequestState, Settlement
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans

@@ -17,9 +17,8 @@ from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.observe.metrics import GatewayTally
 from qinfer.queue.deliveries import DeliveryItem
-from qinfer.queue.entries import Entry, Lane
+from qinfer.queue.entries import Acceptance, Address, Entry, Lane, RequestState
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Acceptance, Address, RequestState
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer.wire.frame import encode_request
 from qinfer_api.jobs.records import message_of

@@ -3,7 +3,7 @@
 import pytest
 
 from qinfer.errors import RequestNotFound
-from qinfer.queue.request_records import Address
+from qinfer.queue.entries import Address
 from qinfer_api.requests.service import address_of, path_of, shown_id
 
 ULID = "01ARZ3NDEKTSV4RRFFQ69G5FAV"

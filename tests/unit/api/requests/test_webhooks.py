@@ -17,9 +17,8 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
-from qinfer.queue.entries import Lane
+from qinfer.queue.entries import Acceptance, Address, Lane, RequestState, Settlement
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Acceptance, Address, RequestState, Settlement
 from qinfer_api.jobs.records import message_of
 from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.targets import Targets, is_public

@@ -9,7 +9,7 @@ import pytest
 
 from qinfer.errors import QinferError, SettingsError
 from qinfer.queue.deliveries import outbox as outbox_kind
-from qinfer.queue.request_records import Ending
+from qinfer.queue.entries import Ending
 from qinfer.testing import eventually
 from qinfer_workers.bridge import endings
 from qinfer_workers.bridge.endings import Endings

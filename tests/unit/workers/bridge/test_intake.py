@@ -8,8 +8,7 @@ import pytest
 
 from qinfer.bridge.metrics import RouteTally
 from qinfer.errors import BrokerUnavailable, InvalidRequest, PayloadTooLarge, QinferError, QueueFull, SettingsError
-from qinfer.queue.entries import Lane
-from qinfer.queue.request_records import Acceptance, Accepted, Address
+from qinfer.queue.entries import Acceptance, Accepted, Address, Lane
 from qinfer.testing import eventually
 from qinfer_workers.bridge.consumer import Refused
 from qinfer_workers.bridge.intake import FEWEST_AT_ONCE, MOST_AT_ONCE, Disposition, Intake, disposition_of

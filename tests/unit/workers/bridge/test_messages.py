@@ -8,7 +8,7 @@ import pytest
 
 from qinfer.core.messages import Failure, Response, parse_request_id
 from qinfer.errors import InvalidRequest
-from qinfer.queue.request_records import Address, Ending, RequestRecord, RequestState
+from qinfer.queue.entries import Address, Ending, RequestRecord, RequestState
 from qinfer.tensors import from_numpy
 from qinfer.wire.frame import encode_responses
 from qinfer_workers.bridge.config import RouteOptions, parse_config

@@ -13,9 +13,8 @@ from qinfer.core.settings import RedisSettings
 from qinfer.errors import InferenceFailed
 from qinfer.observe.stats import StatsTally
 from qinfer.queue.connection import Refused
-from qinfer.queue.entries import Entry, Lane, Lease
+from qinfer.queue.entries import Entry, Lane, Lease, Settlement
 from qinfer.queue.lanes import Queue
-from qinfer.queue.request_records import Settlement
 from qinfer.queue.router import Router
 from qinfer.tensors import Bytes
 from qinfer.testing import eventually
