@@ -5,10 +5,13 @@ others make objects, or fill the memory.
 """
 
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 _TAG = "tag:yaml.org,2002:"
 _SHOWN = 60
@@ -87,6 +90,18 @@ def parse(data: bytes, suffix: str, *, is_typed: bool) -> Any:
         raise Unreadable(str(error)) from None
     except RecursionError:
         raise Unreadable("its lists and mappings are nested too deep") from None
+
+
+def problems_of(error: ValidationError) -> Iterator[tuple[str, ErrorDetails]]:
+    """Yields what is wrong with a document, as a text without its place, and pydantic's details."""
+    found = error.errors(include_url=False, include_context=False)
+    inner = {item["loc"][0] for item in found if len(item["loc"]) > 1}
+    for item in found:
+        # pydantic calls a list too short, too, when one of its elements is wrong.
+        if item["type"] == "too_short" and item["loc"][0] in inner:
+            continue
+        text = "there is no such field" if item["type"] == "extra_forbidden" else item["msg"]
+        yield text.removeprefix("Value error, "), item
 
 
 def _marked(error: yaml.MarkedYAMLError) -> str:

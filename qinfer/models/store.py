@@ -68,7 +68,7 @@ class ControlStore:
         """Returns a model's stored configuration."""
         with translated():
             value = await self.client.hget(keys.config(name), "model")
-        return None if value is None else _decode(value, StoredModel, name)
+        return None if value is None else decode_stored(value, StoredModel, name)
 
     async def models(self, names: Collection[str]) -> dict[str, StoredModel]:
         """Returns the stored configurations of those models that have one, by name; all of them in one round trip."""
@@ -276,8 +276,8 @@ def translated() -> Iterator[None]:
         raise asyncio.CancelledError
 
 
-def _decode(value: bytes, kind: type[T], whose: str) -> T | None:
-    """Decodes a record; one that a newer qinfer wrote in another form must not hide the others."""
+def decode_stored(value: bytes, kind: type[T], whose: str) -> T | None:
+    """Decodes a record; `None` = it is logged, as one that a newer qinfer wrote must not hide the others."""
     try:
         return decode_document(value, kind)
     except (NewerVersion, msgspec.DecodeError) as error:
@@ -287,7 +287,7 @@ def _decode(value: bytes, kind: type[T], whose: str) -> T | None:
 
 def _decoded(values: Mapping[K, bytes | None], kind: type[T]) -> dict[K, T]:
     """Decodes the records that are there and can be read."""
-    read = {whose: _decode(value, kind, str(whose)) for whose, value in values.items() if value is not None}
+    read = {whose: decode_stored(value, kind, str(whose)) for whose, value in values.items() if value is not None}
     return {whose: record for whose, record in read.items() if record is not None}
 
 

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
-from qinfer.bridge.metrics import families
-from qinfer.bridge.reports import BridgeReports
+from qinfer.bridge.reports import BridgeReports, families
 from qinfer.core.settings import Settings
 from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs

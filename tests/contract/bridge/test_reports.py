@@ -1,7 +1,7 @@
 """Reports of bridges, as two processes see them."""
 
 import asyncio
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -44,6 +44,22 @@ async def test_counts_of_all_bridges_add_up(reports: ReportsPair) -> None:
     assert set(found) == {"r", "{é}:r"}
     assert found["r"].counts == {"accepted": 9, "received": 4}
     assert found["{é}:r"].counts == {}
+
+
+async def test_what_a_newer_bridge_has_in_hand_is_refused_and_hides_no_other(
+    queue: RedisQueue, reports: ReportsPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = admin_client(queue.settings)
+    await reports.one.put(report(accepted=3), LONG_S)
+    value: Any = await client.hget(keys.bridges(), "b1")
+    await client.hset(keys.bridges(), "b2", value.replace(b'"wire":1', b'"wire":2'))
+    await client.aclose()
+
+    found = (await reports.other.routes())["r"]
+
+    assert (found.counts, found.processes) == ({"accepted": 3}, 1)
+    refused = "wire version 2 was written by a newer qinfer; this program reads version 1"
+    assert any(refused in record.__dict__.get("error", "") for record in caplog.records)
 
 
 async def test_a_report_that_comes_again_adds_nothing(reports: ReportsPair) -> None:

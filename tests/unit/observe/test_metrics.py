@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from qinfer.bridge.metrics import BridgeCollector, RouteTally, RouteTotals, families
+from qinfer.bridge.reports import BridgeCollector, RouteTally, RouteTotals, families
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import MetricScope

@@ -22,8 +22,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
-from qinfer.core.documents import Unreadable, parse, read_limited
+from qinfer.core.documents import Unreadable, parse, problems_of, read_limited
 from qinfer.errors import InvalidRequest, SettingsError
 from qinfer.jobs.job import Columns, JobSpec, Output, check_spec
 
@@ -355,10 +356,7 @@ def parse_config(document: object, environment: Mapping[str, str], name: str = "
     try:
         return BridgeConfig.model_validate(filled)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        if routes:  # pydantic calls them too few when one is wrong
-            found = [each for each in found if each["loc"] != ("routes",) or each["type"] != "too_short"]
-        problems = [f"{_where(each['loc'], routes)}: {_text(each)}" for each in found]
+        problems = [f"{_where(item['loc'], routes)}: {_text(text, item)}" for text, item in problems_of(error)]
         raise SettingsError(f"{name}: " + "; ".join(problems)) from None
 
 
@@ -418,11 +416,10 @@ def _where(location: tuple[int | str, ...], routes: Any) -> str:
     return ".".join(map(str, location)) or "file"
 
 
-def _text(error: Any) -> str:
+def _text(text: str, error: ErrorDetails) -> str:
     """Writes what is wrong; a value is shown where it can be no secret."""
     if error["type"] == "extra_forbidden":
-        return "there is no such field"
-    text = str(error["msg"]).removeprefix("Value error, ")
+        return text
     text = text.replace("valid tuple", "list").replace("Tuple", "the list")
     value, name = error["input"], error["loc"][-1] if error["loc"] else ""
     is_shown = isinstance(value, int | float) or (isinstance(value, str) and name in _SHOWN)

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from qinfer.bridge.metrics import RouteTally
+from qinfer.bridge.reports import RouteTally
 from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.errors import QinferError
 from qinfer.models.catalog import Served

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from enum import Enum
 
-from qinfer.bridge.metrics import RouteTally
+from qinfer.bridge.reports import RouteTally
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import Conflict, Overloaded, QinferError, RequestError
 from qinfer.queue.entries import Acceptance, Accepted

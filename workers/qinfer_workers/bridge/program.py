@@ -11,8 +11,7 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from qinfer.bridge.metrics import BridgeCollector, RouteTally
-from qinfer.bridge.reports import BridgeReports, ReportSequence
+from qinfer.bridge.reports import BridgeCollector, BridgeReports, ReportSequence, RouteTally
 from qinfer.core.messages import IdFactory
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import Settings

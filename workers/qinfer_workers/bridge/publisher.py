@@ -7,7 +7,7 @@ have had it, so that the same message may come twice, and none is lost.
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from qinfer.bridge.metrics import RouteTally
+from qinfer.bridge.reports import RouteTally
 from qinfer_workers.bridge.messages import Outgoing
 from qinfer_workers.bridge.transports.base import LinkThread, MessageRefused, Settled, Sink
 

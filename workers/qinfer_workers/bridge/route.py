@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from qinfer.bridge.metrics import RouteTally, count
+from qinfer.bridge.reports import RouteTally, count
 from qinfer.core.retry import REMIND_S, OutageLog
 from qinfer.models.catalog import Catalog, Served
 from qinfer.queue.deliveries import outbox

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from qinfer.bridge.metrics import RouteTally
+from qinfer.bridge.reports import RouteTally
 from qinfer.errors import BrokerUnavailable, InvalidRequest, PayloadTooLarge, QinferError, QueueFull, SettingsError
 from qinfer.queue.entries import Acceptance, Accepted, Address, Lane
 from qinfer.testing import eventually

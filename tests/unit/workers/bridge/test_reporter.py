@@ -4,8 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from qinfer.bridge.metrics import RouteTally, RouteTotals, count
-from qinfer.bridge.reports import BridgeReport, BridgeReports, ReportSequence
+from qinfer.bridge.reports import BridgeReport, BridgeReports, ReportSequence, RouteTally, RouteTotals, count
 from qinfer.errors import BrokerUnavailable
 from qinfer.queue.clients import admin_client
 from qinfer_workers.bridge.program import Reporter

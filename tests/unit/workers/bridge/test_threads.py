@@ -4,7 +4,7 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qinfer.bridge.metrics import RouteTally
+from qinfer.bridge.reports import RouteTally
 from qinfer.errors import InvalidRequest, ModelNotFound
 from qinfer.testing import wait_until
 from qinfer_workers.bridge.consumer import Consumer, Refused

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from qinfer.bridge.metrics import RouteTally
+from qinfer.bridge.reports import RouteTally
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
 
