@@ -37,7 +37,7 @@ from qinfer_api.http.server import HttpServer, read_certificate
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
 from qinfer_api.jobs.service import BulkJobs
-from qinfer_api.labeling.service import LabelingParts, check_labeling
+from qinfer_api.labeling.service import Labeling, check_labeling
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import Tracing
@@ -63,7 +63,6 @@ from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.sync import SyncedModel, sync
 from qinfer_api.jobs.routes import job_routes
 from qinfer_api.labeling.routes import label_studio_routes
-from qinfer_api.labeling.service import Labeling
 from qinfer_api.requests.routes import request_routes
 from qinfer_api.rest.generate import generate_routes
 from qinfer_api.rest.infer import infer_routes
@@ -200,7 +199,7 @@ class Gateway:
             tasks=self._tasks,
             check=self._examiners.check,
         )
-        self._labeling = LabelingParts(settings, delivery, self.dispatcher, self.requests, tally.refusals, auth)
+        self._labeling = Labeling(settings, delivery, self.dispatcher, self.requests, tally.refusals, auth)
         self._pending = self.dispatcher.submission.pending
         self._pending.unclaimed = self.requests.waits.wake
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
@@ -209,7 +208,7 @@ class Gateway:
         services = self._services(settings, fast, restrictions)
         self.started, self._stopping = asyncio.Event(), asyncio.Event()
         self.url = _url(listener, tls=bool(settings.http.tls_certfile))
-        app = build_app(services, self.jobs, self._labeling.labeling)
+        app = build_app(services, self.jobs, self._labeling)
         self._server = HttpServer(settings.http, app, fast, self._serving)
         self.rpc = None if rpc_port is None else _rpc_server(rpc_port, services)
         self.metrics: MetricsPort | None = None

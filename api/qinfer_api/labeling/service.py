@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from qinfer.core.settings import LabelingSettings, Settings
@@ -11,7 +10,7 @@ from qinfer.labeling.label_config import LabelConfig, parse_label_config
 from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.labeling.mapping import model_version
 from qinfer.labeling.tasks import Board, LabelTasks
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Served
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.lanes import Queue
 from qinfer_api.auth import Auth, Context
@@ -43,31 +42,65 @@ PUSH = "push"
 """The mode of mappings whose predictions are pushed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_ORDER_S = 20.0  # of tasks ordered by one call; what is left goes on with the next
+
+
 class Labeling:
     """The use case; one per gateway.
 
+    Args:
+        settings: The gateway's settings.
+        delivery: The queue.
+        dispatcher: Takes infer requests.
+        requests: Takes asynchronous ones, and knows which models accept them.
+        counts: What this gateway adds to the models' statistics.
+        auth: The rates of tenants; `None` = none.
+
     Attributes:
-        dispatcher: The queue.
-        requests: Which models accept requests that wait.
-        catalog: Which models there are.
-        book: The mappings.
-        studio: Label Studio; `None` = its address is not set.
-        predictor: Answers at once.
         intake: Takes tasks whose predictions are pushed.
-        statuses: Where these are.
-        order_s: How long tasks are ordered by one call.
+        pusher: Pushes predictions, a role of the gateway; `None` = nothing is pushed from here.
+
+    Raises:
+        SettingsError: A mapping can't be read, a file host is none, or Label Studio's URL or token is wrong.
     """
 
-    dispatcher: Dispatcher
-    requests: AsyncRequests
-    catalog: Catalog
-    book: MappingBook
-    studio: LabelStudio | None
-    predictor: Predictor
-    intake: Intake
-    statuses: Statuses
-    order_s: float
+    def __init__(
+        self,
+        settings: Settings,
+        delivery: Queue,
+        dispatcher: Dispatcher,
+        requests: AsyncRequests,
+        counts: ModelCounts,
+        auth: Auth | None,
+    ) -> None:
+        own = settings.labeling
+        tasks = LabelTasks(delivery)
+        self._dispatcher = dispatcher
+        self._requests = requests
+        self._book = check_labeling(own)
+        self._studio = LabelStudio(own) if own.url else None
+        self._files = Files(own, settings.stores, self._studio)
+        self._predictor = Predictor(dispatcher, self._files, own.predict_timeout_s)
+        self._statuses = Statuses(tasks, delivery.requests)
+        self.intake = Intake(
+            settings,
+            tasks=tasks,
+            requests=requests,
+            book=self._book,
+            files=self._files,
+            studio=self._studio,
+            counts=counts,
+            auth=auth,
+        )
+        self.pusher: Pusher | None = None
+        if self._studio is not None:
+            self.pusher = Pusher(settings, delivery, self.intake, self._book, self._studio)
+
+    async def close(self) -> None:
+        """Closes the HTTP clients."""
+        await self._files.close()
+        if self._studio is not None:
+            await self._studio.close()
 
     async def health(self, model: str) -> LabelHealth:
         """Checks that a model takes requests.
@@ -75,8 +108,8 @@ class Labeling:
         Raises:
             QinferError: It does not, or there is no such model or Label Studio is not served.
         """
-        await self.book.current()
-        self.requests.resolve(model, 0)
+        await self._book.current()
+        self._requests.resolve(model, 0)
         return LabelHealth("UP", model)
 
     async def setup(self, context: Context, model: str, asked: SetupCall) -> LabelSetup:
@@ -98,9 +131,9 @@ class Labeling:
         Raises:
             QinferError: There is no such model, or Label Studio is not served.
         """
-        await self.book.current()
-        self.catalog.status(model)
-        ready = sorted(self.catalog.ready_versions(model), reverse=True)
+        await self._book.current()
+        self._requests.catalog.status(model)
+        ready = sorted(self._requests.catalog.ready_versions(model), reverse=True)
         return LabelVersions([model_version(model, version) for version in ready])
 
     async def predict(self, context: Context, model: str, asked: PredictCall) -> LabelPredictions:
@@ -118,9 +151,9 @@ class Labeling:
         config = _parsed(asked.label_config)
         mapping.check(served.spec, config)
         try:
-            answers = await self.predictor.predict(Call(context, mapping, served, config), asked.tasks)
+            answers = await self._predictor.predict(Call(context, mapping, served, config), asked.tasks)
         except Overloaded as error:
-            raise self.dispatcher.refuse(model, served.version, error) from None
+            raise self._dispatcher.refuse(model, served.version, error) from None
         if asked.is_interactive and len(answers) == 1 and isinstance(answers[0], Failed):
             raise answers[0].error  # a person waits, and is shown it
         return LabelPredictions([each.as_json() if isinstance(each, Failed) else each for each in answers], version)
@@ -133,7 +166,7 @@ class Labeling:
             QinferError: There is no such model or mapping, or the queue can't be reached.
         """
         if event.action != TASKS_CREATED:
-            await self.book.current()
+            await self._book.current()
             return LabelEvent(event.action, 0)
         mapping, served = await self._found(context, model, event.project)
         if mapping.mode != PUSH:
@@ -164,12 +197,12 @@ class Labeling:
             raise InvalidRequest(
                 f"mapping '{mapping.name}' of model '{model}' answers predictions and pushes none; give it mode: push"
             )
-        assert self.studio is not None  # `_board` has checked it
-        ends_s = time.monotonic() + self.order_s
+        assert self._studio is not None  # `_board` has checked it
+        ends_s = time.monotonic() + _ORDER_S
         found = queued = 0
         following: int | None = page
         while following is not None:
-            tasks, has_more = await self.studio.tasks(project, following)
+            tasks, has_more = await self._studio.tasks(project, following)
             for each in (False, True):  # what has predictions, and what has none: it may have lost them
                 wanted = [task for task in tasks if bool(task.get("total_predictions")) is each]
                 if wanted and (every or not each):
@@ -178,7 +211,7 @@ class Labeling:
                     taken = await self.intake.put(board, mapping, served, wanted, reason)
                     queued += taken.queued
                     if taken.refused and not queued:
-                        raise self.requests.refuse(model, served.version, self.intake.full(board, taken))
+                        raise self._requests.refuse(model, served.version, self.intake.full(board, taken))
                     if taken.refused:
                         return LabelOrder(found, queued, following)
             following = following + 1 if has_more else None
@@ -191,12 +224,12 @@ class Labeling:
     ) -> LabelTasksBody:
         """Returns where a project's tasks are: see `Statuses.page`."""
         await self._known(model)
-        return await self.statuses.page(Board(model, context.tenant, project), state, after, limit)
+        return await self._statuses.page(Board(model, context.tenant, project), state, after, limit)
 
     async def one(self, context: Context, model: str, project: int, task: int) -> LabelTaskBody:
         """Returns where a task is: see `Statuses.one`."""
         await self._known(model)
-        return await self.statuses.one(Board(model, context.tenant, project), task)
+        return await self._statuses.one(Board(model, context.tenant, project), task)
 
     async def _take(
         self, board: Board, mapping: TaskMapping, served: Served, tasks: Sequence[Mapping[str, Any]], reason: Reason
@@ -208,25 +241,25 @@ class Labeling:
         """
         taken = await self.intake.put(board, mapping, served, tasks, reason)
         if taken.refused:
-            raise self.requests.refuse(board.model, served.version, self.intake.full(board, taken))
+            raise self._requests.refuse(board.model, served.version, self.intake.full(board, taken))
         return taken.queued
 
     async def _known(self, model: str) -> None:
-        await self.book.current()
-        self.catalog.status(model)
+        await self._book.current()
+        self._requests.catalog.status(model)
 
     async def _found(self, context: Context, model: str, project: int | None) -> tuple[TaskMapping, Served]:
         """Finds the mapping for a model and project, and the version that it asks."""
         await self._known(model)
-        mapping = await self.book.of(model, project)
+        mapping = await self._book.of(model, project)
         if mapping.tenant and context.tenant not in mapping.tenant:
             raise Forbidden(f"the labeling mapping '{mapping.name}' is for other tenants than '{context.tenant}'")
         if mapping.mode == PUSH:
-            return mapping, self.requests.resolve(model, mapping.version)
-        return mapping, self.dispatcher.resolve(model, mapping.version)
+            return mapping, self._requests.resolve(model, mapping.version)
+        return mapping, self._dispatcher.resolve(model, mapping.version)
 
     def _check_studio(self, model: str) -> None:
-        if self.studio is None:
+        if self._studio is None:
             raise UnsupportedFeature(
                 f"predictions of model '{model}' are pushed, and QINFER_LABELING__URL does not say to where"
             )
@@ -245,74 +278,6 @@ def _parsed(label_config: str | None) -> LabelConfig | None:
 def _project_of(asked: PredictCall) -> int | None:
     project = asked.tasks[0].get("project") if asked.tasks else None
     return project if type(project) is int and project > 0 else None
-
-
-_ORDER_S = 20.0  # of tasks ordered by one call; what is left goes on with the next
-
-
-class LabelingParts:
-    """The composition of Label Studio's side of one gateway.
-
-    Args:
-        settings: The gateway's settings.
-        delivery: The queue.
-        dispatcher: Takes infer requests.
-        requests: Takes asynchronous ones.
-        counts: What this gateway adds to the models' statistics.
-        auth: The rates of tenants; `None` = none.
-
-    Attributes:
-        labeling: The use case.
-        pusher: The role; `None` = nothing is pushed from here.
-
-    Raises:
-        SettingsError: A mapping can't be read, a file host is none, or Label Studio's URL or token is wrong.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        delivery: Queue,
-        dispatcher: Dispatcher,
-        requests: AsyncRequests,
-        counts: ModelCounts,
-        auth: Auth | None,
-    ) -> None:
-        own = settings.labeling
-        book = check_labeling(own)
-        self._studio = LabelStudio(own) if own.url else None
-        self._files = Files(own, settings.stores, self._studio)
-        tasks = LabelTasks(delivery)
-        intake = Intake(
-            settings,
-            tasks=tasks,
-            requests=requests,
-            book=book,
-            files=self._files,
-            studio=self._studio,
-            counts=counts,
-            auth=auth,
-        )
-        self.labeling = Labeling(
-            dispatcher=dispatcher,
-            requests=requests,
-            catalog=requests.catalog,
-            book=book,
-            studio=self._studio,
-            predictor=Predictor(dispatcher, self._files, own.predict_timeout_s),
-            intake=intake,
-            statuses=Statuses(tasks, delivery.requests),
-            order_s=_ORDER_S,
-        )
-        self.pusher: Pusher | None = None
-        if self._studio is not None:
-            self.pusher = Pusher(settings, delivery, intake, book, self._studio)
-
-    async def close(self) -> None:
-        """Closes the HTTP clients."""
-        await self._files.close()
-        if self._studio is not None:
-            await self._studio.close()
 
 
 def check_labeling(settings: LabelingSettings) -> MappingBook:

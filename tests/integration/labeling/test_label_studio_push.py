@@ -370,7 +370,7 @@ async def test_a_gateway_that_dies_leaves_it_to_another(studio: LabelStudioServe
         settings = settings_for(studio, tmp_path / "mappings")
         redis = RedisSettings.model_validate({"url": server.url})
         async with running_gateway(settings, await Queue.connect(redis)) as running:
-            running.gateway._labeling.labeling.intake.arrived.set = lambda: None  # type: ignore[method-assign]  # dies
+            running.gateway._labeling.intake.arrived.set = lambda: None  # type: ignore[method-assign]  # dies
             pusher = running.gateway._labeling.pusher
             assert pusher is not None
             pusher.feed = _never  # type: ignore[method-assign]  # before it does anything
