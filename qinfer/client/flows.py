@@ -11,9 +11,8 @@ import httpx
 import msgspec
 import numpy as np
 
-from qinfer.client.failures import BY_CODE, Problem, make
 from qinfer.client.results import Array, InferResult, ModelMetadata, RequestHandle, RequestStatus, path_part
-from qinfer.client.steps import Flow, Pause, Policy, Send, call
+from qinfer.client.steps import BY_CODE, Flow, Pause, Policy, Problem, Send, call, make
 from qinfer.core.messages import Scalar
 from qinfer.errors import (
     Cancelled,

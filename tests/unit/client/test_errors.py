@@ -12,7 +12,7 @@ import pytest
 
 import qinfer
 from qinfer import errors
-from qinfer.client.failures import BY_CODE, BY_STATUS
+from qinfer.client.steps import BY_CODE, BY_STATUS
 from qinfer.errors import ErrorCode, QinferError
 from tests.support.scripted_gateway import Server, X, answer, reply
 
