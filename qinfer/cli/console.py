@@ -5,13 +5,17 @@ Exit codes: 0 done, 1 failed, 2 refused: wrong usage, wrong settings, or not all
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from qinfer.errors import Forbidden, QinferError, RequestError, Restricted, SettingsError, Unauthorized
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 API_KEY_VARIABLE = "QINFER_API_KEY"
 """The variable with the API key of commands; the list of processes would show an option."""
@@ -106,5 +110,19 @@ def print_error(message: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Prints a value as one line of JSON, on stdout."""
-    print(json.dumps(value))
+    """Prints a value, msgspec's structs too, as one line of JSON on stdout."""
+    import msgspec
+
+    print(json.dumps(msgspec.to_builtins(value)))
+
+
+def show(value: object, view: "str | Callable[[], RenderableType]", *, as_json: bool) -> None:
+    """Prints a value as JSON; else a text about it, or what a function makes of it for the terminal."""
+    if as_json:
+        print_json(value)
+    elif isinstance(view, str):
+        print(view)
+    else:
+        from rich.console import Console
+
+        Console().print(view())

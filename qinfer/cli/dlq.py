@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.console import DataDirOption, JsonOption, ModelArgument, RedisOption, print_json
+from qinfer.cli.console import DataDirOption, JsonOption, ModelArgument, RedisOption, print_json, show
 
 if TYPE_CHECKING:
     from qinfer.cli.dead_letters import DeadLetterDetails, DeadLetterRow
@@ -34,14 +34,12 @@ def list_dead_letters(
 
     Dead letters are kept for 7 days, within 256 MiB per model.
     """
-    import msgspec
-
     from qinfer.cli import dead_letters
     from qinfer.cli.overview import redis_settings
 
     rows = dead_letters.run_list(redis_settings(redis, data_dir), model, after, count)
     if as_json:
-        print_json(msgspec.to_builtins(rows))
+        print_json(rows)
     else:
         _print_rows(model, rows)
         if len(rows) == count:
@@ -62,14 +60,12 @@ def show_dead_letter(
     as_json: JsonOption = False,
 ) -> None:
     """Show one dead letter: the error, and the request with its inputs."""
-    import msgspec
-
     from qinfer.cli import dead_letters
     from qinfer.cli.overview import redis_settings
 
     letter = dead_letters.run_show(redis_settings(redis, data_dir), model, letter_id, output)
     if as_json:
-        print_json(msgspec.to_builtins(letter))
+        print_json(letter)
     else:
         _print_details(letter)
 
@@ -94,10 +90,7 @@ def replay_dead_letters(
 
     chosen = dead_letters.choose(ids, everything=everything)
     count = dead_letters.run_replay(redis_settings(redis, data_dir), model, chosen)
-    if as_json:
-        print_json({"replayed": count})
-    else:
-        print(f"{count} replayed")
+    show({"replayed": count}, f"{count} replayed", as_json=as_json)
 
 
 @app.command("purge", epilog=PURGE_EXAMPLE)
@@ -118,10 +111,7 @@ def purge_dead_letters(
     chosen = dead_letters.choose(ids, everything=everything)
     dead_letters.require_yes(yes=yes)
     count = dead_letters.run_purge(redis_settings(redis, data_dir), model, chosen)
-    if as_json:
-        print_json({"purged": count})
-    else:
-        print(f"{count} removed")
+    show({"purged": count}, f"{count} removed", as_json=as_json)
 
 
 def _print_rows(model: str, rows: "list[DeadLetterRow]") -> None:

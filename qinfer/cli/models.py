@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,12 +15,9 @@ from qinfer.cli.console import (
     ModelArgument,
     RedisOption,
     UrlOption,
-    print_json,
+    show,
 )
 from qinfer.errors import QinferError
-
-if TYPE_CHECKING:
-    from qinfer.models.sync import SyncedModel
 
 app = typer.Typer(help="Manage models: sync with a repository, list, load, unload.", no_args_is_help=True)
 
@@ -57,18 +54,14 @@ def sync_models(
 ) -> None:
     """Make the desired state what a repository holds: load new and changed models, unload removed ones."""
     from qinfer.cli.overview import redis_settings, run_sync
+    from qinfer.cli.tables import synced_table
     from qinfer.core.settings import load_settings
 
     repository = load_settings().repository
     if model_repository:
         repository = repository.model_copy(update={"path": ",".join(model_repository)})
     synced = run_sync(redis_settings(redis, data_dir), repository, may_empty=may_empty)
-    if as_json:
-        import msgspec
-
-        print_json(msgspec.to_builtins(synced))
-    else:
-        _print_synced(synced)
+    show(synced, lambda: synced_table(synced), as_json=as_json)
 
 
 @app.command("list", epilog=LIST_EXAMPLE)
@@ -79,17 +72,11 @@ def list_models(
     as_json: JsonOption = False,
 ) -> None:
     """List the models with their versions and state."""
-    import msgspec
-    from rich.console import Console
-
     from qinfer.cli.overview import redis_settings, run_overview
     from qinfer.cli.tables import models_table
 
-    overview = run_overview(redis_settings(redis, data_dir))
-    if as_json:
-        print_json(msgspec.to_builtins(overview.models))
-    else:
-        Console().print(models_table(overview.models))
+    models = run_overview(redis_settings(redis, data_dir)).models
+    show(models, lambda: models_table(models), as_json=as_json)
 
 
 @app.command("index", epilog=INDEX_EXAMPLE, short_help="Show every model of the repositories.")
@@ -100,24 +87,12 @@ def show_index(
     as_json: JsonOption = False,
 ) -> None:
     """Show every model of the repositories and the state of its versions, as reported by a gateway."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from qinfer.cli.client import GatewayClient
+    from qinfer.cli.tables import index_table
 
     with GatewayClient(url) as client:
         entries = client.model_index(ready=ready)
-    if as_json:
-        print_json(entries)
-        return
-    table = Table("model", "version", "state", "reason", title="Index", title_justify="left")
-    for entry in entries:
-        state = entry.get("state", "")
-        style = {"READY": "green", "UNAVAILABLE": "red"}.get(state, "yellow")
-        reason = entry.get("reason", "") if state else "never loaded"
-        table.add_row(entry["name"], entry.get("version") or "-", Text(state or "-", style=style), Text(reason))
-    Console().print(table)
+    show(entries, lambda: index_table(entries), as_json=as_json)
 
 
 @app.command("load", epilog=LOAD_EXAMPLE, short_help="Load a model, or its changes.")
@@ -152,10 +127,7 @@ def load_model(
         parameters[f"file:{name}"] = base64.b64encode(_read(path)).decode()
     with GatewayClient(url, timeout_s=timeout) as client, _with_remedy():
         client.load_model(model, parameters)
-    if as_json:
-        print_json({"loaded": model})
-    else:
-        print(f"{model} is loaded")
+    show({"loaded": model}, f"{model} is loaded", as_json=as_json)
 
 
 @app.command("unload", epilog=UNLOAD_EXAMPLE, short_help="Unload a model.")
@@ -165,10 +137,7 @@ def unload_model(model: ModelArgument, *, url: UrlOption = DEFAULT_URL, as_json:
 
     with GatewayClient(url) as client, _with_remedy():
         client.unload_model(model)
-    if as_json:
-        print_json({"unloaded": model})
-    else:
-        print(f"{model} is unloaded")
+    show({"unloaded": model}, f"{model} is unloaded", as_json=as_json)
 
 
 @contextlib.contextmanager
@@ -197,16 +166,3 @@ def _text(path: str) -> str:
         return _read(path).decode()
     except UnicodeDecodeError:
         raise CommandFailed(f"{path} is no text; --config takes a model configuration in JSON") from None
-
-
-def _print_synced(synced: "list[SyncedModel]") -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("model", "versions", "generation", "result", title="Synced", title_justify="left")
-    for model in synced:
-        what = "removed" if model.removed else "written" if model.changed else "unchanged"
-        versions = ", ".join(map(str, model.versions)) or "-"
-        table.add_row(model.model, versions, str(model.generation), Text(model.error or what))
-    Console().print(table)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from qinfer.cli.console import DataDirOption, JsonOption, RedisOption, model_names, print_json
+from qinfer.cli.console import DataDirOption, JsonOption, RedisOption, model_names, show
 from qinfer.errors import ModelNotFound
 
 STATUS_EXAMPLE = "Example: qinfer status --watch   or   qinfer status --redis redis://queue:6379/0"
@@ -28,9 +28,6 @@ def status(
     Reads Redis and needs no gateway. Depth counts waiting and executing requests. Work is the seconds that one worker
     needs for them, with a ? where the model has never been executed and its speed is assumed.
     """
-    import msgspec
-    from rich.console import Console
-
     from qinfer.cli.overview import Overview, redis_settings, run_overview
     from qinfer.cli.tables import Watch, overview_tables
 
@@ -40,11 +37,10 @@ def status(
     if watch:
         # Wrong options end the command at once.
         redis_settings(redis, data_dir)
-        Watch(read, overview_tables, msgspec.to_builtins, interval).run(as_json=as_json)
-    elif as_json:
-        print_json(msgspec.to_builtins(read()))
-    else:
-        Console().print(overview_tables(read()))
+        Watch(read, interval).run(as_json=as_json)
+        return
+    overview = read()
+    show(overview, lambda: overview_tables(overview), as_json=as_json)
 
 
 def queues(
@@ -62,7 +58,6 @@ def queues(
     worker needs, as in `GET /v1/models/MODEL/backlog`.
     """
     import msgspec
-    from rich.console import Console
 
     from qinfer.cli.overview import redis_settings, run_overview
     from qinfer.cli.tables import queues_tables
@@ -72,14 +67,12 @@ def queues(
         raise ModelNotFound(f"no model '{model}' is to be loaded; `qinfer models list` shows those that are")
     lanes = [lane for lane in overview.lanes if model in ("", lane.model)]
     work = [row for row in overview.work if model in ("", row.model)]
-    if not as_json:
-        Console().print(queues_tables(lanes, work))
-        return
     of_version: dict[tuple[str, int], list[object]] = {}
     for lane in lanes:
         fields = msgspec.to_builtins(lane)
         of_version.setdefault((fields.pop("model"), fields.pop("version")), []).append(fields)
-    print_json([msgspec.to_builtins(row) | {"lanes": of_version.get((row.model, row.version), [])} for row in work])
+    versions = [msgspec.to_builtins(row) | {"lanes": of_version.get((row.model, row.version), [])} for row in work]
+    show(versions, lambda: queues_tables(lanes, work), as_json=as_json)
 
 
 def workers(
@@ -93,14 +86,9 @@ def workers(
     State is ready, loading, draining, or trouble if a model could not be loaded. Clock is Redis' time minus the
     worker's.
     """
-    import msgspec
-    from rich.console import Console
-
     from qinfer.cli.overview import redis_settings, run_overview
     from qinfer.cli.tables import workers_tables
 
     overview = run_overview(redis_settings(redis, data_dir))
-    if as_json:
-        print_json(msgspec.to_builtins({"workers": overview.workers, "bulk_workers": overview.bulk_workers}))
-    else:
-        Console().print(workers_tables(overview.workers, overview.bulk_workers))
+    found = {"workers": overview.workers, "bulk_workers": overview.bulk_workers}
+    show(found, lambda: workers_tables(overview.workers, overview.bulk_workers), as_json=as_json)

@@ -3,10 +3,9 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
-from typing import Generic, TypeVar
 
 from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
@@ -17,8 +16,7 @@ from rich.text import Text
 from qinfer.cli.console import print_error, print_json
 from qinfer.cli.overview import LaneRow, ModelRow, Overview, WorkerRow, WorkRow
 from qinfer.errors import QinferError
-
-T = TypeVar("T")
+from qinfer.models.sync import SyncedModel
 
 NO_WORKER = "no live worker: requests wait in their lanes"
 
@@ -57,6 +55,26 @@ def models_table(models: Iterable[ModelRow]) -> Table:
     for model in models:
         version = str(model.version) if model.version else "-"
         table.add_row(Text(model.name), version, _state(model.state), Text(model.reason))
+    return table
+
+
+def index_table(entries: Iterable[Mapping[str, str]]) -> Table:
+    """Returns the models of the repositories, as a gateway's index has them."""
+    table = Table("model", "version", "state", "reason", title="Index", title_justify="left")
+    for entry in entries:
+        state = entry.get("state", "")
+        reason = entry.get("reason", "") if state else "never loaded"
+        table.add_row(entry["name"], entry.get("version") or "-", _state(state or "-"), Text(reason))
+    return table
+
+
+def synced_table(synced: Iterable[SyncedModel]) -> Table:
+    """Returns what a sync did with each model."""
+    table = Table("model", "versions", "generation", "result", title="Synced", title_justify="left")
+    for model in synced:
+        what = "removed" if model.removed else "written" if model.changed else "unchanged"
+        versions = ", ".join(map(str, model.versions)) or "-"
+        table.add_row(model.model, versions, str(model.generation), Text(model.error or what))
     return table
 
 
@@ -172,43 +190,32 @@ def _workers_table(workers: Iterable[WorkerRow], *, is_whole: bool = False) -> T
     return table
 
 
-class Watch(Generic[T]):
-    """Reads and shows something repeatedly until Ctrl-C: in place on a terminal, block after block elsewhere.
+class Watch:
+    """Reads and shows the overview repeatedly until Ctrl-C: in place on a terminal, block after block elsewhere.
 
     Args:
-        read: Reads a value; its `QinferError`s are shown, and end nothing.
-        show: Renders a value.
-        plain: Returns a value's JSON form.
+        read: Reads it; its `QinferError`s are shown, and end nothing.
         interval_s: Seconds between the end of a reading and the next.
-        console: The console.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], T],
-        show: Callable[[T], RenderableType],
-        plain: Callable[[T], object],
-        interval_s: float,
-        console: Console | None = None,
-    ) -> None:
+    def __init__(self, read: Callable[[], Overview], interval_s: float) -> None:
         self._read = read
-        self._show = show
-        self._plain = plain
         self._interval_s = interval_s
-        self._console = console or Console()
-        self._last: T | None = None
+        self._last: Overview | None = None
         self._failing_since = ""
         self._problem = ""
 
     def run(self, *, as_json: bool = False) -> None:
         """Refreshes until Ctrl-C, the regular end."""
+        console = Console()
         with suppress(KeyboardInterrupt), _without_logs():
             if as_json:
-                self._documents()
-            elif self._console.is_terminal:
-                self._in_place()
+                self._repeat(self._print_document)
+            elif not console.is_terminal:
+                self._repeat(lambda: console.print(self.block()))
             else:
-                self._blocks()
+                with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
+                    self._repeat(lambda: live.update(self.block(), refresh=True))
 
     def block(self) -> RenderableType:
         """Reads once and returns the view: of the last value and the error, if reading fails."""
@@ -223,27 +230,18 @@ class Watch(Generic[T]):
             parts.append(Text(f"since {self._failing_since}: {self._problem}; retrying", style="red"))
         if self._last is not None:
             parts += [Text("last state:", style="dim")] if self._problem else []
-            parts.append(self._show(self._last))
+            parts.append(overview_tables(self._last))
         return Group(*parts)
 
-    def _in_place(self) -> None:
-        with Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis") as live:
-            while True:
-                live.update(self.block(), refresh=True)
-                time.sleep(self._interval_s)
+    def _print_document(self) -> None:
+        try:
+            print_json(self._read())
+        except QinferError as error:
+            print_error(f"{error.message}; retrying")
 
-    def _blocks(self) -> None:
+    def _repeat(self, show: Callable[[], None]) -> None:
         while True:
-            self._console.print(self.block())
-            self._console.file.flush()
-            time.sleep(self._interval_s)
-
-    def _documents(self) -> None:
-        while True:
-            try:
-                print_json(self._plain(self._read()))
-            except QinferError as error:
-                print_error(f"{error.message}; retrying")
+            show()
             sys.stdout.flush()
             time.sleep(self._interval_s)
 

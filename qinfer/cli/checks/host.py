@@ -85,7 +85,7 @@ def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
     if health.is_healthy:
         yield ok("gateway", health.text)
         return
-    addresses = gateway_addresses(settings, settings.http.host, settings.http.port)
+    addresses = gateway_addresses(settings)
     taken = [address for address in addresses if address.port and _is_taken(address)]
     for address in taken:
         variable = {"--http-port": "HTTP", "--grpc-port": "GRPC", "--metrics-port": "METRICS"}[address.option]

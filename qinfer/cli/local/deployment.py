@@ -12,15 +12,18 @@ import contextlib
 import importlib.util
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
+from qinfer import __version__
 from qinfer.cli.client import GatewayClient
+from qinfer.cli.inputs import concrete, zeros
 from qinfer.cli.local import runfile
 from qinfer.cli.local.machine import (
     check_repository,
@@ -32,20 +35,22 @@ from qinfer.cli.local.machine import (
     share_cpus,
     usable_cpus,
 )
-from qinfer.cli.local.summary import print_summary
-from qinfer.cli.local.supervisor import KILL_MARGIN_S, Process, Program, RestartPolicy, Supervisor
-from qinfer.cli.overview import Overview, run_overview, run_start, with_url
+from qinfer.cli.local.supervisor import KILL_MARGIN_S, Program, RestartPolicy, Supervisor
+from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, with_url
 from qinfer.cli.scaling.pool import MODULE
-from qinfer.cli.scaling.scaler import make_autoscaler
+from qinfer.cli.scaling.scaler import Autoscaler, make_autoscaler
+from qinfer.client import ModelMetadata, TensorMetadata
+from qinfer.client.flows import model_path
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.clock import SystemClock
-from qinfer.core.settings import Settings, load_settings
+from qinfer.core.settings import PREFIX, Settings, load_settings
 from qinfer.core.store_urls import normalised
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.jobs.tasks import broker_of
 from qinfer.models.state import State
 from qinfer.observe import logs
 from qinfer.queue.embedded import EmbeddedRedis
+from qinfer.tensors import element_count
 
 POLL_S = 0.25
 """Seconds between two reads of the workers' reports while they start."""
@@ -58,33 +63,31 @@ PORT_WAIT_S = 10.0
 _FOR_JOBS = ("celery", "pyarrow")
 
 
+Sections = Mapping[str, Mapping[str, Any]]
+"""Section of the settings → field → value."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """The options of `qinfer up`: `redis_url` is empty for a private Redis, a port 0 for any free one.
+    """The options of `qinfer up`.
 
-    Empty `model_repositories` and `load_models` are those of the settings. `autoscale` has the minimum and maximum
-    number of workers, in place of `workers`.
+    Attributes:
+        settings: Values in place of the environment's; a port 0 is any free one.
+        allow_client_shm: Clients on this host may pass tensors in system shared memory.
+        data_dir: The directory of the private Redis' data.
+        redis_url: The Redis to use; empty = a private one.
+        workers: The number of workers.
+        autoscale: The minimum and maximum number of workers, in place of `workers`.
+        ready_timeout_s: Seconds to wait until the models are loaded.
     """
 
-    model_repositories: tuple[str, ...]
-    control_mode: str
-    load_models: tuple[str, ...]
-    poll_s: float
-    strict_readiness: bool
-    data_dir: Path
-    host: str
-    http_port: int
-    grpc_port: int
-    metrics_port: int
+    settings: Sections
     allow_client_shm: bool
+    data_dir: Path
     redis_url: str
     workers: int
     autoscale: tuple[int, int] | None
-    allow_stores: tuple[str, ...]
-    log_format: str
-    log_level: str
     ready_timeout_s: float
-    durability: str
 
 
 def run_deployment(options: UpOptions) -> None:
@@ -94,16 +97,18 @@ def run_deployment(options: UpOptions) -> None:
         SettingsError: An option or setting can't work: no repository, port in use, data directory in use.
         GaveUp: The gateway or Redis failed repeatedly.
     """
-    settings = with_options(load_settings(), options)
+    settings = load_settings()
+    options = replace(options, settings=completed(options, settings))
+    settings = with_sections(settings, options.settings)
     for place in settings.repository.path.split(","):
         check_repository(place)
-    check_exposure(settings.auth, options.host)
+    check_exposure(settings.auth, settings.http.host)
     console = Console(stderr=True, soft_wrap=True)
     with Supervisor(lambda line: console.print(Text(f"qinfer: {line}", style="yellow"))) as supervisor:
         if options.redis_url:
             LocalDeployment(options, settings, supervisor, console, options.redis_url).serve()
             return
-        redis = PrivateRedis(options.data_dir, options.durability)
+        redis = PrivateRedis(options.data_dir, settings.redis.durability)
         before = runfile.read(options.data_dir)
         supervisor.add(redis, REDIS_POLICY, stop_s=KILL_MARGIN_S)
         try:
@@ -114,66 +119,32 @@ def run_deployment(options: UpOptions) -> None:
             runfile.remove(options.data_dir)
 
 
-def with_options(settings: Settings, options: UpOptions) -> Settings:
-    """Returns the settings with the options of `qinfer up` about repositories, scaling, ports and stores."""
+def completed(options: UpOptions, settings: Settings) -> Sections:
+    """Returns the values that `qinfer up` and its programs use in place of the environment's.
+
+    Args:
+        options: The options.
+        settings: The settings of the environment.
+
+    Raises:
+        SettingsError: A location of --allow-store is none.
+    """
     given = settings.repository
-    overlay = given.overlay
-    if not overlay and not options.redis_url and options.control_mode == "explicit":
-        overlay = str((options.data_dir / "overlay").resolve())
-    changes = {
-        "path": ",".join(repository_places(",".join(options.model_repositories) or given.path)),
-        "overlay": overlay,
-        "control_mode": options.control_mode,
-        "load_models": options.load_models or given.load_models,
-        "poll_s": options.poll_s,
-        "strict_readiness": options.strict_readiness,
-    }
+    repository = {name: getattr(given, name) for name in ("path", "overlay", "load_models", "min_workers")}
+    repository |= options.settings["repository"]
+    repository["path"] = ",".join(repository_places(repository["path"]))
+    if not repository["overlay"] and not options.redis_url and repository["control_mode"] == "explicit":
+        repository["overlay"] = str((options.data_dir / "overlay").resolve())
     if options.autoscale and options.autoscale[0] == 0:
-        changes["min_workers"] = 0
-    scaling = settings.autoscale
-    if options.autoscale:
-        least, most = options.autoscale
-        scaling = scaling.model_copy(update={"min_workers": least, "max_workers": most})
-    return settings.model_copy(
-        update={
-            "repository": given.model_copy(update=changes),
-            "autoscale": scaling,
-            "grpc": settings.grpc.model_copy(update={"port": options.grpc_port}),
-            "metrics": settings.metrics.model_copy(update={"port": options.metrics_port}),
-            "stores": settings.stores.model_copy(update={"allow": allowed_stores(options.allow_stores, settings)}),
-        }
-    )
+        repository["min_workers"] = 0
+    stores = {"allow": allowed_stores(options.settings["stores"]["allow"], settings)}
+    return {**options.settings, "repository": repository, "stores": stores}
 
 
-class WorkerPool(Protocol):
-    """The workers of a deployment: a fixed number, or an `Autoscaler`'s."""
-
-    @property
-    def least(self) -> int:
-        """Minimum number of workers."""
-        ...
-
-    @property
-    def about(self) -> str:
-        """The number of workers in words."""
-        ...
-
-    @property
-    def processes(self) -> Sequence[Process]:
-        """All processes that may be running."""
-        ...
-
-    def start(self) -> None:
-        """Starts the minimum number of workers."""
-        ...
-
-    def step(self) -> None:
-        """Acts on news; called whenever the supervisor's `wait` returns."""
-        ...
-
-    def close(self) -> None:
-        """Ends everything but the workers."""
-        ...
+def with_sections(settings: Settings, sections: Sections) -> Settings:
+    """Returns the settings with other values."""
+    changed = {name: getattr(settings, name).model_copy(update=dict(of)) for name, of in sections.items()}
+    return settings.model_copy(update=changed)
 
 
 class FixedPool:
@@ -202,10 +173,13 @@ class FixedPool:
             self._supervisor.add(worker, WORKER_POLICY, stop_s=self._stop_s)
 
     def step(self) -> None:
-        """See `WorkerPool`."""
+        """Does nothing: the number of workers stays."""
 
     def close(self) -> None:
-        """See `WorkerPool`."""
+        """Does nothing: the workers are the supervisor's to stop."""
+
+
+WorkerPool = FixedPool | Autoscaler
 
 
 class PrivateRedis:
@@ -259,7 +233,7 @@ class LocalDeployment:
         self._supervisor = supervisor
         self._console = console
         self._redis_url = redis_url
-        self._redis = with_url(settings.redis, redis_url).model_copy(update={"durability": options.durability})
+        self._redis = with_url(settings.redis, redis_url)
         self._clock = SystemClock()
 
     def serve(self, *, after_a_kill: bool = False) -> None:
@@ -271,7 +245,7 @@ class LocalDeployment:
         options, supervisor = self._options, self._supervisor
         ports = self._claim_ports(PORT_WAIT_S if after_a_kill else 0.0)
         run_start(self._redis, self._settings.repository)
-        url = local_url(options.host, ports.http, tls=bool(self._settings.http.tls_certfile))
+        url = local_url(self._settings.http.host, ports.http, tls=bool(self._settings.http.tls_certfile))
         if not options.redis_url:
             runfile.write(options.data_dir, runfile.RunFile(os.getpid(), url, self._redis_url))
         env = child_environment(os.environ, self._child_settings(ports))
@@ -296,9 +270,10 @@ class LocalDeployment:
     def _worker_pool(self, env: Mapping[str, str]) -> WorkerPool:
         if self._options.autoscale is None:
             return FixedPool(self._supervisor, env, self._options.workers, self._settings.worker.drain_s)
-        log = {"level": self._options.log_level, "format": self._options.log_format}
-        logs.configure(self._settings.log.model_copy(update=log), "up")
-        settings = self._settings.model_copy(update={"redis": self._redis})
+        logs.configure(self._settings.log, "up")
+        least, most = self._options.autoscale
+        settings = with_sections(self._settings, {"autoscale": {"min_workers": least, "max_workers": most}})
+        settings = settings.model_copy(update={"redis": self._redis})
         return make_autoscaler(
             settings, self._supervisor, env, lambda line: self._console.print(Text(f"qinfer: {line}"))
         )
@@ -348,7 +323,7 @@ class LocalDeployment:
         return overview
 
     def _at(self, host: str, port: int) -> str:
-        return local_url(host or self._options.host, port) if port else ""
+        return local_url(host or self._settings.http.host, port) if port else ""
 
     def _claim_ports(self, wait_s: float) -> Ports:
         """Claims the gateway's ports; waits up to `wait_s` for those in use."""
@@ -359,31 +334,21 @@ class LocalDeployment:
                 self._supervisor.wait(POLL_S)
             return self._clock.monotonic_s() < deadline_s and not self._supervisor.stop_asked
 
-        addresses = gateway_addresses(self._settings, self._options.host, self._options.http_port)
+        addresses = gateway_addresses(self._settings)
         claimed = claim_ports(addresses, try_again)
         ports = {address.option: port for address, port in zip(addresses, claimed, strict=True)}
         return Ports(ports["--http-port"], ports.get("--grpc-port", 0), ports.get("--metrics-port", 0))
 
     def _child_settings(self, ports: Ports) -> dict[str, str]:
-        options, repository = self._options, self._settings.repository
+        sections = {name: dict(of) for name, of in self._options.settings.items()}
+        sections["redis"]["url"] = self._redis_url
+        for name, port in ports._asdict().items():
+            sections[name]["port"] = port
+        values = {f"{section}__{name}": value for section, of in sections.items() for name, value in of.items()}
+        values["allow_client_shm"] = self._options.allow_client_shm
         return {
-            "QINFER_REDIS__URL": self._redis_url,
-            "QINFER_REDIS__DURABILITY": options.durability,
-            "QINFER_HTTP__HOST": options.host,
-            "QINFER_HTTP__PORT": str(ports.http),
-            "QINFER_GRPC__PORT": str(ports.grpc),
-            "QINFER_METRICS__PORT": str(ports.metrics),
-            "QINFER_ALLOW_CLIENT_SHM": str(options.allow_client_shm).lower(),
-            "QINFER_STORES__ALLOW": json.dumps(self._settings.stores.allow),
-            "QINFER_REPOSITORY__PATH": repository.path,
-            "QINFER_REPOSITORY__OVERLAY": repository.overlay,
-            "QINFER_REPOSITORY__CONTROL_MODE": repository.control_mode,
-            "QINFER_REPOSITORY__LOAD_MODELS": json.dumps(repository.load_models),
-            "QINFER_REPOSITORY__POLL_S": str(repository.poll_s),
-            "QINFER_REPOSITORY__STRICT_READINESS": str(repository.strict_readiness).lower(),
-            "QINFER_REPOSITORY__MIN_WORKERS": str(repository.min_workers),
-            "QINFER_LOG__FORMAT": options.log_format,
-            "QINFER_LOG__LEVEL": options.log_level,
+            f"{PREFIX}{name}".upper(): value if isinstance(value, str) else json.dumps(value)
+            for name, value in values.items()
         }
 
     def _where(self) -> str:
@@ -437,3 +402,95 @@ def jobs_line(settings: Settings, no_worker: str) -> str:
         no_worker: The reason why there is no bulk worker; empty = there is one.
     """
     return f"off; {no_worker}" if no_worker else f"within {', '.join(settings.stores.allow)}"
+
+
+INLINE_ELEMENTS = 16
+"""Larger example tensors are made by a shell pipe instead of being written out."""
+
+
+def print_summary(
+    console: Console,
+    *,
+    url: str,
+    data: str,
+    workers: str,
+    overview: Overview,
+    example: ModelMetadata | None,
+    grpc: str = "",
+    metrics: str = "",
+    jobs: str = "",
+) -> None:
+    """Prints the summary.
+
+    Args:
+        console: The console.
+        url: The gateway's URL.
+        data: Where the queue is kept, in words.
+        workers: The number of workers, in words.
+        overview: The models and their state.
+        example: A READY model for the example of a request.
+        grpc: The address of gRPC; empty = off.
+        metrics: The URL of the metrics' own port; empty = off.
+        jobs: The state of bulk jobs, in words; empty = no line about them.
+    """
+    ready = sum(model.state is State.READY for model in overview.models)
+    others = len(overview.models) - ready
+    state = ("is ready", "") if not others else (f"is running; models that are not ready: {others}", "yellow")
+    lines = [
+        Text.assemble(("qinfer", "bold"), f" {__version__} ", state),
+        Text(),
+        _fact("URL", (url, "bold cyan"), ("   /docs and /metrics too", "dim")),
+        *([_fact("gRPC", (grpc, "cyan"))] if grpc else []),
+        *([_fact("Metrics", (metrics, "cyan"))] if metrics else []),
+        _fact("Models", f"{ready} of {len(overview.models)} ready" if overview.models else "none are to be loaded"),
+        *(_fact("", *_model(model)) for model in overview.models),
+        _fact("Workers", workers),
+        *([_fact("Jobs", jobs)] if jobs else []),
+        _fact("Data", data),
+        _fact("Stop", "Ctrl-C", ("   answers what was accepted first; twice: at once", "dim")),
+    ]
+    if example is not None:
+        lines += [Text(), _fact("Try", (example_line(url, example), "green"))]
+    console.print()
+    for line in lines:
+        # A command that is cut into lines can't be pasted.
+        console.print(Text("  ") + line, soft_wrap=True)
+    console.print()
+
+
+def example_line(url: str, model: ModelMetadata) -> str:
+    """Returns a short shell line that sends zeros to a model, whatever the size of its inputs."""
+    # JSON can't carry these datatypes.
+    if any(i.datatype in {"FP16", "BF16"} for i in model.inputs):
+        inputs = " ".join(f"--input {shlex.quote(i.name)}=zeros" for i in model.inputs)
+        return f"qinfer infer {shlex.quote(model.name)} --url {url} {inputs}"
+    body = shlex.quote(json.dumps({"inputs": [_input(i) for i in model.inputs]}))
+    for tensor in model.inputs:
+        count = element_count(concrete(tensor.shape))
+        body = body.replace(f'"{_placeholder(count)}"', f"['$(yes 0 | head -n {count} | paste -sd, -)']")
+    return f"curl -s {url}{model_path(model.name)}/infer -d {body}"
+
+
+def _fact(label: str, *parts: str | tuple[str, str]) -> Text:
+    return Text.assemble((f"{label:<9}", "dim"), *parts)
+
+
+def _model(model: ModelRow) -> tuple[str | tuple[str, str], ...]:
+    style = {State.READY: "green", State.UNAVAILABLE: "red"}.get(model.state, "yellow")
+    name = f"{model.name} {model.version or ''}".rstrip()
+    return f"{name:<24} ", (f"{model.state.value:<12}", style), model.reason
+
+
+def _input(tensor: TensorMetadata) -> dict[str, Any]:
+    shape = concrete(tensor.shape)
+    count = element_count(shape)
+    data: object = _placeholder(count)
+    if tensor.datatype == "BYTES":
+        data = [""] * count
+    elif count <= INLINE_ELEMENTS:
+        data = zeros(tensor.datatype, shape).ravel().tolist()
+    return {"name": tensor.name, "shape": list(shape), "datatype": tensor.datatype, "data": data}
+
+
+def _placeholder(count: int) -> str:
+    return f"@zeros:{count}@"

@@ -60,15 +60,10 @@ class Address(NamedTuple):
     option: str = "--http-port"
 
 
-def gateway_addresses(settings: Settings, host: str, port: int) -> list[Address]:
-    """Returns the addresses of HTTP, gRPC and metrics, where they are enabled.
-
-    Args:
-        settings: The settings of gRPC and metrics.
-        host: The address for HTTP, and for the others by default.
-        port: The port of HTTP.
-    """
-    found = [Address(host, port, "--http-port")]
+def gateway_addresses(settings: Settings) -> list[Address]:
+    """Returns the addresses of HTTP, gRPC and metrics, where they are enabled; that of HTTP is the others' default."""
+    host = settings.http.host
+    found = [Address(host, settings.http.port, "--http-port")]
     if settings.grpc.enabled:
         found.append(Address(settings.grpc.host or host, settings.grpc.port, "--grpc-port"))
     if settings.metrics.enabled:

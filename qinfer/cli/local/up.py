@@ -1,8 +1,7 @@
 """`qinfer up`: the options; `qinfer.cli.local.deployment` does the work."""
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,46 +12,15 @@ EXAMPLE = "Example: qinfer up --model-repository ./models --workers 2"
 _MOST = 256
 
 
-class LogFormat(StrEnum):
-    """Log format."""
-
-    text = "text"
-    json = "json"
-
-
-class LogLevel(StrEnum):
-    """Lowest level to log."""
-
-    debug = "DEBUG"
-    info = "INFO"
-    warning = "WARNING"
-    error = "ERROR"
-
-
-class ControlMode(StrEnum):
-    """Model control mode."""
-
-    none = "none"
-    poll = "poll"
-    explicit = "explicit"
-
-
-class Durability(StrEnum):
-    """Durability of accepted requests."""
-
-    everysec = "everysec"
-    always = "always"
-
-
 DurabilityOption = Annotated[
-    Durability,
+    Literal["everysec", "always"],
     typer.Option(
         envvar="QINFER_REDIS__DURABILITY",
         help="everysec may lose about the last second at power loss; always loses nothing and is slower.",
     ),
 ]
 ModelControlModeOption = Annotated[
-    ControlMode,
+    Literal["none", "poll", "explicit"],
     typer.Option(
         envvar="QINFER_REPOSITORY__CONTROL_MODE",
         help="none: load all models once. poll: load all and follow changes. explicit: load those of --load-model, "
@@ -115,9 +83,10 @@ AutoscaleOption = Annotated[
         "Tuned by QINFER_AUTOSCALE__TARGET_S and its siblings.",
     ),
 ]
-LogFormatOption = Annotated[LogFormat, typer.Option(envvar="QINFER_LOG__FORMAT", help="Log format.")]
+LogFormatOption = Annotated[Literal["text", "json"], typer.Option(envvar="QINFER_LOG__FORMAT", help="Log format.")]
 LogLevelOption = Annotated[
-    LogLevel, typer.Option(envvar="QINFER_LOG__LEVEL", case_sensitive=False, help="Lowest level to log.")
+    Literal["DEBUG", "INFO", "WARNING", "ERROR"],
+    typer.Option(envvar="QINFER_LOG__LEVEL", case_sensitive=False, help="Lowest level to log."),
 ]
 ReadyTimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds to wait until the models are loaded.")]
 
@@ -125,7 +94,7 @@ ReadyTimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds to wait 
 def up(
     *,
     model_repository: RepositoryOption = None,
-    model_control_mode: ModelControlModeOption = ControlMode.none,
+    model_control_mode: ModelControlModeOption = "none",
     load_model: LoadModelOption = None,
     repository_poll_secs: RepositoryPollSecsOption = 15.0,
     strict_readiness: StrictReadinessOption = True,
@@ -136,12 +105,12 @@ def up(
     metrics_port: MetricsPortOption = 8002,
     allow_client_shm: AllowClientShmOption = False,
     redis: RedisOption = "",
-    durability: DurabilityOption = Durability.everysec,
+    durability: DurabilityOption = "everysec",
     workers: WorkersOption = None,
     autoscale: AutoscaleOption = "",
     allow_store: AllowStoreOption = None,
-    log_format: LogFormatOption = LogFormat.text,
-    log_level: LogLevelOption = LogLevel.warning,
+    log_format: LogFormatOption = "text",
+    log_level: LogLevelOption = "WARNING",
     ready_timeout: ReadyTimeoutOption = 120.0,
 ) -> None:
     """Run everything on this machine: a private Redis, the gateway, workers, the bulk worker; all supervised.
@@ -151,29 +120,32 @@ def up(
     """
     from qinfer.cli.local.deployment import UpOptions, run_deployment
 
-    if load_model and model_control_mode is not ControlMode.explicit:
+    if load_model and model_control_mode != "explicit":
         raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")
+    repository = {
+        "control_mode": model_control_mode,
+        "poll_s": repository_poll_secs,
+        "strict_readiness": strict_readiness,
+        "path": ",".join(model_repository or ()),
+        "load_models": tuple(load_model or ()),
+    }
     run_deployment(
         UpOptions(
-            model_repositories=tuple(model_repository or ()),
-            control_mode=model_control_mode.value,
-            load_models=tuple(load_model or ()),
-            poll_s=repository_poll_secs,
-            strict_readiness=strict_readiness,
-            data_dir=data_dir,
-            host=host,
-            http_port=http_port,
-            grpc_port=grpc_port,
-            metrics_port=metrics_port,
+            settings={
+                "redis": {"durability": durability},
+                "http": {"host": host, "port": http_port},
+                "grpc": {"port": grpc_port},
+                "metrics": {"port": metrics_port},
+                "stores": {"allow": tuple(allow_store or ())},
+                "repository": {name: value for name, value in repository.items() if value not in ("", ())},
+                "log": {"format": log_format, "level": log_level},
+            },
             allow_client_shm=allow_client_shm,
+            data_dir=data_dir,
             redis_url=redis,
             workers=workers or 1,
             autoscale=_range(autoscale, workers),
-            allow_stores=tuple(allow_store or ()),
-            log_format=log_format.value,
-            log_level=log_level.value,
             ready_timeout_s=ready_timeout,
-            durability=durability.value,
         )
     )
 

@@ -10,8 +10,7 @@ from qinfer.cli.local.supervisor import Process, RestartPolicy, Supervisor
 from qinfer.cli.main import app
 from qinfer.cli.scaling import scaler
 from qinfer.cli.scaling.pool import ScalingPool
-from qinfer.cli.scaling.queue_watch import Away, QueueWatch, Reading, read
-from qinfer.cli.scaling.scaler import Autoscaler, crowded, policy_of
+from qinfer.cli.scaling.scaler import Autoscaler, Away, QueueWatch, Reading, crowded, policy_of, read
 from qinfer.core.settings import AutoscaleSettings
 from qinfer.errors import SettingsError
 from qinfer.models.state import Desired, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord

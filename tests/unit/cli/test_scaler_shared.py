@@ -8,8 +8,7 @@ import pytest
 
 from qinfer.cli.local.supervisor import RestartPolicy
 from qinfer.cli.scaling.pool import ScalingPool
-from qinfer.cli.scaling.queue_watch import Away, read
-from qinfer.cli.scaling.scaler import Autoscaler
+from qinfer.cli.scaling.scaler import Autoscaler, Away, read
 from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.work import VersionWork
