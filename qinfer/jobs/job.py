@@ -165,27 +165,11 @@ class JobState(StrEnum):
     EXPIRED = "expired"
 
 
-TERMINAL = frozenset({JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED})
-"""The states of a job that has ended; all but `completed` can be resumed."""
+ENDED_EARLY = frozenset({JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED})
+"""The states of a job that has ended before it was complete, and can be resumed."""
 
-_S = JobState
-_ENDS = {_S.FAILED, _S.CANCELLING, _S.CANCELLED, _S.EXPIRED}
-_NEXT: Mapping[JobState, set[JobState]] = {
-    _S.VALIDATING: {_S.PLANNING, *_ENDS},
-    _S.PLANNING: {_S.RUNNING, *_ENDS},
-    _S.RUNNING: {_S.FINALIZING, *_ENDS},
-    _S.FINALIZING: {_S.COMPLETED, _S.RUNNING, *_ENDS},  # running: a part was broken, and is made again
-    _S.COMPLETED: set(),
-    _S.FAILED: {_S.PLANNING, _S.RUNNING},
-    _S.CANCELLING: {_S.CANCELLED},
-    _S.CANCELLED: {_S.PLANNING, _S.RUNNING},
-    _S.EXPIRED: {_S.PLANNING, _S.RUNNING},
-}
-
-
-def may_become(state: JobState, following: JobState) -> bool:
-    """Tells whether a job may go from one state to another; an ended one goes back to work by `resume` only."""
-    return following in _NEXT[state]
+TERMINAL = ENDED_EARLY | {JobState.COMPLETED}
+"""The states of a job that has ended."""
 
 
 def decode_spec(body: bytes) -> JobSpec:

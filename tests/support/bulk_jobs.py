@@ -3,7 +3,7 @@
 import msgspec
 
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import RUNNING, JobRecord, ShardOutcome
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.queue.deliveries import JOBS
 from qinfer.queue.entries import Lane, Lease, bulk_lanes
 from qinfer.queue.lanes import Queue
@@ -36,8 +36,8 @@ async def running(delivery: Queue, count: int, job_id: str = "j1", **changes: ob
 async def top_up(jobs: Jobs, model: str, workers: int = 1) -> int:
     """Fills the lanes of a model's running jobs, the most important first; returns how many shards moved."""
     moved = 0
-    for one in await jobs.unfinished(model=model):
-        if one.state == RUNNING:
+    for one in await jobs.unfinished():
+        if one.model == model and one.state == "running":
             standing = await jobs.advance(one.id, workers=workers)
             assert standing is not None
             moved += standing.moved

@@ -13,9 +13,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from qinfer.jobs.failures import why_failed
+from qinfer.jobs.job import ENDED_EARLY, JobState
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import CANCELLING, ENDED, FINALIZING, RUNNING, TOP_UP_COUNT, JobRecord, Standing
+from qinfer.jobs.queue.records import TOP_UP_COUNT, JobRecord, Standing, why_failed
 from qinfer.models.catalog import Catalog
 from qinfer.queue.deliveries import JOBS, DeliveryItem
 from qinfer.queue.lanes import Queue
@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0
 """The pause between two looks at all running jobs."""
 
+_FOLLOWING: dict[str, JobState] = {
+    JobState.RUNNING: JobState.FINALIZING,
+    JobState.CANCELLING: JobState.CANCELLED,
+}
 _NOTICES = 50  # of a model in a round
 _LATEST = 100  # jobs that are looked back at, at the start
 _TOGETHER = 16  # jobs looked at at once
@@ -85,7 +89,7 @@ class JobJanitor:
             QinferError: The queue can't be reached.
         """
         for record in await self._jobs.unfinished():
-            if record.state == RUNNING:
+            if record.state == JobState.RUNNING:
                 await self._fill(record)
 
     async def _known(self) -> list[tuple[str, int]]:
@@ -102,7 +106,8 @@ class JobJanitor:
             record = await self._jobs.get(notice.text)
             standing = None if record is None else await self._fill(record)
             state = await self._next(record, standing) if record is not None and standing is not None else ""
-            if state == FINALIZING or state in ENDED - {"completed"}:  # of which it lists the parts that are there
+            # Of a job that ended early it lists the parts that are there.
+            if state == JobState.FINALIZING or state in ENDED_EARLY:
                 async with self._sending:
                     await asyncio.to_thread(self._finalise, notice.text)
             await self._deliveries.done(notice.model, notice.partition, JOBS, [notice.id])
@@ -117,12 +122,12 @@ class JobJanitor:
 
     async def _next(self, record: JobRecord, standing: Standing) -> str:
         """Gives a job its next state, where it has come to the end of the present one; returns the state."""
-        if standing.state == RUNNING and standing.has_failed:
+        if standing.state == JobState.RUNNING and standing.has_failed:
             outcomes = await self._jobs.outcomes(record.id)
             error = why_failed(outcomes.values(), record.max_errors, record.shards)
-            await self._jobs.stop(record.id, "failed", error=error, in_hand=True)
-            return "failed"
-        following = {RUNNING: FINALIZING, CANCELLING: "cancelled"}.get(standing.state)
+            await self._jobs.stop(record.id, JobState.FAILED, error=error, in_hand=True)
+            return JobState.FAILED
+        following = _FOLLOWING.get(standing.state)
         if following and standing.is_settled and await self._jobs.move(record.id, {standing.state}, following):
             logger.info("job moved", extra={"job_id": record.id, "state": following})
             return following

@@ -298,11 +298,6 @@ def deadline_at(spec: JobSpec, now_s: float) -> float:
     return now_s + spec.deadline_s if spec.deadline_s else 0.0
 
 
-def spec_of(record: JobRecord) -> JobSpec:
-    """Returns the specification of a stored job."""
-    return msgspec.json.decode(record.spec, type=JobSpec)
-
-
 def shown_job(record: JobRecord, now_s: float) -> JobBody:
     """Returns a job as clients have it."""
     progress, path = progress_of(record, now_s), job_path(record)

@@ -27,10 +27,9 @@ from qinfer.errors import (
     StoreUnavailable,
     UnsupportedFeature,
 )
-from qinfer.jobs.job import TERMINAL, JobSpec, JobState, encode_spec
+from qinfer.jobs.job import ENDED_EARLY, JobSpec, JobState, encode_spec
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, LogLine
-from qinfer.jobs.queue.scripts import Change
+from qinfer.jobs.queue.records import Change, JobRecord, LogLine, spec_of
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.tracing import JOB_ID
@@ -45,7 +44,6 @@ from qinfer_api.jobs.records import (
     inner_id,
     keyed_id,
     new_record,
-    spec_of,
     unknown_job,
 )
 from qinfer_api.requests.service import Targets
@@ -61,7 +59,6 @@ MAX_WATCHERS = 512
 LOOK_S = 1.0
 """Seconds after which one that follows a job sees that the gateway is shutting down."""
 
-_RESUMABLE = frozenset(TERMINAL - {JobState.COMPLETED})
 _STATES = tuple(state.value for state in JobState)
 _FULL_AGAIN_S = 30.0
 _WAITS = "waits for a bulk worker, which plans it"
@@ -212,7 +209,7 @@ class BulkJobs:
             raise Conflict(f"job '{job_id}' is completed; there is nothing to resume")
         if record.state == JobState.CANCELLING:
             raise Conflict(f"job '{job_id}' is cancelling; resume it once it is cancelled")
-        if record.state not in _RESUMABLE:
+        if record.state not in ENDED_EARLY:
             return record
         spec = changed(spec_of(record), changes)
         self.resolve(record.model, record.version)
@@ -227,7 +224,7 @@ class BulkJobs:
             "resumed_at": self.now_s(),
             "rows_before": record.rows_done + record.rows_failed,
         }
-        if await self.jobs.move(record.id, _RESUMABLE, JobState.PLANNING, **change):
+        if await self.jobs.move(record.id, ENDED_EARLY, JobState.PLANNING, **change):
             await self.jobs.note(record.id, f"resumed; {_WAITS}")
             await self._sent(record.id)
         return await self.get(context, job_id)

@@ -13,8 +13,7 @@ from typing import Any
 
 from qinfer.core.clock import ServerClock
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.queue.records import JobRecord, Page, open_rows
-from qinfer.jobs.queue.scripts import OPEN_FIELDS, Place, record_of
+from qinfer.jobs.queue.records import OPEN_FIELDS, JobRecord, Page, Place, open_rows, record_of
 from qinfer.models.work import OpenRows
 from qinfer.queue import keys
 from qinfer.queue.router import Router
@@ -78,14 +77,10 @@ class JobIndex:
         """Notes that a job has ended."""
         await self._call(b"ZREM", _OPEN, job_id)
 
-    async def open_ids(self, *, model: str | None = None, due_at: float | None = None) -> Sequence[str]:
-        """Returns the jobs that may not have ended: of one model, or with a deadline before an instant, or all."""
+    async def open_ids(self, *, due_at: float | None = None) -> Sequence[str]:
+        """Returns the jobs that may not have ended: those with a deadline before an instant, or all."""
         end = b"+inf" if due_at is None else int(due_at * 1000)
-        ids = [found.decode() for found in await self._call(b"ZRANGEBYSCORE", _OPEN, b"-inf", end)]
-        if model is None:
-            return ids
-        places = await self._find_all(ids)
-        return [job_id for job_id, place in zip(ids, places, strict=True) if place is not None and place.model == model]
+        return [found.decode() for found in await self._call(b"ZRANGEBYSCORE", _OPEN, b"-inf", end)]
 
     async def models(self) -> Sequence[tuple[str, int]]:
         """Returns the models and partitions of the jobs that may not have ended."""

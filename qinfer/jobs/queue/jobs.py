@@ -18,7 +18,7 @@ Its frame is opaque here. The promises, each a test in `tests/contract/`:
 7. Each change raises the record's `revision`.
 8. A job that has ended is known for `kept_s` seconds; every other one for ever.
 
-A job's keys are in partition 0 of its model, in the slot of its lanes, but for the index of all jobs (`job_index`). A
+A job's keys are in partition 0 of its model, in the slot of its lanes, but for the index of all jobs (`JobIndex`). A
 shard that the queue lost (its stream was deleted) is named by `missing`, to be requeued from the plan.
 """
 
@@ -26,38 +26,58 @@ import asyncio
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import msgspec
 
-from qinfer.jobs.queue import scripts as job_scripts
+from qinfer.jobs.job import TERMINAL, JobState
 from qinfer.jobs.queue.index import JobIndex, skip
 from qinfer.jobs.queue.records import (
-    ENDED,
-    FINALIZING,
-    PLANNING,
-    RUNNING,
+    MAX_LINE_CHARACTERS,
+    MAX_LOG_LINES,
     TOP_UP_COUNT,
+    Change,
     JobRecord,
     LogLine,
     Page,
+    Place,
     ShardOutcome,
     Standing,
+    line_of,
+    new_words,
+    outcome_of,
+    record_of,
     service_order,
+    words_of,
 )
-from qinfer.jobs.queue.scripts import Change, Place, line_of, outcome_of, record_of
 from qinfer.models.work import OpenRows
-from qinfer.queue import keys
-from qinfer.queue.entries import Lease
+from qinfer.queue import keys, scripts
+from qinfer.queue.connection import Argument
+from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES
+from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.scripts import Call
+from qinfer.queue.scripts import Call, Script, ttl_ms
 from qinfer.wire.versions import NewerVersion
 
 POLL_S = 0.5
 """The pause between two looks of `wait_for_change`."""
 
+_REQUEUED = frozenset(JobState) - {JobState.VALIDATING, JobState.COMPLETED, JobState.CANCELLING}
 _SCAN_COUNT = 1000  # outcomes read at once
 _STEP_BYTES = 2**20  # of frames that are put away in one step
+
+_load = partial(scripts.load, package="qinfer.jobs")
+_SHARED = ("now_ms", "deliveries", "job")
+_CREATE = _load("create", "now_ms")
+_DELETE = _load("delete", *_SHARED)
+_FINISH = _load("finish", *_SHARED, "trim_letters")
+_MISSING = _load("missing")
+_MOVE = _load("move", *_SHARED)
+_NOTE = _load("note", *_SHARED)
+_PLAN = _load("plan", *_SHARED)
+_STOP = _load("stop", *_SHARED)
+_TOP_UP = _load("top_up", *_SHARED)
+_WITHDRAW = _load("withdraw", *_SHARED)
 
 
 class Jobs:
@@ -85,7 +105,12 @@ class Jobs:
         if not await self._index.add(place, created_ms, record.deadline_at):
             return False
         new = msgspec.structs.replace(record, created_at=created_ms / 1000)
-        write = partial(job_scripts.create, record=new, nonce=secrets.token_hex(8))
+        # The script may run twice: the first word tells this creation from others.
+        words = (secrets.token_hex(8), *new_words(new))
+
+        async def write(call: Call) -> bool:
+            return bool(await scripts.run(call, _CREATE, [place.record], *words))
+
         return await self._durability.write(record.model, record.partition, write)
 
     async def get(self, job_id: str) -> JobRecord | None:
@@ -116,9 +141,9 @@ class Jobs:
 
         return await self._index.page(self._readable, fits, after, count)
 
-    async def unfinished(self, *, model: str | None = None) -> Sequence[JobRecord]:
-        """Returns the jobs that have not ended, of one model or all; those to be served first come first."""
-        return await self._open(await self._index.open_ids(model=model))
+    async def unfinished(self) -> Sequence[JobRecord]:
+        """Returns the jobs that have not ended; those to be served first come first."""
+        return await self._open(await self._index.open_ids())
 
     async def states(self, newest: int = 500) -> Mapping[str, int]:
         """Counts jobs by state: all that have not ended, and of the newest so many those that have."""
@@ -150,16 +175,18 @@ class Jobs:
             state: Its new state; it may be the old one, to change nothing but fields.
             change: Fields of the record to be set with it.
         """
+        if unknown := change.keys() - Change.__annotations__.keys():  # the counts are the scripts' own
+            raise TypeError(f"the field {min(unknown)!r} of a job can't be set")
         place = await self._index.find(job_id)
         if place is None:
             return False
-        reopens = state not in ENDED and (not ENDED.isdisjoint(expected) or "deadline_at" in change)
+        reopens = state not in TERMINAL and (not TERMINAL.isdisjoint(expected) or "deadline_at" in change)
         if reopens:  # before, so that no job is without; and after, for somebody may see it ended, and close it
             await self._reopen(place)
-        moved = await job_scripts.move(self._call(place), place, expected, state, change)
+        moved = bool(await self._run(place, _MOVE, job_id, state, len(expected), *expected, *words_of(change)))
         if reopens:
             await self._reopen(place)
-        elif moved and state in ENDED:
+        elif moved and state in TERMINAL:
             await self._index.close(job_id)
         return moved
 
@@ -182,29 +209,22 @@ class Jobs:
         return await self._plan(job_id, shards, rows if complete else None, is_last=complete)
 
     async def requeue(
-        self,
-        job_id: str,
-        shards: Sequence[tuple[int, bytes]],
-        *,
-        expected: Collection[str] = (PLANNING, RUNNING, FINALIZING, "failed", "cancelled", "expired"),
-        deadline_at: float | None = None,
+        self, job_id: str, shards: Sequence[tuple[int, bytes]], *, expected: Collection[str] = _REQUEUED
     ) -> bool:
         """Has shards run though they may have been settled, and their job with them; the counts follow.
 
-        For a job to be resumed, a part that is broken, and a shard that is `missing`. While they are added the job is
-        `planning`: where the caller dies meanwhile, it is to be planned again.
+        For a part that is broken, and a shard that is `missing`. While they are added the job is `planning`: where the
+        caller dies meanwhile, it is to be planned again.
 
         Args:
             job_id: The job.
             shards: Index and frame of each; none = those that wait, if any.
             expected: The states that the job may have.
-            deadline_at: Its new deadline, 0 = none; `None` = as it was.
 
         Returns:
             False when the job has another state, or is unknown: nothing was done.
         """
-        change: Change = {} if deadline_at is None else {"deadline_at": deadline_at}
-        if not await self.move(job_id, expected, PLANNING, **change):
+        if not await self.move(job_id, expected, JobState.PLANNING):
             return False
         return await self._plan(job_id, shards, None, is_last=True, is_forced=True)
 
@@ -220,7 +240,13 @@ class Jobs:
             `None` when the job is unknown.
         """
         record = await self.get(job_id)
-        return None if record is None else await job_scripts.top_up(self._call(Place.of(record)), record, workers)
+        if record is None:
+            return None
+        found = await self._run(Place.of(record), _TOP_UP, max(1, workers), TOP_UP_COUNT, lane=record.lane)
+        if found is None:
+            return None
+        state, moved, waiting, in_lane, has_failed = found
+        return Standing(state.decode(), moved, waiting, in_lane, bool(has_failed))
 
     async def finish_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome) -> bool:
         """Ends a shard: removes its entry in any case, and records the outcome if it is the first and the job lives.
@@ -228,7 +254,7 @@ class Jobs:
         Returns:
             False when another has ended it, or the job is over or unknown: nothing was counted.
         """
-        return await job_scripts.finish(self._of(lease), job_id, lease, outcome)
+        return await self._end_shard("finish", job_id, lease, outcome)
 
     async def bury_shard(self, job_id: str, lease: Lease, outcome: ShardOutcome, code: str) -> bool:
         """Gives a shard up, as `finish_shard` finishes one: its entry goes to the dead letters in the same step.
@@ -242,11 +268,13 @@ class Jobs:
         Returns:
             False when the entry is gone or another's: nothing was done.
         """
-        return await job_scripts.bury(self._of(lease), job_id, lease, outcome, code)
+        lane = lease.entry.lane
+        about = (lease.consumer, f"{lane.version}:{lane.name}", code, outcome.error, ttl_ms(MAX_AGE_S), MAX_BYTES)
+        return await self._end_shard("bury", job_id, lease, outcome, *about)
 
     async def drop_shard(self, job_id: str, lease: Lease, index: int) -> None:
         """Removes a shard's entry without an outcome; if its job wants it (again), it waits in `todo` as before."""
-        await job_scripts.drop(self._of(lease), job_id, lease, index)
+        await self._end_shard("drop", job_id, lease, ShardOutcome(index, 0))
 
     async def outcomes(self, job_id: str) -> dict[int, ShardOutcome]:
         """Returns the outcomes of a job's settled shards by index."""
@@ -265,13 +293,17 @@ class Jobs:
     async def missing(self, job_id: str) -> Sequence[int]:
         """Returns which shards should be in the lane and are not: their stream was deleted. They are to be requeued."""
         record = await self.get(job_id)
-        return () if record is None else await job_scripts.missing(self._call(Place.of(record)), record)
+        if record is None:
+            return ()
+        place = Place.of(record)
+        names = [place.part("in_lane"), keys.lane(record.lane)]
+        return sorted(map(int, await scripts.run(self._call(place), _MISSING, names)))
 
     async def note(self, job_id: str, text: str) -> None:
         """Adds a line to a job's log; the oldest of more than `MAX_LOG_LINES` go. An unknown job has no log."""
         place = await self._index.find(job_id)
         if place is not None:
-            await job_scripts.note(self._call(place), place, text)
+            await self._run(place, _NOTE, text[:MAX_LINE_CHARACTERS], MAX_LOG_LINES)
 
     async def log(self, job_id: str) -> Sequence[LogLine]:
         """Returns a job's log, the oldest line first."""
@@ -298,13 +330,12 @@ class Jobs:
         if record is None:
             return False
         place = Place.of(record)
-        if not await job_scripts.stop(self._call(place), place, state, error):
+        if not await self._run(place, _STOP, job_id, state, error[:MAX_LINE_CHARACTERS], MAX_LOG_LINES):
             return False
         held = await self._call(place)(b"HGETALL", place.part("in_lane"))
         for start in range(0, max(1, len(held)), 2 * TOP_UP_COUNT):
-            part = held[start : start + 2 * TOP_UP_COUNT]
-            await job_scripts.withdraw(self._call(place), record, part, in_hand=in_hand)
-        if state in ENDED:
+            await self._withdraw(record, held[start : start + 2 * TOP_UP_COUNT], in_hand=in_hand)
+        if state in TERMINAL:
             await self._index.close(job_id)
         return True
 
@@ -313,14 +344,14 @@ class Jobs:
         place = await self._index.find(job_id)
         if place is None:
             return False
-        deleted = await job_scripts.delete(self._call(place), place)
-        if deleted is not False:
+        deleted = int(await self._run(place, _DELETE))
+        if deleted:
             await self._index.remove(job_id)
-        return bool(deleted)
+        return deleted > 0
 
     async def is_wanted(self, job_id: str) -> bool:
         """Tells whether a shard of the job is worth being run: it is `running`, or about to be again."""
-        return await self._field(job_id, b"state") in {RUNNING.encode(), PLANNING.encode()}
+        return await self._field(job_id, b"state") in (b"running", b"planning")
 
     async def wait_for_change(self, job_id: str, since: int, timeout_s: float) -> JobRecord | None:
         """Waits until a job's `revision` is above `since`, and returns its record then, or after the timeout.
@@ -351,14 +382,30 @@ class Jobs:
         record = await self.get(job_id)
         if record is None:
             return False
-        call = self._call(Place.of(record))
-        parts = list(_parts(shards))
+        place, parts = Place.of(record), list(_parts(shards))
         for number, part in enumerate(parts, 1):
             last = is_last and number == len(parts)
-            of_last = rows if last else None
-            if not await job_scripts.plan(call, record, part, rows=of_last, is_last=last, is_forced=is_forced):
+            about = (job_id, keys.GROUP, int(last), int(is_forced), rows if last and rows is not None else "")
+            words = [word for shard in part for word in shard]
+            if not await self._run(place, _PLAN, *about, *words, lane=record.lane):
                 return False
         return True
+
+    async def _end_shard(self, what: str, job_id: str, lease: Lease, outcome: ShardOutcome, *about: Argument) -> bool:
+        """Ends a shard as `finish.lua` says; `about` is what only a shard that is buried has."""
+        lane = lease.entry.lane
+        place = Place(lane.model, lane.partition, job_id)
+        letters = [keys.dead_letters(lane.model, lane.partition).encode()] if about else []
+        error = outcome.error[:MAX_LINE_CHARACTERS]
+        text = f"{outcome.rows} {outcome.failed_rows} {int(bool(outcome.error))} {error}"
+        entry = (job_id, keys.GROUP, lease.entry.entry_id, outcome.index, what, text)
+        names = [*place.names(), keys.lane(lane), *letters]
+        return bool(await scripts.run(self._call(place), _FINISH, names, *entry, MAX_LOG_LINES, TOP_UP_COUNT, *about))
+
+    async def _withdraw(self, record: JobRecord, shards: Sequence[bytes], *, in_hand: bool) -> None:
+        """Takes shards, index and entry of each, of a stopped job out of the lane; with `in_hand` also held ones."""
+        about = (record.id, keys.GROUP, keys.RELEASED, keys.SUSPECTS, int(in_hand))
+        await self._run(Place.of(record), _WITHDRAW, *about, *shards, lane=record.lane)
 
     async def _open(self, job_ids: Sequence[str]) -> Sequence[JobRecord]:
         """Returns the jobs that have not ended; the others leave the index of open ones."""
@@ -391,8 +438,10 @@ class Jobs:
         place = await self._index.find(job_id)
         return None if place is None else await self._call(place)(b"HGET", place.record, name)
 
-    def _of(self, lease: Lease) -> Call:
-        return partial(self._router.call, keys.lane_slot(lease.entry.lane))
+    async def _run(self, place: Place, script: Script, *arguments: Argument, lane: Lane | None = None) -> Any:
+        """Runs a script that has the keys of a job, and where it is given the lane of its shards."""
+        names = [*place.names(), *([keys.lane(lane)] if lane is not None else [])]
+        return await scripts.run(self._call(place), script, names, *arguments)
 
     def _call(self, place: Place) -> Call:
         return partial(self._router.call, keys.slot(place.record))

@@ -1,17 +1,23 @@
-"""Records of bulk jobs in the queue: the types of `qinfer.jobs.queue.jobs`, and its limits."""
+"""Records of bulk jobs in the queue: the types of `qinfer.jobs.queue.jobs`, its limits, and how they are stored.
 
-from typing import NamedTuple
+A record is a hash. What is fixed at a job's creation and no script reads is one value, `about`; `spec` and `head` are
+values of their own, which may be megabytes and change; the rest are the fields that scripts read and write. Instants
+are whole milliseconds there.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypedDict
 
 import msgspec
 
+from qinfer.jobs.job import TERMINAL, JobSpec, JobState
 from qinfer.models.work import OpenRows
+from qinfer.queue import keys
+from qinfer.queue.connection import Argument
+from qinfer.queue.deliveries import JOBS, WEBHOOKS
 from qinfer.queue.entries import BULK_LANES, Lane
-
-PLANNING, RUNNING, FINALIZING, CANCELLING = "planning", "running", "finalizing", "cancelling"
-"""The states that the queue itself knows, as `qinfer.jobs.job.JobState` spells them."""
-
-ENDED = frozenset({"completed", "failed", "cancelled", "expired"})
-"""The states of a job that has ended."""
+from qinfer.queue.scripts import ttl_ms
+from qinfer.wire.versions import Record
 
 TOP_UP_COUNT = 200
 """So many shards move to a lane in one step; at most so many of a job's are put away in one, too."""
@@ -24,6 +30,17 @@ MAX_LINE_CHARACTERS = 2000
 
 KEPT_S = 7 * 86400.0
 """How long a job is known after its end, if its record does not say."""
+
+_COUNTS = (
+    *("rows", "rows_done", "rows_failed", "rows_before", "shards", "shards_done", "shards_failed", "in_lane"),
+    *("max_parallel", "max_errors", "revision"),
+)
+_INSTANTS = ("started_at", "ended_at", "resumed_at", "deadline_at", "updated_at")
+_TEXTS = ("state", "error", "webhook", "webhook_state")
+_BYTES = ("spec", "head")
+
+OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
+"""The fields of a record that `open_rows` looks at."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +120,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_over(self) -> bool:
         """Whether it has ended."""
-        return self.state in ENDED
+        return self.state in TERMINAL
 
 
 class ShardOutcome(msgspec.Struct, frozen=True):
@@ -167,7 +184,7 @@ def open_rows(record: JobRecord, now_s: float) -> OpenRows:
         model=record.model,
         version=record.version,
         partition=record.partition,
-        rows=max(record.rows - settled, 0) if record.state in {PLANNING, RUNNING} else 0,
+        rows=max(record.rows - settled, 0) if record.state in {JobState.PLANNING, JobState.RUNNING} else 0,
         rows_per_s=max(settled - record.rows_before, 0) / (now_s - began_s) if 0 < began_s < now_s else 0.0,
     )
 
@@ -175,3 +192,143 @@ def open_rows(record: JobRecord, now_s: float) -> OpenRows:
 def service_order(record: JobRecord) -> tuple[int, float, str]:
     """Orders jobs as they are served: by priority, then the oldest first."""
     return record.priority, record.created_at, record.id
+
+
+class _About(msgspec.Struct, array_like=True, frozen=True):
+    """The part of a job that is fixed at its creation, and read by no script."""
+
+    version: int
+    tenant: str
+    priority: int
+    created_at: float
+    trace: str
+
+
+_ABOUT = Record(_About, "the record of a bulk job")
+
+
+class Change(TypedDict, total=False):
+    """The fields of a record that `move` sets; see `JobRecord`."""
+
+    error: str
+    spec: bytes
+    head: bytes
+    rows: int
+    max_errors: int
+    max_parallel: int
+    deadline_at: float
+    resumed_at: float
+    rows_before: int
+
+
+class Place(NamedTuple):
+    """Where the keys of a job are."""
+
+    model: str
+    partition: int
+    job_id: str
+
+    @classmethod
+    def of(cls, record: JobRecord) -> "Place":
+        """Returns where the job of a record is."""
+        return cls(record.model, record.partition, record.id)
+
+    @property
+    def record(self) -> bytes:
+        """The key of its record."""
+        return keys.job(*self).encode()
+
+    def part(self, name: str) -> bytes:
+        """Returns the key of what belongs to it: `todo`, `in_lane`, `outcomes` or `log`."""
+        return keys.job_part(*self, name).encode()
+
+    def names(self) -> list[bytes]:
+        """Returns the keys that all scripts of jobs have first; see job.lua."""
+        parts = (self.part(name) for name in ("todo", "in_lane", "outcomes", "log"))
+        queues = (keys.deliveries(*self[:2], kind) for kind in (WEBHOOKS, JOBS.name))
+        return [self.record, *parts, *(name.encode() for name in queues)]
+
+
+def new_words(record: JobRecord) -> list[Argument]:
+    """Returns the fields and values of a record that is to be created."""
+    about = _About(record.version, record.tenant, record.priority, record.created_at, record.trace)
+    names = (*_TEXTS, *_BYTES, *_COUNTS, *_INSTANTS[:-1])
+    fields = {name: getattr(record, name) for name in names}
+    return words_of({"about": _ABOUT.encode(about), "kept_ms": ttl_ms(record.kept_s), **fields})
+
+
+def words_of(fields: Mapping[str, object]) -> list[Argument]:
+    """Returns fields and values as a script takes them."""
+    words: list[Argument] = []
+    for name, value in fields.items():
+        if isinstance(value, int | float):
+            words += (name, int(value * 1000) if name in _INSTANTS else int(value))
+        else:
+            assert isinstance(value, str | bytes)
+            words += (name, value)
+    return words
+
+
+def record_of(place: Place, fields: Mapping[bytes, bytes]) -> JobRecord:
+    """Reads a record.
+
+    Args:
+        place: Whose it is.
+        fields: Its fields, `about` among them; those that are left out are at their defaults.
+
+    Raises:
+        NewerVersion: A newer qinfer wrote it.
+    """
+    found = {name.decode(): value for name, value in fields.items()}
+    about = _ABOUT.decode(found.pop("about"))
+    values: dict[str, str | bytes | float] = {"id": place.job_id, "model": place.model, "partition": place.partition}
+    values |= msgspec.structs.asdict(about)
+    values |= {name: int(found[name]) for name in _COUNTS if name in found}
+    values |= {name: int(found[name]) / 1000 for name in _INSTANTS if name in found}
+    values |= {name: found[name].decode() for name in _TEXTS if name in found}
+    values |= {name: found[name] for name in _BYTES if name in found}
+    if "kept_ms" in found:
+        values["kept_s"] = int(found["kept_ms"]) / 1000
+    return msgspec.convert(values, JobRecord)
+
+
+def outcome_of(index: bytes, text: bytes) -> ShardOutcome:
+    """Reads an outcome as the scripts have it: `rows failed given_up error`."""
+    rows, failed, _, error = text.decode().split(" ", 3)
+    return ShardOutcome(int(index), int(rows), int(failed), error)
+
+
+def line_of(text: bytes) -> LogLine:
+    """Reads a line of a log: milliseconds and what."""
+    at_ms, _, said = text.decode().partition(" ")
+    return LogLine(int(at_ms) / 1000, said)
+
+
+def spec_of(record: JobRecord) -> JobSpec:
+    """Returns the specification of a stored job."""
+    return msgspec.json.decode(record.spec, type=JobSpec)
+
+
+def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -> str:
+    """Says why a job can't be complete, whatever its parts are; empty = it can.
+
+    Args:
+        outcomes: What became of its settled shards.
+        max_errors: How many rows may fail; -1 = all.
+        shards: How many shards it has.
+    """
+    settled = list(outcomes)
+    failed_rows = sum(outcome.failed_rows for outcome in settled)
+    given_up = [outcome for outcome in settled if outcome.error]
+    lost = ""
+    if given_up:
+        first = min(given_up, key=lambda outcome: outcome.index)
+        lost = f"{len(given_up)} of {shards} shards were given up; the first, {first.index}: {first.error}"
+    if 0 <= max_errors < failed_rows:
+        return f"{too_many(failed_rows, max_errors)}; {lost or 'the column error_message of the parts says why'}"
+    return lost
+
+
+def too_many(failed_rows: int, max_errors: int) -> str:
+    """Says that more rows of a job have failed than may."""
+    return f"{failed_rows} rows failed; the job allows {max_errors} (error_threshold)"

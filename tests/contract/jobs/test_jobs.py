@@ -112,7 +112,7 @@ async def test_jobs_are_listed_the_newest_first(queue: RedisQueue) -> None:
     assert seen == ["j4", "j3", "j2", "j1", "j0", "k3", "k2", "k1"]
     assert [found.id for found in (await Jobs(delivery).list(tenant="b")).records] == ["j3", "j1"]
     assert [found.id for found in (await Jobs(delivery).list(state="planning", count=2)).records] == ["k3", "k2"]
-    assert [found.id for found in await Jobs(delivery).unfinished(model="other")] == ["k1", "k2", "k3"]
+    assert [found.id for found in await Jobs(delivery).unfinished() if found.model == "other"] == ["k1", "k2", "k3"]
     assert set(await Jobs(delivery).models()) == {("digits", 0), ("other", 0)}
     with pytest.raises(InvalidRequest, match="nonsense"):
         await Jobs(delivery).list(after="nonsense")

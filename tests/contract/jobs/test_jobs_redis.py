@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from qinfer.errors import BrokerUnavailable, QueueFull
-from qinfer.jobs.queue import scripts as job_scripts
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.queue import keys
@@ -150,11 +149,11 @@ async def test_a_stop_that_was_cut_off_is_taken_up(redis_queue: RedisQueue, monk
     delivery, other = await redis_queue.connect(), await redis_queue.connect()
     await running(delivery, 9)
 
-    async def cut_off(*_: Any, **__: Any) -> bool:
+    async def cut_off(*_: Any, **__: Any) -> None:
         raise BrokerUnavailable("the connection is down; try again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(job_scripts, "withdraw", cut_off)
+        patch.setattr(Jobs, "_withdraw", cut_off)
         with pytest.raises(BrokerUnavailable):
             await Jobs(delivery).stop("j1", "cancelled")
     assert await top_up(Jobs(other), "digits") == 0
@@ -172,15 +171,15 @@ async def test_a_stop_that_comes_late_takes_nothing_from_a_job_that_goes_on(
     """It was resumed between the stop's steps: its plan left out what is in the lane."""
     delivery, other = await redis_queue.connect(), await redis_queue.connect()
     await running(delivery, 3)
-    withdraw = job_scripts.withdraw
+    withdraw = Jobs._withdraw
 
-    async def resumed(*arguments: Any, **options: Any) -> bool:
+    async def resumed(*arguments: Any, **options: Any) -> None:
         await Jobs(other).move("j1", {"cancelled"}, "planning")
         await Jobs(other).plan("j1", shards(0, 1, 2), 30, complete=True)
-        return await withdraw(*arguments, **options)
+        await withdraw(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(job_scripts, "withdraw", resumed)
+        patch.setattr(Jobs, "_withdraw", resumed)
         await Jobs(delivery).stop("j1", "cancelled")
 
     assert [lease.frame for lease in await fetch(other, 9)] == [b"j1:0", b"j1:1", b"j1:2"]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from qinfer.jobs.failures import why_failed
-from qinfer.jobs.queue.records import ShardOutcome
+from qinfer.jobs.queue.records import ShardOutcome, why_failed
 
 FINE, SOME = ShardOutcome(0, 10), ShardOutcome(1, 10, 3)
 LOST = ShardOutcome(2, 10, 10, "'s3://b/in.parquet' was replaced")

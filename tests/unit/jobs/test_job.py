@@ -1,4 +1,4 @@
-"""A job's specification as users write it, and the states that a job goes through."""
+"""A job's specification as users write it, and what is refused of it."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.job import TERMINAL, Columns, JobState, decode_spec, encode_spec, may_become
+from qinfer.jobs.job import Columns, decode_spec, encode_spec
 
 LEAST: dict[str, Any] = {"model": "digits", "inputs": ["s3://lake/in/*.parquet"], "output": {"url": "s3://lake/out"}}
 
@@ -118,26 +118,3 @@ def test_a_threshold_is_a_number_a_fraction_or_none(threshold: float, rows: int,
     """A fraction is one of the job's rows, in the decimals that it was written with."""
     spec = msgspec.structs.replace(decode_spec(with_fields()), error_threshold=threshold)
     assert spec.max_errors(rows) == allowed
-
-
-def test_an_ended_job_goes_on_by_resume_only() -> None:
-    """And a completed one never."""
-    working = {JobState.PLANNING, JobState.RUNNING}
-    for state in TERMINAL:
-        following = {other for other in JobState if may_become(state, other)}
-        assert following == (set() if state == JobState.COMPLETED else working)
-
-
-def test_every_unfinished_job_can_be_ended() -> None:
-    """By an error and by its deadline; `cancelling` only becomes `cancelled`."""
-    for state in set(JobState) - TERMINAL - {JobState.CANCELLING}:
-        assert may_become(state, JobState.FAILED)
-        assert may_become(state, JobState.EXPIRED)
-        assert may_become(state, JobState.CANCELLING)
-    assert [state for state in JobState if may_become(JobState.CANCELLING, state)] == [JobState.CANCELLED]
-
-
-def test_a_job_with_a_broken_part_runs_again() -> None:
-    """Only `finalizing` finds it; nothing is completed without it."""
-    assert may_become(JobState.FINALIZING, JobState.RUNNING)
-    assert [state for state in JobState if may_become(state, JobState.COMPLETED)] == [JobState.FINALIZING]

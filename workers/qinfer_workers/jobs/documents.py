@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
-from qinfer.jobs.job import JobSpec
 from qinfer.jobs.manifest import (
     MANIFEST_NAME,
     SUCCESS_NAME,
@@ -22,7 +21,6 @@ from qinfer.jobs.manifest import (
     make_manifest,
 )
 from qinfer.jobs.plan import ExpectedParts, PartInfo, Plan, Shard, decode_plan
-from qinfer.jobs.queue.records import JobRecord
 from qinfer.storage.store import Outcome, Store
 
 StoreFor = Callable[[str], Store]
@@ -36,11 +34,6 @@ MAX_BYTES = 2**30
 """Beyond any plan and manifest: a million files are about 200 MB."""
 
 _TRIES = 5
-
-
-def spec_of(record: JobRecord) -> JobSpec:
-    """Returns the specification of a stored job."""
-    return msgspec.json.decode(record.spec, type=JobSpec)
 
 
 def url_of(output_url: str, name: str) -> str:

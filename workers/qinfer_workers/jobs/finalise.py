@@ -16,12 +16,11 @@ from functools import partial
 
 from qinfer.errors import CorruptEntry, InvalidRequest, QinferError
 from qinfer.jobs.examiner_pool import ExaminerDied
-from qinfer.jobs.failures import too_many, why_failed
-from qinfer.jobs.job import TERMINAL, JobState
+from qinfer.jobs.job import ENDED_EARLY, JobState
 from qinfer.jobs.plan import PartInfo, Plan, Shard, ShardTicket, encode_ticket
-from qinfer.jobs.queue.records import JobRecord
+from qinfer.jobs.queue.records import JobRecord, spec_of, too_many, why_failed
 from qinfer_workers.jobs.attempts import FINISHING, MAX_DEATHS, PLANNING, attempt
-from qinfer_workers.jobs.documents import PLAN_GONE, expected, read_plan, spec_of, write_manifest, write_partial
+from qinfer_workers.jobs.documents import PLAN_GONE, expected, read_plan, write_manifest, write_partial
 from qinfer_workers.jobs.services import JobServices, NotWanted
 
 logger = logging.getLogger("qinfer_workers.jobs")
@@ -30,7 +29,6 @@ MAX_ROUNDS = 3
 """So often broken parts are made again before something else must be wrong."""
 
 _BROKEN = "parts are made again: "
-_EARLY = TERMINAL - {JobState.COMPLETED}
 
 
 class Finaliser:
@@ -119,7 +117,7 @@ async def leave_partial(services: JobServices, job_id: str) -> None:
     """
     listed_at: float | None = None
     record = await services.jobs.get(job_id)
-    while record is not None and record.shards and record.state in _EARLY and record.ended_at != listed_at:
+    while record is not None and record.shards and record.state in ENDED_EARLY and record.ended_at != listed_at:
         try:
             await _list_parts(services, record)
         except QinferError as error:

@@ -17,13 +17,13 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from qinfer.jobs.job import JobSpec, JobState
 from qinfer.jobs.plan import Plan, Shard, ShardTicket, Unplanned, decode_plan, encode_plan_head, encode_ticket
-from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of
 from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.observe.stats import batches
 from qinfer.storage.store import Outcome
 from qinfer_workers.jobs.attempts import PLANNING, attempt
-from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, expected, read_plan, spec_of, url_of
+from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, expected, read_plan, url_of
 from qinfer_workers.jobs.finalise import leave_partial
 from qinfer_workers.jobs.services import JobServices, NotWanted
 

@@ -9,11 +9,10 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Protocol
 
 from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError
-from qinfer.jobs.failures import why_failed
 from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import ShardTicket, encode_ticket
-from qinfer.jobs.queue.records import JobRecord
-from qinfer_workers.jobs.documents import PLAN_GONE, read_plan, spec_of
+from qinfer.jobs.queue.records import JobRecord, spec_of, why_failed
+from qinfer_workers.jobs.documents import PLAN_GONE, read_plan
 from qinfer_workers.jobs.services import JobServices
 
 logger = logging.getLogger("qinfer_workers.jobs")

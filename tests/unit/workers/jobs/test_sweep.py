@@ -188,7 +188,7 @@ async def test_a_sweep_begins_when_the_one_before_has_ended(scene: Make) -> None
         await go_on.wait()
         return await looks()
 
-    one.bench.jobs.unfinished = unfinished  # type: ignore[method-assign,assignment]
+    one.bench.jobs.unfinished = unfinished  # type: ignore[method-assign]
     first = asyncio.create_task(one.sweep())
     await eventually(lambda: bool(seen))
 

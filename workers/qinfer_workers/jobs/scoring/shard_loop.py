@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from qinfer.core.retry import Backoff, OutageLog, pause_s
 from qinfer.errors import BrokerUnavailable, CorruptEntry, ErrorCode, QinferError, QueueFull
+from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import ShardTicket, decode_ticket
-from qinfer.jobs.queue.records import PLANNING, RUNNING, JobRecord, ShardOutcome
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe.stats import DEAD_LETTERS, ROWS_DONE, ROWS_FAILED
 from qinfer.queue.entries import Lane, Lease
 from qinfer_workers.inference.tracing import ShardPlace
@@ -106,7 +107,7 @@ class ShardTask:
             return
         job_id, index = ticket.job_id, ticket.shard.index
         record = await self._insist(lambda: jobs.get(job_id))
-        if record is None or record.state not in (RUNNING, PLANNING):
+        if record is None or record.state not in (JobState.RUNNING, JobState.PLANNING):
             await self._insist(lambda: jobs.drop_shard(job_id, lease, index))
         elif lease.deliveries > max(self._context.max_deliveries, LEAST_DELIVERIES):
             await self._give_up(ticket)
