@@ -9,6 +9,7 @@ The reference page is made of this module. Labels are in alphabetical order.
 """
 
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 
@@ -48,27 +49,14 @@ _CACHED, _NOT_CACHED = "(includes cached requests)", "(does not include cached r
 _ENDS = "The series ends with its worker: a worker that is started again is another one."
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...] = _MODEL, scope: MetricScope = _CLUSTER) -> Info:
-    return _listed("counter", name, text, labels, scope)
-
-
-def _gauge(name: str, text: str, labels: tuple[str, ...] = _MODEL, scope: MetricScope = _CLUSTER) -> Info:
-    return _listed("gauge", name, text, labels, scope)
-
-
-def _histogram(name: str, text: str, labels: tuple[str, ...] = _MODEL, scope: MetricScope = _CLUSTER) -> Info:
-    return _listed("histogram", name, text, labels, scope)
-
-
-def _summary(name: str, text: str) -> Info:
-    return _listed("summary", name, text, _MODEL, _CLUSTER)
-
-
-def _listed(kind: str, name: str, text: str, labels: tuple[str, ...], scope: MetricScope) -> Info:
+def _listed(kind: str, name: str, text: str, labels: tuple[str, ...] = _MODEL, scope: MetricScope = _CLUSTER) -> Info:
     info = Info(name, kind, labels, text, scope)
     ALL.append(info)
     return info
 
+
+_counter, _gauge = partial(_listed, "counter"), partial(_listed, "gauge")
+_histogram, _summary = partial(_listed, "histogram"), partial(_listed, "summary")
 
 REQUESTS = _counter(
     "qinfer_requests_total",

@@ -72,6 +72,24 @@ class Family:
         return f"{bound:g}" if self.info.name.startswith(_TRITONS) else str(float(bound))
 
 
+def family(info: Info, samples: Iterable[tuple[float, Mapping[str, str]]]) -> Family:
+    """Returns a metric with a line for each value and its labels."""
+    made = Family(info)
+    for value, labels in samples:
+        made.add(value, **labels)
+    return made
+
+
+def by_model(info: Info, values: Mapping[tuple[str, int], float]) -> Family:
+    """Returns a metric with a line for each model version."""
+    return family(info, ((value, labels_of(key)) for key, value in values.items()))
+
+
+def labels_of(key: tuple[str, int]) -> dict[str, str]:
+    """Returns the labels of a model version; version 0 = it is not known."""
+    return {"model": key[0], "version": str(key[1]) if key[1] else ""}
+
+
 def render(shown: Iterable[Family]) -> bytes:
     """Returns the text of metrics."""
     lines: list[str] = []

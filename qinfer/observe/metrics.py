@@ -9,11 +9,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.observe import catalogue, exposition, stats, triton_metrics
 from qinfer.observe.catalogue import Info, MetricScope
-from qinfer.observe.exposition import CONTENT_TYPE, Family
+from qinfer.observe.exposition import CONTENT_TYPE, Family, by_model, family, labels_of
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
 
 
@@ -46,31 +47,13 @@ def _worker_families(workers: Mapping[str, WorkerLoad]) -> Iterator[Family]:
     Args:
         workers: Worker id → its load.
     """
-    up, used, total, busy = map(
-        Family,
-        (
-            catalogue.WORKER_UP,
-            catalogue.DEVICE_MEMORY_USED,
-            catalogue.DEVICE_MEMORY_TOTAL,
-            catalogue.DEVICE_UTILIZATION,
-        ),
-    )
-    for worker, load in workers.items():
-        up.add(1, worker=worker, device=load.device)
-        for gpu in load.gpus:
-            device = f"gpu {gpu.number}"
-            used.add(gpu.memory_used_bytes, worker=worker, device=device)
-            total.add(gpu.memory_total_bytes, worker=worker, device=device)
-            busy.add(gpu.utilization, worker=worker, device=device)
-    yield up
+    yield family(catalogue.WORKER_UP, ((1, {"worker": id_, "device": of.device}) for id_, of in workers.items()))
     for info, value in _OF_WORKERS:
-        family = Family(info)
-        for worker, load in workers.items():
-            known = value(load)
-            if known is not None:
-                family.add(known, worker=worker)
-        yield family
-    yield from (used, total, busy)
+        known = {id_: value(load) for id_, load in workers.items()}
+        yield family(info, ((found, {"worker": id_}) for id_, found in known.items() if found is not None))
+    gpus = [({"worker": id_, "device": f"gpu {gpu.number}"}, gpu) for id_, load in workers.items() for gpu in load.gpus]
+    for info, name in _OF_GPUS:
+        yield family(info, ((getattr(gpu, name), labels) for labels, gpu in gpus))
 
 
 _OF_WORKERS: tuple[tuple[Info, Callable[[WorkerLoad], float | None]], ...] = (
@@ -80,6 +63,11 @@ _OF_WORKERS: tuple[tuple[Info, Callable[[WorkerLoad], float | None]], ...] = (
     (catalogue.WORKER_LEASES_LOST, lambda load: load.leases_lost),
     (catalogue.WORKER_CPU, lambda load: load.use and load.use.cpu_s),
     (catalogue.WORKER_MEMORY, lambda load: load.use and load.use.memory_bytes),
+)
+_OF_GPUS = (
+    (catalogue.DEVICE_MEMORY_USED, "memory_used_bytes"),
+    (catalogue.DEVICE_MEMORY_TOTAL, "memory_total_bytes"),
+    (catalogue.DEVICE_UTILIZATION, "utilization"),
 )
 
 
@@ -150,20 +138,19 @@ class GatewayTally:
 
     def collect(self) -> Iterator[Family]:
         """Yields this gateway's metrics."""
-        requests, failures = Family(catalogue.REQUESTS), Family(catalogue.REQUEST_FAILURES)
-        durations, in_flight = Family(catalogue.REQUEST_DURATION), Family(catalogue.REQUESTS_IN_FLIGHT)
+        own = {"process": self.process}
+        failures, durations = Family(catalogue.REQUEST_FAILURES), Family(catalogue.REQUEST_DURATION)
         totals: dict[_Key, int] = {}
         for (model, version, reason), count in self._failed.items():
-            failures.add(count, reason=reason, process=self.process, **_labels((model, version)))
+            failures.add(count, reason=reason, **own, **labels_of((model, version)))
             totals[model, version] = totals.get((model, version), 0) + count
         for key, series in self._answered.items():
-            cumulative = _cumulative(_DURATION_BUCKETS_S, series.counts)
-            durations.add_histogram(cumulative, series.total_s, process=self.process, **_labels(key))
-            totals[key] = totals.get(key, 0) + cumulative[-1][1]
-        for key, total in totals.items():
-            requests.add(total, process=self.process, **_labels(key))
-        in_flight.add(self.in_flight(), process=self.process)
-        yield from (requests, failures, durations, in_flight)
+            cumulative = zip((*_DURATION_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
+            durations.add_histogram(cumulative, series.total_s, **own, **labels_of(key))
+            totals[key] = totals.get(key, 0) + sum(series.counts)
+        yield family(catalogue.REQUESTS, ((total, own | labels_of(key)) for key, total in totals.items()))
+        yield from (failures, durations)
+        yield family(catalogue.REQUESTS_IN_FLIGHT, [(self.in_flight(), own)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,34 +201,28 @@ class Snapshot:
 
     def of_process(self, process: str) -> Iterator[Family]:
         """Yields what is about the gateway itself."""
-        yield _single(catalogue.STORE_UP, int(self.store_up), process=process)
+        own = {"process": process}
+        yield family(catalogue.STORE_UP, [(int(self.store_up), own)])
         if self.use is not None:
-            yield _single(catalogue.PROCESS_CPU, self.use.cpu_s, process=process)
-            yield _single(catalogue.PROCESS_MEMORY, self.use.memory_bytes, process=process)
+            yield family(catalogue.PROCESS_CPU, [(self.use.cpu_s, own)])
+            yield family(catalogue.PROCESS_MEMORY, [(self.use.memory_bytes, own)])
 
     def collect(self) -> Iterator[Family]:
         """Yields what is about the whole installation, but for Triton's names."""
-        backlog, ages = Family(catalogue.BACKLOG), Family(catalogue.OLDEST_AGE)
-        for (model, version, lane), depth in (*self.depth.items(), *self.shards.items()):
-            backlog.add(depth, lane=lane, **_labels((model, version)))
-        for (model, version, lane), age_s in self.ages_s.items():
-            ages.add(age_s, lane=lane, **_labels((model, version)))
-        yield from (backlog, ages)
-        yield _by_model(catalogue.BACKLOG_ROWS, self.rows)
-        yield _by_model(catalogue.BACKLOG_WORK, self.work_s)
-        yield _by_model(catalogue.EXECUTING, {key: self.executing.get(key, 0) for key in self.ready})
-        yield _by_model(catalogue.MODEL_READY, self.ready)
-        yield _by_model(catalogue.DEAD_LETTERS, self.letters)
-        jobs, decisions, target = map(
-            Family, (catalogue.JOBS, catalogue.AUTOSCALE_DECISIONS, catalogue.AUTOSCALE_TARGET)
-        )
-        for state, count in self.jobs.items():
-            jobs.add(count, state=state)
-        for direction, count in self.scaled.items():
-            decisions.add(count, direction=direction)
-        if self.wanted_workers is not None:
-            target.add(self.wanted_workers)
-        yield from (jobs, decisions, target)
+        depth = {**self.depth, **self.shards}
+        for info, of_lanes in ((catalogue.BACKLOG, depth), (catalogue.OLDEST_AGE, self.ages_s)):
+            lines = [
+                (of, {"lane": lane, **labels_of((model, version))}) for (model, version, lane), of in of_lanes.items()
+            ]
+            yield family(info, lines)
+        yield by_model(catalogue.BACKLOG_ROWS, self.rows)
+        yield by_model(catalogue.BACKLOG_WORK, self.work_s)
+        yield by_model(catalogue.EXECUTING, {key: self.executing.get(key, 0) for key in self.ready})
+        yield by_model(catalogue.MODEL_READY, self.ready)
+        yield by_model(catalogue.DEAD_LETTERS, self.letters)
+        yield family(catalogue.JOBS, ((count, {"state": state}) for state, count in self.jobs.items()))
+        yield family(catalogue.AUTOSCALE_DECISIONS, ((count, {"direction": way}) for way, count in self.scaled.items()))
+        yield family(catalogue.AUTOSCALE_TARGET, [] if self.wanted_workers is None else [(self.wanted_workers, {})])
         yield from _worker_families(self.workers)
         yield from self.features
         yield from self._counted()
@@ -260,8 +241,8 @@ class Snapshot:
     def _counted(self) -> Iterator[Family]:
         """Yields what is made of the statistics."""
         for info, field_name in _FIELDS:
-            yield _by_model(info, {key: fields.get(field_name, 0) for key, fields in self.stats.items()})
-        yield _by_model(
+            yield by_model(info, {key: fields.get(field_name, 0) for key, fields in self.stats.items()})
+        yield by_model(
             catalogue.EXPIRED,
             {key: sum(fields.get(name, 0) for name in _EXPIRED) for key, fields in self.stats.items()},
         )
@@ -269,30 +250,29 @@ class Snapshot:
         for key, fields in self.stats.items():
             for name, count in fields.items():
                 if name.startswith(stats.FAILURES):
-                    failures.add(count, reason=name.removeprefix(stats.FAILURES), **_labels(key))
+                    failures.add(count, reason=name.removeprefix(stats.FAILURES), **labels_of(key))
             for code in _NOT_ADMITTED:
-                refused.add(fields.get(stats.REFUSALS + code, 0), reason=code.value, **_labels(key))
+                refused.add(fields.get(stats.REFUSALS + code, 0), reason=code.value, **labels_of(key))
             for outcome, name in (("done", stats.ROWS_DONE), ("failed", stats.ROWS_FAILED)):
-                rows.add(fields.get(name, 0), outcome=outcome, **_labels(key))
+                rows.add(fields.get(name, 0), outcome=outcome, **labels_of(key))
         yield from (failures, refused, rows)
         for info, histogram, total in _HISTOGRAMS:
-            family = Family(info)
+            shown = Family(info)
             for key, fields in self.stats.items():
-                family.add_histogram(stats.buckets(fields, histogram), total(fields), **_labels(key))
-            yield family
+                shown.add_histogram(stats.buckets(fields, histogram), total(fields), **labels_of(key))
+            yield shown
 
     def _of_labeling(self) -> Iterator[Family]:
         """Yields what is about tasks whose predictions are pushed, of models that ever had some."""
-        waiting, failed = Family(catalogue.LABEL_WAITING), Family(catalogue.LABEL_FAILED)
-        for model, tasks in self.labeling.items():
-            waiting.add(tasks, model=model)
+        yield family(catalogue.LABEL_WAITING, ((tasks, {"model": model}) for model, tasks in self.labeling.items()))
+        failed = Family(catalogue.LABEL_FAILED)
         of = {key: fields for key, fields in self.stats.items() if any(map(fields.get, stats.LABELING))}
         for key, fields in of.items():
             for reason in stats.LabelFailure:
-                failed.add(fields.get(stats.LABEL_FAILED + reason, 0), reason=reason.value, **_labels(key))
-        yield from (waiting, failed)
+                failed.add(fields.get(stats.LABEL_FAILED + reason, 0), reason=reason.value, **labels_of(key))
+        yield failed
         for info, field_name in _LABELING:
-            yield _by_model(info, {key: fields.get(field_name, 0) for key, fields in of.items()})
+            yield by_model(info, {key: fields.get(field_name, 0) for key, fields in of.items()})
 
 
 def scopes_of(text: str) -> frozenset[MetricScope]:
@@ -330,31 +310,6 @@ def render(
         shown += snapshot.collect()
         tritons = [*snapshot.of_triton(wanted), *tritons]
     return exposition.render([*shown, *tritons])
-
-
-def _single(info: Info, value: float, **labels: str) -> Family:
-    family = Family(info)
-    family.add(value, **labels)
-    return family
-
-
-def _by_model(info: Info, values: Mapping[_Key, float]) -> Family:
-    family = Family(info)
-    for key, value in values.items():
-        family.add(value, **_labels(key))
-    return family
-
-
-def _labels(key: _Key) -> dict[str, str]:
-    return {"model": key[0], "version": str(key[1]) if key[1] else ""}
-
-
-def _cumulative(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[float, int]]:
-    total, pairs = 0, []
-    for bound, count in zip((*bounds, float("inf")), counts, strict=True):
-        total += count
-        pairs.append((bound, total))
-    return pairs
 
 
 _FIELDS = (

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from enum import StrEnum
+from itertools import accumulate
 from typing import NamedTuple
 
 from qinfer.observe.latencies import FIRST_RESPONSE, FIRST_RESPONSE_BUCKETS_MS, LatencyTally
@@ -19,23 +20,8 @@ QUEUE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 EXECUTION_BUCKETS_S = QUEUE_BUCKETS_S
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 STEP_BUCKETS_S = (
-    2e-05,
-    5e-05,
-    0.0001,
-    0.0002,
-    0.0005,
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    5.0,
-)
+    2e-05, 5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0,
+)  # fmt: skip
 _QUEUE_BUCKETS_NS = tuple(round(bound_s * 1e9) for bound_s in QUEUE_BUCKETS_S)
 FILL_BUCKETS = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 
@@ -137,11 +123,7 @@ class StatsTally:
         self.max_rows = 0
         self.latencies: LatencyTally | None = None
         self._deltas: defaultdict[str, int] = defaultdict(int)
-        self._queue = [0] * (len(QUEUE_BUCKETS_S) + 1)
-        self._execution = [0] * (len(EXECUTION_BUCKETS_S) + 1)
-        self._batch = [0] * (len(BATCH_BUCKETS) + 1)
-        self._assemble = [0] * (len(STEP_BUCKETS_S) + 1)
-        self._fill = [0] * (len(FILL_BUCKETS) + 1)
+        self._counts = {name: [0] * (len(BOUNDS[name]) + 1) for name in (QUEUE, EXECUTION, BATCH, ASSEMBLE, FILL)}
         self._sizes: dict[int, list[int]] = {}
         self._last_s = 0.0
 
@@ -172,13 +154,14 @@ class StatsTally:
         deltas[INPUT_NS] += input_ns * requests
         deltas[INFER_NS] += infer_ns * requests
         deltas[OUTPUT_NS] += output_ns * requests
-        queue = self._queue
+        counts = self._counts
+        queue = counts[QUEUE]
         for item_ns in queue_ns:
             queue[bisect_left(_QUEUE_BUCKETS_NS, item_ns)] += 1
-        self._execution[bisect_left(EXECUTION_BUCKETS_S, batch_ns / 1e9)] += 1
-        self._assemble[bisect_left(STEP_BUCKETS_S, input_ns / 1e9)] += 1
+        counts[EXECUTION][bisect_left(EXECUTION_BUCKETS_S, batch_ns / 1e9)] += 1
+        counts[ASSEMBLE][bisect_left(STEP_BUCKETS_S, input_ns / 1e9)] += 1
         if self.max_rows:
-            self._fill[bisect_left(FILL_BUCKETS, rows / self.max_rows)] += 1
+            counts[FILL][bisect_left(FILL_BUCKETS, rows / self.max_rows)] += 1
             deltas[FILL_PERMILLE] += 1000 * rows // self.max_rows
         if self.latencies is not None:
             self.latencies.executed(queue_ns, input_ns, infer_ns, output_ns)
@@ -216,14 +199,8 @@ class StatsTally:
         sizes = self._drain_sizes()
         deltas = {name: value for name, value in self._deltas.items() if value}
         self._deltas.clear()
-        for name, bounds, counts in (
-            (QUEUE, QUEUE_BUCKETS_S, self._queue),
-            (EXECUTION, EXECUTION_BUCKETS_S, self._execution),
-            (BATCH, BATCH_BUCKETS, self._batch),
-            (ASSEMBLE, STEP_BUCKETS_S, self._assemble),
-            (FILL, FILL_BUCKETS, self._fill),
-        ):
-            fields = zip(bucket_fields(name, bounds), counts, strict=True)
+        for name, counts in self._counts.items():
+            fields = zip(bucket_fields(name, BOUNDS[name]), counts, strict=True)
             deltas.update((field, count) for field, count in fields if count)
             counts[:] = [0] * len(counts)
         deltas.update(sizes)
@@ -239,7 +216,7 @@ class StatsTally:
         fields: dict[str, int] = {}
         for rows, totals in self._sizes.items():
             executions, *ns = totals
-            self._batch[bisect_left(BATCH_BUCKETS, rows)] += executions
+            self._counts[BATCH][bisect_left(BATCH_BUCKETS, rows)] += executions
             self._deltas[INFERENCE_COUNT] += rows * executions
             self._deltas[EXECUTION_COUNT] += executions
             self._deltas[EXECUTION_NS] += sum(ns)
@@ -252,23 +229,17 @@ class ModelCounts:
     """Adds up counts of several model versions; not for several threads at once."""
 
     def __init__(self) -> None:
-        self._deltas: dict[tuple[str, int], defaultdict[str, int]] = {}
+        self._deltas: defaultdict[tuple[str, int], defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
 
     def add(self, model: str, version: int, field: str, count: int = 1) -> None:
         """Adds to a field of a model version."""
-        self._of(model, version)[field] += count
+        self._deltas[model, version][field] += count
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:
         """Returns what was added since the last drain, by model and version."""
-        drained: dict[tuple[str, int], dict[str, int]] = {key: dict(deltas) for key, deltas in self._deltas.items()}
+        drained = {key: dict(deltas) for key, deltas in self._deltas.items()}
         self._deltas.clear()
         return drained
-
-    def _of(self, model: str, version: int) -> defaultdict[str, int]:
-        deltas = self._deltas.get((model, version))
-        if deltas is None:
-            deltas = self._deltas[model, version] = defaultdict(int)
-        return deltas
 
 
 class RefusalTally(ModelCounts):
@@ -292,7 +263,7 @@ class PublishTally(ModelCounts):
 
     def published(self, model: str, version: int, ns: int) -> None:
         """Counts the answers of a batch, which took so many nanoseconds to be published or stored."""
-        deltas = self._of(model, version)
+        deltas = self._deltas[model, version]
         deltas[_PUBLISH_FIELDS[bisect_left(STEP_BUCKETS_S, ns / 1e9)]] += 1
         deltas[PUBLISH_NS] += ns
 
@@ -323,11 +294,8 @@ def buckets(stats: Mapping[str, int], histogram: str) -> list[tuple[float, int]]
         if field.startswith(prefix):
             bound = float(field[len(prefix) :])
             counts[bound] = counts.get(bound, 0) + count
-    total, cumulative = 0, []
-    for bound in sorted(counts):
-        total += counts[bound]
-        cumulative.append((bound, total))
-    return cumulative
+    bounds = sorted(counts)
+    return list(zip(bounds, accumulate(counts[bound] for bound in bounds), strict=True))
 
 
 def bucket_fields(histogram: str, bounds: Sequence[float]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from qinfer.errors import ErrorCode
 from qinfer.observe import catalogue, latencies, stats
 from qinfer.observe.catalogue import Info
-from qinfer.observe.exposition import Family
+from qinfer.observe.exposition import Family, by_model, family, labels_of
 from qinfer.observe.host import GpuUse, HostUse
 
 Key = tuple[str, int]
@@ -112,29 +112,29 @@ def families(
         load_s: Model version → seconds that its last load took.
         wanted: Which metrics of latencies to show.
     """
-    yield _family(catalogue.NV_SUCCESS, {key: of.get(stats.SUCCESS_COUNT, 0) for key, of in statistics.items()})
+    yield by_model(catalogue.NV_SUCCESS, {key: of.get(stats.SUCCESS_COUNT, 0) for key, of in statistics.items()})
     failed = Family(catalogue.NV_FAILURE)
-    for (model, version), fields in statistics.items():
+    for key, fields in statistics.items():
         for reason, count in failures(fields).items():
-            failed.add(count, model=model, reason=reason.value, version=str(version))
+            failed.add(count, reason=reason.value, **labels_of(key))
     yield failed
-    yield _family(catalogue.NV_COUNT, {key: of.get(stats.INFERENCE_COUNT, 0) for key, of in statistics.items()})
-    yield _family(catalogue.NV_EXEC_COUNT, {key: of.get(stats.EXECUTION_COUNT, 0) for key, of in statistics.items()})
+    yield by_model(catalogue.NV_COUNT, {key: of.get(stats.INFERENCE_COUNT, 0) for key, of in statistics.items()})
+    yield by_model(catalogue.NV_EXEC_COUNT, {key: of.get(stats.EXECUTION_COUNT, 0) for key, of in statistics.items()})
     if wanted.counters:
         for latency in _LATENCIES:
             totals = {key: of.get(latency.field, 0) // 1000 for key, of in statistics.items()}
-            yield _family(latency.counter, totals)
+            yield by_model(latency.counter, totals)
     if wanted.quantiles:
         yield from _summaries(statistics, wanted)
     if wanted.histogram:
         histogram = Family(catalogue.NV_FIRST_RESPONSE)
-        for (model, version), fields in statistics.items():
+        for key, fields in statistics.items():
             buckets = stats.buckets(fields, latencies.FIRST_RESPONSE)
             total_ms = fields.get(latencies.FIRST_RESPONSE_NS, 0) / 1e6
-            histogram.add_histogram(buckets, total_ms, model=model, version=str(version))
+            histogram.add_histogram(buckets, total_ms, **labels_of(key))
         yield histogram
-    yield _family(catalogue.NV_PENDING, pending)
-    yield _family(catalogue.NV_LOAD, load_s)
+    yield by_model(catalogue.NV_PENDING, pending)
+    yield by_model(catalogue.NV_LOAD, load_s)
 
 
 def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
@@ -147,22 +147,14 @@ def of_gpus(uses: Iterable[GpuUse]) -> Iterator[Family]:
     if not gpus:
         return
     for info, name in _OF_GPUS:
-        family = Family(info)
-        for uuid, use in gpus.items():
-            family.add(getattr(use, name), gpu_uuid=uuid)
-        yield family
+        yield family(info, ((getattr(use, name), {"gpu_uuid": uuid}) for uuid, use in gpus.items()))
 
 
 def of_host(use: HostUse) -> Iterator[Family]:
     """Yields Triton's metrics of the machine: of the one that this gateway is running on."""
-    for info, value in (
-        (catalogue.NV_CPU_UTILIZATION, use.cpu),
-        (catalogue.NV_CPU_MEMORY_TOTAL, use.memory_total_bytes),
-        (catalogue.NV_CPU_MEMORY_USED, use.memory_used_bytes),
-    ):
-        family = Family(info)
-        family.add(value)
-        yield family
+    yield family(catalogue.NV_CPU_UTILIZATION, [(use.cpu, {})])
+    yield family(catalogue.NV_CPU_MEMORY_TOTAL, [(use.memory_total_bytes, {})])
+    yield family(catalogue.NV_CPU_MEMORY_USED, [(use.memory_used_bytes, {})])
 
 
 def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
@@ -178,19 +170,12 @@ def failures(fields: Mapping[str, int]) -> dict[Reason, int]:
 
 def _summaries(statistics: Mapping[Key, Mapping[str, int]], wanted: Wanted) -> Iterator[Family]:
     for latency in _LATENCIES:
-        family = Family(latency.summary)
-        for (model, version), fields in statistics.items():
-            values = latencies.quantiles(wanted.recent.get((model, version), {}), latency.which, wanted.quantiles)
+        summary = Family(latency.summary)
+        for key, fields in statistics.items():
+            values = latencies.quantiles(wanted.recent.get(key, {}), latency.which, wanted.quantiles)
             count, total = fields.get(stats.SUCCESS_COUNT, 0), fields.get(latency.field, 0) // 1000
-            family.add_summary(values, count, total, model=model, version=str(version))
-        yield family
-
-
-def _family(info: Info, values: Mapping[Key, float]) -> Family:
-    family = Family(info)
-    for (model, version), value in values.items():
-        family.add(value, model=model, version=str(version))
-    return family
+            summary.add_summary(values, count, total, **labels_of(key))
+        yield summary
 
 
 _OF_GPUS = (
