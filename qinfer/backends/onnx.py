@@ -24,26 +24,16 @@ os.putenv("ORT_DISABLE_TELEMETRY", "1")
 
 import onnxruntime as ort
 
-from qinfer.backends import engine_cache
 from qinfer.backends.base import Array, Batch, Context, respond_rows
-from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
+from qinfer.backends.parameters import choice, cleaned, compare, cores_each, count, engine_cache, flag, model_file
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
+from qinfer.tensors import DATATYPES
 
-_DATATYPES = {
-    "tensor(bool)": "BOOL",
-    "tensor(uint8)": "UINT8",
-    "tensor(uint16)": "UINT16",
-    "tensor(uint32)": "UINT32",
-    "tensor(uint64)": "UINT64",
-    "tensor(int8)": "INT8",
-    "tensor(int16)": "INT16",
-    "tensor(int32)": "INT32",
-    "tensor(int64)": "INT64",
-    "tensor(float16)": "FP16",
-    "tensor(bfloat16)": "BF16",
+_DATATYPES = {f"tensor({np.dtype(d.numpy).name})": d.name for d in DATATYPES.values() if d.numpy} | {
     "tensor(float)": "FP32",
     "tensor(double)": "FP64",
+    "tensor(bfloat16)": "BF16",
     "tensor(string)": "BYTES",
 }
 _ONNX_BFLOAT16 = 16  # TensorProto.BFLOAT16
@@ -97,7 +87,7 @@ class OnnxBackend:
         path = model_file(spec, version_dir, "model.onnx")
         if path.is_dir():  # a model of several files (reference §3.1)
             path /= "model.onnx"
-        wanted = providers(spec, device, ort.get_available_providers(), engine_cache.root())
+        wanted = providers(spec, device, ort.get_available_providers(), engine_cache())
         try:
             self._session = ort.InferenceSession(str(path), _options(spec), providers=wanted)
         except ModelLoadFailed:
@@ -266,30 +256,15 @@ def _check_device(spec: ModelSpec, device: Device, wanted: str, got: Sequence[st
 
 def _compare(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], found: Sequence[Any]) -> None:
     """Checks that the configuration's tensors exist in the model with the same datatype and compatible dimensions."""
-    actual = {tensor.name: tensor for tensor in found}
+    actual = {
+        node.name: (_DATATYPES.get(node.type, node.type), [dim if isinstance(dim, int) else -1 for dim in node.shape])
+        for node in found
+    }
     if kind == "input" and (missing := set(actual) - {c.name for c in configured}):
         raise ModelLoadFailed(f"model '{spec.name}' needs inputs that its configuration lacks: {sorted(missing)}")
     for tensor in configured:
-        if tensor.name not in actual:
-            raise ModelLoadFailed(
-                f"unexpected inference {kind} '{tensor.name}' for model '{spec.name}', "
-                f"allowed {kind}s are: {', '.join(sorted(actual))}"
-            )
-        node = actual[tensor.name]
-        datatype = _DATATYPES.get(node.type, node.type)
-        if datatype != tensor.datatype:
-            raise ModelLoadFailed(
-                f"model '{spec.name}', {kind} '{tensor.name}': the model has {datatype}, "
-                f"its configuration {tensor.datatype}"
-            )
-        dims = [dim if isinstance(dim, int) else -1 for dim in node.shape]
-        seen = tensor.dims if tensor.reshape is None else tensor.reshape
-        expected = [*([-1] if spec.max_batch_size else []), *seen]
-        agree = len(dims) == len(expected) and all(d == e or -1 in (d, e) for d, e in zip(dims, expected, strict=True))
-        if not agree:
-            raise ModelLoadFailed(
-                f"model '{spec.name}', {kind} '{tensor.name}': the model has shape {dims}, its configuration {expected}"
-            )
+        compare(spec, kind, tensor, actual)
+        _, dims = actual[tensor.name]
         if spec.max_batch_size > 1 and dims and dims[0] not in (-1, spec.max_batch_size):
             raise ModelLoadFailed(
                 f"model '{spec.name}', {kind} '{tensor.name}': its first dimension is fixed to {dims[0]}, "

@@ -18,24 +18,14 @@ import openvino as ov
 from openvino.preprocess import PrePostProcessor
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
-from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag, model_file
+from qinfer.backends.parameters import choice, cleaned, compare, cores_each, count, flag, model_file
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
 
-_DATATYPES = {
-    "boolean": "BOOL",
-    "u8": "UINT8",
-    "u16": "UINT16",
-    "u32": "UINT32",
-    "u64": "UINT64",
-    "i8": "INT8",
-    "i16": "INT16",
-    "i32": "INT32",
-    "i64": "INT64",
-    "f16": "FP16",
-    "bf16": "BF16",
-    "f32": "FP32",
-    "f64": "FP64",
+_DATATYPES = {"boolean": "BOOL", "bf16": "BF16"} | {
+    f"{kind}{bits}": f"{name}{bits}"
+    for kind, name, sizes in (("u", "UINT", (8, 16, 32, 64)), ("i", "INT", (8, 16, 32, 64)), ("f", "FP", (16, 32, 64)))
+    for bits in sizes
 }
 _HINTS = {"latency": "LATENCY", "throughput": "THROUGHPUT", "cumulative_throughput": "CUMULATIVE_THROUGHPUT"}
 _REFUSED = ("CPU_EXTENSION_PATH", "CPU_BIND_THREAD")
@@ -190,28 +180,11 @@ def _compared(spec: ModelSpec, kind: str, configured: Sequence[TensorSpec], port
         The position in the model of each.
     """
     names = {name: position for position, port in enumerate(ports) for name in port.get_names()}
-    positions = []
+    types = [port.element_type.get_type_name() for port in ports]
+    found = {name: (_DATATYPES.get(types[at], types[at]), _dims(ports[at])) for name, at in names.items()}
     for tensor in configured:
-        if tensor.name not in names:
-            raise ModelLoadFailed(
-                f"unexpected inference {kind} '{tensor.name}' for model '{spec.name}', "
-                f"allowed {kind}s are: {', '.join(sorted(names))}"
-            )
-        positions.append(names[tensor.name])
-        port = ports[names[tensor.name]]
-        where = f"model '{spec.name}', {kind} '{tensor.name}': the model has"
-        datatype = _DATATYPES.get(port.element_type.get_type_name(), port.element_type.get_type_name())
-        if datatype != tensor.datatype:
-            raise ModelLoadFailed(f"{where} {datatype}, its configuration {tensor.datatype}")
-        found = _dims(port)
-        expected = [
-            *([-1] if spec.max_batch_size else []),
-            *(tensor.dims if tensor.reshape is None else tensor.reshape),
-        ]
-        if found is not None and not (
-            len(found) == len(expected) and all(f == e or -1 in (f, e) for f, e in zip(found, expected, strict=True))
-        ):
-            raise ModelLoadFailed(f"{where} shape {found}, its configuration {expected}")
+        compare(spec, kind, tensor, found)
+    positions = [names[tensor.name] for tensor in configured]
     if kind == "input" and len(positions) < len(ports):
         raise ModelLoadFailed(f"model '{spec.name}' has {len(ports)} inputs, its configuration {len(positions)}")
     return positions

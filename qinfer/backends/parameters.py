@@ -1,18 +1,21 @@
-"""Parameters that all adapters read from a model's configuration in the same way: numbers, switches, file, cores."""
+"""A model's configuration as all adapters read and check it: numbers, switches, file, tensors, cores, engine cache."""
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from qinfer.errors import ModelLoadFailed
-from qinfer.models.spec import ModelSpec
+from qinfer.models.spec import ModelSpec, TensorSpec
 
 T = TypeVar("T")
 
 _CGROUP = Path("/sys/fs/cgroup")
 _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_ENGINES = Path("~/.cache/qinfer/engines")
+
+_engine_cache: list[Path] = []
 
 
 def count(spec: ModelSpec, parameter: str, default: int = 0) -> int:
@@ -94,6 +97,50 @@ def model_file(spec: ModelSpec, version_dir: Path, *defaults: str) -> Path:
         if (path := version_dir / name).exists():
             return path
     raise ModelLoadFailed(f"model '{spec.name}' has no file '{names[0]}' in version {version_dir.name}")
+
+
+def compare(
+    spec: ModelSpec, kind: str, tensor: TensorSpec, found: Mapping[str, tuple[str, Sequence[int] | None]]
+) -> None:
+    """Checks that a configured tensor exists in the model, of the same datatype and with compatible dimensions.
+
+    Args:
+        spec: The model's configuration.
+        kind: `input` or `output`.
+        tensor: The configured tensor.
+        found: Name → datatype and dimensions of the model's tensors of that kind, -1 where one is variable; `None`
+            where even their number is unknown.
+
+    Raises:
+        ModelLoadFailed: It does not, or has others.
+    """
+    if tensor.name not in found:
+        raise ModelLoadFailed(
+            f"unexpected inference {kind} '{tensor.name}' for model '{spec.name}', "
+            f"allowed {kind}s are: {', '.join(sorted(found))}"
+        )
+    where = f"model '{spec.name}', {kind} '{tensor.name}': the model has"
+    datatype, dims = found[tensor.name]
+    if datatype != tensor.datatype:
+        raise ModelLoadFailed(f"{where} {datatype}, its configuration {tensor.datatype}")
+    expected = [*([-1] if spec.max_batch_size else []), *(tensor.dims if tensor.reshape is None else tensor.reshape)]
+    if dims is None:
+        return
+    if len(dims) != len(expected) or any(d != e and -1 not in (d, e) for d, e in zip(dims, expected, strict=True)):
+        raise ModelLoadFailed(f"{where} shape {list(dims)}, its configuration {expected}")
+
+
+def use_engine_cache(directory: Path) -> None:
+    """Sets the directory of compiled engines of this process; called once, by the program that composes it."""
+    _engine_cache[:] = [directory]
+
+
+def engine_cache() -> Path:
+    """Returns where compiled engines are kept between starts: a build takes minutes, and fits one GPU and version only.
+
+    The directory need not exist: the one that was set, else one of the user's cache.
+    """
+    return _engine_cache[0] if _engine_cache else _ENGINES.expanduser()
 
 
 def cleaned(error: BaseException, path: Path | None = None) -> str:

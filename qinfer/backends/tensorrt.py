@@ -21,10 +21,9 @@ import msgspec
 import numpy as np
 import tensorrt as trt
 
-from qinfer.backends import engine_cache
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.cuda import TO_DEVICE, TO_HOST, Cuda
-from qinfer.backends.parameters import cleaned, model_file
+from qinfer.backends.parameters import cleaned, engine_cache, model_file
 from qinfer.backends.tensorrt_plan import build_of, cache_key
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
 from qinfer.models.config.file_tensors import read_onnx
@@ -334,7 +333,7 @@ def _engine_of(cuda: Cuda, spec: ModelSpec, onnx: Path, device: int) -> Path:
     with LocalFiles(onnx.parent).blob(onnx.name, onnx.stat().st_size) as blob:
         declared = read_onnx(blob, onnx.name)
     build = build_of(spec, declared)
-    directory = engine_cache.root() / "tensorrt"
+    directory = engine_cache() / "tensorrt"
     directory.mkdir(parents=True, exist_ok=True)
     plan = directory / f"{cache_key(build, onnx.parent, cuda.describe(device), trt.__version__)}.plan"
     build.onnx, build.plan, build.device = str(onnx), str(plan), device

@@ -35,24 +35,13 @@ from qinfer.backends.parameters import choice, cleaned, cores_each, count, flag,
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, OutputMismatch, QinferError
 from qinfer.models.config.to_spec import TORCH_AMP, TORCH_COMPILE
 from qinfer.models.spec import Device, ModelSpec
+from qinfer.tensors import DATATYPES
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "UINT8": torch.uint8,
-    "UINT16": torch.uint16,
-    "UINT32": torch.uint32,
-    "UINT64": torch.uint64,
-    "INT8": torch.int8,
-    "INT16": torch.int16,
-    "INT32": torch.int32,
-    "INT64": torch.int64,
-    "FP16": torch.float16,
-    "BF16": torch.bfloat16,
-    "FP32": torch.float32,
-    "FP64": torch.float64,
-}
+_DTYPES: dict[str, torch.dtype] = {
+    d.name: getattr(torch, np.dtype(d.numpy).name) for d in DATATYPES.values() if d.numpy
+} | {"BF16": torch.bfloat16}
 _AMP = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 _AMP_CHOICES: dict[str, torch.dtype | None] = {**_AMP, "none": None}
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import uvloop
 
-from qinfer.backends import engine_cache, registry
+from qinfer.backends import registry
+from qinfer.backends.parameters import use_engine_cache
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.repository.open import open_repositories
@@ -53,7 +54,7 @@ async def serve(settings: Settings) -> None:
     store = ControlStore(admin_client(settings.redis))
     files = open_repositories(settings.repository)
     if settings.repository.cache_dir:
-        engine_cache.use(Path(settings.repository.cache_dir) / "engines")
+        use_engine_cache(Path(settings.repository.cache_dir) / "engines")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = known_as(gpus_here(settings.worker.gpus, visible), visible)
     loader = Loader(files.version_dir, registry.factory, delivery.clock, gpus, registry.completer)
