@@ -160,57 +160,38 @@ class Caller(Protocol):
         ...
 
 
-class Execution:
+class Execution(msgspec.Struct, eq=False):
     """A batch that runs, or ran; see the module docstring for who may touch it when.
 
-    Args:
+    Attributes:
         items: The batch's items, in batch order.
         batch: The assembled arrays.
         input_ns: How long assembling took.
         caller: Takes the batch's calls to other models; without one they fail.
         apart: It is half of a batch that raised: its items must not be merged with others.
+        answers: Each item's final answer.
+        parameters: What the model said besides the outputs of its final answers, by item.
+        earlier: Responses that were not final, as (item, answer, parameters), in order.
+        error: Why the batch failed.
     """
 
-    __slots__ = (
-        "_batch_id",
-        "_caller",
-        "_refusals",
-        "answers",
-        "apart",
-        "batch",
-        "begin_ns",
-        "earlier",
-        "end_ns",
-        "error",
-        "input_ns",
-        "items",
-        "parameters",
-        "respond_ns",
-    )
+    items: Sequence[Pending]
+    batch: Batch
+    input_ns: int
+    caller: Caller | None = None
+    apart: bool = False
+    answers: list[Answer | None] = []
+    parameters: dict[int, Mapping[str, Scalar]] = {}
+    earlier: list[tuple[int, Answer, Mapping[str, Scalar]]] = []
+    error: QinferError | None = None
+    begin_ns: int = 0
+    respond_ns: int = 0
+    end_ns: int = 0
+    _refusals: tuple[RequestError, ...] = ()
+    _batch_id: str = ""
 
-    def __init__(
-        self,
-        items: Sequence[Pending],
-        batch: Batch,
-        input_ns: int,
-        caller: Caller | None = None,
-        *,
-        apart: bool = False,
-    ) -> None:
-        self.items = items
-        self.batch = batch
-        self.input_ns = input_ns
-        self.apart = apart
-        self._caller = caller
-        self._refusals: tuple[RequestError, ...] = ()
-        self._batch_id = ""
-        self.answers: list[Answer | None] = [None] * len(items)
-        self.parameters: dict[int, Mapping[str, Scalar]] = {}
-        """What the model said besides the outputs of its final answers, by item."""
-        self.earlier: list[tuple[int, Answer, Mapping[str, Scalar]]] = []
-        """Responses that were not final, as (item, answer, parameters), in order."""
-        self.error: QinferError | None = None
-        self.begin_ns = self.respond_ns = self.end_ns = 0
+    def __post_init__(self) -> None:
+        self.answers = [None] * len(self.items)
 
     def respond(
         self, item: int, outputs: Answer, *, final: bool = True, parameters: Mapping[str, Scalar] | None = None
@@ -237,7 +218,7 @@ class Execution:
 
     def call(self, request: InferRequest) -> Response:
         """Runs another model; see `Context.call`."""
-        if self._caller is None:
+        if self.caller is None:
             raise InferenceFailed("this model runs where it can't call other models")
         waited_for = [item for item in self.items if not item.lost]
         if not waited_for:
@@ -247,7 +228,7 @@ class Execution:
             request, tenant=request.tenant or first.tenant, trace=request.trace or first.trace
         )
         try:
-            return self._caller.call(inherited, min(item.deadline_s for item in waited_for))
+            return self.caller.call(inherited, min(item.deadline_s for item in waited_for))
         except RequestError as error:
             self._refusals = (*self._refusals, error)
             raise

@@ -12,7 +12,6 @@ and nothing is logged. `run` does the rest in the background:
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,7 +29,7 @@ from qinfer.errors import (
     InferenceFailed,
     QinferError,
 )
-from qinfer.queue.entries import Entry, Lane
+from qinfer.queue.entries import Entry, Lane, by_lane
 from qinfer.queue.lanes import Queue
 from qinfer.wire.frame import decode_responses
 
@@ -55,7 +54,7 @@ class Counter(Protocol):
     in_flight: int
 
 
-class Load:
+class Load(msgspec.Struct, eq=False):
     """Number of entries in one lane.
 
     Attributes:
@@ -66,17 +65,14 @@ class Load:
         most: Up to so many entries nothing needs to be judged, for a request of the default timeout.
     """
 
-    __slots__ = ("lane", "left", "most", "others", "own")
-
-    def __init__(self, lane: Lane, most: int) -> None:
-        self.lane = lane
-        self.own = 0
-        self.left = 0
-        self.others = 0
-        self.most = most
+    lane: Lane
+    most: int
+    own: int = 0
+    left: int = 0
+    others: int = 0
 
 
-class Pending:
+class Pending(msgspec.Struct, eq=False):
     """A request that was submitted and not yet answered in full.
 
     Attributes:
@@ -97,40 +93,21 @@ class Pending:
         is_fetched: Its outputs, which are beside the reply stream, are being fetched.
     """
 
-    __slots__ = (
-        "abandoned",
-        "attempt",
-        "bucket",
-        "client_id",
-        "deadline_s",
-        "entry",
-        "is_fetched",
-        "is_late",
-        "load",
-        "model",
-        "quota",
-        "request_id",
-        "sink",
-        "started_s",
-        "version",
-    )
-
-    def __init__(self, request_id: str, client_id: str, model: str, version: int, sink: Sink, started_s: float) -> None:
-        self.request_id = request_id
-        self.client_id = client_id
-        self.model = model
-        self.version = version
-        self.sink = sink
-        self.started_s = started_s
-        self.entry: Entry | None = None
-        self.abandoned = False
-        self.attempt = 0
-        self.bucket = 0
-        self.load: Load | None = None
-        self.quota: Counter | None = None
-        self.deadline_s = 0.0
-        self.is_late = False
-        self.is_fetched = False
+    request_id: str
+    client_id: str
+    model: str
+    version: int
+    sink: Sink
+    started_s: float
+    entry: Entry | None = None
+    abandoned: bool = False
+    attempt: int = 0
+    bucket: int = 0
+    load: Load | None = None
+    quota: Counter | None = None
+    deadline_s: float = 0.0
+    is_late: bool = False
+    is_fetched: bool = False
 
 
 class Timer(Protocol):
@@ -290,7 +267,7 @@ class PendingRequests:
     async def discard(self) -> None:
         """Finishes the entries of abandoned requests now; those that Redis does not get, the worker's deadline ends."""
         entries, self._abandoned = self._abandoned, []
-        for group in _by_lane(entries).values():
+        for _, group in by_lane(entries):
             try:
                 await self._delivery.finish(group)
             except DeliveryError as error:
@@ -366,7 +343,7 @@ class PendingRequests:
         """Takes late requests out of the queue; those that stay there are the worker's, and their deadline's."""
         late = {pending.entry: pending for pending in self._late if pending.entry is not None}
         self._late.clear()
-        for entries in _by_lane(list(late)).values():
+        for _, entries in by_lane(list(late)):
             try:
                 removed = await self._delivery.withdraw(entries)
             except DeliveryError as error:
@@ -403,14 +380,6 @@ class PendingRequests:
                 if pending not in self:
                     raise
                 logger.info("outputs are read again", extra={"request_id": pending.request_id, "reason": error.message})
-
-
-def _by_lane(entries: list[Entry]) -> dict[Lane, list[Entry]]:
-    """Groups entries as one call takes them."""
-    groups: defaultdict[Lane, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        groups[entry.lane].append(entry)
-    return groups
 
 
 def _uncount(pending: Pending) -> None:

@@ -116,9 +116,7 @@ class Submission:
         request.id = self._new_id(spec.name, lane.partition)
         request.version = served.version
         now_s = self._clock.monotonic_s()
-        pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s)
-        pending.load = load
-        pending.quota = quota
+        pending = Pending(request.id, request.client_id, spec.name, served.version, sink, now_s, load=load, quota=quota)
         try:
             if form is None:
                 self._submit_anew(pending, request, served, route or served.routes.default, timeout_s, kind)
@@ -232,7 +230,7 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
     request.trace = trace
     _stamp(request, served, route, timeout_s)
     request.partition = address.partition
-    frame, payload = lay_out(request, tensor_bytes(request), inline_max_bytes)
+    frame, payload = lay_out(request, inline_max_bytes)
     limits = (route.policy.max_queue_size, served.spec.lane_capacity, max_waiting)
     limit = min((limit for limit in limits if limit), default=0)
     return Stamped(route.lane, frame, payload.data if payload is not None else b"", limit)
@@ -271,7 +269,7 @@ class Layouts:
         Raises:
             PayloadTooLarge: It is too large without its tensors.
         """
-        frame, payload = lay_out(request, tensor_bytes(request), self._inline_max_bytes)
+        frame, payload = lay_out(request, self._inline_max_bytes)
         if kind is not None and payload is None and self._repeats.has(kind):
             if len(self._forms) >= _MAX_LAYOUTS:
                 self._forms.clear()
@@ -308,12 +306,11 @@ def tensor_bytes(request: InferRequest) -> int:
     return size
 
 
-def lay_out(request: InferRequest, size: int, inline_max_bytes: int) -> tuple[bytes, Payload | None]:
+def lay_out(request: InferRequest, inline_max_bytes: int) -> tuple[bytes, Payload | None]:
     """Encodes a stamped request.
 
     Args:
         request: The request; its field `payload` is set here.
-        size: Bytes of its tensors.
         inline_max_bytes: Larger tensors go beside the stream.
 
     Returns:
@@ -322,6 +319,7 @@ def lay_out(request: InferRequest, size: int, inline_max_bytes: int) -> tuple[by
     Raises:
         PayloadTooLarge: It is too large without its tensors.
     """
+    size = tensor_bytes(request)
     if size <= inline_max_bytes:
         frame = encode_request(request)
         check_head(len(frame) - size)
@@ -478,7 +476,7 @@ def judge(*, waiting: int, ahead: int, limit: int, capacity: Capacity, timeout_s
     """
     rps = capacity.rps
     if waiting >= limit:
-        return QueueFull("Exceeds maximum queue size", _bounded((waiting - limit + 1) / rps if rps else 1.0))
+        return QueueFull(FULL, _bounded((waiting - limit + 1) / rps if rps else 1.0))
     if not rps or not ahead:
         return None
     wait_s = capacity.start_s + ahead / rps
