@@ -11,10 +11,9 @@ it has no reply stream and reads no catalog.
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -102,7 +101,7 @@ class Caller:
         self._refreshing = asyncio.Lock()
         self._listening = asyncio.Event()
         self._background: list[asyncio.Task[None]] = []
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     def call(self, request: InferRequest, deadline_s: float) -> Response:
@@ -119,7 +118,10 @@ class Caller:
         request = msgspec.structs.replace(request, generation=0, attempt=0, timeout_s=0.0, payload=False)
         check(request, served)
         answer = _Answer()
-        self._on_loop(self._submit, served, request, answer, timeout_s)
+        try:
+            self._loop.call_soon_threadsafe(self._submit, served, request, answer, timeout_s)
+        except RuntimeError:  # the loop is closed
+            raise Cancelled(_ENDING) from None
         response = self._outcome(answer.future, deadline_s)
         if response.failure is not None:
             raised = _RAISED.get(response.failure.code)
@@ -134,7 +136,7 @@ class Caller:
         """Tells whether a call to a model version is under way."""
         return self._submission.pending.has_any_of(model, version)
 
-    def close(self) -> "list[asyncio.Task[None]]":
+    def close(self) -> "list[asyncio.Task[Any]]":
         """Refuses further calls and ends those under way with `Cancelled`; returns the tasks to be cancelled."""
         self._is_closed = True
         self._submission.pending.fail_all(Cancelled(_ENDING))
@@ -152,8 +154,12 @@ class Caller:
         if self._now_s() - self._refreshed_at <= FRESH_S:
             with suppress(ModelNotFound, ModelNotReady):
                 return self._catalog.resolve(model, version)
-        outcome: Future[Served] = Future()
-        self._on_loop(self._spawn, partial(self._resolve, model, version), deadline_s, outcome)
+        resolving = self._resolve(model, version, deadline_s)
+        try:
+            outcome = asyncio.run_coroutine_threadsafe(resolving, self._loop)
+        except RuntimeError:  # the loop is closed
+            resolving.close()
+            raise Cancelled(_ENDING) from None
         return self._outcome(outcome, deadline_s)
 
     def _submit(self, served: Served, request: InferRequest, answer: _Answer, timeout_s: float) -> None:
@@ -171,57 +177,39 @@ class Caller:
         else:
             self._called(served.lane)
 
-    def _on_loop(self, do: Callable[..., None], *arguments: object) -> None:
-        """Has something done on the event loop."""
-        try:
-            self._loop.call_soon_threadsafe(do, *arguments)
-        except RuntimeError:  # the loop is closed
-            raise Cancelled(_ENDING) from None
-
     def _outcome(self, outcome: "Future[T]", deadline_s: float) -> T:
         """Waits for what the event loop was asked for; blocks this thread."""
         try:
             return outcome.result(max(deadline_s - self._now_s(), 0.0) + _GRACE_S)
         except TimeoutError:
             raise DeadlineExceeded(_EXPIRED) from None
+        except CancelledError:  # `close` ended it
+            raise Cancelled(_ENDING) from None
 
-    def _spawn(
-        self, work: Callable[[], Coroutine[Any, Any, Served]], deadline_s: float, outcome: "Future[Served]"
-    ) -> None:
+    async def _resolve(self, model: str, version: int, deadline_s: float) -> Served:
+        """Finds the model; on the event loop, where the view may have to be read again."""
         if self._is_closed:
-            outcome.set_exception(Cancelled(_ENDING))
-            return
-
-        def ended(task: "asyncio.Task[None]") -> None:
-            self._open.discard(task)
-            if not outcome.done():  # it was cancelled, maybe before it began
-                outcome.set_exception(Cancelled(_ENDING))
-
-        task = self._tasks.create_task(self._settle(work, deadline_s, outcome))
+            raise Cancelled(_ENDING)
+        task = asyncio.current_task()
+        assert task is not None
         self._open.add(task)
-        task.add_done_callback(ended)
-
-    async def _settle(
-        self, work: Callable[[], Coroutine[Any, Any, Served]], deadline_s: float, outcome: "Future[Served]"
-    ) -> None:
         try:
             async with asyncio.timeout(max(deadline_s - self._now_s(), 0.0)):
-                outcome.set_result(await work())
+                await self._listen()
+                await self._refresh(FRESH_S)
+                with suppress(ModelNotFound, ModelNotReady):
+                    return self._catalog.resolve(model, version)
+                await self._refresh(RECHECK_S)
+                return self._catalog.resolve(model, version)
         except TimeoutError:
-            outcome.set_exception(DeadlineExceeded(_EXPIRED))
-        except QinferError as error:
-            outcome.set_exception(error)
+            raise DeadlineExceeded(_EXPIRED) from None
+        except QinferError:
+            raise
         except Exception:  # the boundary, as in `_submit`
             logger.exception("call failed")
-            outcome.set_exception(_unexpected())
-
-    async def _resolve(self, model: str, version: int) -> Served:
-        await self._listen()
-        await self._refresh(FRESH_S)
-        with suppress(ModelNotFound, ModelNotReady):
-            return self._catalog.resolve(model, version)
-        await self._refresh(RECHECK_S)
-        return self._catalog.resolve(model, version)
+            raise _unexpected() from None
+        finally:
+            self._open.discard(task)
 
     async def _refresh(self, older_than_s: float) -> None:
         """Reads the models again if the view is older; with the store away, the last view serves on."""

@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qinfer.batching.batcher import Batcher
 from qinfer.batching.execution import Pending
@@ -557,7 +557,7 @@ def _log_data(lease: Lease) -> dict[str, object]:
     return {"model": entry.lane.model, "version": entry.lane.version, "entry_id": entry.entry_id}
 
 
-async def end(*tasks: "asyncio.Task[None]") -> None:
+async def end(*tasks: "asyncio.Task[Any]") -> None:
     """Cancels tasks until they are done: redis-py swallows a cancellation that comes while it connects."""
     pending = set(tasks)
     while pending:
