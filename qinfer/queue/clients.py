@@ -1,10 +1,11 @@
 """redis-py's own clients, for what is not once per request: set-up, control, and the renewal of leases.
 
-They read the same URL as `wire`: one node, a cluster, or Sentinels that know where the primary is.
+They read the same URL as `Router`: one node, a cluster, or Sentinels that know where the primary is.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 import redis
 import redis.asyncio
 import redis.asyncio.sentinel
@@ -20,6 +21,27 @@ if TYPE_CHECKING:  # the renewer of a worker's leases imports this module, and m
 _LONGEST_ADMIN_BLOCK_S = 2.0
 
 
+class Login(msgspec.Struct, array_like=True, frozen=True):
+    """The part of `RedisSettings` that a client needs; its URL and password are secrets, and are never shown."""
+
+    url: str
+    sentinel_password: str
+    cluster: bool
+    connect_timeout_s: float
+    command_timeout_s: float
+
+    @classmethod
+    def of(cls, settings: "RedisSettings") -> Self:
+        """Returns that part of some settings."""
+        return cls(
+            settings.url.get_secret_value(),
+            settings.sentinel_password.get_secret_value(),
+            settings.cluster,
+            settings.connect_timeout_s,
+            settings.command_timeout_s,
+        )
+
+
 def admin_client(settings: "RedisSettings") -> "redis.asyncio.Redis | redis.asyncio.RedisCluster":
     """Returns a client for set-up and control: replies are bytes, blocking reads may last 2 s.
 
@@ -27,33 +49,19 @@ def admin_client(settings: "RedisSettings") -> "redis.asyncio.Redis | redis.asyn
         SettingsError: The URL can't be read.
     """
     longest_s = settings.command_timeout_s + _LONGEST_ADMIN_BLOCK_S  # redis-py 8 would cut reads off after 5 s
-    options = _options(settings, longest_s)
-    url = settings.url.get_secret_value()
-    place = parse_place(url)
-    if isinstance(place, Sentinels):
-        asked = redis.asyncio.sentinel.Sentinel(list(place.places), sentinel_kwargs=_for_sentinels(place, settings))  # type: ignore[no-untyped-call]
-        return asked.master_for(place.service, redis_class=_AsyncPrimary, **options, **place.options)  # type: ignore[no-any-return]
-    if settings.cluster:
-        return redis.asyncio.RedisCluster.from_url(url, **options)
-    return redis.asyncio.Redis.from_url(url, **options)
+    client: redis.asyncio.Redis = _client(redis.asyncio, _AsyncPrimary, Login.of(settings), longest_s)
+    return client
 
 
-def blocking_client(settings: "RedisSettings") -> "redis.Redis | redis.RedisCluster":
+def blocking_client(login: Login) -> "redis.Redis | redis.RedisCluster":
     """Returns a client for a thread of its own.
 
     Raises:
         SettingsError: The URL can't be read.
     """
-    options = _options(settings, settings.command_timeout_s)
-    options["retry"] = Retry(NoBackoff(), 1)  # a pooled connection may have died since the last renewal
-    url = settings.url.get_secret_value()
-    place = parse_place(url)
-    if isinstance(place, Sentinels):
-        asked = redis.sentinel.Sentinel(list(place.places), sentinel_kwargs=_for_sentinels(place, settings))  # type: ignore[no-untyped-call]
-        return asked.master_for(place.service, redis_class=_Primary, **options, **place.options)  # type: ignore[no-any-return, no-untyped-call]
-    if settings.cluster:
-        return redis.RedisCluster.from_url(url, **options)
-    return redis.Redis.from_url(url, **options)
+    retry = Retry(NoBackoff(), 1)  # a pooled connection may have died since the last renewal
+    client: redis.Redis = _client(redis, _Primary, login, login.command_timeout_s, retry=retry)
+    return client
 
 
 class _AsyncPrimary(redis.asyncio.Redis):
@@ -74,16 +82,24 @@ class _Primary(redis.Redis):
             sentinel.close()
 
 
-def _options(settings: "RedisSettings", timeout_s: float) -> dict[str, Any]:
+def _client(clients: Any, primary: type, login: Login, timeout_s: float, **more: Any) -> Any:
+    """Makes a client of one of redis-py's two families; `primary` is its class of a node that Sentinels name."""
+    options = _options(login, timeout_s) | more
+    place = parse_place(login.url)
+    if isinstance(place, Sentinels):
+        # The Sentinels are talked to encrypted as the node is, and with their own password.
+        encryption = {name: value for name, value in place.options.items() if name.startswith("ssl")}
+        theirs = (
+            _options(login, login.connect_timeout_s / 2) | encryption | {"password": login.sentinel_password or None}
+        )
+        asked = clients.sentinel.Sentinel(list(place.places), sentinel_kwargs=theirs)
+        return asked.master_for(place.service, redis_class=primary, **options, **place.options)
+    return (clients.RedisCluster if login.cluster else clients.Redis).from_url(login.url, **options)
+
+
+def _options(login: Login, timeout_s: float) -> dict[str, Any]:
     return {
-        "protocol": 2,  # as `wire` speaks it
-        "socket_connect_timeout": settings.connect_timeout_s,
+        "protocol": 2,  # as `Connection` speaks it
+        "socket_connect_timeout": login.connect_timeout_s,
         "socket_timeout": timeout_s,
     }
-
-
-def _for_sentinels(place: Sentinels, settings: "RedisSettings") -> dict[str, Any]:
-    """Returns how to talk to the Sentinels themselves: encrypted as the node is, with their own password."""
-    encryption = {name: value for name, value in place.options.items() if name.startswith("ssl")}
-    password = settings.sentinel_password.get_secret_value() or None
-    return _options(settings, settings.connect_timeout_s / 2) | encryption | {"password": password}

@@ -6,14 +6,14 @@ import redis
 from redis.exceptions import ResponseError
 
 from qinfer.queue import keys, scripts
-from qinfer.queue.clients import blocking_client
+from qinfer.queue.clients import Login, blocking_client
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 
 
 def renew(queue: Queue, leases: Sequence[Lease]) -> list[Lease]:
     """Renews leases; returns those that are lost: finished by another, or owned by another."""
-    client = blocking_client(queue.router._settings)
+    client = blocking_client(Login.of(queue.router._settings))
     try:
         return [lease for lease in leases if _is_lost(client, lease)]
     finally:

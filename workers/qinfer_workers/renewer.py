@@ -17,16 +17,13 @@ import select
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from qinfer.core.processes import LENGTH, packed
-from qinfer.queue.clients import blocking_client
-
-if TYPE_CHECKING:
-    from qinfer.core.settings import RedisSettings
+from qinfer.queue.clients import Login, blocking_client
 
 REPORTS_PER_RENEWAL = 3
 """How often a worker reports the leases that it holds between two renewals."""
@@ -40,11 +37,7 @@ class Hello(msgspec.Struct, array_like=True):
     """How to renew; the first message. The URL is a secret: it comes over the pipe, and is never shown.
 
     Attributes:
-        url: Redis' URL.
-        sentinel_password: As in `RedisSettings`, like the next three.
-        cluster: Whether it is a cluster.
-        connect_timeout_s: How long to wait for a connection.
-        command_timeout_s: How long to wait for a reply.
+        redis: How to reach Redis.
         group: The consumer group of the lanes.
         consumer: The worker.
         script: The text of `renew.lua`.
@@ -52,11 +45,7 @@ class Hello(msgspec.Struct, array_like=True):
         longest_s: How long leases are renewed at most that were fetched and not reported.
     """
 
-    url: str
-    sentinel_password: str
-    cluster: bool
-    connect_timeout_s: float
-    command_timeout_s: float
+    redis: Login
     group: bytes
     consumer: bytes
     script: bytes
@@ -94,26 +83,6 @@ class Report(msgspec.Struct, array_like=True):
     renewed: int = 0
 
 
-class Secret(str):
-    """Text that `clients` takes for a setting of pydantic's, which is not imported here."""
-
-    __slots__ = ()
-
-    def get_secret_value(self) -> str:
-        """Returns it."""
-        return str(self)
-
-
-class _Redis(msgspec.Struct):
-    """The part of `RedisSettings` that `clients` reads."""
-
-    url: Secret
-    sentinel_password: Secret
-    cluster: bool
-    connect_timeout_s: float
-    command_timeout_s: float
-
-
 class Renewer:
     """Renews the leases of one worker; blocking.
 
@@ -142,7 +111,7 @@ class Renewer:
         report = Report(began_s, [], {})
         for lane, entries in self._reported.lanes.items():
             try:
-                self._client = self._client or blocking_client(cast("RedisSettings", _redis_of(self._hello)))
+                self._client = self._client or blocking_client(self._hello.redis)
                 if is_silent:
                     self._look(lane, began_s)
                 both = entries | self._unreported.get(lane, {})
@@ -231,16 +200,6 @@ class _Outbox:
             os.write(sys.stdout.fileno(), packed(report))
         self._unsent = [] if ready else report.lost
         self._unreported = 0 if ready else report.renewed
-
-
-def _redis_of(hello: Hello) -> _Redis:
-    return _Redis(
-        Secret(hello.url),
-        Secret(hello.sentinel_password),
-        hello.cluster,
-        hello.connect_timeout_s,
-        hello.command_timeout_s,
-    )
 
 
 def _is_running(pid: int) -> bool:

@@ -17,7 +17,7 @@ from qinfer.models.readiness import assess
 from qinfer.models.state import BEAT, BULK, Desired, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.address import Address, parse_place
-from qinfer.queue.clients import admin_client, blocking_client
+from qinfer.queue.clients import Login, admin_client, blocking_client
 from qinfer.storage.open import driver_variables
 from qinfer.wire.frame import FRAME_VERSION
 
@@ -88,7 +88,7 @@ def _redis_findings(settings: Settings) -> list[Finding]:
     try:
         place = parse_place(wanted.url.get_secret_value())
         node = place if isinstance(place, Address) else place.node
-        client = blocking_client(wanted)
+        client = blocking_client(Login.of(wanted))
     except SettingsError as error:
         return [problem("Redis", error.message)]
     except redis_server.ERRORS as error:

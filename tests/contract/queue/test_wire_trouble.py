@@ -14,7 +14,7 @@ from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue import keys
 from qinfer.queue.address import Sentinels, parse_place
-from qinfer.queue.clients import admin_client, blocking_client
+from qinfer.queue.clients import Login, admin_client, blocking_client
 from qinfer.queue.router import Router, SentinelResolver
 from tests.support.servers.servers import RedisCluster, RedisServer, SentinelSetup, command, system_redis
 
@@ -212,7 +212,7 @@ async def test_sentinels_lead_every_client_to_the_primary(sentinels: SentinelSet
     async with connected(sentinels.url) as router:
         await router.call(0, b"SET", b"x", b"1")
         blocking = router.blocking(0, "test", 0.1)
-        admin, renewing = admin_client(settings), blocking_client(settings)
+        admin, renewing = admin_client(settings), blocking_client(Login.of(settings))
 
         assert await blocking.call(b"GET", b"x") == b"1"
         assert await admin.get("x") == b"1"

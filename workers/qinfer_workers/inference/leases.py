@@ -21,6 +21,7 @@ from qinfer.core.processes import packed, received
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.core.settings import Settings
 from qinfer.queue import keys, scripts
+from qinfer.queue.clients import Login
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer_workers import renewer
 
@@ -218,17 +219,12 @@ class ProcessRenewals:
     """
 
     def __init__(self, settings: Settings, consumer: str) -> None:
-        redis, worker = settings.redis, settings.worker
         self._hello = renewer.Hello(
-            url=redis.url.get_secret_value(),
-            sentinel_password=redis.sentinel_password.get_secret_value(),
-            cluster=redis.cluster,
-            connect_timeout_s=redis.connect_timeout_s,
-            command_timeout_s=redis.command_timeout_s,
+            redis=Login.of(settings.redis),
             group=keys.GROUP,
             consumer=consumer.encode(),
             script=scripts.RENEW.text,
-            every_s=worker.renew_every_s,
+            every_s=settings.worker.renew_every_s,
             longest_s=max(settings.limits.max_timeout_s, settings.requests.max_timeout_s),
         )
         self._lanes: dict[bytes, Lane] = {}

@@ -21,6 +21,7 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
 from qinfer.core.processes import LENGTH, packed
 from qinfer.core.settings import RedisSettings, Settings
+from qinfer.queue.clients import Login
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer_workers import renewer
 from qinfer_workers.inference import leases
@@ -71,7 +72,7 @@ def test_who_asks_after_each_failure_does_not_make_it_fail_faster(
     """A pause comes after each; and a cluster that is away at the start does not end the renewer."""
     assert child.stdout is not None
     lane = b"qinfer:{stub#0}:1:p1"
-    tell(child, Hello(NOWHERE, "", cluster, 1.0, 1.0, b"workers", b"w", b"", EVERY_S, 100.0))
+    tell(child, Hello(Login(NOWHERE, "", cluster, 1.0, 1.0), b"workers", b"w", b"", EVERY_S, 100.0))
     reports = []
     for _ in range(4):
         tell(child, Held({lane: {b"1-0": float("inf")}}, True))

@@ -7,16 +7,19 @@ import sys
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 from redis.exceptions import ConnectionError as Away
 from redis.exceptions import ResponseError
 
 from qinfer.core.processes import packed
+from qinfer.core.settings import RedisSettings
+from qinfer.queue.clients import Login
 from qinfer.testing import wait_until
 from qinfer_workers import renewer
-from qinfer_workers.renewer import Held, Hello, Renewer, Secret
+from qinfer_workers.renewer import Held, Hello, Renewer
 
 LANE, OTHER = b"qinfer:{a#0}:1:p1", b"qinfer:{b#0}:1:p1"
-HELLO = Hello("redis://127.0.0.1:1", "", False, 1.0, 1.0, b"workers", b"w", b"the script", 3.0, 100.0)
+HELLO = Hello(Login("redis://127.0.0.1:1", "", False, 1.0, 1.0), b"workers", b"w", b"the script", 3.0, 100.0)
 
 
 class FakeRedis:
@@ -166,9 +169,13 @@ def test_entries_of_a_deleted_lane_are_lost(redis: FakeRedis) -> None:
     assert (report.lost, report.failed) == ([(LANE, b"1-0")], {})
 
 
-def test_a_secret_is_read_as_pydantics_are() -> None:
-    """`clients` asks for it like this."""
-    assert Secret("redis://:word@host").get_secret_value() == "redis://:word@host"
+def test_a_login_has_the_secrets_of_the_settings() -> None:
+    """They come over a pipe, and pydantic is not imported there."""
+    settings = RedisSettings(url=SecretStr("redis://:word@host"), sentinel_password=SecretStr("other"))
+
+    login = Login.of(settings)
+
+    assert (login.url, login.sentinel_password) == ("redis://:word@host", "other")
 
 
 def test_it_ends_with_the_process_that_started_it_and_not_by_its_signals() -> None:
