@@ -23,25 +23,23 @@ NOTICE = "<!-- Made by scripts/generate_reference.py; `make docs` writes it anew
 SETTINGS_HEAD = """
 # Settings
 
-Every program reads its settings from environment variables, once, at its start. A wrong value ends it with a message
-that names the variable, the value, and what is accepted. `qinfer up` hands its own environment on to the programs that
-it starts, and sets on top of it what its options say.
+Every program reads its settings from environment variables, once, at its start. If a value is invalid, the program ends
+with a message that names the variable, the value, and the accepted values. `qinfer up` passes its own environment to
+the programs that it starts; its options take precedence.
 
 Lists are JSON: `QINFER_WORKER__MODELS='["digits", "bert-*"]'`.
 """
 CLI_HEAD = """
 # Command line
 
-Made from `qinfer --help`. Every command exits with 0 when it did what was asked, 1 when it failed, 2 when it was used
-wrongly.
+This page is generated from `qinfer --help`. Every command exits with 0 on success, 1 on failure, 2 on wrong usage.
 """
 MODEL_CONFIG_HEAD = """
 # Model configuration
 
-`config.pbtxt` is Triton's: the text of a `ModelConfig` message. Every field of the message is in one of these tables.
-What is missing is completed from the model file ([model repositories](../how-to/model-repositories.md)).
-
-A message that is named stands for all of its fields.
+`config.pbtxt` has Triton's format: the text of a `ModelConfig` message. Every field of the message is in one of these
+tables; the name of a message stands for all of its fields. Missing fields are completed from the model file ([model
+repositories](../how-to/model-repositories.md)).
 """
 
 
@@ -79,12 +77,13 @@ def model_config_page() -> str:
     lines = [NOTICE + MODEL_CONFIG_HEAD]
     for title, table in (
         ("## Honoured\n", config_check.SUPPORTED),
-        ("## Accepted without effect\n\nThey change how fast a model runs at most.\n", config_check.HINTS),
+        ("## Accepted without effect\n\nThese fields affect at most the speed of a model.\n", config_check.HINTS),
         ("## Refused\n\nA model that sets one is not loaded; the error names the field.\n", config_check.REFUSED),
     ):
-        lines += [title, "| field | |", "|---|---|", *(f"| `{path}` | {_cell(why)} |" for path, why in table.items())]
+        lines += [title, "| field | meaning |", "|---|---|"]
+        lines += [f"| `{path}` | {_cell(why)} |" for path, why in table.items()]
         lines.append("")
-    lines += ["## qinfer's own parameters\n", "They go into the map `parameters`.\n"]
+    lines += ["## qinfer's own parameters\n", "These parameters go into the map `parameters`.\n"]
     lines += ["| parameter | value | meaning |", "|---|---|---|"]
     lines += [
         f"| `{key}` | {config_spec.value_of(key)} | {config_spec.PARAMETERS[key]} |"

@@ -1,6 +1,6 @@
-"""Writes the reference page of the Redis keys: the code that spells a key is called for its name, and none is left out.
+"""Writes the reference page of the Redis keys: their names come from the code that spells them; no key may be missing.
 
-What a key is for, and how long it lives, is said here.
+The purpose and the lifetime of each key are written here.
 """
 
 import inspect
@@ -14,25 +14,25 @@ from qinfer.queue.entries import Lane
 HEAD = """
 # Redis keys
 
-Spelled in `qinfer/queue/keys.py`, and nowhere else. For looking around with `redis-cli`; the layout may change
-between minor versions.
+This page lists all keys, for inspection with `redis-cli`. Only `qinfer/queue/keys.py` spells them. The layout may
+change between minor versions.
 
 The keys of a model begin with `qinfer:{<model>#<partition>}:`, written as `…:` here. The part in braces is the hash
 tag: in a cluster, keys with the same tag are on one node.
 
-| key | type | lifetime | holds |
+| key | type | lifetime | contents |
 |---|---|---|---|"""
 FOOT = """
-A payload or result that is kept in a [payload store](../how-to/large-tensors.md) is a hash with the fields `v` (of this
-form, 1), `name` (of the object, below `QINFER_LIMITS__PAYLOAD_URL`) and `size`. A dead letter has the fields `object`,
-`object_size` and `v` then.
+A payload or result in a [payload store](../how-to/large-tensors.md) is a hash with the fields `v` (the version of this
+format, 1), `name` (of the object, below `QINFER_LIMITS__PAYLOAD_URL`) and `size`. Its dead letter has the fields
+`object`, `object_size` and `v`.
 
-`XLEN` of a lane is what waits plus what is in flight: entries are deleted when they are finished. It is the number to
-scale workers by, and the metrics show it. The `lag` of the consumer group is not: Redis can't tell it once entries were
-deleted in the middle.
+`XLEN` of a lane is the number of waiting entries plus those in flight, because entries are deleted when they are
+finished. Scale workers by this number, which is also in the metrics; do not use the `lag` of the consumer group: Redis
+cannot compute it after entries were deleted in the middle.
 """
 NOT_KEYS = {"lane_slot", "reply_stream", "slot", "prefix"}
-"""What `keys` has besides, that spells no key of its own."""
+"""Functions of `keys` that spell no key of their own."""
 
 BROKER = (
     f"| `{QUEUE}`, `unacked*`, `_kombu.*` | Celery's | while tasks wait "
@@ -45,12 +45,12 @@ class Row:
     """A line of the table; `kind`, `lifetime` and `holds` are its other cells.
 
     Attributes:
-        spell: What of `keys` spells the key.
-        names: Arguments of it besides model, version and partition, for each key of this line.
+        spell: The function of `keys` that spells the key.
+        names: Arguments of `spell` besides model, version and partition, for each key of this line.
         kind: The type in Redis.
-        lifetime: How long it is there.
-        holds: What is in it.
-        suffix: What the key may go on with.
+        lifetime: How long the key exists.
+        holds: Its contents.
+        suffix: An optional end of the key.
     """
 
     spell: Callable[..., str | bytes]
@@ -81,36 +81,36 @@ ROWS = (
         keys.lane,
         "stream",
         "permanent",
-        "one request an entry, in the field of its frame; consumer group `workers`. Lanes `p1` … `p8` and theirs for "
-        "the delayed are of requests; `bulk1`, `bulk2`, `bulk3`, of the shards of bulk jobs of high, normal and low "
-        "priority",
+        "one entry per request, with a field for the frame; consumer group `workers`. Lanes `p1` … `p8`, each with one "
+        "for delayed requests, are for requests; `bulk1`, `bulk2`, `bulk3` are for shards of bulk jobs of high, normal "
+        "and low priority",
     ),
     Row(
         keys.payload,
         _VALUE,
         "removed with its entry; expires after its deadline",
-        "a request's tensors, where they are too large for the stream; a hash refers to an object",
+        "a request's tensors, if they are too large for the stream; a hash refers to an object",
         _ID,
     ),
     Row(
         keys.request,
         "hash",
-        "its deadline, then its result's and the tombstone's time to live",
-        "what is known of an asynchronous request",
+        "until its deadline, then the result's and the tombstone's time to live",
+        "the record of an asynchronous request",
         _ID,
     ),
     Row(
         keys.result,
         _VALUE,
         "its time to live",
-        "an asynchronous request's outcome, or a synchronous one's large outputs until they are taken",
+        "an asynchronous request's outcome, or a synchronous one's large outputs until they are read",
         _ID,
     ),
     Row(
         keys.staged,
         _VALUE,
-        "ten minutes at most",
-        "a large value on its way to be the one without the nonce",
+        "at most ten minutes",
+        "a large value before it is renamed to the key without the nonce",
         ({"key": "…:payload:<id>", "nonce": "<nonce>"}, {"key": "…:result:<id>", "nonce": "<nonce>"}),
     ),
     Row(
@@ -124,61 +124,61 @@ ROWS = (
     Row(
         keys.deliveries,
         "stream",
-        "a day longer than the longest-kept record that an item of it is about; of `jobs` permanent",
-        "what is to be delivered, until it is, by kind: `webhooks`; `jobs`, bulk jobs that are to be looked at; "
-        "`outbox:<name>`, requests that ended and whose answers a program such as a bridge is to pass on, with what it "
-        "noted of them; `labels:<project>:<tenant>`, tasks that wait. With `|later` behind, a sorted set of what was "
-        "taken, by when it is due again",
+        "a day longer than the longest-kept record of its items; `jobs`: permanent",
+        "pending deliveries by kind: `webhooks`; `jobs`, bulk jobs that must be examined; `outbox:<name>`, ended "
+        "requests whose answers a program such as a bridge publishes, with its notes on them; "
+        "`labels:<project>:<tenant>`, waiting tasks. With the suffix `|later`, a sorted set of taken deliveries, by "
+        "the time at which they are due again",
         ({"kind": "<kind>"},),
     ),
     Row(
         keys.job,
         "hash",
-        "from its end on, `QINFER_BULK__RECORD_TTL_S`",
-        "what is known of a bulk job",
+        "`QINFER_BULK__RECORD_TTL_S` after its end",
+        "the record of a bulk job",
         ({"job_id": "<id>"},),
     ),
     Row(
         keys.job_part,
         "sorted set",
-        "as the job, or until nothing waits",
-        "its shards that wait for a place in the lane, by index",
+        "as the job, or until no shard waits",
+        "the shards that wait for a place in the lane, by index",
         _parts("todo"),
     ),
     Row(
         keys.job_part,
         "hash",
         "as the job",
-        "its shards in the lane, waiting or in a worker's hand: index and entry",
+        "the shards in the lane, waiting or delivered: index and entry",
         _parts("in_lane"),
     ),
     Row(
         keys.job_part,
         "hash",
         "as the job",
-        "its settled shards: rows, failed rows, whether it was given up, and why",
+        "the settled shards: rows, failed rows, whether the shard was given up, and why",
         _parts("outcomes"),
     ),
-    Row(keys.job_part, "list", "as the job", "its log, the latest 200 lines", _parts("log")),
+    Row(keys.job_part, "list", "as the job", "the job's log, the latest 200 lines", _parts("log")),
     Row(
         keys.label_board,
         "hash",
-        "twice `QINFER_LABELING__RECORD_TTL_S` after the last change; what is over goes after the one",
+        "twice `QINFER_LABELING__RECORD_TTL_S` after the last change; ended tasks: once",
         "the tasks of a Label Studio project whose predictions are pushed",
         _boards("entries"),
     ),
     Row(
         keys.label_board,
         "hash",
-        "the same; of what is over none",
-        "their data, as far as it is no more than 64 KiB",
+        "the same; ended tasks: none",
+        "the tasks' data, if at most 64 KiB",
         _boards("data"),
     ),
     Row(
         keys.label_board,
         "sorted set",
         "the same",
-        "the tasks that are over, by when they ended",
+        "the ended tasks, by the time of their end",
         _boards("ended"),
     ),
     Row(
@@ -188,7 +188,7 @@ ROWS = (
         "the tasks in each state, by their ids",
         _boards("waiting", "open", "sending", "done", "failed"),
     ),
-    Row(keys.label_boards, "sorted set", "the same", "the projects that a model has tasks of"),
+    Row(keys.label_boards, "sorted set", "the same", "the projects of which a model has tasks"),
     Row(
         keys.dead_letters,
         "stream",
@@ -200,10 +200,10 @@ ROWS = (
         keys.config,
         "hash",
         "permanent",
-        "the normalised configuration of the model, and how fast its versions were found to be",
+        "the normalised configuration of the model, and the measured speed of its versions",
     ),
-    Row(keys.stats, "hash", "permanent", "statistics; they only grow"),
-    Row(keys.desired, "hash", "permanent", "which models should be loaded, at which generation"),
+    Row(keys.stats, "hash", "permanent", "statistics, which never decrease"),
+    Row(keys.desired, "hash", "permanent", "the desired models, with their generations"),
     Row(keys.control, "stream", "bounded", "wakes the readers of the desired state"),
     Row(
         keys.completions,
@@ -227,33 +227,33 @@ ROWS = (
         keys.scalers,
         "hash",
         "expires with its last record",
-        "the live autoscalers: until when each one's record holds, and the record",
+        "the live autoscalers: the record of each, and when it expires",
     ),
-    Row(keys.scaler_counts, "hash", "permanent", "what all autoscalers counted: steps up and down, restarts, kills"),
+    Row(keys.scaler_counts, "hash", "permanent", "counts of all autoscalers: steps up and down, restarts, kills"),
     Row(
         keys.liveness,
         "sorted set",
-        "15 s after the last sign",
-        "the live bulk workers, beats and bridges, by when their last sign of life is over",
+        "15 s after the last sign of life",
+        "the live bulk workers, beats and bridges, by the time at which they no longer count as alive",
         ({"program": "bulk"}, {"program": "beat"}, {"program": "bridge"}),
     ),
     Row(
         keys.bridges,
         "hash",
-        "15 s after the last report; its number is known for an hour more",
-        "the live bridges: until when each one lives, the number of its last report, what it has in hand by route",
+        "15 s after the last report; its number an hour longer",
+        "the live bridges: when each expires, the number of its last report, and its gauges by route",
     ),
     Row(
         keys.routes,
         "sorted set",
-        "a route: 30 days after the last report of it",
+        "a route: 30 days after its last report",
         "the routes of bridges, by the time of their last report",
     ),
     Row(
         keys.route_counts,
         "hash",
         "30 days after the last report of the route",
-        "what all bridges counted for a route; it only grows",
+        "counts of all bridges for a route, which never decrease",
         ({"route": "<route>"},),
     ),
     Row(

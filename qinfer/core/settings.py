@@ -31,8 +31,8 @@ class RedisSettings(_Section):
 
     url: SecretStr = Field(
         SecretStr("redis://127.0.0.1:6379/0"),
-        description="redis://, rediss:// or unix:// URL; with `cluster` any node of it; with Sentinels "
-        "redis+sentinel://host:port,host:port/service/db. Its password is never logged.",
+        description="redis://, rediss:// or unix:// URL; with `cluster`, that of any node; with Sentinels "
+        "redis+sentinel://host:port,host:port/service/db. The password is never logged.",
     )
     sentinel_password: SecretStr = Field(
         SecretStr(""), description="The Sentinels' own password; the one in the URL is Redis'. Never logged."
@@ -40,12 +40,14 @@ class RedisSettings(_Section):
     cluster: bool = Field(False, description="The URL names a node of a Redis Cluster.")
     durability: Literal["everysec", "always"] = Field(
         "everysec",
-        description="What an accepted asynchronous request survives: `everysec` the kill of any gateway or worker; "
-        "about a second is lost at power loss, and milliseconds may be when Redis is killed. `always` survives these "
-        "too (it takes a Redis with appendfsync always, or with WAITAOF).",
+        description="Durability of accepted asynchronous requests. `everysec`: they survive the kill of any gateway or "
+        "worker; power loss loses about a second of requests, a kill of Redis perhaps milliseconds. `always`: they "
+        "survive these too (requires a Redis with appendfsync always, or with WAITAOF).",
     )
     min_replicas: int = Field(
-        0, ge=0, description="Replicas that must have an asynchronous request before it is accepted (WAIT)."
+        0,
+        ge=0,
+        description="Replicas that must confirm an asynchronous request before it is accepted (WAIT).",
     )
     connect_timeout_s: float = Field(5.0, gt=0, description="Seconds to wait for a connection.")
     command_timeout_s: float = Field(5.0, gt=0, description="Seconds to wait for a command's reply.")
@@ -62,10 +64,10 @@ class HttpSettings(_Section):
     max_input_bytes: int = Field(
         64 * 2**20, gt=0, description="Largest body, also after decompression (Triton's --http-max-input-size)."
     )
-    fast_path: bool = Field(True, description="Answer small infer requests below ASGI; off sends all through FastAPI.")
+    fast_path: bool = Field(True, description="Answer small infer requests below ASGI; if off, FastAPI answers all.")
     keep_alive_s: float = Field(75.0, gt=0, description="Seconds an idle connection stays open.")
     request_read_timeout_s: float = Field(60.0, gt=0, description="Seconds a client may take to send one request.")
-    drain_s: float = Field(30.0, ge=0, description="Seconds that requests in flight get to end at shutdown.")
+    drain_s: float = Field(30.0, ge=0, description="Seconds that requests in flight have to end at shutdown.")
     header_forward_pattern: str = Field(
         "", description="Headers whose names match this regular expression become request parameters."
     )
@@ -84,11 +86,11 @@ class GrpcSettings(_Section):
     enabled: bool = Field(True, description="Serve gRPC (Triton's --allow-grpc).")
     host: str = Field("", description="Address to bind; empty = that of HTTP.")
     port: int = Field(8001, ge=0, le=65535, description="Port; 0 picks a free one and prints it.")
-    max_message_bytes: int = Field(2**31 - 1, gt=0, le=2**31 - 1, description="Largest message, both ways.")
+    max_message_bytes: int = Field(2**31 - 1, gt=0, le=2**31 - 1, description="Largest message, in both directions.")
     tls_certfile: str = Field("", description="PEM certificate chain; with `tls_keyfile` serves TLS.")
     tls_keyfile: str = Field("", description="PEM private key.")
     tls_client_ca_file: str = Field(
-        "", description="PEM certificates of the authorities that clients must have theirs from (mutual TLS)."
+        "", description="PEM certificates of the authorities that must have signed clients' certificates (mutual TLS)."
     )
     header_forward_pattern: str = Field(
         "", description="Metadata whose names match this regular expression become request parameters."
@@ -106,25 +108,25 @@ class LimitSettings(_Section):
     default_timeout_s: float = Field(60.0, gt=0, description="Timeout of a request that names none.")
     max_timeout_s: float = Field(3600.0, gt=0, description="Longest timeout a request may ask for.")
     max_json_depth: int = Field(100, gt=0, description="Deepest JSON nesting (Triton's limit).")
-    max_in_flight: int = Field(100_000, gt=0, description="Requests one gateway may have unanswered.")
+    max_in_flight: int = Field(100_000, gt=0, description="Unanswered requests that one gateway may have.")
     lane_capacity: int = Field(
         10_000, gt=0, description="Requests that may wait in one lane; a model's `qinfer.lane_capacity` overrides it."
     )
     inline_max_bytes: int = Field(
         256 * 1024,
         gt=0,
-        description="Tensors of a request above this travel beside the stream; outputs of an answer do above 1 MiB.",
+        description="Larger tensors of a request are stored outside the stream; outputs of an answer above 1 MiB.",
     )
     payload_url: str = Field(
         "",
-        description="Where larger tensors still are kept: an fsspec URL such as s3://bucket/qinfer or file:///shared "
-        "that gateways and workers reach; empty = in Redis. Credentials come from the store's own variables.",
+        description="Store of the largest tensors: an fsspec URL such as s3://bucket/qinfer or file:///shared "
+        "that gateways and workers can reach; empty = in Redis. Credentials come from the store's own variables.",
     )
     payload_url_min_bytes: int = Field(
-        16 * 2**20, gt=0, description="Tensors above this go to `payload_url`, where it is set."
+        16 * 2**20, gt=0, description="Larger tensors are stored at `payload_url`, if it is set."
     )
     cold_start_s: float = Field(
-        60.0, gt=0, description="Assumed time until a model without a live worker executes, until one was measured."
+        60.0, gt=0, description="Assumed start time of a model without a live worker, until one was measured."
     )
 
 
@@ -134,26 +136,26 @@ class RequestSettings(_Section):
     default_timeout_s: float = Field(3600.0, gt=0, description="Timeout of an asynchronous request that names none.")
     max_timeout_s: float = Field(86400.0, gt=0, description="Longest timeout an asynchronous request may ask for.")
     result_ttl_s: float = Field(3600.0, gt=0, description="Seconds that a result can be read.")
-    tombstone_ttl_s: float = Field(86400.0, gt=0, description="Seconds after that in which 410 tells it was there.")
+    tombstone_ttl_s: float = Field(86400.0, gt=0, description="Seconds after that during which its record answers 410.")
     idempotency_ttl_s: float = Field(86400.0, gt=0, description="Seconds that an idempotency key is remembered.")
     max_wait_s: float = Field(60.0, gt=0, description="Longest `?wait=` and `Prefer: wait=`.")
     sweep_every_s: float = Field(0.5, gt=0, description="Seconds between the janitor's rounds.")
 
 
 class WebhookSettings(_Section):
-    """Telling other servers that a request has ended."""
+    """Webhooks: notifications of other servers that a request has ended."""
 
     allow: tuple[str, ...] = Field(
         (),
-        description="Hosts that webhooks may go to: `example.org`, `*.example.org`, `host:port`; without a port that "
-        "of http or https. Empty = no webhooks.",
+        description="Hosts that may receive webhooks: `example.org`, `*.example.org`, `host:port`; without a port, "
+        "that of http or https. Empty = no webhooks.",
     )
     allow_private: bool = Field(False, description="Hosts may resolve to loopback, private or link-local addresses.")
     secret: SecretStr = Field(
         SecretStr(""), description="Signs webhooks (HMAC-SHA256, Standard Webhooks); never logged."
     )
     timeout_s: float = Field(10.0, gt=0, description="Seconds that a receiver has to answer.")
-    max_attempts: int = Field(12, gt=0, description="Deliveries of one webhook before it is given up.")
+    max_attempts: int = Field(12, gt=0, description="Attempts to deliver a webhook before it is given up.")
 
 
 class StoreSettings(_Section):
@@ -161,8 +163,8 @@ class StoreSettings(_Section):
 
     allow: tuple[str, ...] = Field(
         (),
-        description="URL prefixes of what requests may read and write, such as s3://bucket/folder or file:///data; "
-        "empty = none. `payload_url` and the repository are the operator's, and need not be here.",
+        description="URL prefixes of locations that requests may read and write, such as s3://bucket/folder or "
+        "file:///data; empty = none. `payload_url` and the repository need not be listed.",
     )
 
     @field_validator("allow")
@@ -177,33 +179,33 @@ class StoreSettings(_Section):
 class BulkSettings(_Section):
     """Bulk jobs."""
 
-    enabled: bool = Field(True, description="Take bulk jobs; they need `stores.allow` too, and the bulk worker.")
+    enabled: bool = Field(True, description="Accept bulk jobs; they also need `stores.allow` and a bulk worker.")
     broker_url: SecretStr = Field(
-        SecretStr(""), description="The Redis of Celery's tasks, no cluster; empty = `redis.url`. Never logged."
+        SecretStr(""), description="The Redis of Celery's tasks, not a cluster; empty = `redis.url`. Never logged."
     )
-    spool_dir: str = Field("", description="Where parts are written before they are uploaded; empty = the system's.")
+    spool_dir: str = Field("", description="Directory of parts before their upload; empty = the system's.")
     batch_ms: float = Field(
-        20.0, gt=0, description="Longest bulk batch, or twice a row's time: online requests wait for one at most."
+        20.0, gt=0, description="Longest bulk batch, or twice a row's time; online requests wait for at most one batch."
     )
     shard_s: float = Field(30.0, gt=0, description="Seconds of work in one shard, once the model's speed is known.")
-    default_rows_per_shard: int = Field(250_000, gt=0, description="Rows of a shard before it is.")
-    max_rows_per_shard: int = Field(5_000_000, gt=0, description="Most rows of a shard, and so of a part.")
+    default_rows_per_shard: int = Field(250_000, gt=0, description="Rows of a shard while the speed is unknown.")
+    max_rows_per_shard: int = Field(5_000_000, gt=0, description="Maximum number of rows of a shard, and so of a part.")
     max_read_bytes: int = Field(
-        64 * 2**20, gt=0, description="Decoded bytes that a shard holds at once while it reads, about."
+        64 * 2**20, gt=0, description="Approximate number of decoded bytes in memory while a shard is read."
     )
-    plan_threads: int = Field(16, gt=0, description="Footers that are read at once when a job is planned.")
+    plan_threads: int = Field(16, gt=0, description="Number of threads that read footers when a job is planned.")
     plan_timeout_s: float = Field(3600.0, gt=0, description="Seconds that planning or finishing a job may take.")
-    max_jobs: int = Field(1000, gt=0, description="Jobs that may be unfinished; more are refused.")
+    max_jobs: int = Field(1000, gt=0, description="Maximum number of unfinished jobs; further ones are refused.")
     max_examine_bytes: int = Field(
         768 * 2**20,
         ge=512 * 2**20,
         description="Memory of a process that reads new jobs' files; four times as much where jobs are planned.",
     )
-    record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that an ended job can be asked for.")
-    sweep_every_s: float = Field(10.0, gt=0, description="Seconds between looks for jobs that are stuck or expired.")
+    record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that the record of an ended job is kept.")
+    sweep_every_s: float = Field(10.0, gt=0, description="Seconds between checks for stuck and expired jobs.")
     beat: bool = Field(
         True,
-        description="Bulk workers have Celery's beat within; false where `qinfer_workers.jobs.beat` is running.",
+        description="Run Celery's beat within bulk workers; false if `qinfer_workers.jobs.beat` is running.",
     )
 
 
@@ -213,12 +215,12 @@ class LabelingSettings(_Section):
     mappings: str = Field(
         "",
         description="Directory of mapping files, one for each project; empty = Label Studio is not served. Changes are "
-        "seen within seconds.",
+        "noticed within seconds.",
     )
     url: str = Field(
         "",
-        description="Where Label Studio is, such as https://label.example.org: predictions are pushed there, and what "
-        "it keeps for its tasks is fetched there. What a request says of its address is not believed.",
+        description="URL of Label Studio, such as https://label.example.org: predictions are pushed there, and files "
+        "of tasks are downloaded from there. Addresses in requests are ignored.",
     )
     token: SecretStr = Field(
         SecretStr(""),
@@ -235,32 +237,32 @@ class LabelingSettings(_Section):
         "Each has at most 64 KiB of data in Redis.",
     )
     task_timeout_s: float = Field(
-        86400.0, gt=0, description="Timeout of a task whose prediction is pushed; a model's own longest goes before."
+        86400.0, gt=0, description="Timeout of a task whose prediction is pushed; at most the model's longest."
     )
     result_ttl_s: float = Field(
-        7 * 86400.0, gt=0, description="Seconds that a prediction waits for Label Studio to take it."
+        7 * 86400.0, gt=0, description="Seconds that a prediction is kept until Label Studio accepts it."
     )
-    record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that a task which has ended can be asked for.")
+    record_ttl_s: float = Field(30 * 86400.0, gt=0, description="Seconds that the record of an ended task is kept.")
     call_timeout_s: float = Field(30.0, gt=0, description="Seconds that Label Studio has to answer a call.")
-    push_batch: int = Field(500, gt=0, le=500, description="Predictions that are pushed by one call.")
-    max_attempts: int = Field(10, gt=0, description="Pushes of a prediction that Label Studio fails on.")
+    push_batch: int = Field(500, gt=0, le=500, description="Predictions in one push call.")
+    max_attempts: int = Field(10, gt=0, description="Maximum number of failed pushes of a prediction.")
     file_hosts: tuple[str, ...] = Field(
         (),
-        description="Hosts that the files of tasks may be fetched from: `example.org`, `*.example.org`, `host:port`. "
-        "Those of `url`, and of the stores that `stores.allow` names, need not be here.",
+        description="Hosts from which files of tasks may be downloaded: `example.org`, `*.example.org`, `host:port`. "
+        "Those of `url`, and of the stores in `stores.allow`, need not be listed.",
     )
     file_hosts_private: bool = Field(
         False, description="File hosts may resolve to loopback, private or link-local addresses."
     )
     max_file_bytes: int = Field(32 * 2**20, gt=0, description="Largest file of a task.")
-    file_timeout_s: float = Field(20.0, gt=0, description="Seconds that one file may take.")
+    file_timeout_s: float = Field(20.0, gt=0, description="Seconds that the download of one file may take.")
 
 
 class AuthSettings(_Section):
     """Authentication and authorization."""
 
     mode: Literal["", "none", "keys"] = Field(
-        "", description="`none` = everyone, `keys` = with an API key; unset it is `none`, on loopback addresses only."
+        "", description="`none` = no keys, `keys` = an API key is required; unset = `none`, only on loopback addresses."
     )
     keys_file: str = Field("", description="JSON file of API keys; `qinfer keys new` writes its entries.")
 
@@ -268,21 +270,21 @@ class AuthSettings(_Section):
 class WorkerSettings(_Section):
     """The inference worker."""
 
-    models: tuple[str, ...] = Field(("*",), description="Globs: the models this worker places.")
+    models: tuple[str, ...] = Field(("*",), description="Globs of the models that this worker loads.")
     gpus: tuple[int, ...] | None = Field(
-        None, description="GPUs that this worker may use, by index; unset = all that are here, [] = none."
+        None, description="GPUs that this worker may use, by index; unset = all of this machine, [] = none."
     )
-    load_threads: int = Field(4, gt=0, description="Models that load at once (Triton's --model-load-thread-count).")
+    load_threads: int = Field(4, gt=0, description="Concurrent loads of models (Triton's --model-load-thread-count).")
     lease_s: float = Field(10.0, gt=0, description="Seconds without renewal after which another worker takes an entry.")
     renew_every_s: float = Field(3.0, gt=0, description="Seconds between renewals.")
     heartbeat_every_s: float = Field(1.0, gt=0, description="Seconds between heartbeats and statistics.")
     heartbeat_ttl_s: float = Field(
         10.0, gt=0, description="Seconds after its last heartbeat that a worker counts as live."
     )
-    max_deliveries: int = Field(3, gt=0, description="Executions of one entry before it is a dead letter.")
-    drain_s: float = Field(30.0, ge=0, description="Seconds that the batches in hand get to end at shutdown.")
+    max_deliveries: int = Field(3, gt=0, description="Executions of an entry before it becomes a dead letter.")
+    drain_s: float = Field(30.0, ge=0, description="Seconds that executing batches have to end at shutdown.")
     max_wait_s: float = Field(
-        0.5, gt=0, le=0.5, description="Longest blocking read; bounds how late a release is seen."
+        0.5, gt=0, le=0.5, description="Longest blocking read; bounds how late a release is noticed."
     )
 
 
@@ -297,26 +299,26 @@ class RepositorySettings(_Section):
     autocomplete: bool = Field(True, description="Complete a missing or partial config.pbtxt from the model file.")
     control_mode: Literal["none", "poll", "explicit"] = Field(
         "none",
-        description="Which models are loaded: `none` all, as they are at the start; `poll` all, and changes are "
-        "followed; `explicit` those that are asked for (Triton's --model-control-mode).",
+        description="Loaded models: `none` = all, as they are at the start; `poll` = all, with later changes; "
+        "`explicit` = those that are requested (Triton's --model-control-mode).",
     )
-    poll_s: float = Field(15.0, gt=0, description="Seconds between two looks at the repository, in mode `poll`.")
+    poll_s: float = Field(15.0, gt=0, description="Seconds between two polls of the repository, in mode `poll`.")
     load_models: tuple[str, ...] = Field(
-        (), description="Models to load at the start, in mode `explicit`; `*` is all (Triton's --load-model)."
+        (), description="Models to load at the start, in mode `explicit`; `*` = all (Triton's --load-model)."
     )
     load_timeout_s: float = Field(
-        600.0, gt=0, description="Seconds that a load or unload that was asked for may take before it is answered 503."
+        600.0, gt=0, description="Seconds that a requested load or unload may take before it is answered 503."
     )
     config_name: str = Field(
         "", description="Use configs/<name>.pbtxt of a model that has it (Triton's --model-config-name)."
     )
     overlay: str = Field(
         "",
-        description="Where files that come with a load request are kept: a directory or fsspec URL that gateways and "
-        "workers reach; empty = such requests are refused.",
+        description="Store of files that load requests contain: a directory or fsspec URL that gateways and workers "
+        "can reach; empty = such requests are refused.",
     )
     cache_dir: str = Field(
-        "", description="Where workers keep copies of remote model files; empty = a directory of the user's cache."
+        "", description="Directory of workers' copies of remote model files; empty = one in the user's cache."
     )
     strict_readiness: bool = Field(True, description="The server is ready when every model is (--strict-readiness).")
     min_workers: int = Field(
@@ -328,32 +330,32 @@ class RepositorySettings(_Section):
     gpus: int = Field(
         -1,
         ge=-1,
-        description="GPUs that a model may use that names none (KIND_AUTO, KIND_GPU); -1 = as many as here.",
+        description="Number of GPUs for models that name none (KIND_AUTO, KIND_GPU); -1 = those of this machine.",
     )
 
 
 class AutoscaleSettings(_Section):
     """The choice of the number of workers by `qinfer autoscale` and `qinfer up --autoscale`."""
 
-    min_workers: int = Field(0, ge=0, description="The fewest workers.")
-    max_workers: int = Field(0, ge=0, description="The most workers; 0 = one for each core of this machine.")
+    min_workers: int = Field(0, ge=0, description="Minimum number of workers.")
+    max_workers: int = Field(0, ge=0, description="Maximum number of workers; 0 = one for each core of this machine.")
     target_s: float = Field(
-        10.0, gt=0, description="Seconds of work that one worker may have; with more than that, another is started."
+        10.0, gt=0, description="Seconds of work per worker; if there is more, another worker is started."
     )
     up_after_s: float = Field(
         0.0, ge=0, description="Seconds that more workers must be wanted; the first one is always started at once."
     )
     down_after_s: float = Field(60.0, ge=0, description="Seconds that fewer workers must suffice.")
-    idle_s: float = Field(300.0, ge=0, description="Seconds of nothing to do, after which the fewest are left.")
+    idle_s: float = Field(300.0, ge=0, description="Seconds without work after which the number falls to the minimum.")
     cooldown_s: float = Field(
         30.0,
         ge=0,
         description="Seconds after a step up in which there is no step down; 1.5 times the load time, if that is more.",
     )
-    every_s: float = Field(1.0, gt=0, le=5, description="Seconds between two looks at the queue; 5 at most.")
+    every_s: float = Field(1.0, gt=0, le=5, description="Seconds between two readings of the queue; at most 5.")
     record: str = Field(
         "",
-        description="File to which a line of JSON with what was seen and decided is added at each look, for "
+        description="File to which each reading and decision is appended as a line of JSON, for "
         "`qinfer autoscale --replay`; empty = none.",
     )
 
@@ -362,7 +364,7 @@ class LogSettings(_Section):
     """Logs."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("INFO", description="Least severe level logged.")
-    format: Literal["json", "text"] = Field("json", description="One JSON object a line, or text for people.")
+    format: Literal["json", "text"] = Field("json", description="`json`: an object per line; `text`: for people.")
 
 
 class TraceSettings(_Section):
@@ -370,8 +372,8 @@ class TraceSettings(_Section):
 
     file: str = Field(
         "",
-        description="Where the trace extension writes its traces, and what the names of further files begin with, such "
-        "as /var/log/qinfer/trace.json; its directory must be there. Empty = no such traces. Clients can't change it.",
+        description="Trace file of the trace extension, and the prefix of the names of further files, such as "
+        "/var/log/qinfer/trace.json; its directory must exist. Empty = no such traces. Clients cannot change it.",
     )
 
 
@@ -379,21 +381,21 @@ _QUANTILES = "0.5:0.05,0.9:0.01,0.95:0.001,0.99:0.001,0.999:0.001"
 
 
 class MetricsSettings(_Section):
-    """Metrics: their port, and the optional ones of Triton; give gateways and workers the same."""
+    """Metrics: their port, and Triton's optional metrics; gateways and workers need the same values."""
 
-    enabled: bool = Field(True, description="Serve metrics on a port of their own (Triton's --allow-metrics).")
+    enabled: bool = Field(True, description="Serve metrics on a separate port (Triton's --allow-metrics).")
     host: str = Field("", description="Address to bind; empty = that of HTTP.")
     port: int = Field(8002, ge=0, le=65535, description="Port; 0 picks a free one and prints it.")
     counter_latencies: bool = Field(
         True,
-        description="Show the counters `nv_inference_*_duration_us` (Triton's --metrics-config; the next three, too).",
+        description="Show the counters `nv_inference_*_duration_us` (Triton's --metrics-config, as the next three).",
     )
     summary_latencies: bool = Field(
         False, description="Show the `nv_inference_*_summary_us` summaries; workers count latencies for them."
     )
     summary_quantiles: str = Field(
         _QUANTILES,
-        description="Their quantiles, each with an error as in Triton; the error is ignored: qinfer's is fixed.",
+        description="Quantiles of the summaries, each with an error as in Triton; the error has no effect.",
     )
     histogram_latencies: bool = Field(
         False, description="Show `nv_inference_first_response_histogram_ms`; workers count for it."
@@ -431,7 +433,7 @@ def quantiles_of(text: str) -> tuple[float, ...]:
 
 
 class Settings(BaseSettings):
-    """Everything that can be set; each section's fields say what they mean."""
+    """All settings; the fields of each section describe them."""
 
     model_config = SettingsConfigDict(env_prefix="QINFER_", env_nested_delimiter="__", frozen=True, extra="forbid")
 
@@ -479,7 +481,7 @@ def load_settings() -> Settings:
 
 
 def _not_json(environment: Mapping[str, str]) -> str:
-    """Names the lists that are no JSON: pydantic-settings tells the section only. Values stay out, some are secret."""
+    """Names the lists that are not JSON: pydantic-settings reports only the section. Omits values: some are secret."""
     wrong = []
     for section, field in Settings.model_fields.items():
         for name, inner in getattr(field.annotation, "model_fields", {}).items():

@@ -46,7 +46,7 @@ _CLUSTER, _PROCESS, _BRIDGE = MetricScope.CLUSTER, MetricScope.PROCESS, MetricSc
 _MODEL, _REASON, _LANE = ("model", "version"), ("model", "reason", "version"), ("lane", "model", "version")
 _WORKER, _GPU, _ROUTE, _OWN = ("worker",), ("device", "worker"), ("route",), ("process",)
 _CACHED, _NOT_CACHED = "(includes cached requests)", "(does not include cached requests)"
-_ENDS = "The series ends with its worker: a worker that is started again is another one."
+_ENDS = "The series ends with its worker: a restarted worker is a new one."
 
 
 def _listed(kind: str, name: str, text: str, labels: tuple[str, ...] = _MODEL, scope: MetricScope = _CLUSTER) -> Info:
@@ -89,11 +89,11 @@ BACKLOG = _gauge(
 )
 OLDEST_AGE = _gauge(
     "qinfer_backlog_oldest_age_seconds",
-    "How long the oldest entry of a lane has been in the queue; 0 when it is empty.",
+    "Seconds that the oldest entry of a lane has been in the queue; 0 if the lane is empty.",
     _LANE,
 )
 BACKLOG_ROWS = _gauge(
-    "qinfer_backlog_rows", "Rows of the requests in the queue, estimated, and those that open bulk jobs have yet to do."
+    "qinfer_backlog_rows", "Estimated rows of the requests in the queue, and the remaining rows of open bulk jobs."
 )
 BACKLOG_WORK = _gauge("qinfer_backlog_work_seconds", "Seconds that one worker would need for `qinfer_backlog_rows`.")
 EXECUTING = _gauge("qinfer_executing_requests", "Requests that model instances executed at the last heartbeats.")
@@ -111,33 +111,31 @@ REFUSED = _counter(
     "Requests that gateways did not admit, by error code: queue_full, deadline_infeasible, quota_exceeded.",
     _REASON,
 )
-RETRIES = _counter("qinfer_retries_total", "Requests executed again because their batch raised, each time.")
+RETRIES = _counter("qinfer_retries_total", "Repeated executions of requests whose batch raised an exception.")
 REDELIVERIES = _counter(
     "qinfer_redeliveries_total",
-    "Requests handed to a worker again because the one before had not finished them, each time.",
+    "Repeated deliveries of requests that the previous worker had not finished.",
 )
-DEAD_LETTERS_TOTAL = _counter(
-    "qinfer_dead_letters_total", "Requests that workers gave up and put with the dead letters."
-)
+DEAD_LETTERS_TOTAL = _counter("qinfer_dead_letters_total", "Requests that became dead letters.")
 DEAD_LETTERS = _gauge(
     "qinfer_dead_letters", "Dead letters that are kept, of requests and shards; without a version: not looked at yet."
 )
 QUEUE_WAIT = _histogram("qinfer_queue_wait_seconds", "Seconds from enqueueing a request to the start of its execution.")
-ASSEMBLE = _histogram("qinfer_assemble_seconds", "Seconds that making the inputs of a batch took.")
+ASSEMBLE = _histogram("qinfer_assemble_seconds", "Seconds that preparing the inputs of a batch took.")
 EXECUTION = _histogram("qinfer_execution_seconds", "Seconds that executing a batch took.")
 PUBLISH = _histogram(
     "qinfer_publish_seconds", "Seconds from the end of an execution until its answers were published or stored."
 )
 BATCH_SIZE = _histogram("qinfer_batch_size_rows", "Rows of an executed batch.")
 BATCH_FILL = _histogram(
-    "qinfer_batch_fill_ratio", "Rows of an executed batch, divided by the model's largest; of models that take batches."
+    "qinfer_batch_fill_ratio", "Rows of an executed batch divided by max_batch_size; for models with a batch dimension."
 )
 JOBS = _gauge(
-    "qinfer_jobs", "Bulk jobs by state: all that have not ended, and of the newest 500 those that have.", ("state",)
+    "qinfer_jobs", "Bulk jobs by state: all unfinished ones, and those of the newest 500 that have ended.", ("state",)
 )
 JOB_ROWS = _counter(
     "qinfer_job_rows_total",
-    "Rows of bulk jobs that workers settled: done, they have an output, or failed.",
+    "Settled rows of bulk jobs: done (with an output) or failed.",
     ("model", "outcome", "version"),
 )
 AUTOSCALE_DECISIONS = _counter(
@@ -146,25 +144,27 @@ AUTOSCALE_DECISIONS = _counter(
     ("direction",),
 )
 AUTOSCALE_TARGET = _gauge(
-    "qinfer_autoscale_target_workers", "Workers that the live autoscalers want; nothing where none lives.", ()
+    "qinfer_autoscale_target_workers", "Workers that the live autoscalers want; absent without a live autoscaler.", ()
 )
 WORKER_UP = _gauge("qinfer_worker_up", f"1 for each live worker. {_ENDS}", _GPU)
 WORKER_EXECUTING = _gauge(
     "qinfer_worker_executing_requests", f"Requests in a worker's batches at its last heartbeat. {_ENDS}", _WORKER
 )
 WORKER_READY_MODELS = _gauge("qinfer_worker_ready_models", f"Model versions that a worker has ready. {_ENDS}", _WORKER)
-WORKER_RENEWALS = _counter(
-    "qinfer_worker_lease_renewals_total", f"Leases that a worker renewed, each time. {_ENDS}", _WORKER
-)
+WORKER_RENEWALS = _counter("qinfer_worker_lease_renewals_total", f"Renewals of leases by a worker. {_ENDS}", _WORKER)
 WORKER_LEASES_LOST = _counter(
-    "qinfer_worker_leases_lost_total", f"Leases that a worker lost, mostly because callers went away. {_ENDS}", _WORKER
+    "qinfer_worker_leases_lost_total",
+    f"Leases that a worker lost, mostly because callers disconnected. {_ENDS}",
+    _WORKER,
 )
-WORKER_CPU = _counter("qinfer_worker_cpu_seconds_total", f"CPU time of a worker and what it started. {_ENDS}", _WORKER)
+WORKER_CPU = _counter(
+    "qinfer_worker_cpu_seconds_total", f"CPU time of a worker and its child processes. {_ENDS}", _WORKER
+)
 WORKER_MEMORY = _gauge(
-    "qinfer_worker_memory_bytes", f"Resident memory of a worker and what it started. {_ENDS}", _WORKER
+    "qinfer_worker_memory_bytes", f"Resident memory of a worker and its child processes. {_ENDS}", _WORKER
 )
 DEVICE_MEMORY_USED = _gauge(
-    "qinfer_device_memory_used_bytes", f"Memory in use on a worker's GPU, by whomever. {_ENDS}", _GPU
+    "qinfer_device_memory_used_bytes", f"Used memory of a worker's GPU, by all programs. {_ENDS}", _GPU
 )
 DEVICE_MEMORY_TOTAL = _gauge("qinfer_device_memory_total_bytes", f"Memory of a worker's GPU. {_ENDS}", _GPU)
 DEVICE_UTILIZATION = _gauge(
@@ -226,9 +226,7 @@ NV_GPU_ENERGY = _counter(
 NV_CPU_UTILIZATION = _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", (), _PROCESS)
 NV_CPU_MEMORY_TOTAL = _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", (), _PROCESS)
 NV_CPU_MEMORY_USED = _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", (), _PROCESS)
-BRIDGE_RECEIVED = _counter(
-    "qinfer_bridge_received_messages_total", "Messages that came from the source, each delivery.", _ROUTE
-)
+BRIDGE_RECEIVED = _counter("qinfer_bridge_received_messages_total", "Deliveries of messages from the source.", _ROUTE)
 BRIDGE_ACCEPTED = _counter("qinfer_bridge_accepted_messages_total", "Messages that became requests.", _ROUTE)
 BRIDGE_REPEATED = _counter(
     "qinfer_bridge_repeated_messages_total",
@@ -237,38 +235,38 @@ BRIDGE_REPEATED = _counter(
 )
 BRIDGE_UNIDENTIFIED = _counter(
     "qinfer_bridge_unidentified_messages_total",
-    "Messages without an id, which can't be recognised when they come again.",
+    "Messages without an id, which cannot be recognised at another delivery.",
     _ROUTE,
 )
 BRIDGE_PAUSED = _counter(
     "qinfer_bridge_paused_seconds_total",
-    "Seconds without accepting messages, because the model's lane was full or the queue away.",
+    "Seconds without accepting messages, because the model's lane was full or Redis away.",
     _ROUTE,
 )
 BRIDGE_REFUSED = _counter(
     "qinfer_bridge_refused_messages_total",
-    "Messages put with the dead letters because they could not become requests.",
+    "Messages that could not become requests and were sent to the dead letters.",
     ("reason", "route"),
 )
 BRIDGE_REPLIED = _counter(
     "qinfer_bridge_replies_total",
-    "Requests whose reply or dead letter the other broker has confirmed, by their state.",
+    "Requests whose reply or dead letter the broker has confirmed, by their state.",
     ("route", "state"),
 )
 BRIDGE_UNROUTABLE = _counter(
     "qinfer_bridge_unroutable_messages_total",
-    "Published messages that no queue took: reply (its caller is gone), sink or dead_letter (tried again).",
+    "Published messages that no queue took: reply (dropped, its caller is gone), sink or dead_letter (tried again).",
     ("place", "route"),
 )
 BRIDGE_UNACKNOWLEDGED = _gauge(
-    "qinfer_bridge_unacknowledged_messages", "Messages in hand that the source still holds.", _ROUTE
+    "qinfer_bridge_unacknowledged_messages", "Messages that the bridge has received and not acknowledged.", _ROUTE
 )
 BRIDGE_UNCONFIRMED = _gauge(
-    "qinfer_bridge_unconfirmed_replies", "Ended requests in hand whose reply is not confirmed.", _ROUTE
+    "qinfer_bridge_unconfirmed_replies", "Ended requests whose reply is published and not confirmed.", _ROUTE
 )
 BRIDGE_CONNECTED = _gauge(
     "qinfer_bridge_connected",
-    "Connections to a queue that stand; of the cluster, as many as live bridges where all is well.",
+    "Open connections to a queue; for the cluster, normally the number of live bridges.",
     ("connection", "route"),
 )
 OF_BRIDGES = tuple(
@@ -279,17 +277,17 @@ OF_BRIDGES = tuple(
 """The metrics that a bridge shows of itself."""
 BRIDGE_PROCESSES = _gauge("qinfer_bridge_processes", "Live bridges that serve a route.", _ROUTE)
 LABEL_QUEUED = _counter(
-    "qinfer_labeling_queued_tasks_total", "Tasks of Label Studio that were stored in order to push predictions of them."
+    "qinfer_labeling_queued_tasks_total", "Tasks of Label Studio that were stored for pushed predictions."
 )
-LABEL_PUSHED = _counter("qinfer_labeling_pushed_tasks_total", "Tasks whose prediction Label Studio has taken.")
+LABEL_PUSHED = _counter("qinfer_labeling_pushed_tasks_total", "Tasks whose prediction Label Studio has accepted.")
 LABEL_RETRIES = _counter(
     "qinfer_labeling_push_retries_total",
-    "Predictions that are to be pushed again, because Label Studio was away or failed, each time.",
+    "Failed pushes that are repeated, because Label Studio was away or failed.",
 )
 LABEL_FAILED = _counter(
     "qinfer_labeling_failed_tasks_total",
-    "Tasks of Label Studio that failed: no request was made of them (not_queued), it gave no prediction "
-    "(not_predicted), Label Studio refused it (refused) or failed too often (push_failed).",
+    "Tasks of Label Studio that failed: they could not be queued (not_queued), the request gave no prediction "
+    "(not_predicted), Label Studio refused the prediction (refused) or failed too often (push_failed).",
     _REASON,
 )
 LABEL_WAITING = _gauge(

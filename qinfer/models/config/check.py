@@ -17,8 +17,8 @@ from qinfer.models.config.message import ModelConfig, model_config_pb2
 from qinfer.models.config.to_spec import parameter_problems
 
 SUPPORTED = {
-    "name": "Must be the directory's name, or be left out.",
-    "platform": "Tells the backend; `tensorrt_plan`, `onnxruntime_onnx`, `pytorch_libtorch`, `torch_aoti`.",
+    "name": "The directory's name; may be omitted.",
+    "platform": "Selects the backend; `tensorrt_plan`, `onnxruntime_onnx`, `pytorch_libtorch`, `torch_aoti`.",
     "backend": "The backend that executes the model; deduced from `platform` or from the model file's name.",
     "version_policy": "`latest` (the default, with 1), `all` or `specific`.",
     "max_batch_size": "0 = no batch dimension.",
@@ -31,31 +31,31 @@ SUPPORTED = {
     "output.data_type": "",
     "output.dims": "-1 is variable.",
     "output.reshape": "The shape that the model sees; every dimension fixed.",
-    "output.label_filename": "A text file in the model's directory, one label a line, at most 10 MB.",
+    "output.label_filename": "A text file in the model's directory, one label per line, at most 10 MB.",
     "optimization.graph": "The level of graph optimisation; for the backends that have levels.",
-    "optimization.execution_accelerators": "For the backend `onnxruntime`; it refuses those that it has not.",
-    "dynamic_batching": "All of it; `preserve_ordering` contradicts several priority levels and the action DELAY.",
+    "optimization.execution_accelerators": "For the backend `onnxruntime`, which refuses unknown ones.",
+    "dynamic_batching": "All fields; `preserve_ordering` contradicts several priority levels and the action DELAY.",
     "instance_group.name": "",
-    "instance_group.kind": "KIND_AUTO is a GPU where the installation has one and the backend can use it. KIND_MODEL "
-    "leaves the device to the model, which is started as on a CPU.",
+    "instance_group.kind": "KIND_AUTO is a GPU if the installation has one and the backend can use it. KIND_MODEL "
+    "leaves the choice of the device to the model, which is started as on a CPU.",
     "instance_group.count": "Instances; for KIND_GPU on each GPU.",
-    "instance_group.gpus": "Left out with KIND_GPU, it is all GPUs of the installation.",
-    "instance_group.passive": "Its instances execute nothing, and are not made.",
+    "instance_group.gpus": "With KIND_GPU, the default is all GPUs of the installation.",
+    "instance_group.passive": "Passive instances would execute nothing, and are not created.",
     "default_model_filename": "A path within the version directory.",
     "parameters": "Read by the backends; those that begin with `qinfer.` are listed below.",
-    "model_warmup": "Zeros, random data, or a file of the model's directory `warmup` that holds one row.",
+    "model_warmup": "Zeros, random data, or a file in the model's directory `warmup` with one row.",
 }
 
 HINTS = {
-    "input.format": "Says how images are laid out; nothing here depends on it.",
+    "input.format": "The layout of images, on which nothing in qinfer depends.",
     "optimization.priority": "Instances of all models have the same priority.",
-    "optimization.cuda": "Backends use CUDA as suits them.",
-    "optimization.input_pinned_memory": "Backends use pinned memory as suits them.",
-    "optimization.output_pinned_memory": "Backends use pinned memory as suits them.",
+    "optimization.cuda": "Backends decide how to use CUDA.",
+    "optimization.input_pinned_memory": "Backends decide how to use pinned memory.",
+    "optimization.output_pinned_memory": "Backends decide how to use pinned memory.",
     "optimization.gather_kernel_buffer_threshold": "Batches are gathered on the host.",
     "optimization.eager_batching": "The next batch is always prepared while one executes.",
-    "instance_group.host_policy": "Workers are bound to processors from outside.",
-    "metric_tags": "Metrics do not carry them.",
+    "instance_group.host_policy": "Bind workers to processors by other means.",
+    "metric_tags": "Metrics do not have these labels.",
     "model_metrics": "Metrics have their own buckets.",
 }
 
