@@ -1,4 +1,4 @@
-"""Object stores behind fsspec: what is the same for all, and Google's, Azure's and the one in memory.
+"""Object stores behind fsspec: what is the same for all, and S3's, Google's, Azure's and the one in memory.
 
 `put_file(mode="create")` and `pipe_file(mode="create")` of the drivers are conditional, for small and for large files:
 gcsfs sends `ifGenerationMatch=0`, adlfs `If-None-Match: *` (with the list of blocks, when there are several). Drivers'
@@ -6,15 +6,22 @@ files that are opened to be written are not used: closing an empty one ignores t
 """
 
 import io
+import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from qinfer.storage.errors import answer_of, fail, mapped, not_empty
+from qinfer.core.retry import Backoff
+from qinfer.errors import StoreChanged, StoreUnavailable
+from qinfer.storage.errors import answer_of, fail, mapped, not_empty, store_error
 from qinfer.storage.store import BROKEN, Child, Outcome, Stat, Store
+
+logger = logging.getLogger(__name__)
 
 UPLOADS = 4
 """Chunks of one upload that are on their way at a time, where the driver sends several."""
@@ -22,6 +29,10 @@ UPLOADS = 4
 _AHEAD_BYTES = 8 * 2**20  # fetched ahead of who reads sequentially
 _AT_ONCE_BYTES = 32 * 2**20
 _BEYOND_THE_END = 416  # what a range of an empty object is answered with
+_CONFLICTS = 6  # tries, while others write the same name in S3
+_CONFLICT_S = 0.1  # before the second; doubled after each
+_MOST_CHUNKS = 10_000
+_PAGE = 1000  # objects of a listing of S3 in one answer
 _MARKS = ("generation", "ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime", "created")
 
 
@@ -200,6 +211,97 @@ class FsspecStore(Store):
         except FileExistsError:
             return Outcome.EXISTS
         return Outcome.CREATED
+
+
+class S3Store(FsspecStore):
+    """An object store that speaks S3's protocol: PutObject and CompleteMultipartUpload with `If-None-Match: *`.
+
+    412 says that the name is taken; 409, that somebody else is about to take it: the upload is made anew. A store that
+    knows no conditional writes says 501. Then the name is looked at, the object is put and read back, and the log says
+    so once for a bucket; what two writers at the same moment leave is one of the two, whole.
+    """
+
+    has_buckets = True
+
+    def __init__(self, files: Any, listing_timeout_s: float | None = None) -> None:
+        super().__init__(files, listing_timeout_s)
+        self._unconditional: set[str] = set()
+        self._lock = threading.Lock()
+
+    def scan(self, prefix: str) -> Iterator[Stat]:
+        """Implements `Store.scan`."""
+        base = prefix.rstrip("/")
+        with mapped(prefix):
+            bucket, key, _ = self._files.split_path(self._path(base))
+            folder = f"{key}/" if key else ""
+            asked: dict[str, str | int] = {"Bucket": bucket, "Prefix": folder, "MaxKeys": _PAGE}
+            while True:
+                page = self._files.call_s3("list_objects_v2", self._files.req_kw, **asked, **self._listing_options)
+                for found in page.get("Contents", ()):
+                    name = found["Key"][len(folder) :]
+                    if name and not name.endswith("/"):
+                        yield Stat(f"{base}/{name}", found["Size"], found["ETag"].strip('"'))
+                if not page.get("NextContinuationToken"):
+                    return
+                asked["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _upload_options(self, size_bytes: int) -> dict[str, int]:
+        return {"chunksize": max(self.chunk_bytes, -(-size_bytes // _MOST_CHUNKS)), "max_concurrency": UPLOADS}
+
+    def _create(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
+        bucket = url.split("/", 3)[2]
+        backoff = Backoff(1.5 * _CONFLICT_S, math.inf, jitter=0.7)
+        for _ in range(_CONFLICTS):
+            if bucket in self._unconditional:
+                return self._verified(put, source, url)
+            try:
+                put("create")
+            except FileExistsError:
+                return Outcome.EXISTS
+            except OSError as error:
+                outcome = self._after(error, bucket, url)
+                if outcome is not None:
+                    return outcome
+                if bucket not in self._unconditional:
+                    time.sleep(backoff.next_s())
+            else:
+                return Outcome.CREATED
+        raise StoreUnavailable(f"others write '{url}' all the time; try again")
+
+    def _after(self, error: OSError, bucket: str, url: str) -> Outcome | None:
+        """Decides about an upload that failed; `None` = try again."""
+        answer = answer_of(error)
+        if answer.status == 412:
+            return Outcome.EXISTS
+        if answer.status == 409:
+            return None
+        if answer.status == 501:
+            self._says_501(bucket)
+            return None
+        if answer.code == "NoSuchUpload" and self.stat(url) is not None:  # the answer to the first try was lost
+            return Outcome.EXISTS
+        raise store_error(error, url) from None
+
+    def _says_501(self, bucket: str) -> None:
+        with self._lock:
+            if bucket in self._unconditional:
+                return
+            self._unconditional.add(bucket)
+        logger.warning(
+            "the store knows no conditional writes (501): objects are looked for, written and read back instead",
+            extra={"bucket": bucket},
+        )
+
+    def _verified(self, put: Callable[[str], None], source: Callable[[], BinaryIO], url: str) -> Outcome:
+        """Creates an object without a condition: looks before, and compares afterwards."""
+        if self.stat(url) is not None:
+            return Outcome.EXISTS
+        put("overwrite")
+        with suppress(StoreChanged), source() as mine, self.open(url, sequential=True) as there:
+            while (expected := mine.read(self.chunk_bytes)) == there.read(self.chunk_bytes):
+                if not expected:
+                    return Outcome.CREATED
+        return Outcome.EXISTS  # another's, to be looked at as any that was there before
 
 
 class GcsStore(FsspecStore):

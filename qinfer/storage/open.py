@@ -96,11 +96,8 @@ def open_store(
     from qinfer.storage import fsspec
 
     if kind == "s3":
-        from qinfer.storage.s3 import S3Store
-
         files.retries = _S3_TRIES
-        return S3Store(files, listing_timeout_s), url.rstrip("/")
-    stores = {"gcs": fsspec.GcsStore, "azure": fsspec.AzureStore, "memory": fsspec.MemoryStore}
+    stores = {"s3": fsspec.S3Store, "gcs": fsspec.GcsStore, "azure": fsspec.AzureStore, "memory": fsspec.MemoryStore}
     return stores.get(kind, fsspec.FsspecStore)(files, listing_timeout_s), url.rstrip("/") if kind else path
 
 

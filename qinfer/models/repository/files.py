@@ -16,10 +16,10 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Protocol, Self, overload
+from typing import Any, NamedTuple, overload
 
 from qinfer.errors import (
     InvalidRequest,
@@ -96,50 +96,32 @@ class Listing:
         return sha.hexdigest()
 
 
-class Blob(Protocol):
-    """Bytes that need not all be in memory: a `memoryview`, or a part of a remote file."""
-
-    def __len__(self) -> int:
-        """Returns how many bytes there are."""
-        ...
-
-    @overload
-    def __getitem__(self, index: int, /) -> int: ...
-    @overload
-    def __getitem__(self, index: slice, /) -> Self: ...
-
-    def tobytes(self) -> bytes:
-        """Reads the bytes."""
-        ...
-
-
 class TooFarSpreadError(Exception):
     """The wanted parts of a file are spread over more pages than may be read."""
 
 
+@dataclass(slots=True)
 class Ranges:
     """A part of a file; reads pages, and keeps them while it lives. For one thread.
 
-    Args:
+    Attributes:
         fetch: Reads the bytes from a begin to an end.
-        size: The file's size in bytes.
+        end: Where the part ends in the file; for a whole file, its size in bytes.
         page_bytes: What is read at once.
         max_pages: So many pages may be read.
+        begin: Where the part begins.
+        pages: What was read, of all parts of the file.
     """
 
-    def __init__(
-        self, fetch: Callable[[int, int], bytes], size: int, page_bytes: int = PAGE_BYTES, max_pages: int = MAX_PAGES
-    ) -> None:
-        self._pages: dict[int, bytes] = {}
-        self._fetch = fetch
-        self._size = size
-        self._page_bytes = page_bytes
-        self._max_pages = max_pages
-        self._begin = 0
-        self._end = size
+    fetch: Callable[[int, int], bytes]
+    end: int
+    page_bytes: int = PAGE_BYTES
+    max_pages: int = MAX_PAGES
+    begin: int = 0
+    pages: dict[int, bytes] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return self._end - self._begin
+        return self.end - self.begin
 
     @overload
     def __getitem__(self, index: int, /) -> int: ...
@@ -148,33 +130,32 @@ class Ranges:
     def __getitem__(self, index: int | slice, /) -> "int | Ranges":
         if isinstance(index, slice):
             begin, end, _ = index.indices(len(self))
-            part = Ranges.__new__(Ranges)
-            part._pages, part._fetch, part._size = self._pages, self._fetch, self._size
-            part._page_bytes, part._max_pages = self._page_bytes, self._max_pages
-            part._begin, part._end = self._begin + begin, self._begin + max(begin, end)
-            return part
+            return replace(self, begin=self.begin + begin, end=self.begin + max(begin, end))
         if not 0 <= index < len(self):
             raise IndexError(index)
-        number, offset = divmod(self._begin + index, self._page_bytes)
+        number, offset = divmod(self.begin + index, self.page_bytes)
         return self._page(number)[offset]
 
     def tobytes(self) -> bytes:
         """Reads the bytes."""
         if not len(self):
             return b""
-        first, last = self._begin // self._page_bytes, (self._end - 1) // self._page_bytes
+        first, last = self.begin // self.page_bytes, (self.end - 1) // self.page_bytes
         content = b"".join(self._page(number) for number in range(first, last + 1))
-        return content[self._begin - first * self._page_bytes :][: len(self)]
+        return content[self.begin - first * self.page_bytes :][: len(self)]
 
     def _page(self, number: int) -> bytes:
-        page = self._pages.get(number)
+        page = self.pages.get(number)
         if page is None:
-            if len(self._pages) >= self._max_pages:
-                raise TooFarSpreadError(f"more than {self._max_pages} pages")
-            begin = number * self._page_bytes
-            page = self._fetch(begin, min(begin + self._page_bytes, self._size))
-            self._pages[number] = page
+            if len(self.pages) >= self.max_pages:
+                raise TooFarSpreadError(f"more than {self.max_pages} pages")
+            begin = number * self.page_bytes
+            page = self.pages[number] = self.fetch(begin, begin + self.page_bytes)
         return page
+
+
+Blob = memoryview | Ranges
+"""Bytes that need not all be in memory."""
 
 
 class LocalFiles:

@@ -25,7 +25,7 @@ from qinfer.errors import (
     StoreUnavailable,
     UnsupportedFeature,
 )
-from qinfer.storage import s3
+from qinfer.storage import fsspec as stores
 from qinfer.storage.fsspec import FsspecStore
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome, Store
@@ -54,7 +54,7 @@ def server(running: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Ser
     for name, value in running.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(FsspecStore, "chunk_bytes", CHUNK_BYTES)
-    monkeypatch.setattr(s3, "_CONFLICT_S", 0.001)
+    monkeypatch.setattr(stores, "_CONFLICT_S", 0.001)
     yield running
     running.reset()
 

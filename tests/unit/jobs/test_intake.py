@@ -132,7 +132,7 @@ def test_jobs_are_examined_in_s3(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [file.url for file in examined.files] == [f"{bucket}/in/a.parquet", f"{bucket}/in/b.parquet"]
         assert examined.files[0] == store.stat(f"{bucket}/in/a.parquet")
         assert examined.files[0].etag
-        monkeypatch.setattr("qinfer.storage.s3._PAGE", 2)
+        monkeypatch.setattr("qinfer.storage.fsspec._PAGE", 2)
         deep = examine(job(f"{bucket}/in*/**/*.parquet", output=f"{bucket}/out"), MODEL, allow)
         assert [file.url.removeprefix(f"{bucket}/") for file in deep.files] == [
             "in/a.parquet",
