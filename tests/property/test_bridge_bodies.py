@@ -14,7 +14,9 @@ from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.validate import validate
-from qinfer_workers.bridge.bodies.decode import BodyCodec, BodyOptions, encode
+from qinfer_workers.bridge.bodies.decode import BodyCodec
+from qinfer_workers.bridge.config import BodyOptions
+from qinfer_workers.bridge.replies import encode
 
 INPUTS = (
     TensorSpec(name="X", datatype="FP32", dims=(2,), optional=True),

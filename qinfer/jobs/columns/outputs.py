@@ -126,7 +126,7 @@ class _Output:
             self._element = pa.from_numpy_dtype(target_dtype(tensor.datatype))
         self.type = self._element
         for dim in reversed(self._dims):
-            self.type = _list_type(self.type, dim)
+            self.type = list_type(self.type, dim)
 
     def column_of(self, scored: Sequence[Scored], place: pa.Array | None, rows: int, errors: RowErrors) -> pa.Array:
         """Returns the column of a batch.
@@ -177,7 +177,7 @@ class _Output:
         for _ in dims:
             kinds.append(kinds[-1].value_type)
         for level in reversed(range(len(dims))):
-            values = _lists(values, kinds[level], dims[level], prod(dims[:level]) * len(array))
+            values = lists_of(values, kinds[level], dims[level], prod(dims[:level]) * len(array))
         return values
 
     def _texts(self, flat: Array, count: int, rows: Indices | None, errors: RowErrors) -> pa.Array:
@@ -222,12 +222,14 @@ def _without(column: pa.Array, errors: RowErrors) -> pa.Array:
     return column.take(pa.array(np.arange(len(column)), mask=bad))
 
 
-def _list_type(element: pa.DataType, dim: int) -> pa.DataType:
+def list_type(element: pa.DataType, dim: int) -> pa.DataType:
+    """Returns the type of lists of `dim` elements; -1 = of any number."""
     field = pa.field("element", element, nullable=False)
     return pa.list_(field) if dim == -1 else pa.list_(field, dim)
 
 
-def _lists(values: pa.Array, kind: pa.DataType, size: int, count: int) -> pa.Array:
+def lists_of(values: pa.Array, kind: pa.DataType, size: int, count: int) -> pa.Array:
+    """Returns values as `count` lists of `size` elements each."""
     if pa.types.is_fixed_size_list(kind):
         return pa.FixedSizeListArray.from_arrays(values, type=kind)
     offsets = pa.array(np.arange(count + 1, dtype=np.int32) * np.int32(size))

@@ -8,8 +8,8 @@ import struct
 from typing import BinaryIO
 
 _MAGIC = b"ARROW1"
-_TAIL = struct.Struct("<i6s")
-_BLOCK = struct.Struct("<qi4xq")  # offset, length of the message's metadata, length of its body
+TAIL = struct.Struct("<i6s")
+BLOCK = struct.Struct("<qi4xq")  # offset, length of the message's metadata, length of its body
 _CONTINUATION = b"\xff\xff\xff\xff"
 _MAX_FOOTER_BYTES = 256 * 2**20
 
@@ -36,20 +36,20 @@ def batch_rows(file: BinaryIO) -> tuple[int, ...]:
 def _blocks(file: BinaryIO) -> list[tuple[int, int]]:
     """Reads where the record batches are."""
     end = file.seek(0, 2)
-    file.seek(max(0, end - _TAIL.size))
-    size, magic = _TAIL.unpack(file.read(_TAIL.size))
+    file.seek(max(0, end - TAIL.size))
+    size, magic = TAIL.unpack(file.read(TAIL.size))
     if magic != _MAGIC or not 0 < size <= min(end, _MAX_FOOTER_BYTES):
         raise ValueError("it does not end as Arrow's file format does")
-    file.seek(end - _TAIL.size - size)
+    file.seek(end - TAIL.size - size)
     footer = file.read(size)
-    field = _field(footer, _root(footer), _FOOTER_BATCHES)
+    field = field_of(footer, unsigned(footer, 0), _FOOTER_BATCHES)
     if not field:
         return []
-    vector = field + _unsigned(footer, field)
-    first, count = vector + 4, _unsigned(footer, vector)
+    vector = field + unsigned(footer, field)
+    first, count = vector + 4, unsigned(footer, vector)
     return [
         (offset, length)
-        for offset, length, _ in (_BLOCK.unpack_from(footer, first + _BLOCK.size * i) for i in range(count))
+        for offset, length, _ in (BLOCK.unpack_from(footer, first + BLOCK.size * i) for i in range(count))
     ]
 
 
@@ -60,28 +60,32 @@ def _length(file: BinaryIO, offset: int, size: int) -> int:
     file.seek(offset)
     data = file.read(size)
     message = data[8:] if data.startswith(_CONTINUATION) else data[4:]
-    header = _field(message, _root(message), _MESSAGE_HEADER)
-    batch = header + _unsigned(message, header)
-    field = _field(message, batch, _BATCH_LENGTH)
+    header = field_of(message, unsigned(message, 0), _MESSAGE_HEADER)
+    batch = header + unsigned(message, header)
+    field = field_of(message, batch, _BATCH_LENGTH)
     rows = struct.unpack_from("<q", message, field)[0] if field else 0
     if not header or rows < 0:
         raise ValueError("a record batch's header is damaged")
     return int(rows)
 
 
-def _root(buffer: bytes) -> int:
-    return _unsigned(buffer, 0)
+def field_of(buffer: bytes, table: int, number: int) -> int:
+    """Returns where the field of a flatbuffer's table is; 0 = it has its default.
 
-
-def _field(buffer: bytes, table: int, number: int) -> int:
-    """Returns where a table's field is; 0 = it has its default."""
+    Raises:
+        ValueError: The flatbuffer points outside.
+        struct.error: So it does, or it is cut off.
+    """
     vtable = table - struct.unpack_from("<i", buffer, table)[0]
+    if vtable < 0:
+        raise ValueError("a flatbuffer points outside")
     size = struct.unpack_from("<H", buffer, vtable)[0]
     place = 4 + 2 * number
     offset = struct.unpack_from("<H", buffer, vtable + place)[0] if place < size else 0
     return table + offset if offset else 0
 
 
-def _unsigned(buffer: bytes, position: int) -> int:
+def unsigned(buffer: bytes, position: int) -> int:
+    """Returns an unsigned number of a flatbuffer; at 0 it leads to the root table."""
     value: int = struct.unpack_from("<I", buffer, position)[0]
     return value

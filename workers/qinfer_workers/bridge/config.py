@@ -32,7 +32,11 @@ ReplyForm = Literal["same", "kserve", "jsonl", "arrow"]
 """`same` = as the request: rows for rows, Arrow for Arrow, KServe for all else."""
 
 
-class InputMap(BaseModel):
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class InputMap(_Part):
     """The columns that one input tensor is made of, and the shape of a row.
 
     Attributes:
@@ -40,13 +44,11 @@ class InputMap(BaseModel):
         shape: The shape of one row, without the batch dimension; empty = the tensor's.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     columns: tuple[str, ...]
     shape: tuple[int, ...] = ()
 
 
-class BodyOptions(BaseModel):
+class BodyOptions(_Part):
     """The `body` part of a route: how bodies are read, and replies written.
 
     Attributes:
@@ -59,8 +61,6 @@ class BodyOptions(BaseModel):
         max_bytes: Larger bodies are refused, and those that are larger when they are unpacked.
         max_json_depth: Deepest JSON nesting.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     input: str = ""
     columns: Mapping[str, str | tuple[str, ...] | InputMap] = Field(default_factory=dict)
@@ -110,8 +110,23 @@ def _short(name: str) -> str:
 _ShortName = Annotated[str, AfterValidator(_short)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+def _checked(url: SecretStr) -> SecretStr:
+    text = url.get_secret_value()
+    scheme, separator, _ = text.partition("://")
+    if not separator or scheme.partition("+")[0] not in TRANSPORT_ALIASES:
+        raise ValueError("expected a URL of kombu, such as amqp://…, redis://… or sqs://…")
+    for part in text.split(";"):  # kombu's way to name several brokers
+        try:
+            _ = urlsplit(part).port
+        except ValueError:  # its text may have a part of the password
+            raise ValueError(
+                "the port can't be read; in a password write / as %2F, @ as %40, : as %3A, # as %23 and ? as %3F, or "
+                "give it as ${NAME}, which is quoted for you"
+            ) from None
+    return url
+
+
+_Url = Annotated[SecretStr, AfterValidator(_checked)]
 
 
 class SourceOptions(_Part):
@@ -127,17 +142,12 @@ class SourceOptions(_Part):
         options: kombu's options of the transport, such as `visibility_timeout`.
     """
 
-    url: SecretStr
+    url: _Url
     queue: _ShortName = Field(min_length=1)
     prefetch: int = Field(500, ge=1, le=65535)
     declare: bool = True
     id_header: str | None = None
     options: Mapping[str, Any] = Field(default_factory=dict, repr=False)
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: SecretStr) -> SecretStr:
-        return _checked(url)
 
 
 class SinkOptions(_Part):
@@ -153,18 +163,13 @@ class SinkOptions(_Part):
         options: kombu's options of the transport; default: the source's, where the URL is.
     """
 
-    url: SecretStr | None = None
+    url: _Url | None = None
     reply_to: bool = True
     exchange: _ShortName = ""
     routing_key: _ShortName = ""
     declare: bool = True
     carry_headers: tuple[str, ...] = ()
     options: Mapping[str, Any] = Field(default_factory=dict, repr=False)
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: SecretStr | None) -> SecretStr | None:
-        return None if url is None else _checked(url)
 
     @property
     def is_fixed(self) -> bool:
@@ -176,6 +181,12 @@ class SinkOptions(_Part):
         if not (self.reply_to or self.is_fixed):
             raise ValueError("predictions have nowhere to go: give a routing_key, or set reply_to: true")
         return self
+
+
+def _route_name(name: str) -> str:
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise ValueError(f"use up to {MAX_NAME} of a-z, 0-9 and '-'")
+    return name
 
 
 class RouteOptions(_Part):
@@ -195,7 +206,7 @@ class RouteOptions(_Part):
         body: How bodies are read, and replies written.
     """
 
-    name: str
+    name: Annotated[str, AfterValidator(_route_name)]
     model: str = Field(min_length=1)
     version: int = Field(0, ge=0)
     priority: int = Field(0, ge=0)
@@ -206,13 +217,6 @@ class RouteOptions(_Part):
     sink: SinkOptions = Field(default_factory=SinkOptions)
     dead_letter: _ShortName = ""
     body: BodyOptions = Field(default_factory=BodyOptions)
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        if len(name) > MAX_NAME or not _NAME.fullmatch(name):
-            raise ValueError(f"use up to {MAX_NAME} of a-z, 0-9 and '-'")
-        return name
 
     @model_validator(mode="after")
     def _check_loops(self) -> "RouteOptions":
@@ -300,22 +304,6 @@ class BridgeConfig(_Part):
                     "give one of them another sink or dead_letter"
                 )
         return self
-
-
-def _checked(url: SecretStr) -> SecretStr:
-    text = url.get_secret_value()
-    scheme, separator, _ = text.partition("://")
-    if not separator or scheme.partition("+")[0] not in TRANSPORT_ALIASES:
-        raise ValueError("expected a URL of kombu, such as amqp://…, redis://… or sqs://…")
-    for part in text.split(";"):  # kombu's way to name several brokers
-        try:
-            _ = urlsplit(part).port
-        except ValueError:  # its text may have a part of the password
-            raise ValueError(
-                "the port can't be read; in a password write / as %2F, @ as %40, : as %3A, # as %23 and ? as %3F, or "
-                "give it as ${NAME}, which is quoted for you"
-            ) from None
-    return url
 
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")

@@ -16,7 +16,7 @@ from qinfer.bridge.reports import RouteTally
 from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer.errors import Conflict, Overloaded, QinferError, RequestError
 from qinfer.queue.entries import Acceptance, Accepted
-from qinfer_workers.bridge.consumer import Refused
+from qinfer_workers.bridge.links import Refused
 from qinfer_workers.bridge.messages import Receipt
 from qinfer_workers.bridge.reading import Work
 

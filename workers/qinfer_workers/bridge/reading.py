@@ -7,9 +7,10 @@ from qinfer.errors import InvalidRequest
 from qinfer.models.catalog import Served
 from qinfer.queue.entries import MAX_NOTES_BYTES, Acceptance, Address
 from qinfer.submission.submit import prepare
-from qinfer_workers.bridge.bodies.decode import BodyCodec, ReplyEncoding
+from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import RouteOptions
 from qinfer_workers.bridge.messages import Delivered, Note, body_hash, identity, request_id
+from qinfer_workers.bridge.replies import ReplyEncoding
 
 PARTITION = 0
 """The partition that requests of bridges go to."""

@@ -13,7 +13,6 @@ from qinfer.core.messages import Failure, Response
 from qinfer.errors import CorruptEntry, ErrorCode, QinferError
 from qinfer.queue.entries import Ending, RequestState
 from qinfer.wire.frame import decode_responses
-from qinfer_workers.bridge.bodies.decode import Encoded, encode, encode_error
 from qinfer_workers.bridge.config import RouteOptions
 from qinfer_workers.bridge.messages import (
     CODE_HEADER,
@@ -29,6 +28,7 @@ from qinfer_workers.bridge.messages import (
     Place,
     PublishGroup,
 )
+from qinfer_workers.bridge.replies import Encoded, encode, encode_error
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def _outcome(ending: Ending) -> tuple[str, Response | None, Failure | None]:
 def _failed(
     route: RouteOptions, note: Note, failure: Failure, headers: dict[str, str], group: PublishGroup
 ) -> list[Outgoing]:
-    """Returns the dead dead of a request that failed, and the error for its caller where one waits."""
+    """Returns the dead letter of a request that failed, and the error for its caller where one waits."""
     encoded = encode_error(failure.message, note.reply.client_id)
     dead_letter = Outgoing(
         place=Place.DEAD_LETTER,

@@ -6,6 +6,7 @@ bulk job's output. BYTES become texts, unless the model's parameter `qinfer.bina
 
 import io
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ import pyarrow as pa
 
 from qinfer.core.messages import Response
 from qinfer.errors import InvalidRequest, OutputMismatch
+from qinfer.jobs.columns.outputs import list_type, lists_of
 from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec
 from qinfer.tensors import Tensor, iter_bytes, to_numpy
@@ -128,13 +130,7 @@ def _column(tensor: Tensor, array: Any, dims: tuple[int, ...], *, is_binary: boo
         values = pa.array(flat)
     shape = array.shape[1:]
     for level in reversed(range(len(dims))):
-        field = pa.field("element", values.type, nullable=False)
-        if dims[level] != -1:
-            values = pa.FixedSizeListArray.from_arrays(values, type=pa.list_(field, shape[level]))
-        else:
-            count = len(array) * int(np.prod(shape[:level], dtype=np.int64))
-            offsets = pa.array(np.arange(count + 1, dtype=np.int32) * np.int32(shape[level]))
-            values = pa.ListArray.from_arrays(offsets, values, type=pa.list_(field))
+        values = lists_of(values, list_type(values.type, dims[level]), shape[level], len(array) * prod(shape[:level]))
     return values
 
 

@@ -26,11 +26,10 @@ from qinfer.queue.deliveries import outbox
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
-from qinfer_workers.bridge.consumer import Consumer, Refused
 from qinfer_workers.bridge.endings import Endings
 from qinfer_workers.bridge.intake import Intake
+from qinfer_workers.bridge.links import Consumer, Publisher, Refused
 from qinfer_workers.bridge.messages import Outgoing, Place, PublishGroup, Receipt
-from qinfer_workers.bridge.publisher import Publisher
 from qinfer_workers.bridge.reading import Reader
 from qinfer_workers.bridge.rendering import Rendered, refusal, render
 from qinfer_workers.bridge.transports.base import Settled, Sink, Source

@@ -13,7 +13,9 @@ from qinfer.models.config.to_spec import BINARY_OUTPUTS
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, from_numpy
 from qinfer.wire.outputs import OutputPlan
-from qinfer_workers.bridge.bodies.decode import BodyCodec, BodyOptions, Encoded, ReplyEncoding, encode, encode_error
+from qinfer_workers.bridge.bodies.decode import BodyCodec
+from qinfer_workers.bridge.config import BodyOptions
+from qinfer_workers.bridge.replies import Encoded, ReplyEncoding, encode, encode_error
 
 ROWS = b'{"X": 1}\n{"X": 2}'
 KSERVE = b'{"id": "q", "inputs": [{"name": "X", "datatype": "FP32", "shape": [2, 1], "data": [1, 2]}]%b}'

@@ -11,7 +11,8 @@ import pytest
 from qinfer.errors import InvalidRequest
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import to_numpy
-from qinfer_workers.bridge.bodies.decode import BodyCodec, BodyOptions
+from qinfer_workers.bridge.bodies.decode import BodyCodec
+from qinfer_workers.bridge.config import BodyOptions
 
 LINES = "application/x-ndjson"
 STREAM, FILE = "application/vnd.apache.arrow.stream", "application/vnd.apache.arrow.file"

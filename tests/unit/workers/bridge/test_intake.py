@@ -10,8 +10,8 @@ from qinfer.bridge.reports import RouteTally
 from qinfer.errors import BrokerUnavailable, InvalidRequest, PayloadTooLarge, QinferError, QueueFull, SettingsError
 from qinfer.queue.entries import Acceptance, Accepted, Address, Lane
 from qinfer.testing import eventually
-from qinfer_workers.bridge.consumer import Refused
 from qinfer_workers.bridge.intake import FEWEST_AT_ONCE, MOST_AT_ONCE, Disposition, Intake, disposition_of
+from qinfer_workers.bridge.links import Refused
 from qinfer_workers.bridge.messages import Delivered, Receipt
 from qinfer_workers.bridge.reading import Work
 

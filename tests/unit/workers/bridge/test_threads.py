@@ -7,9 +7,8 @@ from typing import Any
 from qinfer.bridge.reports import RouteTally
 from qinfer.errors import InvalidRequest, ModelNotFound
 from qinfer.testing import wait_until
-from qinfer_workers.bridge.consumer import Consumer, Refused
+from qinfer_workers.bridge.links import Consumer, Publisher, Refused
 from qinfer_workers.bridge.messages import Delivered, Outgoing, Place, PublishGroup, Receipt
-from qinfer_workers.bridge.publisher import Publisher
 from qinfer_workers.bridge.reading import Work
 from qinfer_workers.bridge.transports.base import MessageRefused, Settled
 

@@ -29,7 +29,7 @@ from qinfer.wire.outputs import OutputPlan, bind
 from qinfer_workers.bridge.bodies.content import Kind, json_length, parse_content_type, unpacked
 from qinfer_workers.bridge.bodies.rows import RowInputs
 from qinfer_workers.bridge.config import BodyOptions
-from qinfer_workers.bridge.replies import Encoded, Form, OutputColumn, ReplyEncoding, bound, encode, encode_error
+from qinfer_workers.bridge.replies import Form, OutputColumn, ReplyEncoding, bound
 
 _LENGTH = struct.Struct("<I")
 
@@ -99,8 +99,6 @@ def _shape_problem(tensor: TensorSpec) -> str:
         return f"{where}, which a number of bytes does not tell; send KServe JSON or rows"
     return ""
 
-
-__all__ = ["BodyCodec", "BodyOptions", "Decoded", "Encoded", "ReplyEncoding", "encode", "encode_error"]
 
 MAX_REPLY_BYTES = 4096
 """The most bytes of an encoded `ReplyEncoding`."""

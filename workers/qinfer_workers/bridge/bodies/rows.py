@@ -24,13 +24,12 @@ from qinfer.jobs.columns.casts import is_text
 from qinfer.jobs.columns.inputs import Decoded, InputColumns
 from qinfer.jobs.columns.views import without_views
 from qinfer.jobs.job import shown
+from qinfer.jobs.rows.arrow_footer import BLOCK, TAIL, field_of, unsigned
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Bytes, Tensor, from_numpy
 from qinfer.wire.kserve_json import check_depth
 from qinfer_workers.bridge.config import BodyOptions
 
-_TAIL = struct.Struct("<i6s")
-_BLOCK = struct.Struct("<qi4xq")  # offset, length of the message's metadata, length of its body
 _BUFFER = struct.Struct("<qq")  # offset in the message's body, length
 _LENGTH = struct.Struct("<q")
 
@@ -73,15 +72,15 @@ def _of_stream(body: Bytes) -> Iterator["pa.Message"]:
 def _of_file(body: Bytes) -> Iterator["pa.Message"]:
     """Reads the messages that a file's footer points to."""
     view = memoryview(body)
-    size, _ = _TAIL.unpack(view[-_TAIL.size :])
-    footer = bytes(view[len(view) - _TAIL.size - size : len(view) - _TAIL.size])
+    size, _ = TAIL.unpack(view[-TAIL.size :])
+    footer = bytes(view[len(view) - TAIL.size - size : len(view) - TAIL.size])
     for number in (_FOOTER_DICTIONARIES, _FOOTER_BATCHES):
-        field = _field(footer, _unsigned(footer, 0), number)
+        field = field_of(footer, unsigned(footer, 0), number)
         if not field:
             continue
-        vector = field + _unsigned(footer, field)
-        for index in range(_unsigned(footer, vector)):
-            offset, length, size = _BLOCK.unpack_from(footer, vector + 4 + _BLOCK.size * index)
+        vector = field + unsigned(footer, field)
+        for index in range(unsigned(footer, vector)):
+            offset, length, size = BLOCK.unpack_from(footer, vector + 4 + BLOCK.size * index)
             if not 0 <= offset <= offset + length + size <= len(view):
                 raise ValueError("its footer points outside")
             yield pa.ipc.read_message(pa.py_buffer(view[offset : offset + length + size]))
@@ -92,16 +91,16 @@ def _unpacked_bytes(message: "pa.Message") -> int:
     if message.type not in ("record batch", "dictionary"):
         return 0
     data = message.metadata.to_pybytes()
-    table = _table(data, _unsigned(data, 0), _MESSAGE_HEADER)
+    table = _table(data, unsigned(data, 0), _MESSAGE_HEADER)
     if message.type == "dictionary":
         table = _table(data, table, _DICTIONARY_DATA)
-    field = _field(data, table, _BATCH_BUFFERS)
-    if not field or not _field(data, table, _BATCH_COMPRESSION):
+    field = field_of(data, table, _BATCH_BUFFERS)
+    if not field or not field_of(data, table, _BATCH_COMPRESSION):
         return 0
-    vector = field + _unsigned(data, field)
+    vector = field + unsigned(data, field)
     content = memoryview(message.body)
     total = 0
-    for index in range(_unsigned(data, vector)):
+    for index in range(unsigned(data, vector)):
         offset, length = _BUFFER.unpack_from(data, vector + 4 + _BUFFER.size * index)
         if length >= _LENGTH.size:
             if not 0 <= offset <= len(content) - _LENGTH.size:
@@ -111,26 +110,10 @@ def _unpacked_bytes(message: "pa.Message") -> int:
 
 
 def _table(buffer: bytes, table: int, number: int) -> int:
-    field = _field(buffer, table, number)
+    field = field_of(buffer, table, number)
     if not field:
         raise ValueError("a record batch has no header")
-    return field + _unsigned(buffer, field)
-
-
-def _field(buffer: bytes, table: int, number: int) -> int:
-    """Returns where a table's field is; 0 = it has its default."""
-    vtable = table - struct.unpack_from("<i", buffer, table)[0]
-    if vtable < 0:
-        raise ValueError("a flatbuffer points outside")
-    size = struct.unpack_from("<H", buffer, vtable)[0]
-    place = 4 + 2 * number
-    offset = struct.unpack_from("<H", buffer, vtable + place)[0] if place < size else 0
-    return table + offset if offset else 0
-
-
-def _unsigned(buffer: bytes, position: int) -> int:
-    value: int = struct.unpack_from("<I", buffer, position)[0]
-    return value
+    return field + unsigned(buffer, field)
 
 
 ArrowForm = Literal["arrow-stream", "arrow-file"]

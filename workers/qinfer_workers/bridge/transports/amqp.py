@@ -220,7 +220,9 @@ class AmqpSink(_Link):
         self._sent: dict[int, Outgoing] = {}  # by tag, ascending: those without a confirm
         self._last_tag = 0
         self._returned: set[int] = set()  # tags
-        self._outcomes = _Outcomes()
+        self._taken: list[Outgoing] = []
+        self._refused: list[Outgoing] = []
+        self._unroutable: list[Outgoing] = []
         self._begin(
             FrameReader(
                 self._channel.channel_id, 0, self._connection.on_inbound_frame, self._on_confirm, self._on_return
@@ -237,7 +239,7 @@ class AmqpSink(_Link):
                 pieces.append(publish_frames(channel_id, message, longest))
             except ValueError:  # sent, it would end every connection
                 logger.exception("a message can't be published")
-                self._outcomes.refused.append(message)
+                self._refused.append(message)
                 continue
             self._last_tag += 1
             self._sent[self._last_tag] = message
@@ -251,11 +253,12 @@ class AmqpSink(_Link):
     def settle(self, timeout_s: float) -> Settled:
         """See `Sink.settle`."""
         try:
-            self._read(0.0 if self._outcomes.refused else timeout_s)
+            self._read(0.0 if self._refused else timeout_s)
         except ChannelError as error:  # such as a message that is larger than the broker takes
             raise MessageRefused(str(error)) from error
-        outcomes, self._outcomes = self._outcomes, _Outcomes()
-        return Settled(outcomes.taken, outcomes.refused, outcomes.unroutable)
+        settled = Settled(self._taken, self._refused, self._unroutable)
+        self._taken, self._refused, self._unroutable = [], [], []
+        return settled
 
     def _on_confirm(self, tag: int, is_multiple: bool, is_taken: bool) -> None:  # noqa: FBT001 - as it is in the frame
         tags = list(takewhile(lambda sent: sent <= tag, self._sent)) if is_multiple else [tag]
@@ -265,11 +268,11 @@ class AmqpSink(_Link):
                 continue
             if each in self._returned:
                 self._returned.discard(each)
-                self._outcomes.unroutable.append(message)
+                self._unroutable.append(message)
             elif is_taken:
-                self._outcomes.taken.append(message)
+                self._taken.append(message)
             else:
-                self._outcomes.refused.append(message)
+                self._refused.append(message)
 
     def _on_return(self, returned: Returned) -> None:
         """Marks the message that comes back: the broker's confirm follows it."""
@@ -277,15 +280,6 @@ class AmqpSink(_Link):
             if tag not in self._returned and returned == (message.exchange, message.routing_key, message.message_id):
                 self._returned.add(tag)
                 return
-
-
-class _Outcomes:
-    """The outcomes since the last `settle`."""
-
-    def __init__(self) -> None:
-        self.taken: list[Outgoing] = []
-        self.refused: list[Outgoing] = []
-        self.unroutable: list[Outgoing] = []
 
 
 def _unexpected(*_: object) -> None:

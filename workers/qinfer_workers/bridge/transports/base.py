@@ -1,22 +1,13 @@
 """The ports to other queues: where messages come from, and where they are published. Each serves one thread.
 
 `amqp` has them for AMQP 0-9-1, `kombu` for every other transport of kombu. A link is one connection: when it breaks,
-which shows as any exception but those named here, `LinkThread` opens another one, with a new epoch.
+which shows as any exception but those named here, a `LinkThread` opens another one, with a new epoch.
 """
 
-import logging
-import threading
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
-from qinfer.bridge.reports import RouteTally
-from qinfer.core.retry import REMIND_S, Backoff, OutageLog
 from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
-
-logger = logging.getLogger(__name__)
-
-_MAX_REASON = 500
 
 
 class MessageRefused(Exception):
@@ -88,95 +79,3 @@ class Sink(Protocol):
     def close(self) -> None:
         """Closes the connection."""
         ...
-
-
-L = TypeVar("L", Source, Sink)
-
-
-class LinkThread(ABC, Generic[L]):
-    """A thread that holds one connection, and opens another one when it breaks; `start`, then `stop`, then `join`.
-
-    Args:
-        route: The route's name.
-        connection: The connection's name in metrics and logs: `source`, `sink`, `dead_letters`.
-        outage: The log line of a connection that can't be had.
-        tally: Counts.
-    """
-
-    def __init__(self, route: str, connection: str, outage: str, tally: RouteTally) -> None:
-        self._route = route
-        self._connection = connection
-        self._tally = tally
-        self._link: L | None = None
-        self._stopping = threading.Event()
-        self._outage = OutageLog(logger, outage, remind_s=REMIND_S, route=route, connection=connection)
-        self._backoff = Backoff()
-        self._thread = threading.Thread(target=self._run, name=f"bridge-{route}-{connection}", daemon=True)
-        tally.connected[connection] = False
-
-    def start(self) -> None:
-        """Begins to connect."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends when everything is taken care of; for any thread."""
-        self._stopping.set()
-        self._wake()
-
-    def join(self, timeout_s: float) -> bool:
-        """Waits for the end; tells whether it came."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    @abstractmethod
-    def _open(self) -> L:
-        """Opens a connection."""
-
-    @abstractmethod
-    def _serve(self, link: L) -> None:
-        """Uses a connection until the thread is to end, or an exception shows that the connection is broken."""
-
-    @property
-    def _is_over(self) -> bool:
-        return self._stopping.is_set()
-
-    def _works(self) -> None:
-        """Notes that the connection is of use."""
-        self._backoff.reset()
-        self._outage.over()
-
-    def _connected(self, *, is_up: bool) -> None:
-        self._tally.connected[self._connection] = is_up
-
-    def _wake(self) -> None:
-        if (link := self._link) is not None:
-            link.wake()
-
-    def _run(self) -> None:
-        while not self._is_over:
-            try:
-                link = self._open()
-            except Exception as error:  # noqa: BLE001 - the boundary to kombu, whose transports raise what they like
-                self._failed(error)
-                self._pause()
-                continue
-            self._link = link
-            self._connected(is_up=True)
-            try:
-                self._serve(link)
-            except Exception as error:  # noqa: BLE001 - the same
-                self._failed(error)
-            finally:
-                self._link = None
-                self._connected(is_up=False)
-                link.close()
-            self._pause()
-
-    def _failed(self, error: Exception) -> None:
-        self._outage.failed(f"{type(error).__name__}: {error}"[:_MAX_REASON])
-        logger.debug("connection lost", exc_info=error, extra={"route": self._route})
-
-    def _pause(self) -> None:
-        if not self._is_over:
-            self._stopping.wait(self._backoff.next_s())

@@ -1,6 +1,7 @@
 """Opens the connections to other queues: AMQP where the URL says so, kombu's channels for all else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kombu import Connection
@@ -23,14 +24,8 @@ def open_source(options: SourceOptions, epoch: int) -> Source:
     Raises:
         Exception: Of kombu, its transport, or the system: the broker is away or refuses.
     """
-    client = _connect(options.url.get_secret_value(), options.options)
-    try:
-        if _is_amqp(client):
-            return AmqpSource(client, options, epoch)
-        return KombuSource(client, options, epoch)
-    except BaseException:
-        client.collect()
-        raise
+    with _connected(options.url.get_secret_value(), options.options) as client:
+        return (AmqpSource if _is_amqp(client) else KombuSource)(client, options, epoch)
 
 
 def open_sink(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> Sink:
@@ -45,12 +40,8 @@ def open_sink(url: str, options: Mapping[str, Any], queues: Sequence[str], excha
     Raises:
         Exception: As `open_source`.
     """
-    client = _connect(url, options)
-    try:
+    with _connected(url, options) as client:
         return AmqpSink(client, queues, exchange) if _is_amqp(client) else KombuSink(client, queues)
-    except BaseException:
-        client.collect()
-        raise
 
 
 def look(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: str = "") -> list[str]:
@@ -65,26 +56,28 @@ def look(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: 
     Raises:
         Exception: As `open_source`.
     """
-    client = _connect(url, options)
-    try:
+    missing: list[str] = []
+    with _connected(url, options) as client:
         if _is_amqp(client):
-            return missing_queues(client, queues, exchange)
-        client.channel()
-        return []
-    finally:
+            missing = missing_queues(client, queues, exchange)
+        else:
+            client.channel()
         client.collect()
+    return missing
 
 
-def _connect(url: str, options: Mapping[str, Any]) -> Connection:
+@contextmanager
+def _connected(url: str, options: Mapping[str, Any]) -> Iterator[Connection]:
+    """Connects; an exception in the block, as when connecting, closes the connection."""
     if url.lower().startswith("sqs"):
         options = {"wait_time_seconds": _SQS_WAIT_S, **options}
     client = Connection(url, connect_timeout=CONNECT_S, heartbeat=HEARTBEAT_S, transport_options=options)
     try:
         client.ensure_connection(max_retries=1, interval_start=0.0, interval_step=0.0, timeout=2 * CONNECT_S)
+        yield client
     except BaseException:
         client.collect()
         raise
-    return client
 
 
 def _is_amqp(client: Connection) -> bool:

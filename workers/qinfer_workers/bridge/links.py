@@ -1,0 +1,324 @@
+"""Threads that hold a connection to another queue: `Consumer` takes messages from a source, `Publisher` publishes.
+
+    source ──receive──▶ read ──▶ `accept` (the loop)         `done` (any thread) ──▶ acknowledge ──▶ source
+                          └────▶ `refuse` (dead letters)
+
+Nobody else touches a connection; messages, receipts and outcomes are handed over in batches. A message stays
+unacknowledged until its receipt comes by `done`: it is accepted, or its dead letter is confirmed. Where neither
+happens, the source's prefetch is used up, and the source sends no more: nothing else bounds what is in hand.
+
+What a broker has not confirmed is kept, and published again over the next connection when one breaks: the broker may
+have had it, so that the same message may come twice, and none is lost.
+"""
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from qinfer.bridge.reports import RouteTally
+from qinfer.core.retry import REMIND_S, Backoff, OutageLog
+from qinfer.errors import QinferError
+from qinfer.models.catalog import Served
+from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
+from qinfer_workers.bridge.reading import Reader, Work
+from qinfer_workers.bridge.transports.base import MessageRefused, Settled, Sink, Source
+
+logger = logging.getLogger(__name__)
+
+_MAX_REASON = 500
+
+L = TypeVar("L", Source, Sink)
+
+
+class LinkThread(ABC, Generic[L]):
+    """A thread that holds one connection, and opens another one when it breaks; `start`, then `stop`, then `join`.
+
+    Args:
+        route: The route's name.
+        connection: The connection's name in metrics and logs: `source`, `sink`, `dead_letters`.
+        outage: The log line of a connection that can't be had.
+        tally: Counts.
+    """
+
+    def __init__(self, route: str, connection: str, outage: str, tally: RouteTally) -> None:
+        self._route = route
+        self._connection = connection
+        self._tally = tally
+        self._link: L | None = None
+        self._stopping = threading.Event()
+        self._outage = OutageLog(logger, outage, remind_s=REMIND_S, route=route, connection=connection)
+        self._backoff = Backoff()
+        self._thread = threading.Thread(target=self._run, name=f"bridge-{route}-{connection}", daemon=True)
+        tally.connected[connection] = False
+
+    def start(self) -> None:
+        """Begins to connect."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends when everything is taken care of; for any thread."""
+        self._stopping.set()
+        self._wake()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the end; tells whether it came."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @abstractmethod
+    def _open(self) -> L:
+        """Opens a connection."""
+
+    @abstractmethod
+    def _serve(self, link: L) -> None:
+        """Uses a connection until the thread is to end, or an exception shows that the connection is broken."""
+
+    @property
+    def _is_over(self) -> bool:
+        return self._stopping.is_set()
+
+    def _works(self) -> None:
+        """Notes that the connection is of use."""
+        self._backoff.reset()
+        self._outage.over()
+
+    def _connected(self, *, is_up: bool) -> None:
+        self._tally.connected[self._connection] = is_up
+
+    def _wake(self) -> None:
+        if (link := self._link) is not None:
+            link.wake()
+
+    def _run(self) -> None:
+        while not self._is_over:
+            try:
+                link = self._open()
+            except Exception as error:  # noqa: BLE001 - the boundary to kombu, whose transports raise what they like
+                self._failed(error)
+                self._pause()
+                continue
+            self._link = link
+            self._connected(is_up=True)
+            try:
+                self._serve(link)
+            except Exception as error:  # noqa: BLE001 - the same
+                self._failed(error)
+            finally:
+                self._link = None
+                self._connected(is_up=False)
+                link.close()
+            self._pause()
+
+    def _failed(self, error: Exception) -> None:
+        self._outage.failed(f"{type(error).__name__}: {error}"[:_MAX_REASON])
+        logger.debug("connection lost", exc_info=error, extra={"route": self._route})
+
+    def _pause(self) -> None:
+        if not self._is_over:
+            self._stopping.wait(self._backoff.next_s())
+
+
+Refused = tuple[Delivered, QinferError]
+
+_RECEIVE_S = 1.0
+_HELD_S = 0.5
+_LAST_S = 0.02
+
+
+class Consumer(LinkThread[Source]):
+    """The consumer of a route; `start`, `stop` when nothing more is to be taken, then `finish` when all is done.
+
+    Args:
+        name: The route's.
+        connect: Opens the source; gets the epoch of the connection.
+        reader: Reads messages.
+        resolve: Finds the model version to read them for; safe in any thread.
+        accept: Gets what was read.
+        refuse: Gets what could not be read, and why.
+        tally: Counts.
+
+    Attributes:
+        epoch: Of the connection that stands, or stood last.
+    """
+
+    def __init__(  # noqa: PLR0913 - keywords: what a message passes through
+        self,
+        *,
+        name: str,
+        connect: Callable[[int], Source],
+        reader: Reader,
+        resolve: Callable[[], Served],
+        accept: Callable[[Sequence[Work]], None],
+        refuse: Callable[[Sequence[Refused]], None],
+        tally: RouteTally,
+    ) -> None:
+        super().__init__(name, "source", "source is away", tally)
+        self.epoch = 0
+        self._connect = connect
+        self._reader = reader
+        self._resolve = resolve
+        self._accept = accept
+        self._refuse = refuse
+        self._done: deque[Receipt] = deque()
+        self._held: list[Delivered] = []
+        self._finished = threading.Event()
+        self._no_model = OutageLog(
+            logger, "model is not available, messages wait in the source", remind_s=REMIND_S, route=name
+        )
+
+    def done(self, receipts: Iterable[Receipt]) -> None:
+        """Acknowledges messages, in the thread; for any thread."""
+        self._done.extend(receipts)
+        self._wake()
+
+    def finish(self) -> None:
+        """Acknowledges what is done, and ends; for any thread, after `stop`, which only ends taking messages."""
+        self._finished.set()
+
+    def _open(self) -> Source:
+        source = self._connect(self.epoch + 1)
+        self.epoch += 1
+        logger.info("consuming", extra={"route": self._route})
+        return source
+
+    def _serve(self, link: Source) -> None:
+        while not self._stopping.is_set():
+            self._acknowledge(link)
+            messages = link.receive(_HELD_S if self._held else _RECEIVE_S)
+            if messages:
+                self._tally.received += len(messages)
+                self._tally.unacknowledged += len(messages)
+                self._held += messages
+                self._works()
+            if self._held:
+                self._read_held()
+        while not self._finished.wait(_LAST_S):
+            self._acknowledge(link)
+        self._acknowledge(link)
+
+    def _connected(self, *, is_up: bool) -> None:
+        super()._connected(is_up=is_up)
+        self._tally.unacknowledged = 0
+        self._held.clear()
+
+    def _acknowledge(self, source: Source) -> None:
+        if not self._done:
+            return
+        receipts = []
+        while self._done:
+            receipt = self._done.popleft()
+            if receipt.epoch == source.epoch:
+                receipts.append(receipt)
+        source.acknowledge(receipts)
+        self._tally.unacknowledged -= len(receipts)
+
+    def _read_held(self) -> None:
+        """Reads what was received; where the model is not known, or the route does not fit it, it stays."""
+        try:
+            self._reader.use(self._resolve())
+        except QinferError as error:
+            self._no_model.failed(error.message)
+            return
+        self._no_model.over()
+        messages, self._held = self._held, []
+        works: list[Work] = []
+        refused: list[Refused] = []
+        for message in messages:
+            try:
+                works.append(self._reader.read(message))
+            except QinferError as error:
+                refused.append((message, error))
+            except Exception:  # the boundary: one message must not keep all others from their predictions
+                logger.exception("a message could not be read", extra={"route": self._route})
+                refused.append((message, QinferError("internal error; the bridge's log has more")))
+        self._tally.unidentified += sum(not work.is_identified for work in works)
+        if works:
+            self._accept(works)
+        if refused:
+            self._refuse(refused)
+
+
+_SETTLE_S = 1.0
+
+
+class Publisher(LinkThread[Sink]):
+    """The publisher of a route to one broker; `start`, then `stop`, which settles all that was posted first.
+
+    Args:
+        name: The route's.
+        connection: Its name in metrics and logs: `sink`, `dead_letters`.
+        connect: Opens the sink.
+        settled: Gets the outcomes of messages, in this thread.
+        tally: Counts.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connection: str,
+        connect: Callable[[], Sink],
+        settled: Callable[[Settled], None],
+        tally: RouteTally,
+    ) -> None:
+        super().__init__(name, connection, "predictions can't be published", tally)
+        self._connect = connect
+        self._settled = settled
+        self._inbox: deque[Outgoing] = deque()
+        self._unsettled: dict[Outgoing, None] = {}  # in the order in which they were posted
+        self._is_careful = False  # one of those that are unsettled has ended a connection
+
+    def post(self, messages: Sequence[Outgoing]) -> None:
+        """Publishes messages in the thread, in order; for any thread."""
+        self._inbox.extend(messages)
+        self._wake()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._stopping.is_set() and not self._inbox and not self._unsettled
+
+    def _open(self) -> Sink:
+        return self._connect()
+
+    def _serve(self, link: Sink) -> None:
+        try:
+            self._send_again(link)
+            while not self._is_over:
+                if self._inbox:
+                    posted = [self._inbox.popleft() for _ in range(len(self._inbox))]
+                    self._unsettled.update(dict.fromkeys(posted))
+                    link.send(posted)
+                if self._take(link.settle(_SETTLE_S)):
+                    self._works()
+        except MessageRefused:
+            self._is_careful = True
+            raise
+
+    def _send_again(self, sink: Sink) -> None:
+        """Publishes what was left; one at a time where one of them has ended a connection, to find out which."""
+        left = list(self._unsettled)
+        if not self._is_careful:
+            sink.send(left)
+            return
+        for message in left:
+            sink.send([message])
+            try:
+                while message in self._unsettled:
+                    self._take(sink.settle(_SETTLE_S))
+            except MessageRefused:
+                self._take(Settled(refused=[message]))
+                self._backoff.reset()
+                raise
+        self._is_careful = False
+
+    def _take(self, settled: Settled) -> bool:
+        """Passes outcomes on; returns whether there were any."""
+        for messages in settled:
+            for message in messages:
+                self._unsettled.pop(message, None)
+        if any(settled):
+            self._settled(settled)
+        return any(settled)
