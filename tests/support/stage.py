@@ -24,8 +24,9 @@ from qinfer.queue.lanes import Queue
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request, encode_request_apart, encode_responses
-from qinfer_workers.inference.leases import LeaseKeeper, ProcessRenewals
 from qinfer_workers.inference.loader import Loader
+from qinfer_workers.inference.publisher import LeaseKeeper
+from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.worker import Worker
 from qinfer_workers.renewer import Renewer
 

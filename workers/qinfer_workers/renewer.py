@@ -1,7 +1,7 @@
 """The renewer: a process beside a worker that renews its leases, `python -m qinfer_workers.renewer`.
 
 A thread could not: it needs the GIL, which a model's code may hold for longer than a lease. So this is a process of its
-own, as small as it can be, which a worker starts for itself (`leases.ProcessRenewals`) and talks to over two pipes:
+own, as small as it can be, which a worker starts for itself (`renewals.ProcessRenewals`) and talks to over two pipes:
 
     worker ── Hello, then each second Held ──▶ stdin │ renewer │ stdout ── Report, one a renewal ──▶ worker
 

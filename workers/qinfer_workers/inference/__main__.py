@@ -28,8 +28,8 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.devices import gpus_here, known_as
 from qinfer_workers.inference.executor import are_threads_left
-from qinfer_workers.inference.leases import ProcessRenewals
 from qinfer_workers.inference.loader import Loader
+from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.inference.worker import Worker
 

@@ -19,7 +19,7 @@ from qinfer.observe.host import GpuMeter, GpuUse, ProcessUse, read_use
 from qinfer.observe.stats import ModelCounts
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
-from qinfer_workers.inference.leases import LeaseKeeper
+from qinfer_workers.inference.publisher import LeaseKeeper
 
 logger = logging.getLogger(__name__)
 

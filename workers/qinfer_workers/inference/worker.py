@@ -28,10 +28,9 @@ from qinfer.wire.versions import NewerVersion
 from qinfer_workers.inference.caller import Caller
 from qinfer_workers.inference.executor import ThreadExecutor
 from qinfer_workers.inference.heartbeat import Heartbeat
-from qinfer_workers.inference.leases import Held, LeaseKeeper, Renewals
 from qinfer_workers.inference.loader import Loaded, Loader
 from qinfer_workers.inference.models import Key, Models
-from qinfer_workers.inference.publisher import Publisher
+from qinfer_workers.inference.publisher import Held, LeaseKeeper, Publisher, Renewals
 from qinfer_workers.inference.serving import Serving
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.shard_service import ShardService

@@ -10,8 +10,8 @@ from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.testing import FakeClock, eventually
-from qinfer_workers.inference import leases
-from qinfer_workers.inference.leases import Held, LeaseKeeper, place_of
+from qinfer_workers.inference import publisher
+from qinfer_workers.inference.publisher import Held, LeaseKeeper, place_of
 
 LANE, OTHER = Lane("stub", 1), Lane("other", 1)
 LEASE_S = 10.0
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     class Time:
         monotonic = staticmethod(fake.monotonic_s)
 
-    monkeypatch.setattr(leases, "time", Time)
+    monkeypatch.setattr(publisher, "time", Time)
     return fake
 
 

@@ -20,8 +20,7 @@ from qinfer.tensors import Bytes
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
 from qinfer_workers.inference import publisher
-from qinfer_workers.inference.leases import LeaseKeeper, place_of
-from qinfer_workers.inference.publisher import Publisher
+from qinfer_workers.inference.publisher import LeaseKeeper, Publisher, place_of
 from tests.support.stage import NoRenewals
 
 

@@ -24,8 +24,9 @@ from qinfer.core.settings import RedisSettings, Settings
 from qinfer.queue.clients import Login
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer_workers import renewer
-from qinfer_workers.inference import leases
-from qinfer_workers.inference.leases import LeaseKeeper, ProcessRenewals
+from qinfer_workers.inference import renewals
+from qinfer_workers.inference.publisher import LeaseKeeper
+from qinfer_workers.inference.renewals import ProcessRenewals
 from qinfer_workers.renewer import Held, Hello, Report
 
 LANE = Lane("stub", 1)
@@ -98,7 +99,7 @@ async def test_a_renewer_that_can_not_be_started_is_tried_again(
         return await start(*command, **options)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", refusing)
-    monkeypatch.setattr(leases, "_RETRY_S", 0.01)
+    monkeypatch.setattr(renewals, "_RETRY_S", 0.01)
     keeper = keeper_of(ProcessRenewals(Settings(redis=RedisSettings(url=SecretStr(NOWHERE))), "w"))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(keeper.run())

@@ -22,7 +22,7 @@ from qinfer.observe.tracing import Tracer
 from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.queue.lanes import Queue
 from qinfer.testing import FakeClock
-from qinfer_workers.inference.leases import LeaseKeeper
+from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ShardContext, Slots
 from qinfer_workers.jobs.scoring.shard_loop import ShardTask

@@ -17,7 +17,7 @@ from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
-from qinfer_workers.inference.leases import LeaseKeeper
+from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 
 

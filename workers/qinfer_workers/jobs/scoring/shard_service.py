@@ -24,8 +24,8 @@ from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue.entries import bulk_lanes
 from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.executor import in_thread
-from qinfer_workers.inference.leases import LeaseKeeper
 from qinfer_workers.inference.loader import Loaded
+from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize

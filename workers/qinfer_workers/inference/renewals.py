@@ -1,0 +1,130 @@
+"""The process that renews a worker's leases, started and talked to.
+
+A thread would survive a busy event loop too; a model that keeps the GIL would stop it. So `qinfer_workers.renewer` is a
+process of its own.
+"""
+
+import asyncio
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import suppress
+
+import msgspec
+
+from qinfer.core.processes import packed, received
+from qinfer.core.retry import Backoff, OutageLog
+from qinfer.core.settings import Settings
+from qinfer.queue import keys, scripts
+from qinfer.queue.clients import Login
+from qinfer.queue.entries import Lane
+from qinfer_workers import renewer
+from qinfer_workers.inference.publisher import LeaseKeeper
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+_LONGEST_RETRY_S = 5.0
+
+
+class ProcessRenewals:
+    """Renews in a process of its own, which is started again should it end.
+
+    Args:
+        settings: Where Redis is, and how often to renew.
+        consumer: The worker's id.
+    """
+
+    def __init__(self, settings: Settings, consumer: str) -> None:
+        self._hello = renewer.Hello(
+            redis=Login.of(settings.redis),
+            group=keys.GROUP,
+            consumer=consumer.encode(),
+            script=scripts.RENEW.text,
+            every_s=settings.worker.renew_every_s,
+            longest_s=max(settings.limits.max_timeout_s, settings.requests.max_timeout_s),
+        )
+        self._lanes: dict[bytes, Lane] = {}
+        self._asked = asyncio.Event()
+        self._outage = OutageLog(logger, "leases not renewed", "leases are renewed again")
+        self._endings = OutageLog(
+            logger,
+            "the renewer of leases ended, starting another; without one nothing is fetched",
+            "a renewer of leases is running",
+            level=logging.ERROR,
+        )
+        self._backoff = Backoff(_RETRY_S, _LONGEST_RETRY_S)
+
+    async def run(self, keeper: LeaseKeeper) -> None:
+        """See `Renewals.run`; what can't be started is tried again, less and less often."""
+        while True:
+            try:
+                self._endings.failed(f"it ended with status {await self._run_one(keeper)}")
+            except OSError as error:  # no memory, or too many processes or files
+                self._endings.failed(f"it can't be started: {error.strerror}")
+            await asyncio.sleep(self._backoff.next_s())
+
+    async def _run_one(self, keeper: LeaseKeeper) -> int | None:
+        """Starts a process and talks to it until it ends; returns its exit status."""
+        command = [sys.executable, "-P", "-m", renewer.__name__]
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sender = tasks.create_task(self._send(process, keeper))
+                await self._listen(process, keeper)
+                sender.cancel()
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        return process.returncode
+
+    def ask(self) -> None:
+        """See `Renewals.ask`."""
+        self._asked.set()
+
+    async def _send(self, process: Process, keeper: LeaseKeeper) -> None:
+        """Sends what is held, again and again."""
+        assert process.stdin is not None
+        pause_s = self._hello.every_s / renewer.REPORTS_PER_RENEWAL
+        with suppress(ConnectionError):  # it ended: `_listen` knows
+            process.stdin.write(packed(self._hello))
+            while True:
+                held = self._held(keeper)
+                held.now = self._asked.is_set()
+                self._asked.clear()
+                process.stdin.write(packed(held))
+                await process.stdin.drain()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await self._asked.wait()
+
+    def _held(self, keeper: LeaseKeeper) -> renewer.Held:
+        held = renewer.Held({})
+        for lane in keeper.lanes():
+            self._lanes[keys.lane(lane)] = lane
+            held.lanes[keys.lane(lane)] = {}
+        for item, until_s in keeper.wanted():
+            entry = item.lease.entry
+            self._lanes[keys.lane(entry.lane)] = entry.lane
+            held.lanes.setdefault(keys.lane(entry.lane), {})[entry.entry_id.encode()] = until_s
+        return held
+
+    async def _listen(self, process: Process, keeper: LeaseKeeper) -> None:
+        """Hands reports to the keeper until the process ends."""
+        assert process.stdout is not None
+        decoder = msgspec.msgpack.Decoder(renewer.Report)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                self._take(decoder.decode(await received(process.stdout)), keeper)
+
+    def _take(self, report: renewer.Report, keeper: LeaseKeeper) -> None:
+        """Hands a report to the keeper."""
+        self._backoff.reset()
+        self._endings.over()
+        for reason in report.failed.values():
+            self._outage.failed(reason)
+        if not report.failed:
+            self._outage.over()
+        lost = {(self._lanes[lane], entry_id.decode()) for lane, entry_id in report.lost}
+        keeper.renewed(report.began_s, lost, [self._lanes[lane] for lane in report.failed], report.renewed)
