@@ -1,7 +1,10 @@
-"""Liveness of programs without heartbeats, which `qinfer healthcheck` asks for."""
+"""Liveness of programs without heartbeats, which `qinfer healthcheck` asks for, and how such a program ends."""
 
 import asyncio
 import contextlib
+import logging
+import os
+import sys
 from typing import NoReturn
 
 from qinfer.errors import BrokerUnavailable
@@ -25,3 +28,11 @@ async def report_liveness(store: ControlStore, name: str, *programs: str) -> NoR
             for program in programs:
                 await store.report_liveness(program, name, HOLDS_S)
         await asyncio.sleep(EVERY_S)
+
+
+def end(code: int) -> NoReturn:
+    """Ends the process; threads that wait for a broker or a store that is away are not waited for."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ from qinfer.errors import (
 from qinfer.jobs.job import ENDED_EARLY, JobSpec, JobState, encode_spec
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import Change, JobRecord, LogLine, spec_of
+from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Served
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.tracing import JOB_ID
@@ -65,18 +66,6 @@ _WAITS = "waits for a bulk worker, which plans it"
 _threads = ThreadPoolExecutor(4, "bulk-tasks")  # a Redis that hangs may not keep the threads that decode bodies
 
 
-class Tasks(Protocol):
-    """Sends tasks to Celery; `qinfer.jobs.tasks.BulkTasks` is the one. It blocks."""
-
-    def check(self) -> None:
-        """Raises `SettingsError` where tasks can't be sent at all."""
-        ...
-
-    def plan(self, job_id: str) -> None:
-        """Has a job planned; raises `BrokerUnavailable`."""
-        ...
-
-
 class Ticket(msgspec.Struct, frozen=True):
     """Result of `create`: the job, and whether this call created it."""
 
@@ -107,7 +96,7 @@ class BulkJobs:
     dispatcher: Dispatcher
     settings: Settings
     targets: Targets
-    tasks: Tasks
+    tasks: BulkTasks
     check: Callable[[JobSpec, ModelSpec], Awaitable[None]]
     ids: IdFactory = field(default_factory=IdFactory)
     watchers: int = 0

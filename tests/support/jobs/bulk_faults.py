@@ -13,9 +13,10 @@ import time
 from typing import Any
 
 from qinfer.storage.local import LocalStore
-from qinfer_workers.jobs import watchdog
-from qinfer_workers.jobs.__main__ import end, main
+from qinfer_workers.jobs import event_loop
+from qinfer_workers.jobs.__main__ import main
 from qinfer_workers.jobs.plan import Planner
+from qinfer_workers.liveness import end
 
 _put = LocalStore.put_if_absent
 
@@ -26,7 +27,7 @@ def install(when: str, name: str) -> None:
         LocalStore.read = _never  # type: ignore[method-assign,assignment]  # that is the purpose
         return
     if when == "hang":
-        watchdog.LOOK_EVERY_S, watchdog.ANSWER_S, watchdog.STOP_S = 0.1, 1.0, 0.5
+        event_loop.LOOK_EVERY_S, event_loop.ANSWER_S, event_loop.STOP_S = 0.1, 1.0, 0.5
         Planner.run = _hang  # type: ignore[method-assign]  # that is the purpose
         return
 

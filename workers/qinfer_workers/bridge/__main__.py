@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import uvloop
 
@@ -25,6 +24,7 @@ from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.observe import logs
 from qinfer_workers.bridge.config import BridgeConfig, load_config
 from qinfer_workers.bridge.program import check, serve
+from qinfer_workers.liveness import end
 
 logger = logging.getLogger("qinfer_workers.bridge")
 
@@ -72,13 +72,5 @@ def main() -> int:
         return os.EX_SOFTWARE
 
 
-def _end(code: int) -> NoReturn:
-    """Ends the process; threads that wait for a broker that is away are not waited for."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _end(main())
+    end(main())

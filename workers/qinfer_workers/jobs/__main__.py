@@ -3,7 +3,7 @@
 One Celery worker, with beat embedded unless `bulk.beat` is off; configured by `QINFER_…` variables. Any number may run,
 beats too: tasks are idempotent.
 SIGTERM and SIGINT end it: what it had in hand goes back to the queue, for the next one. It also ends where it can't do
-its work any more (`watchdog`), to be started again.
+its work any more (`Watchdog`), to be started again.
 
 Exit codes: 0 after a stop, 1 when Redis is away at the start, 2 for a wrong setting, others when a part of it died or
 hangs.
@@ -14,12 +14,9 @@ import os
 import signal
 import socket
 import sys
-import threading
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
 
-from celery import Celery
 from celery.beat import EmbeddedService
 from celery.worker import state
 
@@ -35,13 +32,12 @@ from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
 from qinfer.storage.open import store_for
 from qinfer_workers.jobs.app import UseCase, make_app
-from qinfer_workers.jobs.event_loop import EventLoop
+from qinfer_workers.jobs.event_loop import TASKS_AT_ONCE, EventLoop, Watchdog
 from qinfer_workers.jobs.finalise import Finaliser
 from qinfer_workers.jobs.plan import Planner
 from qinfer_workers.jobs.services import JobServices
 from qinfer_workers.jobs.sweep import Sweeper
-from qinfer_workers.jobs.watchdog import TASKS_AT_ONCE, Watchdog
-from qinfer_workers.liveness import report_liveness
+from qinfer_workers.liveness import end, report_liveness
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
@@ -106,12 +102,13 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
         without_mingle=True,
         without_gossip=True,
     )
-    has_beat = settings.bulk.beat
-    stop = partial(_stop, loop, os.EX_SOFTWARE)
-    watchdog = Watchdog(loop, services, stop, waiting=None if has_beat else tasks.waiting)
+    # The plain scheduler needs no file.
+    beat = EmbeddedService(app, thread=True, scheduler_cls="celery.beat:Scheduler") if settings.bulk.beat else None
+    watchdog = Watchdog(loop, services, partial(_stop, loop, os.EX_SOFTWARE), tasks.waiting, beat)
     loop.start(services.examiners.run())
-    loop.start(report_liveness(services.store, name, BULK, *([BEAT] if has_beat else [])))
-    beat = _start_beat(app) if has_beat else None
+    loop.start(report_liveness(services.store, name, BULK, *([BEAT] if beat is not None else [])))
+    if beat is not None:
+        beat.start()
     watchdog.start()
     logger.info("bulk worker started")
     worker.start()
@@ -154,29 +151,6 @@ def _stop_on_signals(loop: EventLoop) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-
-
-def _start_beat(app: Celery) -> Any:  # Any: celery's stubs know no embedded beat
-    beat = EmbeddedService(app, thread=True, scheduler_cls="celery.beat:Scheduler")  # which needs no file
-    beat.start()
-    threading.Thread(target=_end_with, args=(beat,), name="beat-watch", daemon=True).start()
-    return beat
-
-
-def _end_with(beat: threading.Thread) -> None:
-    """Ends the worker when beat dies: without sweeps nobody would notice jobs that are stuck."""
-    beat.join()
-    if state.should_stop is None or state.should_stop is False:
-        logger.error("beat has died")
-        state.should_stop = os.EX_SOFTWARE
-
-
-def end(code: int) -> NoReturn:
-    """Ends the process; threads that read a store for a task that was broken off are not waited for."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from qinfer.models.store import ControlStore
 from qinfer.observe import logs
 from qinfer.queue.clients import admin_client
 from qinfer_workers.jobs.app import plain_app
-from qinfer_workers.liveness import EVERY_S, HOLDS_S
+from qinfer_workers.liveness import EVERY_S, HOLDS_S, end
 
 logger = logging.getLogger("qinfer_workers.jobs.beat")
 
@@ -160,6 +160,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from qinfer_workers.jobs.__main__ import end
-
     end(main())

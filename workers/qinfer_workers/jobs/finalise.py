@@ -19,9 +19,8 @@ from qinfer.jobs.examiner_pool import ExaminerDied
 from qinfer.jobs.job import ENDED_EARLY, JobState
 from qinfer.jobs.plan import PartInfo, Plan, Shard, ShardTicket, encode_ticket
 from qinfer.jobs.queue.records import JobRecord, spec_of, too_many, why_failed
-from qinfer_workers.jobs.attempts import FINISHING, MAX_DEATHS, PLANNING, attempt
 from qinfer_workers.jobs.documents import PLAN_GONE, expected, read_plan, write_manifest, write_partial
-from qinfer_workers.jobs.services import JobServices, NotWanted
+from qinfer_workers.jobs.services import FINISHING, MAX_DEATHS, PLANNING, JobServices, NotWanted
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
@@ -49,7 +48,7 @@ class Finaliser:
         """
         record = await self._services.jobs.get(job_id)
         if record is not None and record.state == JobState.FINALIZING:
-            await attempt(self._services, FINISHING, record, partial(self._finish, record))
+            await self._services.attempt(FINISHING, record, partial(self._finish, record))
         await leave_partial(self._services, job_id)
 
     async def _finish(self, record: JobRecord, deaths: int) -> None:

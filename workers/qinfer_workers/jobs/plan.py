@@ -22,10 +22,9 @@ from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.observe.stats import batches
 from qinfer.storage.store import Outcome
-from qinfer_workers.jobs.attempts import PLANNING, attempt
 from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, expected, read_plan, url_of
 from qinfer_workers.jobs.finalise import leave_partial
-from qinfer_workers.jobs.services import JobServices, NotWanted
+from qinfer_workers.jobs.services import PLANNING, JobServices, NotWanted
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
@@ -53,7 +52,7 @@ class Planner:
         """
         record = await self._services.jobs.get(job_id)
         if record is not None and record.state == JobState.PLANNING:
-            await attempt(self._services, PLANNING, record, partial(self._plan, record))
+            await self._services.attempt(PLANNING, record, partial(self._plan, record))
         await leave_partial(self._services, job_id)
 
     async def _plan(self, record: JobRecord, deaths: int) -> None:

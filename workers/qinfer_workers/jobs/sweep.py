@@ -6,12 +6,12 @@ one for `JobServices.stale_s` is looked at: its task is sent again, its lane fil
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from typing import Protocol
 
 from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError
 from qinfer.jobs.job import JobState
 from qinfer.jobs.plan import ShardTicket, encode_ticket
 from qinfer.jobs.queue.records import JobRecord, spec_of, why_failed
+from qinfer.jobs.tasks import BulkTasks
 from qinfer_workers.jobs.documents import PLAN_GONE, read_plan
 from qinfer_workers.jobs.services import JobServices
 
@@ -19,18 +19,6 @@ logger = logging.getLogger("qinfer_workers.jobs")
 
 CREATION_S = 600.0
 """Creating a job lists its inputs, and takes no longer."""
-
-
-class Sender(Protocol):
-    """Sends tasks; blocking: `qinfer.jobs.tasks.BulkTasks`."""
-
-    def plan(self, job_id: str) -> None:
-        """Has a job planned."""
-        ...
-
-    def finalise(self, job_id: str) -> None:
-        """Has a job finished."""
-        ...
 
 
 class Sweeper:
@@ -41,7 +29,7 @@ class Sweeper:
         tasks: Sends the others' tasks.
     """
 
-    def __init__(self, services: JobServices, tasks: Sender) -> None:
+    def __init__(self, services: JobServices, tasks: BulkTasks) -> None:
         self._services = services
         self._tasks = tasks
         self._is_running = False

@@ -26,6 +26,7 @@ from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ShardContext, Slots
 from qinfer_workers.jobs.scoring.shard_loop import ShardTask
+from qinfer_workers.jobs.scoring.shard_run import ShardRun
 from tests.support.stage import NoRenewals
 
 
@@ -195,7 +196,7 @@ def test_a_batch_that_raises_names_itself_in_the_log(caplog: pytest.LogCaptureFi
     assert said["batch_id"] == run.batch_id != other.batch_id
 
 
-class Ran:
+class Ran(ShardRun):
     """The run of a shard that ends at once."""
 
     is_stuck = False

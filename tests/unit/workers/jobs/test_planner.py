@@ -12,9 +12,10 @@ from qinfer.core.settings import BulkSettings, LimitSettings, Settings
 from qinfer.errors import StoreUnavailable
 from qinfer.jobs.examiner_pool import ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
+from qinfer.jobs.tasks import BulkTasks
 from qinfer.observe.stats import StatsTally
 from qinfer.testing import eventually
-from qinfer_workers.jobs import attempts
+from qinfer_workers.jobs import services
 from qinfer_workers.jobs.plan import Planner, rows_per_s
 from qinfer_workers.jobs.sweep import Sweeper
 from tests.support.jobs.bulk_office import MODEL, Bench, bench, record_of, spec, write_inputs
@@ -212,7 +213,7 @@ async def test_the_time_that_no_bulk_worker_ran_is_not_that_of_planning(
         await one.planner().run("job")
     one.clock.advance(36_000)
     if is_swept:
-        await Sweeper(one.services, Unsent()).run()
+        await Sweeper(one.services, Unsent(Settings())).run()
 
     await one.planner().run("job")
 
@@ -220,14 +221,11 @@ async def test_the_time_that_no_bulk_worker_ran_is_not_that_of_planning(
     assert "no bulk worker ran for 36000 s" in await one.texts()
 
 
-class Unsent:
+class Unsent(BulkTasks):
     """Sends no tasks: the test runs them."""
 
-    def plan(self, job_id: str) -> None:
-        """As `Sender` has it."""
-
-    def finalise(self, job_id: str) -> None:
-        """As `Sender` has it."""
+    def _send(self, name: str, job_id: str) -> None:
+        del name, job_id
 
 
 async def test_planning_that_hangs_fails_the_job_in_time(database: Database, tmp_path: Path) -> None:
@@ -235,7 +233,7 @@ async def test_planning_that_hangs_fails_the_job_in_time(database: Database, tmp
     write_inputs(tmp_path / "in", [5])
     one = await bench(database, tmp_path, plan_timeout_s=60)
     await one.jobs.create(record_of(spec(tmp_path)))
-    await one.jobs.note("job", attempts.PLANNING.began)
+    await one.jobs.note("job", services.PLANNING.began)
     one.clock.advance(59.95)
     one.services.in_thread = lambda *_: asyncio.Event().wait()  # type: ignore[method-assign,assignment]
 
@@ -326,8 +324,8 @@ async def test_a_job_that_ends_the_process_each_time_is_given_up(database: Datab
     write_inputs(tmp_path / "in", [5])
     one = await bench(database, tmp_path)
     await one.jobs.create(record_of(spec(tmp_path)))
-    for _ in range(attempts.MAX_DEATHS):
-        await one.jobs.note("job", attempts.PLANNING.began)
+    for _ in range(services.MAX_DEATHS):
+        await one.jobs.note("job", services.PLANNING.began)
 
     await one.planner().run("job")
 
@@ -355,9 +353,9 @@ async def test_deaths_over_a_jobs_files_fail_it_in_the_end(database: Database, t
     """Whichever bulk worker had the attempts; the last reads one file at a time, which is named."""
     write_inputs(tmp_path / "in", [5])
     one = await bench(database, tmp_path, plan_threads=16)
-    one.examiners.deaths = attempts.MAX_DEATHS
+    one.examiners.deaths = services.MAX_DEATHS
     await one.jobs.create(record_of(spec(tmp_path)))
-    for _ in range(attempts.MAX_DEATHS - 1):
+    for _ in range(services.MAX_DEATHS - 1):
         with pytest.raises(ExaminerDied):
             await Planner(one.other_services(), LimitSettings()).run("job")
 
@@ -384,7 +382,7 @@ async def test_what_a_file_does_to_its_reader_it_does_not_do_to_the_bulk_worker(
     pool = ExaminerPool(settings, os.environ, STUB)
     one.services.examiners = pool
     await one.jobs.create(record_of(spec(tmp_path, inputs=(f"file://{tmp_path}/{how}",))))
-    for _ in range(attempts.MAX_DEATHS - 1):
+    for _ in range(services.MAX_DEATHS - 1):
         await one.jobs.note("job", f"planning is tried again: {DEATH}")
     await one.jobs.create(record_of(spec(tmp_path / "other", inputs=(f"file://{tmp_path}/fine",)), "other"))
     async with asyncio.TaskGroup() as tasks:

@@ -9,6 +9,7 @@ import pytest
 
 from qinfer.errors import StoreUnavailable
 from qinfer.jobs.job import JobState
+from qinfer.jobs.tasks import BulkTasks
 from qinfer.testing import eventually
 from qinfer_workers.jobs.sweep import CREATION_S, Sweeper
 from tests.support.jobs.bulk_office import Bench, bench, record_of, spec, write_inputs
@@ -17,7 +18,7 @@ from tests.support.servers.servers import Database
 pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it
 
 
-class Sent:
+class Sent(BulkTasks):
     """Notes which tasks were sent; the first is kept by `trouble`."""
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ async def test_a_job_that_this_process_works_on_is_left_alone(scene: Make) -> No
     """However long it takes."""
     one = await scene()
 
-    async with one.bench.services.hold(await one.bench.record(), frozenset()):
+    async with one.bench.services._hold(await one.bench.record(), frozenset()):
         assert await one.sweep(STALE_S) == []
 
 

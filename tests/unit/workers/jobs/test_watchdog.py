@@ -9,9 +9,8 @@ import pytest
 
 from qinfer.errors import BrokerUnavailable
 from qinfer.testing import eventually
-from qinfer_workers.jobs import watchdog
-from qinfer_workers.jobs.event_loop import EventLoop, TimedOut
-from qinfer_workers.jobs.watchdog import Watchdog
+from qinfer_workers.jobs import event_loop
+from qinfer_workers.jobs.event_loop import EventLoop, TimedOut, Watchdog
 from tests.support.jobs.bulk_office import bench
 from tests.support.servers.servers import Database
 
@@ -19,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it
 
 
 LONG_S = 30.0
+ALIVE = threading.current_thread()
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def test_a_loop_that_hangs_is_trouble(
     database: Database, tmp_path: Path, loop: EventLoop, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that runs on it would ever end."""
-    one = Watchdog(loop, (await bench(database, tmp_path)).services, lambda: None)
+    one = Watchdog(loop, (await bench(database, tmp_path)).services, lambda: None, lambda: 0, ALIVE)
 
     async def block() -> None:
         go_on.wait()
@@ -48,7 +48,7 @@ async def test_a_loop_that_hangs_is_trouble(
     with pytest.raises(TimedOut):
         await asyncio.to_thread(loop.run, block(), 0.01)
 
-    monkeypatch.setattr(watchdog, "ANSWER_S", 0.01)
+    monkeypatch.setattr(event_loop, "ANSWER_S", 0.01)
     assert one.problem() == "the event loop hangs"
 
 
@@ -56,9 +56,9 @@ async def test_threads_that_never_come_back_are_trouble(
     database: Database, tmp_path: Path, loop: EventLoop, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as long as somebody waits for them, nor when they came back at last."""
-    monkeypatch.setattr(watchdog, "HANGING_S", 0.0)
+    monkeypatch.setattr(event_loop, "HANGING_S", 0.0)
     services = (await bench(database, tmp_path, plan_threads=2)).services
-    one = Watchdog(loop, services, lambda: None)
+    one = Watchdog(loop, services, lambda: None, lambda: 0, ALIVE)
     begun = threading.Event()
 
     def hang() -> None:
@@ -81,7 +81,7 @@ async def test_a_celery_that_takes_no_tasks_is_trouble(
     database: Database, tmp_path: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There should be sweeps."""
-    one = Watchdog(loop, (await bench(database, tmp_path)).services, lambda: None)
+    one = Watchdog(loop, (await bench(database, tmp_path)).services, lambda: None, lambda: 0, ALIVE)
     monkeypatch.setattr(loop, "quiet_s", lambda: 299.0)
     assert one.problem() == ""
     monkeypatch.setattr(loop, "quiet_s", lambda: 301.0)
@@ -102,8 +102,8 @@ async def test_without_a_beat_of_its_own_only_what_waits_is_trouble(
 
     one = Watchdog(loop, (await bench(database, tmp_path)).services, lambda: None, ask)
     monkeypatch.setattr(loop, "quiet_s", lambda: 301.0)
-    seen = [0, *[3] * (watchdog.WAITING_LOOKS - 1), 0, *[3] * (watchdog.WAITING_LOOKS - 1), -1]
-    for waiting[0] in [*seen, *[3] * (watchdog.WAITING_LOOKS - 1)]:
+    seen = [0, *[3] * (event_loop.WAITING_LOOKS - 1), 0, *[3] * (event_loop.WAITING_LOOKS - 1), -1]
+    for waiting[0] in [*seen, *[3] * (event_loop.WAITING_LOOKS - 1)]:
         assert one.problem() == ""
     waiting[0] = 3
 
@@ -114,10 +114,10 @@ async def test_a_process_in_trouble_is_asked_to_stop(
     database: Database, tmp_path: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once; it ends in order where it can."""
-    monkeypatch.setattr(watchdog, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(event_loop, "LOOK_EVERY_S", 0.001)
     monkeypatch.setattr(loop, "quiet_s", lambda: 301.0)
     asked = threading.Event()
-    one = Watchdog(loop, (await bench(database, tmp_path)).services, asked.set)
+    one = Watchdog(loop, (await bench(database, tmp_path)).services, asked.set, lambda: 0, ALIVE)
 
     one.start()
 

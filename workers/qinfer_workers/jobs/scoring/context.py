@@ -9,16 +9,19 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.jobs.queue.records import JobRecord
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
+
+if TYPE_CHECKING:
+    from qinfer_workers.jobs.scoring.shard_run import ShardRun
 
 
 class HeldShard:
@@ -121,28 +124,5 @@ class Abandoned(Exception):
     """A shard was told to stop: nothing of it counts."""
 
 
-class Run(Protocol):
-    """A shard that runs; `shard_run.ShardRun`.
-
-    Attributes:
-        is_stuck: It was cancelled, and an execution of it did not end in time.
-    """
-
-    is_stuck: bool
-
-    async def run(self) -> ShardOutcome:
-        """Runs the shard; cancelled, it stops at the next batch, and ends once it has the model's instances back.
-
-        Raises:
-            PutOff: Another try may help.
-            Abandoned: `stop` was called.
-        """
-        ...
-
-    def stop(self) -> None:
-        """Has it stop at the next batch."""
-        ...
-
-
-MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], Run]
+MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], "ShardRun"]
 """Makes the run of a shard, which sets the event when the model has no more to do for it, or will have in a moment."""

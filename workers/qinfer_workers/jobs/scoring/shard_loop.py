@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from qinfer.core.retry import Backoff, OutageLog, pause_s
 from qinfer.errors import BrokerUnavailable, CorruptEntry, ErrorCode, QinferError, QueueFull
@@ -20,7 +20,10 @@ from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.observe.stats import DEAD_LETTERS, ROWS_DONE, ROWS_FAILED
 from qinfer.queue.entries import Lane, Lease
 from qinfer_workers.inference.tracing import ShardPlace
-from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, MakeRun, PutOff, Run, ShardContext
+from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, MakeRun, PutOff, ShardContext
+
+if TYPE_CHECKING:
+    from qinfer_workers.jobs.scoring.shard_run import ShardRun
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ class ShardTask:
         self._context = context
         self._lease = lease
         self._make_run = make_run
-        self._shard_run: Run | None = None
+        self._shard_run: ShardRun | None = None
         self._held = HeldShard(lease, context.delivery.clock.now_s() + STALLED_S)
         self._outage = OutageLog(logger, "shard not finished, trying again", "shards are finished again")
 
@@ -142,7 +145,7 @@ class ShardTask:
         else:
             await self._finish(record, outcome)
 
-    async def _recorded(self, run: Run, ticket: ShardTicket, record: JobRecord) -> ShardOutcome | None:
+    async def _recorded(self, run: "ShardRun", ticket: ShardTicket, record: JobRecord) -> ShardOutcome | None:
         """Runs the shard, and records it as a span where the job is traced; `None` = the shard was abandoned."""
         spans, now_s = self._context.spans, self._context.delivery.clock.now_s
         begin_s, outcome = now_s(), None
@@ -178,7 +181,7 @@ class ShardTask:
         self._context.counts.add(lane.model, lane.version, ROWS_DONE, outcome.rows - failed)
         self._context.counts.add(lane.model, lane.version, ROWS_FAILED, failed)
 
-    async def _watch(self, run: Run, job_id: str) -> None:
+    async def _watch(self, run: "ShardRun", job_id: str) -> None:
         """Stops the run when its job does not want it any more."""
         while True:
             await asyncio.sleep(WANTED_EVERY_S)

@@ -46,8 +46,8 @@ pa.set_cpu_count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """Where shards of a model version are scored.
+class Place:
+    """Where shards of a model version are scored, and how.
 
     Attributes:
         batcher: Its batcher.
@@ -55,6 +55,10 @@ class Device:
         size: How many rows a batch should have; it learns.
         line: Held by the shard that is scored; the one behind it is read meanwhile.
         hurry: Set when nobody waits any longer for executions to end.
+        clock: The broker's time.
+        model_hash: The hash of the model's files.
+        spool: A folder for parts until they are committed.
+        read_bytes: About so many bytes of rows are held at once.
     """
 
     batcher: Batcher
@@ -62,19 +66,6 @@ class Device:
     size: BatchSize
     line: asyncio.Lock
     hurry: asyncio.Event
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place(Device):
-    """A device, and how shards are run there.
-
-    Attributes:
-        clock: The broker's time.
-        model_hash: The hash of the model's files.
-        spool: A folder for parts until they are committed.
-        read_bytes: About so many bytes of rows are held at once.
-    """
-
     clock: ServerClock
     model_hash: str
     spool: Path
@@ -82,36 +73,36 @@ class Place(Device):
 
 
 class ShardRun:
-    """The run of a shard: see `context.Run`.
+    """The run of a shard.
 
     Args:
         files: Reads and writes.
         purpose: The model, and what for.
-        device: Where.
+        place: Where.
         free: Set when the next shard may begin: the model has no more to do for this one in a moment.
         is_again: The shard was run before: its part may be there.
 
     Attributes:
-        is_stuck: See `Run`.
+        is_stuck: It was cancelled, and an execution of it did not end in time.
     """
 
     def __init__(
-        self, files: ShardFiles, purpose: Purpose, device: Device, free: asyncio.Event, *, is_again: bool = False
+        self, files: ShardFiles, purpose: Purpose, place: Place, free: asyncio.Event, *, is_again: bool = False
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
         self._patience: asyncio.Timeout | None = None  # while it waits for the shard before
         self._files = files
         self._purpose = purpose
-        self._device = device
-        self._chunks = Chunks(device.size, partial(self._set, self._more), partial(self._set, free))
+        self._place = place
+        self._chunks = Chunks(place.size, partial(self._set, self._more), partial(self._set, free))
         self._scorer = Scorer(purpose, self._chunks)
         self._free = free
         self._is_again = is_again
         self.is_stuck = False
 
     def stop(self) -> None:
-        """See `Run.stop`."""
+        """Has it stop at the next batch."""
         self._chunks.stop()
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(self._loop.time())
@@ -121,7 +112,15 @@ class ShardRun:
             self._loop.call_soon_threadsafe(event.set)
 
     async def run(self) -> ShardOutcome:
-        """See `Run.run`; what is wrong with the shard itself is in its outcome."""
+        """Runs the shard; cancelled, it stops at the next batch, and ends once it has the model's instances back.
+
+        Returns:
+            The outcome, which also says what is wrong with the shard itself.
+
+        Raises:
+            PutOff: Another try may help.
+            Abandoned: `stop` was called.
+        """
         try:
             outcome = await self._run()
         except TooManyFailed as error:
@@ -168,7 +167,7 @@ class ShardRun:
                 await self._more.wait()
                 self._more.clear()
                 while self._chunks.has_work:
-                    async with self._device.arbiter.turn(self._device.batcher) as turn:
+                    async with self._place.arbiter.turn(self._place.batcher) as turn:
                         self._chunks.share(is_shared=turn.is_shared)
                         await self._lend(turn)
         self._free.set()
@@ -176,7 +175,7 @@ class ShardRun:
     @asynccontextmanager
     async def _in_line(self) -> AsyncIterator[None]:
         """Waits until the shard before is scored; no longer, once it is told to stop."""
-        line = self._device.line
+        line = self._place.line
         try:
             async with asyncio.timeout(0 if self._chunks.is_stopped else WAITS_S) as self._patience:
                 await line.acquire()
@@ -193,7 +192,7 @@ class ShardRun:
 
     async def _lend(self, turn: Turn) -> None:
         """Has every instance score until the turn is over; cancelled, it waits for them, unless there is a hurry."""
-        executor, batcher = self._executor(self._purpose.model), self._device.batcher
+        executor, batcher = self._executor(self._purpose.model), self._place.batcher
         left = executor.count
         back = asyncio.get_running_loop().create_future()
 
@@ -212,14 +211,14 @@ class ShardRun:
             await asyncio.shield(back)
         except asyncio.CancelledError:
             self._chunks.stop()
-            hurry = asyncio.ensure_future(self._device.hurry.wait())
+            hurry = asyncio.ensure_future(self._place.hurry.wait())
             await asyncio.wait((back, hurry), return_when=asyncio.FIRST_COMPLETED)
             hurry.cancel()
             self.is_stuck = not back.done()
             raise
 
     def _executor(self, model: LoadedModel) -> ThreadExecutor:
-        if self._device.batcher.model.executor is not model.executor:
+        if self._place.batcher.model.executor is not model.executor:
             raise PutOff("the model was loaded anew")
         assert isinstance(model.executor, ThreadExecutor)
         return model.executor

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qinfer.batching.batcher import Batcher
 from qinfer.core.retry import OutageLog
@@ -29,8 +30,11 @@ from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
-from qinfer_workers.jobs.scoring.context import HeldShard, Run, ShardContext, Slots
+from qinfer_workers.jobs.scoring.context import HeldShard, ShardContext, Slots
 from qinfer_workers.jobs.scoring.shard_loop import ShardLoop
+
+if TYPE_CHECKING:
+    from qinfer_workers.jobs.scoring.shard_run import ShardRun
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +186,7 @@ class ShardService:
 
     def _make_run(
         self, served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
-    ) -> Run:
+    ) -> "ShardRun":
         """Makes the run of a shard."""
         from qinfer_workers.jobs.scoring.shard_run import Place, make_run
 
