@@ -82,7 +82,7 @@ class PythonBackend:
             },
         )
 
-        self._instance = Instance(spec.name, lambda process: self._load(process, message))
+        self._instance = Instance(spec.name, lambda process: ask(process, message, Loaded, spec.name))
         try:
             self._instance.start()
         except BaseException:
@@ -122,9 +122,6 @@ class PythonBackend:
         """Finalises the model and ends its process, by force after some seconds."""
         self._instance.stop()
         _names.give_back(self._instance_name)
-
-    def _load(self, process: HostProcess, message: Load) -> None:
-        ask(process, message, Loaded, self._model)
 
     def _inputs(self, batch: Batch) -> tuple[list[TensorMeta], list[Bytes]]:
         metas, buffers = [], []

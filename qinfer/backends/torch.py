@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 _DTYPES: dict[str, torch.dtype] = {
     d.name: getattr(torch, np.dtype(d.numpy).name) for d in DATATYPES.values() if d.numpy
 } | {"BF16": torch.bfloat16}
-_AMP = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
-_AMP_CHOICES: dict[str, torch.dtype | None] = {**_AMP, "none": None}
-_COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_COMPILE_CHOICES = {**{mode: mode for mode in _COMPILE_MODES}, "none": ""}
+_AMP: dict[str, torch.dtype | None] = {
+    "float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "none": None,
+}  # fmt: skip
+_COMPILE = {m: m for m in ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")} | {"none": ""}
 _PINNED_MIN_BYTES = 64 * 1024  # below that, a copy from ordinary memory is over sooner
 
 _thread = threading.local()
@@ -238,7 +238,7 @@ class TorchBackend:
         self._outputs = [(o.name, p, _DTYPES[o.datatype]) for o, p in zip(spec.outputs, positions, strict=True)]
 
     def _compile(self, spec: ModelSpec, opened: Opened) -> None:
-        mode = choice(spec, TORCH_COMPILE, _COMPILE_CHOICES, "")
+        mode = choice(spec, TORCH_COMPILE, _COMPILE, "")
         self._compiled = bool(mode)
         if not mode:
             return
@@ -324,7 +324,7 @@ class _Modes:
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         inference = flag(spec, "INFERENCE_MODE", default=True)
-        amp = choice(spec, TORCH_AMP, _AMP_CHOICES, None)
+        amp = choice(spec, TORCH_AMP, _AMP, None)
         self._guard: Callable[[], Any] = torch.inference_mode if inference else torch.no_grad
         self._more: list[Callable[[], Any]] = []
         if amp is not None:

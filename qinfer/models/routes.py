@@ -34,14 +34,13 @@ class Routes:
     Args:
         spec: The model's configuration.
         version: The version.
-        partition: The queue partition.
 
     Attributes:
         are_plain: All requests go one way, without a queue policy: nobody needs to ask for it.
     """
 
-    def __init__(self, spec: ModelSpec, version: int, partition: int = 0) -> None:
-        lanes = lanes_of(spec, version, partition)
+    def __init__(self, spec: ModelSpec, version: int) -> None:
+        lanes = lanes_of(spec, version)
         self._batching = spec.batching
         self._ahead = {lane.name: lanes[:number] for number, lane in enumerate(lanes, start=1)}
         self.are_plain = spec.batching is None or spec.batching.may_prefetch
@@ -60,7 +59,7 @@ def lane_name(levels: int, level: int) -> str:
     return f"p{_number(levels, level)}"
 
 
-def lanes_of(spec: ModelSpec, version: int, partition: int = 0) -> tuple[Lane, ...]:
+def lanes_of(spec: ModelSpec, version: int) -> tuple[Lane, ...]:
     """Returns a version's online lanes in the order in which they are read; delayed ones only where a policy delays.
 
     There may be 2⁶⁴ levels, so that they are not gone through one by one.
@@ -72,7 +71,7 @@ def lanes_of(spec: ModelSpec, version: int, partition: int = 0) -> tuple[Lane, .
         names.append(f"p{number}")
         if _delays(batching, number):
             names.append(f"p{number}{DELAYED}")
-    return tuple(Lane(spec.name, version, name, partition) for name in names)
+    return tuple(Lane(spec.name, version, name) for name in names)
 
 
 def _number(levels: int, level: int) -> int:

@@ -219,9 +219,7 @@ class ControlStore:
 
     async def stats(self, model: str, version: int) -> dict[str, int]:
         """Returns the statistics of a model version."""
-        with translated():
-            values = await self.client.hgetall(keys.stats(model, version))
-        return {_text(name): int(value) for name, value in values.items()}
+        return (await self.all_stats([(model, version)]))[model, version]
 
     async def all_stats(self, versions: Collection[tuple[str, int]]) -> dict[tuple[str, int], dict[str, int]]:
         """Returns the statistics of several versions (model, version), each of them; in round trips as `some_stats`."""

@@ -103,12 +103,6 @@ def not_empty(size_bytes: int, url: str) -> None:
         raise ValueError(f"an empty object can't be committed to '{url}'")
 
 
-def not_larger(size_bytes: int, url: str, limit_bytes: int) -> None:
-    """Raises a `StoreError` for an object that is larger than a limit."""
-    if size_bytes > limit_bytes:
-        raise StoreError(f"'{url}' has {size_bytes} bytes or more; at most {limit_bytes} can be read here")
-
-
 def _named(error: Exception, url: str) -> StoreError:
     shown = url if len(url) <= _LONGEST else f"{url[:_LONGEST]}…"
     answer = answer_of(error)

@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from qinfer.storage.errors import not_larger
+from qinfer.errors import StoreError
 
 BROKEN = "_broken"
 """The folder, beside an object, that `set_aside` moves it to."""
@@ -105,7 +105,8 @@ class Store(ABC):
             StoreError: It is larger than `limit_bytes`; no more than one beyond these is read.
         """
         data = self.read_range(url, 0, limit_bytes + 1)
-        not_larger(len(data), url, limit_bytes)
+        if len(data) > limit_bytes:
+            raise StoreError(f"'{url}' has {len(data)} bytes or more; at most {limit_bytes} can be read here")
         return data
 
     @abstractmethod

@@ -125,7 +125,7 @@ class Inbox:
 
 
 class Host:
-    """The process's whole work; also the `Link` of the model's requests.
+    """The process's whole work; also the way of the model's requests to the worker.
 
     Args:
         channel: The way to the worker.
@@ -162,7 +162,7 @@ class Host:
             del message, buffers  # an idle host must not keep its last batch's memory
 
     def call(self, request: InferenceRequest) -> InferenceResponse:
-        """See `inference.Link`."""
+        """Runs another model; blocks. A failure of the call is in the response."""
         if not self._is_executing:
             raise TritonModelException("other models can be called within `execute` only")
         wires = [tensor.to_wire(None) for tensor in request.inputs()]
@@ -188,7 +188,7 @@ class Host:
         return InferenceResponse(outputs, parameters=dict(answer.parameters))
 
     def is_cancelled(self, batch: int, item: int) -> bool:
-        """See `inference.Link`."""
+        """Tells whether nobody waits for a request of a batch any more."""
         if not self._is_executing or batch != self._batch:
             return False
         number = self._inbox.expect()

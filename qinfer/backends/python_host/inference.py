@@ -3,45 +3,26 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from qinfer.backends.python_host.errors import TritonError, TritonModelException, checked_parameters, text
 from qinfer.backends.python_host.tensor import Tensor
 from qinfer.core.messages import Scalar
 
+if TYPE_CHECKING:
+    from qinfer.backends.python_host.host import Host
+
 FINAL = 1  # TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _RESCHEDULE = 2  # TRITONSERVER_REQUEST_RELEASE_RESCHEDULE
 
 
-class Link(Protocol):
-    """The way to the worker."""
-
-    def call(self, request: "InferenceRequest") -> "InferenceResponse":
-        """Runs another model; blocks. A failure of the call is in the response."""
-        ...
-
-    def is_cancelled(self, batch: int, item: int) -> bool:
-        """Tells whether nobody waits for a request of a batch any more."""
-        ...
+_host: "Host | None" = None
 
 
-class _NoLink:
-    def call(self, request: "InferenceRequest") -> "InferenceResponse":
-        del request
-        raise TritonModelException("other models can be called within `execute` only")
-
-    def is_cancelled(self, batch: int, item: int) -> bool:
-        del batch, item
-        return False
-
-
-_link: Link = _NoLink()
-
-
-def connect(link: Link) -> None:
+def connect(host: "Host") -> None:
     """Says where calls go, once."""
-    global _link  # noqa: PLW0603  a model makes requests out of nothing
-    _link = link
+    global _host  # noqa: PLW0603  a model makes requests out of nothing
+    _host = host
 
 
 class InferenceTrace:
@@ -268,7 +249,7 @@ class InferenceRequest:
 
     def is_cancelled(self) -> bool:
         """Tells whether nobody waits for the answer any more; asks the worker each time."""
-        return self._place is not None and _link.is_cancelled(*self._place)
+        return self._place is not None and _host is not None and _host.is_cancelled(*self._place)
 
     def set_release_flags(self, flags: int) -> None:
         """Refuses to reschedule.
@@ -299,7 +280,9 @@ class InferenceRequest:
             raise TritonModelException("calls to decoupled models are not supported; call without decoupled=True")
         if not self.model_name:
             raise TritonModelException("a request needs a model_name to be executed")
-        return _link.call(self)
+        if _host is None:
+            raise TritonModelException("other models can be called within `execute` only")
+        return _host.call(self)
 
     def async_exec(self, decoupled: bool = False) -> "asyncio.Future[InferenceResponse]":  # noqa: FBT001, FBT002
         """Does the same in a thread, for an `async` `execute`: several calls run at once."""

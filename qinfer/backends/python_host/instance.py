@@ -40,7 +40,7 @@ class Instance:
         is_busy: A batch is being executed.
     """
 
-    def __init__(self, model: str, load: Callable[[HostProcess], None]) -> None:
+    def __init__(self, model: str, load: Callable[[HostProcess], object]) -> None:
         self.reason = ""
         self.is_busy = False
         self._model = model

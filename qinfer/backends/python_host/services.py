@@ -5,7 +5,7 @@ import enum
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, NoReturn
 
@@ -186,23 +186,15 @@ class MetricFamily:
         return Metric(self._kind, buckets or ())
 
 
-def _refuse(what: str) -> NoReturn:
-    raise TritonModelException(f"pb_utils.{what} is not supported by this server; use the model repository API")
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    """Returns a function of Triton's that is refused, because a model has no say in what else is loaded."""
+
+    def refuse(*args: Any, **options: Any) -> NoReturn:
+        del args, options
+        raise TritonModelException(f"pb_utils.{name} is not supported by this server; use the model repository API")
+
+    return refuse
 
 
-def load_model(*args: Any, **options: Any) -> NoReturn:
-    """Refuses: a model can't load others."""
-    del args, options
-    _refuse("load_model")
-
-
-def unload_model(*args: Any, **options: Any) -> NoReturn:
-    """Refuses: a model can't unload others."""
-    del args, options
-    _refuse("unload_model")
-
-
-def is_model_ready(*args: Any, **options: Any) -> NoReturn:
-    """Refuses: a model can't ask for the state of others; a call to one that is not ready fails, with that reason."""
-    del args, options
-    _refuse("is_model_ready")
+load_model, unload_model = _refusing("load_model"), _refusing("unload_model")
+is_model_ready = _refusing("is_model_ready")  # a call to one that is not ready fails, with that reason
