@@ -24,7 +24,8 @@ from qinfer.models.store import decode_stored, translated
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import Info
 from qinfer.observe.exposition import Family
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
+from qinfer.queue.router import load_script
 from qinfer.wire.versions import encode_document
 
 RECEIVED, ACCEPTED, REPEATED, UNIDENTIFIED = "received", "accepted", "repeated", "unidentified"
@@ -213,8 +214,8 @@ REMEMBERED_S = 3600.0
 MOST_ROUTES = 1000
 """The most routes whose totals are returned: those reported last."""
 
-_REPORT = scripts.load("report", "now_ms", package="qinfer.bridge").text
-_LIVE = scripts.load("live", "now_ms", package="qinfer.bridge").text
+_REPORT = load_script("report", "now_ms", package="qinfer.bridge").text
+_LIVE = load_script("live", "now_ms", package="qinfer.bridge").text
 
 
 class RouteUse(msgspec.Struct, frozen=True):

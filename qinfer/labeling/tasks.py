@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
 from qinfer.queue.deliveries import Kind
 from qinfer.queue.lanes import Queue
-from qinfer.queue.scripts import Call
+from qinfer.queue.router import Call, load_script, run_script
 
 MAX_BOARD_PAGE = 1000
 """The most tasks that `page` returns."""
@@ -35,7 +35,7 @@ MAX_DATA_BYTES = 64 * 1024
 _STEP = 500  # tasks stored by one script: others wait while it runs
 _WORDS = 5  # of a task in that script
 _STEP_BYTES = 2**20  # and so many bytes of theirs, but for a single one
-_STEP_SCRIPT = scripts.load("step", "now_ms", "deliveries", package="qinfer.labeling")
+_STEP_SCRIPT = load_script("step", "now_ms", "deliveries", package="qinfer.labeling")
 
 
 class LabelState(StrEnum):
@@ -199,7 +199,7 @@ class LabelTasks:
             arguments = (*about, len(_STATES), *(state.value for state in _STATES), *words)
 
             async def write(call: Call, arguments: tuple[str | int | bytes, ...] = arguments) -> Any:
-                return await scripts.run(call, _STEP_SCRIPT, names, *arguments)
+                return await run_script(call, _STEP_SCRIPT, names, *arguments)
 
             is_promise = what == "put"
             found = await (self._durability.write(board.model, 0, write) if is_promise else write(self._call(board)))

@@ -19,7 +19,8 @@ from redis.exceptions import RedisClusterException, RedisError
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.state import Desired, ScalerRecord, Speed, StoredModel, WorkerRecord
 from qinfer.observe.stats import LATEST
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
+from qinfer.queue.router import load_script
 from qinfer.wire.versions import NewerVersion, decode_document, encode_document
 
 logger = logging.getLogger(__name__)
@@ -30,11 +31,11 @@ T = TypeVar("T")
 _MAX_BLOCK_S = 2.0  # below the client's socket timeout
 _WAKES_KEPT = 16
 
-_PUT_MODEL = scripts.load("put_model", package="qinfer.models").text
-_SET_DESIRED = scripts.load("set_desired", package="qinfer.models").text
-_ADD_STATS = scripts.load("add_stats", package="qinfer.models").text
-_LIVENESS = scripts.load("liveness", "now_ms", package="qinfer.models").text
-_SCALERS = scripts.load("scalers", "now_ms", package="qinfer.models").text
+_PUT_MODEL = load_script("put_model", package="qinfer.models").text
+_SET_DESIRED = load_script("set_desired", package="qinfer.models").text
+_ADD_STATS = load_script("add_stats", package="qinfer.models").text
+_LIVENESS = load_script("liveness", "now_ms", package="qinfer.models").text
+_SCALERS = load_script("scalers", "now_ms", package="qinfer.models").text
 
 
 class ControlStore:

@@ -2,16 +2,15 @@
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 
 from qinfer.core.messages import InferRequest
 from qinfer.errors import CorruptEntry, InvalidRequest
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
 from qinfer.queue.entries import MARGIN_S, Lane
-from qinfer.queue.router import Router
+from qinfer.queue.router import Router, Script, load_script
 from qinfer.queue.values import Reference, Values
 from qinfer.wire.frame import PayloadApart, decode_request
 
@@ -24,8 +23,8 @@ LETTER_OBJECT_S = 2 * MAX_AGE_S
 MAX_BYTES = 256 * 2**20
 """How much the dead letters of a partition may take together; the newest is kept whatever its size."""
 
-_LETTERS = scripts.load("lanes/letters")
-_REPLAY = scripts.load("lanes/replay", "now_ms", "drop")
+_LETTERS = load_script("lanes/letters")
+_REPLAY = load_script("lanes/replay", "now_ms", "drop")
 _ID = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 _PAYLOAD_MARGIN_S = 300.0
 _LONGEST_TIMEOUT_S = 86400.0
@@ -179,8 +178,8 @@ class DeadLetters:
         found = await self._run(model, _LETTERS, [_key(model)], start, count, *left_out)
         return [_found(model, letter_id, fields) for letter_id, fields in found]
 
-    async def _run(self, model: str, script: scripts.Script, names: Sequence[bytes], *arguments: Any) -> Any:
-        return await scripts.run(partial(self._router.call, keys.slot(_key(model))), script, names, *arguments)
+    async def _run(self, model: str, script: Script, names: Sequence[bytes], *arguments: Any) -> Any:
+        return await self._router.run(keys.slot(_key(model)), script, names, *arguments)
 
 
 def _key(model: str) -> bytes:

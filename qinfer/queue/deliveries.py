@@ -16,18 +16,16 @@ scripts that end a record or store one: both happen, or neither. The promises, e
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 
-from qinfer.queue import keys, scripts
-from qinfer.queue.router import Router
-from qinfer.queue.scripts import Call
+from qinfer.queue import keys
+from qinfer.queue.router import Router, load_script
 
 _MAX_IDS = 1000  # of one script call: Lua's stack holds about 8000 values
 
-_TAKE = scripts.load("deliveries/take", "now_ms", "deliveries")
-_DONE = scripts.load("deliveries/done", "now_ms", "deliveries")
+_TAKE = load_script("deliveries/take", "now_ms", "deliveries")
+_DONE = load_script("deliveries/done", "now_ms", "deliveries")
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -98,7 +96,7 @@ class Deliveries:
         times = (int(kind.pause_s * 1000), int(kind.longest_pause_s * 1000))
         return [
             DeliveryItem(model, partition, item_id.decode(), text.decode(), notes, attempts)
-            for item_id, attempts, text, notes in await scripts.run(self._call(name), _TAKE, [name], count, *times)
+            for item_id, attempts, text, notes in await self._router.run(keys.slot(name), _TAKE, [name], count, *times)
         ]
 
     async def done(
@@ -124,7 +122,4 @@ class Deliveries:
         names = [name, record] if record else [name]
         for start in range(0, len(ids), _MAX_IDS):
             part = ids[start : start + _MAX_IDS]
-            await scripts.run(self._call(name), _DONE, names, field, value, *part)
-
-    def _call(self, name: bytes) -> Call:
-        return partial(self._router.call, keys.slot(name))
+            await self._router.run(keys.slot(name), _DONE, names, field, value, *part)

@@ -2,7 +2,7 @@
 
     durability = Durability(settings, router)
     await durability.check()                                                 once: is Redis set up for it?
-    await durability.write("bert", 0, lambda call: scripts.run(call, …))     returns when the write is safe
+    await durability.write("bert", 0, lambda call: run_script(call, …))     returns when the write is safe
 
 `everysec` asks nothing of a write: the append-only file does. `always` and `min_replicas` may need a wait behind it.
 A wait holds up all that comes after it on its connection, and speaks of that connection's server only. So such writes
@@ -20,14 +20,11 @@ from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue import keys
 from qinfer.queue.connection import Connection, Link, Refused, pack
-from qinfer.queue.router import BlockingLink, Router
+from qinfer.queue.router import BlockingLink, Call, Router
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-Call = Callable[..., Awaitable[Any]]
-"""Sends one command and returns its reply, such as `Link.call`."""
 
 _MARKER_TTL_MS = 60_000
 _IN_DOUBT = "the request may have been accepted, but {}; repeat it with the same id"

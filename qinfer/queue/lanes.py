@@ -41,7 +41,7 @@ from typing import Any, Self, TypeVar
 from qinfer.core.clock import Clock, ServerClock, SystemClock
 from qinfer.core.settings import LimitSettings, RedisSettings
 from qinfer.errors import BrokerUnavailable, CorruptEntry, QinferError, QueueFull
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
 from qinfer.queue.connection import Argument, Refused, Template, pack, packable
 from qinfer.queue.dead_letters import LETTER_OBJECT_S, MAX_AGE_S, MAX_BYTES, DeadLetters, head_of
 from qinfer.queue.deliveries import Deliveries
@@ -61,7 +61,7 @@ from qinfer.queue.entries import (
 )
 from qinfer.queue.readers import REPLY_TTL_MS, LaneReader, ReplyReader, leases_of
 from qinfer.queue.requests import Requests
-from qinfer.queue.router import Router
+from qinfer.queue.router import Router, Script, load_script, run_script
 from qinfer.queue.values import Reference, Values
 from qinfer.tensors import Bytes
 
@@ -77,15 +77,18 @@ _CLOCK_EVERY_S = 5.0
 _CONSUMER_GONE_MS = 3_600_000
 _TIME = pack((b"TIME",))
 
-_SUBMIT = scripts.load("lanes/submit", "waiting")
-_RECLAIM = scripts.load("lanes/reclaim")
-_RELEASE = scripts.load("lanes/release")
-_WITHDRAW = scripts.load("lanes/withdraw", "drop")
-_DELAY = scripts.load("lanes/delay")
-_BURY = scripts.load("lanes/bury", "trim_letters")
-_FINISH = scripts.load("lanes/finish", "drop")
-_SIZES = scripts.load("lanes/sizes")
-_PUBLISH = scripts.load("lanes/publish")
+_SUBMIT = load_script("lanes/submit", "waiting")
+_RECLAIM = load_script("lanes/reclaim")
+_RELEASE = load_script("lanes/release")
+_WITHDRAW = load_script("lanes/withdraw", "drop")
+_DELAY = load_script("lanes/delay")
+_BURY = load_script("lanes/bury", "trim_letters")
+_FINISH = load_script("lanes/finish", "drop")
+_SIZES = load_script("lanes/sizes")
+_PUBLISH = load_script("lanes/publish")
+
+RENEW = load_script("lanes/renew")
+"""Renews leases; its text is run by the renewer of a worker."""
 
 
 class Queue:
@@ -210,16 +213,10 @@ class Queue:
         They may have been `consumer`'s own: its connection broke while a fetch's reply was on the way. A consumer that
         still holds one, because its renewals failed for so long, drops the second lease.
         """
-        call = partial(self.router.call, keys.lane_slot(lanes[0]))
         names = [keys.lane(lane) for lane in lanes]
-        arguments = (keys.GROUP, consumer, keys.RELEASED, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
-        try:
-            found = await scripts.run(call, _RECLAIM, names, *arguments)
-        except Refused as error:
-            if error.kind != "NOGROUP":
-                raise
-            return []  # a lane was deleted: there is nothing to reclaim; `fetch` creates it again
-        return leases_of(lanes, consumer, found, suspect=True)
+        arguments = (consumer, keys.RELEASED, count, int(idle_s * 1000), _CONSUMER_GONE_MS)
+        found = await self._script(lanes[0], _RECLAIM, names, arguments, ())
+        return leases_of(lanes, consumer, found or (), suspect=True)
 
     async def release(self, leases: Sequence[Lease]) -> None:
         """Gives back entries that did not begin to execute; entries meanwhile owned by another stay theirs.
@@ -275,12 +272,7 @@ class Queue:
         copy = await self._kept(entry) if entry.payload_id else None
         kept = (copy.name,) if copy is not None else ()
         arguments = (lease.consumer, entry.entry_id, *about, int(MAX_AGE_S * 1000), MAX_BYTES, *kept)
-        buried = None
-        try:
-            buried = await self._script(lane, _BURY, names, arguments, ())
-        except Refused as error:
-            if error.kind != "NOGROUP":
-                raise  # else the lane was deleted
+        buried = await self._script(lane, _BURY, names, arguments, ())
         if buried is None:
             self._values.forget(name.encode() for name in kept)
             return False
@@ -319,8 +311,7 @@ class Queue:
         try:
             added = await self.router.call(slot, b"XADD", key, b"NOMKSTREAM", b"*", b"r", packable(blob))
         except QueueFull:  # full of what is to be answered: only answers make room
-            call = partial(self.router.call, slot)
-            added = await scripts.run(call, _PUBLISH, [key], REPLY_TTL_MS, packable(blob))
+            added = await self.router.run(slot, _PUBLISH, [key], REPLY_TTL_MS, packable(blob))
         return added is not None
 
     async def listen(
@@ -357,8 +348,8 @@ class Queue:
         now_s = self.clock.now_s()
 
         async def run(group: list[Lane]) -> None:
-            call = partial(self.router.call, keys.lane_slot(group[0]))
-            replies = iter(await scripts.run(call, _SIZES, [keys.lane(lane) for lane in group]))
+            names = [keys.lane(lane) for lane in group]
+            replies = iter(await self.router.run(keys.lane_slot(group[0]), _SIZES, names))
             for lane in group:
                 entries, origin = next(replies), next(replies)
                 enqueued_s = Entry(lane, origin.decode()).enqueued_s if origin else now_s
@@ -513,37 +504,33 @@ class Queue:
                 keys.request(lane.model, lane.partition, request_id).encode() for _, request_id in part if request_id
             ]
             names = [keys.lane(lane), keys.lane(other), *records]
-            try:
-                await self._script(lane, _DELAY, names, (consumer, name), [entry for entry, _ in part])
-            except Refused as error:
-                if error.kind != "NOGROUP":
-                    raise
+            await self._script(lane, _DELAY, names, (consumer, name), [entry for entry, _ in part])
 
-    async def _run(
-        self, lane: Lane, script: scripts.Script, arguments: Sequence[Argument], entries: Sequence[Entry]
-    ) -> None:
-        """Runs a script on entries of one lane; does nothing where the lane was deleted."""
-        try:
-            for part in (entries,) if len(entries) <= _MAX_IDS else _parts(entries):
-                names = [keys.lane(lane), *(_payloads(part) if script is _FINISH else ())]
-                gone = await self._script(lane, script, names, arguments, part)
-                if gone and script is _FINISH:
-                    self._values.forget(gone)
-        except Refused as error:
-            if error.kind != "NOGROUP":
-                raise
+    async def _run(self, lane: Lane, script: Script, arguments: Sequence[Argument], entries: Sequence[Entry]) -> None:
+        """Runs a script on entries of one lane."""
+        for part in (entries,) if len(entries) <= _MAX_IDS else _parts(entries):
+            names = [keys.lane(lane), *(_payloads(part) if script is _FINISH else ())]
+            gone = await self._script(lane, script, names, arguments, part)
+            if gone and script is _FINISH:
+                self._values.forget(gone)
 
     async def _script(
         self,
         lane: Lane,
-        script: scripts.Script,
+        script: Script,
         names: Sequence[bytes],
         arguments: Sequence[Argument],
         entries: Sequence[Entry],
     ) -> Any:
+        """Runs a script of a lane's partition; returns `None`, and nothing is done, where the lane was deleted."""
         call = partial(self.router.call, keys.lane_slot(lane))
         ids = [entry.entry_id for entry in entries]
-        return await scripts.run(call, script, names, keys.GROUP, *arguments, *ids)
+        try:
+            return await run_script(call, script, names, keys.GROUP, *arguments, *ids)
+        except Refused as error:
+            if error.kind != "NOGROUP":
+                raise
+            return None
 
     async def _ensure(self, lane: Lane) -> None:
         create = (b"XGROUP", b"CREATE", keys.lane(lane), keys.GROUP, b"0", b"MKSTREAM")

@@ -17,14 +17,14 @@ from typing import Any
 
 from qinfer.core.retry import OutageLog
 from qinfer.errors import BrokerUnavailable, QinferError
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
 from qinfer.queue.connection import Refused, pack
 from qinfer.queue.entries import Entry, Lane, Lease, reply_address
-from qinfer.queue.router import BlockingLink, Router
+from qinfer.queue.router import BlockingLink, Router, load_script, run_script
 
 logger = logging.getLogger(__name__)
-_FETCH = scripts.load("lanes/fetch")
-_KEEP = scripts.load("lanes/keep")
+_FETCH = load_script("lanes/fetch")
+_KEEP = load_script("lanes/keep")
 
 
 MAX_BLOCK_S = 0.5
@@ -111,7 +111,7 @@ class LaneReader:
         to_leases = partial(leases_of, lanes, consumer)
         names = [keys.lane(lane) for lane in lanes]
         call = partial(self._call, to_leases)
-        return to_leases(await scripts.run(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count))
+        return to_leases(await run_script(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count))
 
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
         """Waits for the first new entry, and takes up to `count`.
@@ -259,7 +259,7 @@ class ReplyReader:
         now_s = self._monotonic_s()
         if self._is_idle or now_s - self._kept_at >= _KEEP_EVERY_S:
             self._kept_at = now_s
-            if await scripts.run(self._link.call, _KEEP, [self._key], REPLY_TTL_MS):
+            if await run_script(self._link.call, _KEEP, [self._key], REPLY_TTL_MS):
                 self._last, self._untrimmed = _START, 0
 
     async def _read(self) -> None:

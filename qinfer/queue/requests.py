@@ -29,7 +29,7 @@ import msgspec
 
 from qinfer.core.messages import Response
 from qinfer.errors import BrokerUnavailable, CorruptEntry, InvalidRequest, QinferError, QueueFull
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
 from qinfer.queue.connection import Argument, Refused, pack, packable
 from qinfer.queue.deliveries import WEBHOOKS, Kind
 from qinfer.queue.durability import Durability
@@ -48,8 +48,7 @@ from qinfer.queue.entries import (
     Settlement,
     check_outbox,
 )
-from qinfer.queue.router import Router
-from qinfer.queue.scripts import Call, Words, ttl_ms
+from qinfer.queue.router import Call, Router, Words, load_script, run_each, run_script, ttl_ms
 from qinfer.queue.values import LARGE_BYTES, Values
 from qinfer.tensors import Bytes
 from qinfer.wire.frame import encode_responses
@@ -72,12 +71,12 @@ _RECORD_FIELDS = (
 )
 """The fields that `_record_of` reads, in its order; the state is the first."""
 
-_ACCEPT = scripts.load("each", "waiting", "now_ms", "drop", "deliveries", "requests/known", "requests/accept")
-_SETTLE = scripts.load("each", "now_ms", "drop", "deliveries", "requests/settle")
-_FIND = scripts.load("requests/find", "now_ms", "deliveries", "requests/known")
-_RECORD = scripts.load("requests/record")
-_DUE = scripts.load("requests/due", "now_ms")
-_ENDINGS = scripts.load("requests/endings", "now_ms", "deliveries")
+_ACCEPT = load_script("each", "waiting", "now_ms", "drop", "deliveries", "requests/known", "requests/accept")
+_SETTLE = load_script("each", "now_ms", "drop", "deliveries", "requests/settle")
+_FIND = load_script("requests/find", "now_ms", "deliveries", "requests/known")
+_RECORD = load_script("requests/record")
+_DUE = load_script("requests/due", "now_ms")
+_ENDINGS = load_script("requests/endings", "now_ms", "deliveries")
 
 
 class _Accepted(msgspec.Struct, array_like=True, frozen=True):
@@ -221,7 +220,7 @@ class Requests:
             names.append(keys.idempotency(address.model, address.partition, tenant, idempotency_key).encode())
 
         async def look(call: Call) -> Accepted | None:
-            found = await scripts.run(call, _FIND, names, address.id, body_hash, *(() if notes is None else (notes,)))
+            found = await run_script(call, _FIND, names, address.id, body_hash, *(() if notes is None else (notes,)))
             return None if found is None else Accepted(found[0].decode(), is_new=False, body_hash=found[1].decode())
 
         return await self._durability.write(address.model, address.partition, look)
@@ -279,10 +278,8 @@ class Requests:
     async def due(self, model: str, partition: int, count: int) -> list[Address]:
         """Returns up to `count` requests whose deadline has passed and which have not ended, the oldest first."""
         key = keys.due(model, partition).encode()
-        return [
-            Address(model, partition, found.decode())
-            for found in await scripts.run(self._call(key), _DUE, [key], count)
-        ]
+        found = await self._router.run(keys.slot(key), _DUE, [key], count)
+        return [Address(model, partition, request_id.decode()) for request_id in found]
 
     async def endings(self, model: str, partition: int, kind: Kind, count: int) -> list[Ending]:
         """Takes up to `count` requests that ended, with their results, from an outbox that a program named.
@@ -298,7 +295,7 @@ class Requests:
         """
         name, prefix = keys.deliveries(model, partition, kind.name).encode(), keys.prefix(model, partition)
         arguments = (count, int(kind.pause_s * 1000), prefix, LARGE_BYTES, *_RECORD_FIELDS)
-        replies = await scripts.run(self._call(name), _ENDINGS, [name], *arguments)
+        replies = await self._router.run(keys.slot(name), _ENDINGS, [name], *arguments)
         found = [_ending(model, partition, reply) for reply in replies]
         apart = [number for number, (_, is_apart) in enumerate(found) if is_apart]
         fetched = await asyncio.gather(*(self._with_result(model, partition, found[number][0]) for number in apart))
@@ -310,7 +307,7 @@ class Requests:
         names = (_record_key(address), _result_name(address).encode())
         prefix = keys.prefix(address.model, address.partition)
         arguments = (prefix, keys.GROUP, keys.RELEASED, keys.SUSPECTS, watcher, MAX_WATCHERS)
-        found = await scripts.run(self._call(names[0]), _RECORD, names, *arguments, *_RECORD_FIELDS)
+        found = await self._router.run(keys.slot(names[0]), _RECORD, names, *arguments, *_RECORD_FIELDS)
         if found is None:
             return None
         values, has_result, is_held, deliveries = found
@@ -353,9 +350,6 @@ class Requests:
         record = ending.record and msgspec.structs.replace(ending.record, has_result=blob is not None)
         return msgspec.structs.replace(ending, blob=blob, record=record)
 
-    def _call(self, key: bytes) -> Call:
-        return partial(self._router.call, keys.slot(key))
-
     async def _staged_results(self, settlements: Sequence[Settlement]) -> list[_Value]:
         """Returns the results as the script takes them; large ones are stored first."""
         values = [_given(_result_name(each.address), each.outcome.blob) for each in settlements]
@@ -370,7 +364,7 @@ class Requests:
         address, blob, kept_s = settlement.address, settlement.outcome.blob, 0.0
         if self._values.is_object(len(blob)):
             key = _record_key(address)
-            kept_s = int(await self._call(key)(b"HGET", key, b"result_ttl_ms") or 0) / 1000
+            kept_s = int(await self._router.call(keys.slot(key), b"HGET", key, b"result_ttl_ms") or 0) / 1000
         return await self._staged(_result_name(address), blob, kept_s)
 
     async def _staged(self, name: str, value: Bytes, kept_s: float) -> _Value:
@@ -393,7 +387,7 @@ class Requests:
         Raises:
             BrokerUnavailable: A result that was stored first is gone; the other requests have ended.
         """
-        call = self._call(_record_key(settlements[0].address))
+        call = partial(self._router.call, keys.slot(_record_key(settlements[0].address)))
         replies = await _settle(call, list(zip(settlements, results, strict=True)))
         for reply in replies:
             self._values.forget(reply.objects)
@@ -431,7 +425,7 @@ async def _accept(call: Call, requests: Sequence[tuple[Acceptance, _Value]]) -> 
     words = [_acceptance(acceptance, payload) for acceptance, payload in requests]
     return [
         _AcceptReply(what.decode(), known_id.decode(), body_hash.decode(), objects)
-        for what, known_id, body_hash, objects in await scripts.run_each(call, _ACCEPT, words)
+        for what, known_id, body_hash, objects in await run_each(call, _ACCEPT, words)
     ]
 
 
@@ -440,7 +434,7 @@ async def _settle(call: Call, requests: Sequence[tuple[Settlement, _Value]]) -> 
     words = [_settlement(settlement, result) for settlement, result in requests]
     return [
         _SettleReply(what.decode(), watchers.decode().split(), objects)
-        for what, watchers, objects in await scripts.run_each(call, _SETTLE, words)
+        for what, watchers, objects in await run_each(call, _SETTLE, words)
     ]
 
 

@@ -2,18 +2,38 @@
 
 A cluster's map is asked for at the start, after every MOVED, and while a node can't be reached (its replica may have
 taken over); commands follow MOVED and ASK meanwhile. With Sentinels there is one Link, and they say where its node is.
+
+The Lua scripts of `lua/` are run by their hash, and by their text where the node does not know them yet.
+A script is called as a Python function. To add one:
+
+1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of the feature that alone runs it. Its header
+   says what it does, and names KEYS, ARGV and the reply in order. Functions that several scripts need are files of
+   their own: beside those scripts, or in `lua/common/`.
+2. In the `<subject>_scripts.py` of its subject, or beside the class that alone runs it, load it with the files that it
+   needs: `_DUE = load_script("requests/due", "now_ms")`.
+3. Write the function beneath: `async def due(call: Call, model: str, …, count: int) -> list[Address]`. Its parameters
+   are what the script takes, in the types of the subject; its return type is what the reply is read as. Its body spells
+   keys (by `keys`) and arguments in the order of the header, and calls `run_script`. Durations are float seconds until
+   `ttl_ms` makes milliseconds of them.
+
+Nobody else runs that script, or knows the order of its arguments. `each.lua` runs a script, written as the function
+`one`, for several requests of one partition: load `each` with that file, and call `run_each`.
 """
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue.address import Address, Sentinels, parse_place
-from qinfer.queue.connection import Connection, Link, Refused, Reply, open_connection, pack
+from qinfer.queue.connection import Argument, Connection, Link, Refused, Reply, SentinelResolver, pack
 
 T = TypeVar("T")
 
@@ -85,6 +105,10 @@ class Router:
                 await link.call(b"PING")  # waits until it is up, for ASKING must come right before its command
                 link.send(_ASKING, _ignore)
         raise BrokerUnavailable(_CHANGING)
+
+    def run(self, slot: int, script: "Script", names: Sequence[bytes], *arguments: Argument) -> Awaitable[Any]:
+        """Runs a script at the owner of `slot`; see `run_script`."""
+        return run_script(partial(self.call, slot), script, names, *arguments)
 
     def blocking(self, slot: int, name: str, block_s: float) -> "BlockingLink":
         """Returns a connection of its own to the owner of `slot`, for reads that block up to `block_s` seconds."""
@@ -249,67 +273,73 @@ class BlockingLink:
         self._link.reset()
 
 
-class SentinelResolver:
-    """Asks Sentinels where the primary is now; `resolve` is a `Link`'s.
-
-    Each question begins at another Sentinel: one that is cut off from the others may name a primary that is none any
-    more. Whether the node that was named is a primary, `Link` asks the node itself.
-
-    Args:
-        sentinels: Whom to ask.
-        settings: Their password, and how long a primary's connection may take: they share it.
-    """
-
-    def __init__(self, sentinels: Sentinels, settings: RedisSettings) -> None:
-        self._sentinels = sentinels
-        self._settings = settings
-        self._timeout_s = settings.connect_timeout_s / (2 * len(sentinels.places))
-        self._first = 0
-
-    async def resolve(self) -> Address:
-        """Returns the primary's address.
-
-        Raises:
-            BrokerUnavailable: No Sentinel answers.
-            SettingsError: Those that answer know no service of this name, or refuse the password.
-        """
-        places = self._sentinels.places
-        self._first += 1
-        problem: QinferError = BrokerUnavailable("no Sentinel answers; try again")
-        for number in range(len(places)):
-            host, port = places[(self._first + number) % len(places)]
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    found = await self._ask(host, port)
-            except (OSError, QinferError) as error:  # TimeoutError is an OSError
-                if isinstance(error, SettingsError):
-                    problem = error
-                continue
-            if found is not None:
-                return self._sentinels.node.at(*found)
-            problem = SettingsError(
-                f"QINFER_REDIS__URL: the Sentinels know no service '{self._sentinels.service}'; "
-                "use the name in their `sentinel monitor` line"
-            )
-        raise problem
-
-    async def _ask(self, host: str, port: int) -> tuple[str, int] | None:
-        place = Address(host=host, port=port, tls=self._sentinels.node.tls)
-        connection = await open_connection(place, self._settings, self._timeout_s)
-        try:
-            if password := self._settings.sentinel_password.get_secret_value():
-                await connection.call(b"AUTH", password)
-            found = await connection.call(b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", self._sentinels.service)
-        except Refused as error:
-            if "AUTH" in error.message:
-                raise SettingsError("QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels ask for none") from None
-            raise SettingsError("QINFER_REDIS__URL: what answers there is no Sentinel; check the ports") from None
-        except SettingsError:
-            raise SettingsError("QINFER_REDIS__SENTINEL_PASSWORD: the Sentinels refuse it, or ask for one") from None
-        finally:
-            connection.abort()
-        return (found[0].decode(), int(found[1])) if found else None
-
-
 def _ignore(_: Any) -> None:
     """The reply to ASKING is OK."""
+
+
+Call = Callable[..., Awaitable[Any]]
+"""Sends one command and returns its reply, such as `Link.call`."""
+
+
+class Script(msgspec.Struct, frozen=True):
+    """A Lua script: its text, and the SHA-1 by which Redis knows it."""
+
+    text: bytes
+    sha: bytes
+
+
+def load_script(name: str, *parts: str, package: str = "qinfer.queue") -> Script:
+    """Reads a script from a package's `lua/`; `parts` are files of functions there, or in the queue's `lua/common/`."""
+    own, common = files(package).joinpath("lua"), files("qinfer.queue").joinpath("lua", "common")
+    places = ((own.joinpath(f"{file}.lua"), common.joinpath(f"{file}.lua")) for file in (*parts, name))
+    text = b"\n".join((place if place.is_file() else shared).read_bytes() for place, shared in places)
+    return Script(text, sha1(text, usedforsecurity=False).hexdigest().encode())
+
+
+async def run_script(call: Call, script: Script, keys: Sequence[bytes], *arguments: Argument) -> Any:
+    """Runs a script.
+
+    Args:
+        call: Sends a command to the node of its keys.
+        script: Which.
+        keys: Its KEYS, all in one cluster slot.
+        arguments: Its ARGV.
+
+    Raises:
+        QinferError: What the script or `call` raises.
+    """
+    try:
+        return await call(b"EVALSHA", script.sha, len(keys), *keys, *arguments)
+    except Refused as error:
+        if error.kind != "NOSCRIPT":
+            raise
+    return await call(b"EVAL", script.text, len(keys), *keys, *arguments)
+
+
+def ttl_ms(seconds: float) -> int:
+    """Returns a time to live in milliseconds; Redis takes none of 0."""
+    return max(1, int(seconds * 1000))
+
+
+class Words(NamedTuple):
+    """KEYS and ARGV of a script."""
+
+    keys: Sequence[bytes]
+    arguments: Sequence[Argument]
+
+
+async def run_each(call: Call, script: Script, requests: Sequence[Words]) -> Any:
+    """Runs a script of `each.lua`; returns what it returns for each request.
+
+    Args:
+        call: As for `run_script`.
+        script: Which.
+        requests: KEYS and ARGV for each; all keys in one cluster slot, as many for each.
+    """
+    keys: list[bytes] = []
+    arguments: list[Argument] = [len(requests), len(requests[0].keys)]
+    for words in requests:
+        keys += words.keys
+        arguments.append(len(words.arguments))
+        arguments += words.arguments
+    return await run_script(call, script, keys, *arguments)

@@ -10,15 +10,13 @@ the fields `v`, `name` and `size`. Bytes are always a string, so that no bytes c
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from qinfer.errors import BrokerUnavailable, CorruptEntry, PayloadTooLarge
-from qinfer.queue import scripts
 from qinfer.queue.connection import pack, packable
-from qinfer.queue.router import BlockingLink, Router
+from qinfer.queue.router import BlockingLink, Router, Script, load_script
 from qinfer.tensors import Bytes
 
 if TYPE_CHECKING:  # its driver is loaded only where there is a store
@@ -36,9 +34,9 @@ _TRANSFER_S = 55.0  # a large value may take so much longer than a command until
 REFERENCE_VERSION = 1
 """Of references; a newer one is left to those that know it."""
 
-_READ = scripts.load("values/read")
-_REFER = scripts.load("values/refer", "drop")
-_REMOVE = scripts.load("values/remove", "drop")
+_READ = load_script("values/read")
+_REFER = load_script("values/refer", "drop")
+_REMOVE = load_script("values/remove", "drop")
 _OWNER = re.compile(rb"\{([^}]*)\}")
 _NO_STORE = "the tensors are in a payload store, and this process knows none: set QINFER_LIMITS__PAYLOAD_URL"
 _LOST = "the tensors are not in the payload store any more: they were deleted there before their time"
@@ -209,9 +207,9 @@ class Values:
             raise BrokerUnavailable(_NO_STORE)
         return self.objects
 
-    async def _run(self, slot: int, script: scripts.Script, key: str | bytes, *arguments: Any) -> Any:
+    async def _run(self, slot: int, script: Script, key: str | bytes, *arguments: Any) -> Any:
         name = key if isinstance(key, bytes) else key.encode()
-        return await scripts.run(partial(self._router.call, slot), script, [name], *arguments)
+        return await self._router.run(slot, script, [name], *arguments)
 
     async def _large(self, slot: int, *command: Any) -> Any:
         place = slot if self._is_cluster else 0

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import redis
 from redis.exceptions import ResponseError
 
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
 from qinfer.queue.clients import Login, blocking_client
 from qinfer.queue.entries import Lease
-from qinfer.queue.lanes import Queue
+from qinfer.queue.lanes import RENEW, Queue
 
 
 def renew(queue: Queue, leases: Sequence[Lease]) -> list[Lease]:
@@ -23,7 +23,7 @@ def renew(queue: Queue, leases: Sequence[Lease]) -> list[Lease]:
 def _is_lost(client: "redis.Redis | redis.RedisCluster", lease: Lease) -> bool:
     words = (keys.lane(lease.entry.lane), keys.GROUP, lease.consumer, lease.entry.entry_id)
     try:
-        return bool(client.eval(scripts.RENEW.text.decode(), 1, *words))
+        return bool(client.eval(RENEW.text.decode(), 1, *words))
     except ResponseError as error:
         if "NOGROUP " not in str(error):
             raise

@@ -51,12 +51,12 @@ from qinfer.jobs.queue.records import (
     words_of,
 )
 from qinfer.models.work import OpenRows
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
 from qinfer.queue.connection import Argument
 from qinfer.queue.dead_letters import MAX_AGE_S, MAX_BYTES
 from qinfer.queue.entries import Lane, Lease
 from qinfer.queue.lanes import Queue
-from qinfer.queue.scripts import Call, Script, ttl_ms
+from qinfer.queue.router import Call, Script, load_script, run_script, ttl_ms
 from qinfer.wire.versions import NewerVersion
 
 POLL_S = 0.5
@@ -66,7 +66,7 @@ _REQUEUED = frozenset(JobState) - {JobState.VALIDATING, JobState.COMPLETED, JobS
 _SCAN_COUNT = 1000  # outcomes read at once
 _STEP_BYTES = 2**20  # of frames that are put away in one step
 
-_load = partial(scripts.load, package="qinfer.jobs")
+_load = partial(load_script, package="qinfer.jobs")
 _SHARED = ("now_ms", "deliveries", "job")
 _CREATE = _load("create", "now_ms")
 _DELETE = _load("delete", *_SHARED)
@@ -109,7 +109,7 @@ class Jobs:
         words = (secrets.token_hex(8), *new_words(new))
 
         async def write(call: Call) -> bool:
-            return bool(await scripts.run(call, _CREATE, [place.record], *words))
+            return bool(await run_script(call, _CREATE, [place.record], *words))
 
         return await self._durability.write(record.model, record.partition, write)
 
@@ -297,7 +297,7 @@ class Jobs:
             return ()
         place = Place.of(record)
         names = [place.part("in_lane"), keys.lane(record.lane)]
-        return sorted(map(int, await scripts.run(self._call(place), _MISSING, names)))
+        return sorted(map(int, await run_script(self._call(place), _MISSING, names)))
 
     async def note(self, job_id: str, text: str) -> None:
         """Adds a line to a job's log; the oldest of more than `MAX_LOG_LINES` go. An unknown job has no log."""
@@ -400,7 +400,7 @@ class Jobs:
         text = f"{outcome.rows} {outcome.failed_rows} {int(bool(outcome.error))} {error}"
         entry = (job_id, keys.GROUP, lease.entry.entry_id, outcome.index, what, text)
         names = [*place.names(), keys.lane(lane), *letters]
-        return bool(await scripts.run(self._call(place), _FINISH, names, *entry, MAX_LOG_LINES, TOP_UP_COUNT, *about))
+        return bool(await run_script(self._call(place), _FINISH, names, *entry, MAX_LOG_LINES, TOP_UP_COUNT, *about))
 
     async def _withdraw(self, record: JobRecord, shards: Sequence[bytes], *, in_hand: bool) -> None:
         """Takes shards, index and entry of each, of a stopped job out of the lane; with `in_hand` also held ones."""
@@ -441,7 +441,7 @@ class Jobs:
     async def _run(self, place: Place, script: Script, *arguments: Argument, lane: Lane | None = None) -> Any:
         """Runs a script that has the keys of a job, and where it is given the lane of its shards."""
         names = [*place.names(), *([keys.lane(lane)] if lane is not None else [])]
-        return await scripts.run(self._call(place), script, names, *arguments)
+        return await run_script(self._call(place), script, names, *arguments)
 
     def _call(self, place: Place) -> Call:
         return partial(self._router.call, keys.slot(place.record))

@@ -16,7 +16,7 @@ from qinfer.queue import keys
 from qinfer.queue.connection import Argument
 from qinfer.queue.deliveries import JOBS, WEBHOOKS
 from qinfer.queue.entries import BULK_LANES, Lane
-from qinfer.queue.scripts import ttl_ms
+from qinfer.queue.router import ttl_ms
 from qinfer.wire.versions import Record
 
 TOP_UP_COUNT = 200

@@ -9,9 +9,9 @@ import pytest
 
 from qinfer.errors import QueueFull
 from qinfer.labeling.tasks import MAX_DATA_BYTES, Board, LabelState, LabelTask, LabelTasks, Placed
-from qinfer.queue import scripts
 from qinfer.queue.durability import Durability
 from qinfer.queue.lanes import Queue
+from qinfer.queue.router import run_script
 from qinfer.testing import eventually
 from tests.contract.conftest import RedisQueue
 
@@ -231,13 +231,13 @@ async def test_what_was_put_is_as_safe_as_a_request(redis_queue: RedisQueue, mon
 
 async def test_large_tasks_are_stored_a_few_at_a_time(redis_queue: RedisQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a script and its data are on their way all others wait."""
-    delivery, sizes, run = await redis_queue.connect(), [], scripts.run
+    delivery, sizes, run = await redis_queue.connect(), [], run_script
 
     async def sized(*words: Any, **options: Any) -> Any:
         sizes.append(sum(len(word) for word in words if isinstance(word, bytes)))
         return await run(*words, **options)
 
-    monkeypatch.setattr(scripts, "run", sized)
+    monkeypatch.setattr("qinfer.labeling.tasks.run_script", sized)
     entries = [task(number, data=b"x" * MAX_DATA_BYTES) for number in range(1, 101)]
 
     assert await LabelTasks(delivery).put(BOARD, entries, ttl_s=DAY_S, limit=LIMIT) == [STORED] * 100

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
 from qinfer.queue.deliveries import Deliveries, DeliveryItem, Kind
 from qinfer.queue.entries import Lane, bulk_lanes
 from qinfer.queue.router import Router
@@ -16,7 +16,7 @@ NOW = Kind("tests", 0.0, 0.0)
 READY = keys.deliveries("digits", 0, "tests")
 LATER = READY + "|later"
 WEEK_S = 7 * 86400.0
-LUA = Path(scripts.__file__).parent / "lua" / "common"
+LUA = Path(keys.__file__).parent / "lua" / "common"
 PUT = "\n".join((LUA / f"{name}.lua").read_text() for name in ("now_ms", "deliveries")) + (
     "\nlocal id"
     "\nredis.call('ZREM', later_of(KEYS[1]), '')"

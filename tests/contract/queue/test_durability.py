@@ -12,10 +12,10 @@ import pytest
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.queue import durability, keys
-from qinfer.queue.durability import Call, Durability
+from qinfer.queue.durability import Durability
 from qinfer.queue.entries import Acceptance, Address, Lane, RequestState
 from qinfer.queue.lanes import Queue
-from qinfer.queue.router import Router
+from qinfer.queue.router import Call, Router
 from qinfer.testing import eventually
 from tests.support.servers.servers import RedisServer, SentinelSetup, command, matrix, system_redis, valkey, wait_until
 

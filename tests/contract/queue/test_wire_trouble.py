@@ -15,7 +15,8 @@ from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.queue import keys
 from qinfer.queue.address import Sentinels, parse_place
 from qinfer.queue.clients import Login, admin_client, blocking_client
-from qinfer.queue.router import Router, SentinelResolver
+from qinfer.queue.connection import SentinelResolver
+from qinfer.queue.router import Router
 from tests.support.servers.servers import RedisCluster, RedisServer, SentinelSetup, command, system_redis
 
 SHORT = {"connect_timeout_s": 0.3, "command_timeout_s": 0.3}

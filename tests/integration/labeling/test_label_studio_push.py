@@ -396,6 +396,6 @@ async def have_it_again(running: Running) -> None:
     assert pusher is not None
     pusher._kind = outbox(OUTBOX, 0.0)
     name = keys.deliveries("text", 0, pusher._kind.name)
-    call = running.delivery.deliveries._call(name.encode())
-    for item_id in await call(b"ZRANGE", f"{name}|later", 0, -1):
-        await call(b"ZINCRBY", f"{name}|later", -900_000, item_id)
+    router, slot = running.delivery.router, keys.slot(name)
+    for item_id in await router.call(slot, b"ZRANGE", f"{name}|later", 0, -1):
+        await router.call(slot, b"ZINCRBY", f"{name}|later", -900_000, item_id)

@@ -10,10 +10,10 @@ from pydantic import SecretStr
 
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import QinferError
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
 from qinfer.queue.clients import Login
 from qinfer.queue.entries import Entry, Lane, Lease
-from qinfer.queue.lanes import Queue
+from qinfer.queue.lanes import RENEW, Queue
 from qinfer.testing import eventually
 from qinfer_workers.renewer import Held, Hello, Renewer
 from tests.support.servers.servers import RedisCluster, RedisServer, SentinelSetup, matrix, system_redis
@@ -46,7 +46,7 @@ async def taken(delivery: Queue, lane: Lane) -> Lease:
 
 async def test_it_renews_what_it_was_told_and_what_it_finds(settings: RedisSettings) -> None:
     """On every node; what another finished is lost, and no delivery is counted."""
-    hello = Hello(Login.of(settings), keys.GROUP, b"w", scripts.RENEW.text, 0.01, 60.0)
+    hello = Hello(Login.of(settings), keys.GROUP, b"w", RENEW.text, 0.01, 60.0)
     delivery = await Queue.connect(settings)
     leases = [await taken(delivery, lane) for lane in LANES]
     until_s = time.monotonic() + 60.0

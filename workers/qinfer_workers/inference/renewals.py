@@ -15,9 +15,10 @@ import msgspec
 from qinfer.core.processes import packed, received
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.core.settings import Settings
-from qinfer.queue import keys, scripts
+from qinfer.queue import keys
 from qinfer.queue.clients import Login
 from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import RENEW
 from qinfer_workers import renewer
 from qinfer_workers.inference.publisher import LeaseKeeper
 
@@ -40,7 +41,7 @@ class ProcessRenewals:
             redis=Login.of(settings.redis),
             group=keys.GROUP,
             consumer=consumer.encode(),
-            script=scripts.RENEW.text,
+            script=RENEW.text,
             every_s=settings.worker.renew_every_s,
             longest_s=max(settings.limits.max_timeout_s, settings.requests.max_timeout_s),
         )
