@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import httpx
 
@@ -61,20 +61,10 @@ class Pool(Generic[C]):
         return self._all
 
 
-class Options(NamedTuple):
-    """A client's arguments in httpx's form, and the policy of its flows.
-
-    Attributes:
-        http: Arguments of each HTTP client.
-        policy: The policy of all flows.
-    """
-
-    http: dict[str, Any]
-    policy: Policy
-
-
-def options(url: str, api_key: str | None, timeout_s: float, max_retries: int, clock: Clock | None) -> Options:
-    """Checks a client's arguments.
+def options(
+    url: str, api_key: str | None, timeout_s: float, max_retries: int, clock: Clock | None
+) -> tuple[dict[str, Any], Policy]:
+    """Checks a client's arguments; returns those of each HTTP client, and the policy of all flows.
 
     Args:
         url: The gateway's URL.
@@ -107,7 +97,7 @@ def options(url: str, api_key: str | None, timeout_s: float, max_retries: int, c
     if api_key is not None:
         headers["Authorization"] = f"Bearer {header_value('api_key', api_key)}"
     http = {"base_url": base_url, "headers": headers, "limits": LIMITS, "verify": httpx.create_ssl_context()}
-    return Options(http, Policy(_shown(base_url), timeout_s, max_retries, clock or SystemClock()))
+    return http, Policy(_shown(base_url), timeout_s, max_retries, clock or SystemClock())
 
 
 def _shown(url: httpx.URL) -> str:

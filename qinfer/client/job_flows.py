@@ -108,20 +108,20 @@ class JobStatus:
     """
 
     id: str
-    model: str
-    version: int
+    model: str = ""
+    version: int = 0
     state: str
-    rows: int
-    rows_done: int
-    rows_failed: int
-    shards: int
-    shards_done: int
-    shards_failed: int
-    progress: float
-    rows_per_s: float
-    eta_s: float | None
-    error: str
-    output_url: str
+    rows: int = 0
+    rows_done: int = 0
+    rows_failed: int = 0
+    shards: int = 0
+    shards_done: int = 0
+    shards_failed: int = 0
+    progress: float = 0.0
+    rows_per_s: float = 0.0
+    eta_s: float | None = None
+    error: str = ""
+    output_url: str = ""
     fields: Mapping[str, Any]
 
     @property
@@ -263,46 +263,22 @@ def _status(policy: Policy, reply: httpx.Response) -> JobStatus:
 
 def _status_of(policy: Policy, fields: Mapping[str, Any]) -> JobStatus:
     try:
-        known = msgspec.convert(fields, _Known)
+        rows, shards = (msgspec.convert(fields.get(name, {}), _Counts) for name in ("rows", "shards"))
+        counts = {
+            "rows": rows.total,
+            "rows_done": rows.done,
+            "rows_failed": rows.failed,
+            "shards": shards.total,
+            "shards_done": shards.done,
+            "shards_failed": shards.failed,
+        }
+        known = {name: value for name, value in {**fields, **counts}.items() if value is not None}
+        return msgspec.convert({**known, "fields": fields}, JobStatus)
     except msgspec.ValidationError as error:
         raise Unreachable(f"what answers at {policy.url} sent no job ({error}); is it a gateway?") from None
-    return JobStatus(
-        id=known.id,
-        model=known.model,
-        version=known.version,
-        state=known.state,
-        rows=known.rows.total or 0,
-        rows_done=known.rows.done,
-        rows_failed=known.rows.failed,
-        shards=known.shards.total or 0,
-        shards_done=known.shards.done,
-        shards_failed=known.shards.failed,
-        progress=known.progress,
-        rows_per_s=known.rows_per_s or 0.0,
-        eta_s=known.eta_s,
-        error=known.error or "",
-        output_url=known.output_url,
-        fields=fields,
-    )
 
 
 class _Counts(msgspec.Struct, frozen=True):
     total: int | None = None
     done: int = 0
     failed: int = 0
-
-
-class _Known(msgspec.Struct, frozen=True):
-    """The known fields of a job in the gateway's answer."""
-
-    id: str
-    state: str
-    model: str = ""
-    version: int = 0
-    rows: _Counts = _Counts()
-    shards: _Counts = _Counts()
-    progress: float = 0.0
-    rows_per_s: float | None = None
-    eta_s: float | None = None
-    error: str | None = None
-    output_url: str = ""
