@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+WORKER = "worker"
+
 _FORBIDDEN = (401, 403)
 _NAMES = {"bulk": "bulk worker"}
 
@@ -31,13 +33,6 @@ class Health(NamedTuple):
 
     is_healthy: bool
     text: str
-
-
-class RedisPlace(NamedTuple):
-    """The options that locate Redis: a URL, or the data directory of a running `qinfer up`."""
-
-    url: str
-    data_dir: Path
 
 
 def gateway_health(url: str, *, ready: bool, timeout_s: float) -> Health:
@@ -64,36 +59,27 @@ def gateway_health(url: str, *, ready: bool, timeout_s: float) -> Health:
     return Health(status == http.client.OK, f"{place}{path} answers {status}")
 
 
-def worker_health(place: RedisPlace, *, ready: bool, timeout_s: float) -> Health:
-    """Checks that a worker on this host sends heartbeats.
+def program_health(program: str, redis: str, data_dir: Path, *, ready: bool, timeout_s: float) -> Health:
+    """Checks that a program on this host sends heartbeats, or reports its liveness.
 
     Args:
-        place: The Redis.
-        ready: Check that the models are loaded, too.
+        program: `WORKER`, `BULK`, `BEAT` or `BRIDGE`.
+        redis: The URL of the Redis; empty = that of the `qinfer up` running in `data_dir`.
+        data_dir: The data directory of a running `qinfer up`.
+        ready: Check that Redis is reachable, too, and that the models of a worker are loaded.
         timeout_s: How long to wait for Redis.
     """
-    try:
-        strict = load_settings().repository.strict_readiness
-        workers = _asked(place, lambda store: store.workers(), timeout_s)
-    except QinferError as error:
-        return _unasked(error, ready=ready)
-    return judge(workers, socket.gethostname(), ready=ready, strict=strict)
-
-
-def process_health(program: str, place: RedisPlace, *, ready: bool, timeout_s: float) -> Health:
-    """Checks that a program on this host reports its liveness.
-
-    Args:
-        program: `BULK`, `BEAT` or `BRIDGE`.
-        place: The Redis.
-        ready: Check that Redis is reachable, too.
-        timeout_s: How long to wait for Redis.
-    """
-    try:
-        names = _asked(place, lambda store: store.live_processes(program), timeout_s)
-    except QinferError as error:
-        return _unasked(error, ready=ready)
     host = socket.gethostname()
+    try:
+        if program == WORKER:
+            strict = load_settings().repository.strict_readiness
+            workers = _asked(redis, data_dir, lambda store: store.workers(), timeout_s)
+            return judge(workers, host, ready=ready, strict=strict)
+        names = _asked(redis, data_dir, lambda store: store.live_processes(program), timeout_s)
+    except BrokerUnavailable:
+        return Health(not ready, "Redis can't be reached, so the state is unknown")
+    except QinferError as error:
+        return Health(False, error.message)
     if here := [name for name in names if name.partition("@")[2] == host]:
         return Health(True, f"{', '.join(here)} is alive")
     return Health(
@@ -135,18 +121,12 @@ def _lacks(worker: WorkerRecord, *, strict: bool) -> str:
     return ", ".join(waiting)
 
 
-def _unasked(error: QinferError, *, ready: bool) -> Health:
-    if isinstance(error, BrokerUnavailable):
-        return Health(not ready, "Redis can't be reached, so the state is unknown")
-    return Health(False, error.message)
-
-
-def _asked(place: RedisPlace, question: "Callable[[ControlStore], Awaitable[T]]", timeout_s: float) -> T:
+def _asked(redis: str, data_dir: Path, question: "Callable[[ControlStore], Awaitable[T]]", timeout_s: float) -> T:
     from qinfer.cli.overview import redis_settings
     from qinfer.models.store import ControlStore
     from qinfer.queue.clients import admin_client
 
-    settings = redis_settings(place.url, place.data_dir)
+    settings = redis_settings(redis, data_dir)
 
     async def ask() -> T:
         store = ControlStore(admin_client(settings))

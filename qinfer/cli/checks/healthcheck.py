@@ -10,10 +10,10 @@ from qinfer.cli.console import DataDirOption, JsonOption, RedisOption, print_jso
 app = typer.Typer(help="Health check for this host or container. Exit code 0: healthy, 1: not.", no_args_is_help=True)
 
 GATEWAY_EXAMPLE = "Example: qinfer healthcheck gateway   or   qinfer healthcheck gateway --ready"
-WORKER_EXAMPLE = "Example: qinfer healthcheck worker   or   qinfer healthcheck worker --ready"
+
+_READY = "Also check that Redis is reachable."
 
 TimeoutOption = Annotated[float, typer.Option("--timeout", min=0.1, help="Timeout in seconds.")]
-ReadyOption = Annotated[bool, typer.Option("--ready", help="Also check that Redis is reachable.")]
 UrlOption = Annotated[
     str, typer.Option("--url", help="URL of the gateway; default: this machine's, on QINFER_HTTP__PORT.")
 ]
@@ -33,28 +33,12 @@ def gateway(
     _print("gateway", gateway_health(url, ready=ready, timeout_s=timeout), as_json=as_json)
 
 
-@app.command("worker", epilog=WORKER_EXAMPLE)
-def worker(
-    *,
-    ready: Annotated[
-        bool, typer.Option("--ready", help="Check that its models are loaded, instead of liveness.")
-    ] = False,
-    redis: RedisOption = "",
-    data_dir: DataDirOption = Path(".qinfer"),
-    timeout: TimeoutOption = 3.0,
-    as_json: JsonOption = False,
-) -> None:
-    """Check that a worker on this host sends heartbeats.
+_PROGRAMS = {
+    "worker": """Check that a worker on this host sends heartbeats.
 
     While Redis is unreachable a worker counts as alive, because a restart would not help; with --ready it counts as not
     ready.
-    """
-    from qinfer.cli.checks.health import RedisPlace, worker_health
-
-    _print("worker", worker_health(RedisPlace(redis, data_dir), ready=ready, timeout_s=timeout), as_json=as_json)
-
-
-_OTHERS = {
+    """,
     "bulk": """Check that a bulk worker on this host is alive.
 
     While Redis is unreachable a bulk worker counts as alive, because a restart would not help; with --ready it does
@@ -69,29 +53,29 @@ _OTHERS = {
     While Redis is unreachable a bridge counts as alive, because a restart would not help; with --ready it does not.
     """,
 }
-"""Programs that report their liveness, and the help texts of their commands."""
+"""Programs that Redis knows to be live, and the help texts of their commands."""
 
 
 def _add_command(program: str, text: str) -> None:
-    @app.command(program, help=text, epilog=f"Example: qinfer healthcheck {program}")
+    is_worker = program == "worker"
+    about_ready = "Check that its models are loaded, instead of liveness." if is_worker else _READY
+    example = f"Example: qinfer healthcheck {program}"
+
+    @app.command(program, help=text, epilog=f"{example}   or   {example[9:]} --ready" if is_worker else example)
     def check(
         *,
-        ready: ReadyOption = False,
+        ready: Annotated[bool, typer.Option("--ready", help=about_ready)] = False,
         redis: RedisOption = "",
         data_dir: DataDirOption = Path(".qinfer"),
         timeout: TimeoutOption = 3.0,
         as_json: JsonOption = False,
     ) -> None:
-        from qinfer.cli.checks.health import RedisPlace, process_health
+        from qinfer.cli.checks.health import program_health
 
-        _print(
-            program,
-            process_health(program, RedisPlace(redis, data_dir), ready=ready, timeout_s=timeout),
-            as_json=as_json,
-        )
+        _print(program, program_health(program, redis, data_dir, ready=ready, timeout_s=timeout), as_json=as_json)
 
 
-for _program, _text in _OTHERS.items():
+for _program, _text in _PROGRAMS.items():
     _add_command(_program, _text)
 
 
