@@ -123,16 +123,7 @@ class BridgeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics."""
-        own = {
-            tally.route: RouteTotals(
-                counts=tally.counts(),
-                processes=1,
-                unacknowledged=tally.unacknowledged,
-                unconfirmed=tally.unconfirmed,
-                connected={key: int(is_up) for key, is_up in list(tally.connected.items())},
-            )
-            for tally in self._tallies
-        }
+        own = _merged({tally.route: tally.counts() for tally in self._tallies}, [_uses(self._tallies)])
         own_infos = {info.name: info for info in catalogue.OF_BRIDGES}
         for family in _families(own):
             info = own_infos[family.info.name]
@@ -324,7 +315,7 @@ class ReportSequence:
             process=self._process,
             number=self._number,
             counts={route: _since(self._stored.get(route, {}), of) for route, of in self._totals.items()},
-            uses={tally.route: _use(tally) for tally in self._tallies},
+            uses=_uses(self._tallies),
         )
 
     def stored(self) -> None:
@@ -364,9 +355,16 @@ def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     return {name: delta for name, delta in grown.items() if delta}
 
 
-def _use(tally: RouteTally) -> RouteUse:
-    connected = {key: int(is_up) for key, is_up in list(tally.connected.items())}
-    return RouteUse(tally.unacknowledged, tally.unconfirmed, connected)
+def _uses(tallies: Iterable[RouteTally]) -> dict[str, RouteUse]:
+    """Returns what a bridge has in hand now, by route."""
+    return {
+        tally.route: RouteUse(
+            tally.unacknowledged,
+            tally.unconfirmed,
+            {connection: int(is_up) for connection, is_up in list(tally.connected.items())},
+        )
+        for tally in tallies
+    }
 
 
 def _ms(seconds: float) -> int:

@@ -1,6 +1,6 @@
 """The label config of a Label Studio project: XML → its controls. Written by users: no DTD, no entities, bounded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from xml.parsers import expat
 
@@ -117,10 +117,7 @@ class _Reader:
 
     def config(self) -> LabelConfig:
         """Returns what there is."""
-        controls = {
-            name: Control(name, each.type, each.to_names, tuple(self._labels[name]), each.is_dynamic, each.is_multiple)
-            for name, each in self._controls.items()
-        }
+        controls = {name: replace(each, labels=tuple(self._labels[name])) for name, each in self._controls.items()}
         return LabelConfig(controls, self._objects)
 
 

@@ -125,7 +125,7 @@ def _encoded(value: object) -> bytes:
         return value.encode(errors="replace")  # a lone surrogate of JSON is no text
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value).encode()
-    raise InvalidRequest(f"its field holds {_shown(value)}, not text")
+    raise InvalidRequest(f"its field holds {shown(value)}, not text")
 
 
 def _content(source: InputField, task: Task, files: AnyMapping[str, bytes]) -> bytes:
@@ -153,17 +153,17 @@ def _array_tensor(spec: TensorSpec, value: Any, *, is_batched: bool) -> Tensor:
     if spec.datatype == "BYTES":
         flat = array.ravel().tolist() if array.dtype.kind in "U" else None
         if flat is None:
-            raise InvalidRequest(f"its field holds {_shown(value)}, not text in even lists")
+            raise InvalidRequest(f"its field holds {shown(value)}, not text in even lists")
         shape = _array_shape(spec, array.shape, len(flat), is_batched=is_batched)
         return Tensor(spec.name, "BYTES", shape, pack_bytes(_encoded(text) for text in flat))
     if array.dtype.kind not in "biuf" or not array.size:
-        raise InvalidRequest(f"its field holds {_shown(value)}, not numbers in even lists")
+        raise InvalidRequest(f"its field holds {shown(value)}, not numbers in even lists")
     target = np.dtype(datatype(spec.datatype).numpy or "<f4")
     with np.errstate(all="ignore"):
         cast = array.astype(target)
     fits = np.isfinite(cast) == np.isfinite(array) if target.kind == "f" else cast == array
     if not fits.all():
-        raise InvalidRequest(f"its field holds {_shown(value)}, which {spec.datatype} can't")
+        raise InvalidRequest(f"its field holds {shown(value)}, which {spec.datatype} can't")
     shape = _array_shape(spec, array.shape, array.size, is_batched=is_batched)
     return from_numpy(spec.name, cast.reshape(shape), "BF16" if spec.datatype == "BF16" else None)
 
@@ -200,10 +200,11 @@ def _text(task: Task, field: str) -> str:
     value = field_of(task, field)
     if isinstance(value, str) and value:
         return value
-    raise InvalidRequest(f"field '{field}' holds {_shown(value)}, not text")
+    raise InvalidRequest(f"field '{field}' holds {shown(value)}, not text")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Returns what an error shows of a value."""
     text = repr(value)
     return text if len(text) <= 60 else text[:60] + "…"
 

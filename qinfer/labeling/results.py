@@ -203,18 +203,14 @@ def find_choices(
 
 def _scored(rule: ChoicesRule, outputs: Outputs) -> tuple[list[str], list[float]]:
     """Returns the best candidates, as many as may be, and their scores; no scores = there are none."""
-    if rule.scores:
-        scores = probabilities(numbers(outputs, rule.scores), rule.scores, rule.activation)
-        if len(scores) != len(rule.labels):
-            raise OutputMismatch(f"output '{rule.scores}' has {len(scores)} scores for {len(rule.labels)} labels")
-        order = np.argsort(-scores, kind="stable")[: rule.top]
-        return [rule.labels[i] for i in order], scores[order].tolist()
-    names = _names(rule, outputs)
-    if not rule.score:
+    names = rule.labels if rule.scores else _names(rule, outputs)
+    scored = rule.scores or rule.score
+    if not scored:
         return [name for name in names if name][: rule.top], []
-    scores = probabilities(numbers(outputs, rule.score), rule.score, rule.activation)
+    scores = probabilities(numbers(outputs, scored), scored, rule.activation)
     if len(scores) != len(names):
-        raise OutputMismatch(f"output '{rule.score}' has {len(scores)} scores for the {len(names)} of '{rule.label}'")
+        wanted = f"{len(names)} labels" if rule.scores else f"the {len(names)} of '{rule.label}'"
+        raise OutputMismatch(f"output '{scored}' has {len(scores)} scores for {wanted}")
     order = np.argsort(-scores, kind="stable")[: rule.top]
     return [names[i] for i in order], scores[order].tolist()
 

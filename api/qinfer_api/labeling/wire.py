@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from qinfer.errors import InvalidRequest
+from qinfer.labeling.mapping import shown
 from qinfer.wire.kserve_json import check_depth
 
 MAX_ID = 2**53 - 1
@@ -202,7 +203,7 @@ def task_id(task: Mapping[str, Any]) -> int:
     """
     number = task.get("id")
     if type(number) is not int or not 0 < number <= MAX_ID:
-        raise InvalidRequest(f"a task has a number as its 'id'; got {_shown(number)}")
+        raise InvalidRequest(f"a task has a number as its 'id'; got {shown(number)}")
     return number
 
 
@@ -220,10 +221,5 @@ def _project(value: object) -> int | None:
         return None
     text = str(value).partition(".")[0] if type(value) in (int, str, float) else ""
     if not (text.isascii() and text.isdecimal() and len(text) <= 16 and 0 < int(text) <= MAX_ID):
-        raise InvalidRequest(f"'project' is the project's id, such as 12 or \"12.1735689600\"; got {_shown(value)}")
+        raise InvalidRequest(f"'project' is the project's id, such as 12 or \"12.1735689600\"; got {shown(value)}")
     return int(text)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:60] + "…"
