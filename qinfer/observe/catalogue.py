@@ -1,4 +1,4 @@
-"""Every metric that qinfer exposes: its name, kind, labels, help text, and what it is about.
+"""Every metric that qinfer exposes: its name, kind, labels, help text, and scope.
 
 A metric of the *cluster* is about the whole installation: it is made of what is in Redis, so that every gateway shows
 the same numbers and it is to be scraped once. One of a *process* is about the gateway that is asked, and has its name

@@ -32,7 +32,7 @@ class HostUse(NamedTuple):
 
 
 class HostMeter:
-    """Reads what this machine uses.
+    """Reads the CPU and memory usage of this machine.
 
     Args:
         proc: Where the kernel tells it.
@@ -45,7 +45,7 @@ class HostMeter:
         self.read()  # the next reading is of what happens from now on
 
     def read(self) -> HostUse | None:
-        """Returns what is used; `None` where the kernel does not tell, as outside of Linux. Blocking, but short."""
+        """Returns the usage; `None` if the kernel does not report it, as outside of Linux. Blocks briefly."""
         try:
             times = [int(word) for word in self._line("stat", "cpu ").split()[:_TIMES]]
             total = int(self._line("meminfo", "MemTotal:").split()[0]) * 1024
@@ -84,7 +84,7 @@ class ProcessUse(NamedTuple):
 
 
 def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse | None:
-    """Returns what a process and its descendants use, those that ended included; `None` outside of Linux.
+    """Returns the usage of a process and its descendants, ended ones included; `None` outside of Linux.
 
     Blocking, but short: a few small files for each thread and process.
 
@@ -101,7 +101,7 @@ def read_use(proc: Path = Path("/proc"), pid: int | None = None) -> ProcessUse |
 
 
 def _stat(proc: Path, pid: int) -> ProcessUse | None:
-    """Returns what one process uses, with its ended children's CPU time; `None` when it is gone."""
+    """Returns the usage of one process, with its ended children's CPU time; `None` if it has ended."""
     try:
         words = (proc / str(pid) / "stat").read_text().rpartition(") ")[2].split()
         ticks = sum(int(word) for word in words[_UTIME : _CSTIME + 1])
@@ -154,7 +154,7 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuMeter:
-    """Reads what some GPUs use; blocking, for one thread.
+    """Reads the usage of GPUs; blocking, for one thread.
 
     Args:
         gpus: CUDA's numbers of them, in this process; a mapping has what NVML knows each by, an index or a UUID.
@@ -167,7 +167,7 @@ class GpuMeter:
         self._is_open = False
 
     def read(self) -> tuple[GpuUse, ...]:
-        """Returns what the GPUs use; none where NVML can't be asked."""
+        """Returns the usage of the GPUs; empty if NVML is not available."""
         if not self._is_open:
             self._is_open = True
             self._open()

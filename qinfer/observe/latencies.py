@@ -68,7 +68,7 @@ class LatencyTally:
                 deltas[FIRST_RESPONSE_NS] += first_ns
 
     def drain(self) -> dict[str, int]:
-        """Returns what was added since the last drain."""
+        """Returns the counts since the last drain."""
         deltas = dict(self._deltas)
         self._deltas.clear()
         return deltas
@@ -84,7 +84,7 @@ class SlidingWindow:
         self._seen: deque[tuple[float, Mapping[_Key, _Counts]]] = deque()
 
     def move(self, now_s: float, statistics: Mapping[_Key, _Counts]) -> dict[_Key, dict[str, int]]:
-        """Takes the statistics of now, and returns of the summaries' counts what is within the window.
+        """Adds the current statistics, and returns the summaries' counts within the window.
 
         Args:
             now_s: Monotonic time.
@@ -133,7 +133,7 @@ def _value_at(counts: Sequence[tuple[int, int]], rank: int) -> float:
 
 
 def _difference(fields: _Counts, base: _Counts) -> dict[str, int]:
-    """Returns what was added; everything, where the statistics were restarted meanwhile."""
+    """Returns the increase; everything, if the statistics were restarted meanwhile."""
     if any(fields.get(name, 0) < count for name, count in base.items()):
         return dict(fields)
     return {name: count - base.get(name, 0) for name, count in fields.items()}

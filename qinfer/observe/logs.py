@@ -1,4 +1,4 @@
-"""Logs: one JSON object a line on stderr, or text for people.
+"""Logs: one JSON object per line on stderr, or text for people.
 
 `{"at": "2026-01-31T09:00:00.123Z", "level": "INFO", "logger": "…", "event": "…", "process": "gateway", …extra}`: the
 event is a short constant, its data are the record's `extra`. Warnings and uvicorn's loggers come out the same way.
@@ -83,7 +83,7 @@ class Switches(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply(switches: Switches) -> None:
-    """Makes the process's logging follow the switches from now on; without `configure` it is somebody else's."""
+    """Applies the switches to the process's logging from now on; without `configure`, changes nothing."""
     root = logging.getLogger()
     for handler in root.handlers:
         for board in handler.filters:
@@ -98,7 +98,7 @@ def apply(switches: Switches) -> None:
 
 
 class _Switchboard(logging.Filter):
-    """Lets through what the switches allow; everything until somebody has switched something."""
+    """Passes the records that the switches allow; all records until a switch is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ EVERY_S = 60.0
 
 
 class Fence:
-    """A context in which what watches may raise: the error is logged, and the code after the `with` goes on.
+    """A context for observers: logs their errors, and continues after the `with`.
 
     What is no `Exception`, such as a cancellation, passes. One serves a module.
 

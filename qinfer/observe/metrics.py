@@ -200,7 +200,7 @@ class Snapshot:
     use: ProcessUse | None = None
 
     def of_process(self, process: str) -> Iterator[Family]:
-        """Yields what is about the gateway itself."""
+        """Yields the metrics of the gateway itself."""
         own = {"process": process}
         yield family(catalogue.STORE_UP, [(int(self.store_up), own)])
         if self.use is not None:
@@ -208,7 +208,7 @@ class Snapshot:
             yield family(catalogue.PROCESS_MEMORY, [(self.use.memory_bytes, own)])
 
     def collect(self) -> Iterator[Family]:
-        """Yields what is about the whole installation, but for Triton's names."""
+        """Yields the metrics of the whole installation, except those with Triton's names."""
         depth = {**self.depth, **self.shards}
         for info, of_lanes in ((catalogue.BACKLOG, depth), (catalogue.OLDEST_AGE, self.ages_s)):
             lines = [
@@ -239,7 +239,7 @@ class Snapshot:
         yield from triton_metrics.of_gpus(gpu for load in self.workers.values() for gpu in load.gpus)
 
     def _counted(self) -> Iterator[Family]:
-        """Yields what is made of the statistics."""
+        """Yields the metrics that are computed from the statistics."""
         for info, field_name in _FIELDS:
             yield by_model(info, {key: fields.get(field_name, 0) for key, fields in self.stats.items()})
         yield by_model(
@@ -263,7 +263,7 @@ class Snapshot:
             yield shown
 
     def _of_labeling(self) -> Iterator[Family]:
-        """Yields what is about tasks whose predictions are pushed, of models that ever had some."""
+        """Yields the metrics of tasks whose predictions are pushed, for models that ever had some."""
         yield family(catalogue.LABEL_WAITING, ((tasks, {"model": model}) for model, tasks in self.labeling.items()))
         failed = Family(catalogue.LABEL_FAILED)
         of = {key: fields for key, fields in self.stats.items() if any(map(fields.get, stats.LABELING))}

@@ -112,7 +112,7 @@ class BatchTotals(NamedTuple):
 
 
 class StatsTally:
-    """Adds up what one model version did in one worker; not for several threads at once.
+    """Adds up the statistics of one model version in one worker; not thread-safe.
 
     Attributes:
         max_rows: The largest batch that the model takes; 0 = it takes none, or nobody said.
@@ -195,7 +195,7 @@ class StatsTally:
         self._deltas[FAIL_NS] += ns
 
     def drain(self) -> dict[str, int]:
-        """Returns what was added since the last drain, without zeros."""
+        """Returns the counts since the last drain, without zeros."""
         sizes = self._drain_sizes()
         deltas = {name: value for name, value in self._deltas.items() if value}
         self._deltas.clear()
@@ -236,7 +236,7 @@ class ModelCounts:
         self._deltas[model, version][field] += count
 
     def drain(self) -> dict[tuple[str, int], dict[str, int]]:
-        """Returns what was added since the last drain, by model and version."""
+        """Returns the counts since the last drain, by model and version."""
         drained = {key: dict(deltas) for key, deltas in self._deltas.items()}
         self._deltas.clear()
         return drained

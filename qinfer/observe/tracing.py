@@ -58,12 +58,12 @@ def is_wanted(environ: Mapping[str, str]) -> bool:
 
 
 def is_sampled(trace: str) -> bool:
-    """Tells by a `traceparent` whether somebody records its trace; false for what is none."""
+    """Returns whether the trace of a `traceparent` is recorded; false if it is invalid."""
     return len(trace) >= _LENGTH and trace[2] == "-" and trace[52] == "-" and trace[54] in "13579bdf"
 
 
 def open_tracer(environ: Mapping[str, str], service: str, instance: str = "") -> "Tracer | None":
-    """Returns what makes spans; `None` when nobody wants any, and then nothing was imported.
+    """Returns the tracer; `None` if tracing is off, in which case nothing is imported.
 
     Args:
         environ: The environment variables, which must be those of the process: the SDK reads them too.
@@ -119,7 +119,7 @@ class Span:
         return self._span.is_recording()
 
     def end(self, end_s: float, attributes: Attributes, error: tuple[str, str] | None = None) -> None:
-        """Ends it; what comes after the first time has no effect.
+        """Ends the span; further calls have no effect.
 
         Args:
             end_s: When it ended.
@@ -185,19 +185,19 @@ class Tracer:
         return Span(span, f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}")
 
     def close(self) -> None:
-        """Exports what is left, within `CLOSE_S`; blocks."""
+        """Exports the remaining spans, within `CLOSE_S`; blocks."""
         ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
         ending.join(CLOSE_S)
 
     def _context(self, text: str) -> "SpanContext":
-        """Reads a `traceparent`; what is none gives an invalid context."""
+        """Reads a `traceparent`; an invalid one gives an invalid context."""
         found = self._propagator.extract({"traceparent": text}) if text else None
         return self._api.get_current_span(found).get_span_context() if found else self._api.INVALID_SPAN_CONTEXT
 
 
 def _processors(environ: Mapping[str, str]) -> "list[SpanProcessor]":
-    """Makes what exports spans, as `OTEL_TRACES_EXPORTER` lists it: `otlp` by default."""
+    """Creates the exporters that `OTEL_TRACES_EXPORTER` lists: `otlp` by default."""
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
     processors: list[SpanProcessor] = []

@@ -1,4 +1,4 @@
-"""redis-py's own clients, for what is not once per request: set-up, control, and the renewal of leases.
+"""Clients of redis-py, for calls that are not made per request: set-up, control, and the renewal of leases.
 
 They read the same URL as `Router`: one node, a cluster, or Sentinels that know where the primary is.
 """

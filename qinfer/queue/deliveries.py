@@ -1,4 +1,4 @@
-"""The queue of deliveries beside the lanes: what must reach somebody, and comes again until it has.
+"""The queue of deliveries beside the lanes: items that are delivered again until they are done.
 
     put ──▶ ready ──take──▶ later ──done──▶ gone
                               └── due again ──take …
@@ -51,7 +51,7 @@ JOBS = Kind("jobs", 2.0, 60.0)
 
 
 def outbox(name: str, pause_s: float) -> Kind:
-    """Returns the kind of the ends of requests that named an outbox, for whoever passes them on.
+    """Returns the kind of the ended requests that named an outbox, for the program that reads it.
 
     Args:
         name: The outbox's name.
@@ -91,7 +91,7 @@ class Deliveries:
         self._router = router
 
     async def take(self, model: str, partition: int, kind: Kind, count: int) -> list[DeliveryItem]:
-        """Takes up to `count` items of a kind, those that are due again and new ones; each is one's own for a while."""
+        """Takes up to `count` items of a kind, due again or new; no other caller gets them for a while."""
         name = keys.deliveries(model, partition, kind.name).encode()
         times = (int(kind.pause_s * 1000), int(kind.longest_pause_s * 1000))
         return [
@@ -108,7 +108,7 @@ class Deliveries:
         *,
         note: tuple[bytes, str, str] | None = None,
     ) -> None:
-        """Removes items, whoever took them; to do it again is no error.
+        """Removes items, even if another caller took them; may be repeated.
 
         Args:
             model: The model, and

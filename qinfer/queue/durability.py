@@ -57,7 +57,7 @@ class Durability:
         self._waits = _waits(self._settings, needs_sync=needs_sync)
 
     async def write(self, model: str, partition: int, operation: Callable[[Call], Awaitable[T]]) -> T:
-        """Runs `operation` with a way to the partition's node, and returns its result once the write is safe.
+        """Runs `operation` on a connection to the partition's node, and returns its result once the write is safe.
 
         It must be idempotent: it is run again where the node has changed, and a caller repeats it after an error.
 
@@ -83,7 +83,7 @@ class Durability:
 
 
 async def _inspect(link: Link, settings: RedisSettings) -> bool:
-    """Checks one node's settings against ours; warns where they can't be read, as managed services forbid it.
+    """Checks one node's settings; warns if they cannot be read, as managed services forbid it.
 
     Returns:
         Whether each write must be followed by WAITAOF.
@@ -108,7 +108,7 @@ async def _inspect(link: Link, settings: RedisSettings) -> bool:
 
 
 async def _must_wait(link: Link, appendonly: str | None, appendfsync: str | None) -> bool:
-    """Tells whether `always` takes a WAITAOF behind each write; refuses what can't keep it."""
+    """Returns whether `always` needs a WAITAOF after each write; raises if the node cannot keep it."""
     if appendonly == "no":
         raise SettingsError(f"QINFER_REDIS__DURABILITY=always: Redis keeps no append-only file; {_REMEDY}")
     if appendfsync == "no":  # nor would a wait ever end
@@ -264,7 +264,7 @@ class _Rounds:
 
 
 def _problem(replies: Sequence[Any], waits: Sequence[_Wait]) -> str:
-    """Says what is wrong with the replies to the marker and to the waits; empty = nothing."""
+    """Returns the problem of the replies to the marker and to the waits; empty = none."""
     for reply in replies:
         if isinstance(reply, QinferError):
             return reply.message.removesuffix("; try again")

@@ -138,7 +138,7 @@ MARGIN_S = 86400.0
 """A request is known so much longer than its times need: nobody may be there to sweep at its deadline."""
 
 MAX_WATCHERS = 64
-"""So many processes are told of one request's end; the latest that asked."""
+"""Maximum number of processes that are notified of one request's end: the latest that asked."""
 
 MAX_NOTES_BYTES = 8192
 """The longest `notes` of a request: they are kept in Redis as long as its record."""
@@ -192,7 +192,7 @@ class Acceptance(msgspec.Struct, frozen=True, kw_only=True):
         outbox: Which outbox its end goes to, in its partition, for whoever asks for its `endings`; empty = none, or
             that of the webhooks. All requests of an outbox should be kept equally long: it is trimmed by that.
         notes: For whoever reads the outbox: opaque, at most `MAX_NOTES_BYTES`.
-        watcher: A reply address, told of its end as `watch` does: a reason to read the outbox now. Empty = nobody's.
+        watcher: A reply address that is notified of its end, so that its reader reads the outbox. Empty = none.
         limit: The lane takes no more when so many entries wait in it; 0 = no limit.
     """
 
@@ -274,7 +274,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         message: The failure's text.
         plan: How its result is to be encoded.
         has_result: Whether its result can still be read.
-        webhook: Where its end is told.
+        webhook: The URL that is notified of its end.
         webhook_state: `` | pending | delivered | failed.
     """
 
@@ -317,7 +317,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_outbox(acceptance: Acceptance) -> None:
-    """Checks what a request says of its outbox.
+    """Checks the outbox of a request.
 
     Raises:
         InvalidRequest: It has a webhook too, its name or its notes are too long, or there are notes and no outbox.

@@ -40,7 +40,7 @@ def slot(key: str | bytes) -> int:
 
 
 def prefix(model: str, number: int) -> str:
-    """Returns what the keys of a partition begin with, for scripts that spell a lane from a record."""
+    """Returns the prefix of a partition's keys, for scripts that derive a lane from a record."""
     return _partition(model, number)
 
 
@@ -83,7 +83,7 @@ def due(model: str, partition: int = 0) -> str:
 
 
 def deliveries(model: str, partition: int, kind: str) -> str:
-    """Returns the stream of what is to be delivered of a kind; those taken are in a sorted set with `|later` behind."""
+    """Returns the stream of pending deliveries of a kind; taken ones are in a sorted set with the suffix `|later`."""
     return f"{_partition(model, partition)}deliveries:{kind}"
 
 
@@ -128,17 +128,17 @@ def worker(worker_id: str) -> str:
 
 
 def workers() -> str:
-    """Returns the sorted set of worker ids by the time of their last heartbeat: an index, so that nobody scans."""
+    """Returns the sorted set of worker ids by the time of their last heartbeat: an index that avoids scans."""
     return "qinfer:workers"
 
 
 def scalers() -> str:
-    """Returns the hash of the live autoscalers: until when each holds (ms of Redis' time), and what it said."""
+    """Returns the hash of the live autoscalers: the expiry of each (ms of Redis' time), and its record."""
     return "qinfer:scalers"
 
 
 def scaler_counts() -> str:
-    """Returns the hash of what all autoscalers counted."""
+    """Returns the hash of the counts of all autoscalers."""
     return "qinfer:scaler-counts"
 
 
@@ -148,7 +148,7 @@ def liveness(program: str) -> str:
 
 
 def bridges() -> str:
-    """Returns the hash of bridges: until when each lives (ms of Redis' time), its last report, what it has in hand.
+    """Returns the hash of bridges: the expiry of each (ms of Redis' time), its last report, its gauges.
 
     It, `routes` and `route_counts` share a hash tag, so that one script may touch them.
     """
@@ -161,7 +161,7 @@ def routes() -> str:
 
 
 def route_counts(route: str) -> str:
-    """Returns the hash of what all bridges counted for a route."""
+    """Returns the hash of the counts of all bridges for a route."""
     return f"{_BRIDGES}counts:{route}"
 
 
@@ -183,7 +183,7 @@ def job(model: str, partition: int, job_id: str) -> str:
 
 
 def job_part(model: str, partition: int, job_id: str, part: str) -> str:
-    """Returns what belongs to a bulk job: its `todo`, `in_lane`, `outcomes` or `log`."""
+    """Returns a key of a bulk job: its `todo`, `in_lane`, `outcomes` or `log`."""
     return f"{_partition(model, partition)}job-{part}:{job_id}"
 
 
@@ -193,7 +193,7 @@ def jobs() -> str:
 
 
 def job_places() -> str:
-    """Returns the hash that tells of each bulk job its partition and model."""
+    """Returns the hash of each bulk job's partition and model."""
     return "qinfer:jobs:places"
 
 
@@ -203,7 +203,7 @@ def open_jobs() -> str:
 
 
 def label_board(model: str, tenant: str, project: int, part: str) -> str:
-    """Returns what belongs to a labeling project's tasks: `entries`, `data`, `ended`, or a state's index."""
+    """Returns a key of a labeling project's tasks: `entries`, `data`, `ended`, or a state's index."""
     return f"{_partition(model, 0)}label-{part}:{project}:{tenant}"
 
 

@@ -103,7 +103,7 @@ class Queue:
         durability: Makes a write as durable as the settings ask.
         requests: Asynchronous requests in the same queue.
         dead_letters: What `bury` has put away.
-        deliveries: What is to be told or done later, beside the lanes.
+        deliveries: The queue of deliveries beside the lanes.
     """
 
     def __init__(self, settings: RedisSettings, router: Router, clock: Clock) -> None:
@@ -202,7 +202,7 @@ class Queue:
         return await reader.fetch(lanes, consumer, count, wait_s)
 
     async def leave(self, lanes: Sequence[Lane]) -> None:
-        """Frees what `fetch` keeps for these lanes, of which no fetch is under way; another may come later."""
+        """Frees the state that `fetch` keeps for these lanes, if none is in progress; a later fetch is allowed."""
         reader = self._readers.pop(_reading(lanes), None)
         if reader is not None:
             await reader.close()
@@ -219,7 +219,7 @@ class Queue:
         return leases_of(lanes, consumer, found or (), suspect=True)
 
     async def release(self, leases: Sequence[Lease]) -> None:
-        """Gives back entries that did not begin to execute; entries meanwhile owned by another stay theirs.
+        """Returns entries that did not begin to execute to the queue; entries of another owner are not changed.
 
         Suspects stay suspects: `reclaim` returns them, at once, and `fetch` does not.
         """
@@ -236,7 +236,7 @@ class Queue:
         )
 
     async def withdraw(self, entries: Sequence[Entry]) -> list[bool]:
-        """Removes those entries that wait, undelivered or released, with their payloads; tells which were removed."""
+        """Removes the waiting entries, undelivered or released, with their payloads; returns which were removed."""
         removed: set[Entry] = set()
 
         async def run(lane: Lane, group: list[Entry]) -> None:
@@ -290,7 +290,7 @@ class Queue:
         await self._values.set(keys.lane_slot(lane), key, blob, ttl_s)
 
     async def take_result(self, lane: Lane, request_id: str) -> bytes | None:
-        """Returns what `store_result` stored, and removes it once it has been read; `None` when it is gone.
+        """Returns the value of `store_result`, and removes it once it has been read; `None` if it no longer exists.
 
         Raises:
             BrokerUnavailable: It can't be read now; it is still there.
@@ -339,7 +339,7 @@ class Queue:
         )
 
     async def in_flight(self, lanes: Sequence[Lane]) -> list[int]:
-        """Returns how many entries of each lane a consumer holds; those given back or never taken wait instead."""
+        """Returns the number of entries of each lane that a consumer holds; all others are waiting."""
         return await asyncio.gather(*map(self._in_flight, lanes))
 
     async def sizes(self, lanes: Sequence[Lane]) -> list[LaneSize]:
@@ -376,7 +376,7 @@ class Queue:
         return [(lease.entry, lease.frame) for lease in leases]
 
     async def sweep(self) -> int:
-        """Deletes what processes that died left in an object store, once it has expired; a bounded number at a time.
+        """Deletes expired objects that dead processes left in an object store; a bounded number per call.
 
         Several may do so at once.
 
@@ -386,7 +386,7 @@ class Queue:
         return await self._values.sweep()
 
     async def close(self) -> None:
-        """Closes the connections; what was submitted and is unconfirmed fails with `BrokerUnavailable`."""
+        """Closes the connections; unconfirmed submissions fail with `BrokerUnavailable`."""
         if self._clock_timer is not None:
             self._clock_timer.cancel()
         for task in list(self._large):
@@ -454,7 +454,7 @@ class Queue:
         done(answer)
 
     def _give_back(self, leases: Sequence[Lease]) -> None:
-        """Releases without waiting what a `fetch` took; what does not arrive is reclaimed when its lease ends."""
+        """Releases the entries of a `fetch` without waiting; if the release is lost, their leases expire."""
         for (lane, consumer, _), group in grouped(leases, owner_of):
             ids = [lease.entry.entry_id for lease in group]
             arguments: tuple[Argument, ...] = (keys.GROUP, consumer, keys.RELEASED, *ids)
@@ -555,7 +555,7 @@ class Queue:
 
 
 def _reading(lanes: Sequence[Lane]) -> tuple[str, int, int, bool]:
-    """Returns what tells one reader of lanes from another."""
+    """Returns the identity of a reader of lanes."""
     first = lanes[0]
     return first.model, first.version, first.partition, first.name in BULK_LANES
 
@@ -567,7 +567,7 @@ def _adding(lane: Lane) -> tuple[int, Template]:
 
 
 def _payloads(entries: Sequence[Entry]) -> list[bytes]:
-    """Returns the keys of the entries' payloads, of those that have one."""
+    """Returns the keys of the payloads of those entries that have one."""
     return [
         keys.payload(entry.lane.model, entry.lane.partition, entry.payload_id).encode()
         for entry in entries

@@ -1,4 +1,4 @@
-"""Large tensors in an object store: who names them, how long they stay, and who deletes them.
+"""Large tensors in an object store: their names, their lifetime, and their deletion.
 
     <url>/<expiry>/<hash of the model>-<random>          expiry: seconds of the broker's time, a multiple of a minute
 
@@ -149,18 +149,18 @@ class ObjectStore:
         return copied if await self._used(work, self._transfer_s(reference)) else None
 
     def delete(self, names: Iterable[str]) -> None:
-        """Has objects deleted soon, that nothing refers to; those of which the store can't be told are swept."""
+        """Schedules the deletion of objects that nothing refers to; if the store is away, the sweep deletes them."""
         self._to_delete.extend(name for name in names if _NAME.fullmatch(name))
         if self._to_delete and self._deleting is None:
             self._deleting = asyncio.create_task(self._delete(), name="delete objects")
 
     async def settle(self) -> None:
-        """Waits until what is to be deleted is, or is left to the sweep."""
+        """Waits until scheduled objects are deleted, or left to the sweep."""
         while self._deleting is not None:
             await asyncio.wait([self._deleting])
 
     async def sweep(self) -> int:
-        """Deletes what has expired long ago, a bounded number; returns how many objects that were.
+        """Deletes a bounded number of objects that expired long ago; returns their number.
 
         Raises:
             BrokerUnavailable: The store can't be reached.
@@ -183,7 +183,7 @@ class ObjectStore:
         return count
 
     async def close(self) -> None:
-        """Deletes what is still to be deleted, for a moment, and lets go of the store."""
+        """Spends a moment on scheduled deletions, and closes the store."""
         if self._recovering is not None:
             self._recovering.cancel()
         if self._deleting is not None:
@@ -213,7 +213,7 @@ class ObjectStore:
             await asyncio.gather(*(self._used(partial(self._remove, name), self._small_s) for name in some))
 
     async def _used(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Runs in a thread what uses the store.
+        """Runs a call of the store in a thread.
 
         Raises:
             BrokerUnavailable: It failed, or did before and was not found to work since.
@@ -228,7 +228,7 @@ class ObjectStore:
             raise
 
     async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Runs in a thread what uses the store, whatever is known of it.
+        """Runs a call of the store in a thread, even while the store counts as away.
 
         Raises:
             BrokerUnavailable: It failed, or not in time.
@@ -333,7 +333,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 class _Threads:
-    """Threads that do not keep the process from ending, as those of an executor would: it joins them."""
+    """Daemon threads: unlike those of an executor, which are joined, they do not keep the process from ending."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -348,7 +348,7 @@ class _Threads:
         return future
 
     def close(self) -> None:
-        """Ends the threads, once they have done what was submitted; one that hangs ends with the process."""
+        """Ends the threads after their submitted calls; a hanging thread ends with the process."""
         for _ in range(self._count):
             self._work.put(None)
 

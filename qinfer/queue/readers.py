@@ -75,7 +75,7 @@ class LaneReader:
         return await self._fetch(lanes, consumer, count, wait_s)
 
     async def settle(self) -> None:
-        """Waits, for a bounded time, until what a cancelled fetch had taken is given back."""
+        """Waits, for a bounded time, until the entries of a cancelled fetch are released."""
         if self._was_cancelled:
             with suppress(BrokerUnavailable, TimeoutError):
                 async with asyncio.timeout(MAX_BLOCK_S):
@@ -107,14 +107,14 @@ class LaneReader:
                 return []
 
     async def _take(self, lanes: Sequence[Lane], consumer: str, count: int) -> list[Lease]:
-        """Takes what there is."""
+        """Fetches the available entries without waiting."""
         to_leases = partial(leases_of, lanes, consumer)
         names = [keys.lane(lane) for lane in lanes]
         call = partial(self._call, to_leases)
         return to_leases(await run_script(call, _FETCH, names, keys.GROUP, consumer, keys.RELEASED, count))
 
     async def _wait(self, lanes: Sequence[Lane], consumer: str, count: int, block_s: float) -> list[Lease]:
-        """Waits for the first new entry, and takes up to `count`.
+        """Waits for the first new entry, and fetches up to `count`.
 
         Redis wakes a blocked reader at the first of many entries that arrive in one write. On a busy lane a second read
         rides along: it is executed when all of them are there, and both replies come together. With several lanes it
@@ -183,7 +183,7 @@ def _leases_of_read(lanes: Sequence[Lane], consumer: str, reply: Any) -> list[Le
 
 
 def leases_of(lanes: Sequence[Lane], consumer: str, found: Any, *, suspect: bool = False) -> list[Lease]:
-    """Makes leases of what a script returned: (lane's number from 1, id, fields, deliveries) per entry."""
+    """Converts the result of a script to leases: (lane's number from 1, id, fields, deliveries) per entry."""
     return [
         Lease(_entry(lanes[number - 1], entry_id, fields), consumer, fields[1], deliveries, suspect)
         for number, entry_id, fields, deliveries in found
@@ -286,7 +286,7 @@ class ReplyReader:
             logger.exception("a reply could not be delivered")
 
     def _trim(self) -> None:
-        """Drops what was read; leaves in one write with the next read."""
+        """Deletes entries that were read, in one write with the next read."""
         milliseconds, _, sequence = self._last.partition(b"-")
         first_kept = b"%b-%d" % (milliseconds, int(sequence) + 1)
         self._link.send(pack((b"XTRIM", self._key, b"MINID", first_kept)), lambda _: None)

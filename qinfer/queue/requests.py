@@ -134,7 +134,7 @@ class _SettleReply(NamedTuple):
 
     Attributes:
         what: first | late | gone: its staged result is, and nothing was done.
-        watchers: Reply addresses that are to be told.
+        watchers: Reply addresses that must be notified.
         objects: Names of objects that nothing refers to now.
     """
 
@@ -207,7 +207,7 @@ class Requests:
 
         Args:
             address: Where it is, by its id.
-            body_hash: Identifies the request's content; where it is the same, an end is told again.
+            body_hash: Identifies the request's content; if it is the same, the end is published again.
             tenant: Whose request it is.
             idempotency_key: The hash of the caller's key, which goes before the id; empty without one.
             notes: For whoever reads its outbox; `None` = those that it has.
@@ -228,7 +228,7 @@ class Requests:
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests; all leave in one write, one atomic step each.
 
-        Waiters of those that ended now are told (`watch`).
+        Watchers of those that ended now are notified (`watch`).
 
         Returns:
             For each, whether this was the first terminal state: False = it had ended before, or is unknown.
@@ -260,7 +260,7 @@ class Requests:
         return firsts
 
     async def record(self, address: Address) -> RequestRecord | None:
-        """Returns what is known of a request; `None` = nothing, or not any more."""
+        """Returns the record of a request; `None` = there is none, or no longer."""
         return await self._record(address)
 
     async def result(self, address: Address) -> bytes | None:
@@ -303,7 +303,7 @@ class Requests:
         return [whole.get(number, ending) for number, (ending, _) in enumerate(found)]
 
     async def _record(self, address: Address, watcher: str = "") -> RequestRecord | None:
-        """Reads what is known of a request, and notes who wants to be told of its end; `None` = nothing is."""
+        """Reads the record of a request, and registers a watcher of its end; `None` = there is none."""
         names = (_record_key(address), _result_name(address).encode())
         prefix = keys.prefix(address.model, address.partition)
         arguments = (prefix, keys.GROUP, keys.RELEASED, keys.SUSPECTS, watcher, MAX_WATCHERS)
@@ -314,7 +314,7 @@ class Requests:
         return _record_of(address, values, has_result=bool(has_result), is_held=bool(is_held), deliveries=deliveries)
 
     async def _accept_part(self, acceptances: Sequence[Acceptance]) -> Sequence[Accepted | QinferError]:
-        """Accepts requests of one partition in one step; returns what became of each."""
+        """Accepts requests of one partition in one step; returns the outcome of each."""
         first = acceptances[0].address
         try:
             if len(acceptances) == 1:
@@ -396,7 +396,7 @@ class Requests:
         return [reply.watchers if reply.what == "first" else None for reply in replies]
 
     async def _settle_apart(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Ends requests one by one; raises what the first of them raised when all have been tried."""
+        """Ends requests one by one; after all were tried, raises the first error."""
         ended = await asyncio.gather(*(self.settle([each]) for each in settlements), return_exceptions=True)
         firsts: list[bool] = []
         for answers in ended:
@@ -416,7 +416,7 @@ class Requests:
 
 
 def hint(addresses: Sequence[Address]) -> bytes:
-    """Returns what is published to those that watch requests which have ended: their ids, and no outputs."""
+    """Returns the notices for watchers of ended requests: their ids, without outputs."""
     return encode_responses([Response(request_id=address.id) for address in addresses])
 
 
@@ -534,7 +534,7 @@ def _ending(model: str, partition: int, reply: Sequence[Any]) -> tuple[Ending, b
 
 
 def _acceptance(acceptance: Acceptance, payload: _Value) -> Words:
-    """Returns the words of accept.lua."""
+    """Returns the arguments of accept.lua."""
     address = acceptance.address
     model, partition = address.model, address.partition
     names = (
@@ -559,7 +559,7 @@ def _acceptance(acceptance: Acceptance, payload: _Value) -> Words:
 
 
 def _settlement(settlement: Settlement, result: _Value) -> Words:
-    """Returns the words of settle.lua."""
+    """Returns the arguments of settle.lua."""
     address, entry, outcome = settlement.address, settlement.entry, settlement.outcome
     model, partition = address.model, address.partition
     names = (

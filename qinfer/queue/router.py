@@ -229,7 +229,7 @@ class BlockingLink:
 
     @property
     def client_id(self) -> int:
-        """The connection's id, by which Redis can be told to unblock it."""
+        """The connection's id, for unblocking it through another connection."""
         return self._link.client_id
 
     def send(self, packed: bytes, reply: Reply) -> None:

@@ -79,7 +79,7 @@ class Values:
         return self.objects is not None and size > self.objects.min_bytes
 
     async def set(self, slot: int, key: str | bytes, value: Bytes, ttl_s: float, *, later_s: float = 0.0) -> None:
-        """Stores a value for `ttl_s` seconds, in place of what was there.
+        """Stores a value for `ttl_s` seconds, and replaces an existing one.
 
         Args:
             slot: The key's slot.
@@ -168,7 +168,7 @@ class Values:
         return await self._store().copy(reference, _owner(key), kept_s)
 
     async def read_object(self, reference: Reference) -> bytes | None:
-        """Returns an object; `None` when it is gone. Raises as `copy_object`, or where it is not what was stored."""
+        """Returns an object; `None` if it no longer exists. Raises as `copy_object`, or if its content has changed."""
         return await self._store().read(reference)
 
     async def sweep(self) -> int:
@@ -220,7 +220,7 @@ class Values:
 
 
 def _owner(key: str | bytes) -> str:
-    """Returns whose a value is: what its key has in braces."""
+    """Returns the owner of a value: the hash tag of its key."""
     found = _OWNER.search(key if isinstance(key, bytes) else key.encode())
     return found[1].decode() if found else ""
 

@@ -49,7 +49,7 @@ class Sink(Protocol):
 
 
 class Counter(Protocol):
-    """Counts the requests in flight of whoever has a quota of them."""
+    """Counts the requests in flight of an owner of a quota."""
 
     in_flight: int
 
@@ -181,7 +181,7 @@ class PendingRequests:
         bucket[pending.request_id] = pending
 
     def remove(self, pending: Pending) -> bool:
-        """Removes a request; tells whether it was still there."""
+        """Removes a request; returns whether it was pending."""
         if self._pending.pop(pending.request_id, None) is None:
             return False
         self._forget(pending)
@@ -200,7 +200,7 @@ class PendingRequests:
             self._withdraw_soon(pending)
 
     def receive(self, blob: bytes) -> None:
-        """Hands on the responses of one reply blob; those nobody waits for are dropped."""
+        """Delivers the responses of one reply blob; responses without a pending request are dropped."""
         try:
             responses = decode_responses(blob)
         except CorruptEntry:
@@ -228,7 +228,7 @@ class PendingRequests:
         return pending
 
     def cancel(self, pending: Pending) -> bool:
-        """Forgets a request and takes it out of the queue if it is still there; tells whether it waited here."""
+        """Abandons a request and removes its entry if it is still waiting; returns whether it was pending."""
         if not self.remove(pending):
             return False
         self._abandon(pending)
@@ -265,7 +265,7 @@ class PendingRequests:
                 await self._withdraw()
 
     async def discard(self) -> None:
-        """Finishes the entries of abandoned requests now; those that Redis does not get, the worker's deadline ends."""
+        """Finishes the entries of abandoned requests now; if Redis is away, their deadlines end them in a worker."""
         entries, self._abandoned = self._abandoned, []
         for _, group in by_lane(entries):
             try:
@@ -328,7 +328,7 @@ class PendingRequests:
             self._failed(pending, error)
 
     def _abandon(self, pending: Pending) -> None:
-        """Has the entry of a request finished, once it is known: nobody waits for its answer."""
+        """Finishes the entry of an abandoned request once the entry is known."""
         pending.abandoned = True
         if pending.entry is not None:
             self._abandoned.append(pending.entry)
@@ -340,7 +340,7 @@ class PendingRequests:
         self._work.set()
 
     async def _withdraw(self) -> None:
-        """Takes late requests out of the queue; those that stay there are the worker's, and their deadline's."""
+        """Removes late requests from the queue; requests that a worker holds end with their deadline."""
         late = {pending.entry: pending for pending in self._late if pending.entry is not None}
         self._late.clear()
         for _, entries in by_lane(list(late)):
@@ -354,7 +354,7 @@ class PendingRequests:
                     self._failed(pending, DeadlineExceeded(TIMED_OUT))
 
     async def _fetch(self, pending: Pending) -> None:
-        """Fetches the outputs of a request, and hands them on."""
+        """Fetches the outputs of a request, and delivers them."""
         try:
             blob = await self._stored_outputs(pending)
             if blob is None:
@@ -369,7 +369,7 @@ class PendingRequests:
         self._receive(msgspec.structs.replace(response, stored=False, attempt=pending.attempt))
 
     async def _stored_outputs(self, pending: Pending) -> bytes | None:
-        """Reads stored outputs; while the queue is away it tries again, for as long as somebody waits for them."""
+        """Reads stored outputs; while the queue is away, retries as long as the request is pending."""
         assert pending.load is not None
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:

@@ -1,4 +1,4 @@
-"""The way into the queue: resolve → validate → route and admit → stamp → place the payload → enqueue.
+"""Submission to the queue: resolve → validate → route and admit → stamp → place the payload → enqueue.
 
 `Submission` is the way of requests that somebody waits for: a gateway's clients, and the models of a worker that call
 others. `prepare` does the same for requests that are stored, those of `/v1` and of bridges, up to the step that
@@ -237,7 +237,7 @@ def prepare(  # noqa: PLR0913 - keywords: what a request is stamped with
 
 
 def _stamp(request: InferRequest, served: Served, route: Route, timeout_s: float, reply_to: str = "") -> None:
-    """Sets what a request's model and route say; its id, tenant and trace are set before."""
+    """Sets the fields of a request that follow from its model and route; id, tenant and trace are set before."""
     request.version = served.version
     request.partition = route.lane.partition
     request.queue_timeout_s = queue_timeout_s(route.policy, request.timeout_s)
@@ -278,7 +278,7 @@ class Layouts:
 
 
 def kind_of(request: InferRequest, lane: Lane, generation: int, tenant: str) -> Kind | None:
-    """Tells what a request has in common with others; `None` where it is too special, or its bytes have to be checked.
+    """Returns the key of requests that share a frame; `None` if a request shares none, or its bytes must be checked.
 
     Args:
         request: The request, not stamped yet.
@@ -404,7 +404,7 @@ class Backlog:
                 await asyncio.sleep(POLL_S)
 
     async def poll(self) -> None:
-        """Looks once, in one write for all; versions that nobody asks for any more are forgotten."""
+        """Reads all backlogs once, in one write; versions without recent requests are dropped."""
         for key, group in list(self._groups.items()):
             group.quiet_polls = 0 if group.asked or any(load.own for load in group.loads) else group.quiet_polls + 1
             group.asked = False

@@ -56,7 +56,7 @@ class JobJanitor:
         self._look_at_s = 0.0
 
     async def round(self) -> None:
-        """Acts on what is to be looked at, and now and then looks at all running jobs.
+        """Processes notices of jobs, and occasionally checks all running jobs.
 
         Raises:
             QinferError: Some could not be acted on, and come again.
@@ -121,7 +121,7 @@ class JobJanitor:
                 return standing
 
     async def _next(self, record: JobRecord, standing: Standing) -> str:
-        """Gives a job its next state, where it has come to the end of the present one; returns the state."""
+        """Moves a job to its next state if the current one is complete; returns the state."""
         if standing.state == JobState.RUNNING and standing.has_failed:
             outcomes = await self._jobs.outcomes(record.id)
             error = why_failed(outcomes.values(), record.max_errors, record.shards)

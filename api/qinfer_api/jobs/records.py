@@ -1,4 +1,4 @@
-"""How bulk jobs look to clients: jobs as they are asked for, and as `/v1/jobs` shows them. Pure.
+"""Bulk jobs as clients see them: requested jobs, and the records of `/v1/jobs`. Pure.
 
 An id that the server makes has the form of a ULID, and is shown as it is. One that the client chose is `<id>@<tenant>`
 inside, so that tenants can't meet; where there are no tenants it is the same inside and outside.
@@ -54,7 +54,7 @@ class NewJob(JobSpec, frozen=True, forbid_unknown_fields=True):  # noqa: D101 - 
 
 
 class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes of a job that is resumed; what is left out or null stays.
+    """Changes of a job that is resumed; omitted and null fields do not change.
 
     Attributes:
         error_threshold: When more rows than this fail, the job does: a number of rows, a fraction between 0 and 1, or
@@ -103,7 +103,7 @@ class JobLinks(msgspec.Struct, frozen=True, rename={"own": "self"}):
 
 
 class JobBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A bulk job; instants are RFC 3339 in UTC, null where they have not come.
+    """A bulk job; instants are RFC 3339 in UTC, null before they occur.
 
     Attributes:
         state: validating | planning | running | finalizing | completed | failed | cancelling | cancelled | expired;
@@ -249,7 +249,7 @@ def inner_id(job_id: str, tenant: str) -> str:
 
 
 def unknown_job(job_id: str) -> JobNotFound:
-    """Returns the error for an id that nobody knows, or that another tenant's job has."""
+    """Returns the error for an unknown id, or that of another tenant's job."""
     return JobNotFound(
         f"job '{job_id[:_SHOWN]}' is not known: it was not created, was deleted, or ended too long ago; "
         "GET /v1/jobs lists those that are"
@@ -350,7 +350,7 @@ def decode_job(body: bytes, allow: Sequence[str]) -> tuple[JobSpec, str]:
 
 
 def decode_changes(body: bytes) -> Changes:
-    """Reads what is to be changed of a job; no body at all is nothing.
+    """Reads the changes of a job; an empty body means none.
 
     Raises:
         InvalidRequest: It is none of these fields, or one of another type.

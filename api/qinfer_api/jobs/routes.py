@@ -128,25 +128,25 @@ def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
 
     @router.delete("/v1/jobs/{job_id}", name="delete_job", **_DELETE)
     async def delete(job_id: str, request: Request) -> HttpResponse:
-        """Forgets a job that has ended; its output stays."""
+        """Deletes the record of an ended job; its output stays."""
         await jobs.delete(_context(services, request), job_id)
         return HttpResponse(status_code=204)
 
     @router.post("/v1/jobs/{job_id}/cancel", name="cancel_job", **_CANCEL)
     async def cancel(job_id: str, request: Request) -> HttpResponse:
-        """Stops a job, unless it has ended; what it has written stays, and it can be resumed."""
+        """Stops a job, unless it has ended; its parts stay, and it can be resumed."""
         return _shown(jobs, await jobs.cancel(_context(services, request), job_id))
 
     @router.post("/v1/jobs/{job_id}/resume", name="resume_job", **_RESUME)
     async def resume(job_id: str, request: Request) -> HttpResponse:
-        """Has a job that ended early go on: what is there and whole is not done again."""
+        """Resumes a failed, expired or cancelled job; finished work is kept."""
         context = _context(services, request)
         changes = decode_changes(await _body_of(services, request))
         return _shown(jobs, await jobs.resume(context, job_id, changes))
 
     @router.get("/v1/jobs/{job_id}/log", name="job_log", **_LOG)
     async def log(job_id: str, request: Request) -> HttpResponse:
-        """Tells what happened to a job."""
+        """Returns the log of a job."""
         lines = await jobs.log(_context(services, request), job_id)
         return send_json(shown_log(lines))
 

@@ -151,7 +151,7 @@ class BulkJobs:
         return Ticket(await self._known(record.id), is_new=True)
 
     async def get(self, context: Context, job_id: str) -> JobRecord:
-        """Returns what is known of a job.
+        """Returns the record of a job.
 
         Raises:
             JobNotFound: Nothing is, or it is another tenant's.
@@ -173,7 +173,7 @@ class BulkJobs:
         return page.records, page.after
 
     async def cancel(self, context: Context, job_id: str) -> JobRecord:
-        """Stops a job, unless it has ended; what it has written stays.
+        """Stops a job, unless it has ended; its parts stay.
 
         Raises:
             JobNotFound: Nothing is known of it, or it is another tenant's.
@@ -184,7 +184,7 @@ class BulkJobs:
         return await self.get(context, job_id)
 
     async def resume(self, context: Context, job_id: str, changes: Changes) -> JobRecord:
-        """Has a job that ended early go on: what is there and whole is not done again. One that is at work stays so.
+        """Resumes a failed, expired or cancelled job; finished work is kept. An active job is unchanged.
 
         Raises:
             InvalidRequest: A change can't be.
@@ -219,7 +219,7 @@ class BulkJobs:
         return await self.get(context, job_id)
 
     async def delete(self, context: Context, job_id: str) -> None:
-        """Forgets a job that has ended; its output stays.
+        """Deletes the record of an ended job; its output stays.
 
         Raises:
             JobNotFound: Nothing is known of it, or it is another tenant's.
@@ -302,7 +302,7 @@ class BulkJobs:
             ) from None
 
     async def _planned(self, job_id: str) -> None:
-        """Has a new job planned; where Celery can't be told, there is no job."""
+        """Sends the planning task of a new job; if Celery's broker is away, the job is not created."""
         try:
             await _in_thread(self.tasks.plan, job_id)
         except QinferError:
@@ -311,7 +311,7 @@ class BulkJobs:
             raise
 
     async def _sent(self, job_id: str) -> None:
-        """Has a job planned that is known; where Celery can't be told now, its sweep sees to it later."""
+        """Sends the planning task of an existing job; if Celery's broker is away, the sweep sends it later."""
         try:
             await _in_thread(self.tasks.plan, job_id)
         except BrokerUnavailable as error:
@@ -329,7 +329,7 @@ async def _in_thread(call: Callable[..., T], *arguments: object) -> T:
 
 
 def _again(context: Context, known: JobRecord, spec: JobSpec) -> Ticket:
-    """Returns a job that was created before, if it is what is asked for."""
+    """Returns an existing job, if it is the requested one."""
     mine = spec_of(known)
     asked = msgspec.structs.replace(spec, version=spec.version or known.version)
     if known.resumed_at:  # perhaps with other limits than it was created with

@@ -1,4 +1,4 @@
-"""The process that a `model.py` runs in, and what it has in common with the worker that starts it.
+"""The process of a `model.py`, and the code that it shares with the worker that starts it.
 
     worker process                                    host process, one for each model instance
     python.PythonBackend ── instance.Instance ──┐

@@ -1,4 +1,4 @@
-"""Messages with tensors between two processes: a Unix socket for what is small, shared memory for what is large.
+"""Messages with tensors between two processes: a Unix socket for small ones, shared memory for large ones.
 
     ┌──────────────┬───────────────────────────────────────┬─────────────────┐
     │ two lengths  │ msgpack: segment, sizes, freed, body  │ small buffers   │      on the socket
@@ -50,7 +50,7 @@ _SMALLEST_BYTES = 256 * 1024
 
 
 class UnreadError(EOFError):
-    """The other process ended before it had read what was sent to it."""
+    """The other process ended before it had read all messages."""
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -182,7 +182,7 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the connection, and forgets what has arrived."""
+        """Ends the connection, and discards messages that have arrived."""
         self.shutdown()
         self._socket.close()
 

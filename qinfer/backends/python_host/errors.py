@@ -32,7 +32,7 @@ MESSAGE_CHARACTERS = 4096
 
 
 class TritonModelException(Exception):
-    """Raised by a model that can't go on."""
+    """Raised by a model that cannot continue."""
 
     def message(self) -> str:
         """Returns its text."""
@@ -111,7 +111,7 @@ def text(value: object, what: str) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Returns the text of an exception, cut to a length that a client can be sent; one may fail to tell its own."""
+    """Returns the text of an exception, cut to a length for clients; `str()` of an exception may itself fail."""
     try:
         message = text(str(error), "a message")
     except Exception:  # noqa: BLE001  the model's own class

@@ -53,7 +53,7 @@ Received = tuple[Message, list[Buffer]]
 
 
 class Inbox:
-    """Reads a channel for several threads: commands for the main thread, answers for whoever asked.
+    """Reads a channel for several threads: commands for the main thread, answers for the calling threads.
 
     There is no thread for reading: of the threads that wait, one reads for all.
 
@@ -100,7 +100,7 @@ class Inbox:
             return received
 
     def _step(self) -> None:
-        """Waits for what another thread reads, or else reads one message."""
+        """Waits while another thread reads, or reads one message."""
         if self._is_read:
             self._changed.wait()
             return
@@ -260,7 +260,7 @@ class Host:
             self._channel.send(Failed(self._told(error, "no memory for the outputs")))
 
     def _returned(self, requests: list[InferenceRequest]) -> list[InferenceResponse | None]:
-        """Executes; checks what is returned as Triton does."""
+        """Executes a batch; checks the responses as Triton does."""
         returned = self._model.execute(requests)
         if inspect.iscoroutine(returned):
             if self._loop is None:
@@ -308,7 +308,7 @@ class Host:
         return answers, buffers
 
     def _wires(self, request: InferenceRequest, response: InferenceResponse) -> list[WireTensor]:
-        """Returns the outputs that the request asked for."""
+        """Returns the requested outputs."""
         wanted = request.requested_output_names()
         outputs = [tensor for tensor in response.output_tensors() if not wanted or tensor.name() in wanted]
         return [tensor.to_wire(self._datatypes.get(tensor.name())) for tensor in outputs]

@@ -1,4 +1,4 @@
-"""Keeps the host process of one model instance alive: what died is started again, with pauses that grow."""
+"""Keeps the host process of one model instance alive: a dead one is restarted, with growing pauses."""
 
 import atexit
 import logging
@@ -147,7 +147,7 @@ class Instance:
         return process
 
     def _replaced(self, process: HostProcess) -> bool:
-        """Puts a new process in the place of the dead one; tells whether it lives."""
+        """Replaces a dead process; returns whether the new one is alive."""
         with self._changed:
             if not self._is_stopped and process.is_alive:
                 self._process = process
@@ -172,13 +172,13 @@ class Instance:
         logger.error("the model's process failed to start again", extra=extra)
 
     def _waited(self, limit_s: float) -> bool:
-        """Waits; tells whether the instance was stopped."""
+        """Waits; returns whether the instance was stopped."""
         with self._changed:
             return self._changed.wait_for(lambda: self._is_stopped, limit_s)
 
 
 def _stop_all() -> None:
-    """Has every model finalised before this process ends; the kernel would end their processes without a word."""
+    """Finalises every model before this process ends; otherwise the kernel would kill their processes."""
     with _live_lock:
         instances = list(_live)
     # One that executes has had the time of the worker's drain, and won't hear of `finalize`.

@@ -60,7 +60,7 @@ class Completed(msgspec.Struct, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, array_like=True, tag=True):
-    """To the worker: what was asked for raised; the traceback is in the log.
+    """To the worker: the command raised an exception; the traceback is in the log.
 
     Attributes:
         message: The exception's type and text.
@@ -154,7 +154,7 @@ class Call(msgspec.Struct, array_like=True, tag=True):
 
 
 class Returned(msgspec.Struct, array_like=True, tag=True):
-    """To the host: what became of a call."""
+    """To the host: the outcome of a call."""
 
     number: int
     answer: Answer

@@ -126,7 +126,7 @@ class HostProcess:
         return not self._has_ended.is_set()
 
     def death(self) -> str:
-        """Waits for its end; tells how it ended, such as `signal 11: SIGSEGV`."""
+        """Waits for the end of the process; returns its cause, such as `signal 11: SIGSEGV`."""
         if not self._has_ended.wait(_DEATH_S):
             self.sweep()
             return "it broke its connection and lived on"
@@ -156,7 +156,7 @@ class HostProcess:
         self.sweep()
 
     def sweep(self) -> None:
-        """Sees to it that nothing is left of the process: what it started, its connection."""
+        """Cleans up after the process: ends its child processes and its connection."""
         self._signal(signal.SIGKILL)
         self._has_ended.wait()
         self.channel.close()
@@ -172,7 +172,7 @@ class HostProcess:
             os.killpg(self.pid, number)
 
     def _await_end(self) -> None:
-        """Waits for the process and ends what it has started, which may hold its connection and its output open."""
+        """Waits for the process and ends its child processes, which may keep its connection and its output open."""
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._reaping:
             self._signal_group(signal.SIGKILL)
@@ -186,7 +186,7 @@ class HostProcess:
         self._ended(self)
 
     def _listen(self) -> None:
-        """Passes what the model prints and logs on to the worker's log, until nobody can print any more."""
+        """Copies the model's output and log records to the worker's log, until the output is closed."""
         output = self._process.stdout
         if output is not None:
             with output:
@@ -204,7 +204,7 @@ class HostProcess:
 
 
 def logged(record: str) -> tuple[int, str]:
-    """Reads what follows the mark of a log record: level and text; what is no record is a text, too."""
+    """Reads a log record after its mark: level and text; anything else is a text."""
     try:
         level, message = msgspec.json.decode(record, type=tuple[str, str])
     except msgspec.MsgspecError:  # the model printed the mark itself

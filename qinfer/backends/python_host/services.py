@@ -1,4 +1,4 @@
-"""`pb_utils.Logger` and `pb_utils.MetricFamily`, and what of Triton's module is refused."""
+"""`pb_utils.Logger` and `pb_utils.MetricFamily`, and the refused parts of Triton's module."""
 
 import bisect
 import enum

@@ -109,7 +109,7 @@ class Tensor:
             raise TritonModelException(f"tensor '{name}' can't be taken by DLPack: {error}") from None
 
     def to_wire(self, datatype: str | None) -> WireTensor:
-        """Returns what crosses to the worker.
+        """Returns the form of a tensor that is sent to the worker.
 
         Args:
             datatype: What the configuration says.

@@ -86,7 +86,7 @@ _REQUIRED = ("name", "data_type", "dims")
 
 
 def set_model_dir(directory: str) -> None:
-    """Says what `get_model_dir` returns; not part of Triton's interface."""
+    """Sets the result of `get_model_dir`; not part of Triton's interface."""
     global _model_dir  # noqa: PLW0603  a module of functions has no other place
     _model_dir = directory
 
@@ -149,7 +149,7 @@ def serialize_byte_tensor(input_tensor: npt.NDArray[Any]) -> Any:
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> npt.NDArray[Any]:
-    """Decodes what `serialize_byte_tensor` made, as an array of one dimension."""
+    """Decodes the result of `serialize_byte_tensor` to an array of one dimension."""
     elements = [bytes(element) for element in iter_bytes(encoded_tensor)]
     array = np.empty(len(elements), dtype=object)
     array[:] = elements
