@@ -188,7 +188,7 @@ class Host:
         return InferenceResponse(outputs, parameters=dict(answer.parameters))
 
     def is_cancelled(self, batch: int, item: int) -> bool:
-        """Tells whether nobody waits for a request of a batch any more."""
+        """Returns whether a request of a batch is cancelled."""
         if not self._is_executing or batch != self._batch:
             return False
         number = self._inbox.expect()

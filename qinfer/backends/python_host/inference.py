@@ -131,7 +131,7 @@ class InferenceResponseSender:
         self._is_closed = flags == FINAL
 
     def is_cancelled(self) -> bool:
-        """Tells that somebody waits."""
+        """Returns false: the request is not cancelled."""
         return False
 
 
@@ -248,7 +248,7 @@ class InferenceRequest:
         return self._trace or InferenceTrace()
 
     def is_cancelled(self) -> bool:
-        """Tells whether nobody waits for the answer any more; asks the worker each time."""
+        """Returns whether the request is cancelled; asks the worker each time."""
         return self._place is not None and _host is not None and _host.is_cancelled(*self._place)
 
     def set_release_flags(self, flags: int) -> None:
@@ -267,7 +267,7 @@ class InferenceRequest:
         return self._sender
 
     def sent(self) -> InferenceResponse | None:
-        """Returns what the sender was given; not part of Triton's interface."""
+        """Returns the argument of the sender; not part of Triton's interface."""
         return None if self._sender is None else self._sender.response
 
     def exec(self, decoupled: bool = False) -> InferenceResponse:  # noqa: FBT001, FBT002  (Triton's parameter)
