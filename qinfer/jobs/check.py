@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.columns.inputs import InputColumns
+from qinfer.jobs.columns.inputs import InputColumns, is_left_out
 from qinfer.jobs.job import JobSpec, shown
-from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.models.spec import ModelSpec
 
 ERROR_COLUMNS = ("error_code", "error_message")
 PLACE_COLUMNS = ("_file", "_row_group", "_row")
@@ -51,11 +51,6 @@ def problems(spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> Iterator[str
     yield from _collisions(spec, outputs, schema)
     if spec.output.format == "parquet":
         yield from _unwritable(spec, schema)
-
-
-def is_left_out(spec: JobSpec, tensor: TensorSpec, schema: pa.Schema) -> bool:
-    """Tells whether the model runs without an input: an optional one that the job names no column for."""
-    return tensor.optional and tensor.name not in spec.columns and tensor.name not in schema.names
 
 
 def copied_columns(spec: JobSpec, schema: pa.Schema) -> tuple[str, ...]:

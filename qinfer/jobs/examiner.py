@@ -58,7 +58,7 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 class CheckJob(msgspec.Struct, array_like=True, tag=True):
-    """Asks whether a job can be taken; answered with nothing (`qinfer.jobs.intake.examine`)."""
+    """Asks whether a job can be taken; answered with nothing (`qinfer.jobs.planning.examine`)."""
 
     spec: JobSpec
     model: ModelSpec
@@ -226,9 +226,8 @@ def _limit(max_bytes: int) -> None:
 def _loaded(allow: Sequence[str]) -> _Do:
     """Loads what does the work, and the drivers of the stores that jobs may use."""
     try:
-        from qinfer.jobs.intake import examine
         from qinfer.jobs.parts import part_of, set_aside
-        from qinfer.jobs.planning import make_plan
+        from qinfer.jobs.planning import examine, make_plan
         from qinfer.storage import local  # noqa: F401  what the first job would load else
         from qinfer.storage.open import store_for
     except ImportError as error:

@@ -153,7 +153,7 @@ class ExaminerPool:
             model: Its model's configuration.
 
         Raises:
-            QinferError: As `qinfer.jobs.intake.examine`.
+            QinferError: As `qinfer.jobs.planning.examine`.
             InvalidRequest: The process died of it, too.
             UnsupportedFeature: A library is missing that reads the inputs.
             Overloaded: No process can be started now, or this one is shutting down.

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from enum import StrEnum
 from fractions import Fraction
@@ -12,6 +12,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
+from qinfer.core.store_urls import check_url
 from qinfer.errors import InvalidRequest
 
 InputFormat = Literal["", "parquet", "arrow", "csv", "jsonl"]
@@ -196,6 +197,18 @@ def decode_spec_as(body: bytes, kind: type[T]) -> T:
 def encode_spec(spec: JobSpec) -> bytes:
     """Returns a specification as JSON."""
     return msgspec.json.encode(spec)
+
+
+def with_checked_urls(spec: JobSpec, allow: Sequence[str]) -> JobSpec:
+    """Returns a job with its URLs in their one spelling.
+
+    Raises:
+        InvalidRequest: One is no URL of a store, or could mean more than it says.
+        Forbidden: One is not allowed.
+    """
+    inputs = tuple(check_url(url, allow) for url in spec.inputs)
+    output = msgspec.structs.replace(spec.output, url=check_url(spec.output.url, allow))
+    return msgspec.structs.replace(spec, inputs=tuple(dict.fromkeys(inputs)), output=output)
 
 
 def check_spec(spec: JobSpec) -> None:

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from qinfer.errors import CorruptEntry
-from qinfer.jobs.plan import PartInfo, Plan, Source
+from qinfer.jobs.plan import PartInfo, Plan, Source, read_stored
 
 MANIFEST_NAME = "_manifest.json"
 SUCCESS_NAME = "_SUCCESS"
@@ -94,6 +94,10 @@ class Success(msgspec.Struct, frozen=True, kw_only=True):
     manifest_sha256: str
 
 
+_manifests = msgspec.json.Decoder(Manifest)
+_successes = msgspec.json.Decoder(Success)
+
+
 def make_manifest(plan: Plan, parts: Sequence[PartInfo], created_at: float) -> Manifest:
     """Puts the checked parts of a job together.
 
@@ -143,10 +147,7 @@ def decode_manifest(data: bytes) -> Manifest:
     Raises:
         CorruptEntry: It is none, or its numbers do not add up.
     """
-    try:
-        manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptEntry(f"the output's {MANIFEST_NAME} can't be read: {error}") from None
+    manifest = read_stored(_manifests, data, f"the output's {MANIFEST_NAME}")
     sums = [sum(getattr(part, name) for part in manifest.parts) for name in ("rows", "ok", "errors")]
     if sums != [manifest.rows, manifest.ok, manifest.errors] or manifest.ok + manifest.errors != manifest.rows:
         raise CorruptEntry(f"the numbers of the output's {MANIFEST_NAME} do not add up")
@@ -176,10 +177,7 @@ def decode_success(data: bytes, manifest: bytes) -> Success:
     Raises:
         CorruptEntry: It is none, or of another manifest.
     """
-    try:
-        success = msgspec.json.decode(data, type=Success)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptEntry(f"the output's {SUCCESS_NAME} can't be read: {error}") from None
+    success = read_stored(_successes, data, f"the output's {SUCCESS_NAME}")
     if success.manifest_sha256 != hashlib.sha256(manifest).hexdigest():
         raise CorruptEntry(f"the output's {SUCCESS_NAME} is of another {MANIFEST_NAME}")
     return success

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -89,7 +89,7 @@ class PartWriter:
         self._path = path
         self._metadata = metadata
         kind = _ParquetFile if output.format == "parquet" else _ArrowFile
-        self._file: _File = kind(path, schema, output.compression, metadata)
+        self._file = kind(path, schema, output.compression, metadata)
         self._has_ended = False
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = self._waiting_bytes = 0
@@ -150,14 +150,6 @@ class PartWriter:
             self._file.write(self._waiting)
         self._waiting = []
         self._waiting_rows = self._waiting_bytes = 0
-
-
-class _File(Protocol):
-    group_bytes: int
-
-    def write(self, records: Sequence[pa.RecordBatch]) -> None: ...
-
-    def close(self, errors: int) -> None: ...
 
 
 class _ParquetFile:

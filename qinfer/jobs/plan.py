@@ -1,13 +1,16 @@
 """The plan of a job: which rows of which files are which shard, what its parts are; its JSON and its tickets. Pure."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import JobSpec
 from qinfer.models.spec import ModelSpec
+
+T = TypeVar("T")
+Decoder = msgspec.json.Decoder[T] | msgspec.msgpack.Decoder[T]
 
 NO_GROUPS = -1
 """The row group of formats that have none."""
@@ -116,7 +119,7 @@ class Unplanned(NamedTuple):
 
     Attributes:
         job_id: Its id.
-        spec: What is asked for, its URLs checked (`intake.examine`) and the model's version resolved.
+        spec: What is asked for, its URLs checked (`planning.examine`) and the model's version resolved.
         model: The model's configuration.
         model_hash: What the model's files are.
     """
@@ -167,6 +170,18 @@ class PartInfo(NamedTuple):
     schema: str
 
 
+def read_stored(decoder: Decoder[T], data: bytes | memoryview, what: str) -> T:
+    """Reads what qinfer has stored, or put into the queue.
+
+    Raises:
+        CorruptEntry: It is something else, or damaged; the message begins with `what`.
+    """
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CorruptEntry(f"{what} can't be read: {error}") from None
+
+
 def encode_ticket(ticket: ShardTicket) -> bytes:
     """Returns what travels on a lane."""
     return msgspec.msgpack.encode(ticket)
@@ -178,10 +193,7 @@ def decode_ticket(data: bytes | memoryview) -> ShardTicket:
     Raises:
         CorruptEntry: It is no ticket.
     """
-    try:
-        return _tickets.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptEntry(f"a shard's ticket can't be read: {error}") from None
+    return read_stored(_tickets, data, "a shard's ticket")
 
 
 class _Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -224,17 +236,7 @@ def encode_plan(plan: Plan) -> bytes:
         )
         for shard in plan.shards
     )
-    return msgspec.json.encode(
-        _PlanJson(
-            job_id=plan.job_id,
-            model_hash=plan.model_hash,
-            rows=plan.rows,
-            spec=plan.spec,
-            schema=plan.schema,
-            sources=plan.sources,
-            shards=shards,
-        )
-    )
+    return msgspec.json.encode(_PlanJson(**msgspec.structs.asdict(plan) | {"shards": shards}))
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -243,20 +245,13 @@ def decode_plan(data: bytes) -> Plan:
     Raises:
         CorruptEntry: It is none.
     """
+    wire = read_stored(_plans, data, "the job's plan")
     try:
-        wire = _plans.decode(data)
         shards = tuple(_shard(index, shard, wire.sources) for index, shard in enumerate(wire.shards))
-    except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+    except IndexError as error:
         raise CorruptEntry(f"the job's plan can't be read: {error}") from None
-    return Plan(
-        job_id=wire.job_id,
-        spec=wire.spec,
-        model_hash=wire.model_hash,
-        schema=wire.schema,
-        sources=wire.sources,
-        shards=shards,
-        rows=wire.rows,
-    )
+    fields = {name: getattr(wire, name) for name in Plan.__struct_fields__}
+    return Plan(**fields | {"shards": shards})
 
 
 class PlanHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,10 +277,7 @@ def decode_plan_head(data: bytes) -> PlanHead:
     Raises:
         CorruptEntry: It is none.
     """
-    try:
-        return _heads.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CorruptEntry(f"the head of the job's plan can't be read: {error}") from None
+    return read_stored(_heads, data, "the head of the job's plan")
 
 
 _heads = msgspec.json.Decoder(PlanHead)

@@ -15,7 +15,6 @@ from urllib.parse import quote
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from qinfer.core.store_urls import check_url
 from qinfer.errors import InvalidRequest, JobNotFound
 from qinfer.jobs.job import (
     PRIORITIES,
@@ -28,14 +27,13 @@ from qinfer.jobs.job import (
     check_spec,
     decode_spec_as,
     encode_spec,
+    with_checked_urls,
 )
+from qinfer.jobs.manifest import MANIFEST_NAME
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine
 from qinfer_api.requests.service import WebhookBody, instant, shown_webhook, written
 from qinfer_api.requests.webhooks import Message
-
-MANIFEST = "_manifest.json"
-"""The name of the list of parts, within the output."""
 
 _PRIORITY_NAMES: dict[int, Priority] = {1: "high", 2: "normal", 3: "low"}
 _CHOSEN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
@@ -320,7 +318,7 @@ def shown_job(record: JobRecord, now_s: float) -> JobBody:
         eta_s=None if progress.eta_s is None else round(progress.eta_s, 3),
         error=record.error or None,
         output_url=spec.output.url,
-        manifest_url=f"{spec.output.url}/{MANIFEST}" if record.state == JobState.COMPLETED else None,
+        manifest_url=f"{spec.output.url}/{MANIFEST_NAME}" if record.state == JobState.COMPLETED else None,
         metadata=spec.metadata,
         webhook=shown_webhook(record.webhook, record.webhook_state),
         spec=msgspec.Raw(record.spec),
@@ -344,9 +342,7 @@ def decode_job(body: bytes, allow: Sequence[str]) -> tuple[JobSpec, str]:
     if asked.id == "":
         raise InvalidRequest("field 'id' is empty; leave it out to have the server make one")
     fields = {name: getattr(asked, name) for name in JobSpec.__struct_fields__}
-    fields["inputs"] = tuple(dict.fromkeys(check_url(url, allow) for url in asked.inputs))
-    fields["output"] = msgspec.structs.replace(asked.output, url=check_url(asked.output.url, allow))
-    return JobSpec(**fields), asked.id or ""
+    return with_checked_urls(JobSpec(**fields), allow), asked.id or ""
 
 
 def decode_changes(body: bytes) -> Changes:

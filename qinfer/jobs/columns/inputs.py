@@ -16,7 +16,7 @@ from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.lists import ListColumn
 from qinfer.jobs.columns.row_errors import Array, Indices, RowErrors
 from qinfer.jobs.columns.scalars import ScalarColumns
-from qinfer.jobs.columns.views import schema_without_views, without_views
+from qinfer.jobs.columns.schemas import schema_without_views, without_views
 from qinfer.jobs.job import Columns, JobSpec
 from qinfer.models.spec import ModelSpec, TensorSpec
 
@@ -50,6 +50,11 @@ class Decoded(NamedTuple):
     errors: RowErrors
 
 
+def is_left_out(spec: JobSpec, tensor: TensorSpec, schema: pa.Schema) -> bool:
+    """Tells whether the model runs without an input: an optional one that the job names no column for."""
+    return tensor.optional and tensor.name not in spec.columns and tensor.name not in schema.names
+
+
 class InputColumns:
     """How a model's inputs are made of the columns of a job's inputs; made once, used for every batch.
 
@@ -79,7 +84,7 @@ class InputColumns:
         self._tensors = [
             _tensor(tensor, spec.columns_of(tensor.name), schema, counts)
             for tensor in model.inputs
-            if not _is_left_out(tensor, spec, schema)
+            if not is_left_out(spec, tensor, schema)
         ]
         self.columns = tuple(dict.fromkeys(name for tensor in self._tensors for name in tensor.columns))
 
@@ -123,10 +128,6 @@ class InputColumns:
             own = chosen if rows is None else rows[chosen]
             pieces.append(self._piece(record.take(pa.array(chosen)), own))
         return pieces
-
-
-def _is_left_out(tensor: TensorSpec, spec: JobSpec, schema: pa.Schema) -> bool:
-    return tensor.optional and tensor.name not in spec.columns and tensor.name not in schema.names
 
 
 def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema, counts: Counter[str]) -> ScalarColumns | ListColumn:

@@ -8,7 +8,7 @@ record batches, which its writer chose, CSV and JSON lines by blocks.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -40,24 +40,7 @@ class SourceBroken(InvalidRequest):
     """An input file is damaged, or its columns are not the planned ones; the message names the URL."""
 
 
-class RowFile(Protocol):
-    """An open input file."""
-
-    def batches(self, wanted: Range) -> Iterator[pa.RecordBatch]:
-        """Reads a range in order; batches have the wanted columns and types.
-
-        Raises:
-            SourceBroken: The range is not in the file, or values do not fit.
-            pyarrow.ArrowException, OSError: The file is damaged, or can't be read.
-        """
-        ...
-
-    def close(self) -> None:
-        """Closes the file."""
-        ...
-
-
-def open_rows(content: BinaryIO | Any, format_: FileFormat, wanted: pa.Schema, url: str, *, far: bool) -> RowFile:
+def open_rows(content: BinaryIO | Any, format_: FileFormat, wanted: pa.Schema, url: str, *, far: bool) -> "RowFile":
     """Opens an input file.
 
     Args:
@@ -168,6 +151,15 @@ class _Text:
         if self._reader is not None:
             self._reader.close()
         self._content.close()
+
+
+RowFile = _Parquet | _Arrow | _Text
+"""An open input file, to be closed.
+
+`batches` reads a range in order, in batches of the wanted columns and types. It raises `SourceBroken` where the range
+is not in the file or values do not fit, `pyarrow.ArrowException` and `OSError` where the file is damaged or can't be
+read.
+"""
 
 
 class _Columns:

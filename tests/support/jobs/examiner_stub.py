@@ -128,8 +128,8 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         sys.modules[sys.argv[1]] = None  # type: ignore[assignment]  # as `import` marks what is not there
     else:
-        from qinfer.jobs import intake, planning
+        from qinfer.jobs import planning
 
-        intake.examine = _examine  # type: ignore[assignment]
+        planning.examine = _examine  # type: ignore[assignment]
         planning.make_plan = _plan  # type: ignore[assignment]
     examiner.main()

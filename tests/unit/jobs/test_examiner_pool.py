@@ -25,11 +25,10 @@ from qinfer.errors import InvalidRequest, Overloaded, QinferError, UnsupportedFe
 from qinfer.jobs.check import ERROR_COLUMNS
 from qinfer.jobs.examiner_pool import COMMAND, ExaminerPool
 from qinfer.jobs.examiner_pool import GATEWAY_PROCESSES as PROCESSES
-from qinfer.jobs.intake import examine
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.parts import PartWriter, part_metadata, part_of
 from qinfer.jobs.plan import ExpectedParts, Shard, Unplanned, decode_plan
-from qinfer.jobs.planning import make_plan
+from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.shards import Pace
 from qinfer.storage.open import store_for
 from qinfer.testing import eventually, stub_spec, wait_until

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from qinfer.errors import Forbidden, InvalidRequest, StoreNotFound
-from qinfer.jobs.intake import examine
 from qinfer.jobs.job import InputFormat, JobSpec, Output
+from qinfer.jobs.planning import examine
 from qinfer.storage.open import store_for
 from qinfer.testing import stub_spec
 from tests.support.servers.s3_server import S3Server

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qinfer.jobs.rows.json_nesting import LIMIT, Nesting
+from qinfer.jobs.rows.text_rows import NESTING_LIMIT, Nesting
 
 TEXTS = st.text('[]{}"\\a\n', max_size=8)
 VALUES = st.recursive(
@@ -40,8 +40,8 @@ def test_what_is_too_deep_is_refused_wherever_it_is_cut(before: list[Any], text:
     """Lines before it and what strings hold count for nothing."""
     lines = b"".join(json.dumps(value).encode() + b"\n" for value in before)
 
-    assert not is_refused(lines + deep(text, LIMIT) + lines, block_bytes)
-    assert is_refused(lines + deep(text, 2 * LIMIT + 1) + lines, block_bytes)
+    assert not is_refused(lines + deep(text, NESTING_LIMIT) + lines, block_bytes)
+    assert is_refused(lines + deep(text, 2 * NESTING_LIMIT + 1) + lines, block_bytes)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import pytest
 
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.schemas import decode_schema
-from qinfer.jobs.intake import examine
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.jobs.plan import Plan, Range, Unplanned
-from qinfer.jobs.planning import make_plan
+from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.rows.row_files import open_rows
 from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.jobs.rows.source import FileFormat, read_footer

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.columns.casts import is_text
 from qinfer.jobs.columns.inputs import Decoded, InputColumns
-from qinfer.jobs.columns.views import without_views
+from qinfer.jobs.columns.schemas import without_views
 from qinfer.jobs.job import shown
 from qinfer.jobs.rows.arrow_footer import BLOCK, TAIL, field_of, unsigned
 from qinfer.models.spec import ModelSpec, TensorSpec
