@@ -135,20 +135,20 @@ class Queue:
             SettingsError: It refuses the credentials, is older than 6.2, is (no) cluster against the settings, may
                 evict what is queued, or can't be as durable as the settings ask; or the payload store does not work.
         """
-        delivery = cls(settings, await Router.connect(settings), clock or SystemClock())
+        queue = cls(settings, await Router.connect(settings), clock or SystemClock())
         try:
-            sent_s = delivery._monotonic_s()
-            delivery._observe(sent_s, await delivery.router.call(0, b"TIME"))
-            await delivery.durability.check()
+            sent_s = queue._monotonic_s()
+            queue._observe(sent_s, await queue.router.call(0, b"TIME"))
+            await queue.durability.check()
             if limits is not None and limits.payload_url:
                 from qinfer.queue.object_store import ObjectStore
 
-                delivery._values.objects = await ObjectStore.open(limits, settings, delivery.clock.now_s)
+                queue._values.objects = await ObjectStore.open(limits, settings, queue.clock.now_s)
         except BaseException:
-            await delivery.close()
+            await queue.close()
             raise
-        delivery._ask_time()
-        return delivery
+        queue._ask_time()
+        return queue
 
     def submit(
         self,

@@ -122,7 +122,7 @@ class PendingRequests:
     """See the module docstring.
 
     Args:
-        delivery: The queue.
+        queue: The queue.
         clock: The monotonic clock of the deadlines.
         call_later: Sets a timer: (delay in seconds, callback); an event loop's `call_later`.
         answered: Called with each response that somebody waits for.
@@ -134,13 +134,13 @@ class PendingRequests:
 
     def __init__(
         self,
-        delivery: Queue,
+        queue: Queue,
         clock: Clock,
         call_later: Callable[[float, Callable[[], None]], Timer],
         answered: Callable[[Pending, Response], None],
         failed: Callable[[Pending, Exception], None],
     ) -> None:
-        self._delivery = delivery
+        self._queue = queue
         self._clock = clock
         self._call_later = call_later
         self._answered = answered
@@ -269,7 +269,7 @@ class PendingRequests:
         entries, self._abandoned = self._abandoned, []
         for _, group in by_lane(entries):
             try:
-                await self._delivery.finish(group)
+                await self._queue.finish(group)
             except DeliveryError as error:
                 logger.warning("abandoned requests stay queued", extra={"count": len(group), "error": error.message})
 
@@ -345,7 +345,7 @@ class PendingRequests:
         self._late.clear()
         for _, entries in by_lane(list(late)):
             try:
-                removed = await self._delivery.withdraw(entries)
+                removed = await self._queue.withdraw(entries)
             except DeliveryError as error:
                 logger.warning("late requests stay queued", extra={"count": len(entries), "error": error.message})
                 continue
@@ -374,7 +374,7 @@ class PendingRequests:
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         while True:
             try:
-                return await self._delivery.take_result(pending.load.lane, pending.request_id)
+                return await self._queue.take_result(pending.load.lane, pending.request_id)
             except BrokerUnavailable as error:
                 await asyncio.sleep(backoff.next_s())
                 if pending not in self:

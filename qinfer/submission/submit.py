@@ -52,7 +52,7 @@ class Submission:
     """Submits the requests of one process and waits for their answers; made on its event loop.
 
     Args:
-        delivery: The queue.
+        queue: The queue.
         catalog: Which models are served, and where their lanes are.
         limits: What is refused, and which tensors are large.
         owner: The name of this process; replies come to `reply:<owner>`.
@@ -66,22 +66,22 @@ class Submission:
 
     def __init__(
         self,
-        delivery: Queue,
+        queue: Queue,
         catalog: Catalog,
         limits: LimitSettings,
         owner: str,
         answered: Callable[[Pending, Response], None],
         failed: Callable[[Pending, Exception], None],
     ) -> None:
-        self._delivery = delivery
+        self._queue = queue
         self._max_in_flight = limits.max_in_flight
         self._clock = SystemClock()
         self._reply_to = reply_address(owner)
         self._new_id = IdFactory().request_id
         self._layouts = Layouts(limits.inline_max_bytes)
         call_later = asyncio.get_running_loop().call_later
-        self.pending = PendingRequests(delivery, self._clock, call_later, answered, failed)
-        self.backlog = Backlog(delivery, catalog)
+        self.pending = PendingRequests(queue, self._clock, call_later, answered, failed)
+        self.backlog = Backlog(queue, catalog)
 
     def submit(
         self, served: Served, request: InferRequest, sink: Sink, timeout_s: float, quota: Counter | None = None
@@ -122,7 +122,7 @@ class Submission:
                 self._submit_anew(pending, request, served, route or served.routes.default, timeout_s, kind)
             else:
                 self.pending.add(pending, now_s + timeout_s)
-                self._delivery.submit(lane, form.fill(request), partial(self.pending.submitted, pending))
+                self._queue.submit(lane, form.fill(request), partial(self.pending.submitted, pending))
         except QinferError:
             self.pending.remove(pending)
             raise
@@ -160,7 +160,7 @@ class Submission:
             pending.deadline_s, timeout_s = pending.started_s + timeout_s, request.queue_timeout_s
         self.pending.add(pending, pending.started_s + timeout_s)
         done = partial(self.pending.submitted, pending)
-        self._delivery.submit(route.lane, frame, done, payload=payload, limit=policy.max_queue_size)
+        self._queue.submit(route.lane, frame, done, payload=payload, limit=policy.max_queue_size)
 
 
 def check(request: InferRequest, served: Served) -> None:
@@ -368,12 +368,12 @@ class Backlog:
     """The loads of the lanes in use; see the module docstring.
 
     Args:
-        delivery: Tells the depths.
+        queue: Tells the depths.
         catalog: Tells the lanes of a version, and how fast they are worked off.
     """
 
-    def __init__(self, delivery: Queue, catalog: Catalog) -> None:
-        self._delivery = delivery
+    def __init__(self, queue: Queue, catalog: Catalog) -> None:
+        self._queue = queue
         self._catalog = catalog
         self._loads: dict[Lane, tuple[Load, _Group]] = {}
         self._groups: dict[tuple[str, int], _Group] = {}
@@ -421,7 +421,7 @@ class Backlog:
         for load in group.loads:
             load.left = 0
         try:
-            depths = await self._delivery.depth(group.lanes)
+            depths = await self._queue.depth(group.lanes)
         except BrokerUnavailable:
             return  # requests can't be submitted either, and fail for the same reason
         most = self._most(group.served)

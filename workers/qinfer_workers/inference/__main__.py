@@ -50,17 +50,17 @@ async def serve(settings: Settings) -> None:
         loop.add_signal_handler(signum, stop.set)
     worker_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     tracer = tracing.open_tracer(os.environ, tracing.WORKER, worker_id)
-    delivery = await Queue.connect(settings.redis, settings.limits)
+    queue = await Queue.connect(settings.redis, settings.limits)
     store = ControlStore(admin_client(settings.redis))
     files = open_repositories(settings.repository)
     if settings.repository.cache_dir:
         use_engine_cache(Path(settings.repository.cache_dir) / "engines")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = known_as(gpus_here(settings.worker.gpus, visible), visible)
-    loader = Loader(files.version_dir, registry.factory, delivery.clock, gpus, registry.completer)
-    worker = Worker(settings, delivery, store, loader, worker_id, ProcessRenewals(settings, worker_id))
+    loader = Loader(files.version_dir, registry.factory, queue.clock, gpus, registry.completer)
+    worker = Worker(settings, queue, store, loader, worker_id, ProcessRenewals(settings, worker_id))
     if tracer is not None:
-        worker.spans = Spans(tracer, delivery.clock)
+        worker.spans = Spans(tracer, queue.clock)
     following = loop.create_task(follow_log_settings(store, logs.Switches.of(settings.log)))
     gc.collect()
     gc.freeze()
@@ -71,7 +71,7 @@ async def serve(settings: Settings) -> None:
     finally:
         following.cancel()
         await store.close()
-        await delivery.close()
+        await queue.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
     logger.info("worker stopped", extra={"worker": worker_id})

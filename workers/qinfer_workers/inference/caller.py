@@ -72,7 +72,7 @@ class Caller:
     """The `Caller` of a worker's executions; made on the event loop, called from the threads of its instances.
 
     Args:
-        delivery: The queue.
+        queue: The queue.
         catalog: Which models are served; the caller refreshes it.
         worker_id: Names the reply address, `reply:worker-<id>`.
         tasks: Owns the tasks.
@@ -82,21 +82,21 @@ class Caller:
 
     def __init__(
         self,
-        delivery: Queue,
+        queue: Queue,
         catalog: Catalog,
         worker_id: str,
         tasks: asyncio.TaskGroup,
         limits: LimitSettings,
         called: Callable[[Lane], None] = lambda _: None,
     ) -> None:
-        self._delivery = delivery
+        self._queue = queue
         self._catalog = catalog
         self._owner = f"worker-{worker_id}"
         self._tasks = tasks
         self._called = called
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
-        self._submission = Submission(delivery, catalog, limits, self._owner, _answered, _failed)
+        self._submission = Submission(queue, catalog, limits, self._owner, _answered, _failed)
         self._refreshed_at = float("-inf")
         self._refreshing = asyncio.Lock()
         self._listening = asyncio.Event()
@@ -147,7 +147,7 @@ class Caller:
         await self._submission.pending.discard()
 
     def _now_s(self) -> float:
-        return self._delivery.clock.now_s()
+        return self._queue.clock.now_s()
 
     def _served(self, model: str, version: int, deadline_s: float) -> Served:
         """Finds the model; without the event loop if the view is fresh: a view is replaced whole, never changed."""
@@ -227,7 +227,7 @@ class Caller:
     async def _listen(self) -> None:
         """Has the reply stream read, from the first call on; returns once it exists."""
         if not self._background:
-            listener = self._delivery.listen(self._owner, self._submission.pending.receive, self._listening.set)
+            listener = self._queue.listen(self._owner, self._submission.pending.receive, self._listening.set)
             self._background = [self._tasks.create_task(listener), self._tasks.create_task(self._submission.run())]
         await self._listening.wait()
 

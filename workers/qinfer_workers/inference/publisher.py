@@ -239,7 +239,7 @@ class Publisher:
     """The `Outlet` of the worker's batchers.
 
     Args:
-        delivery: Where to publish and finish.
+        queue: Where to publish and finish.
         keeper: Holds the items' leases; they are dropped when their entries are to be finished.
         tasks: Owns the tasks.
         spans: Records what is published; `None` = nobody wants to know.
@@ -248,10 +248,8 @@ class Publisher:
         durations: How long it took.
     """
 
-    def __init__(
-        self, delivery: Queue, keeper: LeaseKeeper, tasks: asyncio.TaskGroup, spans: Spans | None = None
-    ) -> None:
-        self._delivery = delivery
+    def __init__(self, queue: Queue, keeper: LeaseKeeper, tasks: asyncio.TaskGroup, spans: Spans | None = None) -> None:
+        self._queue = queue
         self._keeper = keeper
         self._tasks = tasks
         self._spans = spans
@@ -277,7 +275,7 @@ class Publisher:
 
     def give_back(self, items: Sequence[Pending]) -> None:
         """Releases items that did not begin to execute; suspects stay suspects."""
-        self._spawn(lambda: self._delivery.release([item.lease for item in items]), items, self._keeper.drop)
+        self._spawn(lambda: self._queue.release([item.lease for item in items]), items, self._keeper.drop)
 
     def delay(self, items: Sequence[Pending]) -> None:
         """Moves items behind the others of their level: each to the `.delayed` lane of the lane that it is in."""
@@ -286,7 +284,7 @@ class Publisher:
             by_lane.setdefault(item.lease.entry.lane.name, []).append(item)
         for name, group in by_lane.items():
             leases = [item.lease for item in group]
-            self._spawn(partial(self._delivery.delay, leases, name + DELAYED), group, self._keeper.drop)
+            self._spawn(partial(self._queue.delay, leases, name + DELAYED), group, self._keeper.drop)
 
     def bury(self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None) -> None:
         """Makes a dead letter of an entry, and then answers it, if there is somebody to answer."""
@@ -298,7 +296,7 @@ class Publisher:
         async def work() -> None:
             nonlocal tries
             tries += 1
-            is_buried = await self._delivery.bury(lease, request_id, error.code.value, error.message)
+            is_buried = await self._queue.bury(lease, request_id, error.code.value, error.message)
             self._keeper.drop(items)  # not before: its tensors may take longer than a lease to be copied
             if is_buried:
                 tally.buried()
@@ -308,17 +306,17 @@ class Publisher:
                 return
             item, response = answer
             if item.request.reply_to:
-                await self._delivery.publish(item.request.reply_to, encode_responses([response]))
+                await self._queue.publish(item.request.reply_to, encode_responses([response]))
             else:
                 # The entry, whose deliveries the queue would count, is gone.
-                await self._delivery.requests.settle([settlement_of(item, response, attempt=lease.deliveries - 1)])
+                await self._queue.requests.settle([settlement_of(item, response, attempt=lease.deliveries - 1)])
 
         self._spawn(work, held=items)
 
     def discard(self, item: Pending) -> None:
         """Finishes an entry that nobody waits for."""
         self._keeper.drop([item])
-        self._spawn(lambda: self._delivery.finish([item.lease.entry]))
+        self._spawn(lambda: self._queue.finish([item.lease.entry]))
 
     def release_later(self, item: Pending, delay_s: float) -> None:
         """Releases what this worker can't read; not at once, or it would be the next to fetch it."""
@@ -370,7 +368,7 @@ class Publisher:
             blob = encode_responses(group)
             if is_large:
                 blob = encode_responses([await self._store(items, group[0], blob)])
-            if not await self._delivery.publish(address, blob):
+            if not await self._queue.publish(address, blob):
                 logger.debug("nobody waits any more", extra={"reply_to": address})
         self._count(items, begin_ns)
 
@@ -378,7 +376,7 @@ class Publisher:
         """Stores a response's outputs beside the reply stream; returns what is published instead."""
         item = next(item for item in items if item.request.id == response.request_id)
         try:
-            await self._delivery.store_result(item.lease.entry.lane, response.request_id, blob, STORED_TTL_S)
+            await self._queue.store_result(item.lease.entry.lane, response.request_id, blob, STORED_TTL_S)
         except PayloadTooLarge as error:
             return _failed(response, error)
         return msgspec.structs.replace(response, outputs=(), stored=True)
@@ -402,14 +400,14 @@ class Publisher:
 
     async def _settle_all(self, answers: Sequence[_Answer]) -> None:
         try:
-            await self._delivery.requests.settle([settlement_of(item, response) for item, response in answers])
+            await self._queue.requests.settle([settlement_of(item, response) for item, response in answers])
         except PayloadTooLarge as error:  # none has ended, and it does not say which is too large
             if len(answers) > 1:
                 for answer in answers:
                     await self._settle_all([answer])
                 return
             ((item, response),) = answers
-            await self._delivery.requests.settle([settlement_of(item, _failed(response, error))])
+            await self._queue.requests.settle([settlement_of(item, _failed(response, error))])
 
     def _finish_soon(self, items: Sequence[Pending]) -> None:
         """Finishes published items together with those of the next batches."""
@@ -431,7 +429,7 @@ class Publisher:
         if self._published:
             items, self._published = self._published, []
             self._keeper.drop(items)  # before they are finished: a renewal just after would find their leases lost
-            self._spawn(lambda: self._delivery.finish([item.lease.entry for item in items if not item.lost]), items)
+            self._spawn(lambda: self._queue.finish([item.lease.entry for item in items if not item.lost]), items)
 
     def _count(self, items: Sequence[Pending], begin_ns: int) -> None:
         lane = items[0].lease.entry.lane

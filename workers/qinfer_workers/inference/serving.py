@@ -121,7 +121,7 @@ class Serving:
         self.lanes = own + tuple(lane for lane in self.lanes if lane not in own)
         self._is_settled = False
 
-    async def find_leftovers(self, delivery: Queue) -> None:
+    async def find_leftovers(self, queue: Queue) -> None:
         """Has lanes read that only an earlier configuration had, as long as they hold anything."""
         if self._is_settled:
             return
@@ -129,21 +129,21 @@ class Serving:
         first = own[0]
         others = [Lane(first.model, first.version, name, first.partition) for name in NAMES]
         others = [lane for lane in others if lane not in own]
-        depths = await delivery.depth(others)
+        depths = await queue.depth(others)
         if own != self._own():
             return  # reconfigured meanwhile
         left = tuple(lane for lane, depth in zip(others, depths, strict=True) if depth)
         self.lanes = own + left
         self._is_settled = not left
 
-    async def drain(self, delivery: Queue, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
+    async def drain(self, queue: Queue, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
         """Serves on until the lanes are empty, for the limit at most; returns false once it is wanted again."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         was_empty = False
         while not is_wanted():
             try:
-                is_empty = not any(await delivery.depth(self.lanes))
+                is_empty = not any(await queue.depth(self.lanes))
             except QinferError:  # what waits can't be seen now
                 is_empty = False
             if (is_empty and was_empty) or loop.time() >= until_s:

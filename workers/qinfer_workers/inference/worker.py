@@ -1,6 +1,6 @@
 """The worker: fetches entries for its models, makes items of them, runs suspects alone, drains.
 
-    delivery.fetch ─▶ Intake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ delivery.publish, delivery.finish
+    queue.fetch ─▶ Intake ─▶ Batcher ─▶ instance threads ─▶ Publisher ─▶ queue.publish, queue.finish
 
 One fetch loop for each model version; everything but the model code and lease renewal runs on one event loop.
 """
@@ -52,7 +52,7 @@ class Worker:
 
     Args:
         settings: Its settings.
-        delivery: The queue.
+        queue: The queue.
         store: Desired state, heartbeats and statistics.
         loader: Loads model versions.
         worker_id: Unique for each start; the consumer name too.
@@ -65,7 +65,7 @@ class Worker:
     def __init__(
         self,
         settings: Settings,
-        delivery: Queue,
+        queue: Queue,
         store: ControlStore,
         loader: Loader,
         worker_id: str,
@@ -73,7 +73,7 @@ class Worker:
     ) -> None:
         self.spans: Spans | None = None
         self._settings, self._metrics = settings.worker, settings.metrics
-        self._delivery = delivery
+        self._queue = queue
         self._store = store
         self._id = worker_id
         self._limits = settings.limits
@@ -82,12 +82,10 @@ class Worker:
         self._catalog = Catalog(store, settings.limits)
         self._is_quiescing = False
         """Set while the worker quiesces and until it resumes: only models that executing batches call go on."""
-        self._keeper = LeaseKeeper(renewals, delivery.clock, settings.worker.lease_s, self._lanes, self._lost)
-        self._bulk = ShardService(settings, delivery, self._keeper, worker_id)
+        self._keeper = LeaseKeeper(renewals, queue.clock, settings.worker.lease_s, self._lanes, self._lost)
+        self._bulk = ShardService(settings, queue, self._keeper, worker_id)
         self._models = Models(store, settings.worker, settings.limits, loader, self)
-        self._heartbeat = Heartbeat(
-            store, worker_id, settings.worker, delivery.clock, self._models.states, self._batchers
-        )
+        self._heartbeat = Heartbeat(store, worker_id, settings.worker, queue.clock, self._models.states, self._batchers)
         self._heartbeat.gpus, self._heartbeat.leases = loader.gpus, self._keeper
         self._heartbeat.load_times = self._models.load_times
 
@@ -95,10 +93,10 @@ class Worker:
         """Serves until `stop` is set, then drains: ends what runs, releases what does not, retires the heartbeat."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            self._publisher = Publisher(self._delivery, self._keeper, tasks, self.spans)
+            self._publisher = Publisher(self._queue, self._keeper, tasks, self.spans)
             self._heartbeat.tallies = (self._publisher.durations, self._bulk.counts)
-            self._intake = Intake(self._delivery, self._publisher, self._settings.max_deliveries)
-            self._caller = Caller(self._delivery, self._catalog, self._id, tasks, self._limits, self._called)
+            self._intake = Intake(self._queue, self._publisher, self._settings.max_deliveries)
+            self._caller = Caller(self._queue, self._catalog, self._id, tasks, self._limits, self._called)
             renewals = tasks.create_task(self._keeper.run())
             bulk = self._bulk.start(tasks, self.spans)
             models = tasks.create_task(self._models.run(self._heartbeat.changed))
@@ -131,7 +129,7 @@ class Worker:
             serving.reread()
             self._bulk.serve(batcher, loaded)
             return
-        batcher = Batcher(model, self._delivery.clock, self._publisher, loaded.latency)
+        batcher = Batcher(model, self._queue.clock, self._publisher, loaded.latency)
         serving = self._serving[key] = Serving(batcher, self._metrics)
         serving.fetcher = self._tasks.create_task(self._fetch_loop(serving))
         self._bulk.serve(batcher, loaded)
@@ -151,7 +149,7 @@ class Worker:
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
         """Answers what waits for a model version and unloads it; tells whether it did, and was not wanted again."""
         serving = self._serving[model, version]
-        if not await serving.drain(self._delivery, self._settings.drain_s, is_wanted):
+        if not await serving.drain(self._queue, self._settings.drain_s, is_wanted):
             return False
         await self._end_serving(model, version)
         return True
@@ -163,7 +161,7 @@ class Worker:
             await self._pause(serving)
             serving.fetcher.cancel()
             await asyncio.wait([serving.fetcher])
-            await self._delivery.leave(serving.lanes)
+            await self._queue.leave(serving.lanes)
             del self._serving[model, version]
         serving.batcher.model.executor.retire()
         self._heartbeat.collect(serving.batcher)
@@ -188,7 +186,7 @@ class Worker:
                 continue
             quiet.clear()
             try:
-                leases = await self._delivery.fetch(serving.lanes, self._id, count, min(wait_s, longest_s))
+                leases = await self._queue.fetch(serving.lanes, self._id, count, min(wait_s, longest_s))
                 if outage.is_out:
                     outage.over()
                 if leases:
@@ -241,7 +239,7 @@ class Worker:
             reasons: list[str] = []
             for key, serving in list(self._serving.items()):
                 try:
-                    await serving.find_leftovers(self._delivery)
+                    await serving.find_leftovers(self._queue)
                     if await self._has_suspects(serving):
                         await self._run_suspects(key, serving)
                 except QinferError as error:
@@ -264,7 +262,7 @@ class Worker:
             if self._intake.is_readable(serving.batcher, leases[0]):
                 lane = leases[0].entry.lane
                 logger.warning("suspects found", extra={"model": lane.model, "version": lane.version})
-                await self._delivery.release(leases)
+                await self._queue.release(leases)
                 return True
         return False
 
@@ -299,7 +297,7 @@ class Worker:
     async def _reclaim(self, serving: Serving) -> list[Lease]:
         """Reclaims one entry, if there is any that this worker does not hold already."""
         for _ in range(_MAX_RECLAIMS):
-            leases = await self._delivery.reclaim(serving.lanes, self._id, self._settings.lease_s, 1)
+            leases = await self._queue.reclaim(serving.lanes, self._id, self._settings.lease_s, 1)
             mine = [lease for lease in leases if not self._keeper.holds(lease.entry)]
             if mine or not leases:
                 return mine
@@ -376,13 +374,13 @@ class Intake:
     """Makes pending items of leases: decides whether an entry may be batched.
 
     Args:
-        delivery: Gives external payloads.
+        queue: Gives external payloads.
         publisher: Takes what can't be executed.
         max_deliveries: An entry that was handed out more often is not tried again.
     """
 
-    def __init__(self, delivery: Queue, publisher: Publisher, max_deliveries: int) -> None:
-        self._delivery = delivery
+    def __init__(self, queue: Queue, publisher: Publisher, max_deliveries: int) -> None:
+        self._queue = queue
         self._publisher = publisher
         self._most = max(max_deliveries, LEAST_DELIVERIES)
         self._reader = RequestReader()
@@ -510,7 +508,7 @@ class Intake:
         One whose tensors should be there and are not is given up: somebody deleted them from the payload store.
         """
         try:
-            payload = await self._delivery.payload(item.lease.entry, item.request.id)
+            payload = await self._queue.payload(item.lease.entry, item.request.id)
         except CorruptEntry as error:
             self._bury(batcher, item, error)
             return None
