@@ -58,12 +58,12 @@ class ModelMetadata(msgspec.Struct, frozen=True):
 
 
 def server_metadata(settings: Settings) -> ServerMetadata:
-    """Returns what the server says about itself."""
+    """Returns the metadata of the server."""
     return ServerMetadata(settings.server_id, qinfer.__version__, list(EXTENSIONS))
 
 
 def model_metadata(catalog: Catalog, model: str, version: int) -> ModelMetadata:
-    """Returns what is known of a model.
+    """Returns the metadata of a model.
 
     Args:
         catalog: Knows the models.

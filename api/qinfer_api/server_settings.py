@@ -40,7 +40,7 @@ class LogValues(msgspec.Struct, frozen=True):
 
     Attributes:
         log_file: Always empty: logs go to stderr.
-        log_verbose_level: Above 0, what is for debugging is logged.
+        log_verbose_level: Above 0, debug lines are logged.
     """
 
     log_file: Literal[""]
@@ -52,7 +52,7 @@ class LogValues(msgspec.Struct, frozen=True):
 
 
 class LogChanges(msgspec.Struct, frozen=True):
-    """Changes of the log settings; what is left out or null stays.
+    """Changes of the log settings; omitted and null fields do not change.
 
     Attributes:
         log_file: Refused: where logs go is the operator's.

@@ -106,7 +106,7 @@ def grpc_status(code: str) -> str:
 
 
 def retry_after_s(code: str, error: BaseException | None = None) -> int:
-    """Returns after how many whole seconds to try again: at least 1, what an `Overloaded` says; 0 = nobody knows."""
+    """Returns the whole seconds after which to retry: at least 1, as an `Overloaded` says; 0 = unknown."""
     if isinstance(error, Overloaded):
         return max(math.ceil(error.retry_after_s), 1)
     return 1 if code in AGAIN else 0

@@ -64,7 +64,7 @@ class Columns(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Output(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the parts go, and what they are.
+    """Location and format of the parts.
 
     Attributes:
         url: A folder's URL; nothing may be in it yet.
@@ -98,7 +98,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         input_format: The format of the inputs; empty = by their extensions.
         columns: Input tensor → its column, its scalar columns, which are the elements of a row, or `Columns`; default:
             the column of the tensor's name.
-        key: A column that tells rows apart, copied to the output; empty = file, row group and row number are.
+        key: A column that identifies rows, copied to the output; empty = file, row group and row number are.
         passthrough: Columns that are copied to the output; `*` = all.
         exclude: Columns that `passthrough: ["*"]` leaves out.
         priority: Shards of a higher priority go first.
@@ -107,7 +107,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_parallel: At most so many shards run at a time; 0 = as many as there are workers.
         deadline_s: Seconds after its creation at which the job expires; 0 = never.
         metadata: The user's own words, kept with the job.
-        webhook: URL that is told of the end by a signed POST.
+        webhook: URL that is notified of the end by a signed POST.
 
     Example:
         {"model": "digits", "inputs": ["s3://bucket/in/*.parquet"], "columns": {"image": "pixels"}, "key": "id",

@@ -183,12 +183,12 @@ def read_stored(decoder: Decoder[T], data: bytes | memoryview, what: str) -> T:
 
 
 def encode_ticket(ticket: ShardTicket) -> bytes:
-    """Returns what travels on a lane."""
+    """Encodes a ticket for a lane."""
     return msgspec.msgpack.encode(ticket)
 
 
 def decode_ticket(data: bytes | memoryview) -> ShardTicket:
-    """Reads what travelled on a lane.
+    """Decodes a ticket of a lane.
 
     Raises:
         CorruptEntry: It is no ticket.

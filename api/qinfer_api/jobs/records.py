@@ -110,7 +110,7 @@ class JobBody(msgspec.Struct, frozen=True, kw_only=True):
         eta_s: Seconds that the rest will take.
         error: Why it failed.
         manifest_url: The list of the parts, once the job is completed.
-        spec: What was asked for, its version resolved, its URLs in one spelling.
+        spec: The requested job, with its version resolved and its URLs normalized.
 
     Example:
         {"id": "01JX3M3TC8Z6Q5RYB7WS2K4D9F", "model": "digits", "version": 1, "state": "running", "priority": "normal",

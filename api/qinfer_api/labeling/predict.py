@@ -47,7 +47,7 @@ class Failed(NamedTuple):
     error: QinferError
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what Label Studio logs, and stores nothing of."""
+        """Returns an entry that Label Studio logs and does not store."""
         return {"error": self.error.message}
 
 

@@ -112,7 +112,7 @@ class Pusher:
         return count
 
     async def push(self) -> int:
-        """Pushes what has ended; returns how many endings that were.
+        """Pushes the predictions of ended requests; returns their number.
 
         Raises:
             StudioAway: Label Studio can't be reached.

@@ -82,7 +82,7 @@ def label_studio_routes(services: Services, labeling: Labeling) -> APIRouter:
 
 
 def _add_calls(router: APIRouter, services: Services, labeling: Labeling) -> None:
-    """Adds what Label Studio calls."""
+    """Adds the routes that Label Studio calls."""
 
     @router.get("/label-studio/{model}/health", name="label_studio_health", **_HEALTH)
     async def health(model: str, request: Request) -> HttpResponse:
@@ -120,7 +120,7 @@ def _add_calls(router: APIRouter, services: Services, labeling: Labeling) -> Non
 
 
 def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> None:
-    """Adds what tells of tasks whose predictions are pushed."""
+    """Adds the routes for tasks whose predictions are pushed."""
     path = "/v1/label-studio/{model}/projects/{project}/tasks"
 
     @router.get(path, name="label_studio_tasks", **_TASKS)
@@ -208,7 +208,7 @@ def _context(services: Services, request: Request) -> Context:
 
 
 def _told(model: str, call: str, error: QinferError) -> QinferError:
-    """Logs what Label Studio will not show."""
+    """Logs errors that Label Studio does not show."""
     shown = model if is_model_name(model) else model[:40]
     logger.warning("call of Label Studio refused", extra={"model": shown, "route": call, "error": error.message})
     return error

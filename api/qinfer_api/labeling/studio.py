@@ -260,7 +260,7 @@ def _access_of(text: bytes) -> tuple[str, float]:
 
 
 def _reason(text: bytes) -> str:
-    """Returns what an error reply says, in one line that is not too long."""
+    """Returns the text of an error reply, in one line of bounded length."""
     said: object = None
     try:
         said = msgspec.json.decode(text)

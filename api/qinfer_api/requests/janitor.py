@@ -1,4 +1,4 @@
-"""The janitor: ends what nobody else would, and hands out webhooks. A role of every gateway; no leader.
+"""The janitor: ends expired requests, and delivers webhooks. A role of every gateway; no leader.
 
 - Asynchronous requests past their deadline are settled as expired, with zero workers too.
 - Synchronous requests whose gateway died wait in their lanes for nobody: where no worker lives to expire them, their

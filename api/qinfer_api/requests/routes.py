@@ -251,7 +251,7 @@ async def _repeated(
     options: SubmitOptions,
     body: Bytes | None = None,
 ) -> Ticket | None:
-    """Finds what was accepted before with the same id or key and the same body; reads the body where it was not."""
+    """Finds an earlier request with the same id or key and the same body; reads the body if there is none."""
     if not (options.request_id or options.idempotency_key):
         return None
     if body is None:
@@ -324,7 +324,7 @@ def _event_id(record: RequestRecord) -> str:
 def _decode(
     services: Services, served: Served, target: Target, body: Bytes, json_length: str | None
 ) -> tuple[InferRequest, OutputPlan, str]:
-    """Decodes and checks a body, and identifies what it asks."""
+    """Decodes and checks a body, and computes the hash of its content."""
     decoded, plan = services.codec.decode(target, body, json_length, served)
     services.dispatcher.check(decoded, served)
     return decoded, plan, _body_hash(target, body, json_length)

@@ -83,7 +83,7 @@ class RequestLinks(msgspec.Struct, frozen=True, rename={"own": "self"}):
 
 
 class RequestBody(msgspec.Struct, frozen=True, kw_only=True):
-    """An asynchronous request; instants are RFC 3339 in UTC, null where they have not come.
+    """An asynchronous request; instants are RFC 3339 in UTC, null before they occur.
 
     Attributes:
         state: queued | running | succeeded | failed | expired | cancelled; the last four are final
@@ -158,7 +158,7 @@ def address_of(request_id: str, tenant: str, model: str | None = None) -> Addres
 
 
 def unknown(request_id: str) -> RequestNotFound:
-    """Returns the error for an id that nobody knows, or that another tenant's request has."""
+    """Returns the error for an unknown id, or that of another tenant's request."""
     return RequestNotFound(
         f"request '{request_id[:100]}' is not known: it was not accepted, or it ended too long ago; "
         "a request with an id of your own is below its model: /v1/models/<model>/requests/<id>"
@@ -329,7 +329,7 @@ class AsyncRequests:
         return self.delivery.clock.now_s()
 
     def resolve(self, model: str, version: int) -> Served:
-        """Finds what a request is for; a model will do that no live worker has loaded yet.
+        """Finds the model version of a request; no live worker need have loaded the version yet.
 
         Raises:
             Overloaded: The gateway is shutting down.
@@ -380,7 +380,7 @@ class AsyncRequests:
         return await self._ticket(acceptance, accepted, options)
 
     async def repeated(self, context: Context, model: str, options: SubmitOptions) -> Ticket | None:
-        """Finds what was accepted before with the same id or idempotency key, also of a model that is not there now.
+        """Finds an earlier request with the same id or idempotency key, also if its model no longer exists.
 
         Raises:
             QinferError: The queue can't be asked; or `Conflict`, as `submit`.
@@ -396,7 +396,7 @@ class AsyncRequests:
         return None if record is None else Ticket(record, is_new=False)
 
     async def record(self, context: Context, address: Address) -> RequestRecord:
-        """Returns what is known of a request.
+        """Returns the record of a request.
 
         Raises:
             RequestNotFound: Nothing is, or it is another tenant's.
@@ -404,7 +404,7 @@ class AsyncRequests:
         return own_record(context.tenant, address, await self.delivery.requests.record(address))
 
     async def wait(self, context: Context, address: Address, wait_s: float) -> RequestRecord:
-        """Returns what is known of a request once it has ended, or after `wait_s` seconds, or when too many wait here.
+        """Returns the record of a request after its end, after `wait_s` seconds, or at once if too many wait here.
 
         Raises:
             RequestNotFound: Nothing is known of it, or it is another tenant's.
@@ -515,7 +515,7 @@ class AsyncRequests:
     def _acceptance(
         self, context: Context, request: InferRequest, served: Served, plan: OutputPlan, options: SubmitOptions
     ) -> Acceptance:
-        """Returns what is to be stored of a request, but for its lane, frame and payload.
+        """Returns the acceptance of a request, without its lane, frame and payload.
 
         No idempotency key outlives the record that it leads to.
         """

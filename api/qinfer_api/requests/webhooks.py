@@ -171,7 +171,7 @@ class Webhooks:
             return reply.status_code
 
     async def _done(self, item: DeliveryItem, *, delivered: bool) -> None:
-        """Removes a webhook, and notes in the record of its request or job what became of it."""
+        """Removes a webhook, and stores its outcome in the record of its request or job."""
         spell = keys.job if item.text.startswith(_JOB) else keys.request
         record = spell(item.model, item.partition, _about(item).id).encode()
         note = (record, "webhook_state", "delivered" if delivered else "failed")

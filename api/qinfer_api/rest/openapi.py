@@ -34,7 +34,7 @@ _MEANING = {
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """Every error: what happened, the value, and what to do.
+    """Body of every error: what happened, the value, and what to do.
 
     Example:
         {"error": "Request for unknown model: 'x' is not found"}
@@ -96,7 +96,7 @@ def followed(description: str, event: str) -> dict[int, Json]:
     """Returns the responses of a stream of server-sent events, which a reader that saw the end is not sent again."""
     return {
         200: answer(description, {"type": "string"}, kind="text/event-stream", example=event),
-        204: answer("`Last-Event-ID` was the end already: do not come back."),
+        204: answer("`Last-Event-ID` was the end: do not reconnect."),
     }
 
 

@@ -107,7 +107,7 @@ def _add_control(router: APIRouter, services: Services) -> None:
 
     @router.post("/v2/repository/models/{model}/unload", name="repository_unload", **controlling, **_UNLOAD)
     async def unload(model: str, request: Request) -> HttpResponse:
-        """Unloads a model: from now on it takes no requests; what waits is still answered."""
+        """Unloads a model: it accepts no more requests, and waiting requests are still answered."""
         call = await read_json(services, request, UnloadCall, prefix=_UNPARSED, may_be_empty=True)
         await services.models.unload(model, unload_dependents=call.parameters.unload_dependents)
         return send(Reply(200, b""))

@@ -29,7 +29,7 @@ _READY = operation(
 )
 _SCOPE = query(
     "scope",
-    "cluster: of the whole installation; process: of this gateway; both where it is left out.",
+    "cluster: of the whole installation; process: of this gateway; both if omitted.",
     type="string",
     default="",
     examples=["cluster"],
@@ -86,13 +86,13 @@ def statistics_routes(services: Services) -> APIRouter:
 
     @router.get("/v2/models/stats", **_STATISTICS)
     async def statistics() -> HttpResponse:
-        """Tells what all ready model versions did; counters are about a second old, and only grow."""
+        """Returns the statistics of all ready model versions; counters are about a second old, and never decrease."""
         return send_json(ModelStats(await services.statistics.model_statistics()))
 
     @router.get("/v2/models/{model}/versions/{version}/stats", name="version_statistics", **_STATISTICS)
     @router.get("/v2/models/{model}/stats", name="model_statistics", **_STATISTICS)
     async def model_statistics(request: Request) -> HttpResponse:
-        """Tells what the ready versions of a model did, or that of the path."""
+        """Returns the statistics of the ready versions of a model, or of the version in the path."""
         return send_json(ModelStats(await services.statistics.model_statistics(*target_of(request))))
 
     return router
@@ -148,32 +148,32 @@ def settings_routes(services: Services) -> APIRouter:
 
     @router.get("/v2/logging", dependencies=[*of_log, reading], **_LOG_READ)
     async def log_settings() -> HttpResponse:
-        """Tells what the processes of the server log."""
+        """Returns the log settings of all processes of the server."""
         return send_json(await log.read())
 
     @router.post("/v2/logging", dependencies=[*of_log, changing], **_LOG_UPDATE)
     async def update_log_settings(request: Request) -> HttpResponse:
-        """Changes what all processes of the server log; what is left out or `null` stays."""
+        """Changes the log settings of all processes of the server; omitted and `null` fields do not change."""
         return send_json(await log.update(await read_json(services, request, dict[str, Any])))
 
     @router.get("/v2/trace/setting", dependencies=[*of_trace, reading], **_TRACE_READ)
     async def trace_settings() -> HttpResponse:
-        """Tells what is to be traced."""
+        """Returns the trace settings."""
         return send_json(await trace.read())
 
     @router.post("/v2/trace/setting", dependencies=[*of_trace, changing], **_TRACE_UPDATE)
     async def update_trace_settings(request: Request) -> HttpResponse:
-        """Changes what is to be traced; `null` is the value at the start."""
+        """Changes the trace settings; `null` resets a setting to its value at the start."""
         return send_json(await trace.update(await read_json(services, request, dict[str, Any])))
 
     @router.get("/v2/models/{model}/trace/setting", dependencies=[*of_trace, reading], **_TRACE_READ)
     async def model_trace_settings(model: str) -> HttpResponse:
-        """Tells what is to be traced of a model."""
+        """Returns the trace settings of a model."""
         return send_json(await trace.read(model))
 
     @router.post("/v2/models/{model}/trace/setting", dependencies=[*of_trace, changing], **_TRACE_UPDATE)
     async def update_model_trace_settings(model: str, request: Request) -> HttpResponse:
-        """Changes what is to be traced of a model; `null` is the server's value."""
+        """Changes the trace settings of a model; `null` resets a setting to the server's value."""
         return send_json(await trace.update(await read_json(services, request, dict[str, Any]), model))
 
     return router

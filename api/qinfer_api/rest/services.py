@@ -216,7 +216,7 @@ class InferCall(msgspec.Struct, frozen=True):
     Attributes:
         id: Echoed in the reply.
         parameters: `binary_data_output`, `priority`, `timeout` (µs), and your own.
-        outputs: The outputs wanted; all of them if left out.
+        outputs: The requested outputs; all if omitted.
 
     Example:
         {"id": "42", "inputs": [{"name": "image", "shape": [1, 4], "datatype": "FP32", "data": [0.0, 0.5, 0.5, 1.0]}]}
@@ -242,7 +242,7 @@ class InferBody(msgspec.Struct, frozen=True):
     """The answer of a model.
 
     Attributes:
-        id: The request's id; left out if it had none.
+        id: The request's id; omitted if it had none.
         parameters: What the model says besides its outputs.
 
     Example:

@@ -55,7 +55,7 @@ class Backlog(msgspec.Struct, frozen=True):
     """The work of a model, over all its versions and lanes.
 
     Attributes:
-        work_s: Seconds that one worker would need for it; 0 only where there is nothing to do.
+        work_s: Seconds that one worker would need for it; 0 only if there is no work.
         workers: Live workers that have a version of it ready.
     """
 

@@ -114,7 +114,7 @@ class Jobs:
         return await self._durability.write(record.model, record.partition, write)
 
     async def get(self, job_id: str) -> JobRecord | None:
-        """Returns what is known of a job; `None` = nothing, or not any more."""
+        """Returns the record of a job; `None` = there is none, or no longer."""
         place = await self._index.find(job_id)
         if place is None:
             return None

@@ -326,7 +326,7 @@ def load_config(path: Path, environment: Mapping[str, str]) -> BridgeConfig:
 
 
 def parse_config(document: object, environment: Mapping[str, str], name: str = "configuration") -> BridgeConfig:
-    """Checks what a file says; see `load_config`.
+    """Checks the content of a file; see `load_config`.
 
     Args:
         document: The file's content, parsed.

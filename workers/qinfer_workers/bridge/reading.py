@@ -111,7 +111,7 @@ class Reader:
         return Work(message, acceptance, bool(message_id))
 
     def _notes(self, message: Delivered, message_id: bytes, reply: ReplyEncoding) -> bytes:
-        """Returns what is kept to send the reply.
+        """Returns the data that is kept for the reply.
 
         Raises:
             InvalidRequest: It is too much, or there is nowhere to send a reply to.

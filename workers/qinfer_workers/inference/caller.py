@@ -63,7 +63,7 @@ class _Answer:
         self.future: Future[Response] = Future()
 
     def deliver(self, response: Response) -> None:
-        """Takes the final response."""
+        """Delivers the final response."""
         if response.final and not self.future.done():
             self.future.set_result(response)
 
@@ -133,17 +133,17 @@ class Caller:
         return response
 
     def is_target(self, model: str, version: int) -> bool:
-        """Tells whether a call to a model version is under way."""
+        """Returns whether a call to a model version is in progress."""
         return self._submission.pending.has_any_of(model, version)
 
     def close(self) -> "list[asyncio.Task[Any]]":
-        """Refuses further calls and ends those under way with `Cancelled`; returns the tasks to be cancelled."""
+        """Refuses further calls and ends those in progress with `Cancelled`; returns the tasks to be cancelled."""
         self._is_closed = True
         self._submission.pending.fail_all(Cancelled(_ENDING))
         return [*self._open, *self._background]
 
     async def discard(self) -> None:
-        """Takes abandoned requests out of the queue now; what the broker can't be told, the deadline ends."""
+        """Removes abandoned requests from the queue now; if Redis is away, their deadlines end them."""
         await self._submission.pending.discard()
 
     def _now_s(self) -> float:
@@ -178,7 +178,7 @@ class Caller:
             self._called(served.lane)
 
     def _outcome(self, outcome: "Future[T]", deadline_s: float) -> T:
-        """Waits for what the event loop was asked for; blocks this thread."""
+        """Waits for a result of the event loop; blocks this thread."""
         try:
             return outcome.result(max(deadline_s - self._now_s(), 0.0) + _GRACE_S)
         except TimeoutError:
@@ -187,7 +187,7 @@ class Caller:
             raise Cancelled(_ENDING) from None
 
     async def _resolve(self, model: str, version: int, deadline_s: float) -> Served:
-        """Finds the model; on the event loop, where the view may have to be read again."""
+        """Finds the model on the event loop, after reading the view again if necessary."""
         if self._is_closed:
             raise Cancelled(_ENDING)
         task = asyncio.current_task()
@@ -212,7 +212,7 @@ class Caller:
             self._open.discard(task)
 
     async def _refresh(self, older_than_s: float) -> None:
-        """Reads the models again if the view is older; with the store away, the last view serves on."""
+        """Reads the models again if the view is older; while the store is away, the last view remains in use."""
         async with self._refreshing:
             if self._now_s() - self._refreshed_at <= older_than_s:
                 return
@@ -225,7 +225,7 @@ class Caller:
             self._refreshed_at = self._now_s()
 
     async def _listen(self) -> None:
-        """Has the reply stream read, from the first call on; returns once it exists."""
+        """Starts the reader of the reply stream at the first call; returns once the stream exists."""
         if not self._background:
             listener = self._queue.listen(self._owner, self._submission.pending.receive, self._listening.set)
             self._background = [self._tasks.create_task(listener), self._tasks.create_task(self._submission.run())]

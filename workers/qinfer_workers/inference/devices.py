@@ -29,7 +29,7 @@ def gpus_here(allowed: tuple[int, ...] | None, visible: str | None, dev: Path = 
 
 
 def known_as(gpus: Collection[int], visible: str | None) -> dict[int, str]:
-    """Returns what NVML knows GPUs by, which numbers all of a machine whatever CUDA sees: an index or a UUID.
+    """Returns the ids of GPUs in NVML, which numbers all GPUs of a machine whatever CUDA sees: indices or UUIDs.
 
     Args:
         gpus: CUDA's numbers.
@@ -40,12 +40,12 @@ def known_as(gpus: Collection[int], visible: str | None) -> dict[int, str]:
 
 
 def named(gpus: Collection[int]) -> str:
-    """Returns what the heartbeat says a worker runs on: `cpu`, or `cpu, gpu 0, gpu 1`."""
+    """Returns the devices of a worker as its heartbeat lists them: `cpu`, or `cpu, gpu 0, gpu 1`."""
     return ", ".join(["cpu", *(f"gpu {number}" for number in gpus)])
 
 
 def devices_of(spec: ModelSpec, gpus: Collection[int]) -> tuple[Device, ...]:
-    """Returns the device of each instance that runs here: those of GPUs that this worker has not are left out.
+    """Returns the device of each instance of this worker; instances on GPUs that the worker lacks are omitted.
 
     Raises:
         ModelLoadFailed: None is left.

@@ -49,7 +49,7 @@ class Host(Protocol):
 
 
 class Models:
-    """Keeps what is loaded equal to what is desired.
+    """Keeps the loaded models equal to the desired state.
 
     Args:
         store: Holds the desired state.
@@ -161,7 +161,7 @@ class Models:
                 unloads.create_task(self._unload(key))
 
     async def _load(self, key: Key, model: StoredModel) -> bool:
-        """Loads a version; tells whether it is served now."""
+        """Loads a version; returns whether it is served now."""
         name, version = key
         began_s = time.monotonic()
         self._show_loading(key, model.generation)

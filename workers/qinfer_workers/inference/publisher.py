@@ -46,7 +46,7 @@ class Held(Protocol):
 
     @property
     def deadline_s(self) -> float:
-        """The instant from which nobody waits for it, in the broker's time."""
+        """The instant from which its caller no longer waits, in the broker's time."""
         ...
 
     def lose(self) -> None:
@@ -55,7 +55,7 @@ class Held(Protocol):
 
 
 class Renewals(Protocol):
-    """Renews what a keeper holds."""
+    """Renews the leases of a keeper."""
 
     async def run(self, keeper: "LeaseKeeper") -> None:
         """Renews again and again until cancelled, and reports each outcome to `LeaseKeeper.renewed`."""
@@ -140,12 +140,12 @@ class LeaseKeeper:
         return any(place_of(item) == place for item in self.held())
 
     def held(self) -> list[Held]:
-        """Returns what is held."""
+        """Returns the held leases."""
         with self._lock:
             return list(self._held)
 
     def wanted(self) -> list[tuple[Held, float]]:
-        """Returns what is to be renewed, and on the monotonic clock until when.
+        """Returns the leases to renew, and until when on the monotonic clock.
 
         A lease time after its deadline nobody waits for an item, which must not be in flight for ever because a model
         never returns.
@@ -287,7 +287,7 @@ class Publisher:
             self._spawn(partial(self._queue.delay, leases, name + DELAYED), group, self._keeper.drop)
 
     def bury(self, lease: Lease, error: QinferError, tally: StatsTally, answer: _Answer | None = None) -> None:
-        """Makes a dead letter of an entry, and then answers it, if there is somebody to answer."""
+        """Makes an entry a dead letter, and then answers it, if a caller is waiting."""
         request_id = answer[1].request_id if answer else ""
         items = [answer[0]] if answer else []
         self._keeper.hold(items)
@@ -314,12 +314,12 @@ class Publisher:
         self._spawn(work, held=items)
 
     def discard(self, item: Pending) -> None:
-        """Finishes an entry that nobody waits for."""
+        """Finishes an entry without a waiting caller."""
         self._keeper.drop([item])
         self._spawn(lambda: self._queue.finish([item.lease.entry]))
 
     def release_later(self, item: Pending, delay_s: float) -> None:
-        """Releases what this worker can't read; not at once, or it would be the next to fetch it."""
+        """Releases an entry that this worker cannot read; later, or this worker would fetch it again."""
         self._keeper.hold([item])
         self._later[item] = self._loop.call_later(delay_s, self._release, item)
 

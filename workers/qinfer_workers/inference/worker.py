@@ -48,7 +48,7 @@ _AGAIN_S = 0.5
 
 
 class Worker:
-    """Serves models until told to stop.
+    """Serves models until it is stopped.
 
     Args:
         settings: Its settings.

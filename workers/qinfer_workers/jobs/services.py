@@ -39,7 +39,7 @@ MAX_DEATHS = 5
 
 
 class NotWanted(Exception):
-    """The job is in another state by now, or somebody in this process works on it already."""
+    """The job is in another state now, or this process is already working on it."""
 
 
 class Step(NamedTuple):
@@ -132,7 +132,7 @@ class JobServices:
         self._threads = ThreadPoolExecutor(self.settings.plan_threads, thread_name_prefix="bulk")
 
     async def in_thread(self, function: Callable[..., T], *args: object) -> T:
-        """Runs what blocks in a thread; at most `bulk.plan_threads` at once."""
+        """Runs a blocking call in a thread; at most `bulk.plan_threads` at once."""
         future = self._threads.submit(function, *args)
         try:
             return await asyncio.wrap_future(future)
