@@ -6,7 +6,7 @@ joins later finds the same wish.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -24,7 +24,7 @@ from qinfer.errors import (
 )
 from qinfer.models.readiness import ModelStatus, Progress, assess, outcome
 from qinfer.models.repository.open import Repositories
-from qinfer.models.repository.reader import RepositoryModel, is_model_name
+from qinfer.models.repository.reader import is_model_name
 from qinfer.models.state import Desired, State, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import has_same_content, write_model
@@ -47,36 +47,6 @@ class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     version: str = ""
     state: str = ""
     reason: str = ""
-
-
-def index_of(
-    names: Iterable[str],
-    desired: Mapping[str, Desired],
-    stored: Mapping[str, StoredModel],
-    workers: Iterable[WorkerRecord],
-    *,
-    ready: bool = False,
-) -> list[IndexEntry]:
-    """Returns the index, by name and version.
-
-    Args:
-        names: The models of the repositories.
-        desired: The desired state.
-        stored: The stored configurations.
-        workers: The live workers.
-        ready: Only versions that are READY.
-    """
-    records = list(workers)
-    statuses = assess(desired, stored, records)
-    entries: list[IndexEntry] = []
-    for name in sorted({*names, *desired}):
-        if name in statuses:
-            entries.extend(_loaded(statuses[name]))
-        elif name in stored:
-            entries.extend(_unloaded(stored[name], records))
-        else:
-            entries.append(IndexEntry(name))
-    return [entry for entry in entries if not ready or entry.state == State.READY]
 
 
 def _loaded(status: ModelStatus) -> Iterator[IndexEntry]:
@@ -144,7 +114,16 @@ class ModelControl:
         desired = await self._store.desired()
         stored = await self._store.models(desired)
         names = set() if ready else await asyncio.to_thread(self._names)
-        return index_of(names, desired, stored, workers, ready=ready)
+        statuses = assess(desired, stored, workers)
+        entries: list[IndexEntry] = []
+        for name in sorted({*names, *desired}):
+            if name in statuses:
+                entries.extend(_loaded(statuses[name]))
+            elif name in stored:
+                entries.extend(_unloaded(stored[name], workers))
+            else:
+                entries.append(IndexEntry(name))
+        return [entry for entry in entries if not ready or entry.state == State.READY]
 
     async def load(self, model: str, config: str | None = None, files: Mapping[str, bytes] | None = None) -> None:
         """Loads a model, or loads it anew if anything about it has changed; returns once it is READY.
@@ -244,16 +223,16 @@ class ModelControl:
         finally:
             await self._drop_unused(source, model, {location, before.location if before else ""} - {""})
 
-    async def _bring_about(self, found: RepositoryModel, before: StoredModel | None) -> None:
+    async def _bring_about(self, found: StoredModel, before: StoredModel | None) -> None:
         """Stores a model as it should be, and waits until it is loaded, or stores again what was before."""
-        wish = (await self._store.desired()).get(found.name)
+        wish = (await self._store.desired()).get(found.model)
         anew = await self._is_due(wish, before)
         written, changed = await write_model(
             found, wish, self._store, self._delivery, anew=anew, min_workers=self._settings.min_workers
         )
         if changed:
             await self._store.wake()
-            logger.info("model load asked for", extra={"model": found.name, "generation": written.generation})
+            logger.info("model load asked for", extra={"model": found.model, "generation": written.generation})
         try:
             await self._until_ready(written)
         except _Superseded:
@@ -274,7 +253,7 @@ class ModelControl:
         for location in locations - {stored.location if stored else ""}:
             await asyncio.to_thread(source.drop_files, location)
 
-    async def _read(self, source: Repositories, model: str, config: str, location: str) -> RepositoryModel:
+    async def _read(self, source: Repositories, model: str, config: str, location: str) -> StoredModel:
         try:
             found = await asyncio.to_thread(source.read, model, config, location)
         except ModelNotFound:

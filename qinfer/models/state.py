@@ -25,15 +25,17 @@ class Desired(msgspec.Struct, frozen=True):
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """A model's configuration as `models sync` wrote it.
+    """A model's configuration, as the repositories have it and as it is stored.
 
     Attributes:
-        model: Its name.
-        generation: The generation it belongs to.
-        config: The normalised ModelConfig in the JSON dialect of `GET …/config` (reference §2.5).
+        model: Its name: that of its directory.
+        generation: The generation it belongs to; 0 = it is not stored.
+        config: The normalised ModelConfig in the JSON dialect of `GET …/config` (reference §2.5); empty when there is
+            an error. With `pending` it is not complete, nor checked, and of the defaults it has those of the instance
+            groups only.
         versions: The versions that its version policy selects, ascending.
-        content_hash: Hash of the configuration and the model files, by which a change is noticed.
-        error: Why the model can't be loaded (bad configuration, no version); empty when it can.
+        content_hash: Changes with the configuration's text and with path, size or modification time of any file.
+        error: Why the model can't be loaded (bad configuration, no version); empty when it can. Clients see it.
         min_workers: 0 = it is READY without a live worker (`qinfer.min_workers`).
         labels: Output → the names of its classes.
         location: Where its files are within the overlay repository; empty = in the repositories.
@@ -42,9 +44,9 @@ class StoredModel(msgspec.Struct, frozen=True):
     """
 
     model: str
-    generation: int
-    config: str
-    versions: tuple[int, ...]
+    generation: int = 0
+    config: str = ""
+    versions: tuple[int, ...] = ()
     content_hash: str = ""
     error: str = ""
     min_workers: int = 1

@@ -15,8 +15,7 @@ import msgspec
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
 from qinfer.models.repository.open import Repositories
-from qinfer.models.repository.reader import RepositoryModel
-from qinfer.models.state import Desired, WorkerRecord
+from qinfer.models.state import Desired, StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import write_model
 from qinfer.queue.lanes import Queue
@@ -79,9 +78,9 @@ async def sync(
         raise EmptyRepository(_EMPTY.format(count=len(served), names=", ".join(served[:_TOLD])))
     workers = await store.workers()
     synced = [
-        await _sync_model(model, desired.get(model.name), workers, store, delivery, min_workers) for model in found
+        await _sync_model(model, desired.get(model.model), workers, store, delivery, min_workers) for model in found
     ]
-    for name in sorted(desired.keys() - {model.name for model in found}):
+    for name in sorted(desired.keys() - {model.model for model in found}):
         if desired[name].load:
             await store.set_desired(msgspec.structs.replace(desired[name], load=False))
             synced.append(SyncedModel(model=name, generation=desired[name].generation, changed=True, removed=True))
@@ -147,7 +146,7 @@ def _names_to_load(repository: Repositories, named: tuple[str, ...]) -> list[str
     return repository.names()
 
 
-def _read(repository: Repositories, name: str) -> RepositoryModel:
+def _read(repository: Repositories, name: str) -> StoredModel:
     try:
         return repository.read(name)
     except ModelNotFound:
@@ -157,18 +156,18 @@ def _read(repository: Repositories, name: str) -> RepositoryModel:
 
 
 async def _sync_model(
-    model: RepositoryModel,
+    model: StoredModel,
     wish: Desired | None,
     workers: Iterable[WorkerRecord],
     store: ControlStore,
     delivery: Queue,
     min_workers: int,
 ) -> SyncedModel:
-    if model.error and wish is not None and wish.load and any(worker.serves(model.name) for worker in workers):
-        kept = await store.model(model.name)
+    if model.error and wish is not None and wish.load and any(worker.serves(model.model) for worker in workers):
+        kept = await store.model(model.model)
         if kept is not None and not kept.error:
             return SyncedModel(
-                model=model.name,
+                model=model.model,
                 generation=kept.generation,
                 versions=kept.versions,
                 error=f"{model.error}; what was loaded before serves on",
@@ -176,5 +175,5 @@ async def _sync_model(
     anew = wish is not None and not wish.load  # a worker may have the generation from before it was unloaded
     stored, changed = await write_model(model, wish, store, delivery, anew=anew, min_workers=min_workers)
     return SyncedModel(
-        model=model.name, generation=stored.generation, versions=stored.versions, changed=changed, error=stored.error
+        model=model.model, generation=stored.generation, versions=stored.versions, changed=changed, error=stored.error
     )

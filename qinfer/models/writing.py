@@ -14,9 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from qinfer.errors import ModelLoadFailed, QinferError
-from qinfer.models.config.config import from_json, to_json, to_spec
+from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.config.to_spec import MIN_WORKERS
-from qinfer.models.repository.reader import RepositoryModel
 from qinfer.models.routes import lanes_of
 from qinfer.models.state import Desired, StoredModel
 from qinfer.models.store import ControlStore
@@ -34,7 +33,7 @@ class Written(NamedTuple):
 
 
 async def write_model(
-    model: RepositoryModel,
+    model: StoredModel,
     wish: Desired | None,
     store: ControlStore,
     delivery: Queue,
@@ -60,7 +59,7 @@ async def write_model(
     await ensure_lanes(new, delivery)
     written = await _store(new, wish, store, int(delivery.clock.now_s() * 1000), anew=anew)
     if wish is None or wish.generation < written.stored.generation or not wish.load:
-        await store.set_desired(Desired(model.name, written.stored.generation))
+        await store.set_desired(Desired(model.model, written.stored.generation))
         return Written(written.stored, changed=True)
     return written
 
@@ -78,21 +77,13 @@ async def ensure_lanes(stored: StoredModel, delivery: Queue) -> None:
         await delivery.ensure((*lanes_of(spec, version), *bulk_lanes(stored.model, version)))
 
 
-async def _as_stored(model: RepositoryModel, store: ControlStore, min_workers: int) -> StoredModel:
-    if model.config is not None and not model.pending and MIN_WORKERS in model.config.parameters:
-        min_workers = to_spec(model.config).min_workers
-    stored = StoredModel(
-        model=model.name,
-        generation=0,
-        config="" if model.config is None else to_json(model.config),
-        versions=model.versions,
-        content_hash=model.content_hash,
-        error=model.error,
-        min_workers=min_workers,
-        labels={output: tuple(names) for output, names in model.labels.items()},
-        location=model.location,
-        pending=model.pending,
-    )
+async def _as_stored(model: StoredModel, store: ControlStore, min_workers: int) -> StoredModel:
+    """Returns a model with the workers that it needs, and completed, where its content was completed before."""
+    if model.config and not model.pending:
+        config = from_json(model.config)
+        if MIN_WORKERS in config.parameters:
+            min_workers = to_spec(config).min_workers
+    stored = msgspec.structs.replace(model, min_workers=min_workers)
     completion = await find_completion(stored, store) if stored.pending else None
     return stored if completion is None else completed(stored, completion)
 

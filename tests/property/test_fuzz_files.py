@@ -69,7 +69,7 @@ def test_model_directories(tmp_path_factory: Any, contents: dict[str, bytes], co
 
     model = read_model(files, "m", listing, Reading(config_name=config_name))
 
-    assert model.error or model.config is not None
+    assert model.error or model.config
     assert str(root) not in model.error
     for lines in model.labels.values():
         "".join(lines).encode()

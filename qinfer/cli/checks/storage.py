@@ -10,8 +10,9 @@ from urllib.parse import unquote, urlsplit
 from qinfer.cli.checks.report import Finding, ok, problem, warning
 from qinfer.core.settings import RepositorySettings, Settings
 from qinfer.errors import QinferError, SettingsError
+from qinfer.models.config.message import from_json
 from qinfer.models.repository.open import open_repositories
-from qinfer.models.repository.reader import RepositoryModel
+from qinfer.models.state import StoredModel
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ _LIMIT_S = 30.0
 _DEFAULT = "models"
 
 
-def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[RepositoryModel]]:
+def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[StoredModel]]:
     """Reads every model of the repositories; blocking.
 
     Returns:
@@ -40,7 +41,7 @@ def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[R
     wrong = [model for model in models if model.error]
     findings = [
         problem(
-            "model", f"{model.name}: {model.error}", "correct its files; docs/reference/model-config.md has the fields"
+            "model", f"{model.model}: {model.error}", "correct its files; docs/reference/model-config.md has the fields"
         )
         for model in wrong
     ]
@@ -52,9 +53,9 @@ def read_models(settings: RepositorySettings) -> tuple[list[Finding], Sequence[R
     return findings, models
 
 
-def needed_backends(models: Sequence[RepositoryModel]) -> dict[str, str]:
+def needed_backends(models: Sequence[StoredModel]) -> dict[str, str]:
     """Returns the backends in the models' configurations, each with the name of a model."""
-    return {model.config.backend: model.name for model in reversed(models) if model.config is not None}
+    return {from_json(model.config).backend: model.model for model in reversed(models) if model.config}
 
 
 def examine_stores(settings: Settings) -> Iterator[Finding]:

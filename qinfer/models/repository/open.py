@@ -6,11 +6,12 @@ import tempfile
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
+
+import msgspec
 
 from qinfer.core.messages import IdFactory
 from qinfer.core.settings import RepositorySettings
@@ -24,7 +25,8 @@ from qinfer.errors import (
 )
 from qinfer.models.repository.cache import FilesCache
 from qinfer.models.repository.files import Files, Listing, LocalFiles, RemoteFiles
-from qinfer.models.repository.reader import UNREADABLE, Reading, RepositoryModel, is_model_name, read_model
+from qinfer.models.repository.reader import UNREADABLE, Reading, is_model_name, read_model
+from qinfer.models.state import StoredModel
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class Repositories:
         self._overlay = overlay
         self._how = how
         self._cache = cache
-        self._read: dict[tuple[str, str], tuple[str, RepositoryModel]] = {}
+        self._read: dict[tuple[str, str], tuple[str, StoredModel]] = {}
         """(URL, model) → hash of its listing and what was read then, so that polling is cheap."""
 
     def names(self) -> list[str]:
@@ -68,20 +70,20 @@ class Repositories:
         """
         return sorted({name for place in self._places for name in place.files.models()})
 
-    def scan(self) -> list[RepositoryModel]:
+    def scan(self) -> list[StoredModel]:
         """Reads every model, sorted by name; one that can't be used carries its error and hides no other.
 
         Raises:
             SettingsError: A repository can't be read.
         """
-        found: dict[str, RepositoryModel] = {}
+        found: dict[str, StoredModel] = {}
         for place in self._places:
             for model in self._scan(place):
-                is_known = model.name in found
-                found[model.name] = RepositoryModel(name=model.name, error=_NOT_UNIQUE) if is_known else model
+                is_known = model.model in found
+                found[model.model] = StoredModel(model.model, error=_NOT_UNIQUE) if is_known else model
         return [found[name] for name in sorted(found)]
 
-    def read(self, name: str, override: str = "", location: str = "") -> RepositoryModel:
+    def read(self, name: str, override: str = "", location: str = "") -> StoredModel:
         """Reads one model.
 
         Args:
@@ -99,12 +101,14 @@ class Repositories:
                 listing = files.listing(location)
                 if listing is None:
                     raise ModelNotFound(f"the files that model '{name}' was loaded with are gone")
-                return replace(read_model(files, location, listing, self._how, override, name), location=location)
+                return msgspec.structs.replace(
+                    read_model(files, location, listing, self._how, override, name), location=location
+                )
             holders = self._holders(name)
             if not holders:
                 raise ModelNotFound(f"no model repository has a model '{name}'")
             if len(holders) > 1:
-                return RepositoryModel(name=name, error=_NOT_UNIQUE)
+                return StoredModel(name, error=_NOT_UNIQUE)
             place, listing = holders[0]
             return read_model(place.files, name, listing, self._how, override)
         except SettingsError as error:
@@ -184,7 +188,7 @@ class Repositories:
         except SettingsError as error:
             logger.warning("files of a load request can't be removed", extra={"reason": error.message})
 
-    def _scan(self, place: _Place) -> list[RepositoryModel]:
+    def _scan(self, place: _Place) -> list[StoredModel]:
         listings = place.files.listings()
         for key in [key for key in self._read if key[0] == place.url and key[1] not in listings]:
             self._read.pop(key, None)
@@ -193,10 +197,10 @@ class Repositories:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="scan") as threads:
             return list(threads.map(partial(self._scanned, place), listings.keys(), listings.values()))
 
-    def _scanned(self, place: _Place, name: str, listing: Listing | Exception) -> RepositoryModel:
+    def _scanned(self, place: _Place, name: str, listing: Listing | Exception) -> StoredModel:
         if isinstance(listing, Exception):
             reason = listing.strerror if isinstance(listing, OSError) else str(listing)
-            return RepositoryModel(name=name, error=f"{UNREADABLE}: {reason}")
+            return StoredModel(name, error=f"{UNREADABLE}: {reason}")
         digest, key = listing.digest(), (place.url, name)
         known = self._read.get(key)
         if known is not None and known[0] == digest:

@@ -5,17 +5,17 @@ Models are in Triton's layout: `<model>/config.pbtxt` and `<model>/<version>/mod
 
 import ast
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qinfer.errors import ModelLoadFailed
 from qinfer.models.config.check import is_inside
-from qinfer.models.config.config import from_json, identify, normalise, parse, place
+from qinfer.models.config.config import from_json, identify, normalise, parse, place, to_json
 from qinfer.models.config.file_tensors import OPENVINO_MAX_BYTES, FileTensors, read_onnx, read_openvino
 from qinfer.models.config.message import ModelConfig
 from qinfer.models.repository.files import Files, Listing, TooFarSpreadError
+from qinfer.models.state import StoredModel
 
 logger = logging.getLogger(__name__)
 
@@ -29,32 +29,6 @@ UNREADABLE = "can't be read"
 
 COMPLETION_HOOK = "auto_complete_config"
 _FORBIDDEN = frozenset("/\\{}\0")  # braces would break the hash tag of the model's keys
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepositoryModel:
-    """One model as the repositories have it.
-
-    Attributes:
-        name: The name of its directory.
-        config: Its normalised configuration; `None` when there is an error. With `pending` it is not complete, nor
-            checked, and of the defaults it has those of the instance groups only.
-        versions: The versions that its version policy selects, ascending.
-        content_hash: Changes with the configuration's text and with path, size or modification time of any file.
-        error: Why it can't be loaded; empty when it can. Clients see it.
-        labels: Output → the names of its classes (`label_filename`).
-        pending: The backend whose runtime must complete the configuration; empty = it is complete.
-        location: Where its files are within the overlay; empty = in the repositories.
-    """
-
-    name: str
-    config: ModelConfig | None = None
-    versions: tuple[int, ...] = ()
-    content_hash: str = ""
-    error: str = ""
-    labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    pending: str = ""
-    location: str = ""
 
 
 def is_model_name(name: str) -> bool:
@@ -78,7 +52,7 @@ class Reading(NamedTuple):
 
 def read_model(
     files: Files, directory: str, listing: Listing, how: Reading, override: str = "", name: str = ""
-) -> RepositoryModel:
+) -> StoredModel:
     """Reads a model; one that can't be used carries its error.
 
     Args:
@@ -101,11 +75,9 @@ def read_model(
         digest = listing.digest(text, without=[path for path in listing.files if _is_config(path)])
         return one.model(from_json(text) if override else parse(text, source), digest)
     except ModelLoadFailed as error:
-        return RepositoryModel(name=name, content_hash=digest, error=error.message)
+        return StoredModel(name, content_hash=digest, error=error.message)
     except OSError as error:  # removed or changed while it was read
-        return RepositoryModel(
-            name=name, content_hash=digest, error=f"can't be read: {error.strerror or 'a file is gone'}"
-        )
+        return StoredModel(name, content_hash=digest, error=f"{UNREADABLE}: {error.strerror or 'a file is gone'}")
 
 
 def _is_config(path: str) -> bool:
@@ -125,7 +97,7 @@ class _Reader(NamedTuple):
         source = named if self.how.config_name and named in self.listing.files else CONFIG
         return source, self._text(source, CONFIG_BYTES) if source in self.listing.files else ""
 
-    def model(self, config: ModelConfig, digest: str) -> RepositoryModel:
+    def model(self, config: ModelConfig, digest: str) -> StoredModel:
         """Makes the model of its configuration as it is written.
 
         Raises:
@@ -145,9 +117,9 @@ class _Reader(NamedTuple):
             place(known, self.how.gpus)
         normal = known if pending else normalise(config, self.name, there, tensors, self.how.gpus)
         self._check_warmup(normal)
-        return RepositoryModel(
-            name=self.name,
-            config=normal,
+        return StoredModel(
+            self.name,
+            config=to_json(normal),
             versions=versions,
             content_hash=digest,
             labels=self._labels(normal),

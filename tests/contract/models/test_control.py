@@ -7,9 +7,8 @@ import pytest
 
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable
-from qinfer.models.config.config import normalise, parse
+from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.repository.open import Repositories
-from qinfer.models.repository.reader import RepositoryModel
 from qinfer.models.state import (
     SCALED_DOWN,
     SCALED_UP,
@@ -175,17 +174,17 @@ async def test_of_the_last_inference_the_latest_stays(stores: ControlPair) -> No
 
 
 class Repository(Repositories):
-    def __init__(self, *models: RepositoryModel) -> None:
+    def __init__(self, *models: StoredModel) -> None:
         self._models = models
 
-    def scan(self) -> list[RepositoryModel]:
+    def scan(self) -> list[StoredModel]:
         return list(self._models)
 
 
-def model(content_hash: str) -> RepositoryModel:
+def model(content_hash: str) -> StoredModel:
     tensor = "data_type: TYPE_FP32 dims: 1"
     text = f'backend: "x" input {{ name: "i" {tensor} }} output {{ name: "o" {tensor} }}'
-    return RepositoryModel(name="m", config=normalise(parse(text), "m"), versions=(1,), content_hash=content_hash)
+    return StoredModel(model="m", config=to_json(normalise(parse(text), "m")), versions=(1,), content_hash=content_hash)
 
 
 async def test_concurrent_syncs_end_in_one_state(queue: RedisQueue, stores: ControlPair) -> None:

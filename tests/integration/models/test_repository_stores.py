@@ -9,6 +9,7 @@ import pytest
 
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelLoadFailed, ModelNotFound, SettingsError
+from qinfer.models.config.config import from_json
 from qinfer.models.repository.open import Repositories, open_repositories
 from tests.support import models
 from tests.support.servers import object_stores
@@ -64,7 +65,7 @@ def test_a_repository_is_read_and_copied(repository: str, tmp_path: Path) -> Non
 
     assert repositories.names() == ["add_sub", "greet"]
     found = repositories.scan()
-    assert [(m.name, m.versions, m.error) for m in found] == [("add_sub", (1,), ""), ("greet", (1,), "")]
+    assert [(m.model, m.versions, m.error) for m in found] == [("add_sub", (1,), ""), ("greet", (1,), "")]
     assert repositories.read("add_sub") == found[0]
     directory = repositories.version_dir("add_sub", 1, content_hash=found[0].content_hash)
     original = tmp_path / "models" / "add_sub"
@@ -79,7 +80,7 @@ def test_changes_are_noticed(store: ObjectStore, repository: str, tmp_path: Path
     before: dict[str, str] = {}
 
     def changed() -> list[str]:
-        now = {model.name: model.content_hash for model in repositories.scan()}
+        now = {model.model: model.content_hash for model in repositories.scan()}
         names = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
         before.clear()
         before.update(now)
@@ -123,8 +124,8 @@ def test_large_files_are_looked_at_by_ranges(store: ObjectStore, tmp_path: Path)
     (model,) = opened(f"{store.url}/{tmp_path.name}", tmp_path).scan()
 
     assert model.error == ""
-    assert model.config is not None
-    assert [i.name for i in model.config.input] == ["x"]
+    assert model.config
+    assert [i.name for i in from_json(model.config).input] == ["x"]
 
 
 def test_what_is_not_there(store: ObjectStore, tmp_path: Path) -> None:
@@ -176,6 +177,6 @@ def test_an_s3_repository_and_a_local_one(s3: ObjectStore, monkeypatch: pytest.M
     url = s3.upload(tmp_path / "remote", tmp_path.name)
     repositories = opened(f"{tmp_path / 'local'},{url}", tmp_path)
 
-    assert [(m.name, m.error) for m in repositories.scan()] == [("add_sub", ""), ("here", "")]
+    assert [(m.model, m.error) for m in repositories.scan()] == [("add_sub", ""), ("here", "")]
     assert repositories.version_dir("here", 1) == tmp_path / "local" / "here" / "1"
     assert (repositories.version_dir("add_sub", 1) / "model.onnx").is_file()

@@ -10,12 +10,13 @@ from onnx import TensorProto, helper
 from qinfer.backends.onnx import OnnxBackend
 from qinfer.core.settings import LimitSettings, RepositorySettings
 from qinfer.errors import ModelLoadFailed, SettingsError
-from qinfer.models.config.config import parse, to_spec
+from qinfer.models.config.config import from_json, parse, to_spec
 from qinfer.models.config.file_tensors import FileTensor, FileTensors, read_onnx
 from qinfer.models.repository.files import LocalFiles
 from qinfer.models.repository.open import Repositories, open_repositories
-from qinfer.models.repository.reader import RepositoryModel, select_versions
+from qinfer.models.repository.reader import select_versions
 from qinfer.models.spec import Device
+from qinfer.models.state import StoredModel
 from tests.support import models
 
 FLOAT = TensorProto.FLOAT
@@ -39,7 +40,7 @@ def repositories(path: Path, *, autocomplete: bool = True, gpus: int = 0) -> Rep
     return open_repositories(RepositorySettings(path=str(path), autocomplete=autocomplete, gpus=gpus))
 
 
-def only(repository: Path) -> RepositoryModel:
+def only(repository: Path) -> StoredModel:
     (model,) = repositories(repository).scan()
     return model
 
@@ -54,10 +55,10 @@ def test_a_model_without_configuration_is_completed(tmp_path: Path) -> None:
 
     model = only(tmp_path)
 
-    assert (model.name, model.versions, model.error) == ("m", (1,), "")
-    assert model.config is not None
-    assert (model.config.backend, model.config.max_batch_size) == ("onnxruntime", 4)
-    assert [i.name for i in model.config.input] == ["x"]
+    assert (model.model, model.versions, model.error) == ("m", (1,), "")
+    assert model.config
+    assert (from_json(model.config).backend, from_json(model.config).max_batch_size) == ("onnxruntime", 4)
+    assert [i.name for i in from_json(model.config).input] == ["x"]
 
 
 def test_a_file_that_is_made_shorter_while_it_is_read(tmp_path: Path) -> None:
@@ -80,7 +81,7 @@ def test_without_autocomplete_a_configuration_must_be_complete(tmp_path: Path) -
 
     (model,) = repositories(tmp_path, autocomplete=False).scan()
 
-    assert model.config is None
+    assert not model.config
     assert "the configuration has no 'input'" in model.error
 
 
@@ -95,7 +96,7 @@ def test_one_bad_model_hides_no_other(tmp_path: Path) -> None:
     (tmp_path / "binary" / "config.pbtxt").write_bytes(b"\xff\xfe")
     (tmp_path / "{brace}" / "1").mkdir(parents=True)
 
-    errors = {model.name: model.error for model in repositories(tmp_path).scan()}
+    errors = {model.model: model.error for model in repositories(tmp_path).scan()}
 
     assert errors["good"] == ""
     assert errors["broken"] == "'model.onnx' can't be read: it is not an ONNX model"
@@ -199,9 +200,9 @@ def test_an_onnx_model_may_be_a_directory(tmp_path: Path) -> None:
     model = only(tmp_path)
 
     assert model.error == ""
-    assert model.config is not None
-    assert model.config.default_model_filename == "model.onnx"
-    OnnxBackend().load(to_spec(model.config, LimitSettings()), tmp_path / "m" / "1", Device())
+    assert model.config
+    assert from_json(model.config).default_model_filename == "model.onnx"
+    OnnxBackend().load(to_spec(from_json(model.config), LimitSettings()), tmp_path / "m" / "1", Device())
 
 
 def test_a_model_file_that_is_missing_is_named(tmp_path: Path) -> None:
@@ -222,9 +223,9 @@ def test_torch_models_of_both_kinds(tmp_path: Path) -> None:
             'output { name: "y" data_type: TYPE_FP32 dims: 1 }'
         )
 
-    found = [m.config for m in repositories(tmp_path).scan()]
+    found = [from_json(m.config) for m in repositories(tmp_path).scan()]
 
-    assert [(c.platform, c.default_model_filename) for c in found if c is not None] == [
+    assert [(c.platform, c.default_model_filename) for c in found] == [
         ("pytorch_libtorch", "model.pt"),
         ("torch_aoti", "model.pt2"),
     ]

@@ -8,7 +8,7 @@ from qinfer.core.settings import RepositorySettings
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import Repositories
-from qinfer.models.repository.reader import RepositoryModel
+from qinfer.models.state import StoredModel
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
 from qinfer.models.writing import Completion, put_completion
@@ -24,24 +24,24 @@ SAYS_ONE = CONFIG + 'parameters { key: "qinfer.min_workers" value { string_value
 ASLEEP = RepositorySettings(control_mode="explicit", load_models=("*",), min_workers=0)
 
 
-def model(name: str, config: str = CONFIG, pending: str = "") -> RepositoryModel:
-    return RepositoryModel(name=name, config=normalise(parse(config), name), versions=(1,), pending=pending)
+def model(name: str, config: str = CONFIG, pending: str = "") -> StoredModel:
+    return StoredModel(model=name, config=to_json(normalise(parse(config), name)), versions=(1,), pending=pending)
 
 
 class Source(Repositories):
     """Two models; one says what it needs."""
 
-    def __init__(self, *models: RepositoryModel) -> None:
+    def __init__(self, *models: StoredModel) -> None:
         self.models = models
 
     def names(self) -> list[str]:
-        return [one.name for one in self.models]
+        return [one.model for one in self.models]
 
-    def scan(self) -> list[RepositoryModel]:
+    def scan(self) -> list[StoredModel]:
         return list(self.models)
 
-    def read(self, name: str, override: str = "", location: str = "") -> RepositoryModel:
-        return next(one for one in self.models if one.name == name)
+    def read(self, name: str, override: str = "", location: str = "") -> StoredModel:
+        return next(one for one in self.models if one.model == name)
 
     def put_files(self, model: str, files: Mapping[str, bytes]) -> str:
         raise NotImplementedError

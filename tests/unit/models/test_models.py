@@ -1,9 +1,9 @@
 """Load, unload and index as use cases: with repositories and workers that do what a test says."""
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Mapping
 
+import msgspec
 import pytest
 
 from qinfer.core.settings import LimitSettings, RepositorySettings
@@ -20,7 +20,6 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.control import IndexEntry, ModelControl
 from qinfer.models.repository.open import Repositories
-from qinfer.models.repository.reader import RepositoryModel
 from qinfer.models.state import State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import Completion, put_completion
@@ -35,31 +34,31 @@ output {{ name: "y" data_type: TYPE_FP32 dims: 2 }}
 TTL_S = 600.0
 
 
-def found(name: str = "m", *, rows: int = 8, digest: str = "1", versions: tuple[int, ...] = (1,)) -> RepositoryModel:
+def found(name: str = "m", *, rows: int = 8, digest: str = "1", versions: tuple[int, ...] = (1,)) -> StoredModel:
     config = normalise(parse(CONFIG.format(rows=rows)), name)
-    return RepositoryModel(name=name, config=config, versions=versions, content_hash=digest)
+    return StoredModel(model=name, config=to_json(config), versions=versions, content_hash=digest)
 
 
 class Source(Repositories):
     """Repositories and an overlay that hold what a test put there."""
 
     def __init__(self) -> None:
-        self.models: dict[str, RepositoryModel] = {}
+        self.models: dict[str, StoredModel] = {}
         self.overlay: dict[str, Mapping[str, bytes]] = {}
         self._puts = 0
 
-    def put(self, model: RepositoryModel) -> None:
-        self.models[model.name] = model
+    def put(self, model: StoredModel) -> None:
+        self.models[model.model] = model
 
     def names(self) -> list[str]:
         return sorted(self.models)
 
-    def scan(self) -> list[RepositoryModel]:
+    def scan(self) -> list[StoredModel]:
         return [self.models[name] for name in self.names()]
 
-    def read(self, name: str, override: str = "", location: str = "") -> RepositoryModel:
+    def read(self, name: str, override: str = "", location: str = "") -> StoredModel:
         if location:
-            return dataclasses.replace(found(name, rows=int(override), digest=location), location=location)
+            return msgspec.structs.replace(found(name, rows=int(override), digest=location), location=location)
         if name not in self.models:
             raise ModelNotFound("no repository has it")
         return found(name, rows=int(override), digest=override) if override else self.models[name]
@@ -201,9 +200,9 @@ async def test_what_can_not_be_loaded_changes_nothing(
     scene: Scene, model: str, arguments: tuple[object, ...], error: type[QinferError], text: str
 ) -> None:
     """The texts are Triton's, with the reason behind them."""
-    scene.source.put(RepositoryModel(name="bad", error="line 1"))
+    scene.source.put(StoredModel(model="bad", error="line 1"))
     none = "at least one version must be available under the version policy of model 'none'"
-    scene.source.put(RepositoryModel(name="none", error=none))
+    scene.source.put(StoredModel(model="none", error=none))
 
     caught = await refused(load(scene, model, *arguments))
 
@@ -336,7 +335,7 @@ async def test_a_model_that_needs_no_worker_is_loaded_without(store: ControlStor
     """`qinfer.min_workers` 0: it is ready to accept."""
     scene = Scene(store, delivery)
     config = CONFIG.format(rows=8) + 'parameters { key: "qinfer.min_workers" value { string_value: "0" } }'
-    scene.source.put(RepositoryModel(name="m", config=normalise(parse(config), "m"), versions=(1,)))
+    scene.source.put(StoredModel(model="m", config=to_json(normalise(parse(config), "m")), versions=(1,)))
 
     await scene.control.load("m")
 
@@ -430,7 +429,7 @@ async def test_a_version_that_is_draining_is_unloading(scene: Scene) -> None:
 async def test_a_load_waits_for_the_completion_of_its_configuration(scene: Scene) -> None:
     """By a worker, under a generation of its own; the same content is not completed twice."""
     incomplete = parse('backend: "stub"')
-    pending = RepositoryModel(name="m", config=incomplete, versions=(1,), content_hash="1", pending="stub")
+    pending = StoredModel(model="m", config=to_json(incomplete), versions=(1,), content_hash="1", pending="stub")
     scene.source.put(pending)
     loading = load(scene)
     await eventually(scene.is_desired)
@@ -449,7 +448,7 @@ async def test_a_load_waits_for_the_completion_of_its_configuration(scene: Scene
 
 async def test_a_completion_that_failed_fails_the_load(scene: Scene) -> None:
     """With the model's own words."""
-    scene.source.put(RepositoryModel(name="m", config=parse('backend: "stub"'), versions=(1,), pending="stub"))
+    scene.source.put(StoredModel(model="m", config=to_json(parse('backend: "stub"')), versions=(1,), pending="stub"))
     loading = load(scene)
     await eventually(scene.is_desired)
 

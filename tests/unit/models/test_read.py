@@ -7,10 +7,10 @@ import pytest
 
 from qinfer.core.settings import LimitSettings, RepositorySettings
 from qinfer.errors import InvalidRequest, ModelNotFound, SettingsError, UnsupportedFeature
-from qinfer.models.config.config import to_spec
+from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.repository.open import Repositories, open_repositories
-from qinfer.models.repository.reader import RepositoryModel
 from qinfer.models.spec import Device, InstanceSpec, WarmupInput
+from qinfer.models.state import StoredModel
 from tests.support import models
 
 PYTHON = "class TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
@@ -31,7 +31,7 @@ def write(path: Path, content: str | bytes = "") -> Path:
     return path
 
 
-def read(path: Path, name: str = "m", **settings: object) -> RepositoryModel:
+def read(path: Path, name: str = "m", **settings: object) -> StoredModel:
     return opened(path, **settings).read(name)
 
 
@@ -52,8 +52,13 @@ def test_labels_are_read(tmp_path: Path) -> None:
 
     assert model.error == ""
     assert model.labels == {"y": ("cat", "dog", "", "bird")}
-    assert model.config is not None
-    assert to_spec(model.config, LimitSettings(), model.labels).outputs[0].labels == ("cat", "dog", "", "bird")
+    assert model.config
+    assert to_spec(from_json(model.config), LimitSettings(), model.labels).outputs[0].labels == (
+        "cat",
+        "dog",
+        "",
+        "bird",
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,7 @@ def test_a_configuration_is_chosen_by_name(tmp_path: Path) -> None:
 
     one, other = opened(tmp_path, config_name="gpu").scan()
 
-    assert [m.config and m.config.max_batch_size for m in (one, other)] == [7, 0]
+    assert [m.config and from_json(m.config).max_batch_size for m in (one, other)] == [7, 0]
     assert read(tmp_path).content_hash != one.content_hash
 
 
@@ -117,9 +122,9 @@ def test_an_override_replaces_the_configuration(tmp_path: Path) -> None:
     model = repositories.read("add_sub", json.dumps({"backend": "onnxruntime", "max_batch_size": "16"}))
 
     assert model.error == ""
-    assert model.config is not None
-    assert model.config.max_batch_size == 16
-    assert [i.name for i in model.config.input] == ["a", "b"]
+    assert model.config
+    assert from_json(model.config).max_batch_size == 16
+    assert [i.name for i in from_json(model.config).input] == ["a", "b"]
     assert model.content_hash != repositories.read("add_sub").content_hash
 
 
@@ -140,7 +145,7 @@ def test_files_of_a_load_request(tmp_path: Path) -> None:
     location = repositories.put_files("new", {"3/model.onnx": content, "3/sub/extra.txt": b"x"})
     model = repositories.read("new", '{"backend": "onnxruntime"}', location)
 
-    assert (model.name, model.versions, model.error, model.location) == ("new", (3,), "", location)
+    assert (model.model, model.versions, model.error, model.location) == ("new", (3,), "", location)
     directory = repositories.version_dir("new", 3, location, model.content_hash)
     assert (directory / "model.onnx").read_bytes() == content
     assert (directory / "sub" / "extra.txt").read_bytes() == b"x"
@@ -207,8 +212,10 @@ def test_warm_up_files_must_be_there(tmp_path: Path) -> None:
 
     write(directory / "warmup" / "x.bin", bytes(16))
     model = read(tmp_path)
-    assert model.config is not None
-    assert to_spec(model.config, LimitSettings()).warmup[0].inputs == {"x": WarmupInput("FP32", (4,), file="x.bin")}
+    assert model.config
+    assert to_spec(from_json(model.config), LimitSettings()).warmup[0].inputs == {
+        "x": WarmupInput("FP32", (4,), file="x.bin")
+    }
 
 
 @pytest.mark.parametrize(
@@ -229,9 +236,12 @@ def test_a_python_model_that_completes_itself_is_pending(tmp_path: Path, source:
     assert model.pending == pending
     if pending:
         assert model.error == ""
-        assert model.config is not None
-        assert (model.config.backend, model.config.default_model_filename) == ("python", "model.py")
-        assert list(model.config.instance_group[0].gpus) == [0]
+        assert model.config
+        assert (from_json(model.config).backend, from_json(model.config).default_model_filename) == (
+            "python",
+            "model.py",
+        )
+        assert list(from_json(model.config).instance_group[0].gpus) == [0]
     else:
         assert "model.py has no auto_complete_config" in model.error
 
@@ -265,8 +275,8 @@ def test_instances(tmp_path: Path, text: str, gpus: int, expected: list[tuple[st
 
     model = read(tmp_path, gpus=gpus)
 
-    assert model.config is not None, model.error
-    found = to_spec(model.config, LimitSettings()).instances
+    assert model.config, model.error
+    found = to_spec(from_json(model.config), LimitSettings()).instances
     assert [(i.device.kind, i.device.number, i.count) for i in found] == expected
 
 
@@ -276,8 +286,8 @@ def test_known_backends_use_the_gpus_there_are(tmp_path: Path) -> None:
 
     def instances(gpus: int) -> tuple[InstanceSpec, ...]:
         model = opened(tmp_path, gpus=gpus).read("add_sub")
-        assert model.config is not None
-        return to_spec(model.config, LimitSettings()).instances
+        assert model.config
+        return to_spec(from_json(model.config), LimitSettings()).instances
 
     assert instances(0) == (InstanceSpec(count=2, name="add_sub"),)
     assert instances(2) == tuple(InstanceSpec(device=Device("gpu", n), name="add_sub") for n in (0, 1))
@@ -290,7 +300,7 @@ def test_several_repositories(tmp_path: Path) -> None:
     repositories = opened(f"{tmp_path / 'a'}, file://{tmp_path / 'b'}")
 
     assert repositories.names() == ["both", "one", "two"]
-    assert {m.name: m.error for m in repositories.scan()} == {
+    assert {m.model: m.error for m in repositories.scan()} == {
         "one": "",
         "two": "",
         "both": "it is not unique across all model repositories; remove all but one",

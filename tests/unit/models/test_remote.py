@@ -225,7 +225,7 @@ def test_what_is_no_model_is_left_out(tmp_path: Path, memory: Any) -> None:
     repositories = opened(tmp_path / "cache")
 
     assert repositories.names() == ["m", "m2"]
-    assert [(m.name, m.error) for m in repositories.scan()] == [("m", ""), ("m2", "")]
+    assert [(m.model, m.error) for m in repositories.scan()] == [("m", ""), ("m2", "")]
     directory = repositories.version_dir("m", 1)
     assert sorted(p.name for p in directory.iterdir()) == ["model.onnx"]
 
@@ -265,5 +265,5 @@ def test_a_chain_of_drivers_is_a_repository(tmp_path: Path) -> None:
 
     repositories = open_repositories(RepositorySettings(path=url, gpus=0, cache_dir=str(tmp_path / "cache")))
 
-    assert [(m.name, m.error) for m in repositories.scan()] == [("m", "")]
+    assert [(m.model, m.error) for m in repositories.scan()] == [("m", "")]
     assert sorted(p.name for p in repositories.version_dir("m", 1).iterdir()) == ["model.onnx"]

@@ -7,10 +7,9 @@ import pytest
 
 from qinfer.core.settings import RepositorySettings
 from qinfer.errors import ModelNotFound, SettingsError
-from qinfer.models.config.config import normalise, parse
+from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.repository.open import Repositories
-from qinfer.models.repository.reader import RepositoryModel
-from qinfer.models.state import Desired, State, VersionState, WorkerRecord
+from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import start, sync
 from qinfer.queue.lanes import Queue
@@ -24,26 +23,26 @@ output { name: "y" data_type: TYPE_FP32 dims: 2 }
 """
 
 
-def model(name: str, digest: str = "1") -> RepositoryModel:
-    return RepositoryModel(name=name, config=normalise(parse(CONFIG), name), versions=(1,), content_hash=digest)
+def model(name: str, digest: str = "1") -> StoredModel:
+    return StoredModel(model=name, config=to_json(normalise(parse(CONFIG), name)), versions=(1,), content_hash=digest)
 
 
 class Source(Repositories):
     """A repository that holds what a test put there."""
 
-    def __init__(self, *models: RepositoryModel) -> None:
-        self.models = {one.name: one for one in models}
+    def __init__(self, *models: StoredModel) -> None:
+        self.models = {one.model: one for one in models}
         self.is_away = False
 
     def names(self) -> list[str]:
         return sorted(self.models)
 
-    def scan(self) -> list[RepositoryModel]:
+    def scan(self) -> list[StoredModel]:
         if self.is_away:
             raise SettingsError("bucket can't be read")
         return [self.models[name] for name in self.names()]
 
-    def read(self, name: str, override: str = "", location: str = "") -> RepositoryModel:
+    def read(self, name: str, override: str = "", location: str = "") -> StoredModel:
         if name not in self.models:
             raise ModelNotFound("no repository has it")
         return self.models[name]
@@ -123,7 +122,7 @@ async def test_what_becomes_unreadable_stays_while_it_is_served(scene: Scene) ->
     """Its error is reported; without a worker that serves it, it is the model's state."""
     await sync(scene.source, scene.store, scene.delivery)
     await scene.serve("a")
-    scene.source.models["a"] = RepositoryModel(name="a", error="line 1")
+    scene.source.models["a"] = StoredModel(model="a", error="line 1")
 
     (served,) = await sync(scene.source, scene.store, scene.delivery)
     kept = await scene.store.model("a")
@@ -153,7 +152,7 @@ async def test_a_look_that_goes_wrong_ends_no_gateway(
 ) -> None:
     """Whatever it is: the next look may be better."""
 
-    def scan() -> list[RepositoryModel]:
+    def scan() -> list[StoredModel]:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
@@ -174,7 +173,7 @@ async def test_the_watch_follows_changes(scene: Scene, caplog: pytest.LogCapture
         scene.source.is_away = True
         await watch.look()
         scene.source.is_away = False
-        scene.source.models |= {"b": model("b"), "bad": RepositoryModel(name="bad", error="line 1")}
+        scene.source.models |= {"b": model("b"), "bad": StoredModel(model="bad", error="line 1")}
         await watch.look()
         await watch.look()
         del scene.source.models["b"]
