@@ -26,6 +26,7 @@ from qinfer.models.state import Desired, State, StoredModel, VersionState, Worke
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Address, Lane, Lease, Outcome, RequestState, Settlement
 from qinfer.queue.lanes import Queue
+from qinfer.testing import eventually
 from qinfer.wire.frame import PayloadApart, decode_request, encode_responses
 from qinfer_api.app import Gateway, bind
 from qinfer_api.rpc.server import open_port
@@ -102,6 +103,14 @@ class Running:
 
     async def depth(self, model: str, version: int = 1) -> int:
         return (await self.delivery.depth([Lane(model, version)]))[0]
+
+    async def emptied(self, model: str) -> None:
+        """Waits until no request of a model is queued: the gateway takes out soon what nobody waits for."""
+
+        async def is_empty() -> bool:
+            return await self.depth(model) == 0
+
+        await eventually(is_empty, description="an empty lane")
 
 
 def settings_of(
