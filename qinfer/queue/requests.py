@@ -113,36 +113,6 @@ class _Value(NamedTuple):
     staged: str
 
 
-class _AcceptReply(NamedTuple):
-    """Reply of the script that accepts a request.
-
-    Attributes:
-        what: new | known | full | gone: its staged payload is.
-        id: The id of the request, or of the one that was there before, and
-        body_hash: the hash of its body.
-        objects: Names of objects that nothing refers to now.
-    """
-
-    what: str
-    id: str
-    body_hash: str
-    objects: Sequence[bytes]
-
-
-class _SettleReply(NamedTuple):
-    """Reply of the script that settles a request.
-
-    Attributes:
-        what: first | late | gone: its staged result is, and nothing was done.
-        watchers: Reply addresses that must be notified.
-        objects: Names of objects that nothing refers to now.
-    """
-
-    what: str
-    watchers: Sequence[str]
-    objects: Sequence[bytes]
-
-
 class Requests:
     """Asynchronous requests; every coroutine raises `BrokerUnavailable` when Redis can't be reached.
 
@@ -332,13 +302,15 @@ class Requests:
             return [error] * len(acceptances)
         return [self._accepted(reply) for reply in replies]
 
-    def _accepted(self, reply: _AcceptReply) -> Accepted | QinferError:
-        self._values.forget(reply.objects)
-        if reply.what == "full":
+    def _accepted(self, reply: Sequence[Any]) -> Accepted | QinferError:
+        """Reads a reply of accept.lua."""
+        what, request_id, body_hash, objects = reply
+        self._values.forget(objects)
+        if what == b"full":
             return QueueFull(FULL)
-        if reply.what == "gone":
+        if what == b"gone":
             return BrokerUnavailable(_NOT_IN_TIME)
-        return Accepted(reply.id, is_new=reply.what == "new", body_hash=reply.body_hash)
+        return Accepted(request_id.decode(), is_new=what == b"new", body_hash=body_hash.decode())
 
     async def _with_result(self, model: str, partition: int, ending: Ending) -> Ending:
         try:
@@ -388,12 +360,12 @@ class Requests:
             BrokerUnavailable: A result that was stored first is gone; the other requests have ended.
         """
         call = partial(self._router.call, keys.slot(_record_key(settlements[0].address)))
-        replies = await _settle(call, list(zip(settlements, results, strict=True)))
-        for reply in replies:
-            self._values.forget(reply.objects)
-        if any(reply.what == "gone" for reply in replies):
+        replies = await run_each(call, _SETTLE, list(map(_settlement, settlements, results)))
+        for _, _, objects in replies:
+            self._values.forget(objects)
+        if any(what == b"gone" for what, _, _ in replies):
             raise BrokerUnavailable(_NOT_IN_TIME)
-        return [reply.watchers if reply.what == "first" else None for reply in replies]
+        return [watchers.decode().split() if what == b"first" else None for what, watchers, _ in replies]
 
     async def _settle_apart(self, settlements: Sequence[Settlement]) -> list[bool]:
         """Ends requests one by one; after all were tried, raises the first error."""
@@ -420,22 +392,9 @@ def hint(addresses: Sequence[Address]) -> bytes:
     return encode_responses([Response(request_id=address.id) for address in addresses])
 
 
-async def _accept(call: Call, requests: Sequence[tuple[Acceptance, _Value]]) -> list[_AcceptReply]:
+async def _accept(call: Call, requests: Sequence[tuple[Acceptance, _Value]]) -> Sequence[Any]:
     """Stores and enqueues requests of one partition, unless they are known or their lane is full."""
-    words = [_acceptance(acceptance, payload) for acceptance, payload in requests]
-    return [
-        _AcceptReply(what.decode(), known_id.decode(), body_hash.decode(), objects)
-        for what, known_id, body_hash, objects in await run_each(call, _ACCEPT, words)
-    ]
-
-
-async def _settle(call: Call, requests: Sequence[tuple[Settlement, _Value]]) -> list[_SettleReply]:
-    """Ends requests of one partition, unless they have ended; removes their entries in any case."""
-    words = [_settlement(settlement, result) for settlement, result in requests]
-    return [
-        _SettleReply(what.decode(), watchers.decode().split(), objects)
-        for what, watchers, objects in await run_each(call, _SETTLE, words)
-    ]
+    return await run_each(call, _ACCEPT, [_acceptance(acceptance, payload) for acceptance, payload in requests])  # type: ignore[no-any-return]  # a list
 
 
 def _given(name: str, data: Bytes) -> _Value:

@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest
-from qinfer.tensors import Bytes, Tensor, pack_bytes
+from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes
 from qinfer.wire.kserve_exact import apply_parameters
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 
@@ -292,16 +292,6 @@ _TYPED = {  # field of InferTensorContents → the datatypes that it may hold, t
 }
 _PACKED = ("BOOL", "FP32", "FP64")  # protobuf writes a list of these as tensors do
 _CHUNK = 64 * 1024  # elements that are converted at once: other threads get their turn in between
-_ELEMENTS = {
-    "INT8": "|i1",
-    "INT16": "<i2",
-    "INT32": "<i4",
-    "INT64": "<i8",
-    "UINT8": "|u1",
-    "UINT16": "<u2",
-    "UINT32": "<u4",
-    "UINT64": "<u8",
-}
 
 
 class Message(NamedTuple):
@@ -409,7 +399,7 @@ def _typed(entry: Any, raw: list[Bytes], model: str) -> Bytes:
     if entry.datatype in _PACKED:
         return values_of(entry.contents.SerializeToString())
     # A number that the datatype can't hold keeps its low bytes, as with Triton.
-    wide, narrow = _ELEMENTS[held[0]], _ELEMENTS[entry.datatype]
+    wide, narrow = DATATYPES[held[0]].numpy, DATATYPES[entry.datatype].numpy
     starts = range(0, len(values), _CHUNK)
     return b"".join(
         [np.array(values[at : at + _CHUNK], dtype=wide).astype(narrow, copy=False).tobytes() for at in starts]

@@ -9,9 +9,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from enum import Enum
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 from weakref import WeakSet
 
 from qinfer.backends.base import Backend
@@ -43,28 +44,18 @@ _Job = tuple[Execution | Borrower, Callable[..., None]]
 
 async def in_thread(name: str, call: Callable[[], T]) -> T:
     """Runs a blocking call in a thread of its own, which a process that ends does not wait for."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(cast("T", result))
+    future: Future[T] = Future()
 
     def run() -> None:
-        result, error = None, None
+        if not future.set_running_or_notify_cancel():
+            return
         try:
-            result = call()
-        except BaseException as raised:  # noqa: BLE001  it is raised where the call is awaited
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody awaits
-            loop.call_soon_threadsafe(settle, result, error)
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001  it is raised where the call is awaited
+            future.set_exception(error)
 
     _start(threading.Thread(target=run, name=name, daemon=True))
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 def are_threads_left() -> bool:
