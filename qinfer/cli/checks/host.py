@@ -2,7 +2,6 @@
 
 import resource
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import distributions
@@ -11,7 +10,7 @@ from pathlib import Path
 from qinfer.cli.checks.health import gateway_health
 from qinfer.cli.checks.report import Finding, ok, problem, warning
 from qinfer.cli.local import runfile
-from qinfer.cli.local.machine import Address, gateway_addresses
+from qinfer.cli.local.machine import Address, claim_ports, gateway_addresses
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.settings import Settings
 from qinfer.errors import SettingsError
@@ -100,10 +99,9 @@ def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
 
 
 def _is_taken(address: Address) -> bool:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        socket.create_server((address.host, address.port), family=family).close()
-    except OSError:
+        claim_ports([address], lambda: False)
+    except SettingsError:
         return True
     return False
 

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -289,19 +289,20 @@ class LocalDeployment:
             # An example is not worth a failure.
             with contextlib.suppress(QinferError):
                 example = client.metadata(ready) if ready else None
-            print_summary(
-                self._console,
-                url=url,
-                data=self._where(),
-                workers=pool.about,
-                overview=overview,
-                example=example,
-                jobs=jobs_line(self._settings, no_bulk),
-                grpc=self._at(self._settings.grpc.host, ports.grpc).partition("//")[2],
-                metrics=f"{address}/metrics"
-                if (address := self._at(self._settings.metrics.host, ports.metrics))
-                else "",
-            )
+            facts = [
+                _fact("URL", (url, "bold cyan"), ("   /docs and /metrics too", "dim")),
+                *self._other_ports(ports),
+                *_models(overview.models),
+                _fact("Workers", pool.about),
+                _fact("Jobs", jobs_line(self._settings, no_bulk)),
+                _fact("Data", self._where()),
+                _fact("Stop", "Ctrl-C", ("   answers what was accepted first; twice: at once", "dim")),
+            ]
+            if example is not None:
+                facts += [Text(), _fact("Try", (example_line(url, example), "green"))]
+            for line in [Text(), _title(overview.models), Text(), *facts, Text()]:
+                # A command that is cut into lines can't be pasted.
+                self._console.print(Text("  ") + line if line else "", soft_wrap=True)
 
     def _wait_until_settled(self, client: GatewayClient, pool: WorkerPool) -> Overview:
         began_s = self._clock.monotonic_s()
@@ -322,8 +323,15 @@ class LocalDeployment:
                 spinner.update(f"loading {pending} models…" if pending else "starting…")
         return overview
 
-    def _at(self, host: str, port: int) -> str:
-        return local_url(host or self._settings.http.host, port) if port else ""
+    def _other_ports(self, ports: Ports) -> Iterator[Text]:
+        """Yields the addresses of gRPC and metrics, where they are enabled."""
+        settings = self._settings
+        if ports.grpc:
+            address = local_url(settings.grpc.host or settings.http.host, ports.grpc)
+            yield _fact("gRPC", (address.partition("//")[2], "cyan"))
+        if ports.metrics:
+            address = local_url(settings.metrics.host or settings.http.host, ports.metrics)
+            yield _fact("Metrics", (f"{address}/metrics", "cyan"))
 
     def _claim_ports(self, wait_s: float) -> Ports:
         """Claims the gateway's ports; waits up to `wait_s` for those in use."""
@@ -408,56 +416,6 @@ INLINE_ELEMENTS = 16
 """Larger example tensors are made by a shell pipe instead of being written out."""
 
 
-def print_summary(
-    console: Console,
-    *,
-    url: str,
-    data: str,
-    workers: str,
-    overview: Overview,
-    example: ModelMetadata | None,
-    grpc: str = "",
-    metrics: str = "",
-    jobs: str = "",
-) -> None:
-    """Prints the summary.
-
-    Args:
-        console: The console.
-        url: The gateway's URL.
-        data: Where the queue is kept, in words.
-        workers: The number of workers, in words.
-        overview: The models and their state.
-        example: A READY model for the example of a request.
-        grpc: The address of gRPC; empty = off.
-        metrics: The URL of the metrics' own port; empty = off.
-        jobs: The state of bulk jobs, in words; empty = no line about them.
-    """
-    ready = sum(model.state is State.READY for model in overview.models)
-    others = len(overview.models) - ready
-    state = ("is ready", "") if not others else (f"is running; models that are not ready: {others}", "yellow")
-    lines = [
-        Text.assemble(("qinfer", "bold"), f" {__version__} ", state),
-        Text(),
-        _fact("URL", (url, "bold cyan"), ("   /docs and /metrics too", "dim")),
-        *([_fact("gRPC", (grpc, "cyan"))] if grpc else []),
-        *([_fact("Metrics", (metrics, "cyan"))] if metrics else []),
-        _fact("Models", f"{ready} of {len(overview.models)} ready" if overview.models else "none are to be loaded"),
-        *(_fact("", *_model(model)) for model in overview.models),
-        _fact("Workers", workers),
-        *([_fact("Jobs", jobs)] if jobs else []),
-        _fact("Data", data),
-        _fact("Stop", "Ctrl-C", ("   answers what was accepted first; twice: at once", "dim")),
-    ]
-    if example is not None:
-        lines += [Text(), _fact("Try", (example_line(url, example), "green"))]
-    console.print()
-    for line in lines:
-        # A command that is cut into lines can't be pasted.
-        console.print(Text("  ") + line, soft_wrap=True)
-    console.print()
-
-
 def example_line(url: str, model: ModelMetadata) -> str:
     """Returns a short shell line that sends zeros to a model, whatever the size of its inputs."""
     # JSON can't carry these datatypes.
@@ -471,14 +429,23 @@ def example_line(url: str, model: ModelMetadata) -> str:
     return f"curl -s {url}{model_path(model.name)}/infer -d {body}"
 
 
+def _title(models: Sequence[ModelRow]) -> Text:
+    others = sum(model.state is not State.READY for model in models)
+    state = ("is ready", "") if not others else (f"is running; models that are not ready: {others}", "yellow")
+    return Text.assemble(("qinfer", "bold"), f" {__version__} ", state)
+
+
+def _models(models: Sequence[ModelRow]) -> Iterator[Text]:
+    ready = sum(model.state is State.READY for model in models)
+    yield _fact("Models", f"{ready} of {len(models)} ready" if models else "none are to be loaded")
+    for model in models:
+        style = {State.READY: "green", State.UNAVAILABLE: "red"}.get(model.state, "yellow")
+        name = f"{model.name} {model.version or ''}".rstrip()
+        yield _fact("", f"{name:<24} ", (f"{model.state.value:<12}", style), model.reason)
+
+
 def _fact(label: str, *parts: str | tuple[str, str]) -> Text:
     return Text.assemble((f"{label:<9}", "dim"), *parts)
-
-
-def _model(model: ModelRow) -> tuple[str | tuple[str, str], ...]:
-    style = {State.READY: "green", State.UNAVAILABLE: "red"}.get(model.state, "yellow")
-    name = f"{model.name} {model.version or ''}".rstrip()
-    return f"{name:<24} ", (f"{model.state.value:<12}", style), model.reason
 
 
 def _input(tensor: TensorMetadata) -> dict[str, Any]:

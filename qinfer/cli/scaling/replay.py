@@ -1,7 +1,7 @@
 """`qinfer autoscale --replay`: a simulation of the policy on recorded traffic, beside the recorded outcome."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from qinfer.cli.console import print_json
@@ -11,20 +11,21 @@ from qinfer.errors import SettingsError
 from qinfer.scaling.record import Traffic, decode, traffic_of
 from qinfer.scaling.simulation import Outcome, WorkerProfile, as_recorded, simulate
 
-_ROWS = {
-    "worker_s": ("worker-seconds", "{:,.0f}"),
-    "idle_s": ("of them without work", "{:,.0f}"),
-    "excess": ("worker-seconds per second of work", "{:.2f}"),
-    "late_rows": ("late rows", "{:,}"),
-    "late_share": ("of all", "{:.2%}"),
-    "wait_p50_s": ("p50 of waits, s", "{:.0f}"),
-    "wait_p99_s": ("p99 of waits, s", "{:.0f}"),
-    "wait_max_s": ("longest wait, s", "{:.0f}"),
-    "most_workers": ("most workers", "{}"),
-    "changes": ("changes", "{}"),
-    "turns": ("of them reversals", "{}"),
-    "left_rows": ("rows left at the end", "{:,}"),
+_FIGURES: Mapping[str, tuple[str, str, Callable[[Outcome, float], float]]] = {
+    "worker_s": ("worker-seconds", "{:,.0f}", lambda of, _: of.worker_s),
+    "idle_s": ("of them without work", "{:,.0f}", lambda of, _: round(max(of.worker_s - of.ideal_s, 0.0), 3)),
+    "excess": ("worker-seconds per second of work", "{:.2f}", lambda of, _: round(of.excess, 4)),
+    "late_rows": ("late rows", "{:,}", lambda of, late_s: of.late_rows(late_s)),
+    "late_share": ("of all", "{:.2%}", lambda of, late_s: round(of.late(late_s), 6)),
+    "wait_p50_s": ("p50 of waits, s", "{:.0f}", lambda of, _: of.wait_s(0.5)),
+    "wait_p99_s": ("p99 of waits, s", "{:.0f}", lambda of, _: of.wait_s(0.99)),
+    "wait_max_s": ("longest wait, s", "{:.0f}", lambda of, _: of.wait_s(1.0)),
+    "most_workers": ("most workers", "{}", lambda of, _: of.most),
+    "changes": ("changes", "{}", lambda of, _: of.changes),
+    "turns": ("of them reversals", "{}", lambda of, _: of.turns),
+    "left_rows": ("rows left at the end", "{:,}", lambda of, _: of.left),
 }
+"""Name of a figure → its label, its format, and the way from an outcome and the seconds after which a wait is late."""
 
 
 def run_replay(path: Path, options: Mapping[str, float], late_s: float | None, *, as_json: bool = False) -> None:
@@ -74,20 +75,7 @@ def figures(outcome: Outcome, late_s: float) -> dict[str, float]:
         outcome: The outcome of a trace.
         late_s: Seconds after which a wait is late.
     """
-    return {
-        "worker_s": outcome.worker_s,
-        "idle_s": round(max(outcome.worker_s - outcome.ideal_s, 0.0), 3),
-        "excess": round(outcome.excess, 4),
-        "late_rows": outcome.late_rows(late_s),
-        "late_share": round(outcome.late(late_s), 6),
-        "wait_p50_s": outcome.wait_s(0.5),
-        "wait_p99_s": outcome.wait_s(0.99),
-        "wait_max_s": outcome.wait_s(1.0),
-        "most_workers": outcome.most,
-        "changes": outcome.changes,
-        "turns": outcome.turns,
-        "left_rows": outcome.left,
-    }
+    return {name: figure(outcome, late_s) for name, (_, _, figure) in _FIGURES.items()}
 
 
 def _print_table(traffic: Traffic, late_s: float, outcomes: Mapping[str, Mapping[str, float]]) -> None:
@@ -99,7 +87,7 @@ def _print_table(traffic: Traffic, late_s: float, outcomes: Mapping[str, Mapping
     table = Table("", "recorded", "these options", title=title)
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, (words, form) in _ROWS.items():
+    for name, (words, form, _) in _FIGURES.items():
         table.add_row(words, *(form.format(figure[name]) for figure in outcomes.values()))
     console = Console()
     console.print(table)
