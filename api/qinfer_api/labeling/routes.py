@@ -7,7 +7,9 @@ text goes to this server's log, too.
 import asyncio
 import base64
 import binascii
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import msgspec
 from fastapi import APIRouter
@@ -94,13 +96,10 @@ def _add_calls(router: APIRouter, services: Services, labeling: Labeling) -> Non
     async def setup(model: str, request: Request) -> HttpResponse:
         """Checks that a project's mapping fits its label config and the model."""
         context = _context(services, request)
-        try:
+        with _call(model, "setup"):
             asked = await _read(services, request, SetupCall)
             return send_json(await labeling.setup(context, model, asked))
-        except ClientDisconnect:
-            return HttpResponse()  # nobody reads it
-        except QinferError as error:
-            raise _told(model, "setup", error) from None
+        return HttpResponse()
 
     @router.get("/label-studio/{model}/versions", name="label_studio_versions", **_VERSIONS)
     async def versions(model: str, request: Request) -> HttpResponse:
@@ -155,16 +154,13 @@ def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> Non
 
 async def _predict(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
     context = _context(services, request)
-    try:
+    found = None
+    with _call(model, "predict"):
         asked = await _read(services, request, PredictCall)
         found = await unless_left(request.receive, labeling.predict(context, model, asked))
-    except ClientDisconnect:
-        return HttpResponse()  # nobody reads it
-    except QinferError as error:
-        raise _told(model, "predict", error) from None
     if found is None:
         return HttpResponse()
-    if len(asked.tasks) > 100:
+    if len(found.results) > 100:
         return send(Reply(200, await asyncio.to_thread(msgspec.json.encode, found)))
     return send_json(found)
 
@@ -172,13 +168,10 @@ async def _predict(services: Services, labeling: Labeling, model: str, request: 
 async def _event(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
     """Takes a webhook, also when its sender does not wait for the answer: Label Studio waits for a second."""
     context = _context(services, request)
-    try:
+    with _call(model, "webhook"):
         event = await _read(services, request, EventCall)
         return send_json(await labeling.event(context, model, event), 201)
-    except ClientDisconnect:
-        return HttpResponse()
-    except QinferError as error:
-        raise _told(model, "webhook", error) from None
+    return HttpResponse()
 
 
 async def _read(services: Services, request: Request, kind: type[Call]) -> Call:
@@ -207,11 +200,17 @@ def _context(services: Services, request: Request) -> Context:
     return services.dispatcher.authorize(context, Scope.INFER)
 
 
-def _told(model: str, call: str, error: QinferError) -> QinferError:
-    """Logs errors that Label Studio does not show."""
-    shown = model if is_model_name(model) else model[:40]
-    logger.warning("call of Label Studio refused", extra={"model": shown, "route": call, "error": error.message})
-    return error
+@contextlib.contextmanager
+def _call(model: str, name: str) -> Iterator[None]:
+    """Logs errors that Label Studio does not show; ends the block when nobody reads the answer."""
+    try:
+        yield
+    except ClientDisconnect:
+        return
+    except QinferError as error:
+        shown = model if is_model_name(model) else model[:40]
+        logger.warning("call of Label Studio refused", extra={"model": shown, "route": name, "error": error.message})
+        raise
 
 
 def _number(name: str, text: str, *, least: int = 1, most: int = MAX_ID) -> int:
