@@ -1,16 +1,24 @@
-"""All checks of `qinfer doctor` in the order of the report, and those of workers and models."""
+"""The checks of `qinfer doctor` in the order of the report; those of this machine, workers and models stand here."""
 
 import asyncio
+import resource
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import SecretStr
 
-from qinfer.cli.checks import host, redis_server, runtimes, storage
+from qinfer.cli.checks import redis_server, runtimes, storage
+from qinfer.cli.checks.health import gateway_health
 from qinfer.cli.checks.permissions import examine_permissions
 from qinfer.cli.checks.report import Finding, ok, problem, warning, without
+from qinfer.cli.local import runfile
+from qinfer.cli.local.machine import GatewayAddress, claim_ports, gateway_addresses
 from qinfer.cli.overview import redis_settings
+from qinfer.core.api_keys import check_exposure
 from qinfer.core.settings import RedisSettings, Settings, load_settings
 from qinfer.errors import QinferError, SettingsError
 from qinfer.models.readiness import assess
@@ -32,19 +40,19 @@ class _Workers(NamedTuple):
     stored: dict[str, StoredModel]
 
 
-def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, runtimes: bool = True) -> list[Finding]:
+def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, load: bool = True) -> list[Finding]:
     """Runs all checks; blocking, for seconds.
 
     Args:
         redis_url: The URL of Redis; empty = that of a `qinfer up` running in `data_dir`, or else of the settings.
         data_dir: The data directory of a running `qinfer up`.
         repositories: The model repositories; empty = those of the settings.
-        runtimes: Load the backends' runtimes.
+        load: Load the backends' runtimes.
 
     Returns:
         The findings, without secrets.
     """
-    findings = [*host.examine_installation()]
+    findings = [*examine_installation()]
     try:
         settings = load_settings()
     except SettingsError as error:
@@ -61,18 +69,13 @@ def examine(redis_url: str, data_dir: Path, repositories: Sequence[str], *, runt
     )
     findings.append(ok("settings", "every QINFER_ variable is known and has a possible value"))
     findings += _redis_findings(settings)
-    findings += host.examine_gateway(settings, data_dir)
+    findings += examine_gateway(settings, data_dir)
     found, models = storage.read_models(settings.repository)
     findings += [*found, *storage.examine_stores(settings)]
-    findings += runtimes_of(storage.needed_backends(models), load=runtimes)
-    findings += [*host.examine_files(), *host.examine_disks(settings, data_dir)]
+    findings += runtimes.examine_backends(storage.needed_backends(models), load=load)
+    findings += runtimes.examine_gpus()
+    findings += [*examine_files(), *examine_disks(settings, data_dir)]
     return without(_secrets(settings), findings)
-
-
-def runtimes_of(needed: dict[str, str], *, load: bool) -> Iterator[Finding]:
-    """Yields the findings about backends and GPUs."""
-    yield from runtimes.examine_backends(needed, load=load)
-    yield from runtimes.examine_gpus()
 
 
 def _redis(settings: Settings, url: str, data_dir: Path) -> RedisSettings:
@@ -229,3 +232,109 @@ def _frames(workers: Sequence[WorkerRecord]) -> Iterator[Finding]:
         yield warning("frame versions", "workers of several versions of qinfer are live", "finish the upgrade")
     elif workers:
         yield ok("frame versions", f"all workers read version {FRAME_VERSION}")
+
+
+FILES_WARNING, FILES_PROBLEM = 8192, 512
+"""Numbers of file descriptors; a connection takes one."""
+DISK_WARNING_BYTES, DISK_PROBLEM_BYTES = 2 * 2**30, 200 * 2**20
+
+_TIMEOUT_S = 3.0
+
+
+def examine_installation(path: Sequence[str] | None = None) -> Iterator[Finding]:
+    """Yields a problem if the distribution `qinfer`, which is another project's, is installed beside qinfer-ml.
+
+    Args:
+        path: Folders to search for distributions; default: those of Python's imports.
+    """
+    where = sys.path if path is None else list(path)
+    for other in distributions(name="qinfer", path=where):
+        if any(file.parts[:1] == ("qinfer",) for file in other.files or ()):
+            yield problem(
+                "installation",
+                f"the distribution qinfer {other.version} is installed beside qinfer-ml, and both own `import qinfer`",
+                "pip uninstall --yes qinfer qinfer-ml, and install qinfer-ml with its extras again",
+            )
+
+
+def examine_files() -> Iterator[Finding]:
+    """Yields the finding about the limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        yield ok("open files", "no limit")
+        return
+    text = f"a process may have {soft:,} open (hard limit {hard:,}); each connection is one"
+    remedy = "raise it: ulimit -n 65536, LimitNOFILE= of systemd, or ulimits of docker-compose"
+    if soft < FILES_PROBLEM:
+        yield problem("open files", text, remedy)
+    elif soft < FILES_WARNING:
+        yield warning("open files", text, remedy)
+    else:
+        yield ok("open files", text)
+
+
+def examine_disks(settings: Settings, data_dir: Path) -> Iterator[Finding]:
+    """Yields a finding for each location of large files: data, cached models, parts of bulk jobs."""
+    places = {"data directory": data_dir if data_dir.exists() else None}
+    places["model cache"] = Path(settings.repository.cache_dir) if settings.repository.cache_dir else None
+    places["spool directory"] = Path(settings.bulk.spool_dir) if settings.bulk.spool_dir else None
+    for name, path in places.items():
+        if path is not None:
+            yield _disk(name, path)
+
+
+def examine_gateway(settings: Settings, data_dir: Path) -> Iterator[Finding]:
+    """Yields findings about a running gateway, or about the ports of the settings."""
+    try:
+        check_exposure(settings.auth, settings.http.host)
+    except SettingsError as error:
+        yield problem("access", error.message)
+    run = runfile.read(data_dir)
+    if run is not None and run.is_alive():
+        health = gateway_health(run.url, ready=False, timeout_s=_TIMEOUT_S)
+        remedy = "see the output of `qinfer up`"
+        yield (
+            ok("gateway", f"`qinfer up` is running: {health.text}")
+            if health.is_healthy
+            else problem("gateway", health.text, remedy)
+        )
+        return
+    health = gateway_health("", ready=False, timeout_s=_TIMEOUT_S)
+    if health.is_healthy:
+        yield ok("gateway", health.text)
+        return
+    addresses = gateway_addresses(settings)
+    taken = [address for address in addresses if address.port and _is_taken(address)]
+    for address in taken:
+        variable = {"--http-port": "HTTP", "--grpc-port": "GRPC", "--metrics-port": "METRICS"}[address.option]
+        yield problem(
+            "ports",
+            f"port {address.port} is in use, and no gateway of qinfer answers there",
+            f"stop the program that has it, or set QINFER_{variable}__PORT",
+        )
+    if not taken:
+        ports = ", ".join(str(address.port) for address in addresses)
+        yield ok("gateway", f"none runs on this machine; its ports are free: {ports}")
+
+
+def _is_taken(address: GatewayAddress) -> bool:
+    try:
+        claim_ports([address], lambda: False)
+    except SettingsError:
+        return True
+    return False
+
+
+def _disk(name: str, path: Path) -> Finding:
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return problem(name, f"{path} can't be read: {error.strerror}")
+    text = f"{path}: {free / 2**30:.1f} GiB free"
+    remedy = "free some space: queued or copied data is written there"
+    if free < DISK_PROBLEM_BYTES:
+        return problem(name, text, remedy)
+    return warning(name, text, remedy) if free < DISK_WARNING_BYTES else ok(name, text)

@@ -33,7 +33,7 @@ def doctor(
     from qinfer.cli.checks.report import Level, as_builtins, print_findings
 
     with Console(stderr=True).status("checking…"):
-        findings = examine(redis, data_dir, model_repository or (), runtimes=runtimes)
+        findings = examine(redis, data_dir, model_repository or (), load=runtimes)
     if as_json:
         print_json(as_builtins(findings))
     else:

@@ -46,7 +46,7 @@ def check_repository(place: str) -> None:
         raise SettingsError(f"the model repository {path} {what}; give --model-repository DIR; {LAYOUT}")
 
 
-class Address(NamedTuple):
+class GatewayAddress(NamedTuple):
     """An address at which the gateway listens.
 
     Attributes:
@@ -60,18 +60,18 @@ class Address(NamedTuple):
     option: str = "--http-port"
 
 
-def gateway_addresses(settings: Settings) -> list[Address]:
+def gateway_addresses(settings: Settings) -> list[GatewayAddress]:
     """Returns the addresses of HTTP, gRPC and metrics, where they are enabled; that of HTTP is the others' default."""
     host = settings.http.host
-    found = [Address(host, settings.http.port, "--http-port")]
+    found = [GatewayAddress(host, settings.http.port, "--http-port")]
     if settings.grpc.enabled:
-        found.append(Address(settings.grpc.host or host, settings.grpc.port, "--grpc-port"))
+        found.append(GatewayAddress(settings.grpc.host or host, settings.grpc.port, "--grpc-port"))
     if settings.metrics.enabled:
-        found.append(Address(settings.metrics.host or host, settings.metrics.port, "--metrics-port"))
+        found.append(GatewayAddress(settings.metrics.host or host, settings.metrics.port, "--metrics-port"))
     return found
 
 
-def claim_ports(addresses: Sequence[Address], try_again: Callable[[], bool]) -> list[int]:
+def claim_ports(addresses: Sequence[GatewayAddress], try_again: Callable[[], bool]) -> list[int]:
     """Checks that the gateway can bind its ports, and chooses free ones in place of 0.
 
     Args:
@@ -86,13 +86,13 @@ def claim_ports(addresses: Sequence[Address], try_again: Callable[[], bool]) -> 
     """
     # Ports are held until all are chosen, so that none is chosen twice; requested ones go first.
     with ExitStack() as held:
-        chosen: dict[Address, int] = {}
+        chosen: dict[GatewayAddress, int] = {}
         for address in sorted(addresses, key=lambda one: not one.port):
             chosen[address] = int(held.enter_context(_bound(address, try_again)).getsockname()[1])
         return [chosen[address] for address in addresses]
 
 
-def _bound(address: Address, try_again: Callable[[], bool]) -> socket.socket:
+def _bound(address: GatewayAddress, try_again: Callable[[], bool]) -> socket.socket:
     host, port, option = address
     while True:
         try:

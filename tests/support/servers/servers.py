@@ -23,7 +23,7 @@ import pytest
 import redis
 from typing_extensions import TypeVar
 
-from qinfer.cli.local.machine import Address, claim_ports
+from qinfer.cli.local.machine import GatewayAddress, claim_ports
 from qinfer.core.settings import RedisSettings
 from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
@@ -343,7 +343,7 @@ def make_certificate(directory: Path) -> tuple[Path, Path]:
 
 def free_port() -> int:
     """Returns a port that no outgoing connection takes before a server does."""
-    (port,) = claim_ports([Address("127.0.0.1", 0)], lambda: False)
+    (port,) = claim_ports([GatewayAddress("127.0.0.1", 0)], lambda: False)
     return port
 
 

@@ -8,7 +8,7 @@ import pytest
 from qinfer.cli.local import machine
 from qinfer.cli.local.machine import (
     CHOSEN_PORTS,
-    Address,
+    GatewayAddress,
     check_repository,
     child_environment,
     claim_ports,
@@ -34,7 +34,7 @@ def test_repository_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_port_zero_becomes_a_real_port() -> None:
     """The number is told to people before the gateway binds it; meanwhile no outgoing connection can get it."""
-    ports = claim_ports([Address("127.0.0.1", 0), Address("127.0.0.1", 0, "--grpc-port")], lambda: False)
+    ports = claim_ports([GatewayAddress("127.0.0.1", 0), GatewayAddress("127.0.0.1", 0, "--grpc-port")], lambda: False)
 
     assert len(set(ports)) == 2
     assert all(port in CHOSEN_PORTS for port in ports)
@@ -46,7 +46,7 @@ def test_port_zero_is_any_port_where_all_the_others_are_in_use(monkeypatch: pyte
         port = taken.getsockname()[1]
         monkeypatch.setattr(machine, "CHOSEN_PORTS", [port])
 
-        assert claim_ports([Address("127.0.0.1", 0)], lambda: False)[0] not in {0, port}
+        assert claim_ports([GatewayAddress("127.0.0.1", 0)], lambda: False)[0] not in {0, port}
 
 
 def test_port_in_use_names_it_and_another() -> None:
@@ -55,7 +55,7 @@ def test_port_in_use_names_it_and_another() -> None:
         port = taken.getsockname()[1]
 
         with pytest.raises(SettingsError, match=rf"port {port} .* is in use.*--grpc-port"):
-            claim_ports([Address("127.0.0.1", port, "--grpc-port")], lambda: False)
+            claim_ports([GatewayAddress("127.0.0.1", port, "--grpc-port")], lambda: False)
 
 
 def test_port_that_becomes_free_is_taken() -> None:
@@ -67,13 +67,13 @@ def test_port_that_becomes_free_is_taken() -> None:
         taken.close()
         return True
 
-    assert claim_ports([Address("127.0.0.1", port)], released) == [port]
+    assert claim_ports([GatewayAddress("127.0.0.1", port)], released) == [port]
 
 
 def test_address_of_another_machine_is_refused() -> None:
     """192.0.2.0/24 is nobody's (RFC 5737)."""
     with pytest.raises(SettingsError, match=r"of 192\.0\.2\.1 can't be bound"):
-        claim_ports([Address("192.0.2.1", 0)], lambda: False)
+        claim_ports([GatewayAddress("192.0.2.1", 0)], lambda: False)
 
 
 @pytest.mark.parametrize(

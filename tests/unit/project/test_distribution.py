@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from qinfer.cli.checks.host import examine_installation
+from qinfer.cli.checks.all import examine_installation
 from qinfer.cli.checks.report import Level
 
 ROOT = Path(__file__).resolve().parents[3]
