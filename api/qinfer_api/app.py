@@ -56,6 +56,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import qinfer
 from qinfer.errors import QinferError
@@ -64,13 +65,17 @@ from qinfer.models.sync import SyncedModel, sync
 from qinfer_api.jobs.routes import job_routes
 from qinfer_api.labeling.routes import label_studio_routes
 from qinfer_api.requests.routes import request_routes
-from qinfer_api.rest.generate import generate_routes
-from qinfer_api.rest.infer import infer_routes
+from qinfer_api.rest.infer import generate_routes, infer_routes
+from qinfer_api.rest.management import (
+    model_routes,
+    repository_routes,
+    server_routes,
+    settings_routes,
+    shared_memory_routes,
+    statistics_routes,
+)
 from qinfer_api.rest.openapi import document_of
-from qinfer_api.rest.repository import repository_routes
-from qinfer_api.rest.server import model_routes, server_routes, settings_routes, statistics_routes
-from qinfer_api.rest.services import on_defect, on_qinfer_error, on_unknown_route, restricted
-from qinfer_api.rest.shared_memory import shared_memory_routes
+from qinfer_api.rest.services import guarded, on_defect, on_left, on_qinfer_error, on_unknown_route
 from qinfer_api.scaling.routes import backlog_routes
 
 logger = logging.getLogger(__name__)
@@ -442,16 +447,16 @@ def build_app(services: Services, jobs: BulkJobs, labeling: Labeling) -> FastAPI
         exception_handlers={
             QinferError: on_qinfer_error,
             HTTPException: on_unknown_route,
+            ClientDisconnect: on_left,
             Exception: on_defect,
         },
     )
-    inference = restricted(services, "inference")
+    inference = guarded(services, "inference")
     busiest_first = (infer_routes, generate_routes, request_routes)
     others = (statistics_routes, backlog_routes, model_routes, server_routes, repository_routes, settings_routes)
     routers = [(routes(services), inference) for routes in busiest_first]
     routers += [(job_routes(services, jobs), inference), (label_studio_routes(services, labeling), inference)]
-    routers += [(routes(services), []) for routes in others]
-    routers.append((shared_memory_routes(services), restricted(services, "shared-memory")))
+    routers += [(routes(services), []) for routes in (*others, shared_memory_routes)]
     for router, dependencies in routers:
         app.include_router(router, dependencies=dependencies)
     app.openapi = document_of(app, [router for router, _ in routers])  # type: ignore[method-assign]  # as FastAPI documents it

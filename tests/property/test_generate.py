@@ -11,7 +11,7 @@ from qinfer.core.messages import Response
 from qinfer.errors import QinferError
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.models.validate import validate
-from qinfer_api.rest.generate import encode_generate, read_generate
+from qinfer_api.rest.infer import encode_generate, read_generate
 
 INPUTS = (
     TensorSpec(name="text", datatype="BYTES", dims=(-1,), optional=True),

@@ -333,6 +333,10 @@ class FutureSink:
     def __init__(self) -> None:
         self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
+    async def wait(self) -> Response:
+        """Returns the response once it is there."""
+        return await self.response
+
     def deliver(self, response: Response) -> None:
         """Completes the future, unless its waiter has left."""
         if self.response.done():

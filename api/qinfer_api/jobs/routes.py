@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import msgspec
 from fastapi import APIRouter
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.responses import StreamingResponse
 
@@ -161,11 +161,7 @@ def job_routes(services: Services, jobs: BulkJobs) -> APIRouter:
 async def _create(services: Services, jobs: BulkJobs, request: Request) -> HttpResponse:
     context = _context(services, request)
     key = idempotency_key(request)
-    try:
-        text = await _body_of(services, request)
-    except ClientDisconnect:
-        return HttpResponse()  # nobody reads it
-    ticket = await jobs.create(context, text, key or "")
+    ticket = await jobs.create(context, await _body_of(services, request), key or "")
     response = _shown(jobs, ticket.record, 201 if ticket.is_new else 200)
     response.headers["location"] = job_path(ticket.record)
     if not ticket.is_new:

@@ -13,14 +13,13 @@ from collections.abc import Iterator
 
 import msgspec
 from fastapi import APIRouter
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.models.repository.reader import is_model_name
 from qinfer_api.auth import Context
-from qinfer_api.http.fast import MAX_FAST_BYTES
 from qinfer_api.http.infer import Reply
 from qinfer_api.labeling.service import Labeling
 from qinfer_api.labeling.status import MAX_LIMIT, STATES, LabelTaskBody, LabelTasksBody
@@ -39,7 +38,7 @@ from qinfer_api.labeling.wire import (
     read_call,
 )
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
-from qinfer_api.rest.services import Services, context_of, read_body, send, send_json, unless_left
+from qinfer_api.rest.services import Services, context_of, off_loop, read_body, send, send_json, unless_left
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,6 @@ def _add_calls(router: APIRouter, services: Services, labeling: Labeling) -> Non
         with _call(model, "setup"):
             asked = await _read(services, request, SetupCall)
             return send_json(await labeling.setup(context, model, asked))
-        return HttpResponse()
 
     @router.get("/label-studio/{model}/versions", name="label_studio_versions", **_VERSIONS)
     async def versions(model: str, request: Request) -> HttpResponse:
@@ -154,12 +152,9 @@ def _add_tasks(router: APIRouter, services: Services, labeling: Labeling) -> Non
 
 async def _predict(services: Services, labeling: Labeling, model: str, request: Request) -> HttpResponse:
     context = _context(services, request)
-    found = None
     with _call(model, "predict"):
         asked = await _read(services, request, PredictCall)
         found = await unless_left(request.receive, labeling.predict(context, model, asked))
-    if found is None:
-        return HttpResponse()
     if len(found.results) > 100:
         return send(Reply(200, await asyncio.to_thread(msgspec.json.encode, found)))
     return send_json(found)
@@ -171,15 +166,11 @@ async def _event(services: Services, labeling: Labeling, model: str, request: Re
     with _call(model, "webhook"):
         event = await _read(services, request, EventCall)
         return send_json(await labeling.event(context, model, event), 201)
-    return HttpResponse()
 
 
 async def _read(services: Services, request: Request, kind: type[Call]) -> Call:
     text = bytes(await read_body(request, services.settings.http.max_input_bytes))
-    depth = services.settings.limits.max_json_depth
-    if len(text) > MAX_FAST_BYTES:
-        return await asyncio.to_thread(read_call, text, depth, kind)
-    return read_call(text, depth, kind)
+    return await off_loop(len(text), read_call, text, services.settings.limits.max_json_depth, kind)
 
 
 def _context(services: Services, request: Request) -> Context:
@@ -202,11 +193,9 @@ def _context(services: Services, request: Request) -> Context:
 
 @contextlib.contextmanager
 def _call(model: str, name: str) -> Iterator[None]:
-    """Logs errors that Label Studio does not show; ends the block when nobody reads the answer."""
+    """Logs errors that Label Studio does not show."""
     try:
         yield
-    except ClientDisconnect:
-        return
     except QinferError as error:
         shown = model if is_model_name(model) else model[:40]
         logger.warning("call of Label Studio refused", extra={"model": shown, "route": name, "error": error.message})

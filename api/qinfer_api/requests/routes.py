@@ -12,7 +12,6 @@ A browser comes back by itself when a stream ends, with the id of the last event
 204, which stops it; others are not sent again what they have.
 """
 
-import asyncio
 import hashlib
 import math
 from collections.abc import AsyncIterator
@@ -20,20 +19,16 @@ from contextlib import suppress
 
 import msgspec
 from fastapi import APIRouter
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.responses import StreamingResponse
 
 from qinfer.core.api_keys import Scope
-from qinfer.core.messages import InferRequest
 from qinfer.errors import Conflict, DeliveryError, InvalidRequest, ModelError, Overloaded, QinferError, RequestError
-from qinfer.models.catalog import Served
 from qinfer.queue.entries import Address, RequestRecord
 from qinfer.tensors import Bytes
-from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
-from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, response_encoding, with_headers
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, response_encoding
 from qinfer_api.requests.service import RequestBody, SubmitOptions, Ticket, address_of, path_of, shown_record
 from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
 from qinfer_api.rest.services import (
@@ -43,9 +38,10 @@ from qinfer_api.rest.services import (
     Preferences,
     Services,
     context_of,
+    decoded_infer,
     encoded_reply,
-    headers_forwarded,
     idempotency_key,
+    off_loop,
     read_body,
     read_preferences,
     send,
@@ -177,17 +173,12 @@ async def submit(services: Services, target: Target, request: Request, preferenc
     try:
         context = services.dispatcher.authorize(context_of(request), Scope.INFER)
         ticket = await _accepted(services, context, target, request, _options(request))
-    except ClientDisconnect:
-        return HttpResponse()  # nobody reads it
     except QinferError as error:
         raise requests.refuse(target.model, target.version, error) from None
-    record: RequestRecord | None = ticket.record
-    address = ticket.record.address
+    record, address = ticket.record, ticket.record.address
     if preferences.wait_s is not None:
         preferences = preferences._replace(wait_s=min(preferences.wait_s, int(services.settings.requests.max_wait_s)))
         record = await unless_left(request.receive, requests.wait(context, address, preferences.wait_s or 0))
-    if record is None:
-        return HttpResponse()  # the client left; its request stays
     ended = record.state.is_terminal and preferences.wait_s is not None
     response = await _outcome(services, request, record) if ended else _shown(services, record, 202)
     response.headers["location"] = path_of(address)
@@ -228,13 +219,8 @@ async def _accepted(
         raise
     body = await read_body(request, services.settings.http.max_input_bytes)
     try:
-        decoding = (services, served, target, body, request.headers.get(JSON_LENGTH_HEADER))
-        if len(body) > MAX_FAST_BYTES or services.codec.shares_memory:
-            decoded, plan, body_hash = await asyncio.to_thread(_decode, *decoding)
-        else:
-            decoded, plan, body_hash = _decode(*decoding)
-        with_headers(decoded, headers_forwarded(services, request))
-        return await requests.submit(context, decoded, plan, msgspec.structs.replace(options, body_hash=body_hash))
+        decoded, plan = await decoded_infer(services, served, target, request, body)
+        return await requests.submit(context, decoded, plan, await _hashed(options, target, request, body))
     except Conflict:  # it was found, with another body
         raise
     except (RequestError, ModelError):
@@ -256,17 +242,12 @@ async def _repeated(
         return None
     if body is None:
         body = await read_body(request, services.settings.http.max_input_bytes)
-    body_hash = await asyncio.to_thread(_body_hash, target, body, request.headers.get(JSON_LENGTH_HEADER))
-    known = msgspec.structs.replace(options, body_hash=body_hash)
-    return await services.requests.repeated(context, target.model, known)
+    return await services.requests.repeated(context, target.model, await _hashed(options, target, request, body))
 
 
 async def _result(services: Services, request: Request) -> HttpResponse:
     context, address = _located(services, request)
-    waiting = services.requests.wait(context, address, _wait_s(request))
-    record = await unless_left(request.receive, waiting)
-    if record is None:
-        return HttpResponse()  # nobody reads it
+    record = await unless_left(request.receive, services.requests.wait(context, address, _wait_s(request)))
     if record.state.is_terminal:
         return await _outcome(services, request, record)
     return _shown(services, record, 202, AGAIN_S)
@@ -321,20 +302,16 @@ def _event_id(record: RequestRecord) -> str:
     return f"{record.attempts}-{record.state.value}"
 
 
-def _decode(
-    services: Services, served: Served, target: Target, body: Bytes, json_length: str | None
-) -> tuple[InferRequest, OutputPlan, str]:
-    """Decodes and checks a body, and computes the hash of its content."""
-    decoded, plan = services.codec.decode(target, body, json_length, served)
-    services.dispatcher.check(decoded, served)
-    return decoded, plan, _body_hash(target, body, json_length)
+async def _hashed(options: SubmitOptions, target: Target, request: Request, body: Bytes) -> SubmitOptions:
+    """Adds to options what identifies the request: the same body is the same, however it was compressed."""
 
+    def body_hash() -> str:
+        about = [target.model, target.version, request.headers.get(JSON_LENGTH_HEADER)]
+        content = hashlib.sha256(msgspec.json.encode(about))
+        content.update(body)
+        return content.hexdigest()
 
-def _body_hash(target: Target, body: Bytes, json_length: str | None) -> str:
-    """Identifies what a request asks: the same body is the same, however it was compressed."""
-    content = hashlib.sha256(msgspec.json.encode([target.model, target.version, json_length]))
-    content.update(body)
-    return content.hexdigest()
+    return msgspec.structs.replace(options, body_hash=await off_loop(len(body), body_hash))
 
 
 def _options(request: Request) -> SubmitOptions:

@@ -1,26 +1,50 @@
-"""`POST …/infer` through FastAPI: large, compressed, chunked or otherwise special requests.
+"""Inference through FastAPI: `…/infer` beyond the fast path, `…/generate` and `…/generate_stream`.
 
-The body never meets pydantic: it is read with a limit, decompressed, and handed to the functions of `http/infer.py`.
-Whatever takes long (decompression, a large body or reply) runs in a thread, off the event loop.
+    infer             large, compressed, chunked or otherwise special requests, read by the functions of `http/infer.py`
+    generate          free-form JSON in, flat JSON out (reference §1.18): exactly one response, or an error
+    generate_stream   `data: {…}` for each response; the first one decides the status, later failures come in the stream
+
+Of free-form JSON, a key that is an input of the model becomes a tensor, any other a parameter; the members of an object
+`parameters` are taken the same way. The answer has each output under its own name. It is neither taken nor given in a
+compressed body. Load metrics (ORCA, `endpoint-load-metrics`) are not reported.
+
+No body meets pydantic. Whatever takes long (decompression, a large body or reply) runs in a thread, off the event loop.
 """
 
 import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
-from starlette.types import Receive
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from qinfer.core.api_keys import Scope
-from qinfer.core.messages import InferRequest, Response
-from qinfer.errors import QinferError
+from qinfer.core.messages import InferRequest, Response, Scalar
+from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 from qinfer.models.catalog import Served
-from qinfer.tensors import Bytes
-from qinfer.wire.outputs import OutputPlan
-from qinfer_api.http.fast import MAX_FAST_BYTES
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, FutureSink, Target, response_encoding, with_headers
+from qinfer.models.spec import ModelSpec, TensorSpec
+from qinfer.submission.pending import Pending
+from qinfer.tensors import Bytes, Tensor, element_count
+from qinfer.wire.kserve_exact import custom_parameter, load, read_input
+from qinfer.wire.kserve_json import check_depth, elements, pack
+from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.http.infer import (
+    FutureSink,
+    Reply,
+    Target,
+    error_reply,
+    failure_reply,
+    refusal,
+    request_encoding,
+    response_encoding,
+)
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
-from qinfer_api.rest.openapi import operation
+from qinfer_api.rest.openapi import Json, answer, body, operation
 from qinfer_api.rest.services import (
     INFER_BODY,
     INFER_ERRORS,
@@ -28,12 +52,16 @@ from qinfer_api.rest.services import (
     OUTPUTS,
     Services,
     context_of,
+    decoded_infer,
     encoded_reply,
-    headers_forwarded,
+    forward_headers,
+    off_loop,
     read_body,
     read_preferences,
+    send,
     send_encoded,
     target_of,
+    unless_left,
 )
 
 _INFER = operation("Run a model", {200: OUTPUTS, 202: ACCEPTED, **INFER_ERRORS}, JSON_LENGTH, PREFER, takes=INFER_BODY)
@@ -62,47 +90,299 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
     try:
         context = dispatcher.authorize(context_of(request), Scope.INFER)
         served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
-        body = await read_body(request, services.settings.http.max_input_bytes)
-        decoding = (services, served, target, body, headers.get(JSON_LENGTH_HEADER))
-        if len(body) > MAX_FAST_BYTES or services.codec.shares_memory:
-            decoded, plan = await asyncio.to_thread(_decode, *decoding)
-        else:
-            decoded, plan = _decode(*decoding)
-        with_headers(decoded, headers_forwarded(services, request))
+        content = await read_body(request, services.settings.http.max_input_bytes)
+        decoded, plan = await decoded_infer(services, served, target, request, content)
         pending = dispatcher.submit(context, decoded, sink)
-    except ClientDisconnect:
-        return HttpResponse()  # nobody reads it
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error) from None
     try:
-        response = await _answer(sink, request.receive)
+        response = await unless_left(request.receive, sink.wait())
     finally:
         dispatcher.cancel(pending)  # does nothing once it is answered
-    if response is None:
-        return HttpResponse()
     reply = await encoded_reply(services.codec, response, decoded.client_id, plan)
     return await send_encoded(reply, response_encoding(headers.get("accept-encoding")))
 
 
-async def _answer(sink: FutureSink, receive: Receive) -> Response | None:
-    """Waits for the response; `None` when the client left first."""
+_NOT_ONE = (
+    "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
+    "of responses"
+)
 
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        sink.response.cancel()
+_FREE: Json = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "description": "Echoed in the reply."},
+        "parameters": {"type": "object", "description": "More members, taken as those beside it."},
+    },
+    "additionalProperties": {
+        "description": "The elements of the input of that name, a scalar or a flat list; or else a parameter, a scalar."
+    },
+    "example": {"image": [0.0, 0.5, 0.5, 1.0], "temperature": 0.5},
+}
+_OUTPUTS = answer(
+    "Each output under its own name, flat; one element is a scalar.",
+    {"type": "object"},
+    example={"model_name": "digits", "model_version": "1", "label": 7},
+)
+_STREAM = answer(
+    'Server-sent events: one for each response; a later failure is `{"error": …}`.',
+    {"type": "string"},
+    kind="text/event-stream",
+    example='data: {"label": 7, …}\n\n',
+)
+_GENERATE = operation("Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, takes=body(_FREE))
+_GENERATE_STREAM = operation(
+    "Run a model on free-form JSON, and stream its responses", {200: _STREAM, **INFER_ERRORS}, takes=body(_FREE)
+)
 
-    async with asyncio.TaskGroup() as group:
-        watcher = group.create_task(watch())
-        await asyncio.wait([sink.response])
-        watcher.cancel()
-    return None if sink.response.cancelled() else sink.response.result()
+
+class StreamSink:
+    """The sink of a coroutine that reads the responses of a request, however many there are."""
+
+    frontend = "HTTP"
+
+    def __init__(self) -> None:
+        self._responses: asyncio.Queue[Response] = asyncio.Queue()
+
+    def deliver(self, response: Response) -> None:
+        """Adds a response."""
+        self._responses.put_nowait(response)
+
+    async def responses(self) -> AsyncIterator[Response]:
+        """Yields the responses to the last; an empty one, which only says that no other comes, is left out."""
+        while True:
+            response = await self._responses.get()
+            if response.outputs or response.parameters or response.failure is not None:
+                yield response
+            if response.final:
+                return
 
 
-def _decode(
-    services: Services, served: Served, target: Target, body: Bytes, json_length: str | None
-) -> tuple[InferRequest, OutputPlan]:
+class _Events(StreamingResponse):
+    """An event stream that cancels its request when it ends, however it ends."""
+
+    def __init__(self, events: AsyncIterator[bytes], status: int, dispatcher: Dispatcher, pending: Pending) -> None:
+        super().__init__(events, status)
+        self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        self._dispatcher = dispatcher
+        self._pending = pending
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._dispatcher.cancel(self._pending)
+
+
+def generate_routes(services: Services) -> APIRouter:
+    """Returns the routes of the generate extension."""
+    router = APIRouter(tags=["inference"])
+
+    @router.post("/v2/models/{model}/versions/{version}/generate", name="generate_version", **_GENERATE)
+    @router.post("/v2/models/{model}/generate", name="generate", **_GENERATE)
+    async def generate(request: Request) -> HttpResponse:
+        """Runs a model on free-form JSON: its highest ready version, or that of the path."""
+        return await _generate(services, target_of(request), request)
+
+    stream_path = "/v2/models/{model}/versions/{version}/generate_stream"
+
+    @router.post(stream_path, name="generate_stream_version", **_GENERATE_STREAM)
+    @router.post("/v2/models/{model}/generate_stream", name="generate_stream", **_GENERATE_STREAM)
+    async def generate_stream(request: Request) -> HttpResponse:
+        """Runs a model, its highest ready version or that of the path, on free-form JSON; streams its responses."""
+        return await _generate_stream(services, target_of(request), request)
+
+    return router
+
+
+async def _submit(services: Services, target: Target, request: Request, sink: StreamSink) -> tuple[Pending, str]:
+    """Reads, checks and submits a request; returns it and its client's id of it."""
+    dispatcher = services.dispatcher
+    try:
+        context = dispatcher.authorize(context_of(request), Scope.INFER)
+        served = dispatcher.resolve(target.model, target.version)
+        if not _is_identity(request):
+            raise InvalidRequest("Unsupported content-encoding, only 'identity' is supported.")
+        content = await read_body(request, services.settings.http.max_input_bytes)
+        decoded = await off_loop(len(content), _decode, services, served, target, content)
+        forward_headers(services, request, decoded)
+        return dispatcher.submit(context, decoded, sink), decoded.client_id
+    except QinferError as error:
+        raise dispatcher.refuse(target.model, target.version, error) from None
+
+
+def _decode(services: Services, served: Served, target: Target, content: Bytes) -> InferRequest:
     """Decodes and checks a body; both take long for a large one."""
-    decoded, plan = services.codec.decode(target, body, json_length, served)
+    limits = services.settings.limits
+    decoded = read_generate(bytes(content), target.model, target.version, served.spec, limits.max_json_depth)
     services.dispatcher.check(decoded, served)
-    return decoded, plan
+    return decoded
+
+
+async def _generate(services: Services, target: Target, request: Request) -> HttpResponse:
+    sink = StreamSink()
+    pending, client_id = await _submit(services, target, request, sink)
+    try:
+        responses = await unless_left(request.receive, _all(sink))
+    finally:
+        services.dispatcher.cancel(pending)  # does nothing once it is answered
+    if len(responses) != 1:
+        return send(error_reply(400, _NOT_ONE))
+    return send(await _encoded(responses[0], client_id))
+
+
+async def _generate_stream(services: Services, target: Target, request: Request) -> HttpResponse:
+    sink = StreamSink()
+    pending, client_id = await _submit(services, target, request, sink)
+    responses = sink.responses()
+    try:
+        replies = await unless_left(request.receive, _first(responses, client_id))
+    except BaseException:
+        services.dispatcher.cancel(pending)
+        raise
+    status = replies[0].status if replies else 200
+    return _Events(_events(replies, responses, client_id), status, services.dispatcher, pending)
+
+
+async def _all(sink: StreamSink) -> list[Response]:
+    """Reads the responses until there are more than one, or all of them."""
+    responses = []
+    async for response in sink.responses():
+        responses.append(response)
+        if len(responses) > 1:
+            break
+    return responses
+
+
+async def _first(responses: AsyncIterator[Response], client_id: str) -> list[Reply]:
+    """Returns the reply of the first response; nothing when there is none."""
+    async for response in responses:
+        return [await _encoded(response, client_id)]
+    return []
+
+
+async def _events(first: list[Reply], responses: AsyncIterator[Response], client_id: str) -> AsyncIterator[bytes]:
+    for reply in first:
+        yield b"data: %b\n\n" % reply.body
+    async for response in responses:
+        yield b"data: %b\n\n" % (await _encoded(response, client_id)).body
+
+
+async def _encoded(response: Response, client_id: str) -> Reply:
+    """Encodes a response; a failure becomes its error reply."""
+    if response.failure is not None:
+        return refusal(response.failure)
+    try:
+        size = sum(output.nbytes for output in response.outputs)
+        return Reply(200, await off_loop(size, encode_generate, response, client_id))
+    except QinferError as error:
+        return failure_reply(error)
+
+
+def _is_identity(request: Request) -> bool:
+    try:
+        return request_encoding(request.headers.get("content-encoding")) is None
+    except QinferError:
+        return False
+
+
+_NESTED = "parameters"
+_ID = "id"
+
+
+def read_generate(text: bytes, model: str, version: int, spec: ModelSpec, max_depth: int) -> InferRequest:
+    """Decodes a generate request.
+
+    Args:
+        text: The body.
+        model: The model's name.
+        version: The version asked for; 0 if none was.
+        spec: The model.
+        max_depth: Deepest JSON nesting allowed.
+
+    Raises:
+        InvalidRequest: It is no JSON, or an input's elements do not make a tensor of its shape.
+        MalformedJson: A JSON value has the wrong type.
+    """
+    document = _load(text, max_depth)
+    inputs = {expected.name: expected for expected in spec.inputs}
+    if _NESTED in document and _NESTED in inputs:
+        raise InvalidRequest(f"Keyword '{_NESTED}' for nested schema also given as input tensor name")
+    tensors: dict[str, Tensor] = {}
+    parameters: dict[str, Scalar] = {}
+    for members in (document, document.get(_NESTED, {})):
+        for key, value in members.items():
+            if key in inputs:
+                if key in tensors:
+                    raise InvalidRequest(f"input '{key}' already exists in request")
+                tensors[key] = _tensor(inputs[key], value, batched=spec.max_batch_size > 0)
+            elif members is not document or key not in (_ID, _NESTED):
+                parameters[key] = custom_parameter(key, value)
+    return InferRequest(
+        model=model,
+        inputs=tuple(tensors.values()),
+        version=version,
+        client_id=document.get(_ID, ""),
+        parameters=parameters,
+    )
+
+
+def encode_generate(response: Response, client_id: str) -> bytes:
+    """Encodes a response that carries outputs; an output of one element becomes a scalar.
+
+    What the server tells has precedence over the response's parameters, and these over outputs of the same name.
+
+    Raises:
+        InvalidRequest: An output can't travel as JSON.
+        OutputMismatch: An output's bytes do not fill its shape.
+    """
+    rendered: dict[str, Any] = {_ID: client_id} if client_id else {}
+    rendered |= {"model_name": response.model, "model_version": str(response.version)}
+    members: Mapping[str, Any] = {**response.parameters, **rendered}
+    outputs = {tensor.name: msgspec.Raw(_value(tensor)) for tensor in response.outputs if tensor.name not in members}
+    return msgspec.json.encode({**rendered, **outputs, **members})
+
+
+def _load(text: bytes, max_depth: int) -> dict[str, Any]:
+    """Parses a body, and checks the types of the members with a meaning."""
+    check_depth(text, max_depth)
+    document = load(text, max_depth)
+    if not isinstance(document, dict):
+        raise MalformedJson("attempt to get members for non-object")
+    if not isinstance(document.get(_ID, ""), str):
+        raise MalformedJson("Unable to parse 'id': attempt to access JSON non-string as string")
+    if not isinstance(document.get(_NESTED, {}), dict):
+        raise MalformedJson(f"Expected JSON object for keyword: '{_NESTED}'")
+    return document
+
+
+def _value(tensor: Tensor) -> bytes:
+    text = elements(tensor)
+    return text[1:-1] if element_count(tensor.shape) == 1 else text
+
+
+def _tensor(expected: TensorSpec, value: Any, *, batched: bool) -> Tensor:
+    data = value if isinstance(value, list) else [value]
+    shape = _shape(expected, len(data), batched=batched)
+    entry = read_input({"name": expected.name, "datatype": expected.datatype, "shape": shape, "data": data})
+    return Tensor(expected.name, expected.datatype, tuple(shape), pack(entry))
+
+
+def _shape(expected: TensorSpec, count: int, *, batched: bool) -> list[int]:
+    """Finds a shape of `count` elements: fixed dimensions divide it, the innermost variable one takes the rest."""
+    shape = [-1, *expected.dims] if batched else list(expected.dims)
+    for size in shape:
+        if size != -1:
+            if not size or count % size:
+                raise _unfit(expected.name)
+            count //= size
+    for position in reversed(range(len(shape))):
+        if shape[position] == -1:
+            shape[position], count = count, 1
+    if count != 1:
+        raise _unfit(expected.name)
+    return shape
+
+
+def _unfit(name: str) -> InvalidRequest:
+    return InvalidRequest(f"The schema can not convert input '{name}' to tensor with proper shape")

@@ -4,23 +4,25 @@ Whatever takes long (decompression, a large body or reply) runs in a thread, off
 """
 
 import asyncio
+import math
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Annotated, Any, NamedTuple, TypeVar, TypeVarTuple
 
 import msgspec
 from fastapi import Depends
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive
 
 from qinfer.core.api_keys import Scope
-from qinfer.core.messages import Response
+from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import Settings
 from qinfer.errors import InvalidRequest, QinferError
-from qinfer.models.catalog import Catalog
+from qinfer.models.catalog import Catalog, Served
 from qinfer.models.control import ModelControl
 from qinfer.models.work import VersionWork
 from qinfer.tensors import Bytes
@@ -42,6 +44,7 @@ from qinfer_api.http.infer import (
     parse_version,
     request_encoding,
     too_large,
+    with_headers,
 )
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.statistics import Statistics
@@ -117,31 +120,30 @@ def idempotency_key(request: Request) -> str | None:
     return key
 
 
-def headers_forwarded(services: Services, request: Request) -> dict[str, str]:
-    """Returns the headers of a request that become its parameters."""
-    if services.forward is None:
-        return {}
-    return forwarded(services.forward, getattr(request.state, SENT_HEADERS, request.headers.raw))
+def forward_headers(services: Services, request: Request, decoded: InferRequest) -> None:
+    """Makes headers of a request its parameters, where they are forwarded."""
+    if services.forward is not None:
+        sent = getattr(request.state, SENT_HEADERS, request.headers.raw)
+        with_headers(decoded, forwarded(services.forward, sent))
 
 
-def needs(services: Services, scope: Scope) -> Any:
-    """Returns the dependency of routes that only callers with a scope may use."""
+def guarded(services: Services, group: str, scope: Scope | None = None) -> list[Any]:
+    """Returns the dependencies of the routes of a group.
 
-    async def check(request: Request) -> None:
-        services.dispatcher.authorize(context_of(request), scope)
+    Args:
+        services: The use cases.
+        group: The group, which the operator may restrict.
+        scope: What a caller's key must allow; `None` = the route checks it itself, or nothing is needed.
+    """
 
-    return Depends(check)
-
-
-def restricted(services: Services, group: str) -> list[Any]:
-    """Returns the dependencies of routes of a group that the operator may restrict; none where it is not restricted."""
-    if not services.restrictions.covers(group):
-        return []
-
-    async def check(request: Request) -> None:
+    async def check_header(request: Request) -> None:
         services.restrictions.check(group, request.headers.get)
 
-    return [Depends(check)]
+    async def check_key(request: Request) -> None:
+        services.dispatcher.authorize(context_of(request), scope or Scope.INFER)
+
+    checks = [check_header] if services.restrictions.covers(group) else []
+    return [Depends(check) for check in (*checks, *([check_key] if scope else []))]
 
 
 def send_json(body: object, status: int = 200) -> HttpResponse:
@@ -175,12 +177,18 @@ async def on_unknown_route(request: Request, error: Exception) -> HttpResponse:
     return response
 
 
+async def on_left(request: Request, error: Exception) -> HttpResponse:
+    """Answers a client that has left, which nobody reads."""
+    return HttpResponse()
+
+
 async def on_defect(request: Request, error: Exception) -> HttpResponse:
     """Answers a foreign exception; starlette logs it."""
     return send(failure_reply(error))
 
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _Scalar = bool | int | float | str
 
@@ -309,32 +317,52 @@ async def read_json(
     body = bytes(await read_body(request, services.settings.http.max_input_bytes))
     if not body and may_be_empty:
         body = b"{}"
-    max_depth = services.settings.limits.max_json_depth
-    if len(body) > MAX_FAST_BYTES:
-        return await asyncio.to_thread(decode_json, body, kind, max_depth, prefix=prefix)
-    return decode_json(body, kind, max_depth, prefix=prefix)
+    decode = partial(decode_json, max_depth=services.settings.limits.max_json_depth, prefix=prefix)
+    return await off_loop(len(body), decode, body, kind)
+
+
+async def decoded_infer(
+    services: Services, served: Served, target: Target, request: Request, body: Bytes
+) -> tuple[InferRequest, OutputPlan]:
+    """Decodes and checks the body of an infer request, and adds the headers that are forwarded.
+
+    Raises:
+        QinferError: It is no infer request, or does not fit its model.
+    """
+
+    def decode() -> tuple[InferRequest, OutputPlan]:
+        decoded, plan = services.codec.decode(target, body, request.headers.get(JSON_LENGTH_HEADER), served)
+        services.dispatcher.check(decoded, served)
+        return decoded, plan
+
+    decoded, plan = await off_loop(math.inf if services.codec.shares_memory else len(body), decode)
+    forward_headers(services, request, decoded)
+    return decoded, plan
+
+
+async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> T:
+    """Calls a function, in a thread where what it reads or writes is large: that takes milliseconds."""
+    return await asyncio.to_thread(work, *arguments) if nbytes > MAX_FAST_BYTES else work(*arguments)
 
 
 async def encoded_reply(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> Reply:
     """Encodes a response as the client asked for it; see `InferCodec.encode`."""
-    if sum(output.nbytes for output in response.outputs) > MAX_FAST_BYTES:
-        return await asyncio.to_thread(codec.encode, response, client_id, plan)
-    return codec.encode(response, client_id, plan)
+    size = sum(output.nbytes for output in response.outputs)
+    return await off_loop(size, codec.encode, response, client_id, plan)
 
 
 async def send_encoded(reply: Reply, encoding: Encoding | None) -> HttpResponse:
     """Makes the HTTP response of a reply, its body in an encoding that the client takes."""
     if encoding is None or reply.status != 200:
         return send(reply)
-    if len(reply.body) > MAX_FAST_BYTES:
-        return send(await asyncio.to_thread(reply.compressed, encoding))
-    return send(reply.compressed(encoding))
+    return send(await off_loop(len(reply.body), reply.compressed, encoding))
 
 
-async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Awaits `work` for a client whose body was read; `None` when the client left first, and then `work` is cancelled.
+async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work` for a client whose body was read; when the client leaves first, `work` is cancelled.
 
     Raises:
+        ClientDisconnect: The client left.
         QinferError: What `work` raises.
     """
 
@@ -355,7 +383,7 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
         await asyncio.wait([task])
         watcher.cancel()
     if task.cancelled():
-        return None
+        raise ClientDisconnect
     outcome = task.result()
     if isinstance(outcome, QinferError):
         raise outcome

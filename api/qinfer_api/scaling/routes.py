@@ -10,7 +10,7 @@ from starlette.responses import Response as HttpResponse
 from qinfer.core.api_keys import Scope
 from qinfer.models.work import LaneWork, VersionWork
 from qinfer_api.rest.openapi import answer, errors, operation
-from qinfer_api.rest.services import Services, needs, restricted, send_json
+from qinfer_api.rest.services import Services, guarded, send_json
 
 
 class LaneBacklog(msgspec.Struct, frozen=True):
@@ -73,9 +73,7 @@ _BACKLOG = operation("", {200: answer("The work.", Backlog), **errors(400, 401, 
 
 def backlog_routes(services: Services) -> APIRouter:
     """Returns the route that autoscalers ask."""
-    router = APIRouter(
-        tags=["models"], dependencies=[*restricted(services, "statistics"), needs(services, Scope.INFER)]
-    )
+    router = APIRouter(tags=["models"], dependencies=guarded(services, "statistics", Scope.INFER))
 
     @router.get("/v1/models/{model}/backlog", **_BACKLOG)
     async def backlog(model: str) -> HttpResponse:

@@ -10,7 +10,7 @@ from qinfer.core.messages import InferRequest, Response
 from qinfer.errors import InvalidRequest, MalformedJson
 from qinfer.models.spec import ModelSpec, TensorSpec
 from qinfer.tensors import Tensor, from_numpy, pack_bytes, to_numpy
-from qinfer_api.rest.generate import encode_generate, read_generate
+from qinfer_api.rest.infer import encode_generate, read_generate
 
 INPUTS = (
     TensorSpec(name="text", datatype="BYTES", dims=(1,)),

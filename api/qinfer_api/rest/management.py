@@ -1,0 +1,428 @@
+"""Routes other than inference (reference §1.3 … §1.5, §1.13 … §1.17).
+
+Readiness, metadata, configuration and statistics of the server and its models; the model repository; settings of
+logging and tracing, which clients change while the server runs; and shared memory. Its regions are used by infer
+requests, and registered by those who may make such. CUDA's are never taken: where shared memory is on there are just
+none of them, so that clients which clear both kinds at their start can go on.
+"""
+
+import asyncio
+import base64
+import binascii
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
+
+from qinfer.core.api_keys import Scope
+from qinfer.errors import InvalidRequest, MalformedJson, Overloaded, UnsupportedFeature
+from qinfer.models.control import IndexEntry
+from qinfer.observe.metrics import CONTENT_TYPE
+from qinfer_api import about
+from qinfer_api.about import ModelMetadata, is_model_ready, model_metadata
+from qinfer_api.http.infer import Reply, error_reply
+from qinfer_api.json_types import decode_json
+from qinfer_api.observe.statistics import ModelStats
+from qinfer_api.observe.trace_file import TraceChanges
+from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
+from qinfer_api.rest.services import Services, guarded, read_body, read_json, send, send_json, target_of
+from qinfer_api.server_settings import LogChanges, LogValues, TraceValues
+from qinfer_api.shared_memory import Region
+
+_DONE, _NOTHING = Reply(200, b""), Reply(200, b"[]")
+
+_METADATA = operation("", {200: answer("The metadata.", about.ServerMetadata), **errors(401, 403)})
+_LIVE = operation("", {200: answer("It is running."), **errors(403, 503)})
+_READY = operation(
+    "", {200: answer("Every model is ready."), 400: answer("A model is not ready; no body."), **errors(403, 503)}
+)
+_SCOPE = query(
+    "scope",
+    "cluster: of the whole installation; process: of this gateway; both if omitted.",
+    type="string",
+    default="",
+    examples=["cluster"],
+)
+_METRICS = operation("", {200: answer("The metrics.", {"type": "string"}, kind="text/plain"), **errors(400)}, _SCOPE)
+
+
+def server_routes(services: Services) -> APIRouter:
+    """Returns the routes about the server."""
+    router = APIRouter(tags=["server"])
+    health = guarded(services, "health")
+
+    @router.get("/v2", dependencies=guarded(services, "metadata", Scope.INFER), **_METADATA)
+    async def server_metadata() -> HttpResponse:
+        """Tells the server's name, version and protocol extensions."""
+        return send_json(about.server_metadata(services.settings))
+
+    @router.get("/v2/health/live", dependencies=health, **_LIVE)
+    async def live() -> HttpResponse:
+        """Answers 200 while the gateway runs; 503 while it shuts down."""
+        return _exiting() if services.dispatcher.draining else HttpResponse()
+
+    @router.get("/v2/health/ready", dependencies=health, **_READY)
+    async def ready() -> HttpResponse:
+        """Answers 200 when every model is ready, 400 when one is not; 503 while the gateway shuts down."""
+        if services.dispatcher.draining:
+            return _exiting()
+        is_ready = about.is_server_ready(services.settings, services.catalog, draining=False)
+        return HttpResponse(status_code=200 if is_ready else 400)
+
+    @router.get("/metrics", **_METRICS)
+    async def metrics(scope: str = "") -> HttpResponse:
+        """Gives the metrics in Prometheus text format."""
+        return HttpResponse(await services.metrics(scope), media_type=CONTENT_TYPE)
+
+    return router
+
+
+def _exiting() -> HttpResponse:
+    return send(error_reply(503, "Server exiting", 1))
+
+
+_DESCRIBE = operation("", {200: answer("The metadata.", ModelMetadata), **errors(400, 401, 403, 404, 503)})
+_IS_READY = operation("", {200: answer("It is ready."), **errors(400, 403, 404, 503)})
+_CONFIG = operation("", {200: answer("The configuration.", {"type": "object"}), **errors(400, 401, 403, 404, 503)})
+_STATISTICS = operation("", {200: answer("The statistics.", ModelStats), **errors(400, 401, 403, 503)})
+
+
+def statistics_routes(services: Services) -> APIRouter:
+    """Returns the routes of the statistics extension."""
+    router = APIRouter(tags=["models"], dependencies=guarded(services, "statistics", Scope.INFER))
+
+    @router.get("/v2/models/stats", **_STATISTICS)
+    async def statistics() -> HttpResponse:
+        """Returns the statistics of all ready model versions; counters are about a second old, and never decrease."""
+        return send_json(ModelStats(await services.statistics.model_statistics()))
+
+    @router.get("/v2/models/{model}/versions/{version}/stats", name="version_statistics", **_STATISTICS)
+    @router.get("/v2/models/{model}/stats", name="model_statistics", **_STATISTICS)
+    async def model_statistics(request: Request) -> HttpResponse:
+        """Returns the statistics of the ready versions of a model, or of the version in the path."""
+        return send_json(ModelStats(await services.statistics.model_statistics(*target_of(request))))
+
+    return router
+
+
+def model_routes(services: Services) -> APIRouter:
+    """Returns the other routes about models."""
+    router = APIRouter(tags=["models"])
+    health, found = guarded(services, "health"), guarded(services, "metadata", Scope.INFER)
+    shown = guarded(services, "model-config", Scope.INFER)
+
+    @router.get("/v2/models/{model}/versions/{version}", name="version_metadata", dependencies=found, **_DESCRIBE)
+    @router.get("/v2/models/{model}", name="metadata", dependencies=found, **_DESCRIBE)
+    async def metadata(request: Request) -> HttpResponse:
+        """Describes a model, with the versions that are ready, or the version of the path."""
+        return send_json(model_metadata(services.catalog, *target_of(request)))
+
+    @router.get("/v2/models/{model}/versions/{version}/ready", name="version_ready", dependencies=health, **_IS_READY)
+    @router.get("/v2/models/{model}/ready", name="model_ready", dependencies=health, **_IS_READY)
+    async def model_ready(request: Request) -> HttpResponse:
+        """Answers 200 when a version of the model, or that of the path, is ready."""
+        target = target_of(request)
+        if services.dispatcher.draining:
+            raise Overloaded("Server exiting")
+        if not is_model_ready(services.catalog, *target):
+            return send(error_reply(400, "Model version not ready"))
+        return HttpResponse()
+
+    @router.get("/v2/models/{model}/versions/{version}/config", name="version_config", dependencies=shown, **_CONFIG)
+    @router.get("/v2/models/{model}/config", name="model_config", dependencies=shown, **_CONFIG)
+    async def model_config(request: Request) -> HttpResponse:
+        """Gives the complete, normalised model configuration."""
+        return send(Reply(200, services.catalog.config_json(*target_of(request)).encode()))
+
+    return router
+
+
+_LOG, _TRACE = {200: answer("The settings.", LogValues)}, {200: answer("The settings.", TraceValues)}
+_LOG_READ = operation("", {**_LOG, **errors(401, 403, 503)})
+_LOG_UPDATE = operation("", {**_LOG, **errors(400, 401, 403, 500, 501, 503)}, takes=body(LogChanges))
+_TRACE_READ = operation("", {**_TRACE, **errors(400, 401, 403, 503)})
+_TRACE_UPDATE = operation("", {**_TRACE, **errors(400, 401, 403, 500, 501, 503)}, takes=body(TraceChanges))
+
+
+def settings_routes(services: Services) -> APIRouter:
+    """Returns the routes of the logging and trace extensions; reading takes the scope `infer`, changing `admin`."""
+    router = APIRouter(tags=["server"])
+    log, trace = services.log_settings, services.trace_settings
+    log_read, log_change = (guarded(services, "logging", scope) for scope in (Scope.INFER, Scope.ADMIN))
+    trace_read, trace_change = (guarded(services, "trace", scope) for scope in (Scope.INFER, Scope.ADMIN))
+
+    @router.get("/v2/logging", dependencies=log_read, **_LOG_READ)
+    async def log_settings() -> HttpResponse:
+        """Returns the log settings of all processes of the server."""
+        return send_json(await log.read())
+
+    @router.post("/v2/logging", dependencies=log_change, **_LOG_UPDATE)
+    async def update_log_settings(request: Request) -> HttpResponse:
+        """Changes the log settings of all processes of the server; omitted and `null` fields do not change."""
+        return send_json(await log.update(await read_json(services, request, dict[str, Any])))
+
+    @router.get("/v2/trace/setting", dependencies=trace_read, **_TRACE_READ)
+    async def trace_settings() -> HttpResponse:
+        """Returns the trace settings."""
+        return send_json(await trace.read())
+
+    @router.post("/v2/trace/setting", dependencies=trace_change, **_TRACE_UPDATE)
+    async def update_trace_settings(request: Request) -> HttpResponse:
+        """Changes the trace settings; `null` resets a setting to its value at the start."""
+        return send_json(await trace.update(await read_json(services, request, dict[str, Any])))
+
+    @router.get("/v2/models/{model}/trace/setting", dependencies=trace_read, **_TRACE_READ)
+    async def model_trace_settings(model: str) -> HttpResponse:
+        """Returns the trace settings of a model."""
+        return send_json(await trace.read(model))
+
+    @router.post("/v2/models/{model}/trace/setting", dependencies=trace_change, **_TRACE_UPDATE)
+    async def update_model_trace_settings(model: str, request: Request) -> HttpResponse:
+        """Changes the trace settings of a model; `null` resets a setting to the server's value."""
+        return send_json(await trace.update(await read_json(services, request, dict[str, Any]), model))
+
+    return router
+
+
+_FILE = "file:"
+_UNPARSED = "Unable to parse "
+
+_LOAD_PARAMETERS: Json = {
+    "properties": {"config": {"type": "string", "description": "A model configuration in JSON."}},
+    "additionalProperties": {"type": "string", "description": "`file:<version>/<name>`: the file in base64."},
+}
+
+
+class IndexCall(msgspec.Struct, frozen=True):
+    """A question for the index.
+
+    Attributes:
+        ready: Only versions that are ready.
+
+    Example:
+        {"ready": true}
+    """
+
+    ready: bool = False
+
+
+class LoadCall(msgspec.Struct, frozen=True):
+    r"""Parameters of loading a model.
+
+    Example:
+        {"parameters": {"config": "{\"max_batch_size\": 16}"}}
+    """
+
+    parameters: Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=_LOAD_PARAMETERS)] = {}
+
+
+class UnloadParameters(msgspec.Struct, frozen=True):
+    """Parameters of unloading a model."""
+
+    unload_dependents: bool = False
+
+
+class UnloadCall(msgspec.Struct, frozen=True):
+    """Parameters of unloading a model.
+
+    Example:
+        {"parameters": {"unload_dependents": false}}
+    """
+
+    parameters: UnloadParameters = UnloadParameters()
+
+
+_REFUSALS = errors(400, 401, 403, 500, 501, 503)
+_INDEX = operation(
+    "List the models",
+    {200: answer("The models.", list[IndexEntry]), **_REFUSALS},
+    takes=body(IndexCall, required=False),
+)
+_LOAD = operation("Load a model", {200: answer("Done."), **_REFUSALS}, takes=body(LoadCall, required=False))
+_UNLOAD = operation("Unload a model", {200: answer("Done."), **_REFUSALS}, takes=body(UnloadCall, required=False))
+
+
+def repository_routes(services: Services) -> APIRouter:
+    """Returns the routes of the model repository extension."""
+    router = APIRouter(tags=["model repository"])
+    reading: Any = {"dependencies": guarded(services, "model-repository", Scope.INFER)}
+    controlling: Any = {"dependencies": guarded(services, "model-repository", Scope.ADMIN)}
+
+    @router.post("/v2/repository/models/{model}/load", name="repository_load", **controlling, **_LOAD)
+    async def load(model: str, request: Request) -> HttpResponse:
+        """Loads a model, or loads it anew; answers when it is ready."""
+        call = await read_json(services, request, LoadCall, may_be_empty=True)
+        await services.models.load(model, *await asyncio.to_thread(_overrides, call.parameters))
+        return send(_DONE)
+
+    @router.post("/v2/repository/models/{model}/unload", name="repository_unload", **controlling, **_UNLOAD)
+    async def unload(model: str, request: Request) -> HttpResponse:
+        """Unloads a model: it accepts no more requests, and waiting requests are still answered."""
+        call = await read_json(services, request, UnloadCall, prefix=_UNPARSED, may_be_empty=True)
+        await services.models.unload(model, unload_dependents=call.parameters.unload_dependents)
+        return send(_DONE)
+
+    @router.post("/v2/repository/{repository}/models/{model}/load", include_in_schema=False, **controlling)
+    @router.post("/v2/repository/{repository}/models/{model}/unload", include_in_schema=False, **controlling)
+    async def in_repository() -> HttpResponse:
+        """Refuses: models have one name over all repositories."""
+        raise UnsupportedFeature("'repository_name' specification is not supported")
+
+    @router.post("/v2/repository/index", name="repository_index", **reading, **_INDEX)
+    @router.post("/v2/repository/{repository}/index", **reading, include_in_schema=False)
+    async def index(request: Request) -> HttpResponse:
+        """Lists the models of the repositories, with the state of those that were ever loaded."""
+        call = await read_json(services, request, IndexCall, prefix=_UNPARSED, may_be_empty=True)
+        return send_json(await services.models.index(ready=call.ready))
+
+    return router
+
+
+def _overrides(parameters: dict[str, Any]) -> tuple[str | None, dict[str, bytes]]:
+    """Returns the configuration and the files that come with a load request."""
+    config: str | None = None
+    files: dict[str, bytes] = {}
+    for name, value in parameters.items():
+        if not isinstance(value, str):
+            raise MalformedJson(f"'{name[:100]}': attempt to access JSON non-string as string")
+        if name == "config":
+            config = value
+        elif name.startswith(_FILE):
+            files[name.removeprefix(_FILE)] = _decoded(name, value)
+        else:
+            raise InvalidRequest(f"unrecognized load parameter '{name[:100]}'; 'config' and 'file:…' are known")
+    return config, files
+
+
+def _decoded(name: str, text: str) -> bytes:
+    try:
+        return base64.b64decode(text.replace("\n", "").replace("\r", ""), validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest(f"load parameter '{name[:100]}' is no base64; encode the file's bytes with it") from None
+
+
+_SYSTEM, _CUDA = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
+_MAX_BODY_BYTES = 64 * 1024
+
+
+class RegionCall(msgspec.Struct, frozen=True):
+    """A region to be registered.
+
+    Attributes:
+        key: The name of the shared memory object, as `shm_open` takes it.
+        offset: Where the region begins in the object, in bytes.
+
+    Example:
+        {"key": "/images", "byte_size": 1048576}
+    """
+
+    key: str
+    byte_size: Annotated[int, msgspec.Meta(ge=0)]
+    offset: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class CudaHandle(msgspec.Struct, frozen=True):
+    """A handle as CUDA makes it, in base64."""
+
+    b64: str = ""
+
+
+class CudaRegionCall(msgspec.Struct, frozen=True):
+    """A region of CUDA's memory."""
+
+    raw_handle: CudaHandle
+    device_id: Annotated[int, msgspec.Meta(ge=0)]
+    byte_size: Annotated[int, msgspec.Meta(ge=1)]
+
+
+_CALL = "Shared memory register request"
+_OK, _REFUSED = {200: answer("Done.")}, errors(400, 401, 403, 500, 501)
+_STATUS = operation(
+    "Look at shared memory regions",
+    {200: answer("The regions.", list[Region]), **errors(400, 401, 403, 404, 501)},
+)
+_ACTION = operation("Forget shared memory regions", {**_OK, **errors(400, 401, 403, 501)})
+_REGISTER = operation("Register a system shared memory region", {**_OK, **_REFUSED}, takes=body(RegionCall))
+_REGISTER_CUDA = operation(
+    "Register a CUDA shared memory region (always refused)", {**_OK, **_REFUSED}, takes=body(CudaRegionCall)
+)
+
+
+def shared_memory_routes(services: Services) -> APIRouter:
+    """Returns the routes of both kinds of shared memory."""
+    router = APIRouter(tags=["shared memory"], dependencies=guarded(services, "shared-memory", Scope.INFER))
+    _add_system(router, services)
+    _add_cuda(router, services)
+    return router
+
+
+def _add_system(router: APIRouter, services: Services) -> None:
+    memory = services.shared_memory
+
+    @router.get(f"{_SYSTEM}/status", name="system_regions", **_STATUS)
+    async def system_regions() -> HttpResponse:
+        """Tells the registered regions."""
+        return send_json(memory.status())
+
+    @router.get(f"{_SYSTEM}/region/{{region}}/status", name="system_region", **_STATUS)
+    async def system_region(region: str) -> HttpResponse:
+        """Tells about one region."""
+        return send_json(memory.status(region))
+
+    @router.post(f"{_SYSTEM}/register", include_in_schema=False)
+    async def register_nothing() -> HttpResponse:
+        """Refuses: a region has a name."""
+        memory.register("", "", 0, 0)
+        return send(_DONE)
+
+    @router.post(f"{_SYSTEM}/region/{{region}}/register", name="register_system_region", **_REGISTER)
+    async def register_system_region(region: str, request: Request) -> HttpResponse:
+        """Opens a shared memory object of this host under a name."""
+        memory.check_allowed()
+        text = bytes(await read_body(request, _MAX_BODY_BYTES))
+        call = decode_json(text, RegionCall, services.settings.limits.max_json_depth, call=_CALL)
+        await asyncio.to_thread(memory.register, region, call.key, call.offset, call.byte_size)
+        return send(_DONE)
+
+    @router.post(f"{_SYSTEM}/unregister", name="unregister_system_regions", **_ACTION)
+    async def unregister_system_regions() -> HttpResponse:
+        """Forgets all regions."""
+        memory.unregister_all()
+        return send(_DONE)
+
+    @router.post(f"{_SYSTEM}/region/{{region}}/unregister", name="unregister_system_region", **_ACTION)
+    async def unregister_system_region(region: str) -> HttpResponse:
+        """Forgets a region; one that is not registered is forgotten already."""
+        memory.unregister(region)
+        return send(_DONE)
+
+
+def _add_cuda(router: APIRouter, services: Services) -> None:
+    memory = services.shared_memory
+
+    @router.get(f"{_CUDA}/status", name="cuda_regions", **_STATUS)
+    async def cuda_regions() -> HttpResponse:
+        """Tells that there are none."""
+        memory.check_cuda()
+        return send(_NOTHING)
+
+    @router.post(f"{_CUDA}/region/{{region}}/unregister", name="unregister_cuda_region", **_ACTION)
+    @router.post(f"{_CUDA}/unregister", name="unregister_cuda_regions", **_ACTION)
+    async def unregister_cuda_regions() -> HttpResponse:
+        """Does nothing: there are none."""
+        memory.check_cuda()
+        return send(_DONE)
+
+    @router.get(f"{_CUDA}/region/{{region}}/status", name="cuda_region", **_STATUS)
+    async def cuda_region(region: str) -> HttpResponse:
+        """Tells that there is none of that name."""
+        memory.check_cuda(region)
+        return send(_NOTHING)
+
+    @router.post(f"{_CUDA}/register", include_in_schema=False)
+    @router.post(f"{_CUDA}/region/{{region}}/register", name="register_cuda_region", **_REGISTER_CUDA)
+    async def register_cuda_region() -> HttpResponse:
+        """Refuses: CUDA shared memory is not supported."""
+        memory.register_cuda()
