@@ -10,21 +10,26 @@ import contextlib
 import logging
 import os
 import socket
+from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastapi import FastAPI
+
+import qinfer
 from qinfer.core.api_keys import check_exposure
 from qinfer.core.messages import IdFactory
 from qinfer.core.settings import HttpSettings, RepositorySettings, Settings
-from qinfer.errors import Overloaded, SettingsError
+from qinfer.errors import Overloaded, QinferError
 from qinfer.jobs.examiner_pool import ExaminerPool
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.models.catalog import Catalog
 from qinfer.models.control import ModelControl
+from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.store import ControlStore
-from qinfer.models.sync import start
-from qinfer.models.work import read_work
+from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.observe.metrics import GatewayTally
 from qinfer.observe.tracing import GATEWAY, open_tracer
 from qinfer.queue.clients import admin_client
@@ -33,38 +38,22 @@ from qinfer.queue.lanes import Queue
 from qinfer_api.auth import Restrictions, load_auth
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
-from qinfer_api.http.server import HttpServer, read_certificate
+from qinfer_api.http.server import HttpServer, listen, netloc, read_certificate
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
+from qinfer_api.jobs.routes import job_routes
 from qinfer_api.jobs.service import BulkJobs
+from qinfer_api.labeling.routes import label_studio_routes
 from qinfer_api.labeling.service import Labeling, check_labeling
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import Tracing
 from qinfer_api.requests.janitor import Janitor
+from qinfer_api.requests.routes import request_routes
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.requests.webhooks import Webhooks, read_secret
-from qinfer_api.rest.services import Services
-from qinfer_api.shared_memory import SharedMemory
-
-if TYPE_CHECKING:
-    from qinfer_api.rpc.server import RpcPort, RpcServer
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
-
-import qinfer
-from qinfer.errors import QinferError
-from qinfer.models.repository.open import Repositories, open_repositories
-from qinfer.models.sync import SyncedModel, sync
-from qinfer_api.jobs.routes import job_routes
-from qinfer_api.labeling.routes import label_studio_routes
-from qinfer_api.requests.routes import request_routes
 from qinfer_api.rest.infer import generate_routes, infer_routes
 from qinfer_api.rest.management import (
     model_routes,
@@ -75,12 +64,14 @@ from qinfer_api.rest.management import (
     statistics_routes,
 )
 from qinfer_api.rest.openapi import document_of
-from qinfer_api.rest.services import guarded, on_defect, on_left, on_qinfer_error, on_unknown_route
+from qinfer_api.rest.services import ERROR_HANDLERS, Services, guarded
 from qinfer_api.scaling.routes import backlog_routes
+from qinfer_api.shared_memory import SharedMemory
+
+if TYPE_CHECKING:
+    from qinfer_api.rpc.server import RpcServer
 
 logger = logging.getLogger(__name__)
-
-_BACKLOG = 2048
 
 
 async def build(settings: Settings) -> "Gateway":
@@ -104,11 +95,11 @@ async def build(settings: Settings) -> "Gateway":
         metrics_listener = open_metrics_port(settings)
         if metrics_listener is not None:
             opened.enter_context(metrics_listener)
-        rpc_port = None
+        rpc = None
         if settings.grpc.enabled:
-            from qinfer_api.rpc.server import open_port
+            from qinfer_api.rpc.server import open_port  # loads gRPC, which a gateway without it need not have
 
-            rpc_port = open_port(settings)  # a server that was never started gives its port back when it is collected
+            rpc = open_port(settings)  # a server that was never started gives its port back when it is collected
         delivery = await Queue.connect(settings.redis, settings.limits)
         opened.push_async_callback(delivery.close)
         store = ControlStore(admin_client(settings.redis))
@@ -116,7 +107,7 @@ async def build(settings: Settings) -> "Gateway":
         source = open_here(settings.repository)
         if source is not None:
             note_errors(await start(source, store, delivery, settings.repository))
-        gateway = Gateway(settings, delivery, store, listener, source, rpc_port)
+        gateway = Gateway(settings, delivery, store, listener, source, rpc)
         if metrics_listener is not None:
             gateway.serve_metrics(metrics_listener)
         opened.pop_all()
@@ -130,13 +121,7 @@ def bind(http: HttpSettings) -> socket.socket:
         SettingsError: The address is taken or not ours, or a TLS file can't be used.
     """
     read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)  # uvicorn reads them itself, when it is too late
-    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
-    try:
-        listener = socket.create_server((http.host, http.port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise SettingsError(
-            f"QINFER_HTTP__HOST={http.host} QINFER_HTTP__PORT={http.port}: {error.strerror}; choose another, 0 is any"
-        ) from None
+    listener = listen("HTTP", http.host, http.port, "choose another, 0 is any")
     # Its connections have it too. asyncio sets it for sockets whose protocol is named only; without it the body of a
     # route's reply, which is a write of its own, waits for the acknowledgement of the head: up to 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -152,7 +137,7 @@ class Gateway:
         store: Desired state, heartbeats, statistics.
         listener: The socket to serve on.
         source: The model repositories; `None` where there are none here.
-        rpc_port: The port to serve gRPC on; `None` = gRPC is not served.
+        rpc: The gRPC server; `None` = gRPC is not served.
 
     Attributes:
         catalog: The models.
@@ -162,7 +147,7 @@ class Gateway:
         jobs: That of bulk jobs.
         memory: What clients on this host share with this process.
         url: Where it serves.
-        rpc: The gRPC server; `None` = gRPC is not served.
+        rpc: As given.
         metrics: The server on the metrics' own port; `None` = there is none.
         started: Set once connections are accepted.
     """
@@ -174,7 +159,7 @@ class Gateway:
         store: ControlStore,
         listener: socket.socket,
         source: Repositories | None = None,
-        rpc_port: "RpcPort | None" = None,
+        rpc: "RpcServer | None" = None,
     ) -> None:
         self._delivery = delivery
         self._store = store
@@ -187,15 +172,16 @@ class Gateway:
         tally = GatewayTally(self._owner)
         auth = load_auth(settings.auth, settings.http.host)
         self._tracing = Tracing(settings.trace, open_tracer(os.environ, GATEWAY, self._owner))
-        self.dispatcher = self._tracing.dispatcher(delivery, self.catalog, tally, settings.limits, self._owner, auth)
+        self.dispatcher = self._tracing.dispatcher_type(
+            delivery, self.catalog, tally, settings.limits, self._owner, auth
+        )
         tally.in_flight = lambda: self.dispatcher.in_flight
         self._reporting = Reporting(settings, self.catalog, store, delivery, tally, self._tracing.file)
         self._tasks = BulkTasks(settings)
         self.requests, self._janitor = self._asynchronous(settings, tally)
         self._examiners = ExaminerPool(settings, os.environ)
-        jobs = Jobs(delivery)
         self.jobs = BulkJobs(
-            jobs=jobs,
+            jobs=Jobs(delivery),
             now_s=delivery.clock.now_s,
             resolve=self.requests.resolve,
             dispatcher=self.dispatcher,
@@ -209,13 +195,18 @@ class Gateway:
         self._pending.unclaimed = self.requests.waits.wake
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
         restrictions = Restrictions.for_http(settings.http.restricted)
-        fast = self._fast_path(settings, restrictions)
+        codec = InferCodec(self.dispatcher, self.memory, settings)
+        fast = FastPath(self.dispatcher, settings.http, codec, restrictions)
+        fast.call_type = self._tracing.call_type
         services = self._services(settings, fast, restrictions)
         self.started, self._stopping = asyncio.Event(), asyncio.Event()
-        self.url = _url(listener, tls=bool(settings.http.tls_certfile))
+        scheme = "https" if settings.http.tls_certfile else "http"
+        self.url = f"{scheme}://{netloc(*listener.getsockname()[:2])}"
         app = build_app(services, self.jobs, self._labeling)
         self._server = HttpServer(settings.http, app, fast, self._serving)
-        self.rpc = None if rpc_port is None else _rpc_server(rpc_port, services)
+        self.rpc = rpc
+        if rpc is not None:
+            rpc.use(services)
         self.metrics: MetricsPort | None = None
 
     def _watch_of(self, source: Repositories | None, repository: RepositorySettings) -> "RepositoryWatch | None":
@@ -223,13 +214,6 @@ class Gateway:
         if source is None or repository.control_mode != "poll":
             return None
         return RepositoryWatch(source, self._store, self._delivery, repository.poll_s, repository.min_workers)
-
-    def _fast_path(self, settings: Settings, restrictions: Restrictions) -> FastPath:
-        """Makes what answers small requests."""
-        codec = InferCodec(self.dispatcher, self.memory, settings)
-        fast = FastPath(self.dispatcher, settings.http, codec, restrictions)
-        fast.call_type = self._tracing.call_type
-        return fast
 
     def _asynchronous(self, settings: Settings, tally: GatewayTally) -> tuple[AsyncRequests, Janitor]:
         """Makes the use case of asynchronous requests, and what looks after them."""
@@ -258,15 +242,10 @@ class Gateway:
             requests=self.requests,
             catalog=self.catalog,
             codec=fast.codec,
-            shared_memory=self.memory,
             forward=fast.forward,
             models=self.models,
-            statistics=self._reporting.statistics,
-            work=lambda model: read_work(self._store, self._delivery, self.jobs.jobs.open_rows, model=model),
-            log_settings=self._reporting.log_settings,
-            trace_settings=self._reporting.trace_settings,
+            reporting=self._reporting,
             restrictions=restrictions,
-            metrics=self._reporting.metrics,
         )
 
     def serve_metrics(self, listener: socket.socket) -> None:
@@ -316,12 +295,10 @@ class Gateway:
             await self._store.close()
 
     async def _serve_all(self) -> None:
-        if self.rpc is None:
-            await self._server.serve(sockets=[self._listener])
-            return
-        await self.rpc.start()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._serve_rpc(self.rpc))
+            if self.rpc is not None:
+                await self.rpc.start()
+                group.create_task(self._serve_rpc(self.rpc))
             await self._server.serve(sockets=[self._listener])
 
     async def _serve_rpc(self, rpc: "RpcServer") -> None:
@@ -348,17 +325,6 @@ class Gateway:
             where["metrics"] = self.metrics.url
         logger.info("gateway serving", extra=where)
         self.started.set()
-
-
-def _rpc_server(port: "RpcPort", services: Services) -> "RpcServer":
-    from qinfer_api.rpc.server import RpcServer  # loads gRPC, which a gateway without it need not have
-
-    return RpcServer(port, services)
-
-
-def _url(listener: socket.socket, *, tls: bool) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def open_here(settings: RepositorySettings) -> Repositories | None:
@@ -444,12 +410,7 @@ def build_app(services: Services, jobs: BulkJobs, labeling: Labeling) -> FastAPI
         version=qinfer.__version__,
         description=_ABOUT,
         redirect_slashes=False,
-        exception_handlers={
-            QinferError: on_qinfer_error,
-            HTTPException: on_unknown_route,
-            ClientDisconnect: on_left,
-            Exception: on_defect,
-        },
+        exception_handlers=ERROR_HANDLERS,
     )
     inference = guarded(services, "inference")
     busiest_first = (infer_routes, generate_routes, request_routes)

@@ -234,6 +234,15 @@ def presented_key(authorization: str | None, api_key: str | None) -> str:
     return (api_key or "").strip()
 
 
+def caller_of(header: Callable[[str], str | None]) -> Context:
+    """Returns the caller, as the headers name it; `Auth.authorize` checks it.
+
+    Args:
+        header: Returns a header's value by its name in lower case; `None` = it was not sent.
+    """
+    return Context(trace=header("traceparent") or "", key=presented_key(header("authorization"), header("x-api-key")))
+
+
 GROUPS = (
     "health",
     "metadata",

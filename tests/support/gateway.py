@@ -138,8 +138,8 @@ async def running_gateway(settings: Settings | None = None, delivery: Queue | No
     async with Database() as database:
         delivery, store = delivery or await database.delivery(), database.store()
         await declare_models(store, delivery)
-        rpc_port = open_port(settings) if settings.grpc.enabled else None
-        gateway = Gateway(settings, delivery, store, bind(settings.http), rpc_port=rpc_port)
+        rpc = open_port(settings) if settings.grpc.enabled else None
+        gateway = Gateway(settings, delivery, store, bind(settings.http), rpc=rpc)
         running = Running(gateway=gateway, delivery=delivery, store=store, requests=[])
         async with asyncio.TaskGroup() as group:
             serving = running.serving = group.create_task(gateway.serve())

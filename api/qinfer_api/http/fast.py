@@ -33,7 +33,7 @@ from qinfer.core.settings import HttpSettings
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.submission.pending import Pending
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.auth import ANONYMOUS, Context, Restrictions, presented_key
+from qinfer_api.auth import ANONYMOUS, Context, Restrictions, caller_of
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.infer import (
     DECOUPLED,
@@ -61,11 +61,11 @@ MAX_FAST_BYTES = 256 * 1024
 _INTERESTING = {  # what the fast path reads of a request's headers; all others mean nothing to an infer request
     b"content-length": "length",
     b"inference-header-content-length": "json",
-    b"traceparent": "trace",
+    b"traceparent": "traceparent",
     b"content-encoding": "coding",
     b"accept-encoding": "accept",
     b"authorization": "authorization",
-    b"x-api-key": "key",
+    b"x-api-key": "x-api-key",
     b"transfer-encoding": "special",
     b"expect": "special",
     b"prefer": "special",
@@ -135,9 +135,8 @@ def read_head(
         return None
     json_length = found["json"].decode("latin-1") if "json" in found else None
     context = ANONYMOUS
-    if "trace" in found or "authorization" in found or "key" in found:
-        text = {meaning: value.decode("latin-1") for meaning, value in found.items()}
-        context = Context(trace=text.get("trace", ""), key=presented_key(text.get("authorization"), text.get("key")))
+    if "traceparent" in found or "authorization" in found or "x-api-key" in found:
+        context = caller_of({meaning: value.decode("latin-1") for meaning, value in found.items()}.get)
     encoding = _accepted(found["accept"]) if "accept" in found else None
     if forward is None:
         return Head(target, length, json_length, context, encoding)

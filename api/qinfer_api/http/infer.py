@@ -269,9 +269,7 @@ class InferCodec:
         regions = self.memory.limited(self._max_input_bytes) if self.shares_memory else self.memory
         request, plan = decode_infer(body, length, target.model, target.version, self._max_json_depth, regions)
         if plan.special is not None:
-            served = served or self._dispatcher.resolve(target.model, target.version)
-            labels = {output.name: output.labels for output in served.spec.outputs}
-            plan = bind(plan, labels, batched=served.spec.max_batch_size > 0)
+            plan = bound(plan, served or self._dispatcher.resolve(target.model, target.version))
         return request, plan
 
     def encode(self, response: Response, client_id: str, plan: OutputPlan) -> Reply:
@@ -287,6 +285,12 @@ class InferCodec:
     def reads_memory(self, body: bytes) -> bool:
         """Tells whether decoding a body may copy inputs from shared memory, however small the body is."""
         return self.shares_memory and _IN_SHARED_MEMORY in body
+
+
+def bound(plan: OutputPlan, served: Served) -> OutputPlan:
+    """Returns a special plan for the outputs of a model."""
+    labels = {output.name: output.labels for output in served.spec.outputs}
+    return bind(plan, labels, batched=served.spec.max_batch_size > 0)
 
 
 def with_headers(request: InferRequest, forwarded: Mapping[str, str]) -> None:

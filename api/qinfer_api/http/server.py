@@ -1,6 +1,5 @@
-"""uvicorn's server with the connections of `fast.py`, and the certificate that it shows."""
+"""uvicorn's server with the connections of `fast.py`, the sockets it listens on, and the certificate that it shows."""
 
-import asyncio
 import contextlib
 import socket
 import ssl
@@ -15,6 +14,35 @@ import uvicorn
 from qinfer.core.settings import HttpSettings
 from qinfer.errors import SettingsError
 from qinfer_api.http.fast import FastPath, QinferHttpProtocol
+
+_BACKLOG = 2048
+
+
+def listen(section: str, host: str, port: int, advice: str) -> socket.socket:
+    """Opens a listening socket.
+
+    Args:
+        section: The section of the settings, in capitals: the error names the variables `QINFER_<section>__HOST` and
+            `QINFER_<section>__PORT`.
+        host: The address.
+        port: The port; 0 is any.
+        advice: The end of the error's text.
+
+    Raises:
+        SettingsError: The address is taken or not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise SettingsError(
+            f"QINFER_{section}__HOST={host} QINFER_{section}__PORT={port}: {error.strerror}; {advice}"
+        ) from None
+
+
+def netloc(host: str, port: int) -> str:
+    """Returns an address as URLs have it."""
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def read_certificate(section: str, certificate: str, key: str) -> tuple[bytes, bytes] | None:
@@ -110,18 +138,26 @@ class HttpServer(QuietServer):
         return await super().on_tick(counter)
 
 
-def _config(http: HttpSettings, app: Any, fast: FastPath) -> uvicorn.Config:
+def quiet_config(app: Any, **options: Any) -> uvicorn.Config:
+    """Returns a configuration of uvicorn that logs nothing and adds nothing of its own."""
     return uvicorn.Config(
         app,
-        http=cast(type[asyncio.Protocol], partial(QinferHttpProtocol, fast)),  # all uvicorn does with it is call it
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=cast(int, http.keep_alive_s),  # it only goes to `call_later`
-        timeout_graceful_shutdown=cast(int, http.drain_s + _LAST_REPLIES_S),  # and this to `wait_for`
+        **options,
+    )
+
+
+def _config(http: HttpSettings, app: Any, fast: FastPath) -> uvicorn.Config:
+    return quiet_config(
+        app,
+        http=partial(QinferHttpProtocol, fast),
+        timeout_keep_alive=http.keep_alive_s,
+        timeout_graceful_shutdown=http.drain_s + _LAST_REPLIES_S,
         ssl_certfile=http.tls_certfile or None,
         ssl_keyfile=http.tls_keyfile or None,
     )

@@ -4,19 +4,15 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
-import uvicorn
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qinfer.core.settings import Settings
-from qinfer.errors import QinferError, SettingsError
-from qinfer_api.http.infer import error_reply, failure_reply
-from qinfer_api.http.server import QuietServer
-from qinfer_api.rest.services import send
+from qinfer_api.http.server import QuietServer, listen, netloc, quiet_config
+from qinfer_api.rest.services import ERROR_HANDLERS
 
 _CONTENT_TYPE = "text/plain; charset=utf-8"  # Triton's; Prometheus takes it as its text format
-_BACKLOG = 128
 _LAST_REPLIES_S = 1
 
 
@@ -26,17 +22,11 @@ def open_metrics_port(settings: Settings) -> socket.socket | None:
     Raises:
         SettingsError: The address is taken or not ours.
     """
-    if not settings.metrics.enabled:
+    metrics = settings.metrics
+    if not metrics.enabled:
         return None
-    host, port = settings.metrics.host or settings.http.host, settings.metrics.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise SettingsError(
-            f"QINFER_METRICS__HOST={host} QINFER_METRICS__PORT={port}: {error.strerror}; choose another port, "
-            "0 is any, or set QINFER_METRICS__ENABLED=false"
-        ) from None
+    advice = "choose another port, 0 is any, or set QINFER_METRICS__ENABLED=false"
+    return listen("METRICS", metrics.host or settings.http.host, metrics.port, advice)
 
 
 class MetricsPort:
@@ -51,21 +41,9 @@ class MetricsPort:
     """
 
     def __init__(self, listener: socket.socket, render: Callable[[str], Awaitable[bytes]]) -> None:
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+        self.url = f"http://{netloc(*listener.getsockname()[:2])}/metrics"
         self._listener = listener
-        self._server = QuietServer(
-            uvicorn.Config(
-                _app(render),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=_LAST_REPLIES_S,
-            )
-        )
+        self._server = QuietServer(quiet_config(_app(render), timeout_graceful_shutdown=_LAST_REPLIES_S))
 
     async def serve(self) -> None:
         """Serves until cancelled."""
@@ -83,22 +61,11 @@ class MetricsPort:
         self._listener.close()
 
 
-def _app(render: Callable[[str], Awaitable[bytes]]) -> ASGIApp:
-    async def app(scope: Scope, receive: Receive, send_: Send) -> None:
-        if scope["type"] != "http":
-            return
-        request = Request(scope, receive)
-        if request.url.path != "/metrics":
-            response = send(error_reply(404, "Not Found"))
-        elif request.method not in ("GET", "HEAD"):
-            response = send(error_reply(405, "Method Not Allowed"))
-        else:
-            try:
-                response = Response(
-                    await render(request.query_params.get("scope", "")), headers={"content-type": _CONTENT_TYPE}
-                )
-            except QinferError as error:
-                response = send(failure_reply(error))
-        await response(scope, receive, send_)
+def _app(render: Callable[[str], Awaitable[bytes]]) -> FastAPI:
+    async def metrics(request: Request) -> Response:
+        text = await render(request.query_params.get("scope", ""))
+        return Response(text, headers={"content-type": _CONTENT_TYPE})
 
+    app = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers=ERROR_HANDLERS)
+    app.add_route("/metrics", metrics)
     return app

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from qinfer.bridge.reports import BridgeReports, families
 from qinfer.core.settings import Settings
@@ -40,12 +41,11 @@ _PAGES = 25
 """Pages of a model's dead letters that one scrape reads at most; of the rest the version is not known yet."""
 
 
-class _Read:
+class _Read(NamedTuple):
     """The part of a model's dead letters that was read: the last id, and the count of each version."""
 
-    def __init__(self) -> None:
-        self.last = ""
-        self.versions: Counter[int] = Counter()
+    last: str
+    versions: Counter[int]
 
 
 class DeadLetterCounts:
@@ -76,26 +76,25 @@ class DeadLetterCounts:
         if not count:
             self._known.pop(model, None)
             return Counter()
-        known = await self._read_on(model, self._known.get(model) or _Read())
+        known = await self._read_on(model, *self._known.get(model, _Read("", Counter())))
         if known.versions.total() > count:  # some have gone, and it does not say which
-            known = await self._read_on(model, _Read())
+            known = await self._read_on(model, "", Counter())
         self._known[model] = known
         versions = +known.versions
         if count > versions.total():
             versions[0] = count - versions.total()
         return versions
 
-    async def _read_on(self, model: str, before: _Read) -> _Read:
-        known = _Read()
-        known.last, known.versions = before.last, before.versions.copy()
+    async def _read_on(self, model: str, last: str, before: Counter[int]) -> _Read:
+        versions = before.copy()
         for _ in range(_PAGES):
-            page = await self._letters.list(model, after=known.last, count=_PAGE)
-            known.versions.update(letter.lane.version for letter in page)
+            page = await self._letters.list(model, after=last, count=_PAGE)
+            versions.update(letter.lane.version for letter in page)
             if page:
-                known.last = page[-1].id
+                last = page[-1].id
             if len(page) < _PAGE:
                 break
-        return known
+        return _Read(last, versions)
 
 
 ANSWERS_WITHIN_S = 3.0
@@ -106,20 +105,20 @@ _ENDED_STATES = ("completed", "failed", "cancelled", "expired")
 _LaneKey = tuple[str, int, str]
 
 
-async def take_snapshot(
-    catalog: Catalog, store: ControlStore, delivery: Queue, letters: DeadLetterCounts | None = None
-) -> Snapshot:
+async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, letters: DeadLetterCounts) -> Snapshot:
     """Reads statistics, depths and counts, in a few round trips; without the store, shows what the catalog still knows.
 
     Args:
         catalog: Knows models and workers.
         store: Where statistics and heartbeats are.
         delivery: The queue.
-        letters: Counts the dead letters; `None` = they are read all.
+        letters: Counts the dead letters.
     """
     ready, records = catalog.readiness(), catalog.workers()
     jobs = Jobs(delivery)
-    letters = letters or DeadLetterCounts(delivery.dead_letters)
+    known = Snapshot(
+        ready=ready, workers=_loads(records), executing=_executing(records), load_s=_load_times(records, ready)
+    )
     try:
         async with asyncio.timeout(ANSWERS_WITHIN_S):
             work, stats, waiting, states, (scalers, scaled, routes) = await asyncio.gather(
@@ -131,26 +130,16 @@ async def take_snapshot(
             )
             labeling = await _unfinished(LabelTasks(delivery), stats)
     except (BrokerUnavailable, TimeoutError):
-        return Snapshot(
-            store_up=False,
-            ready=ready,
-            workers=_loads(records),
-            executing=_executing(records),
-            load_s=_load_times(records, ready),
-            features=list(families({})),
-        )
+        return replace(known, store_up=False, features=list(families({})))
     depth, shards, ages_s = _by_lane(work)
-    return Snapshot(
+    return replace(
+        known,
         stats=stats,
         depth=depth,
         shards=shards,
         ages_s=ages_s,
         rows={(of.model, of.version): of.rows for of in work},
         work_s={(of.model, of.version): of.work_s for of in work},
-        ready=ready,
-        workers=_loads(records),
-        executing=_executing(records),
-        load_s=_load_times(records, ready),
         letters=dict.fromkeys(ready, 0) | waiting,
         jobs=dict.fromkeys((*_OPEN_STATES, *_ENDED_STATES), 0) | dict(states),
         scaled={direction: scaled.get(direction, 0) for direction in (SCALED_UP, SCALED_DOWN)},
@@ -282,6 +271,14 @@ class Reporting:
             host, use = await asyncio.to_thread(lambda: (self._host.read(), read_use()))
             snapshot = replace(snapshot, host=host, use=use)
         return render(self._tally, snapshot, scopes, self._wanted(snapshot))
+
+    async def work(self, model: str) -> tuple[VersionWork, ...]:
+        """Returns the work of a model's versions.
+
+        Raises:
+            BrokerUnavailable: The store or the queue can't be reached.
+        """
+        return await read_work(self._store, self._delivery, Jobs(self._delivery).open_rows, model=model)
 
     def _wanted(self, snapshot: Snapshot) -> Wanted:
         """Returns which of Triton's metrics to show."""

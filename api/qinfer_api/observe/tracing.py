@@ -9,19 +9,21 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest, Response, Timing
-from qinfer.core.settings import LimitSettings, TraceSettings
+from qinfer.core.settings import TraceSettings
 from qinfer.errors import Cancelled, QinferError
-from qinfer.models.catalog import Catalog, Served
+from qinfer.models.catalog import Served
 from qinfer.observe.logs import Fence
-from qinfer.observe.metrics import GatewayTally
 from qinfer.observe.tracing import ATTEMPT, BATCH_SIZE, MODEL, REQUEST_ID, VERSION, Attributes, Span, Tracer
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink
-from qinfer_api.auth import Auth, Context
+from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import Call, Head, QinferHttpProtocol
 from qinfer_api.http.infer import InferCodec
@@ -61,21 +63,10 @@ class Tracing:
         """The class of requests on the fast path."""
         return TracedCall if self.is_on else Call
 
-    def dispatcher(
-        self,
-        delivery: Queue,
-        catalog: Catalog,
-        tally: GatewayTally,
-        limits: LimitSettings,
-        owner: str,
-        auth: Auth | None,
-    ) -> Dispatcher:
-        """Makes the dispatcher; see there for the arguments."""
-        if not self.is_on:
-            return Dispatcher(delivery, catalog, tally, limits, owner, auth)
-        traced = TracedDispatcher(delivery, catalog, tally, limits, owner, auth)
-        traced.use(self, delivery.clock)
-        return traced
+    @property
+    def dispatcher_type(self) -> Callable[..., Dispatcher]:
+        """The class of the dispatcher; takes the arguments of `Dispatcher`."""
+        return partial(TracedDispatcher, self) if self.is_on else Dispatcher
 
     async def close(self) -> None:
         """Writes and sends what is left; what can't be sent within seconds is lost."""
@@ -106,12 +97,18 @@ class TracedCall(Call):
 
 
 class TracedDispatcher(Dispatcher):
-    """A dispatcher that traces; `use` says with what."""
+    """A dispatcher that traces.
 
-    def use(self, tracing: Tracing, clock: ServerClock) -> None:
-        """Sets what it traces with, and the broker's clock."""
+    Args:
+        tracing: Where traces go.
+        delivery: The queue.
+        others: The other arguments of `Dispatcher`.
+    """
+
+    def __init__(self, tracing: Tracing, delivery: Queue, *others: Any) -> None:
+        super().__init__(delivery, *others)
         self._tracer, self._file = tracing.tracer, tracing.file
-        self._server_clock = clock
+        self._server_clock = delivery.clock
 
     def submit(self, context: Context, request: InferRequest, sink: Sink, within_s: float = math.inf) -> Pending:
         """Submits a request, as `Dispatcher.submit`; what it causes is part of its span from here on."""

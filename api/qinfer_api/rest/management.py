@@ -74,7 +74,7 @@ def server_routes(services: Services) -> APIRouter:
     @router.get("/metrics", **_METRICS)
     async def metrics(scope: str = "") -> HttpResponse:
         """Gives the metrics in Prometheus text format."""
-        return HttpResponse(await services.metrics(scope), media_type=CONTENT_TYPE)
+        return HttpResponse(await services.reporting.metrics(scope), media_type=CONTENT_TYPE)
 
     return router
 
@@ -96,13 +96,13 @@ def statistics_routes(services: Services) -> APIRouter:
     @router.get("/v2/models/stats", **_STATISTICS)
     async def statistics() -> HttpResponse:
         """Returns the statistics of all ready model versions; counters are about a second old, and never decrease."""
-        return send_json(ModelStats(await services.statistics.model_statistics()))
+        return send_json(ModelStats(await services.reporting.statistics.model_statistics()))
 
     @router.get("/v2/models/{model}/versions/{version}/stats", name="version_statistics", **_STATISTICS)
     @router.get("/v2/models/{model}/stats", name="model_statistics", **_STATISTICS)
     async def model_statistics(request: Request) -> HttpResponse:
         """Returns the statistics of the ready versions of a model, or of the version in the path."""
-        return send_json(ModelStats(await services.statistics.model_statistics(*target_of(request))))
+        return send_json(ModelStats(await services.reporting.statistics.model_statistics(*target_of(request))))
 
     return router
 
@@ -149,7 +149,7 @@ _TRACE_UPDATE = operation("", {**_TRACE, **errors(400, 401, 403, 500, 501, 503)}
 def settings_routes(services: Services) -> APIRouter:
     """Returns the routes of the logging and trace extensions; reading takes the scope `infer`, changing `admin`."""
     router = APIRouter(tags=["server"])
-    log, trace = services.log_settings, services.trace_settings
+    log, trace = services.reporting.log_settings, services.reporting.trace_settings
     log_read, log_change = (guarded(services, "logging", scope) for scope in (Scope.INFER, Scope.ADMIN))
     trace_read, trace_change = (guarded(services, "trace", scope) for scope in (Scope.INFER, Scope.ADMIN))
 
@@ -359,7 +359,7 @@ def shared_memory_routes(services: Services) -> APIRouter:
 
 
 def _add_system(router: APIRouter, services: Services) -> None:
-    memory = services.shared_memory
+    memory = services.codec.memory
 
     @router.get(f"{_SYSTEM}/status", name="system_regions", **_STATUS)
     async def system_regions() -> HttpResponse:
@@ -400,7 +400,7 @@ def _add_system(router: APIRouter, services: Services) -> None:
 
 
 def _add_cuda(router: APIRouter, services: Services) -> None:
-    memory = services.shared_memory
+    memory = services.codec.memory
 
     @router.get(f"{_CUDA}/status", name="cuda_regions", **_STATUS)
     async def cuda_regions() -> HttpResponse:

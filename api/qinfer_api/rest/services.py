@@ -6,7 +6,7 @@ Whatever takes long (decompression, a large body or reply) runs in a thread, off
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeVar, TypeVarTuple
@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, TypeVarTuple
 import msgspec
 from fastapi import Depends
 from msgspec import UNSET, UnsetType
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive
@@ -24,11 +25,10 @@ from qinfer.core.settings import Settings
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.control import ModelControl
-from qinfer.models.work import VersionWork
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_types import InputParameters, OutputParameters
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.auth import Context, Restrictions, presented_key
+from qinfer_api.auth import Context, Restrictions, caller_of
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import MAX_FAST_BYTES, SENT_HEADERS
 from qinfer_api.http.infer import (
@@ -47,11 +47,9 @@ from qinfer_api.http.infer import (
     with_headers,
 )
 from qinfer_api.json_types import decode_json
-from qinfer_api.observe.statistics import Statistics
+from qinfer_api.observe.reporting import Reporting
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import Json, errors, header
-from qinfer_api.server_settings import LogSettings, TraceSettings
-from qinfer_api.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,15 +62,10 @@ class Services:
         requests: Takes asynchronous ones.
         catalog: Knows the models.
         codec: Reads infer requests and makes replies.
-        shared_memory: What clients on this host share with this process.
         forward: The names of the headers that become parameters of infer requests; `None` = none do.
         models: Loads and unloads them.
-        statistics: Tells what they did.
-        log_settings: What is logged.
-        trace_settings: What is traced.
+        reporting: Tells what they did, and what is logged and traced.
         restrictions: Which routes need a header.
-        work: Returns the work of a model's versions: `control.work.read_work`.
-        metrics: Returns the text of `/metrics`, of one scope or, if it is empty, all.
     """
 
     settings: Settings
@@ -80,22 +73,15 @@ class Services:
     requests: AsyncRequests
     catalog: Catalog
     codec: InferCodec
-    shared_memory: SharedMemory
     forward: re.Pattern[str] | None
     models: ModelControl
-    statistics: Statistics
-    work: Callable[[str], Awaitable[tuple[VersionWork, ...]]]
-    log_settings: LogSettings
-    trace_settings: TraceSettings
+    reporting: Reporting
     restrictions: Restrictions
-    metrics: Callable[[str], Awaitable[bytes]]
 
 
 def context_of(request: Request) -> Context:
     """Returns the caller, as the headers name it; `Dispatcher.authorize` checks it."""
-    headers = request.headers
-    key = presented_key(headers.get("authorization"), headers.get("x-api-key"))
-    return Context(trace=headers.get("traceparent", ""), key=key)
+    return caller_of(request.headers.get)
 
 
 def target_of(request: Request) -> Target:
@@ -160,7 +146,7 @@ def send(reply: Reply) -> HttpResponse:
     return response
 
 
-async def on_qinfer_error(request: Request, error: Exception) -> HttpResponse:
+async def _on_qinfer_error(request: Request, error: Exception) -> HttpResponse:
     """Answers an error of ours that a route raised."""
     response = send(failure_reply(error, v1=request.url.path.startswith("/v1/")))
     if isinstance(error, QinferError) and "content-encoding" in request.headers and response.status_code == 501:
@@ -168,7 +154,7 @@ async def on_qinfer_error(request: Request, error: Exception) -> HttpResponse:
     return response
 
 
-async def on_unknown_route(request: Request, error: Exception) -> HttpResponse:
+async def _on_unknown_route(request: Request, error: Exception) -> HttpResponse:
     """Answers a path or a method that does not exist, in the protocol's words."""
     status = getattr(error, "status_code", 404)
     message = {404: "Not Found", 405: "Method Not Allowed"}.get(status, str(getattr(error, "detail", error)))
@@ -177,14 +163,23 @@ async def on_unknown_route(request: Request, error: Exception) -> HttpResponse:
     return response
 
 
-async def on_left(request: Request, error: Exception) -> HttpResponse:
+async def _on_left(request: Request, error: Exception) -> HttpResponse:
     """Answers a client that has left, which nobody reads."""
     return HttpResponse()
 
 
-async def on_defect(request: Request, error: Exception) -> HttpResponse:
+async def _on_defect(request: Request, error: Exception) -> HttpResponse:
     """Answers a foreign exception; starlette logs it."""
     return send(failure_reply(error))
+
+
+ERROR_HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, HttpResponse]]] = {
+    QinferError: _on_qinfer_error,
+    HTTPException: _on_unknown_route,
+    ClientDisconnect: _on_left,
+    Exception: _on_defect,
+}
+"""The answers to what routes raise."""
 
 
 T = TypeVar("T")

@@ -6,7 +6,6 @@ is no protobuf is the client's mistake (INVALID_ARGUMENT) instead of an exceptio
 
 import asyncio
 import logging
-import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NoReturn
 
@@ -18,8 +17,9 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Scalar
 from qinfer.errors import Forbidden, QinferError, Unauthorized
 from qinfer.wire.kserve_grpc import malformed
-from qinfer_api.auth import ANONYMOUS, Context, Restrictions, presented_key
-from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.auth import ANONYMOUS, Context, Restrictions, caller_of
+from qinfer_api.http.infer import compile_forward
+from qinfer_api.rest.services import Services
 from qinfer_api.status import grpc_status
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 Metadata = Iterable[tuple[str, str | bytes]]
 Call = grpc.aio.ServicerContext[bytes, bytes]
 Handler = Callable[[bytes, Call], Awaitable[bytes]]
+Serve = Callable[[bytes, Call, Context], Awaitable[bytes]]
 
 LARGE_BYTES = 256 * 1024
 """Larger messages take milliseconds to read and write, and are read and written off the event loop."""
@@ -43,17 +44,17 @@ _MAX_ASCII, _MAX_OTHER = 2000, 500
 
 
 class InFlight:
-    """Counts the calls that are not at their end."""
+    """Counts the calls that are not at their end; a context manager around each."""
 
     def __init__(self) -> None:
         self._count = 0
         self._ended = asyncio.Event()
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         """Counts one more."""
         self._count += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Counts one less."""
         self._count -= 1
         if not self._count:
@@ -70,18 +71,21 @@ class Guard:
     """Decides who may call.
 
     Args:
-        dispatcher: Knows the keys, and whether the gateway is shutting down.
-        restrictions: Which groups of calls need a secret in their metadata.
-        forward: Metadata whose whole names match go along with infer requests; `None` = none does.
+        services: The dispatcher, which knows the keys and whether the gateway is shutting down, and the settings: which
+            groups of calls need a secret in their metadata, and which metadata goes along with infer requests.
 
     Attributes:
         in_flight: The calls that were let in and have not ended.
+
+    Raises:
+        SettingsError: One of these settings is wrong.
     """
 
-    def __init__(self, dispatcher: Dispatcher, restrictions: Restrictions, forward: re.Pattern[str] | None) -> None:
-        self._dispatcher = dispatcher
-        self._restrictions = restrictions
-        self._forward = forward
+    def __init__(self, services: Services) -> None:
+        rpc = services.settings.grpc
+        self._dispatcher = services.dispatcher
+        self._restrictions = Restrictions.for_grpc(rpc.restricted)
+        self._forward = compile_forward("QINFER_GRPC__HEADER_FORWARD_PATTERN", rpc.header_forward_pattern)
         self.in_flight = InFlight()
 
     async def enter(self, call: Call, group: str, scope: Scope | None, *, even_draining: bool = False) -> Context:
@@ -119,6 +123,34 @@ class Guard:
         }
 
     def unary(
+        self, name: str, serve: Serve, group: str, scope: Scope | None = Scope.INFER, *, even_draining: bool = False
+    ) -> Handler:
+        """Makes the handler of a call that takes a message and gives one; an error becomes its status.
+
+        Args:
+            name: The call, for the log.
+            serve: From the encoded request, the call, and who asks, to the encoded reply.
+            group: The group of calls that it belongs to.
+            scope: What its key must allow; `None` = it needs none.
+            even_draining: It is served while the gateway shuts down, too.
+        """
+
+        async def handle(blob: bytes, call: Call) -> bytes:
+            context = await self.enter(call, group, scope, even_draining=even_draining)
+            with self.in_flight:
+                try:
+                    return await serve(blob, call, context)
+                except QinferError as error:
+                    await refuse(call, error)
+                except grpc.aio.AbortError:
+                    raise
+                except Exception as error:  # the boundary of a call: clients see no stack text
+                    logger.exception("call failed", extra={"call": name})
+                    await refuse(call, error)
+
+        return handle
+
+    def question(
         self,
         request: Any,
         use_case: Callable[[Any], Awaitable[Any]],
@@ -126,7 +158,7 @@ class Guard:
         scope: Scope | None = Scope.INFER,
         is_change: Callable[[Any], bool] | None = None,
     ) -> Handler:
-        """Makes the handler of a call that is a question and an answer.
+        """Makes the handler of a call that is a question and an answer, both small.
 
         Args:
             request: The class of the request message.
@@ -136,24 +168,14 @@ class Guard:
             is_change: Tells of a request whether its key must allow `admin`; `None` = no request's must.
         """
 
-        async def handle(blob: bytes, call: Call) -> bytes:
-            await self.enter(call, group, scope)
-            self.in_flight.enter()
-            try:
-                message = await read(request, blob)
-                if is_change is not None and is_change(message):
-                    self._dispatcher.authorize(context_of(call.invocation_metadata() or ()), Scope.ADMIN)
-                reply = await use_case(message)
-                return bytes(reply.SerializeToString())
-            except QinferError as error:
-                await refuse(call, error)
-            except Exception as error:  # the boundary of a call: clients see no stack text
-                logger.exception("call failed", extra={"call": request.__name__})
-                await refuse(call, error)
-            finally:
-                self.in_flight.leave()
+        async def serve(blob: bytes, call: Call, _: Context) -> bytes:
+            message = await read(request, blob)
+            if is_change is not None and is_change(message):
+                self._dispatcher.authorize(context_of(call.invocation_metadata() or ()), Scope.ADMIN)
+            reply = await use_case(message)
+            return bytes(reply.SerializeToString())
 
-        return handle
+        return self.unary(request.__name__, serve, group, scope)
 
 
 async def read(message: Any, blob: bytes) -> Any:
@@ -183,10 +205,7 @@ def context_of(metadata: Metadata) -> Context:
     for name, value in metadata:
         if name in _MEANINGS and isinstance(value, str):
             found.setdefault(name, value)
-    if not found:
-        return ANONYMOUS
-    key = presented_key(found.get("authorization"), found.get("x-api-key"))
-    return Context(trace=found.get("traceparent", ""), key=key)
+    return caller_of(found.get) if found else ANONYMOUS
 
 
 async def refuse(call: Call, error: Exception) -> NoReturn:

@@ -19,7 +19,6 @@ from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response, Scalar
 from qinfer.errors import Overloaded, QinferError, UnsupportedFeature
 from qinfer.submission.pending import Pending
-from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import (
     Decoded,
     Message,
@@ -29,11 +28,11 @@ from qinfer.wire.kserve_grpc import (
     encode_streamed_error,
     parse_infer,
 )
-from qinfer.wire.outputs import OutputPlan, bind
+from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
-from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.infer import InferCodec, parse_version
-from qinfer_api.rpc.calls import INFERENCE, LARGE_BYTES, SHUTTING_DOWN, Call, Guard, fail, refuse
+from qinfer_api.http.infer import bound, parse_version
+from qinfer_api.rest.services import Services
+from qinfer_api.rpc.calls import INFERENCE, LARGE_BYTES, SHUTTING_DOWN, Call, Guard, fail
 
 logger = logging.getLogger(__name__)
 
@@ -63,23 +62,70 @@ class InferSink:
         raise NotImplementedError
 
 
+class _Answer(InferSink):
+    """The sink of a call that takes one response."""
+
+    __slots__ = ("first",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+
+    def deliver(self, response: Response) -> None:
+        """Takes the first response."""
+        if not self.first.done():
+            self.first.set_result(response)
+
+
 class Infer:
-    """Converts a message to a queued request, and a response to a message.
+    """The infer calls; converts a message to a queued request, and a response to a message.
 
     Args:
-        dispatcher: The use case.
-        codec: Knows the memory that clients share with this gateway.
-        max_input_bytes: How large the inputs of one request in shared memory may be.
+        guard: Decides who may call.
+        services: The use cases.
 
     Attributes:
-        dispatcher: As given.
+        dispatcher: The use case.
+        streams: The calls of ModelStreamInfer that are served.
     """
 
-    def __init__(self, dispatcher: Dispatcher, codec: InferCodec, max_input_bytes: int) -> None:
-        self.dispatcher = dispatcher
-        self._memory = codec.memory
-        self._reads_memory = codec.reads_memory
-        self._max_input_bytes = max_input_bytes
+    def __init__(self, guard: Guard, services: Services) -> None:
+        self._guard = guard
+        self.dispatcher = services.dispatcher
+        self._memory = services.codec.memory
+        self._reads_memory = services.codec.reads_memory
+        self._max_input_bytes = services.settings.http.max_input_bytes
+        self.streams: set[_Stream] = set()
+
+    async def answer(self, blob: bytes, call: Call, context: Context) -> bytes:
+        """Answers ModelInfer; one that its client cancels, or whose deadline passes, is taken out of the queue."""
+        sink = _Answer()
+        pending = await self.submit(blob, context, self._guard.forwarded(call), call.time_remaining(), sink)
+        try:
+            response = await sink.first
+        finally:
+            self.dispatcher.cancel(pending)  # does nothing once it is answered
+        if response.failure is not None:
+            await fail(call, response.failure)
+        if not response.final:
+            raise UnsupportedFeature(_DECOUPLED)
+        return await self.encode(response, sink)
+
+    async def stream(self, _: object, call: Call) -> None:
+        """Serves ModelStreamInfer until its client ends it; what is in flight when it breaks leaves the queue."""
+        context = await self._guard.enter(call, INFERENCE, Scope.INFER)
+        stream = _Stream(self, call, context, self._guard.forwarded(call))
+        self.streams.add(stream)
+        with self._guard.in_flight:
+            try:
+                await stream.serve()
+            finally:
+                self.streams.discard(stream)
+
+    def drain(self) -> None:
+        """Ends every stream after the requests that it has in flight."""
+        for stream in self.streams:
+            stream.drain()
 
     async def submit(
         self,
@@ -113,24 +159,28 @@ class Infer:
             request, plan = decoded.request, decoded.plan
             version = request.version
             if plan.special is not None:
-                spec = self.dispatcher.resolve(request.model, version).spec
-                labels = {output.name: output.labels for output in spec.outputs}
-                plan = bind(plan, labels, batched=spec.max_batch_size > 0)
+                plan = bound(plan, self.dispatcher.resolve(request.model, version))
             sink.plan, sink.empty_final = plan, decoded.empty_final
             return self.dispatcher.submit(context, request, sink, math.inf if within_s is None else within_s)
         except QinferError as error:
             raise self.dispatcher.refuse(message.fields.model_name, version, error) from None
 
-    async def encode(self, response: Response, sink: InferSink) -> list[Bytes]:
-        """Encodes a response that carries outputs as a ModelInferResponse, in pieces.
+    async def encode(self, response: Response, sink: InferSink, *, streamed: bool = False) -> bytes:
+        """Encodes a response that carries outputs as a ModelInferResponse, or as a ModelStreamInferResponse.
 
         Raises:
             QinferError: An output can't be given back as the request wants it.
         """
         arguments = (response, sink.client_id, sink.plan, self._memory)
-        if sink.plan.special is not None and sum([tensor.nbytes for tensor in response.outputs]) > LARGE_BYTES:
-            return await asyncio.to_thread(encode_infer, *arguments)
-        return encode_infer(*arguments)
+        if sink.plan.special is not None and _nbytes(response) > LARGE_BYTES:
+            parts = await asyncio.to_thread(encode_infer, *arguments)
+        else:
+            parts = encode_infer(*arguments)
+        if streamed:
+            parts = encode_streamed(parts, final=response.final)
+        if sum([len(part) for part in parts]) > LARGE_BYTES:
+            return await asyncio.to_thread(b"".join, parts)
+        return b"".join(parts)
 
     def _decode(self, message: Message, forwarded: dict[str, Scalar] | None) -> Decoded:
         memory = self._memory
@@ -149,68 +199,6 @@ class Infer:
         return decoded
 
 
-async def join(parts: list[Bytes]) -> bytes:
-    """Puts the pieces of a message together, off the event loop if they are large."""
-    if sum([len(part) for part in parts]) > LARGE_BYTES:
-        return await asyncio.to_thread(b"".join, parts)
-    return b"".join(parts)
-
-
-class _Answer(InferSink):
-    """The sink of a call that takes one response."""
-
-    __slots__ = ("first",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-
-    def deliver(self, response: Response) -> None:
-        """Takes the first response."""
-        if not self.first.done():
-            self.first.set_result(response)
-
-
-class ModelInfer:
-    """The handler of ModelInfer.
-
-    Args:
-        guard: Decides who may call.
-        infer: The way into the queue and back.
-    """
-
-    def __init__(self, guard: Guard, infer: Infer) -> None:
-        self._guard = guard
-        self._infer = infer
-
-    async def answer(self, blob: bytes, call: Call) -> bytes:
-        """Answers a call; one that its client cancels, or whose deadline passes, is taken out of the queue."""
-        context = await self._guard.enter(call, INFERENCE, Scope.INFER)
-        self._guard.in_flight.enter()
-        pending: Pending | None = None
-        try:
-            sink = _Answer()
-            forwarded = self._guard.forwarded(call)
-            pending = await self._infer.submit(blob, context, forwarded, call.time_remaining(), sink)
-            response = await sink.first
-            if response.failure is not None:
-                await fail(call, response.failure)
-            if not response.final:
-                raise UnsupportedFeature(_DECOUPLED)
-            return await join(await self._infer.encode(response, sink))
-        except QinferError as error:
-            await refuse(call, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # the boundary of a call: clients see no stack text
-            logger.exception("request failed")
-            await refuse(call, error)
-        finally:
-            self._guard.in_flight.leave()
-            if pending is not None:
-                self._infer.dispatcher.cancel(pending)  # does nothing once it is answered
-
-
 MAX_IN_FLIGHT = 1000
 """Requests of one stream that may be without their last response; more are not read."""
 
@@ -220,37 +208,6 @@ MAX_UNWRITTEN_BYTES = 64 * 2**20
 _STRICT = ("triton_grpc_error", "true")  # metadata: the first error ends the stream with its status
 
 _EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs do not know of it
-
-
-class ModelStreamInfer:
-    """The handler of ModelStreamInfer.
-
-    Args:
-        guard: Decides who may call.
-        infer: The way into the queue and back.
-    """
-
-    def __init__(self, guard: Guard, infer: Infer) -> None:
-        self._guard = guard
-        self._infer = infer
-        self._streams: set[_Stream] = set()
-
-    async def serve(self, _: object, call: Call) -> None:
-        """Serves a stream until its client ends it; what is in flight when it breaks is taken out of the queue."""
-        context = await self._guard.enter(call, INFERENCE, Scope.INFER)
-        stream = _Stream(self._infer, call, context, self._guard.forwarded(call))
-        self._streams.add(stream)
-        self._guard.in_flight.enter()
-        try:
-            await stream.serve()
-        finally:
-            self._streams.discard(stream)
-            self._guard.in_flight.leave()
-
-    def drain(self) -> None:
-        """Ends every stream after the requests that it has in flight."""
-        for stream in self._streams:
-            stream.drain()
 
 
 class _Slot(InferSink):
@@ -386,7 +343,7 @@ class _Stream:
             if response.final and response.index and not response.outputs and not slot.empty_final:
                 return None
             try:
-                return await join(encode_streamed(await self._infer.encode(response, slot), final=response.final))
+                return await self._infer.encode(response, slot, streamed=True)
             except QinferError as error:
                 failure = Failure.of(error)
             except Exception as error:  # the boundary of a request, as in `_submit`

@@ -8,20 +8,20 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
 import msgspec
 from grpc_health.v1 import health_pb2
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.core.api_keys import Scope
-from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady, QinferError, UnsupportedFeature
+from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady, UnsupportedFeature
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import from_json
 from qinfer.models.control import ModelControl
 from qinfer_api.about import is_model_ready, is_server_ready, model_metadata, server_metadata
+from qinfer_api.auth import Context
 from qinfer_api.http.infer import parse_version
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.calls import Call, Guard, Handler, parse, refuse
+from qinfer_api.rpc.calls import Call, Guard, Handler, parse
 from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings
 from qinfer_api.shared_memory import SharedMemory
 
@@ -62,19 +62,19 @@ def model_calls(guard: Guard, services: Services) -> dict[str, Handler]:
         return pb.ModelConfigResponse(config=from_json(text))
 
     async def statistics(request: Any) -> Any:
-        found = await services.statistics.model_statistics(request.name, _version(request))
+        found = await services.reporting.statistics.model_statistics(request.name, _version(request))
         return pb.ModelStatisticsResponse(
             model_stats=[pb.ModelStatistics(**msgspec.to_builtins(statistic)) for statistic in found]
         )
 
     return {
-        "ServerLive": guard.unary(pb.ServerLiveRequest, live, _HEALTH, None),
-        "ServerReady": guard.unary(pb.ServerReadyRequest, ready, _HEALTH, None),
-        "ModelReady": guard.unary(pb.ModelReadyRequest, model_ready, _HEALTH, None),
-        "ServerMetadata": guard.unary(pb.ServerMetadataRequest, metadata, _METADATA),
-        "ModelMetadata": guard.unary(pb.ModelMetadataRequest, of_model, _METADATA),
-        "ModelConfig": guard.unary(pb.ModelConfigRequest, config, _CONFIG),
-        "ModelStatistics": guard.unary(pb.ModelStatisticsRequest, statistics, _STATISTICS),
+        "ServerLive": guard.question(pb.ServerLiveRequest, live, _HEALTH, None),
+        "ServerReady": guard.question(pb.ServerReadyRequest, ready, _HEALTH, None),
+        "ModelReady": guard.question(pb.ModelReadyRequest, model_ready, _HEALTH, None),
+        "ServerMetadata": guard.question(pb.ServerMetadataRequest, metadata, _METADATA),
+        "ModelMetadata": guard.question(pb.ModelMetadataRequest, of_model, _METADATA),
+        "ModelConfig": guard.question(pb.ModelConfigRequest, config, _CONFIG),
+        "ModelStatistics": guard.question(pb.ModelStatisticsRequest, statistics, _STATISTICS),
     }
 
 
@@ -101,31 +101,21 @@ def _version(request: Any) -> int:
 _KNOWN = ("", "inference.GRPCInferenceService")
 
 
-class Health:
-    """The handler of Check.
+def health_check(guard: Guard, services: Services) -> Handler:
+    """Returns the handler of Check, which answers SERVING if and only if the server is ready.
 
-    Args:
-        guard: Decides who may call.
-        services: The use cases.
+    It answers while the gateway shuts down, too.
     """
 
-    def __init__(self, guard: Guard, services: Services) -> None:
-        self._guard = guard
-        self._services = services
-
-    async def check(self, blob: bytes, call: Call) -> bytes:
-        """Answers SERVING if and only if the server is ready; it answers while the gateway shuts down, too."""
-        services = self._services
-        await self._guard.enter(call, "health", None, even_draining=True)
-        try:
-            service = parse(health_pb2.HealthCheckRequest, blob).service
-        except QinferError as error:
-            await refuse(call, error)
+    async def check(blob: bytes, _: Call, __: Context) -> bytes:
+        service = parse(health_pb2.HealthCheckRequest, blob).service
         if service not in _KNOWN:
-            await call.abort(grpc.StatusCode.NOT_FOUND, f"service '{service[:100]}' is not known; ask for ''")
+            raise ModelNotFound(f"service '{service[:100]}' is not known; ask for ''")
         is_ready = is_server_ready(services.settings, services.catalog, draining=services.dispatcher.draining)
         status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
         return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
+
+    return guard.unary("HealthCheckRequest", check, _HEALTH, None, even_draining=True)
 
 
 _REPOSITORY = "model-repository"
@@ -163,9 +153,9 @@ def repository_calls(guard: Guard, models: ModelControl) -> dict[str, Handler]:
         return pb.RepositoryModelUnloadResponse()
 
     return {
-        "RepositoryIndex": guard.unary(pb.RepositoryIndexRequest, index, _REPOSITORY),
-        "RepositoryModelLoad": guard.unary(pb.RepositoryModelLoadRequest, load, _REPOSITORY, Scope.ADMIN),
-        "RepositoryModelUnload": guard.unary(pb.RepositoryModelUnloadRequest, unload, _REPOSITORY, Scope.ADMIN),
+        "RepositoryIndex": guard.question(pb.RepositoryIndexRequest, index, _REPOSITORY),
+        "RepositoryModelLoad": guard.question(pb.RepositoryModelLoadRequest, load, _REPOSITORY, Scope.ADMIN),
+        "RepositoryModelUnload": guard.question(pb.RepositoryModelUnloadRequest, unload, _REPOSITORY, Scope.ADMIN),
     }
 
 
@@ -225,8 +215,8 @@ def settings_calls(guard: Guard, trace: TraceSettings, log: LogSettings) -> dict
         return pb.LogSettingsResponse(settings=_logged(shown))
 
     return {
-        "TraceSetting": guard.unary(pb.TraceSettingRequest, trace_setting, "trace", is_change=_has_settings),
-        "LogSettings": guard.unary(pb.LogSettingsRequest, log_settings, "logging", is_change=_has_settings),
+        "TraceSetting": guard.question(pb.TraceSettingRequest, trace_setting, "trace", is_change=_has_settings),
+        "LogSettings": guard.question(pb.LogSettingsRequest, log_settings, "logging", is_change=_has_settings),
     }
 
 
@@ -297,10 +287,10 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Handler
         return pb.CudaSharedMemoryUnregisterResponse()
 
     return {
-        "SystemSharedMemoryStatus": guard.unary(pb.SystemSharedMemoryStatusRequest, status, _MEMORY),
-        "SystemSharedMemoryRegister": guard.unary(pb.SystemSharedMemoryRegisterRequest, register, _MEMORY),
-        "SystemSharedMemoryUnregister": guard.unary(pb.SystemSharedMemoryUnregisterRequest, unregister, _MEMORY),
-        "CudaSharedMemoryStatus": guard.unary(pb.CudaSharedMemoryStatusRequest, cuda_status, _MEMORY),
-        "CudaSharedMemoryRegister": guard.unary(pb.CudaSharedMemoryRegisterRequest, cuda_register, _MEMORY),
-        "CudaSharedMemoryUnregister": guard.unary(pb.CudaSharedMemoryUnregisterRequest, cuda_unregister, _MEMORY),
+        "SystemSharedMemoryStatus": guard.question(pb.SystemSharedMemoryStatusRequest, status, _MEMORY),
+        "SystemSharedMemoryRegister": guard.question(pb.SystemSharedMemoryRegisterRequest, register, _MEMORY),
+        "SystemSharedMemoryUnregister": guard.question(pb.SystemSharedMemoryUnregisterRequest, unregister, _MEMORY),
+        "CudaSharedMemoryStatus": guard.question(pb.CudaSharedMemoryStatusRequest, cuda_status, _MEMORY),
+        "CudaSharedMemoryRegister": guard.question(pb.CudaSharedMemoryRegisterRequest, cuda_register, _MEMORY),
+        "CudaSharedMemoryUnregister": guard.question(pb.CudaSharedMemoryUnregisterRequest, cuda_unregister, _MEMORY),
     }

@@ -6,7 +6,7 @@ The port is opened before anything else, so that a wrong setting shows at the st
 import asyncio
 import contextlib
 import ssl
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,30 +15,16 @@ from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.core.settings import Settings
 from qinfer.errors import SettingsError
-from qinfer_api.auth import Restrictions
-from qinfer_api.http.infer import compile_forward
-from qinfer_api.http.server import read_certificate, read_tls_file
+from qinfer_api.http.server import netloc, read_certificate, read_tls_file
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.calls import Guard
-from qinfer_api.rpc.infer import Infer, ModelInfer, ModelStreamInfer
-from qinfer_api.rpc.management import Health, model_calls, repository_calls, settings_calls, shared_memory_calls
+from qinfer_api.rpc.calls import INFERENCE, Guard
+from qinfer_api.rpc.infer import Infer
+from qinfer_api.rpc.management import health_check, model_calls, repository_calls, settings_calls, shared_memory_calls
 
 _MAX_METADATA_BYTES = 64 * 1024
 
 
-class RpcPort(NamedTuple):
-    """A server that has its port, and neither handlers nor connections.
-
-    Attributes:
-        server: The server.
-        url: Where it will serve, as `grpc://host:port` or `grpcs://host:port`.
-    """
-
-    server: grpc.aio.Server
-    url: str
-
-
-def open_port(settings: Settings) -> RpcPort:
+def open_port(settings: Settings) -> "RpcServer":
     """Opens the port that the settings say; called on the event loop that will serve.
 
     Raises:
@@ -46,14 +32,11 @@ def open_port(settings: Settings) -> RpcPort:
     """
     rpc = settings.grpc
     host = rpc.host or settings.http.host
-    name = f"[{host}]" if ":" in host else host
     credentials = _credentials(rpc.tls_certfile, rpc.tls_keyfile, rpc.tls_client_ca_file)
     server = grpc.aio.server(options=_options(rpc.max_message_bytes))
     try:
-        if credentials is None:
-            port = server.add_insecure_port(f"{name}:{rpc.port}")
-        else:
-            port = server.add_secure_port(f"{name}:{rpc.port}", credentials)
+        address = netloc(host, rpc.port)
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError:
         port = 0
     if not port:
@@ -61,7 +44,7 @@ def open_port(settings: Settings) -> RpcPort:
             f"QINFER_GRPC__HOST={host} QINFER_GRPC__PORT={rpc.port}: the address is in use, or not of this machine; "
             "choose another, 0 is any"
         )
-    return RpcPort(server, f"{'grpc' if credentials is None else 'grpcs'}://{name}:{port}")
+    return RpcServer(server, f"{'grpc' if credentials is None else 'grpcs'}://{netloc(host, port)}")
 
 
 def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
@@ -108,31 +91,35 @@ class RpcServer:
     """Serves gRPC on a port that is open already.
 
     Args:
-        port: The port.
-        services: The use cases.
+        server: The server, which has its port, and neither handlers nor connections.
+        url: Where it serves, as `grpc://host:port` or `grpcs://host:port`.
 
     Attributes:
-        url: Where it serves.
-
-    Raises:
-        SettingsError: A setting of gRPC is wrong.
+        url: As given.
     """
 
-    def __init__(self, port: RpcPort, services: Services) -> None:
-        self._server, self.url = port
-        self._guard = guard = _guard(services)
-        infer = Infer(services.dispatcher, services.codec, services.settings.http.max_input_bytes)
-        self._stream = ModelStreamInfer(guard, infer)
+    def __init__(self, server: grpc.aio.Server, url: str) -> None:
+        self._server = server
+        self.url = url
+
+    def use(self, services: Services) -> None:
+        """Sets the use cases; called once, before the start.
+
+        Raises:
+            SettingsError: A setting of gRPC is wrong.
+        """
+        self._guard = guard = Guard(services)
+        self._infer = infer = Infer(guard, services)
         calls = {
             **model_calls(guard, services),
             **repository_calls(guard, services.models),
-            **shared_memory_calls(guard, services.shared_memory),
-            **settings_calls(guard, services.trace_settings, services.log_settings),
+            **shared_memory_calls(guard, services.codec.memory),
+            **settings_calls(guard, services.reporting.trace_settings, services.reporting.log_settings),
+            "ModelInfer": guard.unary("ModelInferRequest", infer.answer, INFERENCE),
         }
         handlers = {name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in calls.items()}
-        handlers["ModelInfer"] = grpc.unary_unary_rpc_method_handler(ModelInfer(guard, infer).answer)
-        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream.serve)
-        health = {"Check": grpc.unary_unary_rpc_method_handler(Health(guard, services).check)}
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(infer.stream)
+        health = {"Check": grpc.unary_unary_rpc_method_handler(health_check(guard, services))}
         self._server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(SERVICE, handlers),
@@ -150,7 +137,7 @@ class RpcServer:
         Args:
             within_s: How long that may take; the gateway refuses then what it has not answered.
         """
-        self._stream.drain()
+        self._infer.drain()
         with contextlib.suppress(TimeoutError):  # a client that does not read its answers keeps nobody
             async with asyncio.timeout(within_s + _LAST_REPLIES_S):
                 await self._guard.in_flight.ended()
@@ -159,10 +146,3 @@ class RpcServer:
     async def close(self) -> None:
         """Ends at once, also when it was never started."""
         await self._server.stop(None)
-
-
-def _guard(services: Services) -> Guard:
-    pattern = services.settings.grpc.header_forward_pattern
-    forward = compile_forward("QINFER_GRPC__HEADER_FORWARD_PATTERN", pattern)
-    restrictions = Restrictions.for_grpc(services.settings.grpc.restricted)
-    return Guard(services.dispatcher, restrictions, forward)

@@ -269,10 +269,10 @@ async def test_a_taken_port_is_named() -> None:
             open_port(Settings(grpc=GrpcSettings(port=port)))
 
     first = open_port(Settings(grpc=GrpcSettings(port=0)))
-    await first.server.start()
+    await first.start()
     with pytest.raises(SettingsError, match="the address is in use"):
         open_port(Settings(grpc=GrpcSettings(port=int(first.url.rpartition(":")[2]))))
-    await first.server.stop(None)
+    await first.close()
 
 
 async def test_a_gateway_that_can_not_start_ends(database: Database) -> None:
@@ -284,7 +284,7 @@ async def test_a_gateway_that_can_not_start_ends(database: Database) -> None:
 
     settings = settings_of(grpc={})
     delivery, store = await database.delivery(), database.store(Away)
-    gateway = Gateway(settings, delivery, store, bind(settings.http), rpc_port=open_port(settings))
+    gateway = Gateway(settings, delivery, store, bind(settings.http), rpc=open_port(settings))
 
     with pytest.raises(BrokerUnavailable):
         await gateway.serve()

@@ -247,7 +247,7 @@ async def test_a_client_that_does_not_read_is_not_read(server: Rpc, monkeypatch:
             await eventually(lambda: len(server.running.requests) > count)  # noqa: B023 - asked at once
 
     writing = asyncio.create_task(write())
-    streams = server.running.gateway.rpc._stream._streams  # type: ignore[union-attr]
+    streams = server.running.gateway.rpc._infer.streams  # type: ignore[union-attr]
 
     async def is_full() -> bool:
         return any(one._unwritten_bytes > 3_000_000 for one in streams)
@@ -311,7 +311,7 @@ async def test_a_stream_that_had_its_end_ends_well(server: Rpc) -> None:
     await call.write(infer_request("stuck", id="last"))
     await call.done_writing()
     (request,) = await _fetched(server, 1)
-    streams = server.running.gateway.rpc._stream._streams  # type: ignore[union-attr]
+    streams = server.running.gateway.rpc._infer.streams  # type: ignore[union-attr]
 
     async def is_read() -> bool:
         return all(one._is_read for one in streams)

@@ -51,7 +51,7 @@ async def test_a_part_that_dies_ends_the_whole(database: Database, monkeypatch: 
     monkeypatch.setattr("qinfer.models.shared_settings.FOLLOW_EVERY_S", 0.01)
     settings, store = settings_of(grpc={}), database.store(_Broken)
     listener = bind(settings.http)
-    gateway = Gateway(settings, await database.delivery(), store, listener, rpc_port=open_port(settings))
+    gateway = Gateway(settings, await database.delivery(), store, listener, rpc=open_port(settings))
     assert gateway.rpc is not None
     ports = [int(url.rpartition(":")[2]) for url in (gateway.url, gateway.rpc.url)]
     serving = asyncio.create_task(gateway.serve())

@@ -20,7 +20,7 @@ from qinfer.queue.lanes import Queue
 from qinfer.testing import EmbeddedServer, eventually
 from qinfer_api.jobs.janitor import JobJanitor
 from qinfer_api.jobs.records import message_of
-from qinfer_api.observe.reporting import take_snapshot
+from qinfer_api.observe.reporting import DeadLetterCounts, take_snapshot
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.webhooks import Webhooks
@@ -237,7 +237,8 @@ async def test_the_metrics_show_shards_apart_from_requests(bench: Bench) -> None
     await bench.plan(9, priority=3)
     await bench.janitor.attend()
 
-    snapshot = await take_snapshot(bench.catalog, bench.store, bench.delivery)
+    letters = DeadLetterCounts(bench.delivery.dead_letters)
+    snapshot = await take_snapshot(bench.catalog, bench.store, bench.delivery, letters)
 
     assert snapshot.depth == {("m", 1, "p1"): 0}
     assert snapshot.shards == {("m", 1, "bulk1"): 0, ("m", 1, "bulk2"): 0, ("m", 1, "bulk3"): 2}
