@@ -35,10 +35,6 @@ _BUILT_IN = {
 }
 
 
-_COMPLETERS = {"python": _BuiltIn("qinfer.backends.python", "complete_config", "worker")}
-"""Backends whose own code completes a configuration."""
-
-
 def factory(name: str) -> BackendFactory:
     """Returns the factory of a backend.
 
@@ -66,10 +62,9 @@ def completer(name: str) -> CompleteConfig:
     Raises:
         BackendUnavailable: The backend has no such thing, or its runtime is not installed.
     """
-    built_in = _COMPLETERS.get(name)
-    if built_in is None:
+    if name != "python":
         raise BackendUnavailable(f"models of backend '{name}' can't complete their configurations")
-    return cast("CompleteConfig", _imported(name, built_in))
+    return cast("CompleteConfig", _imported(name, _BUILT_IN[name]._replace(attribute="complete_config")))
 
 
 def _imported(name: str, built_in: _BuiltIn) -> object:

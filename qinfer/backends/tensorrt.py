@@ -55,7 +55,6 @@ class Port(NamedTuple):
     name: str
     datatype: str
     shape: Shape
-    is_input: bool
 
 
 class Buffers:
@@ -320,7 +319,7 @@ def _largest(engine: trt.ICudaEngine, names: list[str], inputs: Mapping[str, Sha
         if datatype is None or any(dim < 0 for dim in shape):
             what = "a shape that depends on the data" if datatype else f"type {engine.get_tensor_dtype(name).name}"
             raise ModelLoadFailed(f"model '{model}': '{name}' has {what}, which is not supported")
-        ports.append(Port(name, datatype, shape, name in inputs))
+        ports.append(Port(name, datatype, shape))
     return ports
 
 

@@ -95,13 +95,8 @@ def _plain_rows(inputs: Sequence[Tensor], spec: ModelSpec) -> int:
 
 def _pair(inputs: Sequence[Tensor], spec: ModelSpec) -> list[tuple[Tensor, TensorSpec]]:
     """Finds the configuration of each input."""
-    if len(inputs) == len(spec.inputs):
-        pairs = list(zip(inputs, spec.inputs, strict=True))
-        for tensor, expected in pairs:
-            if tensor.name != expected.name:
-                break
-        else:
-            return pairs
+    if [tensor.name for tensor in inputs] == [expected.name for expected in spec.inputs]:
+        return list(zip(inputs, spec.inputs, strict=True))
     given: dict[str, Tensor] = {}
     for tensor in inputs:
         if tensor.name in given:

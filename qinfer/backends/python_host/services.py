@@ -43,14 +43,6 @@ class Level(enum.IntEnum):
     VERBOSE = 3
 
 
-_PYTHON_LEVELS = {
-    Level.INFO: "INFO",
-    Level.WARNING: "WARNING",
-    Level.ERROR: "ERROR",
-    Level.VERBOSE: "DEBUG",
-}
-
-
 class Logger:
     """Writes to the worker's log."""
 
@@ -63,7 +55,8 @@ class Logger:
     @staticmethod
     def log(message: str, level: Level = Level.INFO) -> None:
         """Writes a line of that level."""
-        emit(_PYTHON_LEVELS[Level(level)], str(message))
+        name = Level(level).name
+        emit("DEBUG" if name == "VERBOSE" else name, str(message))
 
     @staticmethod
     def log_info(message: str) -> None:

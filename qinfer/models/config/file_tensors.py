@@ -185,8 +185,8 @@ class _OpenvinoReader:
     """Collects layers, ports and edges; the graphs of loop bodies, which lie deeper, are passed over."""
 
     def __init__(self) -> None:
-        self.inputs: dict[str, tuple[str, str]] = {}  # layer → name, shape
-        self.outputs: dict[str, str] = {}  # layer → name
+        self.inputs: dict[str, str] = {}  # layer → shape
+        self.outputs: dict[str, None] = {}  # layers
         self.names: dict[str, str] = {}
         self.ports: dict[tuple[str, str], _Port] = {}
         self.edges: dict[str, tuple[str, str]] = {}  # layer that an edge leads to → layer and port it comes from
@@ -203,11 +203,11 @@ class _OpenvinoReader:
             self._layer = attributes["id"]
             self.names[self._layer] = attributes.get("name", "")
             if attributes["type"] == "Parameter":
-                self.inputs[self._layer] = (attributes.get("name", ""), "")
+                self.inputs[self._layer] = ""
             elif attributes["type"] == "Result":
-                self.outputs[self._layer] = attributes.get("name", "")
+                self.outputs[self._layer] = None
         elif path[:3] == _PATH_OF_LAYER and path[3:] == ["data"] and self._layer in self.inputs:
-            self.inputs[self._layer] = (self.inputs[self._layer][0], attributes.get("shape", ""))
+            self.inputs[self._layer] = attributes.get("shape", "")
         elif path[:3] == _PATH_OF_LAYER and path[3:] in (["input", "port"], ["output", "port"]):
             self._port = _Port(attributes.get("precision", ""), attributes.get("names", ""), [])
             self.ports[self._layer, attributes["id"]] = self._port
@@ -259,12 +259,11 @@ def _refuse_doctype(*_: object) -> None:
 
 
 def _openvino_input(reader: _OpenvinoReader, layer: str) -> FileTensor:
-    name, shape = reader.inputs[layer]
     port = next((port for (of, _), port in reader.ports.items() if of == layer), None)
     if port is None:
         raise ValueError("a parameter without a port")
-    dims = None if shape == _UNKNOWN_RANK else tuple(port.dims)
-    return _openvino_tensor(_any_name(port.names) or name, port, dims)
+    dims = None if reader.inputs[layer] == _UNKNOWN_RANK else tuple(port.dims)
+    return _openvino_tensor(_any_name(port.names) or reader.names[layer], port, dims)
 
 
 def _openvino_output(reader: _OpenvinoReader, layer: str) -> FileTensor:

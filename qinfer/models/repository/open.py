@@ -23,6 +23,7 @@ from qinfer.errors import (
     SettingsError,
     UnsupportedFeature,
 )
+from qinfer.models.config.check import is_inside
 from qinfer.models.repository.cache import FilesCache
 from qinfer.models.repository.files import Files, Listing, LocalFiles, RemoteFiles
 from qinfer.models.repository.reader import UNREADABLE, Reading, is_model_name, read_model
@@ -295,11 +296,10 @@ def _is_settled(listing: Listing) -> bool:
 
 
 def _check_path(path: str) -> None:
-    version, _, file = path.partition("/")
-    parts = file.split("/")
-    is_version = version.isascii() and version.isdecimal() and version[0] != "0"
-    is_short = len(path.encode()) <= _PATH_MAX_BYTES and all(_is_short(part) for part in (version, *parts))
-    if not is_version or not is_short or {"", ".", ".."} & set(parts) or not path.isprintable() or "\\" in path:
+    version, separator, _ = path.partition("/")
+    is_version = separator and version.isascii() and version.isdecimal() and version[0] != "0"
+    is_short = len(path.encode()) <= _PATH_MAX_BYTES and all(_is_short(part) for part in path.split("/"))
+    if not is_version or not is_short or not is_inside(path):
         raise InvalidRequest(
             f"Invalid file path: 'file:{path[:100]}' is not the name of a file of a model; expected "
             f"file:<version>/<file>, without '..', and no part longer than {_NAME_MAX_BYTES} bytes"
