@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
@@ -160,12 +160,11 @@ async def _knows_waitaof(link: Link) -> bool:
     return True
 
 
-class _Wait:
-    """One command behind a write, and how to read its reply."""
+class _Wait(NamedTuple):
+    """One command behind a write, and what its reply says is missing; empty = nothing."""
 
-    def __init__(self, words: tuple[bytes | int, ...], shortfall: Callable[[Any], str]) -> None:
-        self.packed = pack(words)
-        self.shortfall = shortfall
+    packed: bytes
+    shortfall: Callable[[Any], str]
 
 
 def _waits(settings: RedisSettings, *, needs_sync: bool) -> list[_Wait]:
@@ -176,13 +175,10 @@ def _waits(settings: RedisSettings, *, needs_sync: bool) -> list[_Wait]:
         def too_few(reply: Any) -> str:
             return "" if reply >= wanted else f"only {reply} of {wanted} replicas have it"
 
-        waits.append(_Wait((b"WAIT", wanted, timeout_ms), too_few))
+        waits.append(_Wait(pack((b"WAIT", wanted, timeout_ms)), too_few))
     if needs_sync:
-
-        def unsynced(reply: Any) -> str:
-            return "" if reply[0] >= 1 else "it is not on disk yet"
-
-        waits.append(_Wait((b"WAITAOF", 1, 0, timeout_ms), unsynced))
+        unsynced = "it is not on disk yet"
+        waits.append(_Wait(pack((b"WAITAOF", 1, 0, timeout_ms)), lambda reply: "" if reply[0] >= 1 else unsynced))
     return waits
 
 

@@ -58,7 +58,7 @@ class Router:
         self._seed = place.node if isinstance(place, Sentinels) else place
         self._in_doubt = asyncio.Event()
         self._links: dict[str, Link] = {}
-        first = self._sentinel_link(place) if isinstance(place, Sentinels) else self._link(place)
+        first = self._link(place)
         self._table: list[Link] = [first] * SLOTS
         self._blocking: set[Link] = set()
         self._keeper: asyncio.Task[None] | None = None
@@ -133,20 +133,17 @@ class Router:
         for link in [*self._blocking, *self._links.values()]:
             await link.close()
 
-    def _sentinel_link(self, place: Sentinels) -> Link:
-        resolve = SentinelResolver(place, self._settings).resolve
-        link = self._links[str(place)] = Link(resolve, self._settings, name="qinfer", on_trouble=self._in_doubt.set)
-        return link
-
-    def _link(self, address: Address) -> Link:
-        link = self._links.get(str(address))
+    def _link(self, place: Address | Sentinels) -> Link:
+        link = self._links.get(str(place))
         if link is None:
 
-            async def resolve() -> Address:
-                return address
+            async def fixed() -> Address:
+                assert isinstance(place, Address)
+                return place
 
+            resolve = SentinelResolver(place, self._settings).resolve if isinstance(place, Sentinels) else fixed
             link = Link(resolve, self._settings, name="qinfer", on_trouble=self._in_doubt.set)
-            self._links[str(address)] = link
+            self._links[str(place)] = link
         return link
 
     def _target(self, error: Refused) -> tuple[Link, bool] | None:

@@ -19,6 +19,7 @@ from qinfer.observe.host import GpuMeter, GpuUse, ProcessUse, read_use
 from qinfer.observe.stats import ModelCounts
 from qinfer.wire.frame import FRAME_VERSION
 from qinfer_workers.inference.devices import named
+from qinfer_workers.inference.models import Key, by_model
 from qinfer_workers.inference.publisher import LeaseKeeper
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,6 @@ SPEEDS_EVERY_S = 10.0
 
 _States = Callable[[], dict[str, dict[int, VersionState]]]
 _LoadTimes = Callable[[], dict[str, dict[int, float]]]
-_Key = tuple[str, int]
 USAGE_EVERY_S = 2.0
 """Seconds between two measurements of resource usage: Triton's interval."""
 
@@ -76,8 +76,8 @@ class Heartbeat:
         self._changed = asyncio.Event()
         self._last_beat_s = self._started_at
         self._last_completed = 0
-        self._unsent: dict[_Key, dict[str, int]] = {}
-        self._speeds: dict[_Key, Speed] = {}
+        self._unsent: dict[Key, dict[str, int]] = {}
+        self._speeds: dict[Key, Speed] = {}
         self._speeds_put_at_s = self._started_at
 
     def changed(self) -> None:
@@ -136,7 +136,7 @@ class Heartbeat:
             throughput_rps=round(rps, 1),
             clock_offset_s=now_s - time.time(),
             frame_versions=(FRAME_VERSION,),
-            speeds=_speeds(batchers),
+            speeds=by_model({_key(one): round(rps, 3) for one in batchers if (rps := one.speed_rps())}),
             busy=_busy(batchers),
             load_s=self.load_times(),
             host=socket.gethostname(),
@@ -175,7 +175,7 @@ class Heartbeat:
                 stats.add(self._unsent.setdefault(key, {}), deltas)
                 raise
 
-    async def _put_speeds(self, served: set[_Key], now_s: float) -> None:
+    async def _put_speeds(self, served: set[Key], now_s: float) -> None:
         """Writes the speeds every few seconds, and at once those of versions that are served no more."""
         is_time = now_s - self._speeds_put_at_s >= SPEEDS_EVERY_S
         if is_time:
@@ -187,27 +187,17 @@ class Heartbeat:
                     del self._speeds[key]
 
 
-def _key(batcher: Batcher) -> _Key:
+def _key(batcher: Batcher) -> Key:
     return batcher.model.spec.name, batcher.model.version
-
-
-def _speeds(batchers: Iterable[Batcher]) -> dict[str, dict[int, float]]:
-    speeds: dict[str, dict[int, float]] = {}
-    for batcher in batchers:
-        rps = batcher.speed_rps()
-        if rps:
-            speeds.setdefault(batcher.model.spec.name, {})[batcher.model.version] = round(rps, 3)
-    return speeds
 
 
 def _busy(batchers: Iterable[Batcher]) -> dict[str, dict[int, int]]:
     """Counts what instances execute, without what waits for one to be free."""
-    busy: dict[str, dict[int, int]] = {}
+    busy = {}
     for batcher in batchers:
         queued = sum(len(execution.items) for execution in batcher.expected_ends if not execution.begin_ns)
-        if batcher.executing > queued:
-            busy.setdefault(batcher.model.spec.name, {})[batcher.model.version] = batcher.executing - queued
-    return busy
+        busy[_key(batcher)] = batcher.executing - queued
+    return by_model({key: count for key, count in busy.items() if count > 0})
 
 
 class ResourceUsage:

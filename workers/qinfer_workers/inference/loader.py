@@ -21,8 +21,6 @@ import numpy as np
 from qinfer.backends.base import Array, Backend, BackendFactory, Batch
 from qinfer.backends.registry import CompleteConfig
 from qinfer.backends.reshape import reshaped
-from qinfer.batching.batcher import Executor, LoadedModel
-from qinfer.batching.execution import Caller, Observer
 from qinfer.batching.policy import LatencyModel
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest, Response, Scalar
@@ -73,23 +71,6 @@ class Loaded:
     content_hash: str = ""
     instances: Sequence[Backend] = ()
     latency: LatencyModel | None = None
-
-    def on(self, executor: Executor, caller: Caller, observer: Observer | None) -> LoadedModel:
-        """Returns what a batcher runs it as.
-
-        Args:
-            executor: Has its instances.
-            caller: Takes its calls to other models.
-            observer: Told of its executions.
-        """
-        return LoadedModel(
-            spec=self.spec,
-            version=self.version,
-            generation=self.generation,
-            executor=executor,
-            caller=caller,
-            observer=observer,
-        )
 
 
 class Kind(Enum):

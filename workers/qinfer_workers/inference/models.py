@@ -8,8 +8,8 @@ of its own while something about it changes: a long load holds up no other model
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
@@ -30,6 +30,16 @@ _RETRY_S = 1.0
 
 Key = tuple[str, int]
 """A model version: (model, version)."""
+
+T = TypeVar("T")
+
+
+def by_model(values: Mapping[Key, T]) -> dict[str, dict[int, T]]:
+    """Returns model → version → value."""
+    nested: dict[str, dict[int, T]] = {}
+    for (model, version), value in values.items():
+        nested.setdefault(model, {})[version] = value
+    return nested
 
 
 class Host(Protocol):
@@ -85,17 +95,11 @@ class Models:
 
     def states(self) -> dict[str, dict[int, VersionState]]:
         """Returns model → version → state, as the heartbeat shows it."""
-        shown: dict[str, dict[int, VersionState]] = {}
-        for (model, version), state in self._states.items():
-            shown.setdefault(model, {})[version] = state
-        return shown
+        return by_model(self._states)
 
     def load_times(self) -> dict[str, dict[int, float]]:
         """Returns model → version → seconds that its last load took, its wait for a turn included."""
-        times: dict[str, dict[int, float]] = {}
-        for (model, version), seconds in self._load_s.items():
-            times.setdefault(model, {})[version] = seconds
-        return times
+        return by_model(self._load_s)
 
     async def run(self, changed: Callable[[], None]) -> None:
         """Follows the desired state until cancelled; calls `changed` whenever a state changed."""

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from qinfer.batching.batcher import Batcher
+from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Pending
 from qinfer.core.messages import Failure, InferRequest, Response
 from qinfer.core.retry import OutageLog
@@ -121,7 +121,14 @@ class Worker:
         """Serves a model version, in place of its earlier generation if there is one."""
         spec, key = loaded.spec, (loaded.spec.name, loaded.version)
         executor = ThreadExecutor(loaded.instances, asyncio.get_running_loop(), f"{spec.name}-{loaded.version}")
-        model = loaded.on(executor, self._caller, self.spans)
+        model = LoadedModel(
+            spec=spec,
+            version=loaded.version,
+            generation=loaded.generation,
+            executor=executor,
+            caller=self._caller,
+            observer=self.spans,
+        )
         serving = self._serving.get(key)
         if serving is not None:
             batcher = serving.batcher
@@ -389,7 +396,6 @@ class Intake:
     def items(self, batcher: Batcher, leases: Iterable[Lease]) -> Taken:
         """Decodes leases; those that can't be executed are buried, answered or released, and left out."""
         taken = Taken([], [])
-        generation = batcher.model.generation
         for lease in leases:
             try:
                 request = self._reader.decode(lease.frame)
@@ -403,10 +409,7 @@ class Intake:
                 continue
             if request.payload:
                 taken.external.append(item)
-            elif request.generation == generation:
-                self._measure(batcher, item)
-                taken.ready.append(item)
-            elif self.fits(batcher, item):
+            elif self._is_ready(batcher, item):
                 taken.ready.append(item)
         return taken
 
@@ -490,12 +493,15 @@ class Intake:
             request=request,
         )
 
-    def _measure(self, batcher: Batcher, item: Pending) -> None:
-        """Sets the rows and the key, which the tensors decide."""
+    def _is_ready(self, batcher: Batcher, item: Pending) -> bool:
+        """Sets the rows and the key, which the tensors decide; checks what another generation was checked for."""
+        if item.request.generation != batcher.model.generation:
+            return self.fits(batcher, item)
         inputs = item.request.inputs
         if inputs and (shape := inputs[0].shape) and batcher.model.spec.max_batch_size:
             item.rows = shape[0]
         batcher.classify(item)
+        return True
 
     def _release_newer(self, batcher: Batcher, lease: Lease) -> None:
         logger.warning("frame of a newer qinfer released", extra=_log_data(lease))
@@ -527,10 +533,7 @@ class Intake:
         except CorruptEntry as error:
             self._bury(batcher, item, error)
             return False
-        if item.request.generation != batcher.model.generation:
-            return self.fits(batcher, item)
-        self._measure(batcher, item)
-        return True
+        return self._is_ready(batcher, item)
 
     def _bury(self, batcher: Batcher, item: Pending, error: QinferError) -> None:
         """Gives an item up: it becomes a dead letter, and its caller gets the reason."""

@@ -7,3 +7,9 @@ local function waiting(lane, group, released, suspects)
   end
   return count
 end
+
+-- Tells whether so many entries as `limit` (0 = none) wait in a lane and its lane for the delayed.
+local function is_full(lane, delayed, limit, ...)
+  if limit == 0 or redis.call('XLEN', lane) + redis.call('XLEN', delayed) < limit then return false end
+  return waiting(lane, ...) + waiting(delayed, ...) >= limit
+end

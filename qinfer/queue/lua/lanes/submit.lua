@@ -6,10 +6,7 @@
 local lane, delayed, payload = KEYS[1], KEYS[2], KEYS[3]
 local group, released, suspects, limit = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 
-if limit > 0 and redis.call('XLEN', lane) + redis.call('XLEN', delayed) >= limit then
-  local count = waiting(lane, group, released, suspects) + waiting(delayed, group, released, suspects)
-  if count >= limit then return false end
-end
+if is_full(lane, delayed, limit, group, released, suspects) then return false end
 
 if not payload then return redis.call('XADD', lane, '*', 'f', ARGV[5]) end
 if ARGV[7] ~= '0' then redis.call('SET', payload, ARGV[8], 'PX', ARGV[7]) end

@@ -20,10 +20,7 @@ end
 
 local known_id, known_hash = known(record, key_ttl ~= '0' and key, id, body_hash, outbox ~= '' and notes or nil)
 if known_id then return refuse('known', known_id, known_hash) end -- a repetition changes nothing
-if limit > 0 and redis.call('XLEN', lane) + redis.call('XLEN', delayed) >= limit then
-  local count = waiting(lane, group, released, suspects) + waiting(delayed, group, released, suspects)
-  if count >= limit then return refuse('full') end
-end
+if is_full(lane, delayed, limit, group, released, suspects) then return refuse('full') end
 
 -- Where memory is full the first of these writes raises, and nothing is stored.
 local lifetime = timeout + result_ttl + tombstone_ttl + margin
