@@ -1,4 +1,4 @@
-"""`qinfer infer`: one inference request from the command line."""
+"""`qinfer infer` and `qinfer bench`: one inference request, and a quick load test, from the command line."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,9 +7,11 @@ import typer
 from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption, print_json
 
 if TYPE_CHECKING:
+    from qinfer.cli.load import Report
     from qinfer.client import InferResult
 
-EXAMPLE = "Example: qinfer infer digits --input image=digit.npy   or   --input 'x=[[1.0, 2.0]]'"
+
+INFER_EXAMPLE = "Example: qinfer infer digits --input image=digit.npy   or   --input 'x=[[1.0, 2.0]]'"
 
 
 def infer(
@@ -44,10 +46,10 @@ def infer(
     if as_json:
         print_json(as_json_object(answer))
     else:
-        _print_table(answer)
+        _print_result(answer)
 
 
-def _print_table(answer: "InferResult") -> None:
+def _print_result(answer: "InferResult") -> None:
     import numpy as np
     from rich.console import Console
     from rich.table import Table
@@ -60,3 +62,68 @@ def _print_table(answer: "InferResult") -> None:
         text = np.array2string(to_numpy(tensor), threshold=64, precision=6, suppress_small=True)
         table.add_row(Text(tensor.name), tensor.datatype, str(list(tensor.shape)), Text(text))
     Console().print(table)
+
+
+BENCH_EXAMPLE = "Example: qinfer bench digits --concurrency 64 --duration 10"
+
+
+def bench(
+    model: ModelArgument,
+    *,
+    url: UrlOption = DEFAULT_URL,
+    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1, max=10_000, help="Connections.")] = 64,
+    duration: Annotated[float, typer.Option("--duration", "-d", min=0.1, help="Seconds.")] = 10.0,
+    binary: Annotated[
+        bool, typer.Option("--binary/--json-body", help="Send tensors as binary, or all as JSON.")
+    ] = True,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", "-i", help="name=VALUE as in `qinfer infer`; default: one item of random data."),
+    ] = None,
+    version: Annotated[int, typer.Option(min=0, help="The version; 0 is the highest ready one.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Load-test a model: one request after another on each connection. Ctrl-C prints the result so far.
+
+    The client runs in one Python process: beyond about 20,000 requests per second the client is the bottleneck.
+    """
+    from qinfer.cli.client import GatewayClient, api_key
+    from qinfer.cli.inputs import fill, random, read_inputs
+    from qinfer.cli.load import Target, batch_counts, mean_batch, run_load
+    from qinfer.wire.kserve_client import encode_request
+
+    with GatewayClient(url) as client:
+        wanted = client.metadata(model, version).inputs
+        tensors = read_inputs(inputs, wanted, model) if inputs else fill(wanted, random)
+        # A wrong input, or a model that is not ready, fails here, once.
+        client.infer(model, {t.name: t for t in tensors}, version=version)
+        body, json_length = encode_request(tensors, binary=binary)
+        before = batch_counts(client.metrics(), model)
+        target = Target.of(url, model, version, body, json_length if binary else None, api_key())
+        report = run_load(target, concurrency, duration)
+        report.mean_batch = mean_batch(before, batch_counts(client.metrics(), model))
+    if as_json:
+        print_json(report.as_json())
+    else:
+        _print_report(report, model)
+    if report.errors or not report.latencies_s:
+        raise typer.Exit(1)
+
+
+def _print_report(report: "Report", model: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", "value", title=f"{model}, {report.concurrency} connections, {report.duration_s:.1f} s")
+    table.columns[1].justify = "right"
+    table.add_row("requests", f"{len(report.latencies_s):,}")
+    table.add_row("errors", f"{report.errors:,}", style="red" if report.errors else "")
+    table.add_row("requests per second", f"{report.requests_per_s:,.0f}")
+    for percent in (50, 95, 99):
+        table.add_row(f"p{percent}", f"{report.percentile_s(percent) * 1000:.2f} ms")
+    table.add_row("longest", f"{report.percentile_s(100) * 1000:.2f} ms")
+    table.add_row("mean batch", "unknown" if report.mean_batch is None else f"{report.mean_batch:.1f}")
+    console = Console()
+    console.print(table)
+    if report.first_error:
+        console.print(f"first error: {report.first_error}", markup=False)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from qinfer import __version__
-from qinfer.cli import bench, bridge, dlq, infer, keys, models, status
+from qinfer.cli import bridge, dlq, infer, keys, models, status
 from qinfer.cli.checks import doctor, healthcheck
 from qinfer.cli.console import ErrorsAsText
 from qinfer.cli.jobs import jobs, label
@@ -32,7 +32,7 @@ app = typer.Typer(
 _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (up.up, up.EXAMPLE, "Run everything on this machine."),
     (autoscale.autoscale, autoscale.EXAMPLE, "Run as many workers as the waiting work needs."),
-    (infer.infer, infer.EXAMPLE, None),
+    (infer.infer, infer.INFER_EXAMPLE, None),
     (jobs.submit, jobs.SUBMIT_EXAMPLE, "Submit a bulk job: a model scores files."),
     (jobs.app, "jobs", "Manage bulk jobs: list, show, wait, cancel, resume, delete."),
     (label.label, label.EXAMPLE, "Write pre-annotations from the output of a bulk job."),
@@ -45,7 +45,7 @@ _commands: list[tuple[Callable[..., None] | typer.Typer, str, str | None]] = [
     (keys.app, "keys", None),
     (dlq.app, "dlq", "Manage dead letters: list, show, replay, remove."),
     (healthcheck.app, "healthcheck", "Health check for this host or container."),
-    (bench.bench, bench.EXAMPLE, "Load-test a model."),
+    (infer.bench, infer.BENCH_EXAMPLE, "Load-test a model."),
 ]
 """Command and its example, or group and its name; and a shorter help text for the list of commands."""
 

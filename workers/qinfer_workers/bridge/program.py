@@ -24,7 +24,7 @@ from qinfer.queue.lanes import Queue
 from qinfer_workers.bridge.bodies.decode import BodyCodec
 from qinfer_workers.bridge.config import BridgeConfig, RouteOptions
 from qinfer_workers.bridge.route import Route
-from qinfer_workers.bridge.transports.open import look
+from qinfer_workers.bridge.transports.kombu import look
 from qinfer_workers.liveness import report_liveness
 
 logger = logging.getLogger("qinfer_workers.bridge")

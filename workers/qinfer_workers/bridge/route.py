@@ -33,7 +33,7 @@ from qinfer_workers.bridge.messages import Outgoing, Place, PublishGroup, Receip
 from qinfer_workers.bridge.reading import Reader
 from qinfer_workers.bridge.rendering import Rendered, refusal, render
 from qinfer_workers.bridge.transports.base import Settled, Sink, Source
-from qinfer_workers.bridge.transports.open import open_sink, open_source
+from qinfer_workers.bridge.transports.kombu import open_sink, open_source
 
 logger = logging.getLogger(__name__)
 
