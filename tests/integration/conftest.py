@@ -1,4 +1,4 @@
-"""Which event loop the tests run on, gateways that several modules ask, and the stage that workers play on."""
+"""Which event loop the tests run on, gateways that several modules ask, and the workers in this process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -9,9 +9,9 @@ import uvloop
 
 from qinfer.models.store import ControlStore
 from qinfer.queue.lanes import Queue
+from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.rpc import Rpc, rpc
 from tests.support.servers.servers import RedisServer, system_redis
-from tests.support.stage import Stage, stage
 
 
 def pytest_asyncio_loop_factories(
@@ -30,8 +30,8 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 
 @pytest.fixture
-async def scene(delivery: Queue, store: ControlStore) -> AsyncIterator[Stage]:
-    async with stage(delivery, store) as one:
+async def scene(delivery: Queue, store: ControlStore) -> AsyncIterator[InlineWorkers]:
+    async with inline_workers(delivery, store) as one:
         yield one
 
 

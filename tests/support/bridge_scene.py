@@ -1,4 +1,4 @@
-"""A bridge between queues of kombu and the workers of a stage: in this process, or as one of its own."""
+"""A bridge between queues of kombu and workers: in this process, or in a process of its own."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from qinfer.core.settings import LimitSettings, Settings
 from qinfer.models.catalog import Catalog
 from qinfer_workers.bridge.config import BridgeConfig, parse_config
 from qinfer_workers.bridge.program import Bridge
-from tests.support.stage import Stage
+from tests.support.inline_workers import InlineWorkers
 
 Process = subprocess.Popen[bytes]
 
@@ -100,7 +100,7 @@ class Broker:
 
 
 def body_of(value: float, **more: object) -> bytes:
-    """Returns a request to a model of the stage, as KServe JSON."""
+    """Returns a request to a model of the workers, as KServe JSON."""
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [value, value]}
     return msgspec.json.encode({"inputs": [tensor], **more})
 
@@ -130,8 +130,8 @@ def routes(url: str, **route: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def bridge(scene: Stage, document: Mapping[str, Any]) -> AsyncIterator[Bridge]:
-    """Runs a bridge in this process, on the stage's queue."""
+async def bridge(scene: InlineWorkers, document: Mapping[str, Any]) -> AsyncIterator[Bridge]:
+    """Runs a bridge in this process, on the workers' queue."""
     config: BridgeConfig = parse_config(dict(document), {})
     catalog = Catalog(scene.store, LimitSettings())
     await catalog.refresh()

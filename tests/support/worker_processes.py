@@ -1,4 +1,4 @@
-"""Real worker processes around a real Redis, with models that make trouble, and a caller that waits for answers."""
+"""Real worker processes around a real Redis, with faulty models, and a caller that waits for answers."""
 
 import asyncio
 import os
@@ -24,8 +24,8 @@ from qinfer.queue.lanes import Queue
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request, encode_responses
+from tests.support.faulty_backend import install
 from tests.support.servers.servers import RedisServer, system_redis
-from tests.support.trouble import install
 
 Process = subprocess.Popen[bytes]
 
@@ -33,7 +33,7 @@ SHORT_LEASE = {"QINFER_WORKER__LEASE_S": "1", "QINFER_WORKER__RENEW_EVERY_S": "0
 _TIMEOUT_S = 50.0
 
 
-class Workshop:
+class WorkerProcesses:
     """A Redis with a synced repository, worker processes, and a caller."""
 
     def __init__(self, url: str, directory: Path, limits: LimitSettings | None = None) -> None:
@@ -99,7 +99,7 @@ class Workshop:
             process = self.start()
             await asyncio.to_thread(process.wait)
 
-    def request(self, value: float, model: str = "trouble", *, reply_to: str = reply_address("caller")) -> InferRequest:
+    def request(self, value: float, model: str = "faulty", *, reply_to: str = reply_address("caller")) -> InferRequest:
         return InferRequest(
             model=model,
             version=1,
@@ -110,13 +110,13 @@ class Workshop:
             generation=self._generations[model],
         )
 
-    def submit(self, value: float, model: str = "trouble") -> str:
+    def submit(self, value: float, model: str = "faulty") -> str:
         """Sends a request; returns its id."""
         request = self.request(value, model)
         self.delivery.submit(Lane(model, 1), encode_request(request), lambda _: None)
         return request.id
 
-    async def accept(self, value: float, model: str = "trouble") -> Address:
+    async def accept(self, value: float, model: str = "faulty") -> Address:
         """Sends an asynchronous request."""
         request = self.request(value, model, reply_to="")
         address = Address(model, 0, request.id)
@@ -150,7 +150,7 @@ class Workshop:
 
         await eventually(is_so, _TIMEOUT_S, f"{count} executions")
 
-    async def empty(self, model: str = "trouble") -> None:
+    async def empty(self, model: str = "faulty") -> None:
         """Waits until a lane is empty."""
 
         async def is_empty() -> bool:
@@ -165,11 +165,11 @@ class Workshop:
 
 
 @asynccontextmanager
-async def workshop(directory: Path, limits: LimitSettings | None = None) -> AsyncIterator[Workshop]:
-    """Opens a workshop for the models in `directory / "repository"`; kills its workers at the end."""
+async def worker_processes(directory: Path, limits: LimitSettings | None = None) -> AsyncIterator[WorkerProcesses]:
+    """Opens a worker_processes for the models in `directory / "repository"`; kills its workers at the end."""
     (directory / "redis").mkdir()
     with RedisServer(system_redis(), directory / "redis") as server:
-        one = Workshop(server.url, directory, limits)
+        one = WorkerProcesses(server.url, directory, limits)
         await one.open()
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -10,8 +10,8 @@ import yaml
 from qinfer.testing import eventually
 from tests.integration.observe.test_metrics_scopes import Page, adapters, gateway_on
 from tests.support.bridge_scene import Broker, body_of, kill, routes, start_process
+from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.servers.servers import RedisServer
-from tests.support.stage import Stage, stage
 
 WAIT_S = 20.0
 COUNTERS = ("received_messages", "accepted_messages", "replies", "paused_seconds")
@@ -27,9 +27,9 @@ def broker(redis_server: RedisServer) -> Iterator[Broker]:
 
 
 @pytest.fixture
-async def scene(redis_server: RedisServer, broker: Broker) -> AsyncIterator[Stage]:
+async def scene(redis_server: RedisServer, broker: Broker) -> AsyncIterator[InlineWorkers]:
     delivery, store = await adapters(redis_server.url)
-    async with stage(delivery, store) as scene:
+    async with inline_workers(delivery, store) as scene:
         await scene.model()
         await scene.worker()
         yield scene
@@ -67,7 +67,9 @@ class Totals:
         await eventually(is_there, WAIT_S, f"{accepted} accepted")
 
 
-async def test_totals_outlive_bridges(scene: Stage, redis_server: RedisServer, broker: Broker, tmp_path: Path) -> None:
+async def test_totals_outlive_bridges(
+    scene: InlineWorkers, redis_server: RedisServer, broker: Broker, tmp_path: Path
+) -> None:
     """They stay when a bridge is killed, and grow when it is started again; a bridge that ends well tells all of it."""
     config = tmp_path / "routes.yaml"
     config.write_text(yaml.safe_dump(routes(broker.url)))

@@ -32,8 +32,8 @@ from tests.support.bridge_scene import (
     start_process,
     value_of,
 )
+from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.servers.servers import RedisServer, command, free_port
-from tests.support.stage import Stage, stage
 
 REPLIES = "replies"
 
@@ -49,12 +49,12 @@ def broker(redis_server: RedisServer) -> Iterator[Broker]:
 
 
 @pytest.fixture
-async def scene(redis_server: RedisServer) -> AsyncIterator[Stage]:
+async def scene(redis_server: RedisServer) -> AsyncIterator[InlineWorkers]:
     with redis_server.client() as client:
         client.flushdb()
     settings = RedisSettings(url=SecretStr(redis_server.url))
     delivery, store = await Queue.connect(settings), ControlStore(admin_client(settings))
-    async with stage(delivery, store) as one:
+    async with inline_workers(delivery, store) as one:
         yield one
     await store.close()
     await delivery.close()
@@ -69,7 +69,7 @@ def error_of(message: Any) -> str:
     return str(msgspec.json.decode(message.body)["error"])
 
 
-async def test_a_message_becomes_a_prediction(scene: Stage, broker: Broker) -> None:
+async def test_a_message_becomes_a_prediction(scene: InlineWorkers, broker: Broker) -> None:
     """Its ids go along, headers tell of the request, and the source is empty."""
     await scene.model()
     await scene.worker()
@@ -90,7 +90,7 @@ async def test_a_message_becomes_a_prediction(scene: Stage, broker: Broker) -> N
     assert broker.size(TASKS) == 0
 
 
-async def test_reply_to_goes_first(scene: Stage, broker: Broker) -> None:
+async def test_reply_to_goes_first(scene: InlineWorkers, broker: Broker) -> None:
     """Unless the route says otherwise: then its own place gets all."""
     await scene.model()
     await scene.worker()
@@ -106,7 +106,7 @@ async def test_reply_to_goes_first(scene: Stage, broker: Broker) -> None:
     assert (broker.get(REPLIES), broker.size(DEAD)) == (None, 0)
 
 
-async def test_a_message_that_comes_again_gets_the_stored_prediction(scene: Stage, broker: Broker) -> None:
+async def test_a_message_that_comes_again_gets_the_stored_prediction(scene: InlineWorkers, broker: Broker) -> None:
     """It is scored once, before and after its end, and over a restart of the bridge."""
     await scene.model()
     await scene.worker()
@@ -132,7 +132,7 @@ async def test_a_message_that_comes_again_gets_the_stored_prediction(scene: Stag
     assert broker.get() is None
 
 
-async def test_kombu_gives_an_id_where_the_producer_did_not(scene: Stage, broker: Broker) -> None:
+async def test_kombu_gives_an_id_where_the_producer_did_not(scene: InlineWorkers, broker: Broker) -> None:
     """Two messages with the same body are two requests."""
     await scene.model()
     await scene.worker()
@@ -146,7 +146,7 @@ async def test_kombu_gives_an_id_where_the_producer_did_not(scene: Stage, broker
     assert len({headers_of(each) for each in predictions}) == 2
 
 
-async def test_an_id_with_another_body_is_a_dead_letter(scene: Stage, broker: Broker) -> None:
+async def test_an_id_with_another_body_is_a_dead_letter(scene: InlineWorkers, broker: Broker) -> None:
     """The first one is answered; the second one goes with its body and the reason."""
     await scene.model()
     await scene.worker()
@@ -174,7 +174,7 @@ async def test_an_id_with_another_body_is_a_dead_letter(scene: Stage, broker: Br
     ],
 )
 async def test_a_body_that_can_not_be_read_is_a_dead_letter(
-    scene: Stage, broker: Broker, body: bytes, content_type: str, reason: str
+    scene: InlineWorkers, broker: Broker, body: bytes, content_type: str, reason: str
 ) -> None:
     """It names what is wrong, keeps the message as it was, and lets others pass."""
     await scene.model()
@@ -194,7 +194,7 @@ async def test_a_body_that_can_not_be_read_is_a_dead_letter(
     assert broker.size(TASKS) == 0
 
 
-async def test_rows_come_back_as_rows(scene: Stage, broker: Broker) -> None:
+async def test_rows_come_back_as_rows(scene: InlineWorkers, broker: Broker) -> None:
     """JSON lines with a column map are one request, and so is its reply."""
     await scene.model()
     await scene.worker()
@@ -206,7 +206,7 @@ async def test_rows_come_back_as_rows(scene: Stage, broker: Broker) -> None:
     assert [msgspec.json.decode(line) for line in prediction.body.splitlines()] == [{"y": [1, 2]}, {"y": [3, 4]}]
 
 
-async def test_a_failure_is_told_to_the_caller_and_the_dead_letters(scene: Stage, broker: Broker) -> None:
+async def test_a_failure_is_told_to_the_caller_and_the_dead_letters(scene: InlineWorkers, broker: Broker) -> None:
     """Where nobody waits, only to the latter."""
     await scene.model(mode="raise")
     await scene.worker()
@@ -225,7 +225,7 @@ async def test_a_failure_is_told_to_the_caller_and_the_dead_letters(scene: Stage
     assert broker.get() is None
 
 
-async def test_a_message_that_nobody_could_be_answered_is_refused(scene: Stage, broker: Broker) -> None:
+async def test_a_message_that_nobody_could_be_answered_is_refused(scene: InlineWorkers, broker: Broker) -> None:
     """The route has no place of its own, and the message names none."""
     await scene.model()
     document = routes(broker.url)
@@ -238,7 +238,7 @@ async def test_a_message_that_nobody_could_be_answered_is_refused(scene: Stage, 
     assert "no reply_to" in letter.headers["x-qinfer-reason"]
 
 
-async def test_a_full_lane_leaves_messages_in_the_source(scene: Stage, broker: Broker) -> None:
+async def test_a_full_lane_leaves_messages_in_the_source(scene: InlineWorkers, broker: Broker) -> None:
     """No more than allowed wait in the lane; what was taken from the source goes back at a stop; all are answered."""
     await scene.model()
     await scene.worker()
@@ -262,7 +262,7 @@ async def test_a_full_lane_leaves_messages_in_the_source(scene: Stage, broker: B
     assert (broker.size(TASKS), broker.get(), broker.size(DEAD)) == (0, None, 0)
 
 
-async def test_messages_wait_for_a_model_that_is_not_there_yet(scene: Stage, broker: Broker) -> None:
+async def test_messages_wait_for_a_model_that_is_not_there_yet(scene: InlineWorkers, broker: Broker) -> None:
     """Nothing is wrong with them: they stay in the source."""
     broker.put(body_of(1.0))
     async with bridge(scene, routes(broker.url)) as one:
@@ -275,7 +275,7 @@ async def test_messages_wait_for_a_model_that_is_not_there_yet(scene: Stage, bro
     assert broker.size(DEAD) == 0
 
 
-async def test_two_bridges_share_a_route(scene: Stage, broker: Broker) -> None:
+async def test_two_bridges_share_a_route(scene: InlineWorkers, broker: Broker) -> None:
     """Each message is answered once, whoever takes it and whoever tells it."""
     await scene.model()
     await scene.worker()
@@ -290,7 +290,7 @@ async def test_two_bridges_share_a_route(scene: Stage, broker: Broker) -> None:
     assert (broker.get(), broker.size(TASKS)) == (None, 0)
 
 
-async def test_what_another_left_comes_again(scene: Stage, broker: Broker) -> None:
+async def test_what_another_left_comes_again(scene: InlineWorkers, broker: Broker) -> None:
     """After the visibility timeout, also where Redis answers each wait for a message before the bridge gives it up."""
     await scene.model()
     await scene.worker()
@@ -308,7 +308,7 @@ async def test_what_another_left_comes_again(scene: Stage, broker: Broker) -> No
 
 
 async def test_a_killed_bridge_loses_nothing_and_scores_nothing_twice(
-    scene: Stage, redis_server: RedisServer, broker: Broker, tmp_path: Path
+    scene: InlineWorkers, redis_server: RedisServer, broker: Broker, tmp_path: Path
 ) -> None:
     """What it had in hand comes again to the next one, from the source and from the outbox, and is recognised.
 
@@ -354,7 +354,7 @@ async def test_a_killed_bridge_loses_nothing_and_scores_nothing_twice(
     assert broker.size(DEAD) == 0
 
 
-async def test_a_check_tries_everything_and_moves_nothing(scene: Stage, broker: Broker, tmp_path: Path) -> None:
+async def test_a_check_tries_everything_and_moves_nothing(scene: InlineWorkers, broker: Broker, tmp_path: Path) -> None:
     """It says what is well and what is not, by route; exit codes are for scripts."""
     await scene.model()
     broker.put(body_of(1.0))
@@ -375,7 +375,7 @@ async def test_a_check_tries_everything_and_moves_nothing(scene: Stage, broker: 
     assert broker.size(TASKS) == 1
 
 
-async def test_metrics_are_served_by_route(scene: Stage, broker: Broker) -> None:
+async def test_metrics_are_served_by_route(scene: InlineWorkers, broker: Broker) -> None:
     """On the port that the file names."""
     await scene.model()
     await scene.worker()

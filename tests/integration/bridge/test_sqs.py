@@ -10,8 +10,8 @@ from qinfer.testing import eventually
 from qinfer_workers.bridge.messages import Receipt
 from qinfer_workers.bridge.transports.kombu import KombuSource
 from tests.support.bridge_scene import DEAD, PREDICTIONS, TASKS, Broker, body_of, bridge, routes, value_of
+from tests.support.inline_workers import InlineWorkers
 from tests.support.servers.servers import free_port
-from tests.support.stage import Stage
 
 REPLIES = "replies"
 OPTIONS = {"region": "eu-central-1", "is_secure": False, "wait_time_seconds": 1, "visibility_timeout": 5}
@@ -56,7 +56,7 @@ def document(broker: Broker) -> dict[str, Any]:
     return routes(broker.url, source={"options": OPTIONS})
 
 
-async def test_messages_become_predictions(scene: Stage, broker: Broker) -> None:
+async def test_messages_become_predictions(scene: InlineWorkers, broker: Broker) -> None:
     """To the route's queue and to their own, and what can't be read to the dead letters; the source is empty then."""
     await scene.model()
     await scene.worker()
@@ -80,7 +80,7 @@ async def test_messages_become_predictions(scene: Stage, broker: Broker) -> None
 
 
 async def test_a_message_that_comes_again_is_recognised(
-    scene: Stage, broker: Broker, monkeypatch: pytest.MonkeyPatch
+    scene: InlineWorkers, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the id that SQS gave it, although its receipt is another one."""
     await scene.model()

@@ -25,8 +25,8 @@ from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
+from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.servers.servers import RedisServer, command, system_redis
-from tests.support.stage import Stage, stage
 
 PASSWORD = "geheimes-passwort"
 GUIDE = Path(__file__).parents[3] / "docs" / "how-to" / "run-with-your-own-redis.md"
@@ -63,13 +63,13 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-async def busy(redis_server: RedisServer) -> AsyncIterator[Stage]:
+async def busy(redis_server: RedisServer) -> AsyncIterator[InlineWorkers]:
     """A worker that executes one request while two wait, beside a bulk worker's sign."""
     redis_server.client().flushall()
     redis_server.client().config_resetstat()
     settings = RedisSettings(url=SecretStr(redis_server.url))
     delivery, store = await Queue.connect(settings), ControlStore(admin_client(settings))
-    async with stage(delivery, store) as one:
+    async with inline_workers(delivery, store) as one:
         await one.model("digits")
         await one.worker("w1")
         await store.report_liveness(BULK, f"b@{socket.gethostname()}", 60.0)
@@ -78,7 +78,7 @@ async def busy(redis_server: RedisServer) -> AsyncIterator[Stage]:
     await delivery.close()
 
 
-async def test_lanes_work_and_workers_are_shown(busy: Stage, redis_server: RedisServer) -> None:
+async def test_lanes_work_and_workers_are_shown(busy: InlineWorkers, redis_server: RedisServer) -> None:
     """As JSON in one document, and as tables."""
     busy.hold("digits")
     first = busy.submit(1.0, model="digits")
@@ -108,7 +108,7 @@ async def test_lanes_work_and_workers_are_shown(busy: Stage, redis_server: Redis
     assert "bulk workers: b@" in text.stdout
 
 
-async def test_one_model_can_be_asked_for(busy: Stage, redis_server: RedisServer) -> None:
+async def test_one_model_can_be_asked_for(busy: InlineWorkers, redis_server: RedisServer) -> None:
     """One that is not known is an error on stderr, with nothing on stdout; names can be completed."""
     to = ("--redis", redis_server.url)
 
@@ -123,7 +123,7 @@ async def test_one_model_can_be_asked_for(busy: Stage, redis_server: RedisServer
     assert await asyncio.to_thread(model_names, context, "dig") == ["digits"]
 
 
-async def test_the_health_of_this_host_is_told(busy: Stage, redis_server: RedisServer) -> None:
+async def test_the_health_of_this_host_is_told(busy: InlineWorkers, redis_server: RedisServer) -> None:
     """Live as long as something of this host beats; a worker that has stopped does not."""
     to = ("--redis", redis_server.url)
 
@@ -138,7 +138,7 @@ async def test_the_health_of_this_host_is_told(busy: Stage, redis_server: RedisS
     assert "1 on other hosts do" in after[1].stderr
 
 
-async def test_a_worker_that_drains_says_so(busy: Stage, redis_server: RedisServer) -> None:
+async def test_a_worker_that_drains_says_so(busy: InlineWorkers, redis_server: RedisServer) -> None:
     """It ends what it has in hand, and is told from one that serves."""
     busy.hold("digits")
     held = busy.submit(1.0, model="digits")
@@ -238,7 +238,7 @@ def test_the_doctor_tells_of_a_redis_that_is_away(own_redis: RedisServer) -> Non
     assert "open files" in found
 
 
-async def test_what_a_worker_runs_is_what_the_doctor_tries(busy: Stage, redis_server: RedisServer) -> None:
+async def test_what_a_worker_runs_is_what_the_doctor_tries(busy: InlineWorkers, redis_server: RedisServer) -> None:
     """Redis' own statistics name every command that gateway and worker have sent."""
     await busy.submit(1.0, model="digits")
     used = {name.decode().partition("_")[2] if isinstance(name, bytes) else name.partition("_")[2]

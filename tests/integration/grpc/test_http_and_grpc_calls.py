@@ -8,7 +8,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.core.api_keys import hash_key
-from tests.support.alike import over_grpc, over_http, status_of
+from tests.support.both_protocols import over_grpc, over_http, status_of
 from tests.support.rpc import Rpc, rpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one gateway for all

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.tensors import pack_bytes
 from qinfer.testing import eventually
-from tests.support.alike import over_grpc, over_http, status_of
+from tests.support.both_protocols import over_grpc, over_http, status_of
 from tests.support.rpc import Rpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one gateway for all

@@ -20,16 +20,16 @@ from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.observe.metrics_port import open_metrics_port
 from tests.support.gateway import settings_of
+from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.servers.servers import RedisServer
-from tests.support.stage import Stage, stage
 
 QUEUE = "default_queue_policy { max_queue_size: 1 }"
 
 
 class Scraped:
-    """A gateway on the stage, with a worker of two models, and what reads its metrics."""
+    """A gateway, a worker with two models, and a reader of the gateway's metrics."""
 
-    def __init__(self, scene: Stage, delivery: Queue, url: str, client: httpx.AsyncClient) -> None:
+    def __init__(self, scene: InlineWorkers, delivery: Queue, url: str, client: httpx.AsyncClient) -> None:
         self.scene, self.delivery, self.client = scene, delivery, client
         self._url = url
         self.page = ""
@@ -65,7 +65,7 @@ async def adapters(server: RedisServer) -> tuple[Queue, ControlStore]:
 async def scraped(redis_server: RedisServer) -> AsyncIterator[Scraped]:
     redis_server.client().flushall()
     delivery, store = await adapters(redis_server)
-    async with stage(delivery, store) as scene:
+    async with inline_workers(delivery, store) as scene:
         await scene.model("stub", batching=QUEUE)
         await scene.model("raises", mode="raise")
         await scene.worker(heartbeat_every_s=0.05)

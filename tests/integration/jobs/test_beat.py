@@ -18,7 +18,7 @@ from qinfer.jobs.tasks import QUEUE, BulkTasks
 from qinfer.models.state import BEAT, BULK
 from qinfer.testing import eventually, wait_until
 from qinfer_workers.jobs import beat as program
-from tests.support.jobs.bulk_plant import WITHIN_S, Plant, check_output, opened
+from tests.support.jobs.bulk_processes import WITHIN_S, BulkProcesses, check_output, opened
 from tests.support.servers.servers import RedisServer, free_port, system_redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -31,27 +31,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-async def plant(server: RedisServer, tmp_path: Path) -> AsyncIterator[Plant]:
+async def bulk(server: RedisServer, tmp_path: Path) -> AsyncIterator[BulkProcesses]:
     async with opened(server, tmp_path) as one:
         yield one
 
 
-async def test_beats_move_a_job_on_that_nobody_sent_a_task_for(plant: Plant) -> None:
+async def test_beats_move_a_job_on_that_nobody_sent_a_task_for(bulk: BulkProcesses) -> None:
     """A worker without a beat looks for nothing by itself; beats that overlap for a moment are no harm."""
-    worker = plant.run("qinfer_workers.jobs", QINFER_BULK__BEAT="false")
-    await eventually(lambda: plant.signed(BULK, [worker]), WITHIN_S, f"the worker; see {plant.log}")
-    assert await plant.store.live_processes(BEAT) == []
+    worker = bulk.run("qinfer_workers.jobs", QINFER_BULK__BEAT="false")
+    await eventually(lambda: bulk.signed(BULK, [worker]), WITHIN_S, f"the worker; see {bulk.log}")
+    assert await bulk.store.live_processes(BEAT) == []
 
-    beats = [plant.run("qinfer_workers.jobs.beat") for _ in range(2)]
-    await plant.becomes(JobState.RUNNING)
-    assert await plant.signed(BEAT, beats)
-    await plant.settle()
-    await plant.becomes(JobState.COMPLETED)
+    beats = [bulk.run("qinfer_workers.jobs.beat") for _ in range(2)]
+    await bulk.becomes(JobState.RUNNING)
+    assert await bulk.signed(BEAT, beats)
+    await bulk.settle()
+    await bulk.becomes(JobState.COMPLETED)
 
-    check_output(plant.directory)
+    check_output(bulk.directory)
     for beat, number in zip(beats, (signal.SIGTERM, signal.SIGINT), strict=True):
         beat.send_signal(number)
-        assert await plant.ended(beat) == 0, plant.log.read_text()
+        assert await bulk.ended(beat) == 0, bulk.log.read_text()
     assert worker.poll() is None
 
 

@@ -19,7 +19,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.job import JobState
 from qinfer.jobs.tasks import QUEUE, BulkTasks
 from qinfer.testing import eventually
-from tests.support.jobs.bulk_plant import WITHIN_S, Plant, check_output, opened
+from tests.support.jobs.bulk_processes import WITHIN_S, BulkProcesses, check_output, opened
 from tests.support.servers.servers import RedisServer, free_port, make_certificate, system_redis
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -33,98 +33,98 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-async def plant(server: RedisServer, tmp_path: Path) -> AsyncIterator[Plant]:
+async def bulk(server: RedisServer, tmp_path: Path) -> AsyncIterator[BulkProcesses]:
     async with opened(server, tmp_path) as one:
         yield one
 
 
-async def test_a_job_is_planned_and_finished_whenever_the_process_dies(plant: Plant) -> None:
+async def test_a_job_is_planned_and_finished_whenever_the_process_dies(bulk: BulkProcesses) -> None:
     """Each process is killed at another step, and the next goes on; those that end a step were told by the sweep."""
     for fault in (("before", "_plan.json"), ("after", "_plan.json")):
-        await plant.send("plan")
-        assert await plant.ended(plant.start(*fault)) == -signal.SIGKILL
-        assert (await plant.record()).state == JobState.PLANNING
-    plan = plant.directory / "out" / "_plan.json"
+        await bulk.send("plan")
+        assert await bulk.ended(bulk.start(*fault)) == -signal.SIGKILL
+        assert (await bulk.record()).state == JobState.PLANNING
+    plan = bulk.directory / "out" / "_plan.json"
     before = plan.read_bytes()
-    planner = plant.start()
-    await plant.becomes(JobState.RUNNING)
+    planner = bulk.start()
+    await bulk.becomes(JobState.RUNNING)
     planner.kill()
     assert plan.read_bytes() == before
 
-    await plant.settle()
+    await bulk.settle()
 
     for fault in (("before", "_manifest.json"), ("before", "_SUCCESS"), ("after", "_SUCCESS")):
-        await plant.send("finalise")
-        assert await plant.ended(plant.start(*fault)) == -signal.SIGKILL
-        assert (await plant.record()).state == JobState.FINALIZING
-    plant.start()
-    await plant.becomes(JobState.COMPLETED)
-    check_output(plant.directory)
+        await bulk.send("finalise")
+        assert await bulk.ended(bulk.start(*fault)) == -signal.SIGKILL
+        assert (await bulk.record()).state == JobState.FINALIZING
+    bulk.start()
+    await bulk.becomes(JobState.COMPLETED)
+    check_output(bulk.directory)
 
 
-async def test_a_process_that_is_asked_to_stop_hands_its_task_back(plant: Plant, server: RedisServer) -> None:
+async def test_a_process_that_is_asked_to_stop_hands_its_task_back(bulk: BulkProcesses, server: RedisServer) -> None:
     """The thread that reads never comes back, and is not waited for."""
-    await plant.send("plan")
-    process = plant.start("hang", "store")
-    await eventually(lambda: "the store hangs" in plant.log.read_text(), WITHIN_S, f"a reader; see {plant.log}")
+    await bulk.send("plan")
+    process = bulk.start("hang", "store")
+    await eventually(lambda: "the store hangs" in bulk.log.read_text(), WITHIN_S, f"a reader; see {bulk.log}")
 
     process.send_signal(signal.SIGTERM)
 
-    assert await plant.ended(process) == 0, plant.log.read_text()
-    assert (await plant.texts())[-1] == "planning is tried again: the bulk worker was stopped"
+    assert await bulk.ended(process) == 0, bulk.log.read_text()
+    assert (await bulk.texts())[-1] == "planning is tried again: the bulk worker was stopped"
     with server.client() as client:
         assert "qinfer.bulk.plan" in str(client.lrange(QUEUE, 0, -1))
-    plant.start()
-    await plant.becomes(JobState.RUNNING)
+    bulk.start()
+    await bulk.becomes(JobState.RUNNING)
 
 
-async def test_a_process_that_hangs_ends_itself_and_the_next_goes_on(plant: Plant) -> None:
+async def test_a_process_that_hangs_ends_itself_and_the_next_goes_on(bulk: BulkProcesses) -> None:
     """With what its threads did in the log; a supervisor starts the next."""
-    await plant.send("plan")
+    await bulk.send("plan")
 
-    assert await plant.ended(plant.start("hang", "loop")) == os.EX_SOFTWARE
+    assert await bulk.ended(bulk.start("hang", "loop")) == os.EX_SOFTWARE
 
-    log = plant.log.read_text()
+    log = bulk.log.read_text()
     assert "the event loop hangs" in log
     assert "in _hang" in log
-    plant.start()
-    await plant.becomes(JobState.RUNNING)
+    bulk.start()
+    await bulk.becomes(JobState.RUNNING)
 
 
-async def test_tasks_come_through_a_restart_of_redis(plant: Plant, server: RedisServer) -> None:
+async def test_tasks_come_through_a_restart_of_redis(bulk: BulkProcesses, server: RedisServer) -> None:
     """The worker connects again, and so does the producer."""
-    plant.start()
-    await plant.send("plan")
-    await plant.becomes(JobState.RUNNING)
-    await plant.settle()
+    bulk.start()
+    await bulk.send("plan")
+    await bulk.becomes(JobState.RUNNING)
+    await bulk.settle()
 
     server.stop()
     server.start()
 
-    await plant.send("finalise")
-    await plant.becomes(JobState.COMPLETED)
-    check_output(plant.directory)
+    await bulk.send("finalise")
+    await bulk.becomes(JobState.COMPLETED)
+    check_output(bulk.directory)
 
 
-async def test_a_lost_connection_does_not_hang_the_worker(plant: Plant, server: RedisServer) -> None:
+async def test_a_lost_connection_does_not_hang_the_worker(bulk: BulkProcesses, server: RedisServer) -> None:
     """Any of them, at any moment: one for `PUBSUB` would be made again and read, without data and without a limit."""
-    plant.start()
-    await plant.send("plan")
-    await plant.becomes(JobState.RUNNING)
-    await plant.settle()
+    bulk.start()
+    await bulk.send("plan")
+    await bulk.becomes(JobState.RUNNING)
+    await bulk.settle()
     with server.client() as client:
         for kind in ("pubsub", "normal", "pubsub"):
             client.execute_command("CLIENT", "KILL", "TYPE", kind)
             await asyncio.sleep(0.5)  # in which it would connect again, and hang
 
-    await plant.send("finalise")
-    await plant.becomes(JobState.COMPLETED)
-    check_output(plant.directory)
+    await bulk.send("finalise")
+    await bulk.becomes(JobState.COMPLETED)
+    check_output(bulk.directory)
 
 
-async def test_flower_shows_the_worker_and_its_tasks(plant: Plant) -> None:
+async def test_flower_shows_the_worker_and_its_tasks(bulk: BulkProcesses) -> None:
     """Where users of Celery look."""
-    port = plant.start_flower()
+    port = bulk.start_flower()
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10.0) as flower:
 
         async def has(path: str, word: str) -> bool:
@@ -133,15 +133,13 @@ async def test_flower_shows_the_worker_and_its_tasks(plant: Plant) -> None:
             except httpx.TransportError:
                 return False
 
-        await eventually(lambda: has("/api/tasks", "{"), WITHIN_S, f"what Flower shows; see {plant.log}")
-        plant.start()
-        await plant.send("plan")
+        await eventually(lambda: has("/api/tasks", "{"), WITHIN_S, f"what Flower shows; see {bulk.log}")
+        bulk.start()
+        await bulk.send("plan")
 
-        await eventually(lambda: has("/api/tasks", "qinfer.bulk.plan"), WITHIN_S, f"what Flower shows; see {plant.log}")
-        await eventually(
-            lambda: has("/workers?json=1", "qinfer-bulk-"), WITHIN_S, f"what Flower shows; see {plant.log}"
-        )
-    assert (await plant.record()).state in (JobState.PLANNING, JobState.RUNNING)
+        await eventually(lambda: has("/api/tasks", "qinfer.bulk.plan"), WITHIN_S, f"what Flower shows; see {bulk.log}")
+        await eventually(lambda: has("/workers?json=1", "qinfer-bulk-"), WITHIN_S, f"what Flower shows; see {bulk.log}")
+    assert (await bulk.record()).state in (JobState.PLANNING, JobState.RUNNING)
 
 
 def producer(url: str) -> BulkTasks:
@@ -198,13 +196,13 @@ def test_what_keeps_it_from_starting_is_told(settings: dict[str, str], code: int
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_it_ends_well(plant: Plant, number: signal.Signals) -> None:
+async def test_it_ends_well(bulk: BulkProcesses, number: signal.Signals) -> None:
     """With nothing in hand."""
-    process = plant.start()
-    await plant.send("plan")
-    await plant.becomes(JobState.RUNNING)
+    process = bulk.start()
+    await bulk.send("plan")
+    await bulk.becomes(JobState.RUNNING)
 
     process.send_signal(number)
 
-    assert await plant.ended(process) == 0, plant.log.read_text()
-    assert "bulk worker stopped" in plant.log.read_text()
+    assert await bulk.ended(process) == 0, bulk.log.read_text()
+    assert "bulk worker stopped" in bulk.log.read_text()

@@ -13,8 +13,8 @@ from qinfer.jobs.queue.records import ShardOutcome
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
 from qinfer_workers.jobs.scoring import shard_loop
+from tests.support.inline_workers import InlineWorkers, value
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
-from tests.support.stage import Stage, value
 
 LANES = [Lane("stub", 1, name) for name in BULK_LANES]
 QUICK: dict[str, Any] = {"lease_s": 0.4, "renew_every_s": 0.1}
@@ -31,7 +31,7 @@ class Work:
         self.shards: list[Shard] = shards_of(self.url)
         self.spec: JobSpec = job_spec([self.url], self.output)
 
-    async def submit(self, scene: Stage) -> None:
+    async def submit(self, scene: InlineWorkers) -> None:
         """Puts the job into the queue."""
         await submit_job(scene.delivery, self.spec, self.shards)
 
@@ -45,14 +45,14 @@ class Work:
         return [path.name for path in self.output.iterdir()]
 
 
-async def begin(scene: Stage, work: Work, worker_id: str = "w1") -> None:
+async def begin(scene: InlineWorkers, work: Work, worker_id: str = "w1") -> None:
     """Submits a job, and waits until the worker executes its first batch, which ends with `scene.go`."""
     scene.hold()
     await work.submit(scene)
     await scene.started(worker_id)
 
 
-async def test_a_job_is_scored_by_the_model_s_workers(scene: Stage, tmp_path: Path) -> None:
+async def test_a_job_is_scored_by_the_model_s_workers(scene: InlineWorkers, tmp_path: Path) -> None:
     """Every row once, in order, by two workers; its counts tell the same."""
     work = Work(tmp_path, 500, 50)
     await scene.model()
@@ -66,7 +66,7 @@ async def test_a_job_is_scored_by_the_model_s_workers(scene: Stage, tmp_path: Pa
     assert (record.rows_done, record.rows_failed, record.shards_done, record.in_lane) == (500, 0, 10, 0)
 
 
-async def test_online_requests_go_first(scene: Stage, tmp_path: Path) -> None:
+async def test_online_requests_go_first(scene: InlineWorkers, tmp_path: Path) -> None:
     """One that comes during a bulk batch is the next to be executed, of any size; then the job goes on."""
     work = Work(tmp_path, 100)
     await scene.model()
@@ -81,7 +81,7 @@ async def test_online_requests_go_first(scene: Stage, tmp_path: Path) -> None:
     work.check(await outcomes(scene.delivery, 1))
 
 
-async def test_a_worker_that_drains_releases_its_shard(scene: Stage, tmp_path: Path) -> None:
+async def test_a_worker_that_drains_releases_its_shard(scene: InlineWorkers, tmp_path: Path) -> None:
     """At the next batch, as if it had not been delivered; nothing of it is committed."""
     work = Work(tmp_path, 2000)
     await scene.model()
@@ -97,7 +97,7 @@ async def test_a_worker_that_drains_releases_its_shard(scene: Stage, tmp_path: P
     assert not work.parts()
 
 
-async def test_a_model_that_is_unloaded_leaves_its_shards_to_others(scene: Stage, tmp_path: Path) -> None:
+async def test_a_model_that_is_unloaded_leaves_its_shards_to_others(scene: InlineWorkers, tmp_path: Path) -> None:
     """They wait for a worker that loads it."""
     work = Work(tmp_path, 2000)
     await scene.model()
@@ -116,7 +116,7 @@ async def test_a_model_that_is_unloaded_leaves_its_shards_to_others(scene: Stage
 
 
 async def test_a_job_that_is_stopped_commits_nothing_more(
-    scene: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scene: InlineWorkers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker asks for it, and takes its entry out of the lane."""
     monkeypatch.setattr(shard_loop, "WANTED_EVERY_S", 0.05)
@@ -146,7 +146,7 @@ async def test_a_job_that_is_stopped_commits_nothing_more(
     assert not await Jobs(scene.delivery).outcomes(JOB)
 
 
-async def test_a_lost_lease_ends_the_run(scene: Stage, tmp_path: Path) -> None:
+async def test_a_lost_lease_ends_the_run(scene: InlineWorkers, tmp_path: Path) -> None:
     """Somebody took it; the worker learns that when it renews, and goes on with the next job."""
     work = Work(tmp_path, 2000)
     await scene.model()
@@ -162,7 +162,7 @@ async def test_a_lost_lease_ends_the_run(scene: Stage, tmp_path: Path) -> None:
     assert work.parts() == ["part-00000.parquet"]
 
 
-async def test_a_dead_worker_s_shard_is_run_by_another(scene: Stage, tmp_path: Path) -> None:
+async def test_a_dead_worker_s_shard_is_run_by_another(scene: InlineWorkers, tmp_path: Path) -> None:
     """Exactly once, as far as the output shows."""
     work = Work(tmp_path, 2000, 1000)
     await scene.model()
@@ -175,7 +175,7 @@ async def test_a_dead_worker_s_shard_is_run_by_another(scene: Stage, tmp_path: P
     work.check(await outcomes(scene.delivery, 2))
 
 
-async def test_a_shard_that_keeps_killing_workers_is_given_up(scene: Stage, tmp_path: Path) -> None:
+async def test_a_shard_that_keeps_killing_workers_is_given_up(scene: InlineWorkers, tmp_path: Path) -> None:
     """It becomes a dead letter, and its rows count as failed."""
     work = Work(tmp_path, 20)
     await scene.model()
@@ -192,7 +192,7 @@ async def test_a_shard_that_keeps_killing_workers_is_given_up(scene: Stage, tmp_
     assert await scene.delivery.depth(LANES) == [0, 0, 0]
 
 
-async def test_what_is_no_shard_is_buried(scene: Stage, tmp_path: Path) -> None:
+async def test_what_is_no_shard_is_buried(scene: InlineWorkers, tmp_path: Path) -> None:
     """It would be fetched again and again."""
     work = Work(tmp_path, 20)
     await scene.model()
@@ -204,7 +204,7 @@ async def test_what_is_no_shard_is_buried(scene: Stage, tmp_path: Path) -> None:
     assert await scene.delivery.depth(LANES) == [0, 0, 0]
 
 
-async def test_a_suspect_request_runs_without_a_shard_beside_it(scene: Stage, tmp_path: Path) -> None:
+async def test_a_suspect_request_runs_without_a_shard_beside_it(scene: InlineWorkers, tmp_path: Path) -> None:
     """The shard is released for so long: a crash would count against it."""
     work = Work(tmp_path, 2000)
     await scene.model()

@@ -11,11 +11,11 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer.queue.entries import BULK_LANES, Lane
 from qinfer.testing import eventually
+from tests.support.faulty_backend import CRASH, SLOW, write_model
 from tests.support.jobs.shard_runs import JOB, job_spec, outcomes, scored_rows, shards_of, submit_job, write_rows
-from tests.support.trouble import CRASH, SLOW, write_model
-from tests.support.worker_processes import Workshop, resume, workshop
+from tests.support.worker_processes import WorkerProcesses, resume, worker_processes
 
-LANES = [Lane("trouble", 1, name) for name in BULK_LANES]
+LANES = [Lane("faulty", 1, name) for name in BULK_LANES]
 ROWS, GROUP = 2000, 1000
 
 
@@ -29,9 +29,9 @@ class Job:
         self.numbers = [number for number in range(ROWS) if number not in {CRASH, SLOW} or number in numbers]
         url = write_rows(folder / "in.parquet", numbers=self.numbers, group=GROUP)
         self.shards = shards_of(url)
-        self.spec = job_spec([url], self.output, model="trouble", columns={"x": "id"}, passthrough=("id",))
+        self.spec = job_spec([url], self.output, model="faulty", columns={"x": "id"}, passthrough=("id",))
 
-    async def submit(self, work: Workshop) -> None:
+    async def submit(self, work: WorkerProcesses) -> None:
         """Puts the job into the queue."""
         model = await work.store.model(self.spec.model)
         assert model is not None
@@ -42,7 +42,7 @@ class Job:
         """Tells a worker where to write parts."""
         return {"QINFER_BULK__SPOOL_DIR": str(self.spool)}
 
-    async def check(self, work: Workshop) -> None:
+    async def check(self, work: WorkerProcesses) -> None:
         """Waits until all shards are settled; checks the rows, the counts, and that nothing is left."""
         found = await outcomes(work.delivery, len(self.shards), timeout_s=40.0)
         assert found == [ShardOutcome(shard.index, shard.rows) for shard in self.shards]
@@ -52,7 +52,7 @@ class Job:
         assert await work.delivery.depth(LANES) == [0, 0, 0]
 
 
-async def record_of(work: Workshop) -> JobRecord:
+async def record_of(work: WorkerProcesses) -> JobRecord:
     record = await Jobs(work.delivery).get(JOB)
     assert record is not None
     return record
@@ -69,12 +69,14 @@ async def trace(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def work(tmp_path: Path, trace: Path) -> AsyncIterator[Workshop]:
-    async with workshop(tmp_path) as one:
+async def work(tmp_path: Path, trace: Path) -> AsyncIterator[WorkerProcesses]:
+    async with worker_processes(tmp_path) as one:
         yield one
 
 
-async def test_a_killed_worker_s_shard_is_finished_by_another(work: Workshop, tmp_path: Path, trace: Path) -> None:
+async def test_a_killed_worker_s_shard_is_finished_by_another(
+    work: WorkerProcesses, tmp_path: Path, trace: Path
+) -> None:
     """Nothing of what it did is seen."""
     job = Job(tmp_path, SLOW)
     first = await work.worker(**job.environment)
@@ -86,7 +88,7 @@ async def test_a_killed_worker_s_shard_is_finished_by_another(work: Workshop, tm
     await job.check(work)
 
 
-async def test_two_workers_on_one_shard_make_one_part(work: Workshop, tmp_path: Path, trace: Path) -> None:
+async def test_two_workers_on_one_shard_make_one_part(work: WorkerProcesses, tmp_path: Path, trace: Path) -> None:
     """One is stopped for longer than a lease and goes on afterwards, when another has run its shard."""
     job = Job(tmp_path, SLOW)
     first = await work.worker(**job.environment)
@@ -105,7 +107,7 @@ async def test_two_workers_on_one_shard_make_one_part(work: Workshop, tmp_path: 
     await job.check(work)
 
 
-async def test_a_row_that_crashes_workers_costs_its_shard_only(work: Workshop, tmp_path: Path) -> None:
+async def test_a_row_that_crashes_workers_costs_its_shard_only(work: WorkerProcesses, tmp_path: Path) -> None:
     """The shard is given up after so many executions, and the others are scored."""
     job = Job(tmp_path, CRASH)
     await job.submit(work)

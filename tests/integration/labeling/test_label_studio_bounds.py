@@ -1,4 +1,4 @@
-"""Label Studio's side under load and in trouble: no call, project or task may cost the others much."""
+"""Label Studio's side under load and in failures: no call, project or task may cost the others much."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -183,9 +183,9 @@ async def test_a_reply_that_is_too_long_leaves_the_gateway_running(
     """It counts as a failure of Label Studio's."""
     settings = settings_for(tmp_path / "m", "push", url=studio.url, max_attempts=1)
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
-        studio.trouble["/api/projects/12/import"] = [503]
+        studio.failures["/api/projects/12/import"] = [503]
         await client.post("/label-studio/text/webhook", json=event(studio.add("pos")))
-        await eventually(lambda: not studio.trouble["/api/projects/12/import"])
+        await eventually(lambda: not studio.failures["/api/projects/12/import"])
         monkeypatch.setattr("qinfer_api.labeling.studio._MAX_REPLY_BYTES", 5)
         await have_it_again(running)
 

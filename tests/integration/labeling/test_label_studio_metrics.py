@@ -37,7 +37,7 @@ async def test_pushes_are_counted(tmp_path: Path) -> None:
         tasks = [dict(task) for task in studio.add("pos", "neg", "maybe", "pos")]
         del studio.tasks[2]
         tasks[3]["data"] = {"other": 1}
-        studio.trouble["/api/projects/12/import"] = [503] * 1000
+        studio.failures["/api/projects/12/import"] = [503] * 1000
         assert await labeling(client) == {}
         await client.post("/label-studio/text/webhook", json=event(tasks))
 
@@ -48,7 +48,7 @@ async def test_pushes_are_counted(tmp_path: Path) -> None:
 
         await eventually(waits, 20.0)
         before = await labeling(client)
-        studio.trouble.clear()
+        studio.failures.clear()
         await have_it_again(running)
 
         async def are_over() -> bool:

@@ -174,7 +174,7 @@ async def test_nothing_is_lost_while_label_studio_is_away(
 ) -> None:
     """What is scored stays, says why, and is pushed once afterwards; nothing is scored again."""
     tasks = studio.add("pos", "neg")
-    studio.trouble["/api/projects/12/import"] = [503] * 1000
+    studio.failures["/api/projects/12/import"] = [503] * 1000
 
     await client.post("/label-studio/text/webhook", json=event(tasks))
 
@@ -183,7 +183,7 @@ async def test_nothing_is_lost_while_label_studio_is_away(
         return [task["error"] for task in found["tasks"]] == ["Label Studio answers with status 503"] * 2
 
     await eventually(is_sending)
-    studio.trouble.clear()
+    studio.failures.clear()
     await have_it_again(running)
     await all_are(client, "done", 2)
     assert len(studio.predictions) == len(running.requests) == 2
@@ -224,7 +224,7 @@ async def test_what_label_studio_fails_on_is_given_up(
     monkeypatch.setattr(Pusher, "push", together)
     tasks = studio.add("pos", "neg")
     settings = settings_for(studio, tmp_path / "mappings", max_attempts=1)
-    studio.trouble["/api/projects/12/import"] = [500, 500]
+    studio.failures["/api/projects/12/import"] = [500, 500]
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
         await client.post("/label-studio/text/webhook", json=event(tasks))
 
@@ -245,12 +245,12 @@ async def test_what_label_studio_fails_on_is_given_up(
 async def test_an_absence_is_no_failure(studio: LabelStudioServer, tmp_path: Path) -> None:
     """However often it was not there: only what it fails on counts against a prediction."""
     settings = settings_for(studio, tmp_path / "mappings", max_attempts=2)
-    studio.trouble["/api/projects/12/import"] = [503, 503, 503, 500]
+    studio.failures["/api/projects/12/import"] = [503, 503, 503, 500]
     async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
         await have_it_again(running)
         await client.post("/label-studio/text/webhook", json=event(studio.add("pos")))
         await all_are(client, "done", 1)
-    assert studio.trouble["/api/projects/12/import"] == []
+    assert studio.failures["/api/projects/12/import"] == []
 
 
 async def test_a_project_is_queued_by_hand(client: httpx.AsyncClient, studio: LabelStudioServer) -> None:
@@ -315,7 +315,7 @@ async def test_calls_that_make_no_sense_are_refused(client: httpx.AsyncClient, s
         ("POST", "/v1/label-studio/one/projects/12/tasks", 400, "mode: push"),
     ]
     studio.configs.pop(99, None)
-    studio.trouble["/api/tasks/"] = [404]
+    studio.failures["/api/tasks/"] = [404]
     for method, path, status, words in asked:
         reply = await client.request(method, path)
         assert (reply.status_code, words in reply.json()["error"]) == (status, True), (path, reply.text)

@@ -18,7 +18,7 @@ from qinfer.models.sync import sync
 from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
 from tests.support import models
-from tests.support.worker_processes import Process, Workshop, workshop
+from tests.support.worker_processes import Process, WorkerProcesses, worker_processes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,34 +37,34 @@ def write(repository: Path, factor: float, name: str = "scale", version: int = 1
 class Scene:
     """Two worker processes, and a gateway's side of control."""
 
-    def __init__(self, shop: Workshop, directory: Path) -> None:
-        self.shop = shop
+    def __init__(self, pool: WorkerProcesses, directory: Path) -> None:
+        self.pool = pool
         self.repository = directory / "repository"
         self.overlay = directory / "overlay"
         settings = RepositorySettings(
             path=str(self.repository), overlay=str(self.overlay), control_mode="explicit", load_timeout_s=40.0
         )
         self.source = open_repositories(settings)
-        self.catalog = Catalog(shop.store, LimitSettings())
-        self.control = ModelControl(self.source, shop.store, shop.delivery, settings, self.catalog.refresh)
+        self.catalog = Catalog(pool.store, LimitSettings())
+        self.control = ModelControl(self.source, pool.store, pool.delivery, settings, self.catalog.refresh)
 
     def start(self) -> Process:
-        return self.shop.start(QINFER_REPOSITORY__OVERLAY=str(self.overlay), QINFER_WORKER__DRAIN_S="10")
+        return self.pool.start(QINFER_REPOSITORY__OVERLAY=str(self.overlay), QINFER_WORKER__DRAIN_S="10")
 
     async def worker(self) -> Process:
         """Starts a worker, and waits for its first sign of life."""
         process = self.start()
 
         async def is_live() -> bool:
-            return any(f"-{process.pid}-" in record.id for record in await self.shop.store.workers())
+            return any(f"-{process.pid}-" in record.id for record in await self.pool.store.workers())
 
         await eventually(is_live, 40.0, "a live worker")
         return process
 
     async def ask(self, value: float = 1.0, name: str = "scale") -> float:
         """Asks the version that the catalog serves, as a gateway would; returns the answer."""
-        self.shop._generations[name] = self.catalog.resolve(name, 0).generation
-        (answer,) = await self.shop.answered(self.shop.submit(value, name))
+        self.pool._generations[name] = self.catalog.resolve(name, 0).generation
+        (answer,) = await self.pool.answered(self.pool.submit(value, name))
         assert answer.failure is None, answer.failure
         return float(to_numpy(answer.outputs[0]).ravel()[0])
 
@@ -72,7 +72,7 @@ class Scene:
         """Waits until every worker serves a generation."""
 
         async def is_so() -> bool:
-            records = await self.shop.store.workers()
+            records = await self.pool.store.workers()
             found = [state for record in records for state in record.models.get(name, {}).values()]
             return len(found) == len(records) and all(
                 state.state is State.READY and state.generation == generation for state in found
@@ -81,7 +81,7 @@ class Scene:
         await eventually(is_so, 40.0, "every worker")
 
     async def generation(self, name: str = "scale") -> int:
-        stored = await self.shop.store.model(name)
+        stored = await self.pool.store.model(name)
         assert stored is not None
         return stored.generation
 
@@ -89,14 +89,14 @@ class Scene:
 @pytest.fixture
 async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     (tmp_path / "repository").mkdir()
-    async with workshop(tmp_path) as shop:
-        scene = Scene(shop, tmp_path)
+    async with worker_processes(tmp_path) as pool:
+        scene = Scene(pool, tmp_path)
         write(scene.repository, 2.0)
         first, second = scene.start(), scene.start()
         pids = {first.pid, second.pid}
 
         async def are_live() -> bool:
-            return len(await shop.store.workers()) == len(pids)
+            return len(await pool.store.workers()) == len(pids)
 
         await eventually(are_live, 40.0, "two live workers")
         yield scene
@@ -172,14 +172,14 @@ async def test_no_request_fails_while_a_model_is_reloaded(scene: Scene) -> None:
 async def test_what_waits_is_answered_before_a_model_goes(scene: Scene) -> None:
     """By whichever worker; nothing is left in the lane."""
     await scene.control.load("scale")
-    scene.shop._generations["scale"] = await scene.generation()
-    requests = [scene.shop.submit(float(number), "scale") for number in range(500)]
+    scene.pool._generations["scale"] = await scene.generation()
+    requests = [scene.pool.submit(float(number), "scale") for number in range(500)]
 
     await scene.control.unload("scale")
 
-    answers = await scene.shop.answered(*requests)
+    answers = await scene.pool.answered(*requests)
     assert [float(to_numpy(answer.outputs[0]).ravel()[0]) for answer in answers] == [2.0 * n for n in range(500)]
-    await scene.shop.empty("scale")
+    await scene.pool.empty("scale")
 
 
 PYTHON = """
@@ -222,7 +222,7 @@ async def test_a_model_of_code_is_completed_by_a_worker_and_reloaded_without_a_g
 
 async def test_a_repository_is_followed(scene: Scene) -> None:
     """Models that are added, changed, half written, repaired and removed, as mode `poll` sees them."""
-    store, delivery = scene.shop.store, scene.shop.delivery
+    store, delivery = scene.pool.store, scene.pool.delivery
     await sync(scene.source, store, delivery)
     await scene.everywhere(await scene.generation())
     config = scene.repository / "scale" / "config.pbtxt"
@@ -250,4 +250,4 @@ async def test_a_repository_is_followed(scene: Scene) -> None:
 
 
 async def _is_gone(scene: Scene, name: str) -> bool:
-    return not any(name in record.models for record in await scene.shop.store.workers())
+    return not any(name in record.models for record in await scene.pool.store.workers())

@@ -19,11 +19,11 @@ from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind
 from qinfer_api.observe.metrics_port import open_metrics_port
+from tests.support.faulty_backend import write_model
 from tests.support.gateway import settings_of
+from tests.support.inline_workers import InlineWorkers, inline_workers
 from tests.support.servers.servers import RedisServer
-from tests.support.stage import Stage, stage
-from tests.support.trouble import write_model
-from tests.support.worker_processes import Workshop, workshop
+from tests.support.worker_processes import WorkerProcesses, worker_processes
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -98,10 +98,10 @@ async def gateway_on(url: str) -> AsyncIterator[tuple[Gateway, Page]]:
 
 
 @pytest.fixture
-async def scene(redis_server: RedisServer) -> AsyncIterator[Stage]:
+async def scene(redis_server: RedisServer) -> AsyncIterator[InlineWorkers]:
     redis_server.client().flushall()
     delivery, store = await adapters(redis_server.url)
-    async with stage(delivery, store) as scene:
+    async with inline_workers(delivery, store) as scene:
         await scene.model("stub")
         yield scene
     await store.close()
@@ -117,7 +117,7 @@ def fallen(before: Series, after: Series, counters: set[str]) -> list[object]:
     ]
 
 
-async def test_scopes_of_two_gateways(scene: Stage, redis_server: RedisServer) -> None:
+async def test_scopes_of_two_gateways(scene: InlineWorkers, redis_server: RedisServer) -> None:
     """The installation's numbers are the same at both, each gateway's are its own, and no series is in two scopes."""
     await scene.worker(heartbeat_every_s=0.05)
     async with gateway_on(redis_server.url) as (first, page), gateway_on(redis_server.url) as (_, other):
@@ -147,7 +147,7 @@ async def test_scopes_of_two_gateways(scene: Stage, redis_server: RedisServer) -
     assert all("process" not in dict(labels) for _, labels in cluster)
 
 
-async def test_a_dead_worker_takes_no_count_with_it(scene: Stage, redis_server: RedisServer) -> None:
+async def test_a_dead_worker_takes_no_count_with_it(scene: InlineWorkers, redis_server: RedisServer) -> None:
     """Before, between and after two workers no counter falls, and each request is counted once."""
     await scene.worker(heartbeat_every_s=0.05, lease_s=0.5, renew_every_s=0.1)
     async with gateway_on(redis_server.url) as (_, page):
@@ -174,7 +174,7 @@ async def test_a_dead_worker_takes_no_count_with_it(scene: Stage, redis_server: 
     assert page.value("qinfer_batch_fill_ratio_count") == page.value("qinfer_execution_seconds_count")
 
 
-async def test_a_queue_without_a_worker(scene: Stage, redis_server: RedisServer) -> None:
+async def test_a_queue_without_a_worker(scene: InlineWorkers, redis_server: RedisServer) -> None:
     """Depth, age, rows and seconds of work are there before the first worker, and 0 once it is done."""
     await scene.accept(1.0)
     answer = scene.submit(2.0, rows=2)
@@ -197,7 +197,7 @@ async def test_a_queue_without_a_worker(scene: Stage, redis_server: RedisServer)
         assert page.value("qinfer_backlog_work_seconds") == 0
 
 
-async def test_what_is_given_up(scene: Stage, redis_server: RedisServer) -> None:
+async def test_what_is_given_up(scene: InlineWorkers, redis_server: RedisServer) -> None:
     """Dead letters that wait, by version; purged, there are none, and the total stays."""
     scene.submit(1.0)
     await scene.queued(1)
@@ -211,20 +211,20 @@ async def test_what_is_given_up(scene: Stage, redis_server: RedisServer) -> None
 
 
 @pytest.fixture
-async def shop(tmp_path: Path) -> AsyncIterator[Workshop]:
+async def pool(tmp_path: Path) -> AsyncIterator[WorkerProcesses]:
     write_model(tmp_path / "repository")
-    async with workshop(tmp_path) as one:
+    async with worker_processes(tmp_path) as one:
         yield one
 
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs a redis-server")
-async def test_worker_processes_tell_what_they_use(shop: Workshop) -> None:
+async def test_worker_processes_tell_what_they_use(pool: WorkerProcesses) -> None:
     """CPU time, memory and leases renewed, of a real process and its renewer; killed, it takes only its own with it."""
-    process = await shop.worker()
-    async with gateway_on(shop.url) as (_, page):
-        await shop.answered(*[shop.submit(float(number)) for number in range(1, 30)])
-        await page.shows("qinfer_executed_requests_total", 29, "trouble")
+    process = await pool.worker()
+    async with gateway_on(pool.url) as (_, page):
+        await pool.answered(*[pool.submit(float(number)) for number in range(1, 30)])
+        await page.shows("qinfer_executed_requests_total", 29, "faulty")
 
         async def is_measured() -> bool:
             await page.read("cluster")
@@ -240,9 +240,9 @@ async def test_worker_processes_tell_what_they_use(shop: Workshop) -> None:
         process.kill()
         process.wait()
         between = dict(await page.read("cluster"))
-        await shop.worker()
-        await shop.answered(shop.submit(99.0))
-        await page.shows("qinfer_executed_requests_total", 30, "trouble")
+        await pool.worker()
+        await pool.answered(pool.submit(99.0))
+        await page.shows("qinfer_executed_requests_total", 30, "faulty")
 
     assert fallen(before, between, page.counters) == []
     assert fallen(between, page.series, page.counters) == []

@@ -17,10 +17,10 @@ from qinfer.queue.object_store import SWEEP_MARGIN_S, ObjectStore
 from qinfer.tensors import from_numpy, to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request_apart
+from tests.support.faulty_backend import SLOW, executed, write_model
 from tests.support.servers.object_storage import BUCKET, ObjectStorage
 from tests.support.servers.servers import free_port
-from tests.support.trouble import SLOW, executed, write_model
-from tests.support.worker_processes import Process, Workshop, resume, workshop
+from tests.support.worker_processes import Process, WorkerProcesses, resume, worker_processes
 
 ROWS = 64
 URL = f"s3://{BUCKET}/qinfer"
@@ -115,14 +115,14 @@ async def test_a_store_that_goes_away_is_unavailable_and_comes_back(storage: Obj
 
 
 @pytest.fixture
-async def shop(tmp_path: Path, storage: ObjectStorage) -> AsyncIterator[Workshop]:
+async def pool(tmp_path: Path, storage: ObjectStorage) -> AsyncIterator[WorkerProcesses]:
     write_model(tmp_path / "repository", hold_s=1.5)
-    async with workshop(tmp_path, LIMITS) as one:
+    async with worker_processes(tmp_path, LIMITS) as one:
         yield one
 
 
-async def worker(shop: Workshop) -> Process:
-    return await shop.worker(
+async def worker(pool: WorkerProcesses) -> Process:
+    return await pool.worker(
         QINFER_LIMITS__PAYLOAD_URL=URL,
         QINFER_LIMITS__PAYLOAD_URL_MIN_BYTES="128",
         QINFER_LIMITS__INLINE_MAX_BYTES="64",
@@ -130,26 +130,26 @@ async def worker(shop: Workshop) -> Process:
     )
 
 
-async def accept(shop: Workshop, value: float = 1.0) -> Address:
+async def accept(pool: WorkerProcesses, value: float = 1.0) -> Address:
     """Has a request accepted whose tensor is an object, and so will be its result."""
-    request = shop.request(value, reply_to="")
+    request = pool.request(value, reply_to="")
     request.inputs, request.payload = (from_numpy("x", np.full((ROWS, 1), value, "<f4")),), True
     frame, payload = encode_request_apart(request)
     address = Address(request.model, 0, request.id)
     lane = Lane(request.model, 1)
-    await shop.delivery.requests.accept(
+    await pool.delivery.requests.accept(
         Acceptance(address=address, lane=lane, frame=frame, payload=payload, timeout_s=50)
     )
     return address
 
 
-async def result(shop: Workshop, address: Address) -> Response:
+async def result(pool: WorkerProcesses, address: Address) -> Response:
     """Reads a result; asks again while this reader's own connection to the store has not recovered yet."""
     blob: bytes | None = None
     async with asyncio.timeout(10):
         while blob is None:
             try:
-                blob = await shop.delivery.requests.result(address)
+                blob = await pool.delivery.requests.result(address)
                 assert blob is not None
             except BrokerUnavailable:
                 await asyncio.sleep(0.1)
@@ -164,61 +164,63 @@ def is_right(response: Response, value: float = 1.0) -> bool:
 
 @pytest.mark.slow
 async def test_a_killed_worker_leaves_the_object_to_the_next(
-    shop: Workshop, storage: ObjectStorage, tmp_path: Path
+    pool: WorkerProcesses, storage: ObjectStorage, tmp_path: Path
 ) -> None:
     """The payload is there until the request has ended; then only the result is."""
-    first = await worker(shop)
-    request = await accept(shop, SLOW)
-    await shop.began(tmp_path / "trouble.trace")
+    first = await worker(pool)
+    request = await accept(pool, SLOW)
+    await pool.began(tmp_path / "faulty.trace")
 
     first.kill()
-    await worker(shop)
-    record = await shop.ended(request)
+    await worker(pool)
+    record = await pool.ended(request)
 
     assert (record.state, record.attempts) == (RequestState.SUCCEEDED, 2)
-    assert is_right(await result(shop, request), SLOW)
-    assert is_right(await result(shop, request), SLOW)
+    assert is_right(await result(pool, request), SLOW)
+    assert is_right(await result(pool, request), SLOW)
     await eventually(lambda: len(storage.names()) == 1, description="only the result in the store")
-    assert len([batch for batch in executed(tmp_path / "trouble.trace") if SLOW in batch]) == 2
+    assert len([batch for batch in executed(tmp_path / "faulty.trace") if SLOW in batch]) == 2
 
 
 @pytest.mark.slow
-async def test_a_worker_waits_for_a_store_that_is_away(shop: Workshop, storage: ObjectStorage) -> None:
+async def test_a_worker_waits_for_a_store_that_is_away(pool: WorkerProcesses, storage: ObjectStorage) -> None:
     """It gives back what it can't read, and neither ends nor counts it; with the store back all is answered."""
-    process = await worker(shop)
+    process = await worker(pool)
     process.send_signal(signal.SIGSTOP)
-    requests = [await accept(shop, float(i + 1)) for i in range(3)]
+    requests = [await accept(pool, float(i + 1)) for i in range(3)]
     storage.stop()
     resume(process)
     refused: list[object] = []
-    frame, payload = encode_request_apart(shop.request(1.0))
-    shop.delivery.submit(Lane("trouble", 1), frame, refused.append, payload=Payload("r", payload * ROWS, 60.0))
+    frame, payload = encode_request_apart(pool.request(1.0))
+    pool.delivery.submit(Lane("faulty", 1), frame, refused.append, payload=Payload("r", payload * ROWS, 60.0))
 
     await eventually(lambda: len(refused) == 1, 20.0, "a refusal")
-    small = shop.submit(5.0)
-    assert (await shop.answered(small))[0].failure is None
+    small = pool.submit(5.0)
+    assert (await pool.answered(small))[0].failure is None
     storage.start()
-    records = await asyncio.gather(*(shop.ended(request) for request in requests))
+    records = await asyncio.gather(*(pool.ended(request) for request in requests))
 
     assert isinstance(refused[0], BrokerUnavailable)
     assert [record.state for record in records] == [RequestState.SUCCEEDED] * 3
-    assert [is_right(await result(shop, r), float(i + 1)) for i, r in enumerate(requests)] == [True] * 3
+    assert [is_right(await result(pool, r), float(i + 1)) for i, r in enumerate(requests)] == [True] * 3
     assert process.poll() is None
-    await shop.empty()
+    await pool.empty()
 
 
 @pytest.mark.slow
-async def test_a_result_waits_for_a_store_that_is_away(shop: Workshop, storage: ObjectStorage, tmp_path: Path) -> None:
+async def test_a_result_waits_for_a_store_that_is_away(
+    pool: WorkerProcesses, storage: ObjectStorage, tmp_path: Path
+) -> None:
     """The worker holds its leases meanwhile, and stores it later; it is not computed anew."""
-    await worker(shop)
-    request = await accept(shop, SLOW)
-    await shop.began(tmp_path / "trouble.trace")
+    await worker(pool)
+    request = await accept(pool, SLOW)
+    await pool.began(tmp_path / "faulty.trace")
 
     storage.stop()
     await asyncio.sleep(1.5 + 2.5)  # the batch ends, and a lease after it
     storage.start()
-    record = await shop.ended(request)
+    record = await pool.ended(request)
 
     assert (record.state, record.attempts) == (RequestState.SUCCEEDED, 1)
-    assert is_right(await result(shop, request), SLOW)
-    assert len([batch for batch in executed(tmp_path / "trouble.trace") if SLOW in batch]) == 1
+    assert is_right(await result(pool, request), SLOW)
+    assert len([batch for batch in executed(tmp_path / "faulty.trace") if SLOW in batch]) == 1

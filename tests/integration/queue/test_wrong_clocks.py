@@ -14,14 +14,14 @@ from qinfer.queue.entries import Acceptance, Address
 from qinfer.queue.lanes import Queue
 from qinfer.testing import eventually
 from qinfer.wire.frame import encode_request
+from tests.support.inline_workers import InlineWorkers, inline_workers, value
 from tests.support.servers.servers import RedisServer
-from tests.support.stage import Stage, stage, value
 
 
 @pytest.fixture(params=[-5.0, 5.0], ids=["behind", "ahead"])
 async def scene(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, redis_server: RedisServer
-) -> AsyncIterator[Stage]:
+) -> AsyncIterator[InlineWorkers]:
     """Workers and callers whose clock is wrong, around a Redis whose clock is right."""
     right_s, right_ns = time.time, time.time_ns
     monkeypatch.setattr(time, "time", lambda: right_s() + request.param)
@@ -29,13 +29,13 @@ async def scene(
     redis_server.client().flushall()
     settings = RedisSettings(url=SecretStr(redis_server.url))
     delivery, store = await Queue.connect(settings), ControlStore(admin_client(settings))
-    async with stage(delivery, store) as one:
+    async with inline_workers(delivery, store) as one:
         yield one
     await store.close()
     await delivery.close()
 
 
-async def test_a_request_in_time_is_executed(scene: Stage) -> None:
+async def test_a_request_in_time_is_executed(scene: InlineWorkers) -> None:
     """A timeout shorter than the error of the clock is enough."""
     await scene.model()
     await scene.worker()
@@ -43,7 +43,7 @@ async def test_a_request_in_time_is_executed(scene: Stage) -> None:
     assert value(await scene.submit(3.0, timeout_s=2.0)) == 3.0
 
 
-async def test_a_request_too_late_is_not_executed(scene: Stage) -> None:
+async def test_a_request_too_late_is_not_executed(scene: InlineWorkers) -> None:
     """It expires at its deadline, and not five seconds later."""
     await scene.model()
     await scene.worker()
@@ -60,7 +60,7 @@ async def test_a_request_too_late_is_not_executed(scene: Stage) -> None:
     assert value(await first) == 0.0
 
 
-async def test_an_asynchronous_request_is_due_at_its_deadline(scene: Stage) -> None:
+async def test_an_asynchronous_request_is_due_at_its_deadline(scene: InlineWorkers) -> None:
     """Not before it, with no worker at all, and the record says when."""
     requests = scene.delivery.requests
     address = Address("stub", 0, "mine@")

@@ -12,7 +12,7 @@ from qinfer.tensors import to_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses, encode_request_apart
 from qinfer_workers.inference.serving import MAX_READS
-from tests.support.stage import Stage, value
+from tests.support.inline_workers import InlineWorkers, value
 
 LARGE = 50 * 2**20 // 4
 """Elements of a tensor of 50 MB."""
@@ -20,7 +20,7 @@ LARGE = 50 * 2**20 // 4
 MOST_BYTES = 10_000
 
 
-async def test_an_asynchronous_request_is_settled(scene: Stage) -> None:
+async def test_an_asynchronous_request_is_settled(scene: InlineWorkers) -> None:
     """Its result is stored, its record says how it ended, and its entry is gone."""
     await scene.model()
     await scene.worker()
@@ -36,7 +36,7 @@ async def test_an_asynchronous_request_is_settled(scene: Stage) -> None:
     await scene.queued(0)
 
 
-async def test_a_batch_may_hold_both_kinds(scene: Stage) -> None:
+async def test_a_batch_may_hold_both_kinds(scene: InlineWorkers) -> None:
     """Each gets its answer in its own way."""
     await scene.model(delay_us=200_000)
     await scene.worker()
@@ -54,7 +54,7 @@ async def test_a_batch_may_hold_both_kinds(scene: Stage) -> None:
     await scene.queued(0)
 
 
-async def test_a_model_that_raises_fails_an_asynchronous_request(scene: Stage) -> None:
+async def test_a_model_that_raises_fails_an_asynchronous_request(scene: InlineWorkers) -> None:
     """Its record has code and text."""
     await scene.model(mode="raise")
     await scene.worker()
@@ -68,7 +68,7 @@ async def test_a_model_that_raises_fails_an_asynchronous_request(scene: Stage) -
     )
 
 
-async def test_a_worker_expires_what_waits_too_long(scene: Stage) -> None:
+async def test_a_worker_expires_what_waits_too_long(scene: InlineWorkers) -> None:
     """No janitor is needed while a worker looks at its requests."""
     await scene.model()
     await scene.worker()
@@ -85,7 +85,7 @@ async def test_a_worker_expires_what_waits_too_long(scene: Stage) -> None:
     assert scene.backends["w1"][0].sizes == [1]
 
 
-async def test_what_another_ended_stays_as_it_is(scene: Stage) -> None:
+async def test_what_another_ended_stays_as_it_is(scene: InlineWorkers) -> None:
     """A request that was cancelled while it ran keeps that end."""
     await scene.model()
     await scene.worker()
@@ -102,7 +102,7 @@ async def test_what_another_ended_stays_as_it_is(scene: Stage) -> None:
     await scene.queued(0)
 
 
-async def test_settling_waits_for_the_broker(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_settling_waits_for_the_broker(scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that can't be stored now is stored later."""
     settle = scene.delivery.requests.settle
     refusals = [BrokerUnavailable("away"), BrokerUnavailable("away")]
@@ -120,7 +120,7 @@ async def test_settling_waits_for_the_broker(scene: Stage, monkeypatch: pytest.M
     assert not refusals
 
 
-async def test_a_result_that_is_too_large_is_a_failure(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_result_that_is_too_large_is_a_failure(scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the request whose result it is, and not of its batch-mates."""
     settle = scene.delivery.requests.settle
 
@@ -140,7 +140,7 @@ async def test_a_result_that_is_too_large_is_a_failure(scene: Stage, monkeypatch
     assert value(await scene.result(addresses[2])) == 2.0
 
 
-async def test_tensors_beside_the_stream(scene: Stage) -> None:
+async def test_tensors_beside_the_stream(scene: InlineWorkers) -> None:
     """They are read before the request is batched, and removed with its entry."""
     await scene.model(delay_us=200_000)
     await scene.worker()
@@ -155,7 +155,7 @@ async def test_tensors_beside_the_stream(scene: Stage) -> None:
 
 
 @pytest.mark.slow
-async def test_fifty_megabytes_both_ways(scene: Stage) -> None:
+async def test_fifty_megabytes_both_ways(scene: InlineWorkers) -> None:
     """Neither the entry nor the reply carries them."""
     await scene.model(dims=-1)
     await scene.worker()
@@ -180,7 +180,7 @@ def read(blob: bytes | None) -> Response:
     return response
 
 
-async def test_small_and_large_answers_of_a_batch(scene: Stage) -> None:
+async def test_small_and_large_answers_of_a_batch(scene: InlineWorkers) -> None:
     """Only what is above 1 MiB is stored beside the reply stream."""
     await scene.model(dims=-1, delay_us=100_000)
     await scene.worker()
@@ -194,7 +194,7 @@ async def test_small_and_large_answers_of_a_batch(scene: Stage) -> None:
     assert value(read(await scene.delivery.take_result(Lane("stub", 1), large.request_id))) == 2.0
 
 
-async def test_outputs_that_are_too_large_are_a_failure(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outputs_that_are_too_large_are_a_failure(scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller is told, and the request is not tried again."""
 
     async def refusing(*_: object) -> None:
@@ -211,7 +211,7 @@ async def test_outputs_that_are_too_large_are_a_failure(scene: Stage, monkeypatc
     await scene.queued(0)
 
 
-async def test_a_request_whose_tensors_are_gone_is_finished(scene: Stage) -> None:
+async def test_a_request_whose_tensors_are_gone_is_finished(scene: InlineWorkers) -> None:
     """It was cancelled, or has expired: nobody waits for an answer."""
     await scene.model()
     request = scene.request()
@@ -225,7 +225,9 @@ async def test_a_request_whose_tensors_are_gone_is_finished(scene: Stage) -> Non
     assert not call.done()
 
 
-async def test_a_slow_payload_keeps_no_other_request_waiting(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_payload_keeps_no_other_request_waiting(
+    scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither one that was fetched with it, nor another model's."""
     payloads = SlowPayloads(scene, monkeypatch)
     await scene.model()
@@ -241,7 +243,7 @@ async def test_a_slow_payload_keeps_no_other_request_waiting(scene: Stage, monke
 
 
 async def test_payloads_that_do_not_come_keep_no_other_request_waiting(
-    scene: Stage, monkeypatch: pytest.MonkeyPatch
+    scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many they are; no more than a few are read at a time, and with the store back all are answered."""
     monkeypatch.setattr("qinfer_workers.inference.serving.STALLED_S", 0.1)
@@ -259,7 +261,7 @@ async def test_payloads_that_do_not_come_keep_no_other_request_waiting(
     assert [value(answer) for answer in await asyncio.gather(*slow)] == [float(i) for i in range(60)]
 
 
-async def test_what_is_read_counts_as_room_that_is_taken(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_read_counts_as_room_that_is_taken(scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a worker would take what another could run at once."""
     monkeypatch.setattr("qinfer_workers.inference.serving.SLOW_S", 60.0)
     payloads = SlowPayloads(scene, monkeypatch)
@@ -276,7 +278,9 @@ async def test_what_is_read_counts_as_room_that_is_taken(scene: Stage, monkeypat
     assert [value(answer) for answer in await asyncio.gather(*calls)] == [float(i) for i in range(12)]
 
 
-async def test_what_is_being_read_is_given_back_at_the_end(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_being_read_is_given_back_at_the_end(
+    scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At once, however long it would take, and what was read already too; it counts no delivery."""
     payloads = SlowPayloads(scene, monkeypatch, quick=1)
     await scene.model()
@@ -293,7 +297,9 @@ async def test_what_is_being_read_is_given_back_at_the_end(scene: Stage, monkeyp
     assert [(value(answer), answer.attempt) for answer in answers] == [(0.0, 1), (1.0, 1), (2.0, 1)]
 
 
-async def test_a_model_that_is_replaced_while_a_payload_is_read(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_is_replaced_while_a_payload_is_read(
+    scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests are checked against what the model is then, those too whose own payload had been read before."""
     payloads = SlowPayloads(scene, monkeypatch, quick=1)
     await scene.model()
@@ -313,7 +319,7 @@ async def test_a_model_that_is_replaced_while_a_payload_is_read(scene: Stage, mo
 class SlowPayloads:
     """Payloads that are read only from `go` on, but for the first ones; counts them."""
 
-    def __init__(self, scene: Stage, monkeypatch: pytest.MonkeyPatch, quick: int = 0) -> None:
+    def __init__(self, scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch, quick: int = 0) -> None:
         self.go = asyncio.Event()
         self.reading = 0
         self._quick = quick
@@ -327,7 +333,9 @@ class SlowPayloads:
         return await self._payload(entry, request_id)
 
 
-async def test_tensors_that_can_not_be_read_now_are_read_later(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tensors_that_can_not_be_read_now_are_read_later(
+    scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The entry is released meanwhile, and counts no delivery."""
     monkeypatch.setattr("qinfer_workers.inference.worker.PAUSE_S", 0.01)
     payload = scene.delivery.payload

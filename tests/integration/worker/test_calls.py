@@ -6,24 +6,24 @@ from qinfer.core.messages import Failure
 from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
 from qinfer_workers.inference.worker import Worker
-from tests.support.stage import Stage, value
+from tests.support.inline_workers import InlineWorkers, value
 
 FRONT, BACK = "front", "back"
 
 
-async def models(scene: Stage, back: str = "echo", dims: int = 2) -> None:
+async def models(scene: InlineWorkers, back: str = "echo", dims: int = 2) -> None:
     """Stores `front`, which calls `back`."""
     await scene.model(FRONT, mode=f"call:{BACK}")
     await scene.model(BACK, mode=back, dims=dims)
 
 
-async def failure(scene: Stage, timeout_s: float = 30.0) -> Failure:
+async def failure(scene: InlineWorkers, timeout_s: float = 30.0) -> Failure:
     answer = (await scene.submit(model=FRONT, timeout_s=timeout_s)).failure
     assert answer is not None
     return answer
 
 
-def executed(scene: Stage, worker_id: str, model: str) -> int:
+def executed(scene: InlineWorkers, worker_id: str, model: str) -> int:
     return sum(len(backend.sizes) for backend in scene.backends[worker_id] if backend.model == model)
 
 
@@ -32,7 +32,7 @@ async def are_paused(worker: Worker) -> None:
     await eventually(lambda: all(batcher.paused for batcher in worker._batchers()), description="all models paused")
 
 
-async def test_a_model_calls_another_of_its_worker(scene: Stage) -> None:
+async def test_a_model_calls_another_of_its_worker(scene: InlineWorkers) -> None:
     """The answer is the called model's, and nothing stays in the lanes."""
     await models(scene)
     await scene.worker()
@@ -46,7 +46,7 @@ async def test_a_model_calls_another_of_its_worker(scene: Stage) -> None:
     await scene.queued(0, model=BACK)
 
 
-async def test_a_model_calls_one_of_another_worker(scene: Stage) -> None:
+async def test_a_model_calls_one_of_another_worker(scene: InlineWorkers) -> None:
     """A worker calls what it does not host."""
     await models(scene)
     await scene.worker("w1", models=(FRONT,))
@@ -57,7 +57,7 @@ async def test_a_model_calls_one_of_another_worker(scene: Stage) -> None:
     assert executed(scene, "w2", BACK) == 1
 
 
-async def test_a_chain_of_calls(scene: Stage) -> None:
+async def test_a_chain_of_calls(scene: InlineWorkers) -> None:
     """What is called calls on."""
     await models(scene, back="call:last")
     await scene.model("last")
@@ -66,7 +66,7 @@ async def test_a_chain_of_calls(scene: Stage) -> None:
     assert value(await scene.submit(3.0, model=FRONT)) == 3.0
 
 
-async def test_a_call_of_an_unknown_model_is_the_models_failure(scene: Stage) -> None:
+async def test_a_call_of_an_unknown_model_is_the_models_failure(scene: InlineWorkers) -> None:
     """Its client named no unknown model."""
     await scene.model(FRONT, mode="call:nobody")
     await scene.worker()
@@ -76,7 +76,7 @@ async def test_a_call_of_an_unknown_model_is_the_models_failure(scene: Stage) ->
     )
 
 
-async def test_a_call_that_does_not_fit_is_the_models_failure(scene: Stage) -> None:
+async def test_a_call_that_does_not_fit_is_the_models_failure(scene: InlineWorkers) -> None:
     """Its client sent what the model asks for."""
     await models(scene, dims=3)
     await scene.worker()
@@ -88,7 +88,7 @@ async def test_a_call_that_does_not_fit_is_the_models_failure(scene: Stage) -> N
     await scene.queued(0, model=BACK)
 
 
-async def test_a_called_models_failure_is_passed_on(scene: Stage) -> None:
+async def test_a_called_models_failure_is_passed_on(scene: InlineWorkers) -> None:
     """With its text, and the name of the model that it is about."""
     await models(scene, back="raise")
     await scene.worker()
@@ -96,7 +96,7 @@ async def test_a_called_models_failure_is_passed_on(scene: Stage) -> None:
     assert await failure(scene) == Failure("inference_failed", "model 'back' failed: the stub was told to raise")
 
 
-async def test_a_call_ends_with_the_deadline_of_the_batch(scene: Stage) -> None:
+async def test_a_call_ends_with_the_deadline_of_the_batch(scene: InlineWorkers) -> None:
     """The called request leaves the queue, though a worker still executes it."""
     await models(scene)
     await scene.worker()
@@ -112,7 +112,7 @@ async def test_a_call_ends_with_the_deadline_of_the_batch(scene: Stage) -> None:
     assert value(await scene.submit(3.0, model=FRONT)) == 3.0
 
 
-async def test_drain_ends_a_batch_that_calls_when_all_is_paused(scene: Stage) -> None:
+async def test_drain_ends_a_batch_that_calls_when_all_is_paused(scene: InlineWorkers) -> None:
     """A worker that drains serves on what its last batches call."""
     await models(scene)
     worker = await scene.worker()
@@ -130,7 +130,7 @@ async def test_drain_ends_a_batch_that_calls_when_all_is_paused(scene: Stage) ->
     await scene.queued(0, model=BACK)
 
 
-async def test_drain_ends_a_call_that_waits_in_the_queue(scene: Stage) -> None:
+async def test_drain_ends_a_call_that_waits_in_the_queue(scene: InlineWorkers) -> None:
     """The model that is called is paused last."""
     await models(scene)
     await scene.worker()
@@ -148,7 +148,7 @@ async def test_drain_ends_a_call_that_waits_in_the_queue(scene: Stage) -> None:
     await stopping
 
 
-async def test_a_drain_that_takes_too_long_abandons_its_calls(scene: Stage) -> None:
+async def test_a_drain_that_takes_too_long_abandons_its_calls(scene: InlineWorkers) -> None:
     """The called request leaves the queue; the caller's own stays, for another worker."""
     await models(scene)
     await scene.worker("w2", models=(BACK,))
@@ -166,7 +166,7 @@ async def test_a_drain_that_takes_too_long_abandons_its_calls(scene: Stage) -> N
     assert value(await call) == 3.0
 
 
-async def test_a_suspect_calls_a_model_of_its_worker(scene: Stage) -> None:
+async def test_a_suspect_calls_a_model_of_its_worker(scene: InlineWorkers) -> None:
     """It runs alone but for what it calls; then the worker goes on."""
     await models(scene)
     call = scene.submit(3.0, model=FRONT)

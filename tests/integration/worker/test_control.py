@@ -4,16 +4,16 @@ import asyncio
 
 from qinfer.models.state import State, VersionState
 from qinfer.testing import eventually
-from tests.support.stage import Stage, value
+from tests.support.inline_workers import InlineWorkers, value
 
 
-async def states(scene: Stage, name: str = "stub", worker_id: str = "w1") -> dict[int, VersionState]:
+async def states(scene: InlineWorkers, name: str = "stub", worker_id: str = "w1") -> dict[int, VersionState]:
     """Returns the versions of a model as a worker reports them."""
     records = {record.id: record for record in await scene.store.workers()}
     return records[worker_id].models.get(name, {}) if worker_id in records else {}
 
 
-async def until(scene: Stage, expected: dict[int, State], name: str = "stub") -> None:
+async def until(scene: InlineWorkers, expected: dict[int, State], name: str = "stub") -> None:
     """Waits until a worker reports exactly these versions."""
 
     async def is_so() -> bool:
@@ -22,7 +22,7 @@ async def until(scene: Stage, expected: dict[int, State], name: str = "stub") ->
     await eventually(is_so, description=f"{name} {expected}")
 
 
-async def test_an_unload_answers_what_waits_first(scene: Stage) -> None:
+async def test_an_unload_answers_what_waits_first(scene: InlineWorkers) -> None:
     """What was admitted before is executed, what is in the lane too; then the instance is unloaded."""
     await scene.model()
     await scene.worker()
@@ -40,7 +40,7 @@ async def test_an_unload_answers_what_waits_first(scene: Stage) -> None:
     await scene.queued(0)
 
 
-async def test_a_model_that_is_wanted_again_is_not_let_go(scene: Stage) -> None:
+async def test_a_model_that_is_wanted_again_is_not_let_go(scene: InlineWorkers) -> None:
     """While it drains; the same instance serves on."""
     await scene.model()
     await scene.worker()
@@ -57,7 +57,7 @@ async def test_a_model_that_is_wanted_again_is_not_let_go(scene: Stage) -> None:
     assert [backend.loaded for backend in scene.backends["w1"]] == [True]
 
 
-async def test_more_and_fewer_instances_are_no_reload(scene: Stage) -> None:
+async def test_more_and_fewer_instances_are_no_reload(scene: InlineWorkers) -> None:
     """The ones that are there serve on while others come, and those that are too many end when they are idle."""
     await scene.model()
     await scene.worker()
@@ -82,7 +82,7 @@ async def test_more_and_fewer_instances_are_no_reload(scene: Stage) -> None:
     assert value(await scene.submit(7.0)) == 7.0
 
 
-async def test_a_generation_with_the_same_content_is_not_loaded(scene: Stage) -> None:
+async def test_a_generation_with_the_same_content_is_not_loaded(scene: InlineWorkers) -> None:
     """It only changes its number, such as when a failed reload is taken back."""
     await scene.model()
     await scene.worker()
@@ -94,7 +94,7 @@ async def test_a_generation_with_the_same_content_is_not_loaded(scene: Stage) ->
     assert value(await scene.submit(3.0)) == 3.0
 
 
-async def test_a_failed_reload_is_told_apart_from_what_serves(scene: Stage) -> None:
+async def test_a_failed_reload_is_told_apart_from_what_serves(scene: InlineWorkers) -> None:
     """The record says what serves, what was tried, and why it failed."""
     serving = await scene.model()
     await scene.worker()
@@ -110,7 +110,7 @@ async def test_a_failed_reload_is_told_apart_from_what_serves(scene: Stage) -> N
     assert value(await scene.submit(1.0, generation=serving)) == 1.0
 
 
-async def test_a_version_is_let_go_when_its_successor_serves(scene: Stage) -> None:
+async def test_a_version_is_let_go_when_its_successor_serves(scene: InlineWorkers) -> None:
     """The version policy moves on: there is no time without either."""
     await scene.model(versions=(1,))
     await scene.worker()
@@ -122,7 +122,7 @@ async def test_a_version_is_let_go_when_its_successor_serves(scene: Stage) -> No
     )
 
 
-async def test_a_version_stays_when_its_successor_fails(scene: Stage) -> None:
+async def test_a_version_stays_when_its_successor_fails(scene: InlineWorkers) -> None:
     """And serves on."""
     serving = await scene.model(versions=(1,))
     await scene.worker()
@@ -132,7 +132,7 @@ async def test_a_version_stays_when_its_successor_fails(scene: Stage) -> None:
     assert value(await scene.submit(4.0, generation=serving)) == 4.0
 
 
-async def test_versions_of_several_models_share_a_worker(scene: Stage) -> None:
+async def test_versions_of_several_models_share_a_worker(scene: InlineWorkers) -> None:
     """Each with its own instances, which run at once."""
     await scene.model("a", versions=(1, 2), instances=2)
     await scene.model("b")

@@ -5,7 +5,7 @@ import asyncio
 from qinfer.core.messages import Response
 from qinfer.queue.entries import DELAYED, Lane
 from qinfer.testing import eventually
-from tests.support.stage import Stage, value
+from tests.support.inline_workers import InlineWorkers, value
 
 LEVELS = "priority_levels: 3 default_priority_level: 2"
 DELAYS = "default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 100000 }"
@@ -23,13 +23,13 @@ class Order:
         return call
 
 
-async def seconds_pass(scene: Stage, seconds: float) -> None:
+async def seconds_pass(scene: InlineWorkers, seconds: float) -> None:
     """Lets queue timeouts end."""
     until_s = scene.delivery.clock.now_s() + seconds
     await eventually(lambda: scene.delivery.clock.now_s() > until_s)
 
 
-async def held(scene: Stage, name: str, count: int) -> None:
+async def held(scene: InlineWorkers, name: str, count: int) -> None:
     """Waits until a lane holds so many entries."""
 
     async def is_so() -> bool:
@@ -38,7 +38,7 @@ async def held(scene: Stage, name: str, count: int) -> None:
     await eventually(is_so, description=f"{count} entries in {name}")
 
 
-async def test_higher_priorities_run_first(scene: Stage) -> None:
+async def test_higher_priorities_run_first(scene: InlineWorkers) -> None:
     """While one batch executes, others wait; then the order is that of the levels."""
     await scene.model(batching=LEVELS, mode="echo", dims=-1)
     await scene.worker()
@@ -59,7 +59,7 @@ async def test_higher_priorities_run_first(scene: Stage) -> None:
     await first
 
 
-async def test_what_waited_too_long_is_refused(scene: Stage) -> None:
+async def test_what_waited_too_long_is_refused(scene: InlineWorkers) -> None:
     """With REJECT, and not executed."""
     await scene.model(batching=REJECTS)
     await scene.worker()
@@ -76,7 +76,7 @@ async def test_what_waited_too_long_is_refused(scene: Stage) -> None:
     assert scene.backends["w1"][0].sizes == [1]
 
 
-async def test_what_waited_too_long_goes_behind_the_others(scene: Stage) -> None:
+async def test_what_waited_too_long_goes_behind_the_others(scene: InlineWorkers) -> None:
     """With DELAY: it is moved, waits for those that came later, and is answered in the end."""
     await scene.model(batching=DELAYS)
     await scene.worker()
@@ -95,7 +95,7 @@ async def test_what_waited_too_long_goes_behind_the_others(scene: Stage) -> None
     await scene.queued(0)
 
 
-async def test_a_reload_with_other_levels_changes_the_lanes(scene: Stage) -> None:
+async def test_a_reload_with_other_levels_changes_the_lanes(scene: InlineWorkers) -> None:
     """New lanes are read at once, and what waits in old ones is not forgotten."""
     await scene.model(batching=LEVELS)
     worker = await scene.worker(lease_s=0.4, renew_every_s=0.1)
@@ -110,7 +110,7 @@ async def test_a_reload_with_other_levels_changes_the_lanes(scene: Stage) -> Non
     assert value(await scene.submit_waiting(2.0, priority=3, levels=3)) == 2.0
 
 
-async def test_a_new_worker_reads_what_waits_in_lanes_of_old(scene: Stage) -> None:
+async def test_a_new_worker_reads_what_waits_in_lanes_of_old(scene: InlineWorkers) -> None:
     """The configuration changed while there was no worker."""
     await scene.model(batching=LEVELS)
     call = scene.submit_waiting(3.0, priority=3, levels=3)
@@ -121,7 +121,7 @@ async def test_a_new_worker_reads_what_waits_in_lanes_of_old(scene: Stage) -> No
     await eventually(lambda: [lane.name for lane in worker._lanes()] == ["p1"])
 
 
-async def test_a_dead_workers_entries_of_every_lane_run_elsewhere(scene: Stage) -> None:
+async def test_a_dead_workers_entries_of_every_lane_run_elsewhere(scene: InlineWorkers) -> None:
     """Whatever their level."""
     await scene.model(batching=LEVELS)
     calls = [scene.submit_waiting(float(priority), priority=priority, levels=3) for priority in (1, 2, 3)]

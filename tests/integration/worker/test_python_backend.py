@@ -15,9 +15,9 @@ from qinfer.queue.entries import Lane, reply_address
 from qinfer.tensors import Tensor, from_numpy, to_numpy
 from qinfer.testing import eventually, wait_until
 from qinfer.wire.frame import encode_request
+from tests.support.faulty_backend import write_model as write_faulty_model
 from tests.support.python_models import ECHO, execute, write_model
-from tests.support.trouble import write_model as write_trouble
-from tests.support.worker_processes import Workshop, workshop
+from tests.support.worker_processes import WorkerProcesses, worker_processes
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "python_model"
 
@@ -41,7 +41,7 @@ FRONT = execute(
 responses = []
 for request in requests:
     call = pb_utils.InferenceRequest(
-        model_name="trouble", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x(request))])
+        model_name="faulty", requested_output_names=["y"], inputs=[pb_utils.Tensor("x", x(request))])
     response = call.exec()
     if response.has_error():
         raise pb_utils.TritonModelException(response.error().message())
@@ -51,7 +51,7 @@ return responses
 )
 
 
-def submit(shop: Workshop, model: str, tensor: Tensor, generation: int = 1) -> str:
+def submit(pool: WorkerProcesses, model: str, tensor: Tensor, generation: int = 1) -> str:
     """Sends a request with any input; returns its id."""
     request = InferRequest(
         model=model,
@@ -62,7 +62,7 @@ def submit(shop: Workshop, model: str, tensor: Tensor, generation: int = 1) -> s
         reply_to=reply_address("caller"),
         generation=generation,
     )
-    shop.delivery.submit(Lane(model, 1), encode_request(request), lambda _: None)
+    pool.delivery.submit(Lane(model, 1), encode_request(request), lambda _: None)
     return request.id
 
 
@@ -72,24 +72,24 @@ def value(response: Response) -> float:
 
 
 @pytest.fixture
-async def shop(tmp_path: Path) -> AsyncIterator[Workshop]:
+async def pool(tmp_path: Path) -> AsyncIterator[WorkerProcesses]:
     repository = tmp_path / "repository"
     write_model(repository, FRAGILE, "fragile", dims="1", delay_us=100_000)
     write_model(repository, FRONT, "front", dims="1")
     write_model(repository, ECHO, "wide", dims="-1", delay_us=20_000)
-    write_trouble(repository)
-    async with workshop(tmp_path) as one:
+    write_faulty_model(repository)
+    async with worker_processes(tmp_path) as one:
         yield one
 
 
-async def test_a_crash_costs_one_request(shop: Workshop) -> None:
+async def test_a_crash_costs_one_request(pool: WorkerProcesses) -> None:
     """The other requests of its batch are answered by the same worker, and so are other models'."""
-    worker = await shop.worker()
+    worker = await pool.worker()
     values = [1.0, 2.0, CRASH, 4.0, 5.0, 6.0]
-    ids = [shop.submit(v, "fragile") for v in values]
-    (other,) = await shop.answered(shop.submit(7.0))
+    ids = [pool.submit(v, "fragile") for v in values]
+    (other,) = await pool.answered(pool.submit(7.0))
 
-    answers = await shop.answered(*ids)
+    answers = await pool.answered(*ids)
 
     bad = answers.pop(values.index(CRASH))
     assert bad.failure is not None
@@ -98,34 +98,34 @@ async def test_a_crash_costs_one_request(shop: Workshop) -> None:
     assert [value(answer) for answer in answers] == [v for v in values if v != CRASH]
     assert value(other) == 7.0
     assert worker.poll() is None
-    await shop.empty("fragile")
+    await pool.empty("fragile")
 
 
-async def test_a_model_calls_another_by_the_queue(shop: Workshop) -> None:
+async def test_a_model_calls_another_by_the_queue(pool: WorkerProcesses) -> None:
     """As Triton's business logic scripting does."""
-    await shop.worker()
+    await pool.worker()
 
-    answers = await shop.answered(*[shop.submit(float(v), "front") for v in range(1, 6)])
+    answers = await pool.answered(*[pool.submit(float(v), "front") for v in range(1, 6)])
 
     assert [value(answer) for answer in answers] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-async def test_large_tensors_reach_their_callers(shop: Workshop) -> None:
+async def test_large_tensors_reach_their_callers(pool: WorkerProcesses) -> None:
     """Answers are views of shared memory until they are published; no later batch may write over them."""
-    await shop.worker()
+    await pool.worker()
     arrays = [np.full((1, 100_000), n, "<f4") for n in range(40)]
 
-    answers = await shop.answered(*[submit(shop, "wide", from_numpy("x", array)) for array in arrays])
+    answers = await pool.answered(*[submit(pool, "wide", from_numpy("x", array)) for array in arrays])
 
     for array, answer in zip(arrays, answers, strict=True):
         assert answer.failure is None, answer.failure
         np.testing.assert_array_equal(to_numpy(answer.outputs[0]), array)
 
 
-async def test_the_death_of_a_worker_leaves_no_process(shop: Workshop) -> None:
+async def test_the_death_of_a_worker_leaves_no_process(pool: WorkerProcesses) -> None:
     """Not even by SIGKILL."""
-    worker = await shop.worker()
-    (answer,) = await shop.answered(shop.submit(PID, "fragile"))
+    worker = await pool.worker()
+    (answer,) = await pool.answered(pool.submit(PID, "fragile"))
     pid = int(value(answer))
     assert is_running(pid)
 
@@ -135,10 +135,10 @@ async def test_the_death_of_a_worker_leaves_no_process(shop: Workshop) -> None:
     wait_until(lambda: not is_running(pid), description="the end of the model's process")
 
 
-async def test_a_worker_that_drains_finalizes_its_models(shop: Workshop, tmp_path: Path) -> None:
+async def test_a_worker_that_drains_finalizes_its_models(pool: WorkerProcesses, tmp_path: Path) -> None:
     """And their processes have ended with it."""
-    worker = await shop.worker()
-    (answer,) = await shop.answered(shop.submit(PID, "fragile"))
+    worker = await pool.worker()
+    (answer,) = await pool.answered(pool.submit(PID, "fragile"))
 
     worker.send_signal(signal.SIGTERM)
     status = worker.wait(30)
@@ -161,22 +161,22 @@ async def test_a_model_without_a_configuration_is_served(tmp_path: Path) -> None
     """The example of the docs: a worker asks the model for its configuration, stores that, and loads it."""
     shutil.copytree(EXAMPLE, tmp_path / "repository", ignore=shutil.ignore_patterns("__pycache__"))
     texts = np.array([[b"to be or not to be"], ["über".encode()], [b"\xff"]], dtype=object)
-    async with workshop(tmp_path) as shop:
-        shop.start()
+    async with worker_processes(tmp_path) as pool:
+        pool.start()
 
         async def is_ready() -> bool:
             return any(
                 state.state is State.READY
-                for record in await shop.store.workers()
+                for record in await pool.store.workers()
                 for state in record.models.get("sentences", {}).values()
             )
 
         await eventually(is_ready, 30.0, "a model that completed itself")
-        stored = await shop.store.model("sentences")
+        stored = await pool.store.model("sentences")
         assert stored is not None
         tensors = [from_numpy("text", row.reshape(1, 1)) for row in texts]
-        ids = [submit(shop, "sentences", tensor, stored.generation) for tensor in tensors]
-        *good, bad = await shop.answered(*ids)
+        ids = [submit(pool, "sentences", tensor, stored.generation) for tensor in tensors]
+        *good, bad = await pool.answered(*ids)
 
     counts = [{tensor.name: to_numpy(tensor).item() for tensor in answer.outputs} for answer in good]
     assert counts == [{"words": 6, "letters": 13}, {"words": 1, "letters": 4}]

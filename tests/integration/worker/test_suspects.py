@@ -9,10 +9,10 @@ from qinfer.models.state import State
 from qinfer.queue.entries import Lease, RequestState
 from qinfer.testing import eventually
 from qinfer.wire.frame import FRAME_VERSION, encode_request
-from tests.support.stage import Stage, value
+from tests.support.inline_workers import InlineWorkers, value
 
 
-async def test_dead_workers_entries_run_elsewhere(scene: Stage) -> None:
+async def test_dead_workers_entries_run_elsewhere(scene: InlineWorkers) -> None:
     """What a worker held when it died is reclaimed, and runs alone."""
     await scene.model()
     await scene.worker("w1")
@@ -28,7 +28,7 @@ async def test_dead_workers_entries_run_elsewhere(scene: Stage) -> None:
     assert [value(a) for a in answers] == [0.0, 1.0, 2.0]
 
 
-async def test_entry_that_outlived_its_workers_is_given_up(scene: Stage) -> None:
+async def test_entry_that_outlived_its_workers_is_given_up(scene: InlineWorkers) -> None:
     """Two workers died with it, with the second it was alone: it becomes a dead letter, and is not executed."""
     await scene.model()
     call = await dead_entry(scene)
@@ -53,7 +53,7 @@ async def test_entry_that_outlived_its_workers_is_given_up(scene: Stage) -> None
     assert (stats["dead_letters"], stats["failures:inference_failed"]) == (1, 1)
 
 
-async def test_an_asynchronous_request_that_is_given_up_has_failed(scene: Stage) -> None:
+async def test_an_asynchronous_request_that_is_given_up_has_failed(scene: InlineWorkers) -> None:
     """Its record counts the executions, and says why."""
     await scene.model()
     address = await scene.accept()
@@ -68,13 +68,13 @@ async def test_an_asynchronous_request_that_is_given_up_has_failed(scene: Stage)
     assert len(await scene.delivery.dead_letters.list("stub")) == 1
 
 
-async def is_taken(scene: Stage, consumer: str) -> bool:
+async def is_taken(scene: InlineWorkers, consumer: str) -> bool:
     """Takes the only entry, new or from a dead worker."""
     leases = await scene.delivery.fetch([scene.lane], consumer, 1, 0.0)
     return bool(leases or await scene.delivery.reclaim([scene.lane], consumer, 0.1, 1))
 
 
-async def dead_entry(scene: Stage) -> asyncio.Future[Response]:
+async def dead_entry(scene: InlineWorkers) -> asyncio.Future[Response]:
     """Submits a request, and fetches it in the name of a worker that is gone."""
     call = scene.submit(7.0)
     assert len(await scene.delivery.fetch([scene.lane], "dead", 1, 1.0)) == 1
@@ -82,7 +82,7 @@ async def dead_entry(scene: Stage) -> asyncio.Future[Response]:
 
 
 async def test_a_suspect_waits_while_the_worker_empties_its_hands(
-    scene: Stage, caplog: pytest.LogCaptureFixture
+    scene: InlineWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody holds it meanwhile: others may have it, and it counts no execution."""
     await scene.model()
@@ -107,7 +107,9 @@ async def test_a_suspect_waits_while_the_worker_empties_its_hands(
     assert (await suspect).attempt == 2
 
 
-async def test_an_idle_worker_runs_what_a_busy_one_found(scene: Stage, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_idle_worker_runs_what_a_busy_one_found(
+    scene: InlineWorkers, caplog: pytest.LogCaptureFixture
+) -> None:
     """A long execution keeps no suspect waiting."""
     await scene.model()
     suspect = await dead_entry(scene)
@@ -123,7 +125,7 @@ async def test_an_idle_worker_runs_what_a_busy_one_found(scene: Stage, caplog: p
 
 
 async def test_a_suspect_that_only_newer_workers_can_read_stops_nobody(
-    scene: Stage, caplog: pytest.LogCaptureFixture
+    scene: InlineWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is behind it is found, and hands are not emptied for it."""
     await scene.model()
@@ -141,7 +143,7 @@ async def test_a_suspect_that_only_newer_workers_can_read_stops_nobody(
 
 
 async def test_a_suspect_of_an_unloaded_model_waits_for_the_model(
-    scene: Stage, caplog: pytest.LogCaptureFixture
+    scene: InlineWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker that unloads the model meanwhile lets the suspect go, and goes on."""
     await scene.model()

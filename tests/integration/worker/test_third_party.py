@@ -11,7 +11,7 @@ from examples.backend.linear_backend import FILE, LinearBackend
 from qinfer.errors import ModelLoadFailed
 from qinfer.tensors import to_numpy
 from tests.support.backends import CPU, GPU, run, spec, tensors
-from tests.support.worker_processes import workshop
+from tests.support.worker_processes import worker_processes
 
 PACKAGE = Path(__file__).parents[3] / "examples" / "backend"
 ROOT = PACKAGE.parents[1]
@@ -50,9 +50,9 @@ async def test_a_worker_serves_it(tmp_path: Path) -> None:
     """A model of that backend is loaded and answers, through Redis, in a worker that knows only its entry point."""
     write(tmp_path / "repository" / "lines" / "1")
     (tmp_path / "repository" / "lines" / "config.pbtxt").write_text(CONFIG)
-    async with workshop(tmp_path) as shop:
-        await shop.worker(PYTHONPATH=install(tmp_path / "site"))
-        answers = await shop.answered(*(shop.submit(value, "lines") for value in (1.0, 2.0, 3.0)))
+    async with worker_processes(tmp_path) as pool:
+        await pool.worker(PYTHONPATH=install(tmp_path / "site"))
+        answers = await pool.answered(*(pool.submit(value, "lines") for value in (1.0, 2.0, 3.0)))
         results = [to_numpy(answer.outputs[0]).tolist() for answer in answers]
     assert results == [[[2.0, 0.0]], [[4.0, -1.0]], [[6.0, -2.0]]]
 

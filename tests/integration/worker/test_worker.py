@@ -11,10 +11,10 @@ from qinfer.queue.connection import Refused
 from qinfer.queue.entries import Lane, Lease, Payload
 from qinfer.testing import eventually
 from qinfer.wire.frame import FRAME_VERSION, encode_request_apart
-from tests.support.stage import NoRenewals, Stage, value
+from tests.support.inline_workers import InlineWorkers, NoRenewals, value
 
 
-async def test_answers_one_request(scene: Stage) -> None:
+async def test_answers_one_request(scene: InlineWorkers) -> None:
     """A request comes back with its outputs and timing, and leaves nothing in the lane."""
     await scene.model(mode="add")
     await scene.worker()
@@ -27,7 +27,7 @@ async def test_answers_one_request(scene: Stage) -> None:
     await scene.queued(0)
 
 
-async def test_cancelled_caller_leaves_its_batch_mates_alone(scene: Stage) -> None:
+async def test_cancelled_caller_leaves_its_batch_mates_alone(scene: InlineWorkers) -> None:
     """Of four callers in one batch one goes away while it runs; the other three get their answers."""
     await scene.model(delay_us=200_000)
     await scene.worker()
@@ -43,7 +43,7 @@ async def test_cancelled_caller_leaves_its_batch_mates_alone(scene: Stage) -> No
     assert scene.backends["w1"][0].sizes == [4]
 
 
-async def test_raising_model_fails_its_batch_and_the_worker_lives(scene: Stage) -> None:
+async def test_raising_model_fails_its_batch_and_the_worker_lives(scene: InlineWorkers) -> None:
     """Each item of the batch gets the model's message; the next model version works."""
     await scene.model(mode="raise")
     await scene.worker()
@@ -56,7 +56,7 @@ async def test_raising_model_fails_its_batch_and_the_worker_lives(scene: Stage) 
     assert value(await scene.submit(5.0)) == 5.0
 
 
-async def test_other_shapes_run_in_other_batches(scene: Stage) -> None:
+async def test_other_shapes_run_in_other_batches(scene: InlineWorkers) -> None:
     """Requests whose variable dimension differs are not stacked."""
     await scene.model(dims=-1, delay_us=200_000)
     await scene.worker()
@@ -67,7 +67,7 @@ async def test_other_shapes_run_in_other_batches(scene: Stage) -> None:
     assert scene.backends["w1"][0].sizes == [2, 1]
 
 
-async def test_expired_request_is_answered_and_not_executed(scene: Stage) -> None:
+async def test_expired_request_is_answered_and_not_executed(scene: InlineWorkers) -> None:
     """A deadline that passes in the queue costs no execution."""
     await scene.model()
     await scene.worker()
@@ -85,7 +85,7 @@ async def test_expired_request_is_answered_and_not_executed(scene: Stage) -> Non
     assert scene.backends["w1"][0].sizes == [1]
 
 
-async def test_two_workers_share_a_lane(scene: Stage) -> None:
+async def test_two_workers_share_a_lane(scene: InlineWorkers) -> None:
     """Every request is answered once, and both workers work."""
     await scene.model()
     await scene.worker("w1")
@@ -104,7 +104,7 @@ async def test_two_workers_share_a_lane(scene: Stage) -> None:
     assert scene.backends["w2"][0].sizes
 
 
-async def test_busy_worker_hoards_nothing(scene: Stage) -> None:
+async def test_busy_worker_hoards_nothing(scene: InlineWorkers) -> None:
     """What would wait behind a long execution is answered by the idle worker meanwhile."""
     await scene.model()
     await scene.worker("w1")
@@ -119,7 +119,7 @@ async def test_busy_worker_hoards_nothing(scene: Stage) -> None:
     await first
 
 
-async def test_drain_releases_what_did_not_start(scene: Stage) -> None:
+async def test_drain_releases_what_did_not_start(scene: InlineWorkers) -> None:
     """A stopping worker ends its batch; the rest goes to another at once, its delivery count unchanged."""
     await scene.model()
     await scene.worker("w1")
@@ -138,10 +138,10 @@ async def test_drain_releases_what_did_not_start(scene: Stage) -> None:
     assert {a.attempt for a in answers} == {1}
 
 
-async def test_nothing_is_fetched_while_nobody_renews(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_fetched_while_nobody_renews(scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the start and later: what could be renewed no more could not be answered either."""
     renewals = NoRenewals()
-    monkeypatch.setattr("tests.support.stage.InlineRenewals", lambda *_: renewals)
+    monkeypatch.setattr("tests.support.inline_workers.InlineRenewals", lambda *_: renewals)
     await scene.model()
     worker = await scene.worker()
     for _ in range(2):
@@ -156,7 +156,9 @@ async def test_nothing_is_fetched_while_nobody_renews(scene: Stage, monkeypatch:
         worker._keeper._renewed_at = float("-inf")
 
 
-async def test_lost_lease_discards_the_item_and_not_its_batch(scene: Stage, caplog: pytest.LogCaptureFixture) -> None:
+async def test_lost_lease_discards_the_item_and_not_its_batch(
+    scene: InlineWorkers, caplog: pytest.LogCaptureFixture
+) -> None:
     """An entry that another finished meanwhile is not answered; its batch-mates are."""
     caplog.set_level("INFO")
     await scene.model(delay_us=200_000)
@@ -174,7 +176,7 @@ async def test_lost_lease_discards_the_item_and_not_its_batch(scene: Stage, capl
     assert not lost.done()
 
 
-async def test_corrupt_entry_is_a_dead_letter_and_the_worker_lives(scene: Stage) -> None:
+async def test_corrupt_entry_is_a_dead_letter_and_the_worker_lives(scene: InlineWorkers) -> None:
     """Bytes that are no frame are kept for a person to look at."""
     await scene.model()
     await scene.worker()
@@ -190,7 +192,7 @@ async def test_corrupt_entry_is_a_dead_letter_and_the_worker_lives(scene: Stage)
     assert (await scene.store.stats("stub", 1))["dead_letters"] == 1
 
 
-async def test_a_damaged_payload_is_a_dead_letter_and_its_caller_is_told(scene: Stage) -> None:
+async def test_a_damaged_payload_is_a_dead_letter_and_its_caller_is_told(scene: InlineWorkers) -> None:
     """The frame names the caller."""
     await scene.model()
     await scene.worker()
@@ -209,7 +211,7 @@ async def test_a_damaged_payload_is_a_dead_letter_and_its_caller_is_told(scene: 
 
 
 async def test_a_payload_that_was_deleted_in_its_store_is_a_dead_letter_and_its_caller_is_told(
-    scene: Stage, monkeypatch: pytest.MonkeyPatch
+    scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is known and can't be had: to wait for the deadline would help nobody."""
     await scene.model()
@@ -229,7 +231,7 @@ async def test_a_payload_that_was_deleted_in_its_store_is_a_dead_letter_and_its_
     await scene.queued(0)
 
 
-async def test_a_newer_frame_is_released_at_drain(scene: Stage) -> None:
+async def test_a_newer_frame_is_released_at_drain(scene: InlineWorkers) -> None:
     """It waits for a worker that can read it, and is not kept by one that ends."""
     await scene.model()
     await scene.worker()
@@ -242,7 +244,7 @@ async def test_a_newer_frame_is_released_at_drain(scene: Stage) -> None:
     assert (lease.deliveries, lease.suspect) == (1, False)
 
 
-async def test_request_of_an_older_generation_is_checked_again(scene: Stage) -> None:
+async def test_request_of_an_older_generation_is_checked_again(scene: InlineWorkers) -> None:
     """A request that does not fit the new configuration is refused, not executed."""
     old = await scene.model(dims=2)
     await scene.model(dims=3)
@@ -255,7 +257,7 @@ async def test_request_of_an_older_generation_is_checked_again(scene: Stage) -> 
     assert value(await scene.submit(2.0, width=3, generation=old)) == 2.0
 
 
-async def test_failed_reload_keeps_the_old_generation(scene: Stage) -> None:
+async def test_failed_reload_keeps_the_old_generation(scene: InlineWorkers) -> None:
     """A new generation that can't be loaded leaves the old one serving, and its reason in the heartbeat."""
     first = await scene.model()
     await scene.worker()
@@ -271,7 +273,7 @@ async def test_failed_reload_keeps_the_old_generation(scene: Stage) -> None:
     assert value(await scene.submit(4.0, generation=first)) == 4.0
 
 
-async def test_unloaded_model_leaves_the_heartbeat(scene: Stage) -> None:
+async def test_unloaded_model_leaves_the_heartbeat(scene: InlineWorkers) -> None:
     """A model that is not desired any more is drained and unloaded."""
     await scene.model()
     await scene.worker()
@@ -285,7 +287,7 @@ async def test_unloaded_model_leaves_the_heartbeat(scene: Stage) -> None:
     await eventually(lambda: not scene.backends["w1"][0].loaded)
 
 
-async def test_statistics_are_added(scene: Stage) -> None:
+async def test_statistics_are_added(scene: InlineWorkers) -> None:
     """A drained worker leaves nothing uncounted."""
     await scene.model()
     await scene.worker()
@@ -297,7 +299,7 @@ async def test_statistics_are_added(scene: Stage) -> None:
     assert 5 in stats.values()
 
 
-async def test_a_refused_fetch_is_tried_again(scene: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_fetch_is_tried_again(scene: InlineWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the broker says: the worker and its other models go on."""
     fetch = scene.delivery.fetch
     refusals: list[QinferError] = [QueueFull("full"), Refused("WRONGTYPE", "WRONGTYPE not a stream")]

@@ -2,7 +2,7 @@
 
 Tokens: a legacy token is sent as `Token …`; a personal access token is exchanged for an access token, which is sent as
 `Bearer …` and is taken until `forget_access`. Predictions that do not fit the label config are left out, and a task
-that is not in the project refuses all of a call, as there. `trouble` makes the next calls of a path end with a status.
+that is not in the project refuses all of a call, as there. `failures` makes the next calls of a path end with a status.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class LabelStudioServer:
         self.predictions: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
         self.calls: list[str] = []
-        self.trouble: dict[str, list[int]] = {}
+        self.failures: dict[str, list[int]] = {}
         self.refreshes = 0
         self._access = ""
 
@@ -67,7 +67,7 @@ class LabelStudioServer:
         parts = urlsplit(target)
         path, words = parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()}
         self.calls.append(f"{method} {path}")
-        for prefix, statuses in self.trouble.items():
+        for prefix, statuses in self.failures.items():
             if statuses and path.startswith(prefix):
                 return statuses.pop(0), b"<html>trouble</html>"
         if path == "/api/token/refresh/":

@@ -90,7 +90,7 @@ async def test_nothing_else_of_label_studio_is(studio: LabelStudioServer, refere
 
 async def test_redirects_of_label_studio_are_not_followed(studio: LabelStudioServer) -> None:
     """They lead to a store that nobody has checked; to try again changes nothing."""
-    studio.trouble["/data/"] = [303]
+    studio.failures["/data/"] = [303]
     async with fetching(studio.url) as files:
         with pytest.raises(InvalidRequest, match="kept elsewhere"):
             await files.fetch("/data/upload/1/a%20b.png")

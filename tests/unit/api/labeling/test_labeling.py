@@ -120,7 +120,7 @@ async def test_what_answers_mean(
     server: LabelStudioServer, studio: LabelStudio, status: int, error: type[Exception]
 ) -> None:
     """Whether later may be better is told apart; what is no JSON is not repeated."""
-    server.trouble["/api/"] = [status]
+    server.failures["/api/"] = [status]
 
     with pytest.raises(error) as raised:
         await studio.push(12, [])

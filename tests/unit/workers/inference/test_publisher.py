@@ -21,7 +21,7 @@ from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
 from qinfer_workers.inference import publisher
 from qinfer_workers.inference.publisher import LeaseKeeper, Publisher, place_of
-from tests.support.stage import NoRenewals
+from tests.support.inline_workers import NoRenewals
 
 
 class Offline(Queue):

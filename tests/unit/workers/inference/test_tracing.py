@@ -27,7 +27,7 @@ from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, ShardContext, Slots
 from qinfer_workers.jobs.scoring.shard_loop import ShardTask
 from qinfer_workers.jobs.scoring.shard_run import ShardRun
-from tests.support.stage import NoRenewals
+from tests.support.inline_workers import NoRenewals
 
 
 def traceparent(number: int, flags: str = "01") -> str:

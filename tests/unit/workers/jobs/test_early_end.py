@@ -11,7 +11,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.manifest import Manifest, decode_manifest
 from qinfer_workers.jobs.documents import write_partial
 from qinfer_workers.jobs.finalise import Finaliser
-from tests.support.jobs.bulk_office import Bench, bench, record_of, spec, write_inputs
+from tests.support.jobs.bulk_bench import Bench, bench, record_of, spec, write_inputs
 from tests.support.servers.servers import Database
 
 pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it

@@ -12,7 +12,7 @@ from qinfer.jobs.manifest import Manifest, decode_manifest, decode_success
 from qinfer.jobs.parts import set_aside
 from qinfer_workers.jobs.documents import expected
 from qinfer_workers.jobs.finalise import MAX_ROUNDS, Finaliser
-from tests.support.jobs.bulk_office import Bench, bench, record_of, spec, write_inputs
+from tests.support.jobs.bulk_bench import Bench, bench, record_of, spec, write_inputs
 from tests.support.servers.servers import Database
 
 pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it

@@ -18,7 +18,7 @@ from qinfer.testing import eventually
 from qinfer_workers.jobs import services
 from qinfer_workers.jobs.plan import Planner, rows_per_s
 from qinfer_workers.jobs.sweep import Sweeper
-from tests.support.jobs.bulk_office import MODEL, Bench, bench, record_of, spec, write_inputs
+from tests.support.jobs.bulk_bench import MODEL, Bench, bench, record_of, spec, write_inputs
 from tests.support.jobs.examiner_stub import STUB
 from tests.support.servers.servers import Database
 

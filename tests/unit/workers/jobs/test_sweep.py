@@ -12,7 +12,7 @@ from qinfer.jobs.job import JobState
 from qinfer.jobs.tasks import BulkTasks
 from qinfer.testing import eventually
 from qinfer_workers.jobs.sweep import CREATION_S, Sweeper
-from tests.support.jobs.bulk_office import Bench, bench, record_of, spec, write_inputs
+from tests.support.jobs.bulk_bench import Bench, bench, record_of, spec, write_inputs
 from tests.support.servers.servers import Database
 
 pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it

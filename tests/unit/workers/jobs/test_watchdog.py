@@ -11,7 +11,7 @@ from qinfer.errors import BrokerUnavailable
 from qinfer.testing import eventually
 from qinfer_workers.jobs import event_loop
 from qinfer_workers.jobs.event_loop import EventLoop, TimedOut, Watchdog
-from tests.support.jobs.bulk_office import bench
+from tests.support.jobs.bulk_bench import bench
 from tests.support.servers.servers import Database
 
 pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it

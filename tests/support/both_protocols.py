@@ -1,4 +1,4 @@
-"""The same call over HTTP and over gRPC: what each is told, for tests that compare the two."""
+"""The same call over HTTP and gRPC, for tests that compare their errors."""
 
 from typing import Any
 

@@ -64,7 +64,7 @@ def record_of(job: JobSpec, job_id: str = "job", state: str = "planning", **chan
 
 
 class FaultyStore(LocalStore):
-    """A directory that fails, as a test says, before an object of some name is made."""
+    """A directory that can fail before an object of a certain name is created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class FaultyStore(LocalStore):
 
 
 class InlineExaminers:
-    """Does in this process what examiners do, so that a test need not start one.
+    """Examines files in this process, so that tests need not start an examiner.
 
     Attributes:
         deaths: So many of the next ones die.
@@ -117,7 +117,7 @@ class InlineExaminers:
 
 
 class Bench:
-    """The services, and what a worker would do."""
+    """The services of a bulk worker, and the actions of an inference worker."""
 
     clock: EmbeddedServer
 
@@ -182,7 +182,7 @@ class Bench:
         return path
 
     async def settle(self, *, failed: int = 0) -> None:
-        """Has all shards made, and the job's state as the last shard's notice makes it."""
+        """Completes all shards, and sets the job's state as the last shard's notice does."""
         standing = await self.jobs.advance("job")
         while standing is not None and not standing.is_settled:
             for lease, shard in await self.fetch():

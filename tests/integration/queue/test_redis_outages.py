@@ -1,4 +1,4 @@
-"""Every kind of trouble with Redis, under load: gateway and worker are processes, and nobody restarts them.
+"""Outages of Redis of every kind, under load: gateway and worker are processes, and nobody restarts them.
 
 Callers may wait, and may get 503; nothing else, and no wrong answer. Afterwards all is well by itself.
 """

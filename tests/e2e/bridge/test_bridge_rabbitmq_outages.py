@@ -1,4 +1,4 @@
-"""The whole stack and a real RabbitMQ in trouble: redelivery, full lanes, missing queues, broken connections."""
+"""The whole stack and failures of a real RabbitMQ: redelivery, full lanes, missing queues, broken connections."""
 
 import asyncio
 import signal

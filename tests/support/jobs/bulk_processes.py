@@ -19,15 +19,15 @@ from qinfer.models.store import ControlStore
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import bulk_lanes
 from qinfer.queue.lanes import Queue
-from tests.support.jobs.bulk_office import MODEL, Bench, record_of, spec, write_inputs
+from tests.support.jobs.bulk_bench import MODEL, Bench, record_of, spec, write_inputs
 from tests.support.servers.servers import RedisServer, free_port
 
 ROOT = Path(__file__).parents[3]
 WITHIN_S = 40.0
 
 
-class Plant(Bench):
-    """A bench on Redis, and bulk workers as processes."""
+class BulkProcesses(Bench):
+    """A test bench on Redis, with bulk workers as processes."""
 
     def __init__(self, directory: Path, delivery: Queue, store: ControlStore, url: str) -> None:
         super().__init__(directory, delivery, store)
@@ -80,8 +80,8 @@ class Plant(Bench):
 
 
 @asynccontextmanager
-async def opened(server: RedisServer, directory: Path) -> AsyncIterator[Plant]:
-    """An emptied server, and a job on it, of which nobody was told."""
+async def opened(server: RedisServer, directory: Path) -> AsyncIterator[BulkProcesses]:
+    """An emptied server with a job, of which no bulk worker was notified."""
     write_inputs(directory / "in", [20, 5])
     with server.client() as client:
         client.flushall()
@@ -89,7 +89,7 @@ async def opened(server: RedisServer, directory: Path) -> AsyncIterator[Plant]:
     delivery, store = await Queue.connect(settings), ControlStore(admin_client(settings))
     await store.put_model(MODEL)
     await delivery.ensure(bulk_lanes("stub", 1))
-    one = Plant(directory, delivery, store, server.url)
+    one = BulkProcesses(directory, delivery, store, server.url)
     try:
         await one.jobs.create(record_of(spec(directory)))
         yield one

@@ -1,4 +1,4 @@
-"""A stage for worker tests: real workers in this process, stub backends, and a caller that waits for answers."""
+"""Real workers in this process for tests, with stub backends and a caller that waits for answers."""
 
 import asyncio
 import threading
@@ -77,7 +77,7 @@ class NoRenewals:
         self.asked.set()
 
 
-class Stage:
+class InlineWorkers:
     """Workers around one delivery and one control store."""
 
     def __init__(self, delivery: Queue, store: ControlStore, tasks: asyncio.TaskGroup) -> None:
@@ -181,7 +181,7 @@ class Stage:
         timeout_s: float = 30.0,
         generation: int = 0,
     ) -> InferRequest:
-        """Returns a request of `rows` rows full of `value`, whose answer this stage waits for."""
+        """Returns a request of `rows` rows full of `value`, whose answer the caller waits for."""
         model = model or self.lane.model
         return InferRequest(
             model=model,
@@ -324,10 +324,10 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(delivery: Queue, store: ControlStore) -> AsyncIterator[Stage]:
-    """Sets the stage, and clears it."""
+async def inline_workers(delivery: Queue, store: ControlStore) -> AsyncIterator[InlineWorkers]:
+    """Provides workers, and stops them afterwards."""
     async with asyncio.TaskGroup() as tasks:
-        scene = Stage(delivery, store, tasks)
+        scene = InlineWorkers(delivery, store, tasks)
         listener = tasks.create_task(delivery.listen(OWNER, scene.deliver))
         await eventually(
             lambda: delivery.publish(reply_address(OWNER), encode_responses([])), description="the reply stream"

@@ -1,4 +1,4 @@
-"""A backend that makes trouble where a value says so, and what a worker process needs to find it.
+"""A backend that fails for certain values, and its installation for worker processes.
 
 It echoes. A first element of `CRASH` ends the process, `HOLD_GIL` keeps the interpreter for the model's `hold_s`
 seconds, `SLOW` waits as long and lets others run.
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CRASH, HOLD_GIL, SLOW = 666.0, 777.0, 888.0
 
 CONFIG = """
-name: "{name}" backend: "trouble" max_batch_size: {max_batch_size}
+name: "{name}" backend: "faulty" max_batch_size: {max_batch_size}
 input {{ name: "x" data_type: TYPE_FP32 dims: [ 1 ] }}
 output {{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }}
 dynamic_batching {{ max_queue_delay_microseconds: {delay_us} {more} }}
@@ -27,7 +27,7 @@ parameters {{ key: "trace" value {{ string_value: "{trace}" }} }}
 """
 
 
-class TroubleBackend:
+class FaultyBackend:
     """See the module docstring; it appends the values of each batch to the file `trace`, a line each, at its start."""
 
     short_on_loop = False
@@ -54,7 +54,7 @@ class TroubleBackend:
         return
 
 
-def write_model(repository: Path, name: str = "trouble", **options: object) -> Path:
+def write_model(repository: Path, name: str = "faulty", **options: object) -> Path:
     """Writes a model of this backend; returns the file in which it notes what it executes."""
     trace = repository.parent / f"{name}.trace"
     fields = {"max_batch_size": 64, "delay_us": 0, "more": "", "hold_s": 1.0, **options}
@@ -66,11 +66,11 @@ def write_model(repository: Path, name: str = "trouble", **options: object) -> P
 
 def install(directory: Path) -> str:
     """Installs the backend as a third party would, by an entry point; returns the PYTHONPATH that finds it."""
-    distribution = directory / "trouble-1.0.dist-info"
+    distribution = directory / "faulty-1.0.dist-info"
     distribution.mkdir(parents=True)
-    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: trouble\nVersion: 1.0\n")
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
     (distribution / "entry_points.txt").write_text(
-        "[qinfer.backends]\ntrouble = tests.support.trouble:TroubleBackend\n"
+        "[qinfer.backends]\nfaulty = tests.support.faulty_backend:FaultyBackend\n"
     )
     return os.pathsep.join([str(directory), str(ROOT)])
 
