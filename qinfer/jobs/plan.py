@@ -1,6 +1,6 @@
 """The plan of a job: which rows of which files are which shard, what its parts are; its JSON and its tickets. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -185,6 +185,11 @@ def read_stored(decoder: Decoder[T], data: bytes | memoryview, what: str) -> T:
 def encode_ticket(ticket: ShardTicket) -> bytes:
     """Encodes a ticket for a lane."""
     return msgspec.msgpack.encode(ticket)
+
+
+def frames_of(job_id: str, shards: Iterable[Shard]) -> list[tuple[int, bytes]]:
+    """Returns shards as they are queued: the index and the ticket of each."""
+    return [(shard.index, encode_ticket(ShardTicket(job_id, shard))) for shard in shards]
 
 
 def decode_ticket(data: bytes | memoryview) -> ShardTicket:

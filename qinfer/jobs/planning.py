@@ -18,7 +18,7 @@ from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.schemas import common_type, encode_schema
 from qinfer.jobs.job import JobSpec, shown, with_checked_urls
 from qinfer.jobs.plan import InputFile, Plan, Source, Unplanned
-from qinfer.jobs.rows.source import FileFormat, Footer, find_files, format_of, read_footer, read_schema
+from qinfer.jobs.rows.source import FileFormat, Footer, find_files, format_of, read_footer
 from qinfer.jobs.rows.text_types import TextTypes, text_types, without_null
 from qinfer.jobs.shards import Pace, plan_shards, shard_sizes
 from qinfer.models.spec import ModelSpec
@@ -138,7 +138,7 @@ def first_schema(files: Sequence[Stat], format_: FileFormat, types: TextTypes) -
         StoreError: A store can't be read.
     """
     for file in files[:_MOST_EMPTY]:
-        schema = read_schema(file, format_, types)
+        schema = read_footer(file, format_, types, columns_only=True).schema
         if schema.names:
             return file, schema
     raise InvalidRequest(

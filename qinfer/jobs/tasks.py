@@ -6,6 +6,7 @@ Celery plans, finishes and looks after jobs; the rows never pass through it. It 
 
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -143,27 +144,37 @@ class BulkTasks:
     def _producer(self) -> "Celery":
         with self._lock:
             if self._app is None:
-                self._app = _producer(self._settings)
+                half_s = self._settings.redis.connect_timeout_s / 2  # to connect, and to be answered
+                self._app = celery_app(self._settings, half_s, {"socket_timeout": half_s, "max_retries": 0})
             return self._app
 
 
-def _producer(settings: Settings) -> "Celery":
+def celery_app(settings: Settings, connect_s: float, transport: Mapping[str, Any]) -> "Celery":
+    """Makes an app that knows the queue of the tasks, and no task.
+
+    Args:
+        settings: Where the broker is.
+        connect_s: How long connecting may take.
+        transport: More options of the broker's transport.
+
+    Raises:
+        SettingsError: The broker can't be used, or Celery is not installed.
+    """
     broker = broker_of(settings)
     try:
         from celery import Celery
     except ImportError:
         raise SettingsError("bulk jobs need Celery: pip install 'qinfer-ml[bulk]'") from None
-    half_s = settings.redis.connect_timeout_s / 2  # to connect, and to be answered
     app = Celery("qinfer", set_as_current=False, broker=broker.url)
+    common = {"socket_connect_timeout": connect_s, "socket_keepalive": True}
     app.conf.update(
-        task_serializer="json",
         accept_content=["json"],
-        broker_connection_timeout=half_s,
-        broker_use_ssl=broker.tls or None,
-        broker_transport_options=broker.transport
-        | {"socket_connect_timeout": half_s, "socket_timeout": half_s, "socket_keepalive": True, "max_retries": 0},
+        task_serializer="json",
         task_default_queue=QUEUE,
         task_ignore_result=True,
+        broker_use_ssl=broker.tls or None,
+        broker_connection_timeout=connect_s,
+        broker_transport_options=broker.transport | common | dict(transport),
     )
     return app
 

@@ -10,6 +10,7 @@ from qinfer.cli.console import DEFAULT_URL, JsonOption, ModelArgument, UrlOption
 from qinfer.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from qinfer.cli.client import GatewayClient
     from qinfer.client import Job, JobStatus
     from qinfer.client.job_flows import JobOptions
 
@@ -18,13 +19,6 @@ app = typer.Typer(help="Manage bulk jobs: list, show, wait, cancel, resume, dele
 SUBMIT_EXAMPLE = (
     "Example: qinfer submit digits 's3://bucket/in/*.parquet' s3://bucket/out --column image=pixels --key id --wait"
 )
-LIST_EXAMPLE = "Example: qinfer jobs list --state running"
-SHOW_EXAMPLE = "Example: qinfer jobs show 01JX3M3TC8Z6Q5RYB7WS2K4D9F"
-WAIT_EXAMPLE = "Example: qinfer jobs wait 01JX3M3TC8Z6Q5RYB7WS2K4D9F"
-CANCEL_EXAMPLE = "Example: qinfer jobs cancel 01JX3M3TC8Z6Q5RYB7WS2K4D9F"
-RESUME_EXAMPLE = "Example: qinfer jobs resume 01JX3M3TC8Z6Q5RYB7WS2K4D9F --wait"
-DELETE_EXAMPLE = "Example: qinfer jobs delete 01JX3M3TC8Z6Q5RYB7WS2K4D9F"
-LOGS_EXAMPLE = "Example: qinfer jobs logs 01JX3M3TC8Z6Q5RYB7WS2K4D9F"
 
 INTERRUPTED = 130
 
@@ -140,8 +134,6 @@ def submit(
     Exit codes: 0 submitted (with --wait: completed), 1 failed, cancelled or expired, 2 refused, 130 interrupted while
     waiting; the job goes on.
     """
-    from qinfer.cli.client import GatewayClient
-
     options: JobOptions = {
         "id": job_id,
         "version": version,
@@ -161,11 +153,11 @@ def submit(
         "metadata": pairs("--metadata", metadata or []),
         "webhook": webhook,
     }
-    with GatewayClient(url) as client:
+    with _client(url) as client:
         finish(client.submit_job(model, inputs, output, **options), url, wait=wait, as_json=as_json)
 
 
-@app.command("list", epilog=LIST_EXAMPLE)
+@app.command("list", epilog="Example: qinfer jobs list --state running")
 def list_jobs(
     *,
     state: Annotated[str, typer.Option("--state", help="Show only jobs in this state, such as running.")] = "",
@@ -174,9 +166,7 @@ def list_jobs(
     as_json: JsonOption = False,
 ) -> None:
     """List bulk jobs, newest first."""
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with _client(url) as client:
         found = client.jobs(state=state, limit=count)
     if as_json:
         print_json([dict(status.fields) for status in found])
@@ -184,37 +174,35 @@ def list_jobs(
         _print_list(found)
 
 
-@app.command("show", epilog=SHOW_EXAMPLE)
+@app.command("show", epilog="Example: qinfer jobs show 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def show_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Show one job: its state and its specification."""
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with _client(url) as client:
         _show(client.job(job_id).status(), as_json=as_json)
 
 
-@app.command("wait", epilog=WAIT_EXAMPLE)
+@app.command("wait", epilog="Example: qinfer jobs wait 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def wait_for_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Wait until a job ends, and show progress.
 
     Exit codes: 0 completed; 1 failed, cancelled or expired; 130 interrupted, and the job goes on.
     """
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with _client(url) as client:
         finish(client.job(job_id), url, wait=True, as_json=as_json)
 
 
-@app.command("cancel", epilog=CANCEL_EXAMPLE)
+@app.command("cancel", epilog="Example: qinfer jobs cancel 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def cancel_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Cancel a job; its output so far is kept, and it can be resumed."""
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with _client(url) as client:
         _print_status(client.job(job_id).cancel(), as_json=as_json)
 
 
-@app.command("resume", epilog=RESUME_EXAMPLE, short_help="Have a job go on that ended early.")
+@app.command(
+    "resume",
+    epilog="Example: qinfer jobs resume 01JX3M3TC8Z6Q5RYB7WS2K4D9F --wait",
+    short_help="Have a job go on that ended early.",
+)
 def resume_job(
     job_id: IdArgument,
     *,
@@ -232,9 +220,7 @@ def resume_job(
     as_json: JsonOption = False,
 ) -> None:
     """Resume a failed, expired or cancelled job; finished work is kept."""
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with _client(url) as client:
         job = client.job(job_id)
         status = job.resume(error_threshold=error_threshold, max_parallel=max_parallel, deadline_s=deadline)
         if wait:
@@ -243,12 +229,10 @@ def resume_job(
             _print_status(status, as_json=as_json)
 
 
-@app.command("delete", epilog=DELETE_EXAMPLE)
+@app.command("delete", epilog="Example: qinfer jobs delete 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Delete the record of an ended job; its output is kept."""
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with _client(url) as client:
         client.job(job_id).delete()
     if as_json:
         print_json({"deleted": job_id})
@@ -256,12 +240,10 @@ def delete_job(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: Jso
         print(f"job {job_id} deleted; its output is kept")
 
 
-@app.command("logs", epilog=LOGS_EXAMPLE)
+@app.command("logs", epilog="Example: qinfer jobs logs 01JX3M3TC8Z6Q5RYB7WS2K4D9F")
 def job_logs(job_id: IdArgument, *, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False) -> None:
     """Show the log of a job, oldest first."""
-    from qinfer.cli.client import GatewayClient
-
-    with GatewayClient(url) as client:
+    with _client(url) as client:
         lines = client.job(job_id).log()
     if as_json:
         print_json([{"at": line.at, "text": line.text} for line in lines])
@@ -292,6 +274,12 @@ def finish(job: "Job", url: str, *, wait: bool, as_json: bool) -> None:
     _print_status(status, as_json=as_json)
     if status.state != "completed":
         raise typer.Exit(1)
+
+
+def _client(url: str) -> "GatewayClient":
+    from qinfer.cli.client import GatewayClient
+
+    return GatewayClient(url)
 
 
 def _command(what: str, job_id: str, url: str) -> str:

@@ -14,10 +14,7 @@ import pyarrow.compute as pc
 from qinfer.jobs.columns.row_errors import Array, Mask
 from qinfer.tensors import DATATYPES
 
-_INTEGERS = {name for name in DATATYPES if name.startswith(("INT", "UINT"))}
 _FLOATS = {"FP16", "BF16", "FP32", "FP64"}
-
-
 _DTYPES = {name: np.dtype(kind.numpy or "<f4") for name, kind in DATATYPES.items() if name != "BYTES"}
 
 
@@ -82,8 +79,8 @@ def bounds(kind: pa.DataType, datatype: str) -> Bounds | None:
     """Returns which values of a type that `fits` can become elements; `None` when all can."""
     if datatype == "BYTES" or pa.types.is_boolean(kind) or pa.types.is_null(kind):
         return None
-    source = _source(kind)
-    low, high = _range(datatype)
+    source = np.dtype(kind.to_pandas_dtype())
+    low, high = (0, 1) if datatype == "BOOL" else _extremes(_DTYPES[datatype])
     least, most = _extremes(source)
     if low <= least and most <= high:
         return None
@@ -153,23 +150,7 @@ def _objects(values: pa.Array) -> Array:
     return array
 
 
-def _range(datatype: str) -> tuple[int | float, int | float]:
-    """Returns the least and the greatest finite value of a datatype."""
-    if datatype == "BOOL":
-        return 0, 1
-    if datatype in _FLOATS:
-        most = float(np.finfo(target_dtype(datatype)).max)
-        return -most, most
-    whole = np.iinfo(str(DATATYPES[datatype].numpy))
-    return int(whole.min), int(whole.max)
-
-
 def _extremes(dtype: np.dtype[Any]) -> tuple[int | float, int | float]:
     if dtype.kind == "f":
         return float(np.finfo(dtype).min), float(np.finfo(dtype).max)
     return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
-
-
-def _source(kind: pa.DataType) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
-    return dtype

@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from itertools import groupby, islice
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -66,7 +65,7 @@ class RowBatch(NamedTuple):
 
 
 class ShardReader:
-    """Reads the rows of one shard in order; blocking, for one thread.
+    """Reads the rows of one shard in order, to be closed; blocking, for one thread.
 
     Args:
         shard: The shard.
@@ -92,14 +91,6 @@ class ShardReader:
         self._files = _SourceFiles(shard.ranges if shard.rows else (), self.schema, input_format, store)
         self._chunks = self._read_chunks()
         self._rest: _Chunk | None = None
-
-    def __enter__(self) -> "ShardReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def read(self, rows: int) -> RowBatch | None:
         """Reads the next rows.

@@ -103,57 +103,40 @@ def format_of(url: str, input_format: InputFormat) -> FileFormat:
     return _EXTENSIONS[extension]
 
 
-def read_footer(file: Stat, format_: FileFormat, types: TextTypes = NOTHING_WANTED) -> Footer:
+def read_footer(
+    file: Stat, format_: FileFormat, types: TextTypes = NOTHING_WANTED, *, columns_only: bool = False
+) -> Footer:
     """Reads what planning needs of a file; CSV and JSON lines are read to their end.
 
     Args:
         file: The file.
         format_: What it is.
         types: What the job needs of the columns of CSV and JSON lines.
+        columns_only: Read the columns, of CSV and JSON lines those of the first block, and perhaps no rows.
 
     Raises:
         InvalidRequest: It is damaged, or not of this format.
         StoreError: It can't be read.
     """
-    return _read(file, format_, types, rows=True)
-
-
-def read_schema(file: Stat, format_: FileFormat, types: TextTypes = NOTHING_WANTED) -> pa.Schema:
-    """Reads a file's columns, of CSV and JSON lines those of the first block; an empty one has none.
-
-    Args:
-        file: The file.
-        format_: What it is.
-        types: What the job needs of the columns of CSV and JSON lines.
-
-    Raises:
-        InvalidRequest: It is damaged, or not of this format.
-        StoreError: It can't be read.
-    """
-    return _read(file, format_, types, rows=False).schema
-
-
-def _read(file: Stat, format_: FileFormat, types: TextTypes, *, rows: bool) -> Footer:
     if not file.size_bytes:
         if format_ in ("csv", "jsonl"):
             return Footer(pa.schema([]), 0, None)
         raise InvalidRequest(f"'{file.url}' is empty, without even the footer of {format_} files; remove it")
     try:
-        with store_for(file.url).open(file.url, sequential=_sequential(format_, rows=rows)) as content:
+        with store_for(file.url).open(file.url, sequential=format_ in ("csv", "jsonl") and not columns_only) as content:
             if format_ == "parquet":
                 return _parquet(content)
             if format_ == "arrow":
-                return _arrow(content, file, rows=rows)
-            footer = _text(content, format_, types, rows=rows)
+                return _arrow(content, file, columns_only=columns_only)
+            if columns_only:
+                footer = Footer(text_rows.text_schema(content, format_, types), 0, None)
+            else:
+                footer = Footer(*text_rows.read_through(content, format_, types), None)
     except (pa.ArrowException, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:_REASON_CHARACTERS]
         raise InvalidRequest(f"'{file.url}' can't be read as {format_}; is it damaged or cut off? {reason}") from None
     check_key(footer.schema, types, file.url)
     return footer
-
-
-def _sequential(format_: FileFormat, *, rows: bool) -> bool:
-    return rows and format_ in ("csv", "jsonl")
 
 
 def _parquet(content: BinaryIO) -> Footer:
@@ -162,10 +145,10 @@ def _parquet(content: BinaryIO) -> Footer:
         return Footer(file.schema_arrow, sum(groups), groups)
 
 
-def _arrow(content: BinaryIO, file: Stat, *, rows: bool) -> Footer:
+def _arrow(content: BinaryIO, file: Stat, *, columns_only: bool) -> Footer:
     reader = pa.ipc.open_file(content)
     count = reader.num_record_batches
-    if not rows:
+    if columns_only:
         return Footer(reader.schema, 0, ())
     if count and file.size_bytes // count < _SMALL_BATCH_BYTES:  # a request for each would take longer
         with store_for(file.url).open(file.url, sequential=True) as whole:
@@ -173,12 +156,6 @@ def _arrow(content: BinaryIO, file: Stat, *, rows: bool) -> Footer:
     else:
         groups = batch_rows(content)
     return Footer(reader.schema, sum(groups), groups)
-
-
-def _text(content: BinaryIO, format_: Literal["csv", "jsonl"], types: TextTypes, *, rows: bool) -> Footer:
-    if not rows:
-        return Footer(text_rows.text_schema(content, format_, types), 0, None)
-    return Footer(*text_rows.read_through(content, format_, types), None)
 
 
 def _listing(folder: str, patterns: dict[str, re.Pattern[str]], enough: int, until_s: float) -> dict[str, list[Stat]]:

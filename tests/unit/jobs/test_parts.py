@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def score(folder: Path, output: Output, size: int = 30, rows: int = ROWS) -> tup
     columns = OutputColumns(spec, MODEL, schema, [part.url for part in shard.ranges])
     path = folder / shard.part
     with (
-        ShardReader(shard, (*inputs.columns, *columns.copied), schema) as reader,
+        closing(ShardReader(shard, (*inputs.columns, *columns.copied), schema)) as reader,
         PartWriter(path, columns.schema, output, part_metadata(JOB, shard, HASH)) as writer,
     ):
         while (batch := reader.read(size)) is not None:

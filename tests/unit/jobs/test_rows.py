@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,7 +37,7 @@ def table(rows: int, first: int = 0) -> pa.Table:
 
 def read(shard: Shard, rows: int, schema: pa.Schema, columns: tuple[str, ...] = ("n",), **more: Any) -> list[Any]:
     """Reads a shard to its end: the batches."""
-    with ShardReader(shard, columns, schema, **more) as reader:
+    with closing(ShardReader(shard, columns, schema, **more)) as reader:
         found = []
         while (batch := reader.read(rows)) is not None:
             assert batch.record.schema.equals(reader.schema)
@@ -145,7 +146,7 @@ def test_a_file_that_was_replaced_or_removed_is_noticed(tmp_path: Path, extensio
 
 def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     url = write(tmp_path / "a.parquet", table(100), group=10)
-    with ShardReader(shard_of(url), ("n",), SCHEMA) as reader:
+    with closing(ShardReader(shard_of(url), ("n",), SCHEMA)) as reader:
         assert reader.read(10) is not None
         os.utime(tmp_path / "a.parquet", ns=(1, 1))
 
@@ -332,7 +333,7 @@ def test_a_bucket_that_goes_away_is_not_a_damaged_file(
     random = np.random.default_rng(0).standard_normal(100_000)
     write(tmp_path / "a.parquet", pa.table({"n": random}), group=10_000)
     shard = shard_of(f"{s3.upload(tmp_path, to='gone')}/a.parquet")
-    with ShardReader(shard, ("n",), pa.schema([("n", pa.float64())])) as reader:
+    with closing(ShardReader(shard, ("n",), pa.schema([("n", pa.float64())]))) as reader:
         assert reader.read(10) is not None
         s3.remove("gone/a.parquet")
 
@@ -347,7 +348,7 @@ def peak_bytes(shard: Shard, schema: pa.Schema) -> int:
     most = 0
     pa.set_memory_pool(pool)
     try:
-        with ShardReader(shard, schema.names, schema) as reader:
+        with closing(ShardReader(shard, schema.names, schema)) as reader:
             while reader.read(1000) is not None:
                 most = max(most, pool.bytes_allocated() - before)
     finally:

@@ -2,6 +2,7 @@
 
 import io
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def rows(folder: Path, model: ModelSpec, **fields: Any) -> list[dict[str, Any]]:
     schema = decode_schema(plan.schema)
     found: list[dict[str, Any]] = []
     for shard in plan.shards:
-        with ShardReader(shard, schema.names, schema) as reader:
+        with closing(ShardReader(shard, schema.names, schema)) as reader:
             while (batch := reader.read(1000)) is not None:
                 found += batch.record.to_pylist()
     assert len(found) == plan.rows

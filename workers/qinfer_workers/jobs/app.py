@@ -13,7 +13,7 @@ from celery.exceptions import Reject
 from qinfer.core.retry import pause_s
 from qinfer.core.settings import Settings
 from qinfer.errors import QinferError
-from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, broker_of
+from qinfer.jobs.tasks import FINALISE, PLAN, QUEUE, SWEEP, celery_app
 from qinfer_workers.jobs.event_loop import EventLoop, Stopped
 
 UseCase = Callable[[str], Coroutine[None, None, None]]
@@ -56,35 +56,25 @@ def plain_app(settings: Settings) -> Celery:
     Raises:
         SettingsError: The broker can't be used.
     """
-    broker = broker_of(settings)
-    app = Celery("qinfer", set_as_current=False, broker=broker.url)
     longest_s = settings.bulk.plan_timeout_s + _VISIBILITY_MARGIN_S  # else a task that runs would be run again
+    transport = {
+        "visibility_timeout": longest_s,
+        "socket_timeout": settings.redis.command_timeout_s + _SOCKET_MARGIN_S,
+        "retry_on_timeout": True,
+        "health_check_interval": 10,
+    }
+    app = celery_app(settings, settings.redis.connect_timeout_s, transport)
     app.conf.update(
-        accept_content=["json"],
-        task_serializer="json",
-        task_default_queue=QUEUE,
         task_acks_late=True,
         task_reject_on_worker_lost=True,
-        task_ignore_result=True,
         worker_prefetch_multiplier=1,
         worker_send_task_events=True,  # Flower shows them
         worker_enable_remote_control=False,  # kombu reads its subscription without a limit where it was made again
         task_send_sent_event=True,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
-        broker_use_ssl=broker.tls or None,
-        broker_connection_timeout=settings.redis.connect_timeout_s,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
-        broker_transport_options=broker.transport
-        | {
-            "visibility_timeout": longest_s,
-            "socket_connect_timeout": settings.redis.connect_timeout_s,
-            "socket_timeout": settings.redis.command_timeout_s + _SOCKET_MARGIN_S,
-            "socket_keepalive": True,
-            "retry_on_timeout": True,
-            "health_check_interval": 10,
-        },
         beat_schedule={
             "sweep": {
                 "task": SWEEP,

@@ -28,8 +28,6 @@ StoreFor = Callable[[str], Store]
 PLAN_NAME = "_plan.json"
 PARTIAL_NAME = "_manifest.partial.json"
 
-PLAN_GONE = "the job's plan is gone from its output; make a new job"
-
 MAX_BYTES = 2**30
 """Beyond any plan and manifest: a million files are about 200 MB."""
 

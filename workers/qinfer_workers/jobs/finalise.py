@@ -12,14 +12,13 @@ A job that has ended before it was complete has the parts that are there listed,
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 from qinfer.errors import CorruptEntry, InvalidRequest, QinferError
 from qinfer.jobs.examiner_pool import ExaminerDied
 from qinfer.jobs.job import ENDED_EARLY, JobState
-from qinfer.jobs.plan import PartInfo, Plan, Shard, ShardTicket, encode_ticket
-from qinfer.jobs.queue.records import JobRecord, spec_of, too_many, why_failed
-from qinfer_workers.jobs.documents import PLAN_GONE, expected, read_plan, write_manifest, write_partial
+from qinfer.jobs.plan import PartInfo, Plan, Shard, frames_of
+from qinfer.jobs.queue.records import JobRecord, too_many, why_failed
+from qinfer_workers.jobs.documents import expected, write_manifest, write_partial
 from qinfer_workers.jobs.services import FINISHING, MAX_DEATHS, PLANNING, JobServices, NotWanted
 
 logger = logging.getLogger("qinfer_workers.jobs")
@@ -46,16 +45,12 @@ class Finaliser:
         Raises:
             QinferError: It did not work for now, and is to be tried again.
         """
-        record = await self._services.jobs.get(job_id)
-        if record is not None and record.state == JobState.FINALIZING:
-            await self._services.attempt(FINISHING, record, partial(self._finish, record))
+        await self._services.attempt(FINISHING, job_id, self._finish)
         await leave_partial(self._services, job_id)
 
     async def _finish(self, record: JobRecord, deaths: int) -> None:
         services, jobs = self._services, self._services.jobs
-        plan = await services.in_thread(read_plan, services.store_for, record.id, spec_of(record).output.url)
-        if plan is None:
-            raise InvalidRequest(PLAN_GONE)
+        plan = await services.plan_there(record)
         outcomes = await jobs.outcomes(record.id)
         if why := why_failed(outcomes.values(), record.max_errors, len(plan.shards)):
             await services.fail(record, why)
@@ -89,7 +84,7 @@ class Finaliser:
             return
         shards = [shard for shard, _ in wrong]
         await services.examiners.set_aside(expected(plan, shards), readers)
-        frames = [(shard.index, encode_ticket(ShardTicket(record.id, shard))) for shard in shards]
+        frames = frames_of(record.id, shards)
         await jobs.note(record.id, f"{len(wrong)} {_BROKEN}{first}")
         if not await jobs.requeue(record.id, frames, expected={JobState.FINALIZING}):
             raise NotWanted
@@ -129,7 +124,7 @@ async def leave_partial(services: JobServices, job_id: str) -> None:
 
 async def _list_parts(services: JobServices, record: JobRecord) -> None:
     try:
-        plan = await services.in_thread(read_plan, services.store_for, record.id, spec_of(record).output.url)
+        plan = await services.plan_of(record)
     except InvalidRequest:  # the output is another's: that is why the job failed
         return
     if plan is None:

@@ -9,14 +9,13 @@ the one that is there: so shards and parts are the same ones, however often it i
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import msgspec
 
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady
 from qinfer.jobs.job import JobSpec, JobState
-from qinfer.jobs.plan import Plan, Shard, ShardTicket, Unplanned, decode_plan, encode_plan_head, encode_ticket
+from qinfer.jobs.plan import Plan, Shard, Unplanned, decode_plan, encode_plan_head, frames_of
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome, spec_of
 from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import from_json, to_spec
@@ -50,15 +49,13 @@ class Planner:
         Raises:
             QinferError: It did not work for now, and is to be tried again.
         """
-        record = await self._services.jobs.get(job_id)
-        if record is not None and record.state == JobState.PLANNING:
-            await self._services.attempt(PLANNING, record, partial(self._plan, record))
+        await self._services.attempt(PLANNING, job_id, self._plan)
         await leave_partial(self._services, job_id)
 
     async def _plan(self, record: JobRecord, deaths: int) -> None:
         services, jobs = self._services, self._services.jobs
         spec = spec_of(record)
-        plan = await services.in_thread(read_plan, services.store_for, record.id, spec.output.url)
+        plan = await services.plan_of(record)
         is_new = plan is None
         if plan is None:
             plan = await self._make(record, spec, services.readers(deaths))
@@ -70,7 +67,7 @@ class Planner:
         head = encode_plan_head(plan)
         if not await jobs.move(record.id, {JobState.PLANNING}, JobState.PLANNING, max_errors=most, head=head):
             raise NotWanted
-        frames = [(shard.index, encode_ticket(ShardTicket(record.id, shard))) for shard in plan.shards]
+        frames = frames_of(record.id, plan.shards)
         if not await jobs.plan(record.id, frames, plan.rows, complete=True):
             raise NotWanted
         if again:

@@ -16,14 +16,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from qinfer.core.clock import ServerClock
 from qinfer.core.settings import Settings
-from qinfer.errors import ModelNotReady, QinferError
+from qinfer.errors import InvalidRequest, ModelNotReady, QinferError
 from qinfer.jobs.examiner_pool import DIED, ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
+from qinfer.jobs.plan import Plan
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, LogLine
+from qinfer.jobs.queue.records import JobRecord, LogLine, spec_of
 from qinfer.models.readiness import capacity_of
 from qinfer.models.store import ControlStore
 from qinfer.storage.store import Store
+from qinfer_workers.jobs.documents import read_plan
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
@@ -47,10 +49,12 @@ class Step(NamedTuple):
 
     Attributes:
         name: `planning` or `finishing`.
+        state: The state of a job that is at this step.
         leads_to: The states to which the step itself moves the job.
     """
 
     name: str
+    state: JobState
     leads_to: frozenset[JobState]
 
     @property
@@ -64,8 +68,8 @@ class Step(NamedTuple):
         return f"{self.name} is tried again: "
 
 
-PLANNING = Step("planning", frozenset({JobState.RUNNING, JobState.FINALIZING}))
-FINISHING = Step("finishing", frozenset({JobState.RUNNING, JobState.COMPLETED}))
+PLANNING = Step("planning", JobState.PLANNING, frozenset({JobState.RUNNING, JobState.FINALIZING}))
+FINISHING = Step("finishing", JobState.FINALIZING, frozenset({JobState.RUNNING, JobState.COMPLETED}))
 
 
 class Attempts(NamedTuple):
@@ -96,6 +100,10 @@ def attempts_of(step: Step, log: Sequence[LogLine]) -> Attempts:
     silent = max(0, sum(line.text == step.began for line in lines) - bool(reason))
     told = sum(line.text.startswith(step.waits + DIED) for line in lines)
     return Attempts(lines[-1].at, silent + told, reason)
+
+
+Work = Callable[[JobRecord, int], Awaitable[None]]
+"""The work of a step: gets the job, and in how many attempts a process died."""
 
 
 class JobServices:
@@ -142,6 +150,21 @@ class JobServices:
                 future.add_done_callback(lambda done: self._left_s.pop(done, None))
             raise
 
+    async def plan_of(self, record: JobRecord) -> Plan | None:
+        """Reads the plan of a job; `None` = it has none yet. Raises as `read_plan`."""
+        return await self.in_thread(read_plan, self.store_for, record.id, spec_of(record).output.url)
+
+    async def plan_there(self, record: JobRecord) -> Plan:
+        """Reads the plan of a job that was planned.
+
+        Raises:
+            QinferError: It is gone, or can't be read, now or at all.
+        """
+        plan = await self.plan_of(record)
+        if plan is None:
+            raise InvalidRequest("the job's plan is gone from its output; make a new job")
+        return plan
+
     def hanging(self, longer_than_s: float) -> int:
         """Returns how many threads go on so long after whoever waited for them has given up; for any thread."""
         before_s = time.monotonic() - longer_than_s
@@ -177,17 +200,20 @@ class JobServices:
         await self.jobs.stop(record.id, JobState.FAILED, error=why)
         logger.warning("job failed", extra={"job": record.id, "reason": why})
 
-    async def attempt(self, step: Step, record: JobRecord, work: Callable[[int], Awaitable[None]]) -> None:
-        """Does a step of a job, unless it was tried too long or too often; what the user can mend ends the job.
+    async def attempt(self, step: Step, job_id: str, work: Work) -> None:
+        """Does the step of a job, unless it was tried too long or too often; what the user can mend ends the job.
 
         Args:
-            step: Which step.
-            record: The job; nobody else may change its state while the work goes on.
-            work: The step itself; learns in how many attempts a process died.
+            step: Which step; nothing is done for a job in another state.
+            job_id: The job; nobody else may change its state while the work goes on.
+            work: The step itself.
 
         Raises:
             QinferError: It did not work for now, and is to be tried again.
         """
+        record = await self.jobs.get(job_id)
+        if record is None or record.state != step.state:
+            return
         await self.note_idle(record)
         attempts = attempts_of(step, await self.jobs.log(record.id))
         try:
@@ -213,9 +239,7 @@ class JobServices:
             logger.exception("a job's step failed", extra={"job": record.id, "step": step.name})
             await self.fail(record, f"{step.name} failed: {type(error).__name__}; the bulk worker's log says more")
 
-    async def _begin(
-        self, step: Step, record: JobRecord, attempts: Attempts, work: Callable[[int], Awaitable[None]]
-    ) -> None:
+    async def _begin(self, step: Step, record: JobRecord, attempts: Attempts, work: Work) -> None:
         """Does the work, and ends the job where that takes or took too long, or processes died of it too often."""
         limit_s = self.settings.plan_timeout_s
         spent_s = self.clock.now_s() - attempts.since_at if attempts.since_at else 0.0
@@ -229,7 +253,7 @@ class JobServices:
             await self.jobs.note(record.id, step.began)
         try:
             async with asyncio.timeout(limit_s - spent_s) as limit:
-                await work(attempts.deaths)
+                await work(record, attempts.deaths)
         except TimeoutError:
             if not limit.expired():
                 raise

@@ -7,12 +7,11 @@ one for `JobServices.stale_s` is looked at: its task is sent again, its lane fil
 import logging
 from collections.abc import Awaitable, Callable, Collection
 
-from qinfer.errors import BrokerUnavailable, InvalidRequest, QinferError
+from qinfer.errors import BrokerUnavailable, QinferError
 from qinfer.jobs.job import JobState
-from qinfer.jobs.plan import ShardTicket, encode_ticket
-from qinfer.jobs.queue.records import JobRecord, spec_of, why_failed
+from qinfer.jobs.plan import frames_of
+from qinfer.jobs.queue.records import JobRecord, why_failed
 from qinfer.jobs.tasks import BulkTasks
-from qinfer_workers.jobs.documents import PLAN_GONE, read_plan
 from qinfer_workers.jobs.services import JobServices
 
 logger = logging.getLogger("qinfer_workers.jobs")
@@ -123,10 +122,7 @@ class Sweeper:
             QinferError: Their plan can't be read, now or at all.
         """
         services, jobs = self._services, self._services.jobs
-        plan = await services.in_thread(read_plan, services.store_for, record.id, spec_of(record).output.url)
-        if plan is None:
-            raise InvalidRequest(PLAN_GONE)
-        shards = [shard for shard in plan.shards if shard.index in lost]
-        frames = [(shard.index, encode_ticket(ShardTicket(record.id, shard))) for shard in shards]
+        plan = await services.plan_there(record)
+        frames = frames_of(record.id, [shard for shard in plan.shards if shard.index in lost])
         if await jobs.requeue(record.id, frames, expected={JobState.RUNNING}):
             await jobs.note(record.id, f"{len(frames)} shards were lost by the queue and are run again")

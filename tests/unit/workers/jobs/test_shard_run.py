@@ -32,12 +32,13 @@ from qinfer.queue.entries import Entry, Lane, Lease
 from qinfer.tensors import from_numpy
 from qinfer.testing import eventually, stub_spec
 from qinfer_workers.inference.executor import ThreadExecutor
+from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
-from qinfer_workers.jobs.scoring.context import Abandoned, PutOff
+from qinfer_workers.jobs.scoring.context import Abandoned, PutOff, Served
 from qinfer_workers.jobs.scoring.scoring import Purpose
 from qinfer_workers.jobs.scoring.shard_files import SPOOL_PREFIX, ShardFiles, Task, clear_spool
-from qinfer_workers.jobs.scoring.shard_run import Place, ShardRun
+from qinfer_workers.jobs.scoring.shard_run import ShardRun
 from tests.support.batching import Bench
 from tests.support.jobs.shard_runs import job_spec, plan_head, read_parts, scored_rows, shards_of, write_rows
 
@@ -100,19 +101,19 @@ class Ground:
     def run(self, shard: Shard, spec: JobSpec, *, is_again: bool = False, **options: Any) -> ShardRun:
         files = ShardFiles(self.task(shard, spec, **options))
         size = BatchSize(self.spec.max_batch_size, 1.0)
-        place = Place(
+        served = Served(
             batcher=self.batcher,
+            loaded=Loaded(spec=self.spec, version=1, generation=1, identity="", devices=()),
             arbiter=self.arbiter,
             size=size,
-            line=self.line,
-            hurry=self.hurry,
             clock=self.clock,
-            model_hash="h",
+            hurry=self.hurry,
             spool=self.folder,
             read_bytes=2**26,
+            line=self.line,
         )
         purpose = Purpose(model=self.loaded, clock=self.clock, request_id="job1-0")
-        return ShardRun(files, purpose, place, self.free, is_again=is_again)
+        return ShardRun(files, purpose, served, self.free, is_again=is_again)
 
     def left(self) -> list[str]:
         """Returns what is in the spool folder still."""

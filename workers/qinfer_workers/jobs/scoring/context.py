@@ -9,16 +9,22 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qinfer.batching.batcher import Batcher
+from qinfer.core.clock import ServerClock
 from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.observe.stats import ModelCounts
 from qinfer.queue.entries import Lease
 from qinfer.queue.lanes import Queue
+from qinfer_workers.inference.loader import Loaded
 from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
+from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
+from qinfer_workers.jobs.scoring.batch_size import BatchSize
 
 if TYPE_CHECKING:
     from qinfer_workers.jobs.scoring.shard_run import ShardRun
@@ -83,6 +89,37 @@ class Slots:
             await self._empty.wait()
             yield
             await self._empty.wait()
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """A model version that is served, its shard loop, and how its shards are scored.
+
+    Attributes:
+        batcher: Its batcher.
+        loaded: Its generation that is loaded.
+        arbiter: Gives turns on its devices.
+        size: How many rows a batch should have; it learns.
+        clock: The broker's time.
+        hurry: Set when nobody waits any longer for executions to end.
+        spool: A folder for parts until they are committed.
+        read_bytes: About so many bytes of rows are held at once.
+        line: Held by the shard that is scored; the one behind it is read meanwhile.
+        is_open: Set while there are jobs of the model that have not ended.
+        loop: The task of its shard loop.
+    """
+
+    batcher: Batcher
+    loaded: Loaded
+    arbiter: DeviceArbiter
+    size: BatchSize
+    clock: ServerClock
+    hurry: asyncio.Event
+    spool: Path
+    read_bytes: int
+    line: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_open: asyncio.Event = field(default_factory=asyncio.Event)
+    loop: "asyncio.Task[None] | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,12 +122,12 @@ class ShardFiles:
         if task.model_hash != task.head.model_hash:
             raise Conflict(MODEL_CHANGED.format(model=task.model.name))
         schema = decode_schema(task.head.schema)
-        inputs = InputColumns(task.spec, task.model, schema)
         urls = [part.url for part in task.shard.ranges]
+        # First, for it checks all names.
         self._outputs = OutputColumns(task.spec, task.model, schema, urls)
+        inputs = InputColumns(task.spec, task.model, schema)
         columns = tuple(dict.fromkeys((*inputs.columns, *self._outputs.copied)))
-        reader = ShardReader(task.shard, columns, schema, task.spec.input_format, task.store_for)
-        with reader:
+        with closing(ShardReader(task.shard, columns, schema, task.spec.input_format, task.store_for)) as reader:
             rows = _FIRST_ROWS
             while chunks.reserve():
                 with _one_at_a_time(chunks):

@@ -9,24 +9,20 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from qinfer.batching.batcher import Batcher, LoadedModel
-from qinfer.core.clock import ServerClock
+from qinfer.batching.batcher import LoadedModel
 from qinfer.errors import Cancelled, DeliveryError, QinferError
 from qinfer.jobs.job import decode_spec
 from qinfer.jobs.plan import ShardTicket, decode_plan_head
 from qinfer.jobs.queue.records import JobRecord, ShardOutcome
 from qinfer_workers.inference.executor import Borrower, ThreadExecutor, in_thread
-from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter, Turn
-from qinfer_workers.jobs.scoring.batch_size import BatchSize
+from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks
-from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, PutOff
+from qinfer_workers.jobs.scoring.context import Abandoned, HeldShard, PutOff, Served
 from qinfer_workers.jobs.scoring.scoring import Borrowed, Purpose, Scorer
 from qinfer_workers.jobs.scoring.shard_files import ShardFiles, Task, TooManyFailed
 from qinfer_workers.jobs.scoring.shard_loop import STALLED_S
@@ -45,40 +41,13 @@ _BROKEN = "the shard could not be run; the worker's log says why"
 pa.set_cpu_count(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where shards of a model version are scored, and how.
-
-    Attributes:
-        batcher: Its batcher.
-        arbiter: Gives turns on its devices.
-        size: How many rows a batch should have; it learns.
-        line: Held by the shard that is scored; the one behind it is read meanwhile.
-        hurry: Set when nobody waits any longer for executions to end.
-        clock: The broker's time.
-        model_hash: The hash of the model's files.
-        spool: A folder for parts until they are committed.
-        read_bytes: About so many bytes of rows are held at once.
-    """
-
-    batcher: Batcher
-    arbiter: DeviceArbiter
-    size: BatchSize
-    line: asyncio.Lock
-    hurry: asyncio.Event
-    clock: ServerClock
-    model_hash: str
-    spool: Path
-    read_bytes: int
-
-
 class ShardRun:
     """The run of a shard.
 
     Args:
         files: Reads and writes.
         purpose: The model, and what for.
-        place: Where.
+        served: Its model version, and how that scores shards.
         free: Set when the next shard may begin: the model has no more to do for this one in a moment.
         is_again: The shard was run before: its part may be there.
 
@@ -87,15 +56,15 @@ class ShardRun:
     """
 
     def __init__(
-        self, files: ShardFiles, purpose: Purpose, place: Place, free: asyncio.Event, *, is_again: bool = False
+        self, files: ShardFiles, purpose: Purpose, served: Served, free: asyncio.Event, *, is_again: bool = False
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._more = asyncio.Event()
         self._patience: asyncio.Timeout | None = None  # while it waits for the shard before
         self._files = files
         self._purpose = purpose
-        self._place = place
-        self._chunks = Chunks(place.size, partial(self._set, self._more), partial(self._set, free))
+        self._served = served
+        self._chunks = Chunks(served.size, partial(self._set, self._more), partial(self._set, free))
         self._scorer = Scorer(purpose, self._chunks)
         self._free = free
         self._is_again = is_again
@@ -167,7 +136,7 @@ class ShardRun:
                 await self._more.wait()
                 self._more.clear()
                 while self._chunks.has_work:
-                    async with self._place.arbiter.turn(self._place.batcher) as turn:
+                    async with self._served.arbiter.turn(self._served.batcher) as turn:
                         self._chunks.share(is_shared=turn.is_shared)
                         await self._lend(turn)
         self._free.set()
@@ -175,7 +144,7 @@ class ShardRun:
     @asynccontextmanager
     async def _in_line(self) -> AsyncIterator[None]:
         """Waits until the shard before is scored; no longer, once it is told to stop."""
-        line = self._place.line
+        line = self._served.line
         try:
             async with asyncio.timeout(0 if self._chunks.is_stopped else WAITS_S) as self._patience:
                 await line.acquire()
@@ -192,7 +161,7 @@ class ShardRun:
 
     async def _lend(self, turn: Turn) -> None:
         """Has every instance score until the turn is over; cancelled, it waits for them, unless there is a hurry."""
-        executor, batcher = self._executor(self._purpose.model), self._place.batcher
+        executor, batcher = self._executor(self._purpose.model), self._served.batcher
         left = executor.count
         back = asyncio.get_running_loop().create_future()
 
@@ -211,21 +180,21 @@ class ShardRun:
             await asyncio.shield(back)
         except asyncio.CancelledError:
             self._chunks.stop()
-            hurry = asyncio.ensure_future(self._place.hurry.wait())
+            hurry = asyncio.ensure_future(self._served.hurry.wait())
             await asyncio.wait((back, hurry), return_when=asyncio.FIRST_COMPLETED)
             hurry.cancel()
             self.is_stuck = not back.done()
             raise
 
     def _executor(self, model: LoadedModel) -> ThreadExecutor:
-        if self._place.batcher.model.executor is not model.executor:
+        if self._served.batcher.model.executor is not model.executor:
             raise PutOff("the model was loaded anew")
         assert isinstance(model.executor, ThreadExecutor)
         return model.executor
 
 
-def make_run(place: Place, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event) -> ShardRun:
-    """Makes the run of a shard; a `context.MakeRun` at a place.
+def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event) -> ShardRun:
+    """Makes the run of a shard; a `context.MakeRun` of a model version.
 
     Raises:
         PutOff: This worker can't read the job: it is a newer qinfer's. Or it has not the plan's files of the model, and
@@ -235,12 +204,12 @@ def make_run(place: Place, held: HeldShard, ticket: ShardTicket, record: JobReco
         spec, head = decode_spec(record.spec), decode_plan_head(record.head)
     except QinferError as error:
         raise PutOff(error.message) from error
-    model = place.batcher.model
-    if head.model_hash != place.model_hash and place.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S:
+    model, model_hash = served.batcher.model, served.loaded.content_hash
+    if head.model_hash != model_hash and served.clock.now_s() < record.started_at + MODEL_LOADS_WITHIN_S:
         raise PutOff("the model is not loaded here as the job was planned with it")
 
     def progress() -> None:
-        held.deadline_s = place.clock.now_s() + STALLED_S
+        held.deadline_s = served.clock.now_s() + STALLED_S
 
     task = Task(
         job_id=record.id,
@@ -248,15 +217,15 @@ def make_run(place: Place, held: HeldShard, ticket: ShardTicket, record: JobReco
         shard=ticket.shard,
         model=model.spec,
         head=head,
-        model_hash=place.model_hash,
+        model_hash=model_hash,
         max_errors=record.max_errors,
-        spool=place.spool,
-        read_bytes=place.read_bytes,
+        spool=served.spool,
+        read_bytes=served.read_bytes,
     )
     name = f"{record.id}-{ticket.shard.index}"
-    purpose = Purpose(model=model, clock=place.clock, request_id=name, tenant=record.tenant, progress=progress)
+    purpose = Purpose(model=model, clock=served.clock, request_id=name, tenant=record.tenant, progress=progress)
     is_again = held.lease.suspect or held.lease.deliveries > 1
-    return ShardRun(ShardFiles(task), purpose, place, free, is_again=is_again)
+    return ShardRun(ShardFiles(task), purpose, served, free, is_again=is_again)
 
 
 async def _stopped(scoring: "asyncio.Future[None]") -> None:

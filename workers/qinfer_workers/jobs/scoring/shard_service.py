@@ -10,7 +10,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from qinfer_workers.inference.publisher import LeaseKeeper
 from qinfer_workers.inference.tracing import Spans
 from qinfer_workers.jobs.scoring.arbiter import DeviceArbiter
 from qinfer_workers.jobs.scoring.batch_size import BatchSize
-from qinfer_workers.jobs.scoring.context import HeldShard, ShardContext, Slots
+from qinfer_workers.jobs.scoring.context import HeldShard, Served, ShardContext, Slots
 from qinfer_workers.jobs.scoring.shard_loop import ShardLoop
 
 if TYPE_CHECKING:
@@ -45,18 +45,6 @@ _LEFT_S = 86400.0
 """What is in the spool folder untouched for so long was left by a worker that died."""
 
 Key = tuple[str, int]
-
-
-@dataclass(slots=True, kw_only=True)
-class Served:
-    """A model version that is served, its loop, and the line in which its shards are scored."""
-
-    batcher: Batcher
-    loaded: Loaded
-    size: BatchSize
-    is_open: asyncio.Event
-    line: asyncio.Lock
-    loop: "asyncio.Task[None] | None" = None
 
 
 class ShardService:
@@ -142,7 +130,16 @@ class ShardService:
         known = self._served.get(key)
         size = BatchSize(loaded.spec.max_batch_size, self._settings.batch_ms / 1000)
         if known is None:
-            known = Served(batcher=batcher, loaded=loaded, size=size, is_open=asyncio.Event(), line=asyncio.Lock())
+            known = Served(
+                batcher=batcher,
+                loaded=loaded,
+                arbiter=self._arbiter,
+                size=size,
+                clock=self._context.delivery.clock,
+                hurry=self._context.hurry,
+                spool=self._spool,
+                read_bytes=self._settings.max_read_bytes,
+            )
             self._served[key] = known
         elif loaded.identity != known.loaded.identity:
             known.size = size
@@ -181,27 +178,17 @@ class ShardService:
         if is_over or not self._settings.enabled or served.loop is not None:
             return
         lanes = bulk_lanes(served.loaded.spec.name, served.loaded.version)
-        loop = ShardLoop(self._context, lanes, partial(self._make_run, served), served.is_open)
+        loop = ShardLoop(self._context, lanes, partial(_make_run, served), served.is_open)
         served.loop = self._tasks.create_task(loop.run())
 
-    def _make_run(
-        self, served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
-    ) -> "ShardRun":
-        """Makes the run of a shard."""
-        from qinfer_workers.jobs.scoring.shard_run import Place, make_run
 
-        place = Place(
-            batcher=served.batcher,
-            arbiter=self._arbiter,
-            size=served.size,
-            line=served.line,
-            clock=self._context.delivery.clock,
-            model_hash=served.loaded.content_hash,
-            spool=self._spool,
-            read_bytes=self._settings.max_read_bytes,
-            hurry=self._context.hurry,
-        )
-        return make_run(place, held, ticket, record, free)
+def _make_run(
+    served: Served, held: HeldShard, ticket: ShardTicket, record: JobRecord, free: asyncio.Event
+) -> "ShardRun":
+    """Makes the run of a shard; `_prepare` has imported what that needs."""
+    from qinfer_workers.jobs.scoring.shard_run import make_run
+
+    return make_run(served, held, ticket, record, free)
 
 
 async def _ended(served: Collection[Served]) -> None:
