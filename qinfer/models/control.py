@@ -30,7 +30,11 @@ from qinfer.models.store import ControlStore
 from qinfer.models.writing import has_same_content, write_model
 from qinfer.queue.lanes import Queue
 
+logger = logging.getLogger(__name__)
+
 UNLOADED = "unloaded"
+_LOOK_S = 2.0
+"""Longest time between two looks at what the workers report; they wake whoever waits when something changes."""
 
 
 class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -47,31 +51,6 @@ class IndexEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     version: str = ""
     state: str = ""
     reason: str = ""
-
-
-def _loaded(status: ModelStatus) -> Iterator[IndexEntry]:
-    if not status.versions:
-        yield IndexEntry(status.model, "", State.UNAVAILABLE, status.error)
-    for version, state in sorted(status.versions.items()):
-        is_ready = state.state is State.READY
-        yield IndexEntry(status.model, str(version), state.state, "" if is_ready else state.reason)
-
-
-def _unloaded(stored: StoredModel, workers: list[WorkerRecord]) -> Iterator[IndexEntry]:
-    """Yields the versions of a model that should not be loaded; one that a worker still has is UNLOADING."""
-    states = [item for worker in workers for item in worker.models.get(stored.model, {}).items()]
-    held = {version for version, state in states if state.state is not State.UNAVAILABLE}
-    for version in stored.versions:
-        if version in held:
-            yield IndexEntry(stored.model, str(version), State.UNLOADING)
-        else:
-            yield IndexEntry(stored.model, str(version), State.UNAVAILABLE, UNLOADED)
-
-
-logger = logging.getLogger(__name__)
-
-_LOOK_S = 2.0
-"""Longest time between two looks at what the workers report; they wake whoever waits when something changes."""
 
 
 class ModelControl:
@@ -330,3 +309,22 @@ class _Superseded(ModelLoadFailed):
 def _not_polled(model: str, reason: str = "") -> ModelLoadFailed:
     text = f"failed to load '{model}', failed to poll from model repository"
     return ModelLoadFailed(f"{text}: {reason}" if reason else text)
+
+
+def _loaded(status: ModelStatus) -> Iterator[IndexEntry]:
+    if not status.versions:
+        yield IndexEntry(status.model, "", State.UNAVAILABLE, status.error)
+    for version, state in sorted(status.versions.items()):
+        is_ready = state.state is State.READY
+        yield IndexEntry(status.model, str(version), state.state, "" if is_ready else state.reason)
+
+
+def _unloaded(stored: StoredModel, workers: list[WorkerRecord]) -> Iterator[IndexEntry]:
+    """Yields the versions of a model that should not be loaded; one that a worker still has is UNLOADING."""
+    states = [item for worker in workers for item in worker.models.get(stored.model, {}).items()]
+    held = {version for version, state in states if state.state is not State.UNAVAILABLE}
+    for version in stored.versions:
+        if version in held:
+            yield IndexEntry(stored.model, str(version), State.UNLOADING)
+        else:
+            yield IndexEntry(stored.model, str(version), State.UNAVAILABLE, UNLOADED)

@@ -17,6 +17,14 @@ from qinfer.observe.catalogue import Info, MetricScope
 from qinfer.observe.exposition import CONTENT_TYPE, Family, by_model, family, labels_of
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
 
+__all__ = ["CONTENT_TYPE", "GatewayTally", "Snapshot", "WorkerLoad", "render", "scopes_of"]
+
+_DURATION_BUCKETS_S = stats.QUEUE_BUCKETS_S
+_UNKNOWN_MODEL = ErrorCode.MODEL_NOT_FOUND.value
+_NOT_ADMITTED = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_INFEASIBLE, ErrorCode.QUOTA_EXCEEDED)
+_EXPIRED = (f"{stats.FAILURES}{ErrorCode.DEADLINE_EXCEEDED}", f"{stats.REFUSALS}{ErrorCode.DEADLINE_EXCEEDED}")
+_Key = tuple[str, int]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
@@ -39,45 +47,6 @@ class WorkerLoad:
     leases_lost: int = 0
     use: ProcessUse | None = None
     gpus: tuple[GpuUse, ...] = ()
-
-
-def _worker_families(workers: Mapping[str, WorkerLoad]) -> Iterator[Family]:
-    """Yields the metrics of workers.
-
-    Args:
-        workers: Worker id → its load.
-    """
-    yield family(catalogue.WORKER_UP, ((1, {"worker": id_, "device": of.device}) for id_, of in workers.items()))
-    for info, value in _OF_WORKERS:
-        known = {id_: value(load) for id_, load in workers.items()}
-        yield family(info, ((found, {"worker": id_}) for id_, found in known.items() if found is not None))
-    gpus = [({"worker": id_, "device": f"gpu {gpu.number}"}, gpu) for id_, load in workers.items() for gpu in load.gpus]
-    for info, name in _OF_GPUS:
-        yield family(info, ((getattr(gpu, name), labels) for labels, gpu in gpus))
-
-
-_OF_WORKERS: tuple[tuple[Info, Callable[[WorkerLoad], float | None]], ...] = (
-    (catalogue.WORKER_EXECUTING, lambda load: load.executing),
-    (catalogue.WORKER_READY_MODELS, lambda load: load.ready),
-    (catalogue.WORKER_RENEWALS, lambda load: load.renewals),
-    (catalogue.WORKER_LEASES_LOST, lambda load: load.leases_lost),
-    (catalogue.WORKER_CPU, lambda load: load.use and load.use.cpu_s),
-    (catalogue.WORKER_MEMORY, lambda load: load.use and load.use.memory_bytes),
-)
-_OF_GPUS = (
-    (catalogue.DEVICE_MEMORY_USED, "memory_used_bytes"),
-    (catalogue.DEVICE_MEMORY_TOTAL, "memory_total_bytes"),
-    (catalogue.DEVICE_UTILIZATION, "utilization"),
-)
-
-
-__all__ = ["CONTENT_TYPE", "GatewayTally", "Snapshot", "WorkerLoad", "render", "scopes_of"]
-
-_DURATION_BUCKETS_S = stats.QUEUE_BUCKETS_S
-_UNKNOWN_MODEL = ErrorCode.MODEL_NOT_FOUND.value
-_NOT_ADMITTED = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_INFEASIBLE, ErrorCode.QUOTA_EXCEEDED)
-_EXPIRED = (f"{stats.FAILURES}{ErrorCode.DEADLINE_EXCEEDED}", f"{stats.REFUSALS}{ErrorCode.DEADLINE_EXCEEDED}")
-_Key = tuple[str, int]
 
 
 class _Durations:
@@ -312,6 +281,34 @@ def render(
     return exposition.render([*shown, *tritons])
 
 
+def _worker_families(workers: Mapping[str, WorkerLoad]) -> Iterator[Family]:
+    """Yields the metrics of workers.
+
+    Args:
+        workers: Worker id → its load.
+    """
+    yield family(catalogue.WORKER_UP, ((1, {"worker": id_, "device": of.device}) for id_, of in workers.items()))
+    for info, value in _OF_WORKERS:
+        known = {id_: value(load) for id_, load in workers.items()}
+        yield family(info, ((found, {"worker": id_}) for id_, found in known.items() if found is not None))
+    gpus = [({"worker": id_, "device": f"gpu {gpu.number}"}, gpu) for id_, load in workers.items() for gpu in load.gpus]
+    for info, name in _OF_GPUS:
+        yield family(info, ((getattr(gpu, name), labels) for labels, gpu in gpus))
+
+
+_OF_WORKERS: tuple[tuple[Info, Callable[[WorkerLoad], float | None]], ...] = (
+    (catalogue.WORKER_EXECUTING, lambda load: load.executing),
+    (catalogue.WORKER_READY_MODELS, lambda load: load.ready),
+    (catalogue.WORKER_RENEWALS, lambda load: load.renewals),
+    (catalogue.WORKER_LEASES_LOST, lambda load: load.leases_lost),
+    (catalogue.WORKER_CPU, lambda load: load.use and load.use.cpu_s),
+    (catalogue.WORKER_MEMORY, lambda load: load.use and load.use.memory_bytes),
+)
+_OF_GPUS = (
+    (catalogue.DEVICE_MEMORY_USED, "memory_used_bytes"),
+    (catalogue.DEVICE_MEMORY_TOTAL, "memory_total_bytes"),
+    (catalogue.DEVICE_UTILIZATION, "utilization"),
+)
 _FIELDS = (
     (catalogue.EXECUTED_REQUESTS, stats.SUCCESS_COUNT),
     (catalogue.RETRIES, stats.RETRIES),

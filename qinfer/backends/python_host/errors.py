@@ -1,7 +1,6 @@
 """Errors that a model raises, such as `pb_utils.TritonError`, and its texts and parameters made fit for the wire."""
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 from qinfer.core.messages import Scalar
 from qinfer.errors import (
@@ -47,14 +46,7 @@ class TritonError:
         code: One of the class's codes, such as `TritonError.INVALID_ARG`, which the client sees as a status.
     """
 
-    UNKNOWN: ClassVar[int] = 0
-    INTERNAL: ClassVar[int] = 1
-    NOT_FOUND: ClassVar[int] = 2
-    INVALID_ARG: ClassVar[int] = 3
-    UNAVAILABLE: ClassVar[int] = 4
-    UNSUPPORTED: ClassVar[int] = 5
-    ALREADY_EXISTS: ClassVar[int] = 6
-    CANCELLED: ClassVar[int] = 7
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = range(8)
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
         if not isinstance(message, str):

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from qinfer.backends.python_host.errors import TritonModelException, text
 
@@ -47,10 +47,7 @@ class Logger:
     """Writes to the worker's log."""
 
     LogLevel = Level
-    INFO: ClassVar[Level] = Level.INFO
-    WARNING: ClassVar[Level] = Level.WARNING
-    ERROR: ClassVar[Level] = Level.ERROR
-    VERBOSE: ClassVar[Level] = Level.VERBOSE
+    INFO, WARNING, ERROR, VERBOSE = Level
 
     @staticmethod
     def log(message: str, level: Level = Level.INFO) -> None:
@@ -158,9 +155,7 @@ class MetricFamily:
         kind: `MetricFamily.COUNTER`, `GAUGE` or `HISTOGRAM`.
     """
 
-    COUNTER: ClassVar[MetricKind] = MetricKind.COUNTER
-    GAUGE: ClassVar[MetricKind] = MetricKind.GAUGE
-    HISTOGRAM: ClassVar[MetricKind] = MetricKind.HISTOGRAM
+    COUNTER, GAUGE, HISTOGRAM = MetricKind
 
     def __init__(self, name: str, description: str, kind: MetricKind) -> None:
         del description
