@@ -12,10 +12,9 @@ import numpy as np
 import pyarrow as pa
 
 from qinfer.errors import InvalidRequest
-from qinfer.jobs.columns.lists import ListColumn
 from qinfer.jobs.columns.row_errors import Array, Indices, RowErrors
-from qinfer.jobs.columns.scalars import ScalarColumns
 from qinfer.jobs.columns.schemas import schema_without_views, without_views
+from qinfer.jobs.columns.tensor_columns import ListColumn, ScalarColumns
 from qinfer.jobs.job import Columns, JobSpec
 from qinfer.models.spec import ModelSpec, TensorSpec
 
