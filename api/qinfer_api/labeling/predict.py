@@ -88,11 +88,11 @@ class Predictor:
             QinferError: No task was taken, because the server has no room for any, or all have failed for reasons of
                 the server's that pass.
         """
-        run = _Run(self._dispatcher, self._files, call, tasks, time.monotonic() + self._timeout_s)
+        run = _Run(self._dispatcher, self._files, call, tasks, self._timeout_s)
         answers = await run.all()
-        first = next(iter(answers), None)
-        if isinstance(first, Failed) and all(isinstance(each, Failed) and _passes(each.error) for each in answers):
-            raise first.error
+        errors = [each.error for each in answers if isinstance(each, Failed) and each.error.code in _LATER]
+        if errors and len(errors) == len(answers):
+            raise errors[0]
         return answers
 
 
@@ -100,17 +100,12 @@ class _Run:
     """The tasks of one call on their way."""
 
     def __init__(
-        self,
-        dispatcher: Dispatcher,
-        files: Files,
-        call: Call,
-        tasks: Sequence[Mapping[str, Any]],
-        ends_s: float,
+        self, dispatcher: Dispatcher, files: Files, call: Call, tasks: Sequence[Mapping[str, Any]], timeout_s: float
     ) -> None:
         self._dispatcher = dispatcher
         self._files = files
         self._call = call
-        self._ends_s = ends_s
+        self._ends_s = time.monotonic() + timeout_s
         self._tasks = tasks
         self._answers: list[dict[str, Any] | Failed | None] = [None] * len(tasks)
         self._taken = 0
@@ -184,10 +179,7 @@ class _Run:
 
 
 async def request_of(
-    mapping: TaskMapping,
-    served: Served,
-    task: Mapping[str, Any],
-    fetch: Callable[[str], Awaitable[bytes]],
+    mapping: TaskMapping, served: Served, task: Mapping[str, Any], fetch: Callable[[str], Awaitable[bytes]]
 ) -> InferRequest:
     """Makes the request of a task, of its files too.
 
@@ -233,10 +225,6 @@ class Unanswered(QinferError):
         known = failure.code in ErrorCode.__members__.values()
         self.code = ErrorCode(failure.code) if known else ErrorCode.INTERNAL  # type: ignore[misc]  # of this one only
         self.retryable = failure.retryable  # type: ignore[misc]  # as its code is
-
-
-def _passes(error: QinferError) -> bool:
-    return error.code in _LATER
 
 
 def _is_long(task: Mapping[str, Any]) -> bool:
