@@ -80,7 +80,7 @@ class Quota:
         self._filled_at_s = now_s
 
 
-class Principal:
+class Principal(NamedTuple):
     """An authenticated caller.
 
     Attributes:
@@ -90,13 +90,10 @@ class Principal:
         quota: Shared by all keys of the tenant.
     """
 
-    __slots__ = ("key_id", "quota", "scopes", "tenant")
-
-    def __init__(self, key: ApiKey, quota: Quota) -> None:
-        self.key_id = key.id
-        self.tenant = key.tenant
-        self.scopes = frozenset(key.scopes)
-        self.quota = quota
+    key_id: str
+    tenant: str
+    scopes: frozenset[Scope]
+    quota: Quota
 
     def allows(self, scope: Scope) -> bool:
         """Tells whether the key allows a scope; `admin` allows all."""
@@ -133,9 +130,10 @@ class Auth:
     def __init__(self, keys: Iterable[ApiKey], clock: Clock | None = None) -> None:
         self._now_s = (clock or SystemClock()).monotonic_s
         self._quotas: dict[str, Quota] = {}
-        self._known = [
-            (key.sha256, Principal(key, self._quotas.setdefault(key.tenant, Quota(key, self._now_s())))) for key in keys
-        ]
+        self._known: list[tuple[str, Principal]] = []
+        for key in keys:
+            quota = self._quotas.setdefault(key.tenant, Quota(key, self._now_s()))
+            self._known.append((key.sha256, Principal(key.id, key.tenant, frozenset(key.scopes), quota)))
 
     def authorize(self, context: Context, scope: Scope) -> Context:
         """Finds out who presents a key that allows `scope`.

@@ -1,16 +1,11 @@
 """`/v1/jobs`: bulk jobs over HTTP (docs/reference/jobs-api.md)."""
 
-from collections.abc import AsyncIterator
-from contextlib import suppress
-
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
-from starlette.responses import StreamingResponse
 
 from qinfer.core.api_keys import Scope
-from qinfer.errors import DeliveryError, InvalidRequest
+from qinfer.errors import InvalidRequest
 from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.wire.kserve_json import check_depth
@@ -28,7 +23,7 @@ from qinfer_api.jobs.records import (
 )
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.rest.openapi import LAST_EVENT, Json, answer, body, errors, followed, header, operation, query
-from qinfer_api.rest.services import Services, context_of, idempotency_key, read_body, send_json
+from qinfer_api.rest.services import Services, context_of, event_stream, idempotency_key, read_body, send_json
 
 MAX_LIMIT = 1000
 """The most jobs of one listing."""
@@ -38,7 +33,6 @@ MAX_BODY_BYTES = 4 * 2**20
 """The largest job; its record is as large."""
 
 _DEFAULT_LIMIT = 100
-_HEARTBEAT = b": still here\n\n"
 
 
 def _refusals(*statuses: int) -> dict[int, Json]:
@@ -188,22 +182,8 @@ async def _events(services: Services, jobs: BulkJobs, request: Request, job_id: 
     if record.is_over and seen == str(record.revision):
         return HttpResponse(status_code=204)
     jobs.check_watchers()
-    return StreamingResponse(
-        _stream(jobs, record, seen),
-        media_type="text/event-stream",
-        headers={"cache-control": "no-store", "x-accel-buffering": "no"},
-    )
-
-
-async def _stream(jobs: BulkJobs, record: JobRecord, seen: str) -> AsyncIterator[bytes]:
-    with suppress(DeliveryError):  # the stream ends; whoever listens comes again, and is told then
-        async for changed in jobs.changes(record, HEARTBEAT_S):
-            if changed is None:
-                yield _HEARTBEAT
-            elif str(changed.revision) != seen:
-                seen = str(changed.revision)
-                data = msgspec.json.encode(_body(jobs, changed))
-                yield b"event: progress\nid: %b\ndata: %b\n\n" % (seen.encode(), data)
+    changes = jobs.changes(record, HEARTBEAT_S)
+    return event_stream("progress", changes, lambda one: str(one.revision), lambda one: _body(jobs, one), seen)
 
 
 def _context(services: Services, request: Request) -> Context:

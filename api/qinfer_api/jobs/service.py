@@ -47,7 +47,7 @@ from qinfer_api.jobs.records import (
     new_record,
     unknown_job,
 )
-from qinfer_api.requests.service import Targets
+from qinfer_api.requests.targets import Targets
 
 logger = logging.getLogger(__name__)
 

@@ -14,17 +14,14 @@ A browser comes back by itself when a stream ends, with the id of the last event
 
 import hashlib
 import math
-from collections.abc import AsyncIterator
-from contextlib import suppress
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
-from starlette.responses import StreamingResponse
 
 from qinfer.core.api_keys import Scope
-from qinfer.errors import Conflict, DeliveryError, InvalidRequest, ModelError, Overloaded, QinferError, RequestError
+from qinfer.errors import Conflict, InvalidRequest, ModelError, Overloaded, QinferError, RequestError
 from qinfer.queue.entries import Address, RequestRecord
 from qinfer.tensors import Bytes
 from qinfer_api.auth import Context
@@ -40,6 +37,7 @@ from qinfer_api.rest.services import (
     context_of,
     decoded_infer,
     encoded_reply,
+    event_stream,
     idempotency_key,
     off_loop,
     read_body,
@@ -119,7 +117,6 @@ _EVENTS = operation(
     },
     LAST_EVENT,
 )
-_HEARTBEAT = b": still here\n\n"
 
 
 def request_routes(services: Services) -> APIRouter:
@@ -280,22 +277,9 @@ async def _events(services: Services, request: Request) -> HttpResponse:
         raise Overloaded("Server exiting")
     if services.requests.waits.is_full:
         raise Overloaded("too many clients wait at this server for requests to end; poll, or try again later")
-    return StreamingResponse(
-        _stream(services, context, address, seen),
-        media_type="text/event-stream",
-        headers={"cache-control": "no-store", "x-accel-buffering": "no"},
-    )
-
-
-async def _stream(services: Services, context: Context, address: Address, seen: str) -> AsyncIterator[bytes]:
-    with suppress(DeliveryError):  # the stream ends; the client comes again, and gets the error then
-        async for record in services.requests.waits.changes(address, HEARTBEAT_S):
-            if record is None:
-                yield _HEARTBEAT
-            elif record.tenant == context.tenant and _event_id(record) != seen:
-                seen = _event_id(record)
-                data = msgspec.json.encode(shown_record(record, services.requests.now_s()))
-                yield b"event: state\nid: %b\ndata: %b\n\n" % (seen.encode(), data)
+    changes = services.requests.waits.changes(address, HEARTBEAT_S)
+    own = (one async for one in changes if one is None or one.tenant == context.tenant)
+    return event_stream("state", own, _event_id, lambda one: shown_record(one, services.requests.now_s()), seen)
 
 
 def _event_id(record: RequestRecord) -> str:

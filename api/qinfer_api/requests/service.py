@@ -15,7 +15,6 @@ import math
 import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -44,6 +43,7 @@ from qinfer.wire.frame import decode_responses, encode_responses
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.status import of_request
 
@@ -288,14 +288,6 @@ class Ticket(msgspec.Struct, frozen=True):
 
     record: RequestRecord
     is_new: bool
-
-
-class Targets(Protocol):
-    """Says where webhooks may go; `webhooks.Targets` is the one."""
-
-    async def check(self, url: str) -> object:
-        """Raises `InvalidRequest` for a URL that webhooks may not go to."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

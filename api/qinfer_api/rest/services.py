@@ -6,7 +6,8 @@ Whatever takes long (decompression, a large body or reply) runs in a thread, off
 import asyncio
 import math
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeVar, TypeVarTuple
@@ -17,12 +18,13 @@ from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
+from starlette.responses import StreamingResponse
 from starlette.types import Receive
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import Settings
-from qinfer.errors import InvalidRequest, QinferError
+from qinfer.errors import DeliveryError, InvalidRequest, QinferError
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.control import ModelControl
 from qinfer.tensors import Bytes
@@ -351,6 +353,35 @@ async def send_encoded(reply: Reply, encoding: Encoding | None) -> HttpResponse:
     if encoding is None or reply.status != 200:
         return send(reply)
     return send(await off_loop(len(reply.body), reply.compressed, encoding))
+
+
+def event_stream(
+    event: str, changes: AsyncIterator[T | None], id_of: Callable[[T], str], shown: Callable[[T], object], seen: str
+) -> HttpResponse:
+    """Makes the HTTP response of server-sent events.
+
+    Args:
+        event: The name of the events.
+        changes: What is told; `None` becomes a comment, which keeps the connection. When it can't be had any more the
+            stream ends; whoever listens comes again, and gets the error then.
+        id_of: Returns the id of an event.
+        shown: Returns the data of an event.
+        seen: The id of the last event that the client has seen, which it is not sent again.
+    """
+
+    async def events() -> AsyncIterator[bytes]:
+        last = seen
+        with suppress(DeliveryError):
+            async for change in changes:
+                if change is None:
+                    yield b": still here\n\n"
+                elif id_of(change) != last:
+                    last = id_of(change)
+                    data = msgspec.json.encode(shown(change))
+                    yield b"event: %b\nid: %b\ndata: %b\n\n" % (event.encode(), last.encode(), data)
+
+    headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+    return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 
 
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

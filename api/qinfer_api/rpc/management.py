@@ -43,19 +43,10 @@ def model_calls(guard: Guard, services: Services) -> dict[str, Handler]:
         return pb.ModelReadyResponse(ready=_is_ready(catalog, request.name, _version(request)))
 
     async def metadata(_: Any) -> Any:
-        about = server_metadata(settings)
-        return pb.ServerMetadataResponse(name=about.name, version=about.version, extensions=about.extensions)
+        return _message(pb.ServerMetadataResponse, server_metadata(settings))
 
     async def of_model(request: Any) -> Any:
-        about = model_metadata(catalog, request.name, _version(request))
-        tensor = pb.ModelMetadataResponse.TensorMetadata
-        return pb.ModelMetadataResponse(
-            name=about.name,
-            versions=about.versions,
-            platform=about.platform,
-            inputs=[tensor(name=i.name, datatype=i.datatype, shape=i.shape) for i in about.inputs],
-            outputs=[tensor(name=o.name, datatype=o.datatype, shape=o.shape) for o in about.outputs],
-        )
+        return _message(pb.ModelMetadataResponse, model_metadata(catalog, request.name, _version(request)))
 
     async def config(request: Any) -> Any:
         text = catalog.config_json(request.name, _version(request))
@@ -63,9 +54,7 @@ def model_calls(guard: Guard, services: Services) -> dict[str, Handler]:
 
     async def statistics(request: Any) -> Any:
         found = await services.reporting.statistics.model_statistics(request.name, _version(request))
-        return pb.ModelStatisticsResponse(
-            model_stats=[pb.ModelStatistics(**msgspec.to_builtins(statistic)) for statistic in found]
-        )
+        return pb.ModelStatisticsResponse(model_stats=[_message(pb.ModelStatistics, one) for one in found])
 
     return {
         "ServerLive": guard.question(pb.ServerLiveRequest, live, _HEALTH, None),
@@ -92,6 +81,11 @@ def _is_ready(catalog: Catalog, model: str, version: int) -> bool:
         if version or model not in catalog.known():
             raise
         return False
+
+
+def _message(kind: Any, body: msgspec.Struct) -> Any:
+    """Returns the message whose fields are those of a body of REST."""
+    return kind(**msgspec.to_builtins(body))
 
 
 def _version(request: Any) -> int:
@@ -129,12 +123,7 @@ def repository_calls(guard: Guard, models: ModelControl) -> dict[str, Handler]:
         _check_repository(request)
         found = await models.index(ready=request.ready)
         return pb.RepositoryIndexResponse(
-            models=[
-                pb.RepositoryIndexResponse.ModelIndex(
-                    name=entry.name, version=entry.version, state=entry.state, reason=entry.reason
-                )
-                for entry in found
-            ]
+            models=[_message(pb.RepositoryIndexResponse.ModelIndex, entry) for entry in found]
         )
 
     async def load(request: Any) -> Any:
@@ -256,13 +245,9 @@ def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Handler
     """Returns the handlers: name → handler."""
 
     async def status(request: Any) -> Any:
-        regions = {
-            region.name: pb.SystemSharedMemoryStatusResponse.RegionStatus(
-                name=region.name, key=region.key, offset=region.offset, byte_size=region.byte_size
-            )
-            for region in memory.status(request.name)
-        }
-        return pb.SystemSharedMemoryStatusResponse(regions=regions)
+        kind = pb.SystemSharedMemoryStatusResponse
+        regions = {region.name: _message(kind.RegionStatus, region) for region in memory.status(request.name)}
+        return kind(regions=regions)
 
     async def register(request: Any) -> Any:
         memory.register(request.name, request.key, request.offset, request.byte_size)
