@@ -138,9 +138,8 @@ def read_head(
     if "traceparent" in found or "authorization" in found or "x-api-key" in found:
         context = caller_of({meaning: value.decode("latin-1") for meaning, value in found.items()}.get)
     encoding = _accepted(found["accept"]) if "accept" in found else None
-    if forward is None:
-        return Head(target, length, json_length, context, encoding)
-    return Head(target, length, json_length, context, encoding, forwarded(forward, headers))
+    forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
+    return Head(target, length, json_length, context, encoding, forwarding)
 
 
 @lru_cache(maxsize=256)

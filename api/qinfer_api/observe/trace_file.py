@@ -183,31 +183,29 @@ class Sampling:
     Args:
         rule: The rule.
         output: Where its traces go.
+
+    Attributes:
+        left: Number of traces that may still begin; -1 = no end.
     """
 
     def __init__(self, rule: Rule, output: "TraceFile") -> None:
         self.rule = rule
         self._output = output
         self._seen = 0
-        self._left = rule.most
+        self.left = rule.most
         self._open = 0
         self._held: list[dict[str, object]] = []
         self._is_over = False
 
-    @property
-    def left(self) -> int:
-        """How many traces may still begin; -1 = no end."""
-        return self._left
-
     def take(self) -> bool:
         """Counts a request; tells whether it is traced, and then `add` is to be called for it."""
         rule = self.rule
-        if not rule.is_on or not rule.rate or not self._left:
+        if not rule.is_on or not rule.rate or not self.left:
             return False
         self._seen += 1
         if self._seen % rule.rate:
             return False
-        self._left -= self._left > 0
+        self.left -= self.left > 0
         self._open += 1
         return True
 
@@ -223,7 +221,7 @@ class Sampling:
         times = [{"name": name, "ns": ns} for name, ns in stamps]
         self._held += [{"id": number, **about}, {"id": number, "timestamps": times}]
         held, frequency = len(self._held) // 2, self.rule.frequency
-        is_last = not self._open and (self._is_over or not self._left)
+        is_last = not self._open and (self._is_over or not self.left)
         if is_last or held >= MOST_HELD or (frequency and held >= frequency):
             self._write(numbered=not self._is_over or bool(frequency))
 
@@ -244,6 +242,9 @@ class TraceFile:
     Args:
         path: The file, and what the names of the others begin with.
 
+    Attributes:
+        name: The name of the file, without where it is.
+
     Raises:
         SettingsError: Nothing can be written there.
     """
@@ -254,6 +255,7 @@ class TraceFile:
                 f"QINFER_TRACE__FILE={path} can't be written; name a file in a directory that is there and is ours"
             )
         self._path = path
+        self.name = path.name
         self._ids = itertools.count(1)
         self._next = 0
         self._samplings: dict[str, Sampling] = {}
@@ -261,11 +263,6 @@ class TraceFile:
         self._unwritten = 0
         self._is_behind = False
         self._one_by_one = asyncio.Lock()
-
-    @property
-    def name(self) -> str:
-        """The name of the file, without where it is."""
-        return self._path.name
 
     def sample(self, model: str) -> Sampling | None:
         """Returns what takes the trace of a request to a model; `None` if that is not traced."""

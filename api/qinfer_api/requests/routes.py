@@ -25,7 +25,7 @@ from qinfer.errors import Conflict, InvalidRequest, ModelError, Overloaded, Qinf
 from qinfer.queue.entries import Address, RequestRecord
 from qinfer.tensors import Bytes
 from qinfer_api.auth import Context
-from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target, response_encoding
+from qinfer_api.http.infer import JSON_LENGTH_HEADER, Reply, Target
 from qinfer_api.requests.service import RequestBody, SubmitOptions, Ticket, address_of, path_of, shown_record
 from qinfer_api.rest.openapi import LAST_EVENT, answer, errors, followed, header, operation, query
 from qinfer_api.rest.services import (
@@ -36,14 +36,13 @@ from qinfer_api.rest.services import (
     Services,
     context_of,
     decoded_infer,
-    encoded_reply,
     event_stream,
     idempotency_key,
     off_loop,
     read_body,
     read_preferences,
     send,
-    send_encoded,
+    send_outputs,
     target_of,
     unless_left,
 )
@@ -260,9 +259,8 @@ def _shown(services: Services, record: RequestRecord, status: int, again_s: int 
 async def _outcome(services: Services, request: Request, record: RequestRecord) -> HttpResponse:
     """Answers as the synchronous call would have been; trying again would change nothing."""
     outcome, plan = await services.requests.result(record)
-    reply = await encoded_reply(services.codec, outcome, record.client_id, plan)
-    reply = msgspec.structs.replace(reply, retry_after_s=0)
-    response = await send_encoded(reply, response_encoding(request.headers.get("accept-encoding")))
+    response = await send_outputs(services, request, outcome, record.client_id, plan)
+    del response.headers["retry-after"]
     response.headers["qinfer-request-state"] = record.state.value
     return response
 

@@ -41,7 +41,6 @@ from qinfer_api.http.infer import (
     failure_reply,
     refusal,
     request_encoding,
-    response_encoding,
 )
 from qinfer_api.requests.routes import ACCEPTED, PREFER, submit
 from qinfer_api.rest.openapi import Json, answer, body, operation
@@ -53,13 +52,12 @@ from qinfer_api.rest.services import (
     Services,
     context_of,
     decoded_infer,
-    encoded_reply,
     forward_headers,
     off_loop,
     read_body,
     read_preferences,
     send,
-    send_encoded,
+    send_outputs,
     target_of,
     unless_left,
 )
@@ -82,8 +80,8 @@ def infer_routes(services: Services) -> APIRouter:
 
 async def _infer(services: Services, target: Target, request: Request) -> HttpResponse:
     """Reads, submits, waits, answers; what is refused before the wait is raised to the error handler."""
-    dispatcher, headers = services.dispatcher, request.headers
-    preferences = read_preferences(headers.getlist("prefer"))
+    dispatcher = services.dispatcher
+    preferences = read_preferences(request.headers.getlist("prefer"))
     if preferences.is_async:
         return await submit(services, target, request, preferences)
     sink = FutureSink()
@@ -99,8 +97,7 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
         response = await unless_left(request.receive, sink.wait())
     finally:
         dispatcher.cancel(pending)  # does nothing once it is answered
-    reply = await encoded_reply(services.codec, response, decoded.client_id, plan)
-    return await send_encoded(reply, response_encoding(headers.get("accept-encoding")))
+    return await send_outputs(services, request, response, decoded.client_id, plan)
 
 
 _NOT_ONE = (

@@ -87,9 +87,7 @@ def body(schema: Any, *, required: bool = True) -> Json:
 
 def header(name: str, description: str, **schema: Any) -> Json:
     """Returns a header that a request may have; it is a string unless the schema says otherwise."""
-    return {"name": name, "in": "header", "required": False, "schema": {"type": "string"} | schema} | {
-        "description": description
-    }
+    return query(name, description, **{"type": "string"} | schema) | {"in": "header"}
 
 
 def followed(description: str, event: str) -> dict[int, Json]:

@@ -35,7 +35,6 @@ from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import MAX_FAST_BYTES, SENT_HEADERS
 from qinfer_api.http.infer import (
     JSON_LENGTH_HEADER,
-    Encoding,
     InferCodec,
     Reply,
     Target,
@@ -45,6 +44,7 @@ from qinfer_api.http.infer import (
     forwarded,
     parse_version,
     request_encoding,
+    response_encoding,
     too_large,
     with_headers,
 )
@@ -342,17 +342,16 @@ async def off_loop(nbytes: float, work: Callable[[*Ts], T], *arguments: *Ts) -> 
     return await asyncio.to_thread(work, *arguments) if nbytes > MAX_FAST_BYTES else work(*arguments)
 
 
-async def encoded_reply(codec: InferCodec, response: Response, client_id: str, plan: OutputPlan) -> Reply:
-    """Encodes a response as the client asked for it; see `InferCodec.encode`."""
+async def send_outputs(
+    services: Services, request: Request, response: Response, client_id: str, plan: OutputPlan
+) -> HttpResponse:
+    """Makes the HTTP response of a model's response, as the client asked for it and in an encoding that it takes."""
     size = sum(output.nbytes for output in response.outputs)
-    return await off_loop(size, codec.encode, response, client_id, plan)
-
-
-async def send_encoded(reply: Reply, encoding: Encoding | None) -> HttpResponse:
-    """Makes the HTTP response of a reply, its body in an encoding that the client takes."""
-    if encoding is None or reply.status != 200:
-        return send(reply)
-    return send(await off_loop(len(reply.body), reply.compressed, encoding))
+    reply = await off_loop(size, services.codec.encode, response, client_id, plan)
+    encoding = response_encoding(request.headers.get("accept-encoding"))
+    if encoding is not None and reply.status == 200:
+        reply = await off_loop(len(reply.body), reply.compressed, encoding)
+    return send(reply)
 
 
 def event_stream(
