@@ -161,8 +161,7 @@ def to_numpy(tensor: Tensor) -> npt.NDArray[Any]:
             f"'{tensor.name}' has {tensor.nbytes} bytes, its shape {list(tensor.shape)} needs {count * kind.itemsize}"
         )
     if kind.numpy is None:
-        wide = np.frombuffer(tensor.data, dtype="<u2").astype("<u4") << 16
-        return _shaped(wide.view("<f4"), tensor)
+        return _shaped(from_bf16(np.frombuffer(tensor.data, dtype="<u2")), tensor)
     return _shaped(np.frombuffer(tensor.data, dtype=kind.numpy), tensor)
 
 
@@ -185,9 +184,7 @@ def from_numpy(name: str, array: npt.NDArray[Any], datatype: str | None = None) 
         UnsupportedDatatype: No wire datatype holds the array's dtype.
     """
     if datatype == "BF16":
-        # The top half of each float32: truncated, not rounded, as Triton's own client does (reference §1.8).
-        narrow = (np.ascontiguousarray(array, dtype="<f4").view("<u4") >> 16).astype("<u2")
-        return Tensor(name, "BF16", array.shape, _raw(narrow))
+        return Tensor(name, "BF16", array.shape, _raw(to_bf16(array)))
     if array.dtype.kind in "OSU" and datatype in (None, "BYTES"):
         flat = (e if isinstance(e, bytes) else str(e).encode() for e in array.ravel().tolist())
         return Tensor(name, "BYTES", array.shape, pack_bytes(flat))
@@ -200,6 +197,17 @@ def from_numpy(name: str, array: npt.NDArray[Any], datatype: str | None = None) 
     if wire is None or (datatype is not None and datatype != wire):
         raise UnsupportedDatatype(f"'{name}' is an array of {array.dtype}; cast it to {datatype or 'a wire datatype'}")
     return Tensor(name, wire, array.shape, _raw(array))
+
+
+def to_bf16(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns BF16 bits: the top half of each float32, truncated as by Triton's own client (reference §1.8)."""
+    bits: npt.NDArray[Any] = (np.ascontiguousarray(array, dtype="<f4").view("<u4") >> 16).astype("<u2")
+    return bits
+
+
+def from_bf16(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Returns BF16 bits as float32."""
+    return (bits.astype("<u4") << 16).view("<f4")
 
 
 def _raw(array: npt.NDArray[Any]) -> Bytes:

@@ -28,7 +28,7 @@ from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.parameters import choice, cleaned, compare, cores_each, count, engine_cache, flag, model_file
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed
 from qinfer.models.spec import Device, ModelSpec, TensorSpec
-from qinfer.tensors import DATATYPES
+from qinfer.tensors import DATATYPES, from_bf16, to_bf16
 
 _DATATYPES = {f"tensor({np.dtype(d.numpy).name})": d.name for d in DATATYPES.values() if d.numpy} | {
     "tensor(float)": "FP32",
@@ -196,8 +196,7 @@ class OnnxBackend:
 
     def _value(self, name: str, array: Array) -> Any:
         if name in self._narrow:
-            bits = (np.ascontiguousarray(array, dtype="<f4").view("<u4") >> 16).astype("<u2")
-            return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, _ONNX_BFLOAT16)
+            return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(to_bf16(array), _ONNX_BFLOAT16)
         return ort.OrtValue.ortvalue_from_numpy(array)
 
 
@@ -205,7 +204,7 @@ def _widened(value: Any) -> Array:
     """Returns a BF16 value as float32; onnxruntime offers no array of it, only its address."""
     shape = tuple(value.shape())
     raw = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape)))
-    return (np.frombuffer(raw, dtype="<u2").astype("<u4") << 16).view("<f4").reshape(shape)
+    return from_bf16(np.frombuffer(raw, dtype="<u2")).reshape(shape)
 
 
 def _options(spec: ModelSpec) -> ort.SessionOptions:

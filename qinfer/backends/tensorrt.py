@@ -29,7 +29,7 @@ from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, Qinf
 from qinfer.models.config.file_tensors import read_onnx
 from qinfer.models.repository.files import LocalFiles
 from qinfer.models.spec import Device, ModelSpec
-from qinfer.tensors import DATATYPES
+from qinfer.tensors import DATATYPES, from_bf16, to_bf16
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Buffers:
         """Copies an input into its pinned buffer."""
         port = self._ports[name]
         if port.datatype == "BF16":  # float32 on this side of the backend
-            array = (np.ascontiguousarray(array, dtype="<f4").view("<u4") >> 16).astype("<u2")
+            array = to_bf16(array)
         view = self._host[name][1][: array.nbytes].view(array.dtype).reshape(array.shape)
         np.copyto(view, array)
 
@@ -96,7 +96,7 @@ class Buffers:
         port = self._ports[name]
         raw = self._host[name][1][: self._size_bytes(name, shape)]
         if port.datatype == "BF16":
-            return (raw.view("<u2").astype("<u4") << 16).view("<f4").reshape(shape)
+            return from_bf16(raw.view("<u2")).reshape(shape)
         copied: Array = raw.view(DATATYPES[port.datatype].numpy or "<u2").reshape(shape).copy()
         return copied
 
