@@ -100,6 +100,23 @@ def up(repository: Path, tmp_path: Path) -> Iterator[Callable[..., Up]]:
             pytest.fail(one.log.read_text())
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One `up` for all tests whose faults it survives: with a bulk worker, and a model that can't be loaded."""
+    folder = tmp_path_factory.mktemp("up")
+    models.add_sub(folder / "models")
+    shutil.copytree(folder / "models/add_sub", folder / "models/broken")
+    (folder / "models/broken/config.pbtxt").write_text("no config at all")
+    options = ("--durability", "always", "--allow-store", str(folder / "store"))
+    one = Up(folder / "models", folder / "data", *options, env={})
+    try:
+        yield one.wait_ready()
+    finally:
+        children = one.children
+        assert one.stop() == 0, one.log.read_text()
+    assert not any(child.is_running() for child in children)
+
+
 def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("QINFER_")}
 
@@ -143,60 +160,49 @@ def is_queued(data_dir: Path) -> bool:
         return bool(client.xlen(keys.lane(Lane("add_sub", 1))) == 1)
 
 
-def test_serves_and_stops_without_a_trace(up: Callable[..., Up]) -> None:
-    """It answers, tells `status` and the other commands where it is, and leaves no process and no run file behind."""
-    one = up().wait_ready()
-
-    assert infer(one.url) == ANSWER
-    asked = qinfer("infer", "add_sub", "-i", "a=[1,2,3,4]", "-i", "b=[4,3,2,1]", "--url", one.url, "--json")
+def test_commands_find_it(server: Up) -> None:
+    """It answers, and tells `infer`, `bench` and `models list` where it is."""
+    assert infer(server.url) == ANSWER
+    asked = qinfer("infer", "add_sub", "-i", "a=[1,2,3,4]", "-i", "b=[4,3,2,1]", "--url", server.url, "--json")
     assert json.loads(asked.stdout)["outputs"]["sum"]["data"] == [ANSWER["sum"]]
-    loaded = qinfer("bench", "add_sub", "--url", one.url, "-c", "4", "-d", "0.5", "--json")
+    loaded = qinfer("bench", "add_sub", "--url", server.url, "-c", "4", "-d", "0.5", "--json")
     assert json.loads(loaded.stdout)["errors"] == 0, loaded.stdout
-    listed = qinfer("models", "list", "--data-dir", str(one.data_dir), "--json")
-    assert [(m["name"], m["version"], m["state"]) for m in json.loads(listed.stdout)] == [("add_sub", 1, "READY")]
-    children = one.children
-    assert len(children) == 3
-
-    assert one.stop(signal.SIGINT) == 0
-
-    assert not any(child.is_running() for child in children)
-    assert runfile.read(one.data_dir) is None
+    listed = qinfer("models", "list", "--data-dir", str(server.data_dir), "--json")
+    models = {m["name"]: (m["version"], m["state"]) for m in json.loads(listed.stdout)}
+    assert models["add_sub"] == (1, "READY")
 
 
-def test_killed_worker_is_restarted(up: Callable[..., Up]) -> None:
+def test_killed_worker_is_restarted(server: Up) -> None:
     """After SIGKILL of the only worker a request waits for the next one, and is answered."""
-    one = up().wait_ready()
-    worker = one.child("qinfer_workers.inference")
+    worker = server.child("qinfer_workers.inference")
 
     worker.kill()
     worker.wait(WITHIN_S)
 
-    assert infer(one.url) == ANSWER
-    assert "worker 1 was killed by SIGKILL" in one.log.read_text()
+    assert infer(server.url) == ANSWER
+    assert "worker 1 was killed by SIGKILL" in server.log.read_text()
 
 
-def test_killed_gateway_is_restarted(up: Callable[..., Up]) -> None:
+def test_killed_gateway_is_restarted(server: Up) -> None:
     """The same port answers again."""
-    one = up().wait_ready()
-    url = one.url
+    url = server.url
 
-    one.child("qinfer_api").kill()
+    server.child("qinfer_api").kill()
 
-    wait_until(lambda: "gateway was killed" in one.log.read_text(), WITHIN_S)
-    wait_until(lambda: answers(f"{url}/v2/health/ready"), WITHIN_S)
+    wait_until(lambda: "gateway was killed" in server.log.read_text(), WITHIN_S)
+    wait_until(lambda: answers(f"{url}/v2/models/add_sub/ready"), WITHIN_S)
     assert infer(url) == ANSWER
 
 
-def test_killed_redis_is_restarted_with_its_data(up: Callable[..., Up]) -> None:
+def test_killed_redis_is_restarted_with_its_data(server: Up) -> None:
     """Gateway and worker find their way back to it."""
-    one = up().wait_ready()
-    (redis,) = (child for child in one.children if "redis-server" in child.name())
+    (redis,) = (child for child in server.children if "redis-server" in child.name())
 
     redis.kill()
 
-    wait_until(lambda: "Redis was killed" in one.log.read_text(), WITHIN_S)
-    wait_until(lambda: post(one.url).status_code == 200, WITHIN_S, "an answer; until then requests are refused")
-    assert infer(one.url) == ANSWER
+    wait_until(lambda: "Redis was killed" in server.log.read_text(), WITHIN_S)
+    wait_until(lambda: post(server.url).status_code == 200, WITHIN_S, "an answer; until then requests are refused")
+    assert infer(server.url) == ANSWER
 
 
 def infer_in_vain(url: str) -> None:
@@ -246,23 +252,19 @@ def test_queued_request_survives_the_kill_of_everything(up: Callable[..., Up]) -
     wait_until(lambda: batch_counts(httpx.get(f"{second.url}/metrics").text, "add_sub") == (1, 1), WITHIN_S)
 
 
-def test_second_up_in_one_data_directory_is_refused(up: Callable[..., Up]) -> None:
+def test_second_up_in_one_data_directory_is_refused(server: Up, up: Callable[..., Up]) -> None:
     """The message names the process to stop; the first goes on."""
-    first = up().wait_ready()
-
-    second = up(data_dir=first.data_dir)
+    second = up(data_dir=server.data_dir)
 
     assert second.process.wait(WITHIN_S) == 2
-    assert f"(pid {first.process.pid})" in second.log.read_text()
-    assert runfile.read(first.data_dir) is not None
-    assert infer(first.url) == ANSWER
+    assert f"(pid {server.process.pid})" in second.log.read_text()
+    assert runfile.read(server.data_dir) is not None
+    assert infer(server.url) == ANSWER
 
 
-def test_port_in_use_is_refused(up: Callable[..., Up]) -> None:
+def test_port_in_use_is_refused(server: Up, up: Callable[..., Up]) -> None:
     """Two servers on one port: a clear error, and no Redis left behind."""
-    first = up().wait_ready()
-
-    second = up(port=int(first.url.rpartition(":")[2]))
+    second = up(port=int(server.url.rpartition(":")[2]))
 
     assert second.process.wait(WITHIN_S) == 2
     assert "is in use" in second.log.read_text()
@@ -270,8 +272,8 @@ def test_port_in_use_is_refused(up: Callable[..., Up]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_drain_answers_what_is_in_flight(up: Callable[..., Up], repository: Path, number: signal.Signals) -> None:
-    """A request that waits in its batch window when Ctrl-C comes is answered before anything ends."""
+def test_it_drains_and_stops_without_a_trace(up: Callable[..., Up], repository: Path, number: signal.Signals) -> None:
+    """A request that waits in its batch window is answered before anything ends; no process, no run file is left."""
     config = repository / "add_sub" / "config.pbtxt"
     config.write_text(config.read_text().replace("dynamic_batching { }", WINDOW))
     one = up().wait_ready()
@@ -279,18 +281,20 @@ def test_drain_answers_what_is_in_flight(up: Callable[..., Up], repository: Path
     caller = threading.Thread(target=lambda: got.append(infer(one.url)))
     caller.start()
     wait_until(lambda: is_queued(one.data_dir), WITHIN_S, "the request in its lane")
+    children = one.children
+    assert len(children) == 3
 
     assert one.stop(number) == 0
 
     caller.join()
     assert got == [ANSWER]
+    assert not any(child.is_running() for child in children)
+    assert runfile.read(one.data_dir) is None
 
 
-def test_durability_is_everybodys(up: Callable[..., Up]) -> None:
+def test_durability_is_everybodys(server: Up) -> None:
     """The private Redis syncs each write, and gateway and worker know it."""
-    one = up("--durability", "always").wait_ready()
-
-    told = [one.child(module).environ() for module in ("qinfer_api", "qinfer_workers.inference")]
+    told = [server.child(module).environ() for module in ("qinfer_api", "qinfer_workers.inference")]
 
     assert [environment["QINFER_REDIS__DURABILITY"] for environment in told] == ["always", "always"]
     with redis.Redis.from_url(told[0]["QINFER_REDIS__URL"]) as client:
@@ -309,15 +313,17 @@ def test_works_without_a_redis_server_on_path(up: Callable[..., Up], tmp_path: P
     assert infer(one.url) == ANSWER
 
 
-def test_outside_redis_is_used(up: Callable[..., Up], tmp_path: Path) -> None:
-    """With --redis nothing is kept here."""
+def test_outside_redis_is_used_and_no_bulk_worker_is_wanted(up: Callable[..., Up], tmp_path: Path) -> None:
+    """With --redis nothing is kept here; the summary says why there are no jobs."""
     binary = servers.system_redis()
     server = servers.RedisServer(binary, tmp_path)
     try:
-        one = up("--redis", server.url).wait_ready()
+        one = up("--redis", server.url, "--allow-store", "s3://bucket", QINFER_BULK__ENABLED="false").wait_ready()
 
         assert infer(one.url) == ANSWER
         assert not one.data_dir.exists()
+        assert "off; QINFER_BULK__ENABLED is false" in one.log.read_text()
+        assert bulk_pids(one) == []
         assert len(one.children) == 2
         assert one.stop() == 0
     finally:
@@ -345,17 +351,13 @@ def test_settings_that_the_gateway_refuses_end_it_with_2(up: Callable[..., Up], 
     assert "QINFER_GRPC__TLS_CERTFILE is not set" in one.log.read_text()
 
 
-def test_model_that_can_not_be_loaded_does_not_hold_up_the_others(up: Callable[..., Up], repository: Path) -> None:
+def test_model_that_can_not_be_loaded_does_not_hold_up_the_others(server: Up) -> None:
     """The summary says which and why."""
-    shutil.copytree(repository / "add_sub", repository / "broken")
-    (repository / "broken" / "config.pbtxt").write_text("no config at all")
+    log = server.log.read_text()
 
-    one = up().wait_ready()
-
-    log = one.log.read_text()
     assert "is running; models that are not ready: 1" in log
     assert "1 of 2 ready" in log
-    assert infer(one.url) == ANSWER
+    assert infer(server.url) == ANSWER
 
 
 def bulk_pids(one: Up) -> list[int]:
@@ -383,27 +385,15 @@ def run_job(url: str, data: Path) -> dict[str, Any]:
     return dict(job)
 
 
-def test_the_bulk_worker_is_supervised_too(up: Callable[..., Up], tmp_path: Path) -> None:
-    """It comes after the models, comes again when it is killed, has jobs completed, and ends with the rest."""
-    data = tmp_path / "data"
-    one = up("--allow-store", str(data)).wait_ready()
-    assert f"within file://{data}" in one.log.read_text()
-    wait_until(lambda: len(bulk_pids(one)) == 1, WITHIN_S, "a start")
-    (first,) = bulk_pids(one)
+def test_the_bulk_worker_is_supervised_too(server: Up) -> None:
+    """It comes after the models, comes again when it is killed, and has jobs completed."""
+    data = server.data_dir.parent / "store"
+    assert f"within file://{data}" in server.log.read_text()
+    wait_until(lambda: len(bulk_pids(server)) == 1, WITHIN_S, "a start")
+    (first,) = bulk_pids(server)
 
     os.kill(first, signal.SIGKILL)
 
-    wait_until(lambda: bulk_pids(one) not in ([first], []), WITHIN_S, "a restart")
-    assert run_job(one.url, data)["state"] == "completed", one.log.read_text()
+    wait_until(lambda: bulk_pids(server) not in ([first], []), WITHIN_S, "a restart")
+    assert run_job(server.url, data)["state"] == "completed", server.log.read_text()
     assert pq.read_table(data / "out/part-00000.parquet")["sum"].to_pylist() == [ANSWER["sum"]] * 2
-    children = one.children
-    assert one.stop() == 0
-    assert not any(child.is_running() for child in children)
-
-
-def test_a_bulk_worker_that_is_not_wanted_is_not_started(up: Callable[..., Up]) -> None:
-    """The summary says why there are no jobs."""
-    one = up("--allow-store", "s3://bucket", QINFER_BULK__ENABLED="false").wait_ready()
-
-    assert "off; QINFER_BULK__ENABLED is false" in one.log.read_text()
-    assert bulk_pids(one) == []
