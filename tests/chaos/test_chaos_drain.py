@@ -14,7 +14,7 @@ from tests.chaos.repository import write_stub
 from tests.chaos.verdict import expected
 from tests.support.servers.servers import command
 
-pytestmark = [pytest.mark.slow, pytest.mark.chaos, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(180)]
 
 REQUESTS = 4
 ROUNDS = 3

@@ -12,7 +12,7 @@ from qinfer.testing import wait_until
 from tests.e2e.job_scene import WITHIN_S, serving
 from tests.support.jobs.job_proof import parquet, rows_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
 SHARDS = 60
 IN_HAND = 2

@@ -12,7 +12,7 @@ from qinfer.cli.main import app
 from tests.e2e.job_scene import WITHIN_S, Server, serving
 from tests.support.jobs.job_proof import MODEL, NULL_EVERY, parquet, rows_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(150)]
 
 ROWS = 120
 MAPPING = f"""

@@ -111,6 +111,7 @@ def test_the_command_line_loads_and_unloads(explicit: Stack, repository: Path) -
     assert "failed to load 'nobody', failed to poll from model repository" in failed.stderr
 
 
+@pytest.mark.long
 def test_a_server_that_polls_follows_its_repository(tmp_path: Path) -> None:
     """Models come and go with their directories; requests to load and unload are refused."""
     repository = tmp_path / "models"

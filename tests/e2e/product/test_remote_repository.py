@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tritonclient.http as triton
 
 from tests.e2e.conftest import running
@@ -10,6 +11,7 @@ from tests.support import models
 from tests.support.servers import object_stores
 
 
+@pytest.mark.matrix
 def test_models_are_served_from_s3(tmp_path: Path) -> None:
     """They are found, completed, fetched and executed; a worker's copies stay in its cache directory."""
     models.add_sub(tmp_path / "models")

@@ -15,7 +15,7 @@ from tests.e2e.conftest import Stack, running
 from tests.support import models
 from tests.support.servers.object_storage import BUCKET, ObjectStorage
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.timeout(120)]
 
 ELEMENTS = 10 * 2**20  # 40 MiB
 

@@ -16,7 +16,7 @@ from tests.support.servers.servers import free_port
 REPLIES = "replies"
 OPTIONS = {"region": "eu-central-1", "is_secure": False, "wait_time_seconds": 1, "visibility_timeout": 5}
 
-pytestmark = pytest.mark.parametrize("scene", ["memory"], indirect=True)
+pytestmark = [pytest.mark.matrix, pytest.mark.parametrize("scene", ["memory"], indirect=True)]
 
 
 class SqsBroker(Broker):

@@ -74,6 +74,7 @@ async def test_a_batch_that_holds_the_gil_keeps_its_leases(pool: WorkerProcesses
     assert first.poll() is second.poll() is None
 
 
+@pytest.mark.long
 @pytest.mark.chaos
 async def test_a_batch_of_ten_leases_runs_once(tmp_path: Path) -> None:
     """With four workers that would take it, and the interpreter stopped all the while."""

@@ -122,6 +122,7 @@ async def test_answers_and_drains(setting: Setting) -> None:
     assert await setting.store.workers() == []
 
 
+@pytest.mark.long
 async def test_killed_worker_loses_nothing(setting: Setting) -> None:
     """Whatever a worker held when it was killed, another answers."""
     environment = {"QINFER_WORKER__LEASE_S": "1", "QINFER_WORKER__RENEW_EVERY_S": "0.3"}
