@@ -38,9 +38,23 @@ async def bulk(server: RedisServer, tmp_path: Path) -> AsyncIterator[BulkProcess
         yield one
 
 
-async def test_a_job_is_planned_and_finished_whenever_the_process_dies(bulk: BulkProcesses) -> None:
+@pytest.mark.parametrize(
+    ("planning", "finishing"),
+    [
+        ([("after", "_plan.json")], [("before", "_SUCCESS")]),
+        pytest.param(
+            [("before", "_plan.json"), ("after", "_plan.json")],
+            [("before", "_manifest.json"), ("before", "_SUCCESS"), ("after", "_SUCCESS")],
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["one step", "each step"],
+)
+async def test_a_job_is_planned_and_finished_whenever_the_process_dies(
+    bulk: BulkProcesses, planning: list[tuple[str, str]], finishing: list[tuple[str, str]]
+) -> None:
     """Each process is killed at another step, and the next goes on; those that end a step were told by the sweep."""
-    for fault in (("before", "_plan.json"), ("after", "_plan.json")):
+    for fault in planning:
         await bulk.send("plan")
         assert await bulk.ended(bulk.start(*fault)) == -signal.SIGKILL
         assert (await bulk.record()).state == JobState.PLANNING
@@ -53,7 +67,7 @@ async def test_a_job_is_planned_and_finished_whenever_the_process_dies(bulk: Bul
 
     await bulk.settle()
 
-    for fault in (("before", "_manifest.json"), ("before", "_SUCCESS"), ("after", "_SUCCESS")):
+    for fault in finishing:
         await bulk.send("finalise")
         assert await bulk.ended(bulk.start(*fault)) == -signal.SIGKILL
         assert (await bulk.record()).state == JobState.FINALIZING
@@ -91,9 +105,17 @@ async def test_a_process_that_hangs_ends_itself_and_the_next_goes_on(bulk: BulkP
     await bulk.becomes(JobState.RUNNING)
 
 
+async def ends_well(bulk: BulkProcesses, process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """A worker with nothing in hand ends when it is asked to."""
+    process.send_signal(number)
+
+    assert await bulk.ended(process) == 0, bulk.log.read_text()
+    assert "bulk worker stopped" in bulk.log.read_text()
+
+
 async def test_tasks_come_through_a_restart_of_redis(bulk: BulkProcesses, server: RedisServer) -> None:
-    """The worker connects again, and so does the producer."""
-    bulk.start()
+    """The worker connects again, and so does the producer; then it ends well."""
+    process = bulk.start()
     await bulk.send("plan")
     await bulk.becomes(JobState.RUNNING)
     await bulk.settle()
@@ -104,11 +126,12 @@ async def test_tasks_come_through_a_restart_of_redis(bulk: BulkProcesses, server
     await bulk.send("finalise")
     await bulk.becomes(JobState.COMPLETED)
     check_output(bulk.directory)
+    await ends_well(bulk, process, signal.SIGTERM)
 
 
 async def test_a_lost_connection_does_not_hang_the_worker(bulk: BulkProcesses, server: RedisServer) -> None:
     """Any of them, at any moment: one for `PUBSUB` would be made again and read, without data and without a limit."""
-    bulk.start()
+    process = bulk.start()
     await bulk.send("plan")
     await bulk.becomes(JobState.RUNNING)
     await bulk.settle()
@@ -120,8 +143,10 @@ async def test_a_lost_connection_does_not_hang_the_worker(bulk: BulkProcesses, s
     await bulk.send("finalise")
     await bulk.becomes(JobState.COMPLETED)
     check_output(bulk.directory)
+    await ends_well(bulk, process, signal.SIGINT)
 
 
+@pytest.mark.long
 async def test_flower_shows_the_worker_and_its_tasks(bulk: BulkProcesses) -> None:
     """Where users of Celery look."""
     port = bulk.start_flower()
@@ -193,16 +218,3 @@ def test_what_keeps_it_from_starting_is_told(settings: dict[str, str], code: int
     assert ended.returncode == code
     assert text in ended.stderr
     assert "secret" not in ended.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_it_ends_well(bulk: BulkProcesses, number: signal.Signals) -> None:
-    """With nothing in hand."""
-    process = bulk.start()
-    await bulk.send("plan")
-    await bulk.becomes(JobState.RUNNING)
-
-    process.send_signal(number)
-
-    assert await bulk.ended(process) == 0, bulk.log.read_text()
-    assert "bulk worker stopped" in bulk.log.read_text()

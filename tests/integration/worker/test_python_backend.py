@@ -4,10 +4,12 @@ import os
 import shutil
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from qinfer.core.messages import Failure, IdFactory, InferRequest, Response
 from qinfer.models.state import State
@@ -71,20 +73,35 @@ def value(response: Response) -> float:
     return float(to_numpy(response.outputs[0]).item())
 
 
-@pytest.fixture
-async def pool(tmp_path: Path) -> AsyncIterator[WorkerProcesses]:
-    repository = tmp_path / "repository"
+@asynccontextmanager
+async def opened(directory: Path) -> AsyncIterator[WorkerProcesses]:
+    repository = directory / "repository"
     write_model(repository, FRAGILE, "fragile", dims="1", delay_us=100_000)
     write_model(repository, FRONT, "front", dims="1")
     write_model(repository, ECHO, "wide", dims="-1", delay_us=20_000)
     write_faulty_model(repository)
-    async with worker_processes(tmp_path) as one:
+    async with worker_processes(directory) as one:
         yield one
 
 
-async def test_a_crash_costs_one_request(pool: WorkerProcesses) -> None:
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[WorkerProcesses]:
+    async with opened(tmp_path) as one:
+        yield one
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def serving(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[WorkerProcesses]:
+    """One with a worker that serves, for all tests that leave it serving."""
+    async with opened(tmp_path_factory.mktemp("serving")) as one:
+        await one.worker()
+        yield one
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_crash_costs_one_request(serving: WorkerProcesses) -> None:
     """The other requests of its batch are answered by the same worker, and so are other models'."""
-    worker = await pool.worker()
+    pool, (worker,) = serving, serving.processes
     values = [1.0, 2.0, CRASH, 4.0, 5.0, 6.0]
     ids = [pool.submit(v, "fragile") for v in values]
     (other,) = await pool.answered(pool.submit(7.0))
@@ -101,21 +118,20 @@ async def test_a_crash_costs_one_request(pool: WorkerProcesses) -> None:
     await pool.empty("fragile")
 
 
-async def test_a_model_calls_another_by_the_queue(pool: WorkerProcesses) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_model_calls_another_by_the_queue(serving: WorkerProcesses) -> None:
     """As Triton's business logic scripting does."""
-    await pool.worker()
-
-    answers = await pool.answered(*[pool.submit(float(v), "front") for v in range(1, 6)])
+    answers = await serving.answered(*[serving.submit(float(v), "front") for v in range(1, 6)])
 
     assert [value(answer) for answer in answers] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-async def test_large_tensors_reach_their_callers(pool: WorkerProcesses) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_large_tensors_reach_their_callers(serving: WorkerProcesses) -> None:
     """Answers are views of shared memory until they are published; no later batch may write over them."""
-    await pool.worker()
     arrays = [np.full((1, 100_000), n, "<f4") for n in range(40)]
 
-    answers = await pool.answered(*[submit(pool, "wide", from_numpy("x", array)) for array in arrays])
+    answers = await serving.answered(*[submit(serving, "wide", from_numpy("x", array)) for array in arrays])
 
     for array, answer in zip(arrays, answers, strict=True):
         assert answer.failure is None, answer.failure

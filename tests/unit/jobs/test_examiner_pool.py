@@ -105,32 +105,24 @@ async def test_many_folders_are_looked_at_at_once(lake: str, tmp_path: Path) -> 
         await examiner.check(job(lake, *(f"day-{number}/*.parquet" for number in range(40))), MODEL)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        job("{lake}", "none.parquet"),
-        job("{lake}", "torn.parquet"),
-        job("{lake}", "a.parquet", output="full"),
-        job("{lake}/..", "a.parquet"),
-        job("file:///etc", "passwd"),
-        job("s4://bucket", "a.parquet"),
-    ],
-    ids=["missing", "torn", "not empty", "unclear", "forbidden", "no store"],
-)
-async def test_a_job_is_refused_as_before(lake: str, spec: JobSpec) -> None:
+async def test_jobs_are_refused_as_before(lake: str) -> None:
     """With the same class and text as in this process."""
-    spec = JobSpec(
-        model=spec.model,
-        inputs=tuple(url.replace("{lake}", lake) for url in spec.inputs),
-        output=Output(spec.output.url.replace("{lake}", lake)),
-    )
-    with pytest.raises(QinferError) as here:
-        examine(spec, MODEL, [lake])
-
+    refused = {
+        "missing": job(lake, "none.parquet"),
+        "torn": job(lake, "torn.parquet"),
+        "not empty": job(lake, "a.parquet", output="full"),
+        "unclear": job(f"{lake}/..", "a.parquet"),
+        "forbidden": job("file:///etc", "passwd"),
+        "no store": job("s4://bucket", "a.parquet"),
+    }
     async with examining(lake, COMMAND) as examiner:
-        there = await told(examiner, spec)
+        for name, spec in refused.items():
+            with pytest.raises(QinferError) as here:
+                examine(spec, MODEL, [lake])
 
-    assert (type(there), there.message) == (type(here.value), here.value.message)
+            there = await told(examiner, spec)
+
+            assert (type(there), there.message) == (type(here.value), here.value.message), name
 
 
 async def test_every_error_comes_through(lake: str) -> None:
@@ -208,32 +200,38 @@ async def test_processes_that_many_requests_needed_are_ended(lake: str, tmp_path
 # --- what dies, and what hangs ---
 
 
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("crash", "SIGSEGV"),
-        ("abort", "SIGABRT"),
-        ("leave", "exit code 7"),
-        ("grow", "it needs more memory than QINFER_BULK__MAX_EXAMINE_BYTES"),
-        ("babble", "SIGKILL"),
-        ("lock", "SIGALRM"),
-    ],
-)
-async def test_a_process_that_dies(lake: str, how: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The job is refused with its inputs, another process looks at the next one, and the log has what it said."""
+DEATHS = {
+    "crash": "SIGSEGV",
+    "abort": "SIGABRT",
+    "leave": "exit code 7",
+    "grow": "it needs more memory than QINFER_BULK__MAX_EXAMINE_BYTES",
+    "babble": "SIGKILL",
+    "lock": "SIGALRM",
+}
+
+
+async def test_processes_that_die(lake: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Each job is refused with its inputs, another process looks at the next one, and the log has what it said."""
+
+    def warnings() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
     async with examining(lake) as examiner:
-        error = await told(examiner, job(lake, how, "b", "c"))
+        for how, text in DEATHS.items():
+            caplog.clear()
+            error = await told(examiner, job(lake, how, "b", "c"))
+
+            assert isinstance(error, InvalidRequest), how
+            assert error.message == (
+                f"the inputs can't be read, '{lake}/{how}' and 2 more: the process that read them died ({text}); "
+                "is a file damaged?"
+            )
+            await eventually(lambda: warnings() != [], description="a line of the log")
+            (record,) = warnings()
+            assert (record.message, vars(record)["how"]) == ("the process that looked at a job ended", text)
+            assert ("in crash" in vars(record)["output"]) == (how == "crash")
         await examiner.check(job(lake, "fine"), MODEL)
         await eventually(lambda: len(looking()) == 1, description="what died is replaced")
-
-    assert isinstance(error, InvalidRequest)
-    assert error.message == (
-        f"the inputs can't be read, '{lake}/{how}' and 2 more: the process that read them died ({text}); "
-        "is a file damaged?"
-    )
-    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert (record.message, vars(record)["how"]) == ("the process that looked at a job ended", text)
-    assert ("in crash" in vars(record)["output"]) == (how == "crash")
 
 
 async def test_a_huge_allocation_of_arrow(lake: str) -> None:
