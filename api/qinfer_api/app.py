@@ -30,7 +30,7 @@ from qinfer.models.control import ModelControl
 from qinfer.models.repository.open import Repositories, open_repositories
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
-from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tracing import GATEWAY, open_tracer
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address

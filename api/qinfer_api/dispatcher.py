@@ -24,7 +24,7 @@ from qinfer.errors import (
 )
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.routes import Route
-from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tracing import Attributes
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Pending, Sink

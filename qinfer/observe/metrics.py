@@ -1,12 +1,10 @@
 """The content of `/metrics`: a gateway's own counts, and the shared store's data of workers and queues.
 
-A gateway counts its own requests in plain integers (`GatewayTally`: one dict look-up and one bisect a request). The
+A gateway counts its own requests in plain integers (`stats.GatewayTally`: one look-up and one bisect a request). The
 data of workers and queues come from the shared store (`Snapshot`). The two are the scopes of `catalogue`, and no series
 is in both. Series that have Triton's names are in `triton_metrics`.
 """
 
-import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -16,11 +14,10 @@ from qinfer.observe import catalogue, exposition, stats, triton_metrics
 from qinfer.observe.catalogue import Info, MetricScope
 from qinfer.observe.exposition import CONTENT_TYPE, Family, by_model, family, labels_of
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
+from qinfer.observe.stats import GatewayTally
 
-__all__ = ["CONTENT_TYPE", "GatewayTally", "Snapshot", "WorkerLoad", "render", "scopes_of"]
+__all__ = ["CONTENT_TYPE", "Snapshot", "WorkerLoad", "render", "scopes_of"]
 
-_DURATION_BUCKETS_S = stats.QUEUE_BUCKETS_S
-_UNKNOWN_MODEL = ErrorCode.MODEL_NOT_FOUND.value
 _NOT_ADMITTED = (ErrorCode.QUEUE_FULL, ErrorCode.DEADLINE_INFEASIBLE, ErrorCode.QUOTA_EXCEEDED)
 _EXPIRED = (f"{stats.FAILURES}{ErrorCode.DEADLINE_EXCEEDED}", f"{stats.REFUSALS}{ErrorCode.DEADLINE_EXCEEDED}")
 _Key = tuple[str, int]
@@ -49,77 +46,21 @@ class WorkerLoad:
     gpus: tuple[GpuUse, ...] = ()
 
 
-class _Durations:
-    """One series of the duration histogram."""
-
-    __slots__ = ("counts", "total_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(_DURATION_BUCKETS_S) + 1)
-        self.total_s = 0.0
-
-
-class GatewayTally:
-    """Counts what one gateway answered; used by its event loop only.
-
-    Args:
-        process: The gateway's name.
-
-    Attributes:
-        in_flight: Called at each scrape for the number of requests without an answer; the gateway sets it.
-        refusals: What this gateway adds to the models' statistics.
-    """
-
-    def __init__(self, process: str = "") -> None:
-        self.in_flight: Callable[[], int] = lambda: 0
-        self.refusals = stats.RefusalTally()
-        self.process = process
-        self._answered: dict[_Key, _Durations] = {}
-        self._failed: dict[tuple[str, int, str], int] = {}
-
-    def answered(self, model: str, version: int, seconds: float) -> None:
-        """Counts a request answered with outputs, `seconds` after it was received."""
-        series = self._answered.get((model, version))
-        if series is None:
-            series = self._answered[model, version] = _Durations()
-        series.counts[bisect_left(_DURATION_BUCKETS_S, seconds)] += 1
-        series.total_s += seconds
-
-    def failed(self, model: str, version: int, reason: str) -> None:
-        """Counts a request answered with an error, by `ErrorCode` value.
-
-        Unknown models share one series without a name: clients may not make series of names they think up.
-        """
-        key = ("", 0, reason) if reason == _UNKNOWN_MODEL else (model, version, reason)
-        self._failed[key] = self._failed.get(key, 0) + 1
-
-    def ended(self, model: str, version: int, reason: str, started_s: float | None = None) -> None:
-        """Counts a request that this gateway ended itself, so that no worker counts it, for the models' statistics.
-
-        Args:
-            model: A model that exists.
-            version: Its version.
-            reason: The `ErrorCode` value.
-            started_s: When it was received, in monotonic time; `None` = it never waited, or nobody knows how long.
-        """
-        seconds = 0.0 if started_s is None else time.monotonic() - started_s
-        self.refusals.refused(model, version, reason, seconds)
-
-    def collect(self) -> Iterator[Family]:
-        """Yields this gateway's metrics."""
-        own = {"process": self.process}
-        failures, durations = Family(catalogue.REQUEST_FAILURES), Family(catalogue.REQUEST_DURATION)
-        totals: dict[_Key, int] = {}
-        for (model, version, reason), count in self._failed.items():
-            failures.add(count, reason=reason, **own, **labels_of((model, version)))
-            totals[model, version] = totals.get((model, version), 0) + count
-        for key, series in self._answered.items():
-            cumulative = zip((*_DURATION_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
-            durations.add_histogram(cumulative, series.total_s, **own, **labels_of(key))
-            totals[key] = totals.get(key, 0) + sum(series.counts)
-        yield family(catalogue.REQUESTS, ((total, own | labels_of(key)) for key, total in totals.items()))
-        yield from (failures, durations)
-        yield family(catalogue.REQUESTS_IN_FLIGHT, [(self.in_flight(), own)])
+def _of_gateway(tally: GatewayTally) -> Iterator[Family]:
+    """Yields a gateway's metrics."""
+    own = {"process": tally.process}
+    failures, durations = Family(catalogue.REQUEST_FAILURES), Family(catalogue.REQUEST_DURATION)
+    totals: dict[_Key, int] = {}
+    for (model, version, reason), count in tally.failures.items():
+        failures.add(count, reason=reason, **own, **labels_of((model, version)))
+        totals[model, version] = totals.get((model, version), 0) + count
+    for key, series in tally.durations.items():
+        cumulative = zip((*stats.QUEUE_BUCKETS_S, float("inf")), accumulate(series.counts), strict=True)
+        durations.add_histogram(cumulative, series.total_s, **own, **labels_of(key))
+        totals[key] = totals.get(key, 0) + sum(series.counts)
+    yield family(catalogue.REQUESTS, ((total, own | labels_of(key)) for key, total in totals.items()))
+    yield from (failures, durations)
+    yield family(catalogue.REQUESTS_IN_FLIGHT, [(tally.in_flight(), own)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +214,7 @@ def render(
     """
     shown, tritons = list[Family](), list[Family]()
     if MetricScope.PROCESS in scopes:
-        shown += [*tally.collect(), *snapshot.of_process(tally.process)]
+        shown += [*_of_gateway(tally), *snapshot.of_process(tally.process)]
         tritons += [] if snapshot.host is None else triton_metrics.of_host(snapshot.host)
     if MetricScope.CLUSTER in scopes:
         shown += snapshot.collect()

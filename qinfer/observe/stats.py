@@ -7,13 +7,15 @@ but an instant, of which the latest stays (`LATEST`). What a process had not sen
 about a second of counts. What it had sent and Redis did not confirm in time is sent again, and may count twice.
 """
 
+import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from enum import StrEnum
 from itertools import accumulate
 from typing import NamedTuple
 
+from qinfer.errors import ErrorCode
 from qinfer.observe.latencies import FIRST_RESPONSE, FIRST_RESPONSE_BUCKETS_MS, LatencyTally
 
 QUEUE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -256,6 +258,65 @@ class RefusalTally(ModelCounts):
         """
         self.add(model, version, REFUSALS + reason)
         self.add(model, version, FAIL_NS, int(seconds * 1e9))
+
+
+class Durations:
+    """One series of the duration histogram."""
+
+    __slots__ = ("counts", "total_s")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(QUEUE_BUCKETS_S) + 1)
+        self.total_s = 0.0
+
+
+class GatewayTally:
+    """Counts what one gateway answered; used by its event loop only.
+
+    Args:
+        process: The gateway's name.
+
+    Attributes:
+        in_flight: Called at each scrape for the number of requests without an answer; the gateway sets it.
+        refusals: What this gateway adds to the models' statistics.
+        durations: The duration histogram of each model version.
+        failures: How many requests failed, by model, version and reason.
+    """
+
+    def __init__(self, process: str = "") -> None:
+        self.in_flight: Callable[[], int] = lambda: 0
+        self.refusals = RefusalTally()
+        self.process = process
+        self.durations: dict[tuple[str, int], Durations] = {}
+        self.failures: dict[tuple[str, int, str], int] = {}
+
+    def answered(self, model: str, version: int, seconds: float) -> None:
+        """Counts a request answered with outputs, `seconds` after it was received."""
+        series = self.durations.get((model, version))
+        if series is None:
+            series = self.durations[model, version] = Durations()
+        series.counts[bisect_left(QUEUE_BUCKETS_S, seconds)] += 1
+        series.total_s += seconds
+
+    def failed(self, model: str, version: int, reason: str) -> None:
+        """Counts a request answered with an error, by `ErrorCode` value.
+
+        Unknown models share one series without a name: clients may not make series of names they think up.
+        """
+        key = ("", 0, reason) if reason == ErrorCode.MODEL_NOT_FOUND.value else (model, version, reason)
+        self.failures[key] = self.failures.get(key, 0) + 1
+
+    def ended(self, model: str, version: int, reason: str, started_s: float | None = None) -> None:
+        """Counts a request that this gateway ended itself, so that no worker counts it, for the models' statistics.
+
+        Args:
+            model: A model that exists.
+            version: Its version.
+            reason: The `ErrorCode` value.
+            started_s: When it was received, in monotonic time; `None` = it never waited, or nobody knows how long.
+        """
+        seconds = 0.0 if started_s is None else time.monotonic() - started_s
+        self.refusals.refused(model, version, reason, seconds)
 
 
 class PublishTally(ModelCounts):

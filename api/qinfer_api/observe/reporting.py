@@ -26,8 +26,8 @@ from qinfer.models.work import VersionWork, read_work
 from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.host import HostMeter, ProcessUse, read_use
 from qinfer.observe.latencies import SlidingWindow
-from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render, scopes_of
-from qinfer.observe.stats import LABELING, add
+from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
+from qinfer.observe.stats import LABELING, GatewayTally, add
 from qinfer.observe.triton_metrics import Wanted
 from qinfer.queue.dead_letters import DeadLetters
 from qinfer.queue.entries import BULK_LANES

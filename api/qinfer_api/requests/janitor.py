@@ -21,7 +21,7 @@ from qinfer.core.retry import OutageLog
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, DeliveryError, QinferError, QueueFull
 from qinfer.models.catalog import Catalog
 from qinfer.models.routes import NAMES
-from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.stats import GatewayTally
 from qinfer.queue.dead_letters import head_of
 from qinfer.queue.deliveries import DeliveryItem
 from qinfer.queue.entries import Entry, Lane, RequestState, Settlement

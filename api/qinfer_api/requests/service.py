@@ -34,7 +34,7 @@ from qinfer.errors import (
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.config.to_spec import DEFAULT_TIMEOUT, MAX_TIMEOUT
 from qinfer.models.repository.reader import is_model_name
-from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.stats import GatewayTally
 from qinfer.observe.tracing import REQUEST_ID
 from qinfer.queue.entries import Acceptance, Accepted, Address, Lane, Outcome, RequestRecord, RequestState, Settlement
 from qinfer.queue.lanes import Queue

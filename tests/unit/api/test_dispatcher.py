@@ -14,7 +14,8 @@ from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes
 from qinfer.models.spec import ModelSpec, TensorSpec
-from qinfer.observe.metrics import GatewayTally, Snapshot, render
+from qinfer.observe.metrics import Snapshot, render
+from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import Entry, Lane
 from qinfer.queue.lanes import Queue
 from qinfer.tensors import Bytes, Tensor

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from qinfer.core.settings import MetricsSettings
 from qinfer.observe import latencies
 from qinfer.observe.latencies import LatencyTally, SlidingWindow, quantiles
-from qinfer.observe.metrics import GatewayTally, Snapshot, render
-from qinfer.observe.stats import StatsTally, add
+from qinfer.observe.metrics import Snapshot, render
+from qinfer.observe.stats import GatewayTally, StatsTally, add
 from qinfer.observe.triton_metrics import Wanted
 
 SUMMARY = """\

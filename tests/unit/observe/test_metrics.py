@@ -11,8 +11,8 @@ from qinfer.errors import ErrorCode, InvalidRequest
 from qinfer.observe import catalogue
 from qinfer.observe.catalogue import MetricScope
 from qinfer.observe.host import GpuUse, HostUse, ProcessUse
-from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render, scopes_of
-from qinfer.observe.stats import PublishTally, StatsTally, add
+from qinfer.observe.metrics import Snapshot, WorkerLoad, render, scopes_of
+from qinfer.observe.stats import GatewayTally, PublishTally, StatsTally, add
 from qinfer.observe.triton_metrics import Wanted
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]

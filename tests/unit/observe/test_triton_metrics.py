@@ -6,8 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from qinfer.backends.python_host.errors import NAMES, to_qinfer
 from qinfer.errors import ErrorCode
 from qinfer.observe.host import GpuUse, HostUse
-from qinfer.observe.metrics import GatewayTally, Snapshot, WorkerLoad, render
-from qinfer.observe.stats import StatsTally, add
+from qinfer.observe.metrics import Snapshot, WorkerLoad, render
+from qinfer.observe.stats import GatewayTally, StatsTally, add
 from qinfer.observe.triton_metrics import Reason, failures
 
 REJECTED = {"queue_full", "quota_exceeded", "deadline_infeasible", "deadline_exceeded"}

@@ -14,7 +14,7 @@ from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
 from qinfer.observe.catalogue import BACKLOG
-from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.stats import GatewayTally
 from qinfer.queue.entries import Lease, bulk_lanes
 from qinfer.queue.lanes import Queue
 from qinfer.testing import EmbeddedServer, eventually

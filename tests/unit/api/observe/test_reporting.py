@@ -10,7 +10,7 @@ from qinfer.core.settings import LimitSettings, Settings
 from qinfer.errors import BrokerUnavailable
 from qinfer.models.catalog import Catalog
 from qinfer.models.store import ControlStore
-from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.stats import GatewayTally
 from qinfer.queue.lanes import Queue
 from qinfer_api.observe.reporting import Reporting
 from tests.support.servers.servers import Database

@@ -15,7 +15,7 @@ from qinfer.jobs.queue.jobs import Jobs
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import normalise, parse, to_json
 from qinfer.models.state import Desired, State, StoredModel, VersionState, WorkerRecord
-from qinfer.observe.metrics import GatewayTally
+from qinfer.observe.stats import GatewayTally
 from qinfer.queue.deliveries import DeliveryItem
 from qinfer.queue.entries import Acceptance, Address, Entry, Lane, RequestState
 from qinfer.queue.lanes import Queue
@@ -78,7 +78,7 @@ class Bench:
         return (await self.delivery.depth([LANE]))[0]
 
     def failed(self) -> dict[tuple[str, int, str], int]:
-        return self.tally._failed
+        return self.tally.failures
 
 
 @pytest.fixture
