@@ -210,13 +210,13 @@ class Gateway:
         self.metrics: MetricsPort | None = None
 
     def _watch_of(self, source: Repositories | None, repository: RepositorySettings) -> "RepositoryWatch | None":
-        """Makes what follows the repositories, where there are any and they are to be followed."""
+        """Creates the poller of the repositories, if there are any and the mode polls them."""
         if source is None or repository.control_mode != "poll":
             return None
         return RepositoryWatch(source, self._store, self._delivery, repository.poll_s, repository.min_workers)
 
     def _asynchronous(self, settings: Settings, tally: GatewayTally) -> tuple[AsyncRequests, Janitor]:
-        """Makes the use case of asynchronous requests, and what looks after them."""
+        """Creates the use case of asynchronous requests, and their janitor."""
         targets = Targets(settings.webhooks)
         webhooks = Webhooks(settings.webhooks, self._delivery, targets, partial(message_of, Jobs(self._delivery)))
         jobs = JobJanitor(self._delivery, self.catalog, self._tasks.finalise) if settings.bulk.enabled else None
@@ -235,7 +235,7 @@ class Gateway:
         return requests, janitor
 
     def _services(self, settings: Settings, fast: FastPath, restrictions: Restrictions) -> Services:
-        """Makes what the routes and the calls of gRPC need."""
+        """Creates the services of the routes and of the calls of gRPC."""
         return Services(
             settings=settings,
             dispatcher=self.dispatcher,
@@ -253,7 +253,7 @@ class Gateway:
         self.metrics = MetricsPort(listener, self._reporting.metrics)
 
     async def serve(self) -> None:
-        """Serves until `stop`, then answers what is in flight within `http.drain_s`, and closes the adapters."""
+        """Serves until `stop`, then answers the requests in flight within `http.drain_s`, and closes the adapters."""
         listening = asyncio.Event()
         try:
             await self.catalog.refresh()
@@ -368,13 +368,13 @@ class RepositoryWatch:
         self._errors: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Looks every few seconds until cancelled; what fails is tried again at the next look."""
+        """Polls every few seconds until cancelled; failures are retried at the next poll."""
         while True:
             await asyncio.sleep(self._every_s)
             await self.look()
 
     async def look(self) -> None:
-        """Writes what has changed since the last look as the desired state."""
+        """Writes the changes since the last poll to the desired state."""
         try:
             self.note(await sync(self._source, self._store, self._delivery, min_workers=self._min_workers))
         except QinferError as error:
@@ -383,7 +383,7 @@ class RepositoryWatch:
             logger.exception("model repository not looked through")
 
     def note(self, models: Sequence[SyncedModel]) -> None:
-        """Logs what a sync has changed, and each error once."""
+        """Logs the changes of a sync, and each error once."""
         for model in models:
             if model.changed and not model.error:
                 what = "model removed" if model.removed else "model changed"

@@ -204,7 +204,7 @@ class Auth:
 
 
 def load_auth(settings: AuthSettings, host: str) -> Auth | None:
-    """Reads the keys, if keys are asked for.
+    """Reads the keys, if keys are required.
 
     Args:
         settings: How callers are identified.

@@ -1,4 +1,4 @@
-"""Settings that clients change while the server runs: what is logged, and what is traced (reference §1.16, §1.17).
+"""Settings that clients change at run time: logging and tracing (reference §1.16, §1.17).
 
 They are kept in the control store, so that all gateways show the same and all processes follow. An update is checked
 whole before anything of it is stored.

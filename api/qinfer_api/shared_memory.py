@@ -142,7 +142,7 @@ class SharedMemory:
             pass
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region: what the client writes there later does not change it.
+        """Returns a copy of a part of a region, which later writes of the client do not change.
 
         Raises:
             RegionNotFound: No region has the name.

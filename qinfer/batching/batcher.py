@@ -169,7 +169,7 @@ class Executor(Protocol):
         ...
 
     def retire(self) -> None:
-        """Unloads every instance once it has executed what is queued."""
+        """Unloads every instance once it has executed its queued batches."""
         ...
 
 

@@ -101,7 +101,7 @@ class Regions(Protocol):
     """The shared memory that clients registered; every method raises `UnsupportedFeature` where it is off."""
 
     def view(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Returns a copy of a part of a region: what the client writes there later does not change it."""
+        """Returns a copy of a part of a region, which later writes of the client do not change."""
         ...
 
     def check(self, name: str, offset: int, byte_size: int) -> None:

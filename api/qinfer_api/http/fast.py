@@ -202,7 +202,7 @@ class Call:
         self._connection.answered()
 
     def start(self, dispatcher: Dispatcher, codec: InferCodec) -> None:
-        """Decodes and submits the request whose body is complete; what is wrong with it is its answer."""
+        """Decodes and submits the request whose body is complete; answers an invalid one with its error."""
         head = self.head
         assert head is not None
         body = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
@@ -374,7 +374,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Takes what arrived: a whole request with a cached head as it is, all else through the parser."""
+        """Reads received data: a whole request with a cached head directly, all else through the parser."""
         if self._refused:
             return
         if self._receiving or self._closing or self._cycle_runs():
@@ -423,7 +423,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._quiet_since_s = 0.0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keeps a header as it came; trailers, which nobody reads, are dropped."""
+        """Keeps a header unchanged; drops trailers, which are never read."""
         if self._in_head:
             self.headers.append((name, value))
 
@@ -489,7 +489,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
     # -- answering ----------------------------------------------------------------------------------------------------
 
     def answered(self) -> None:
-        """Writes the replies that are next in line, then lets go what waited for them."""
+        """Writes the next replies in order, then releases what waited for them."""
         calls = self._calls
         while calls:
             reply = calls[0].reply
@@ -517,7 +517,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
             super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuses what is not HTTP, after the replies to what was."""
+        """Refuses data that is not HTTP, after the replies to earlier requests."""
         self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
@@ -535,7 +535,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
     # -- connection ---------------------------------------------------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancels what nobody waits for any more."""
+        """Cancels the requests of a closed connection."""
         for call in self._calls:
             call.cancel(self._fast.dispatcher)
         self._calls.clear()
@@ -544,7 +544,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """Takes no more requests; closes once those in hand are answered."""
+        """Accepts no more requests; closes once open requests are answered."""
         self._closing = True
         if self._cycle_runs():
             self.cycle.keep_alive = False

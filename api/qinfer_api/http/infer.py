@@ -273,7 +273,7 @@ class InferCodec:
         return request, plan
 
     def encode(self, response: Response, client_id: str, plan: OutputPlan) -> Reply:
-        """Encodes a response as the client asked for it; a failure becomes its error reply."""
+        """Encodes a response in the requested form; a failure becomes its error reply."""
         if response.failure is not None:
             return refusal(response.failure)
         try:

@@ -97,7 +97,7 @@ class Files:
         return await asyncio.get_running_loop().run_in_executor(_threads, self._from_store, url)
 
     def _path_at_studio(self, reference: str) -> str:
-        """Returns path and query of what Label Studio keeps; empty for what is elsewhere."""
+        """Returns path and query of a file in Label Studio; empty for other locations."""
         if reference.startswith("/"):
             return reference
         origin = self._studio.origin if self._studio is not None else ""

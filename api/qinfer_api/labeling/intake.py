@@ -133,7 +133,7 @@ class Notes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reason(Enum):
-    """The reason for which tasks are asked for, which decides about those that were asked for before.
+    """The reason for requesting tasks, which determines the handling of earlier requests for them.
 
     `CREATED`: they are new. `ASKED`: Label Studio wants predictions, now and again; a task without one, though one was
     sent a while ago, is scored again. `ORDERED`: a person wants it: what failed is scored again, too.
@@ -388,7 +388,7 @@ class Intake:
 
 
 def _attempt(entry: LabelTask | None, name: str, reason: Reason, now_s: float) -> int:
-    """Returns which attempt at a task is to be made; 0 = none, it was asked for already. Pure."""
+    """Returns the number of the next attempt at a task; 0 = none, it was requested already. Pure."""
     if entry is None or entry.request_id not in (name, _request_id(name, entry.attempt)):
         return 1
     is_old = now_s - entry.updated_at > _ASKED_AGAIN_S

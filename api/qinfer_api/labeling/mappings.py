@@ -84,7 +84,7 @@ class MappingBook:
 
 
 def _signature(directory: Path) -> _Signature:
-    """Returns what changes when a mapping file does."""
+    """Returns a value that changes whenever a mapping file does."""
     found = []
     try:
         for path in directory.iterdir():

@@ -179,7 +179,7 @@ class Statuses:
 
 
 def _state_of(record: RequestRecord | None) -> tuple[TaskState, str]:
-    """Returns the state of an open task, and why; its request tells."""
+    """Returns the state of an open task, and the reason, from its request."""
     if record is None:
         return "failed", _LOST
     if record.state.is_terminal:

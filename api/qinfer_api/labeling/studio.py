@@ -226,7 +226,7 @@ class LabelStudio:
 
 
 def _checked(status: int, text: bytes) -> bytes:
-    """Returns what a call was answered with, if it has succeeded.
+    """Returns the answer of a call, if it has succeeded.
 
     Raises:
         StudioAway: Later it may succeed.

@@ -106,7 +106,7 @@ _LaneKey = tuple[str, int, str]
 
 
 async def take_snapshot(catalog: Catalog, store: ControlStore, delivery: Queue, letters: DeadLetterCounts) -> Snapshot:
-    """Reads statistics, depths and counts, in a few round trips; without the store, shows what the catalog still knows.
+    """Reads statistics, depths and counts, in a few round trips; without the store, only the catalog's data.
 
     Args:
         catalog: Knows models and workers.
@@ -156,7 +156,7 @@ async def _unfinished(tasks: LabelTasks, counted: Mapping[tuple[str, int], Mappi
 
 
 def _by_lane(work: Iterable[VersionWork]) -> tuple[Counter[_LaneKey], Counter[_LaneKey], dict[_LaneKey, float]]:
-    """Returns what lanes hold, online ones and bulk ones, and how old it is; a lane's partitions count as one."""
+    """Returns the depths and ages of online and bulk lanes; a lane's partitions count as one."""
     depth: Counter[_LaneKey] = Counter()
     shards: Counter[_LaneKey] = Counter()
     ages_s: dict[_LaneKey, float] = {}
@@ -169,7 +169,7 @@ def _by_lane(work: Iterable[VersionWork]) -> tuple[Counter[_LaneKey], Counter[_L
 
 
 def _loads(records: Iterable[WorkerRecord]) -> dict[str, WorkerLoad]:
-    """Returns what the metrics show of each worker."""
+    """Returns the metrics of each worker."""
     return {
         record.id: WorkerLoad(
             device=record.device,
@@ -185,7 +185,7 @@ def _loads(records: Iterable[WorkerRecord]) -> dict[str, WorkerLoad]:
 
 
 def _executing(records: Iterable[WorkerRecord]) -> Counter[tuple[str, int]]:
-    """Adds up what all workers execute."""
+    """Adds up the executing requests of all workers."""
     executing: Counter[tuple[str, int]] = Counter()
     for record in records:
         for model, versions in record.busy.items():
@@ -307,7 +307,7 @@ class Reporting:
                 group.create_task(self._traces.follow(self._store))
 
     async def flush(self) -> None:
-        """Adds what this gateway ended itself to the models' statistics; what can't be added now is added later."""
+        """Adds requests that this gateway ended to the models' statistics; retries later if that fails."""
         async with self._flushing:
             for key, deltas in self._tally.refusals.drain().items():
                 add(self._unsent.setdefault(key, {}), deltas)

@@ -97,7 +97,7 @@ def groups_of(stored: Mapping[str, str]) -> dict[str, dict[str, Value]]:
 
 
 def checked(changes: TraceChanges, *, is_written: bool) -> dict[str, Value]:
-    """Returns what is to be stored of an update.
+    """Returns the values of an update to store.
 
     Args:
         changes: The update.
@@ -198,7 +198,7 @@ class Sampling:
         self._is_over = False
 
     def take(self) -> bool:
-        """Counts a request; tells whether it is traced, and then `add` is to be called for it."""
+        """Counts a request; returns whether it is traced, in which case the caller calls `add`."""
         rule = self.rule
         if not rule.is_on or not rule.rate or not self.left:
             return False
@@ -226,7 +226,7 @@ class Sampling:
             self._write(numbered=not self._is_over or bool(frequency))
 
     def end(self) -> None:
-        """Writes what it has; requests that are traced and not answered yet are written when they are."""
+        """Writes the finished traces; those of unanswered requests are written later."""
         self._is_over = True
         self._write(numbered=bool(self.rule.frequency))
 
@@ -265,7 +265,7 @@ class TraceFile:
         self._one_by_one = asyncio.Lock()
 
     def sample(self, model: str) -> Sampling | None:
-        """Returns what takes the trace of a request to a model; `None` if that is not traced."""
+        """Returns the recorder of traces for a model; `None` if it is not traced."""
         samplings = self._samplings
         sampling = samplings.get(model) or samplings.get("")
         return sampling if sampling is not None and sampling.take() else None
@@ -276,7 +276,7 @@ class TraceFile:
         return None if sampling is None else sampling.left
 
     def apply(self, stored: Mapping[str, str]) -> None:
-        """Follows the stored settings; what has changed ends, its traces are written, and begins anew.
+        """Applies the stored settings; a changed trace ends, is written, and begins anew.
 
         Args:
             stored: As `ControlStore.settings` returns them.

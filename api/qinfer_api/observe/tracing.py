@@ -69,7 +69,7 @@ class Tracing:
         return partial(TracedDispatcher, self) if self.is_on else Dispatcher
 
     async def close(self) -> None:
-        """Writes and sends what is left; what can't be sent within seconds is lost."""
+        """Writes and sends the remaining traces; those that cannot be sent within seconds are lost."""
         if self.file is not None:
             await self.file.close()
         if self.tracer is not None:
@@ -111,7 +111,7 @@ class TracedDispatcher(Dispatcher):
         self._server_clock = delivery.clock
 
     def submit(self, context: Context, request: InferRequest, sink: Sink, within_s: float = math.inf) -> Pending:
-        """Submits a request, as `Dispatcher.submit`; what it causes is part of its span from here on."""
+        """Submits a request, as `Dispatcher.submit`, within a span."""
         sampling = self._sample(request.model)
         span = self._begin(context, sink)
         if span is not None:
@@ -151,7 +151,7 @@ class TracedDispatcher(Dispatcher):
             pending.sink.end(Failure.of(Cancelled("the caller went away")))
 
     def trace_of(self, context: Context, served: Served, name: Attributes) -> str:
-        """Makes a span of a request or job that is about to be accepted; returns what it is now part of."""
+        """Makes a span of a request or job that is about to be accepted; returns its trace context."""
         if self._tracer is None:
             return context.trace
         now_s = self._server_clock.now_s()

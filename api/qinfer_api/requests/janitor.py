@@ -104,7 +104,7 @@ class Janitor:
                 outage.over()
 
     async def _round(self, group: asyncio.TaskGroup) -> None:
-        """Ends what is over, and has webhooks delivered by the tasks of `group`.
+        """Ends expired requests, and delivers webhooks in tasks of `group`.
 
         Raises:
             QinferError: Some models, or all, are out of reach.
@@ -120,7 +120,7 @@ class Janitor:
             raise error
 
     async def expire(self) -> int:
-        """Settles what is past its deadline, of the models within reach; returns how many requests that ended."""
+        """Settles requests past their deadline, of reachable models; returns how many ended."""
         count = 0
         self._away.clear()
         for models in self._groups():

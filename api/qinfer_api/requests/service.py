@@ -445,7 +445,7 @@ class AsyncRequests:
         return await self.record(context, address)
 
     def _timeout_s(self, served: Served, asked_s: float | None) -> float:
-        """Returns a request's timeout; what its model's configuration says goes before the settings."""
+        """Returns a request's timeout; the model's configuration takes precedence over the settings."""
         own = served.spec.parameters
         longest_s = float(own.get(MAX_TIMEOUT, self.settings.max_timeout_s))
         if asked_s is None:

@@ -79,7 +79,7 @@ def infer_routes(services: Services) -> APIRouter:
 
 
 async def _infer(services: Services, target: Target, request: Request) -> HttpResponse:
-    """Reads, submits, waits, answers; what is refused before the wait is raised to the error handler."""
+    """Reads, submits, waits, answers; raises errors before the wait to the error handler."""
     dispatcher = services.dispatcher
     preferences = read_preferences(request.headers.getlist("prefer"))
     if preferences.is_async:

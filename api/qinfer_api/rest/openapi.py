@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of the routes and of the types of their bodies, and what routes describe themselves with.
+"""The OpenAPI document, made from the routes and the types of their bodies, and helpers to describe routes.
 
 A body's schema is its type's: fields, bounds and defaults. Its description and those of its fields are the type's
 docstring, with the sections `Attributes` and `Example`, the latter in JSON.
@@ -44,7 +44,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def operation(summary: str, responses: dict[int, Json], *parameters: Json, takes: Json | None = None) -> Json:
-    """Returns what a route's decorator takes to describe it.
+    """Returns the arguments of a route's decorator that describe the route.
 
     Args:
         summary: A title; empty = the name of the route.
@@ -107,7 +107,7 @@ LAST_EVENT = header("Last-Event-ID", "The last event that was seen.")
 
 
 def document_of(app: FastAPI, routers: Sequence[APIRouter]) -> Callable[[], Json]:
-    """Returns what takes the place of `app.openapi`: a function that makes the document once."""
+    """Returns the replacement of `app.openapi`: a function that makes the document once."""
 
     def openapi() -> Json:
         if app.openapi_schema is None:
@@ -146,7 +146,7 @@ def _operation(route: APIRoute) -> Json:
 
 
 def _components(paths: Json) -> Json:
-    """Puts references in the place of types, and returns what they refer to."""
+    """Replaces types by references, and returns the referenced schemas."""
     media = [one for one in _media(paths) if not isinstance(one["schema"], dict)]
     schemas, components = msgspec.json.schema_components(
         [one["schema"] for one in media], ref_template="#/components/schemas/{name}"

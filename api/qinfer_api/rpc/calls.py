@@ -200,7 +200,7 @@ def parse(message: Any, blob: bytes) -> Any:
 
 
 def context_of(metadata: Metadata) -> Context:
-    """Returns who asks, as the metadata tells it; `Dispatcher.authorize` checks it."""
+    """Returns the caller named in the metadata; `Dispatcher.authorize` checks it."""
     found: dict[str, str] = {}
     for name, value in metadata:
         if name in _MEANINGS and isinstance(value, str):

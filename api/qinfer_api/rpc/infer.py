@@ -337,7 +337,7 @@ class _Stream:
             await self._change.wait()
 
     async def _message(self, slot: _Slot, response: Response) -> bytes | None:
-        """Returns what is written for a response; `None` = nothing."""
+        """Returns the message for a response; `None` = none is sent."""
         failure = response.failure
         if failure is None:
             if response.final and response.index and not response.outputs and not slot.empty_final:

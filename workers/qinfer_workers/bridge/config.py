@@ -258,7 +258,7 @@ class RouteOptions(_Part):
 
     @property
     def dead_letters(self) -> str:
-        """The queue for what can't be answered."""
+        """The queue for messages that cannot be answered."""
         return self.dead_letter or f"{self.source.queue}.dead"
 
     @property
@@ -405,7 +405,7 @@ def _where(location: tuple[int | str, ...], routes: Any) -> str:
 
 
 def _text(text: str, error: ErrorDetails) -> str:
-    """Writes what is wrong; a value is shown where it can be no secret."""
+    """Describes the errors of a file; shows a value only if it cannot be a secret."""
     if error["type"] == "extra_forbidden":
         return text
     text = text.replace("valid tuple", "list").replace("Tuple", "the list")

@@ -92,7 +92,7 @@ class Endings:
         self._to_confirm.set()
 
     def stop(self) -> None:
-        """Takes nothing more, and ends `run` once what is in hand is confirmed."""
+        """Stops reading, and ends `run` once the replies in hand are confirmed."""
         self._stopping = True
         self._news.set()
         self._to_confirm.set()

@@ -111,7 +111,7 @@ class Intake:
         self._room.set()
 
     def stop(self) -> None:
-        """Ends `run` after the batch in hand; on the loop."""
+        """Ends `run` after the current batch; on the loop."""
         self._stopping = True
         self._some.set()
         self._room.set()

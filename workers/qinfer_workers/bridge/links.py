@@ -64,7 +64,7 @@ class LinkThread(ABC, Generic[L]):
         self._wake()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the end; tells whether it came."""
+        """Waits for the end; returns whether it came in time."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -176,7 +176,7 @@ class Consumer(LinkThread[Source]):
         self._wake()
 
     def finish(self) -> None:
-        """Acknowledges what is done, and ends; for any thread, after `stop`, which only ends taking messages."""
+        """Acknowledges finished messages, and ends; for any thread, after `stop`, which only stops the intake."""
         self._finished.set()
 
     def _open(self) -> Source:
@@ -298,7 +298,7 @@ class Publisher(LinkThread[Sink]):
             raise
 
     def _send_again(self, sink: Sink) -> None:
-        """Publishes what was left; one at a time where one of them has ended a connection, to find out which."""
+        """Publishes the remaining messages; one at a time if one of them ended a connection, to identify it."""
         left = list(self._unsettled)
         if not self._is_careful:
             sink.send(left)

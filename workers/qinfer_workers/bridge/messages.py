@@ -74,7 +74,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Place(StrEnum):
-    """The destination of an outgoing message, which decides what happens when no queue takes it."""
+    """The destination of an outgoing message, which determines the handling if no queue takes it."""
 
     REPLY = "reply"
     SINK = "sink"

@@ -1,4 +1,4 @@
-"""A message → what is to be accepted for it: decoded, checked, stamped, encoded. Pure but for the ids it draws."""
+"""A message → an acceptance: decoded, checked, stamped, encoded. Pure except for new ids."""
 
 import msgspec
 

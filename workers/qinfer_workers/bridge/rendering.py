@@ -61,7 +61,7 @@ class Rendered(NamedTuple):
 
 
 def render(route: RouteOptions, ending: Ending) -> Rendered | None:
-    """Returns the messages that are published of a request that ended; `None` = nobody can be sent any.
+    """Returns the messages to publish for an ended request; `None` = there is no recipient.
 
     Args:
         route: The route.

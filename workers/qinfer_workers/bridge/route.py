@@ -1,4 +1,4 @@
-"""A route of a bridge: its parts and what they hand over, its start and its end.
+"""A route of a bridge: its parts and the data that they exchange, its start and its end.
 
     thread "source"           loop                               thread "sink" (and "dead_letters", on another broker)
     receive, read ──batch──▶  Intake: accept into the lane
@@ -121,7 +121,7 @@ class Route:
         self._endings.wake()
 
     async def run(self) -> None:
-        """Moves messages until `stop`, then until what is in hand is taken care of."""
+        """Moves messages until `stop`, then until the messages in hand are finished."""
         publishers = list(dict.fromkeys(self._publishers.values()))
         for publisher in publishers:
             publisher.start()
@@ -151,7 +151,7 @@ class Route:
         self.tally.unconfirmed = self._endings.in_hand
 
     def _make_publishers(self) -> dict[bool, Publisher]:
-        """Makes what publishes: by whether it is for dead letters."""
+        """Creates a publisher, for replies or for dead letters."""
         options, source = self.options, self.options.source
         fixed = [options.sink.routing_key] if options.sink.declare and not options.sink.exchange else []
         queues = [queue for queue in fixed if queue]
@@ -216,7 +216,7 @@ class Route:
             self._done(done)
 
     def _settle_one(self, message: Outgoing, confirmed: list[str], done: list[Receipt]) -> None:
-        """Counts a message off its group; what is complete is added to `confirmed` or `done`."""
+        """Counts a message of its group as finished; adds complete groups to `confirmed` or `done`."""
         group: PublishGroup = message.group
         group.left -= 1
         if group.left:

@@ -114,7 +114,7 @@ class ThreadExecutor:
             self._queue.put(_End.ONE)
 
     def run_now(self, execution: Execution, expected_s: float) -> bool:
-        """Executes here and now if that is short and no instance is busy; tells whether it did."""
+        """Executes at once if that is short and no instance is busy; returns whether it did."""
         if self._running or not self._on_loop or not 0 < expected_s <= SHORT_S:
             return False
         execution.run(self._first)
@@ -151,7 +151,7 @@ class ThreadExecutor:
         return recalled
 
     def retire(self) -> None:
-        """Unloads every instance once it has executed what is queued."""
+        """Unloads every instance once it has executed its queued batches."""
         for _ in range(self.count):
             self._queue.put(_End.ALL)
 

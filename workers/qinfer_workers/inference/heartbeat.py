@@ -85,7 +85,7 @@ class Heartbeat:
         self._changed.set()
 
     def drains(self) -> None:
-        """Announces that the worker fetches nothing any more, and ends what it holds."""
+        """Announces that the worker fetches nothing more, and only finishes what it holds."""
         self._draining = True
         self.changed()
 
@@ -166,7 +166,7 @@ class Heartbeat:
             self._speeds[key] = Speed(round(rps, 3), round(load_s, 3))
 
     async def flush(self) -> None:
-        """Adds what was collected; what can't be added now is added later."""
+        """Adds the collected statistics; retries later what cannot be added now."""
         for key in list(self._unsent):
             deltas = self._unsent.pop(key)
             try:
@@ -192,7 +192,7 @@ def _key(batcher: Batcher) -> Key:
 
 
 def _busy(batchers: Iterable[Batcher]) -> dict[str, dict[int, int]]:
-    """Counts what instances execute, without what waits for one to be free."""
+    """Counts executing requests, without those that wait for a free instance."""
     busy = {}
     for batcher in batchers:
         queued = sum(len(execution.items) for execution in batcher.expected_ends if not execution.begin_ns)

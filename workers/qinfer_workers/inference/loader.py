@@ -122,7 +122,7 @@ class Loader:
         self._completers = completers
 
     def load(self, spec: ModelSpec, version: int, stored: StoredModel, serving: Loaded | None = None) -> Change:
-        """Loads what differs from what is served, and warms it up.
+        """Loads the versions that differ from the served ones, and warms them up.
 
         Args:
             spec: The configuration, read.
@@ -179,7 +179,7 @@ class Loader:
             return Completion(error=error.message)
 
     def discard(self, change: Change) -> None:
-        """Unloads what a load has made, and nobody wants any more."""
+        """Unloads the instances of a load that is no longer wanted."""
         _unload(change.loaded.instances)
 
     def _instances(
@@ -239,7 +239,7 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 class _Unheard:
-    """A context whose answers nobody waits for.
+    """A context whose answers are discarded.
 
     Attributes:
         called: Whether a call was asked for, and refused: what the backend does from there on tells nothing.

@@ -54,7 +54,7 @@ class Host(Protocol):
         ...
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers what waits for a model version and unloads it; tells whether it did, and was not wanted again."""
+        """Answers waiting requests of a model version and unloads it; returns whether it did and is still unwanted."""
         ...
 
 
@@ -120,7 +120,7 @@ class Models:
         self._wanted = await self._store.models(mine)
 
     def _start(self, tasks: asyncio.TaskGroup) -> None:
-        """Starts a task for each model that differs from what is wanted and has none."""
+        """Starts a task for each model that differs from the desired state and has no task."""
         known = {*self._wanted, *self._settled, *(name for name, _ in self._states)}
         for name in known - self._tasks.keys():
             if not self._is_settled(name):
@@ -148,7 +148,7 @@ class Models:
             del self._tasks[name]
 
     async def _make_so(self, name: str, wanted: StoredModel | None) -> None:
-        """Loads first, then unloads what is left over, and only if all was loaded: there is no gap."""
+        """Loads first, then unloads the rest, only if everything was loaded: there is no gap."""
         if wanted is not None and wanted.pending:
             await self._complete_config(wanted)
             return
@@ -213,7 +213,7 @@ class Models:
             self._changed()
 
     def _fail(self, key: Key, generation: int, error: Exception) -> None:
-        """Notes that a load has failed; what is served at an earlier generation serves on."""
+        """Records a failed load; versions of an earlier generation continue to serve."""
         reason = error.message if isinstance(error, QinferError) else f"{type(error).__name__}: {error}"
         if isinstance(error, QinferError) and error.retryable:
             self._again_at[key[0]] = asyncio.get_running_loop().time() + RELOAD_S

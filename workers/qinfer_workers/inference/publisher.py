@@ -107,7 +107,7 @@ class LeaseKeeper:
         await self._renewals.run(self)
 
     async def watch(self, lanes: Collection[Lane]) -> None:
-        """Waits until what is fetched from the lanes from now on will be renewed, whatever the model's code does."""
+        """Waits until leases of later fetches will be renewed, whatever the model's code does."""
         asked_s = time.monotonic()
         while self._renewed_at < asked_s or not self.can_renew(lanes):
             self._renewals.ask()
@@ -324,19 +324,19 @@ class Publisher:
         self._later[item] = self._loop.call_later(delay_s, self._release, item)
 
     async def settle(self) -> None:
-        """Waits until everything handed over is done; what is to be released later is released now."""
+        """Waits until all accepted work is done; releases delayed entries now."""
         for item in list(self._later):
             self._release(item)
         await self.flush()
 
     async def flush(self) -> None:
-        """Waits until everything handed over, but for what is to be released later, is done."""
+        """Waits until all accepted work is done, except delayed releases."""
         while self._open or self._published:
             self._finish_now()
             await asyncio.wait(self._open)
 
     def close(self) -> None:
-        """Takes nothing more and abandons what is not done: its leases will end, and pass to another worker."""
+        """Stops, and abandons unfinished entries: their leases will expire, and pass to another worker."""
         self._closed = True
         for timer in self._later.values():
             timer.cancel()
@@ -373,7 +373,7 @@ class Publisher:
         self._count(items, begin_ns)
 
     async def _store(self, items: Sequence[Pending], response: Response, blob: bytes) -> Response:
-        """Stores a response's outputs beside the reply stream; returns what is published instead."""
+        """Stores a response's outputs outside the reply stream; returns the response to publish instead."""
         item = next(item for item in items if item.request.id == response.request_id)
         try:
             await self._queue.store_result(item.lease.entry.lane, response.request_id, blob, STORED_TTL_S)
@@ -382,7 +382,7 @@ class Publisher:
         return msgspec.structs.replace(response, outputs=(), stored=True)
 
     async def _settle(self, answers: Sequence[_Answer], begin_ns: int) -> None:
-        """Ends asynchronous requests; what another has ended before stays as it is."""
+        """Ends asynchronous requests; requests that have ended already are not changed."""
         items = [item for item, _ in answers]
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
@@ -418,7 +418,7 @@ class Publisher:
         self._published.extend(items)
 
     def _finish_due(self) -> None:
-        """Finishes what nothing came after; the timer is set once for many batches, and so it may be too early."""
+        """Finishes entries that no later batch finished; the timer is shared by batches, and so may be early."""
         self._timer = None
         if self._published and self._loop.time() + _TICK_S < self._finish_at_s:
             self._timer = self._loop.call_at(self._finish_at_s, self._finish_due)
@@ -456,7 +456,7 @@ class Publisher:
     async def _insist(
         self, work: _Work, items: Sequence[Pending], after: _After | None, held: Sequence[Pending]
     ) -> None:
-        """Does the work, again and again while Redis is away; what comes twice, its readers drop.
+        """Runs the work, repeatedly while Redis is away; readers drop duplicates.
 
         Ends in vain when the leases of all `items` are lost: to finish such items again does no harm. What is refused
         for another reason is left to the end of the leases of `held`.
@@ -495,7 +495,7 @@ def _failed(response: Response, error: QinferError) -> Response:
 
 
 def _chunks(items: Sequence[Pending], responses: Sequence[Response]) -> Iterator[tuple[str, Sequence[Response], bool]]:
-    """Cuts what each waiting process gets into chunks; a response whose outputs are too large is one by itself."""
+    """Splits the responses of each process into chunks; a response with too large outputs is a chunk of its own."""
     for address, group in _by_address(items, responses).items():
         if sum([len(tensor.data) for response in group for tensor in response.outputs]) <= CHUNK_BYTES:
             yield address, group, False
@@ -536,7 +536,7 @@ _STATES = {
 
 
 def settlement_of(item: Pending, response: Response, *, attempt: int | None = None) -> Settlement:
-    """Returns what ends a request.
+    """Returns the settlement of a request.
 
     Args:
         item: The request; its `reply_to` is empty.

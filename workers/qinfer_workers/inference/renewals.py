@@ -57,7 +57,7 @@ class ProcessRenewals:
         self._backoff = Backoff(_RETRY_S, _LONGEST_RETRY_S)
 
     async def run(self, keeper: LeaseKeeper) -> None:
-        """See `Renewals.run`; what can't be started is tried again, less and less often."""
+        """See `Renewals.run`; retries a failed start, with growing pauses."""
         while True:
             try:
                 self._endings.failed(f"it ended with status {await self._run_one(keeper)}")
@@ -85,7 +85,7 @@ class ProcessRenewals:
         self._asked.set()
 
     async def _send(self, process: Process, keeper: LeaseKeeper) -> None:
-        """Sends what is held, again and again."""
+        """Sends the held leases repeatedly."""
         assert process.stdin is not None
         pause_s = self._hello.every_s / renewer.REPORTS_PER_RENEWAL
         with suppress(ConnectionError):  # it ended: `_listen` knows

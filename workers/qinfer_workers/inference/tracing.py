@@ -1,4 +1,4 @@
-"""The worker's spans, of requests that somebody records; all others cost it a look at their `trace` (`is_sampled`).
+"""The worker's spans of recorded requests; all others cost one check of their `trace` (`is_sampled`).
 
     request (the gateway's) ─┬─ queue     enqueued → its batch begins; linked to the batch
                              └─ batch     inputs made → executed; linked to all its requests
@@ -128,7 +128,7 @@ class Spans:
             self._tracer.start("shard", record.trace, begin_s).end(self._now_s(), about, error)
 
     def around(self, items: Sequence[Pending], publish: _Work) -> _Work:
-        """Returns work that publishes answers and makes a span of each try, or the same where nobody records any.
+        """Returns work that publishes answers, with a span of each attempt if a request is recorded.
 
         Args:
             items: The items that are answered.

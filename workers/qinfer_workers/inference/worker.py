@@ -90,7 +90,7 @@ class Worker:
         self._heartbeat.load_times = self._models.load_times
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then drains: ends what runs, releases what does not, retires the heartbeat."""
+        """Serves until `stop` is set, then drains: finishes batches, releases other entries, ends the heartbeat."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._publisher = Publisher(self._queue, self._keeper, tasks, self.spans)
@@ -154,7 +154,7 @@ class Worker:
         self._bulk.serve(batcher, loaded)
 
     async def retire(self, model: str, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """Answers what waits for a model version and unloads it; tells whether it did, and was not wanted again."""
+        """Answers waiting requests of a model version and unloads it; returns whether it did and is still unwanted."""
         serving = self._serving[model, version]
         if not await serving.drain(self._queue, self._settings.drain_s, is_wanted):
             return False
@@ -348,7 +348,7 @@ class Worker:
         await serving.batcher.idle()
 
     async def _drain(self, heartbeat: asyncio.Task[None]) -> None:
-        """Ends what runs within `drain_s`; what does not end in time is reclaimed by another worker."""
+        """Finishes executing batches within `drain_s`; another worker reclaims the rest."""
         self._heartbeat.drains()
         logger.info("draining", extra={"executing": sum(b.executing for b in self._batchers())})
         try:

@@ -83,7 +83,7 @@ def serve(settings: Settings) -> int:
 
 
 def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
-    """Runs Celery's worker, and what goes with it, until it stops; returns the exit code."""
+    """Runs Celery's worker and its services until it stops; returns the exit code."""
     tasks = BulkTasks(settings)
     use_cases: dict[str, UseCase] = {
         PLAN: Planner(services, settings.limits).run,

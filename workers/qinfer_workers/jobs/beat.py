@@ -56,7 +56,7 @@ class Beat:
         outer, tasks = self, BulkTasks(settings)
 
         class Telling(Scheduler):  # the plain one keeps its schedule in memory
-            """Sends where few tasks wait, and tells when it did its part."""
+            """Sends tasks while few are waiting, and reports each round."""
 
             def apply_async(self, *args: Any, **kwargs: Any) -> Any:
                 with contextlib.suppress(BrokerUnavailable):  # sending tells what is wrong

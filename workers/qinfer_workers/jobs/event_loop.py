@@ -106,7 +106,7 @@ class EventLoop:
                 self._running.discard(future)
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Runs a coroutine beside what threads ask for, until `close`: it counts as no task."""
+        """Runs a coroutine beside the calls of threads, until `close`; it does not count as a task."""
         self._beside.append(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def answers(self, within_s: float) -> bool:

@@ -106,7 +106,7 @@ class Planner:
             )
 
     async def _to_be_made_again(self, plan: Plan, outcomes: Mapping[int, ShardOutcome], readers: int) -> list[Shard]:
-        """Looks at what a job that goes on has already, and at the inputs that it needs still.
+        """Checks the existing parts of a resumed job, and the inputs that it still needs.
 
         Returns:
             The shards that were committed and whose parts are not there any more, or broken: those are set aside.
@@ -142,7 +142,7 @@ def _written(store_for: StoreFor, job: Unplanned, data: bytes) -> Plan:
 
 
 def _changed(store_for: StoreFor, etags: Mapping[str, str], threads: int) -> list[str]:
-    """Says what is wrong with inputs, for each of those that something is wrong with."""
+    """Describes the problems of inputs, for each input that has one."""
 
     def problem(url: str) -> str:
         stat = store_for(url).stat(url)

@@ -186,7 +186,7 @@ class JobServices:
         return self.clock.now_s() - record.updated_at
 
     def is_stale(self, record: JobRecord) -> bool:
-        """Tells whether nobody works on a job, as far as its record tells."""
+        """Returns whether nobody works on a job, by its record."""
         return record.id not in self._in_hand and self.age_s(record) > self.stale_s
 
     async def note_idle(self, record: JobRecord) -> None:
@@ -261,7 +261,7 @@ class JobServices:
 
     @contextlib.asynccontextmanager
     async def _hold(self, record: JobRecord, leads_to: frozenset[JobState]) -> AsyncIterator[None]:
-        """Keeps a job's record fresh while it is worked on, which tells sweeps that somebody does.
+        """Keeps a job's record fresh during a step, so that sweeps leave the job alone.
 
         Args:
             record: The job, in the state in which the work begins.
@@ -303,13 +303,13 @@ class JobServices:
 
 
 def _given_up(step: Step, deaths: int, reason: str) -> str:
-    """Says that too many processes died over a step, and of what as far as that is known."""
+    """Describes a step at which too many processes died, with the cause if it is known."""
     if reason.startswith(DIED):
         return f"{step.name} was broken off {deaths} times: {reason}; is a file damaged?"
     return f"{step.name} was broken off {deaths} times by the end of the bulk worker; its log says why"
 
 
 def _too_long(step: Step, timeout_s: float, reason: str) -> str:
-    """Says that a step took too long, and why or what to do."""
+    """Describes a step that took too long, and why or what to do."""
     why = f": {reason}" if reason else "; is a store slow or stuck? resume the job when it is well"
     return f"{step.name} took more than {timeout_s:g} s{why}"

@@ -70,7 +70,7 @@ class Sweeper:
         await self._end(record, JobState.EXPIRED, "its deadline has passed")
 
     async def _end(self, record: JobRecord, state: JobState, why: str) -> None:
-        """Ends a job, and has what is there of it listed."""
+        """Ends a job, and has its existing parts listed."""
         if await self._services.jobs.stop(record.id, state, error=why, in_hand=True):
             await self._services.in_thread(self._tasks.finalise, record.id)
 

@@ -53,7 +53,7 @@ class Content(NamedTuple):
 
 @lru_cache(maxsize=256)
 def parse_content_type(text: str) -> Content:
-    """Reads a content type; what is not known is `raw`, or `text`."""
+    """Reads a content type; unknown ones are `raw`, or `text`."""
     name = text.partition(";")[0].strip().lower()[:_MAX_TYPE_CHARACTERS]
     kind = _KINDS.get(name)
     if kind is None:

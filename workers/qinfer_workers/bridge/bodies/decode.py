@@ -1,4 +1,4 @@
-"""Message bodies → inference requests, as their content type says. Pure; whatever a body holds, it is read or refused.
+"""Message bodies → inference requests, by their content type. Pure; every body is read or refused.
 
     application/json                                 KServe JSON
     application/vnd.kserve…; with the header         KServe JSON ‖ binary tensors
@@ -298,7 +298,7 @@ def _check_size(reply: ReplyEncoding) -> None:
 
 
 def _columns(spec: ModelSpec) -> tuple[OutputColumn, ...]:
-    """Returns the outputs whose columns can't be told from a response."""
+    """Returns the outputs whose columns cannot be derived from a response."""
     binary = {name.strip() for name in spec.parameters.get(BINARY_OUTPUTS, "").split(",")}
     return tuple(
         OutputColumn(tensor.name, tensor.dims, tensor.name in binary)

@@ -87,7 +87,7 @@ def _of_file(body: Bytes) -> Iterator["pa.Message"]:
 
 
 def _unpacked_bytes(message: "pa.Message") -> int:
-    """Returns what the compressed buffers of a message become; 0 when none is compressed."""
+    """Returns the decompressed size of a message's buffers; 0 if none is compressed."""
     if message.type not in ("record batch", "dictionary"):
         return 0
     data = message.metadata.to_pybytes()
@@ -148,7 +148,7 @@ class ArrowLimits(NamedTuple):
 
 
 def explained(error: BaseException) -> str:
-    """Returns what a parser says, as much of it as fits a message."""
+    """Returns the text of a parser's error, cut to a length for messages."""
     text = " ".join(str(error).split())
     return (text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + "…") or type(error).__name__
 

@@ -40,7 +40,7 @@ class Waker:
         self._selector.register(self._ours, selectors.EVENT_READ)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` seconds; tells whether the socket has data."""
+        """Waits up to `timeout_s` seconds; returns whether the socket has data."""
         pending = getattr(self._watched, "pending", None)
         if pending is not None and pending():  # TLS: it was read, and is not taken yet
             return True
@@ -150,7 +150,7 @@ class _Link:
         self._waker.wake()
 
     def close(self) -> None:
-        """Closes the connection, and waits a little until the broker has read what was written."""
+        """Closes the connection, and waits briefly until the broker has read all data."""
         connection, deadline_s = self._connection, time.monotonic() + _CLOSE_S
         with suppress(Exception):  # it may be broken, in any way; nothing that was written depends on this
             connection.send_method(spec.Connection.Close, "BsBB", (0, "", 0, 0))

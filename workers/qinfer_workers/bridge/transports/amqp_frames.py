@@ -46,7 +46,7 @@ class AckLine:
         self._waits_since_s: float | None = None
 
     def due(self, done: Iterable[int], now_s: float) -> Due:
-        """Takes the tags of messages that are done, and returns what is to be acknowledged now.
+        """Adds tags of finished messages, and returns the tags to acknowledge now.
 
         Args:
             done: Tags, each once.
@@ -83,7 +83,7 @@ class AckLine:
         return bool(self._beyond)
 
     def left(self) -> list[int]:
-        """Returns what is done and not acknowledged, for the last time."""
+        """Returns the finished tags that are not acknowledged, at the end."""
         return sorted(self._beyond)
 
 
@@ -127,7 +127,7 @@ def _ignore(*_: object) -> None:
 
 
 class FrameReader:
-    """Cuts what arrives on a connection into messages, confirms, and frames for py-amqp.
+    """Splits the data of a connection into messages, confirms, and frames for py-amqp.
 
     Args:
         channel: The channel whose messages and confirms are read here.
@@ -157,7 +157,7 @@ class FrameReader:
         self._parts: list[bytes] = []
 
     def feed(self, data: bytes) -> list[Delivered]:
-        """Takes what arrived, and returns the messages that are complete.
+        """Adds received data, and returns the complete messages.
 
         Raises:
             BrokenFrames: It is no AMQP.
@@ -181,7 +181,7 @@ class FrameReader:
         return messages
 
     def _take(self, kind: int, payload: bytes, messages: list[Delivered]) -> bool:
-        """Takes a frame of the channel; tells whether it was one of those that are read here."""
+        """Reads a frame of the channel; returns whether it is of a kind that is handled here."""
         if kind == _METHOD:
             method = payload[:4]
             if method in (_DELIVER, _RETURN):

@@ -15,7 +15,7 @@ class MessageRefused(Exception):
 
 
 class Source(Protocol):
-    """A connection that consumes from one queue, which gets back what is not acknowledged when the connection ends.
+    """A connection that consumes from one queue; unacknowledged messages return to the queue when it ends.
 
     Attributes:
         epoch: Tells this connection's receipts from those of others.
@@ -39,7 +39,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Acknowledges what is left, and closes the connection."""
+        """Acknowledges the remaining messages, and closes the connection."""
         ...
 
 

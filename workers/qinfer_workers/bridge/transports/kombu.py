@@ -151,7 +151,7 @@ class KombuSource:
         self._awake.set()
 
     def close(self) -> None:
-        """See `Source.close`; what is not acknowledged is put back."""
+        """See `Source.close`; puts unacknowledged messages back."""
         with suppress(Exception):  # it may be broken, in any way; then the broker puts it back, when its time is over
             self._channel.qos.restore_unacked()  # `close` would write what can't be put back to a file, bodies and all
         with suppress(Exception):
@@ -159,7 +159,7 @@ class KombuSource:
         _release(self._client, self._channel)
 
     def _restore_abandoned(self) -> None:
-        """Puts back what others took from the queue and left for longer than the visibility timeout.
+        """Puts back messages that other consumers held for longer than the visibility timeout.
 
         kombu's Redis transport does so itself only when a wait ends before Redis has answered it: never, where the
         queue is always busy or `polling_interval` is shorter than that wait.

@@ -129,7 +129,7 @@ class DeviceArbiter:
                 self._batch_s = time.monotonic() - begin_s
 
     async def _quiet(self, mine: Batcher, devices: frozenset[Device]) -> bool:
-        """Waits until there is no online work; tells whether it came to that."""
+        """Waits until there is no online work; returns whether that happened."""
         begin_s = time.monotonic()
         while busy := [batcher for batcher in self._neighbours(devices) if batcher.has_work]:
             self._online_s = time.monotonic()

@@ -65,7 +65,7 @@ class BatchSize:
                 self._settle()
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Learns from a batch; what was cut short by the end of the rows tells nothing.
+        """Learns from a batch, unless the end of the rows cut it short.
 
         Args:
             rows: Its rows.

@@ -96,7 +96,7 @@ class Chunk:
         self.left -= part.rows
 
     def scored(self) -> list[Scored]:
-        """Returns what was executed, rows whose outputs have the same shape together."""
+        """Returns the executed rows, grouped by the shape of their outputs."""
         return [one for piece, done in enumerate(self._done) for one in self._joined(piece, sorted(done, key=_start))]
 
     def _joined(self, piece: int, done: list["_Done"]) -> list[Scored]:
@@ -213,12 +213,12 @@ class Chunks:
         return self._size.is_shared
 
     def begin(self) -> None:
-        """Takes note that somebody begins to take."""
+        """Registers a consumer."""
         with self._changed:
             self._takers += 1
 
     def leave(self) -> None:
-        """Takes note that somebody takes no more for now."""
+        """Unregisters a consumer."""
         with self._changed:
             self._takers -= 1
             is_needed = bool(self._again or self._to_cut) and not self._takers

@@ -158,7 +158,7 @@ class PutOff(Exception):
 
 
 class Abandoned(Exception):
-    """A shard was told to stop: nothing of it counts."""
+    """A shard was stopped: its work is discarded."""
 
 
 MakeRun = Callable[[HeldShard, ShardTicket, JobRecord, asyncio.Event], "ShardRun"]

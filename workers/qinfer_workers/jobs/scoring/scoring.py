@@ -137,7 +137,7 @@ class Scorer:
         self.chunks.stop()
 
     def _warn(self, part: Slice) -> None:
-        """Logs the first failure of a shard; what a batch is cut into mostly raises the same."""
+        """Logs the first failure of a shard; the parts of a bisected batch mostly raise the same."""
         level = logging.DEBUG if self._is_warned else logging.WARNING
         self._is_warned = True
         extra = {"model": self._spec.name, "rows": part.rows, "shard": self.purpose.request_id}

@@ -141,7 +141,7 @@ class ShardFiles:
         chunks.end()
 
     def write(self, chunks: Chunks) -> ShardOutcome | None:
-        """Writes what is scored, and commits the part; `None` when the chunks were stopped.
+        """Writes the scored rows, and commits the part; `None` if the chunks were stopped.
 
         Raises:
             QinferError: A store fails.
@@ -194,7 +194,7 @@ class ShardFiles:
 
 
 def clear_spool(folder: Path, older_than_at: float) -> None:
-    """Deletes what workers that died have left in a spool folder, if it was not touched since an instant."""
+    """Deletes files of dead workers from a spool folder, if they were not touched since an instant."""
     with suppress(OSError):
         for path in folder.glob(f"{SPOOL_PREFIX}*"):
             with suppress(OSError):

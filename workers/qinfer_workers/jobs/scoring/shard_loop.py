@@ -210,7 +210,7 @@ class ShardTask:
             await asyncio.sleep(backoff.next_s())
 
     async def _release(self) -> None:
-        """Gives the shard back; what does not arrive is reclaimed when the lease ends."""
+        """Releases the shard; if the release is lost, another worker reclaims it when the lease expires."""
         if not self._held.lost:
             with suppress(QinferError):
                 await self._context.delivery.release([self._lease])

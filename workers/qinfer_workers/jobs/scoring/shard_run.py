@@ -143,7 +143,7 @@ class ShardRun:
 
     @asynccontextmanager
     async def _in_line(self) -> AsyncIterator[None]:
-        """Waits until the shard before is scored; no longer, once it is told to stop."""
+        """Waits until the previous shard is scored, or until it is stopped."""
         line = self._served.line
         try:
             async with asyncio.timeout(0 if self._chunks.is_stopped else WAITS_S) as self._patience:

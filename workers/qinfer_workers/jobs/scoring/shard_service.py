@@ -113,7 +113,7 @@ class ShardService:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _prepare(self) -> bool:
-        """Imports what only bulk jobs need, and clears the spool folder; false = something is not installed."""
+        """Imports the dependencies of bulk jobs, and clears the spool folder; false = one is not installed."""
         try:
             import qinfer_workers.jobs.scoring.shard_run  # noqa: F401  here, in a thread of its own
             from qinfer_workers.jobs.scoring.shard_files import clear_spool
@@ -147,7 +147,7 @@ class ShardService:
         self._start(known)
 
     async def retire(self, batcher: Batcher) -> None:
-        """Releases what is in hand of a model version, and takes no more."""
+        """Releases the shards of a model version, and fetches no more."""
         served = self._served.pop((batcher.model.spec.name, batcher.model.version), None)
         if served is not None:
             await _ended([served])
@@ -155,7 +155,7 @@ class ShardService:
         self._arbiter.forget(batcher)
 
     async def pause(self) -> None:
-        """Releases everything that is in hand, at the next batch, and takes nothing until `resume`."""
+        """Releases all shards, at the next batch, and fetches none until `resume`."""
         self._is_paused = True
         await _ended(self._served.values())
 
