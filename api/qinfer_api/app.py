@@ -54,7 +54,7 @@ from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.requests.targets import Targets
 from qinfer_api.requests.waits import Waits
 from qinfer_api.requests.webhooks import Webhooks, read_secret
-from qinfer_api.rest.infer import generate_routes, infer_routes
+from qinfer_api.rest.infer import infer_routes
 from qinfer_api.rest.management import (
     model_routes,
     repository_routes,
@@ -413,7 +413,7 @@ def build_app(services: Services, jobs: BulkJobs, labeling: Labeling) -> FastAPI
         exception_handlers=ERROR_HANDLERS,
     )
     inference = guarded(services, "inference")
-    busiest_first = (infer_routes, generate_routes, request_routes)
+    busiest_first = (infer_routes, request_routes)
     others = (statistics_routes, backlog_routes, model_routes, server_routes, repository_routes, settings_routes)
     routers = [(routes(services), inference) for routes in busiest_first]
     routers += [(job_routes(services, jobs), inference), (label_studio_routes(services, labeling), inference)]

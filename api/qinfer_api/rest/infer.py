@@ -64,9 +64,36 @@ from qinfer_api.rest.services import (
 
 _INFER = operation("Run a model", {200: OUTPUTS, 202: ACCEPTED, **INFER_ERRORS}, JSON_LENGTH, PREFER, takes=INFER_BODY)
 
+_FREE: Json = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "description": "Echoed in the reply."},
+        "parameters": {"type": "object", "description": "More members, taken as those beside it."},
+    },
+    "additionalProperties": {
+        "description": "The elements of the input of that name, a scalar or a flat list; or else a parameter, a scalar."
+    },
+    "example": {"image": [0.0, 0.5, 0.5, 1.0], "temperature": 0.5},
+}
+_OUTPUTS = answer(
+    "Each output under its own name, flat; one element is a scalar.",
+    {"type": "object"},
+    example={"model_name": "digits", "model_version": "1", "label": 7},
+)
+_STREAM = answer(
+    'Server-sent events: one for each response; a later failure is `{"error": …}`.',
+    {"type": "string"},
+    kind="text/event-stream",
+    example='data: {"label": 7, …}\n\n',
+)
+_GENERATE = operation("Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, takes=body(_FREE))
+_GENERATE_STREAM = operation(
+    "Run a model on free-form JSON, and stream its responses", {200: _STREAM, **INFER_ERRORS}, takes=body(_FREE)
+)
+
 
 def infer_routes(services: Services) -> APIRouter:
-    """Returns the infer routes."""
+    """Returns the routes of inference and of the generate extension."""
     router = APIRouter(tags=["inference"])
 
     @router.post("/v2/models/{model}/versions/{version}/infer", name="infer_version", **_INFER)
@@ -74,6 +101,20 @@ def infer_routes(services: Services) -> APIRouter:
     async def infer(request: Request) -> HttpResponse:
         """Runs a model on the tensors of the request: its highest ready version, or that of the path."""
         return await _infer(services, target_of(request), request)
+
+    @router.post("/v2/models/{model}/versions/{version}/generate", name="generate_version", **_GENERATE)
+    @router.post("/v2/models/{model}/generate", name="generate", **_GENERATE)
+    async def generate(request: Request) -> HttpResponse:
+        """Runs a model on free-form JSON: its highest ready version, or that of the path."""
+        return await _generate(services, target_of(request), request)
+
+    stream_path = "/v2/models/{model}/versions/{version}/generate_stream"
+
+    @router.post(stream_path, name="generate_stream_version", **_GENERATE_STREAM)
+    @router.post("/v2/models/{model}/generate_stream", name="generate_stream", **_GENERATE_STREAM)
+    async def generate_stream(request: Request) -> HttpResponse:
+        """Runs a model, its highest ready version or that of the path, on free-form JSON; streams its responses."""
+        return await _generate_stream(services, target_of(request), request)
 
     return router
 
@@ -103,33 +144,6 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, use generate stream for model that generates various number "
     "of responses"
-)
-
-_FREE: Json = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string", "description": "Echoed in the reply."},
-        "parameters": {"type": "object", "description": "More members, taken as those beside it."},
-    },
-    "additionalProperties": {
-        "description": "The elements of the input of that name, a scalar or a flat list; or else a parameter, a scalar."
-    },
-    "example": {"image": [0.0, 0.5, 0.5, 1.0], "temperature": 0.5},
-}
-_OUTPUTS = answer(
-    "Each output under its own name, flat; one element is a scalar.",
-    {"type": "object"},
-    example={"model_name": "digits", "model_version": "1", "label": 7},
-)
-_STREAM = answer(
-    'Server-sent events: one for each response; a later failure is `{"error": …}`.',
-    {"type": "string"},
-    kind="text/event-stream",
-    example='data: {"label": 7, …}\n\n',
-)
-_GENERATE = operation("Run a model on free-form JSON", {200: _OUTPUTS, **INFER_ERRORS}, takes=body(_FREE))
-_GENERATE_STREAM = operation(
-    "Run a model on free-form JSON, and stream its responses", {200: _STREAM, **INFER_ERRORS}, takes=body(_FREE)
 )
 
 
@@ -169,27 +183,6 @@ class _Events(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._dispatcher.cancel(self._pending)
-
-
-def generate_routes(services: Services) -> APIRouter:
-    """Returns the routes of the generate extension."""
-    router = APIRouter(tags=["inference"])
-
-    @router.post("/v2/models/{model}/versions/{version}/generate", name="generate_version", **_GENERATE)
-    @router.post("/v2/models/{model}/generate", name="generate", **_GENERATE)
-    async def generate(request: Request) -> HttpResponse:
-        """Runs a model on free-form JSON: its highest ready version, or that of the path."""
-        return await _generate(services, target_of(request), request)
-
-    stream_path = "/v2/models/{model}/versions/{version}/generate_stream"
-
-    @router.post(stream_path, name="generate_stream_version", **_GENERATE_STREAM)
-    @router.post("/v2/models/{model}/generate_stream", name="generate_stream", **_GENERATE_STREAM)
-    async def generate_stream(request: Request) -> HttpResponse:
-        """Runs a model, its highest ready version or that of the path, on free-form JSON; streams its responses."""
-        return await _generate_stream(services, target_of(request), request)
-
-    return router
 
 
 async def _submit(services: Services, target: Target, request: Request, sink: StreamSink) -> tuple[Pending, str]:
