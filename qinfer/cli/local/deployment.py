@@ -72,7 +72,8 @@ class UpOptions:
     """The options of `qinfer up`.
 
     Attributes:
-        settings: Values in place of the environment's; a port 0 is any free one.
+        settings: Values in place of the environment's; a port 0 is any free one. Of the repository those that are
+            empty are the environment's.
         allow_client_shm: Clients on this host may pass tensors in system shared memory.
         data_dir: The directory of the private Redis' data.
         redis_url: The Redis to use; empty = a private one.
@@ -131,7 +132,7 @@ def completed(options: UpOptions, settings: Settings) -> Sections:
     """
     given = settings.repository
     repository = {name: getattr(given, name) for name in ("path", "overlay", "load_models", "min_workers")}
-    repository |= options.settings["repository"]
+    repository |= {name: value for name, value in options.settings["repository"].items() if value not in ("", ())}
     repository["path"] = ",".join(repository_places(repository["path"]))
     if not repository["overlay"] and not options.redis_url and repository["control_mode"] == "explicit":
         repository["overlay"] = str((options.data_dir / "overlay").resolve())

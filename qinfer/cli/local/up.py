@@ -122,32 +122,30 @@ def up(
 
     if load_model and model_control_mode != "explicit":
         raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")
-    repository = {
-        "control_mode": model_control_mode,
-        "poll_s": repository_poll_secs,
-        "strict_readiness": strict_readiness,
-        "path": ",".join(model_repository or ()),
-        "load_models": tuple(load_model or ()),
-    }
-    run_deployment(
-        UpOptions(
-            settings={
-                "redis": {"durability": durability},
-                "http": {"host": host, "port": http_port},
-                "grpc": {"port": grpc_port},
-                "metrics": {"port": metrics_port},
-                "stores": {"allow": tuple(allow_store or ())},
-                "repository": {name: value for name, value in repository.items() if value not in ("", ())},
-                "log": {"format": log_format, "level": log_level},
+    options = UpOptions(
+        settings={
+            "redis": {"durability": durability},
+            "http": {"host": host, "port": http_port},
+            "grpc": {"port": grpc_port},
+            "metrics": {"port": metrics_port},
+            "stores": {"allow": tuple(allow_store or ())},
+            "repository": {
+                "control_mode": model_control_mode,
+                "poll_s": repository_poll_secs,
+                "strict_readiness": strict_readiness,
+                "path": ",".join(model_repository or ()),
+                "load_models": tuple(load_model or ()),
             },
-            allow_client_shm=allow_client_shm,
-            data_dir=data_dir,
-            redis_url=redis,
-            workers=workers or 1,
-            autoscale=_range(autoscale, workers),
-            ready_timeout_s=ready_timeout,
-        )
+            "log": {"format": log_format, "level": log_level},
+        },
+        allow_client_shm=allow_client_shm,
+        data_dir=data_dir,
+        redis_url=redis,
+        workers=workers or 1,
+        autoscale=_range(autoscale, workers),
+        ready_timeout_s=ready_timeout,
     )
+    run_deployment(options)
 
 
 def _range(text: str, workers: int | None) -> tuple[int, int] | None:
