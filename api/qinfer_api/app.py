@@ -180,16 +180,7 @@ class Gateway:
         self._tasks = BulkTasks(settings)
         self.requests, self._janitor = self._asynchronous(settings, tally)
         self._examiners = ExaminerPool(settings, os.environ)
-        self.jobs = BulkJobs(
-            jobs=Jobs(delivery),
-            now_s=delivery.clock.now_s,
-            resolve=self.requests.resolve,
-            dispatcher=self.dispatcher,
-            settings=settings,
-            targets=self.requests.targets,
-            tasks=self._tasks,
-            check=self._examiners.check,
-        )
+        self.jobs = self._bulk_jobs(settings)
         self._labeling = Labeling(settings, delivery, self.dispatcher, self.requests, tally.refusals, auth)
         self._pending = self.dispatcher.submission.pending
         self._pending.unclaimed = self.requests.waits.wake
@@ -233,6 +224,19 @@ class Gateway:
             waits=Waits(self._delivery.requests, reply_address(self._owner)),
         )
         return requests, janitor
+
+    def _bulk_jobs(self, settings: Settings) -> BulkJobs:
+        """Makes the use case of bulk jobs."""
+        return BulkJobs(
+            jobs=Jobs(self._delivery),
+            now_s=self._delivery.clock.now_s,
+            resolve=self.requests.resolve,
+            dispatcher=self.dispatcher,
+            settings=settings,
+            targets=self.requests.targets,
+            tasks=self._tasks,
+            check=self._examiners.check,
+        )
 
     def _services(self, settings: Settings, fast: FastPath, restrictions: Restrictions) -> Services:
         """Creates the services of the routes and of the calls of gRPC."""
