@@ -1,7 +1,7 @@
 """A backend that fails for certain values, and its installation for worker processes.
 
 It echoes. A first element of `CRASH` ends the process, `HOLD_GIL` keeps the interpreter for the model's `hold_s`
-seconds, `SLOW` waits as long and lets others run.
+seconds, `SLOW` waits as long and lets others run, or until there is a file beside `trace` whose name ends with `.go`.
 """
 
 import ctypes
@@ -47,7 +47,9 @@ class FaultyBackend:
         if HOLD_GIL in values:
             ctypes.PyDLL(None).usleep(int(self._hold_s * 1e6))  # a PyDLL's functions run with the GIL held
         if SLOW in values:
-            time.sleep(self._hold_s)
+            until_s = time.monotonic() + self._hold_s
+            while time.monotonic() < until_s and not self._trace.with_suffix(".go").exists():
+                time.sleep(0.02)
         respond_rows(batch, ctx, {"y": x}, {"y": "FP32"})
 
     def unload(self) -> None:

@@ -165,7 +165,7 @@ async def test_what_a_client_sends_is_kept_short(scene: Scene, client: httpx.Asy
     assert (await client.post("/v2/models/echo/infer", json=body)).status_code == 200
     assert (await client.post(f"/v2/models/{'m' * 300}/infer", json=QUESTION)).status_code == 404
 
-    await eventually(lambda: len(scene.files()) == 2, 3.0)
+    await eventually(lambda: len(scene.files()) == 2)
     (known, _), (unknown, _) = sorted(scene.files(), key=lambda traces: traces[0]["id"])
     assert known["request_id"] == "i" * 256
     assert unknown["model_name"] == "m" * 256
@@ -200,4 +200,4 @@ async def test_what_can_not_be_traced_is_served(
     assert asked == 2
     apart = await client.post("/v2/models/echo/infer", json=QUESTION, headers={"Prefer": "respond-async"})
     assert apart.status_code == 202
-    await eventually(lambda: len(scene.files()) == (0 if "trace_file" in broken else 2), 3.0)
+    await eventually(lambda: len(scene.files()) == (0 if "trace_file" in broken else 2))

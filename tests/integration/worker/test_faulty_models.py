@@ -133,25 +133,28 @@ async def test_a_dead_worker_renews_nothing(pool: WorkerProcesses, tmp_path: Pat
     assert (answer.attempt, answer.failure) == (2, None)
 
 
-async def test_drain_hands_over_what_did_not_begin(pool: WorkerProcesses, tmp_path: Path) -> None:
+async def test_drain_hands_over_what_did_not_begin(tmp_path: Path) -> None:
     """The batch in hand is ended; the rest, asynchronous requests too, runs in another worker meanwhile."""
-    first = await pool.worker()
-    in_hand = await pool.accept(SLOW)
-    await pool.began(tmp_path / "faulty.trace")
-    waiting = [await pool.accept(float(i)) for i in range(1, 4)]
-    calls = [pool.submit(float(i)) for i in range(4, 8)]
-    first.terminate()
-    await pool.worker()
+    write_model(tmp_path / "repository", delay_us=200_000, hold_s=25.0)
+    async with worker_processes(tmp_path) as pool:
+        first = await pool.worker()
+        in_hand = await pool.accept(SLOW)
+        await pool.began(tmp_path / "faulty.trace")
+        waiting = [await pool.accept(float(i)) for i in range(1, 4)]
+        calls = [pool.submit(float(i)) for i in range(4, 8)]
+        first.terminate()
+        await pool.worker()
 
-    answers = await pool.answered(*calls)
-    records = [await pool.ended(address) for address in waiting]
+        answers = await pool.answered(*calls)
+        records = [await pool.ended(address) for address in waiting]
 
-    running = await pool.delivery.requests.record(in_hand)
-    assert running is not None
-    assert not running.state.is_terminal
-    assert {answer.attempt for answer in answers} == {record.attempts for record in records} == {1}
-    assert (await pool.ended(in_hand)).attempts == 1
-    assert await asyncio.to_thread(first.wait, 30) == 0
+        running = await pool.delivery.requests.record(in_hand)
+        assert running is not None
+        assert not running.state.is_terminal
+        (tmp_path / "faulty.go").touch()
+        assert {answer.attempt for answer in answers} == {record.attempts for record in records} == {1}
+        assert (await pool.ended(in_hand)).attempts == 1
+        assert await asyncio.to_thread(first.wait, 30) == 0
 
 
 async def test_a_renewer_that_ends_is_started_again(pool: WorkerProcesses, tmp_path: Path) -> None:
@@ -159,7 +162,7 @@ async def test_a_renewer_that_ends_is_started_again(pool: WorkerProcesses, tmp_p
     first = await pool.worker()
     (renewer,) = psutil.Process(first.pid).children()
     renewer.kill()
-    await eventually(lambda: [c for c in psutil.Process(first.pid).children() if c.pid != renewer.pid] != [], 10.0)
+    await eventually(lambda: [c for c in psutil.Process(first.pid).children() if c.pid != renewer.pid] != [], 40.0)
     call = await pool.accept(SLOW)
     await pool.began(tmp_path / "faulty.trace")
     await pool.worker()
