@@ -2,12 +2,12 @@
 
     scripts/files_of_a_request
 
-The script starts an embedded Redis, a gateway and a worker with a tiny ONNX model, sends 100 requests of each kind, and
-then one online request (`POST /v2/models/m/infer`) and one stored request (`POST /v1/models/m/requests`, until its
-result is stored). Both programs run under a profiler (`sys.setprofile`, in every thread) that notes the file of each
-call and its *root*: the coroutine of the task or the callback of the event loop below which the call was made. Roots
-that are active while there is no request are background work and are left out, but for those that wait for requests
-(`WAITING`).
+It takes no arguments, and half a minute. The script starts an embedded Redis, a gateway and a worker with a tiny ONNX
+model, sends 100 requests of each kind, and then one online request (`POST /v2/models/m/infer`) and one stored request
+(`POST /v1/models/m/requests`, until its result is stored). Both programs run under a profiler (`sys.setprofile`, in
+every thread) that notes the file of each call and its *root*: the coroutine of the task or the callback of the event
+loop below which the call was made. Roots that are active while there is no request are background work and are left
+out, but for those that wait for requests (`WAITING`).
 """
 
 import atexit
@@ -221,7 +221,9 @@ def profile(program: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    if set(sys.argv) & {"-h", "--help"}:
+        sys.stdout.write(__doc__ or "")
+    elif len(sys.argv) == 3:
         profile(sys.argv[1], Path(sys.argv[2]))
     else:
         sys.exit(main())

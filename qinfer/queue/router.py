@@ -9,8 +9,8 @@ A script is called as a Python function. To add one:
 1. Write `lua/<subject>/<name>.lua`, or `lua/<name>.lua` in the package of the feature that alone runs it. Its header
    says what it does, and names KEYS, ARGV and the reply in order. Functions that several scripts need are files of
    their own: beside those scripts, or in `lua/common/`.
-2. In the `<subject>_scripts.py` of its subject, or beside the class that alone runs it, load it with the files that it
-   needs: `_DUE = load_script("requests/due", "now_ms")`.
+2. In the module of the class that alone runs it, load it with the files that it needs:
+   `_DUE = load_script("requests/due", "now_ms")`.
 3. Write the function beneath: `async def due(call: Call, model: str, …, count: int) -> list[Address]`. Its parameters
    are what the script takes, in the types of the subject; its return type is what the reply is read as. Its body spells
    keys (by `keys`) and arguments in the order of the header, and calls `run_script`. Durations are float seconds until
