@@ -4,6 +4,7 @@ Rows that no tensor can be made of (nulls, lists of the wrong length, numbers th
 `RowErrors` and left out of the arrays. Where a dimension is variable, rows of one shape make one `Piece`.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from qinfer.jobs.columns.schemas import schema_without_views, without_views
 from qinfer.jobs.columns.tensor_columns import ListColumn, ScalarColumns
 from qinfer.jobs.job import Columns, JobSpec
 from qinfer.models.spec import ModelSpec, TensorSpec
+
+_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +60,30 @@ class InputColumns:
     Args:
         spec: The job.
         model: The model's configuration.
-        schema: The inputs' columns and their types; the names that the job gives are among them (`check.problems`).
+        schema: The inputs' columns and their types.
 
     Attributes:
         columns: The columns that batches need, each once.
 
     Raises:
-        InvalidRequest: The type or size of a column does not fit. The message names the column.
+        InvalidRequest: A column is missing, its type or size does not fit, or there is no such input. The message
+            names the column.
     """
 
     def __init__(self, spec: JobSpec, model: ModelSpec, schema: pa.Schema) -> None:
+        known = {tensor.name for tensor in model.inputs}
+        if unknown := [name for name in spec.columns if name not in known]:
+            raise InvalidRequest(
+                f"field 'columns' names input '{unknown[0]}', which model '{model.name}' lacks; "
+                f"it has {', '.join(sorted(known))}"
+            )
         plain = schema_without_views(schema)
         self._has_views = plain.types != schema.types
+        schema, counts = plain, Counter(schema.names)
         self._tensors = [
-            _tensor(tensor, spec.columns_of(tensor.name), plain)
+            _tensor(tensor, spec.columns_of(tensor.name), schema, counts)
             for tensor in model.inputs
-            if not is_left_out(spec, tensor, plain)
+            if not is_left_out(spec, tensor, schema)
         ]
         self.columns = tuple(dict.fromkeys(name for tensor in self._tensors for name in tensor.columns))
 
@@ -118,12 +129,26 @@ class InputColumns:
         return pieces
 
 
-def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema) -> ScalarColumns | ListColumn:
+def _tensor(tensor: TensorSpec, given: Columns, schema: pa.Schema, counts: Counter[str]) -> ScalarColumns | ListColumn:
+    for name in given.columns:
+        if counts[name] != 1:
+            raise InvalidRequest(_absent(tensor, name, schema, counts[name]))
     shape = _shape(tensor, given)
     kinds = [schema.field(name).type for name in given.columns]
     if len(given.columns) == 1 and ListColumn.reads(kinds[0]):
         return ListColumn(tensor, given.columns[0], kinds[0], shape)
     return ScalarColumns(tensor, given.columns, kinds, shape)
+
+
+def _absent(tensor: TensorSpec, name: str, schema: pa.Schema, count: int) -> str:
+    if count:
+        return f"the inputs have {count} columns named '{name}'; rename all but one"
+    names = schema.names
+    there = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+    return (
+        f"input '{tensor.name}' is made of column '{name}', which the inputs lack; they have {there}. "
+        f'Name its column in \'columns\', such as {{"{tensor.name}": "{names[0] if names else "x"}"}}'
+    )
 
 
 def _shape(tensor: TensorSpec, given: Columns) -> tuple[int, ...]:

@@ -314,6 +314,8 @@ def test_an_optional_input_without_a_column_is_left_out() -> None:
         (pa.int64(), tensor("x", "BYTES", 1), {}, "column 'x' is of type int64"),
         (pa.timestamp("s"), tensor("x", "INT64", 1), {}, "column 'x' is of type timestamp"),
         (pa.struct([("a", pa.int32())]), tensor("x", "INT64", 1), {}, "column 'x' is of type struct"),
+        (pa.float32(), tensor("y", "FP32", 1), {}, "input 'y' is made of column 'y', which the inputs lack"),
+        (pa.float32(), tensor("y", "FP32", 1), {"z": "x"}, "field 'columns' names input 'z'"),
         (pa.float32(), tensor("x", "FP32", 4), {}, "make[s]? 1 element"),
         (pa.float32(), tensor("x", "FP32", 4), {"x": ("x", "x")}, "2 columns make 2 element"),
         (pa.list_(pa.float32(), 3), tensor("x", "FP32", 4), {}, "another size"),
