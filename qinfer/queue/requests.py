@@ -229,6 +229,10 @@ class Requests:
                 raise answers
         return firsts
 
+    def ends_at_once(self, settlement: Settlement) -> bool:
+        """Tells whether ending a request is one write to Redis: its result is stored nowhere else before."""
+        return not self._values.is_apart(len(settlement.outcome.blob))
+
     async def record(self, address: Address) -> RequestRecord | None:
         """Returns the record of a request; `None` = there is none, or no longer."""
         return await self._record(address)

@@ -387,24 +387,25 @@ class Publisher:
         if not self._keeper.is_sure(items):
             await self._keeper.confirm(items)
         answers = [answer for answer in answers if not answer[0].lost]
-        is_quick = all(_nbytes(response) <= CHUNK_BYTES for _, response in answers)
-        if is_quick:  # what takes longer keeps its leases, though a renewal just after may find them lost
+        settlements = [settlement_of(item, response) for item, response in answers]
+        # What takes longer keeps its leases, though a renewal just after may find them lost.
+        if all(self._queue.requests.ends_at_once(settlement) for settlement in settlements):
             self._keeper.drop(items)
         try:
-            await self._settle_all(answers)
+            await self._settle_all(answers, settlements)
         except (BrokerUnavailable, QueueFull):
             self._keeper.hold(item for item in items if not item.lost)
             raise
         self._keeper.drop(items)
         self._count(items, begin_ns)
 
-    async def _settle_all(self, answers: Sequence[_Answer]) -> None:
+    async def _settle_all(self, answers: Sequence[_Answer], settlements: Sequence[Settlement]) -> None:
         try:
-            await self._queue.requests.settle([settlement_of(item, response) for item, response in answers])
+            await self._queue.requests.settle(settlements)
         except PayloadTooLarge as error:  # none has ended, and it does not say which is too large
             if len(answers) > 1:
-                for answer in answers:
-                    await self._settle_all([answer])
+                for answer, settlement in zip(answers, settlements, strict=True):
+                    await self._settle_all([answer], [settlement])
                 return
             ((item, response),) = answers
             await self._queue.requests.settle([settlement_of(item, _failed(response, error))])

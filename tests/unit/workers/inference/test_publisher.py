@@ -1,9 +1,11 @@
 """What becomes of answers and entries when the broker refuses, or when time has passed unnoticed."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 
 from qinfer.batching.execution import Pending
@@ -16,7 +18,7 @@ from qinfer.queue.connection import Refused
 from qinfer.queue.entries import Entry, Lane, Lease, Settlement
 from qinfer.queue.lanes import Queue
 from qinfer.queue.router import Router
-from qinfer.tensors import Bytes
+from qinfer.tensors import Bytes, from_numpy
 from qinfer.testing import eventually
 from qinfer.wire.frame import decode_responses
 from qinfer_workers.inference import publisher
@@ -67,6 +69,21 @@ class Burying(Offline):
 
     async def publish(self, reply_to: str, blob: Bytes) -> bool:
         return True
+
+
+class Storing(Offline):
+    """A queue that takes its time to end requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+        self.settling = 0
+        self.requests.settle = self._settle  # type: ignore[method-assign]  # it is the test's own
+
+    async def _settle(self, settlements: Sequence[Settlement]) -> list[bool]:
+        self.settling += 1
+        await self.go.wait()
+        return [True] * len(settlements)
 
 
 class Noting(Offline):
@@ -137,6 +154,26 @@ async def test_a_lease_is_held_while_its_entry_is_buried() -> None:
             publisher.bury(item.lease, error, StatsTally(), (item, response))
         await eventually(lambda: delivery.burying == 2)
         assert keeper.held() == items
+        delivery.go.set()
+        await publisher.settle()
+
+    assert keeper.held() == []
+
+
+@pytest.mark.parametrize(("nbytes", "is_held"), [(64, False), (2**20 + 1, True)])
+async def test_a_lease_is_held_while_its_result_is_stored_elsewhere(nbytes: int, *, is_held: bool) -> None:
+    """A store that is slow or away takes longer than a lease; what is one write to Redis is dropped before it."""
+    delivery = Storing()
+    keeper = keeper_of(delivery)
+    keeper.renewed(time.monotonic(), ())
+    item = pending(1, reply_to="")
+    keeper.hold([item])
+
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(delivery, keeper, tasks)
+        publisher.answer([item], [Response(request_id="r1", outputs=(from_numpy("y", np.zeros((nbytes,), "u1")),))])
+        await eventually(lambda: delivery.settling == 1)
+        assert keeper.held() == [item] * is_held
         delivery.go.set()
         await publisher.settle()
 
