@@ -28,7 +28,7 @@ lint: $(STAMP) ## ruff, mypy, import layers
 	@scripts/lint
 
 e2e: $(STAMP) ## Only the tests that drive the whole server, with Triton's own clients and perf_analyzer
-	@scripts/tools && $(PYTHON) -m pytest tests/e2e -q -m 'not long' && $(PYTHON) -m pytest tests -q -m long
+	@scripts/tools && $(PYTHON) -m pytest tests/e2e -q -m 'not long' && $(PYTHON) -m pytest tests -q -m long -n 3 --dist loadfile
 
 chaos: $(STAMP) ## Kill processes under load for ten minutes (CHAOS_SECONDS, CHAOS_KILLS, CHAOS_SEED)
 	@CHAOS_SECONDS=$${CHAOS_SECONDS:-600} CHAOS_KILLS=$${CHAOS_KILLS:-220} $(PYTHON) -m pytest tests -m chaos -v
