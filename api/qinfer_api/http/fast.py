@@ -16,11 +16,9 @@ What hangs on `cycle` in uvicorn (shutdown, a lost connection, timeouts, flow co
 
 import asyncio
 import logging
-import re
 from collections import deque
-from collections.abc import Mapping
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
@@ -30,121 +28,26 @@ from uvicorn.server import ServerState
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import HttpSettings
-from qinfer.errors import InvalidRequest, QinferError
+from qinfer.errors import QinferError
 from qinfer.submission.pending import Pending
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.auth import ANONYMOUS, Context, Restrictions, caller_of
+from qinfer_api.auth import Context, Restrictions
 from qinfer_api.dispatcher import Dispatcher
+from qinfer_api.http.head import MAX_FAST_BYTES, Head, HeadCache, read_head, transfer_codings
 from qinfer_api.http.infer import (
     DECOUPLED,
-    Encoding,
-    Headers,
     InferCodec,
     Reply,
-    Target,
     Writer,
     compile_forward,
     error_reply,
     failure_reply,
-    forwarded,
-    parse_version,
-    response_encoding,
     with_headers,
 )
 
 logger = logging.getLogger(__name__)
 
-
-MAX_FAST_BYTES = 256 * 1024
-"""Larger bodies take the route, which decodes them off the event loop."""
-
-_INTERESTING = {  # what the fast path reads of a request's headers; all others mean nothing to an infer request
-    b"content-length": "length",
-    b"inference-header-content-length": "json",
-    b"traceparent": "traceparent",
-    b"content-encoding": "coding",
-    b"accept-encoding": "accept",
-    b"authorization": "authorization",
-    b"x-api-key": "x-api-key",
-    b"transfer-encoding": "special",
-    b"expect": "special",
-    b"prefer": "special",
-    b"upgrade": "special",
-}
-_MAX_URL_BYTES = 1024
-_NO_HEADERS: Mapping[str, str] = {}
 _GONE = Reply(400, b"")  # the reply of a call whose connection was lost
-
-
-class Head(NamedTuple):
-    """The parts of a request's head that the fast path needs; `json_length` is the header's text, unchecked."""
-
-    target: Target
-    length: int
-    json_length: str | None
-    context: Context
-    encoding: Encoding | None
-    forwarded: Mapping[str, str] = _NO_HEADERS
-
-
-def parse_target(url: bytes) -> Target | None:
-    """Reads an infer URL; `None` if it is none, or one that the route has to look at (escapes, query, bad version)."""
-    return _parse_target(url) if len(url) <= _MAX_URL_BYTES else None
-
-
-@lru_cache(maxsize=1024)
-def _parse_target(url: bytes) -> Target | None:
-    parts = url.split(b"/")
-    if len(parts) not in (5, 7) or parts[:3] != [b"", b"v2", b"models"] or parts[-1] != b"infer" or not parts[3]:
-        return None
-    if b"%" in url or b"?" in url or b"#" in url or not url.isascii():
-        return None
-    if len(parts) == 5:
-        return Target(parts[3].decode(), 0)
-    try:
-        return Target(parts[3].decode(), parse_version(parts[5].decode())) if parts[4] == b"versions" else None
-    except InvalidRequest:
-        return None
-
-
-def read_head(
-    url: bytes, headers: Headers, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None
-) -> Head | None:
-    """Decides whether a POST can take the fast path; `None` if it can't.
-
-    Args:
-        url: The URL as it was sent.
-        headers: All headers.
-        max_bytes: The largest body that may take it.
-        forward: The names of the headers that become parameters of the request.
-    """
-    target = parse_target(url)
-    if target is None:
-        return None
-    found: dict[str, bytes] = {}
-    for name, value in headers:
-        meaning = _INTERESTING.get(name.lower())
-        if meaning is not None:
-            if meaning in found:
-                return None  # sent twice: the route knows which one counts
-            found[meaning] = value
-    if "special" in found or found.get("coding", b"").strip().lower() not in (b"", b"identity"):
-        return None
-    length = int(found.get("length", b"-1"))  # the parser has checked it
-    if not 0 <= length <= max_bytes:
-        return None
-    json_length = found["json"].decode("latin-1") if "json" in found else None
-    context = ANONYMOUS
-    if "traceparent" in found or "authorization" in found or "x-api-key" in found:
-        context = caller_of({meaning: value.decode("latin-1") for meaning, value in found.items()}.get)
-    encoding = _accepted(found["accept"]) if "accept" in found else None
-    forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
-    return Head(target, length, json_length, context, encoding, forwarding)
-
-
-@lru_cache(maxsize=256)
-def _accepted(header: bytes) -> Encoding | None:
-    return response_encoding(header.decode("latin-1"))
 
 
 class Call:
@@ -259,47 +162,6 @@ class Call:
             self.reply = _GONE
 
 
-_END_OF_HEAD = b"\r\n\r\n"
-_MAX_CACHED = 1024
-_MAX_CACHED_BYTES = 4096
-
-
-class HeadCache:
-    """Caches request heads by their bytes, as the parser read them: clients mostly send the same head again and again.
-
-    Head and body that arrive in one packet, as small requests do, then need no parsing: equal bytes mean the same.
-    """
-
-    def __init__(self) -> None:
-        self._heads: dict[bytes, Head] = {}
-        self._last: tuple[bytes, int, Head] | None = None  # the head found last, and the length of its packets
-
-    def find(self, packet: bytes) -> tuple[Head, bytes] | None:
-        """Splits a packet that is exactly one request whose head is cached; `None` for any other."""
-        if self._last is not None:
-            begin, length, head = self._last
-            if len(packet) == length and packet.startswith(begin):
-                return head, packet[len(begin) :]
-        end = packet.find(_END_OF_HEAD) + 4
-        begin = packet[:end]
-        found = self._heads.get(begin)
-        if found is None or len(packet) - end != found.length:
-            return None
-        self._last = begin, len(packet), found
-        return found, packet[end:]
-
-    def learn(self, packet: bytes, head: Head) -> None:
-        """Remembers the head of a packet in which the parser found exactly one request, and that by its end.
-
-        One with an API key may be: equal bytes are an equal key. One that is traced comes once only.
-        """
-        end = packet.find(_END_OF_HEAD) + 4
-        if end <= _MAX_CACHED_BYTES and len(packet) - end == head.length and not head.context.trace:
-            if len(self._heads) >= _MAX_CACHED:
-                self._heads.clear()
-            self._heads[packet[:end]] = head
-
-
 SENT_HEADERS = "sent_headers"
 """Key of a request's ASGI state: the headers as they were sent, if headers are forwarded."""
 
@@ -311,6 +173,12 @@ MAX_CHUNKS = 65536
 
 MAX_HEAD_BYTES = 64 * 1024
 """Bytes of a head beyond the first packet of it."""
+
+MAX_FRAMING_BYTES = 64 * 1024
+"""Bytes of a chunked body beside its data, beyond those that chunks need: extensions, long sizes, trailers."""
+
+_CHUNK_BYTES = 16  # what a chunk needs beside its data, with room to spare: its size and the ends of two lines
+_LINGER_S = 2.0  # between the last reply and the end of a connection whose client still sends
 
 
 class FastPath:
@@ -365,8 +233,10 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._ignoring = False  # the request being read came after the last one taken
         self._receiving = False
         self._in_head = False
-        self._head_bytes = 0
+        self._in_cycle = False  # the request being read is an ASGI cycle's
+        self._framing_bytes = 0  # of the message being read: what is no data of its body, beyond its first packet
         self._chunks = 0
+        self._refusal: Reply | None = None  # the last reply, which waits for those of ASGI cycles
         self._unwritten_bytes = 0
         self._completed: list[Call | None] = []  # what the present packet completed; `None` is another's request
         self._quiet_since_s = 0.0  # 0 = since the next look
@@ -397,13 +267,14 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._completed.clear()
 
     def _parse(self, data: bytes) -> None:
-        """Parses; a head may not grow without bound."""
-        in_head = self._in_head
+        """Parses; neither a head nor what frames a chunked body may grow without bound."""
+        self._framing_bytes += len(data)  # the callbacks take off what is data, or begins a message
         super().data_received(data)
-        if in_head and self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"request header exceeds {MAX_HEAD_BYTES} bytes")
+        self._framing_bytes = max(self._framing_bytes, 0)
+        if self._receiving and self._in_head and self._framing_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, f"request header exceeds {MAX_HEAD_BYTES} bytes")
+        elif self._receiving and self._framing_bytes > MAX_FRAMING_BYTES:
+            self._refuse(400, f"chunk extensions and trailers exceed {MAX_FRAMING_BYTES} bytes; send the data only")
 
     def _take(self, head: Head) -> Call:
         call = self._fast.call_type(self, head)
@@ -417,9 +288,9 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self.url = b""
         self.headers = []
         self._call = None
-        self._ignoring = False
+        self._ignoring = self._in_cycle = False
         self._receiving = self._in_head = True
-        self._head_bytes = self._chunks = 0
+        self._framing_bytes = self._chunks = 0
         self._quiet_since_s = 0.0
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -430,18 +301,20 @@ class QinferHttpProtocol(HttpToolsProtocol):
     def on_chunk_header(self) -> None:
         """Counts the chunks of a body."""
         self._chunks += 1
-        if self._chunks > MAX_CHUNKS and not self._refused:
+        self._framing_bytes -= _CHUNK_BYTES
+        if self._chunks > MAX_CHUNKS:
             self._refuse(400, f"request body has more than {MAX_CHUNKS} chunks")
 
     def on_headers_complete(self) -> None:
         """Chooses the request's way."""
         self._in_head = False
+        self._framing_bytes = 0
         if self._closing:
             self._ignoring = True
             return
         head = self._fast_head()
         if head is None:
-            self._replay_head()
+            self._take_asgi_way()
             return
         self._call = self._take(head)
         if not self.parser.should_keep_alive():
@@ -449,6 +322,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Keeps a piece of the body."""
+        self._framing_bytes -= len(body)
         if self._call is not None:
             self._call.parts.append(body)
         elif not self._ignoring:
@@ -456,7 +330,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Starts the call whose body is complete."""
-        self._receiving = False
+        self._receiving = self._in_cycle = False
         call = self._call
         self._completed.append(call)
         if call is not None:
@@ -472,6 +346,15 @@ class QinferHttpProtocol(HttpToolsProtocol):
         head = read_head(self.url, self.headers, fast.max_bytes, fast.forward)
         return head if head is not None and self.parser.get_http_version() == "1.1" else None
 
+    def _take_asgi_way(self) -> None:
+        """Hands the request to uvicorn, unless its body has a transfer coding that is not known (RFC 9112 §6.1)."""
+        codings = transfer_codings(self.headers)
+        if codings and codings != [b"chunked"]:
+            given = b", ".join(codings).decode("latin-1")[:100]
+            self._refuse(501, f"transfer coding '{given}' is not supported; send the body chunked, or with its length")
+        else:
+            self._replay_head()
+
     def _replay_head(self) -> None:
         url, headers = self.url, self.headers
         super().on_message_begin()
@@ -481,6 +364,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         for name, value in headers:
             super().on_header(name, value)
         super().on_headers_complete()
+        self._in_cycle = True
 
     def _cycle_runs(self) -> bool:
         cycle = self.cycle
@@ -501,13 +385,26 @@ class QinferHttpProtocol(HttpToolsProtocol):
             self.server_state.total_requests += 1
             self._quiet_since_s = 0.0
             if close:
-                self.transport.close()
+                self._close()
                 return
         if not calls and self._held is not None:
             (cycle, app), self._held = self._held, None
             super()._start_asgi_task(cycle, app)
         if self.flow.read_paused:
             self._resume_reading()
+
+    def _close(self) -> None:
+        """Closes behind the last reply.
+
+        A client that was refused may still send. What is not read would reset the connection before it has read why:
+        it is read and dropped for a while, until the client closes (RFC 9112 §9.6).
+        """
+        if self._refused and self.transport.can_write_eof():
+            self.transport.write_eof()
+            self.flow.resume_reading()
+            self.loop.call_later(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         if self._calls:
@@ -521,16 +418,43 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._refuse(400, msg)
 
     def _refuse(self, status: int, message: str) -> None:
-        self._closing = self._refused = True
+        """Reads no more; the error is the last reply, in place of that to the request being read, if there is one."""
+        if self._refused:
+            return
+        ending, self._closing, self._refused, self._ignoring = self._closing, True, True, True
         self.flow.pause_reading()
-        if self._cycle_runs():  # its reply may be half written: nothing can be put between
+        reply = error_reply(status, message)
+        call, self._call = self._call, None
+        if call is not None:
+            call.answer(reply)
+            return
+        if self._in_cycle and not self._withdraw():
             self.transport.close()
             return
-        call = self._call
-        if call is None:
-            call = Call(self, None)
-            self._calls.append(call)
-        call.answer(error_reply(status, message))
+        if ending and not self._in_cycle:
+            return  # it came after the last request that is answered
+        if self._cycle_runs():
+            self._refusal = reply
+        else:
+            self._answer_last(reply)
+
+    def _withdraw(self) -> bool:
+        """Takes the request being read from uvicorn; `False` if its reply has begun: nothing can be put behind that."""
+        cycle = self.cycle
+        if cycle.response_started:
+            return False
+        if self.pipeline:
+            self.pipeline.popleft()
+            return True
+        self._held = None
+        cycle.disconnected = cycle.response_complete = True
+        cycle.message_event.set()
+        return True
+
+    def _answer_last(self, reply: Reply) -> None:
+        call = Call(self, None)
+        self._calls.append(call)
+        call.answer(reply)
 
     # -- connection ---------------------------------------------------------------------------------------------------
 
@@ -553,9 +477,12 @@ class QinferHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Ends an ASGI request; `check_timeouts` looks after idle connections, instead of uvicorn's timer for each."""
+        is_last = not self.pipeline
         super().on_response_complete()
         self._unset_keepalive_if_required()
         self._quiet_since_s = 0.0
+        if is_last and self._refusal is not None and not self.transport.is_closing():
+            self._answer_last(self._refusal)
 
     def pause_writing(self) -> None:
         """Stops reading from a client that does not read its replies."""

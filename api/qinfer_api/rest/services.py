@@ -32,7 +32,8 @@ from qinfer.wire.kserve_types import InputParameters, OutputParameters
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context, Restrictions, caller_of
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import MAX_FAST_BYTES, SENT_HEADERS
+from qinfer_api.http.fast import SENT_HEADERS
+from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
     JSON_LENGTH_HEADER,
     InferCodec,

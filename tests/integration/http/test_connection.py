@@ -13,7 +13,7 @@ import pytest
 
 from qinfer.core.settings import HttpSettings
 from qinfer_api.app import bind
-from qinfer_api.http.fast import MAX_CHUNKS, MAX_HEAD_BYTES, QinferHttpProtocol
+from qinfer_api.http.fast import MAX_CHUNKS, MAX_FRAMING_BYTES, MAX_HEAD_BYTES, QinferHttpProtocol
 from tests.support.gateway import Running, running_gateway, settings_of
 
 URL = "/v2/models/echo/infer"
@@ -29,6 +29,11 @@ def infer(client_id: str, *headers: str, url: str = URL, version: str = "1.1") -
     body = body_of(client_id)
     head = [f"POST {url} HTTP/{version}", "Host: qinfer", f"Content-Length: {len(body)}", *headers]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + body
+
+
+def chunked(pieces: bytes, coding: str = "chunked") -> bytes:
+    """Returns a request whose body is sent as it stands."""
+    return f"POST {URL} HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: {coding}\r\n\r\n".encode() + pieces
 
 
 def get(path: str, *headers: str) -> bytes:
@@ -407,10 +412,108 @@ async def test_trailers_are_not_kept() -> None:
 async def test_too_many_chunks_are_refused() -> None:
     """Triton's limit."""
     async with running_gateway() as running, connected(running) as client:
-        client.send(f"POST {URL} HTTP/1.1\r\nHost: q\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
-        client.send(b"1\r\n \r\n" * (MAX_CHUNKS + 1))
+        client.send(chunked(b"1\r\n \r\n" * (MAX_CHUNKS + 1)))
+        status, headers, body = await client.reply()
 
+        assert (status, headers["connection"]) == (400, "close")
+        assert json.loads(body) == {"error": f"request body has more than {MAX_CHUNKS} chunks"}
         assert await client.is_closed()
+
+
+FLOOD = b"0" * 8 * MAX_FRAMING_BYTES  # more than one packet, whatever the machine
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [FLOOD, b"1;" + FLOOD, b"1;a=" + FLOOD, b"0\r\n" + FLOOD, b"0\r\nx: " + FLOOD, b"0\r\n" + b"x: y\r\n" * len(FLOOD)],
+    ids=["size", "extension", "extension value", "trailer name", "trailer value", "trailers"],
+)
+async def test_what_frames_a_body_is_bounded(pieces: bytes) -> None:
+    """Its client may still send: it reads why all the same."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(chunked(pieces))
+        status, headers, body = await client.reply()
+
+        assert (status, headers["connection"]) == (400, "close")
+        assert f"chunk extensions and trailers exceed {MAX_FRAMING_BYTES} bytes" in json.loads(body)["error"]
+        assert await client.is_closed()
+
+
+async def test_many_small_chunks_and_a_few_trailers_are_no_flood() -> None:
+    """What chunks need beside their data is not counted, however many they are."""
+    body = body_of("a")
+    chunks = b"1\r\n \r\n" * (MAX_FRAMING_BYTES // 4) + b"%x;a=b\r\n%b\r\n0\r\n" % (len(body), body)
+    async with running_gateway() as running, connected(running) as client:
+        client.send(chunked(chunks + b"x: y\r\n" * 1000 + b"\r\n"))
+        assert await client.client_id() == "a"
+
+        client.send(infer("b"))
+        assert await client.client_id() == "b"
+
+
+BROKEN = chunked(b"1\r\n{\r\nzz\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "pieces", [b"zz\r\n", b"-1\r\n", b"1\r\nxyz", b"f" * 17 + b"\r\n", b"1\r\nx\r\n0\r\nno trailer\r\n"]
+)
+async def test_broken_chunks_are_refused(pieces: bytes) -> None:
+    """The route has begun to read the body: nothing comes of it but the error."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(chunked(pieces))
+        status, headers, body = await client.reply()
+
+        assert (status, headers["connection"]) == (400, "close")
+        assert json.loads(body) == {"error": "Invalid HTTP request received."}
+        assert await client.is_closed()
+
+
+@pytest.mark.parametrize("last", [BROKEN, b"\x16\x03\x01\r\n\r\n", chunked(b"", "gzip")])
+@pytest.mark.parametrize("first", [infer("a"), get("/v2"), infer("a") + get("/v2"), get("/v2") + infer("a")])
+async def test_an_error_is_the_last_reply(first: bytes, last: bytes) -> None:
+    """Behind requests of both ways; requests behind it are ignored."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(first + last + infer("b"))
+        statuses = [(await client.reply())[0] for _ in range(first.count(b"HTTP/1.1"))]
+        refused, headers, _ = await client.reply()
+
+        assert set(statuses) == {200}
+        assert (refused, headers["connection"]) == (501 if b"gzip" in last else 400, "close")
+        assert await client.is_closed()
+
+
+async def test_a_request_that_was_answered_is_not_refused_as_well() -> None:
+    """Its body was too large, which needed no more of it; what comes then is broken."""
+    async with running_gateway(settings_of({"max_input_bytes": 10})) as running, connected(running) as client:
+        client.send(chunked(b"20\r\n" + b" " * 32 + b"\r\n"))
+        status, _, body = await client.reply()
+        client.send(b"zz\r\n")
+
+        assert (status, "exceeds the maximum allowed input size" in json.loads(body)["error"]) == (400, True)
+        assert await client.is_closed()
+
+
+@pytest.mark.parametrize(
+    "coding", ["gzip, chunked", "gzip", "identity", "x, Chunked", "gzip\r\nTransfer-Encoding: chunked"]
+)
+async def test_other_transfer_codings_are_not_supported(coding: str) -> None:
+    """RFC 9112 §6.1: the body would be read as what it is not."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(chunked(b"0\r\n\r\n", coding))
+        status, headers, body = await client.reply()
+
+        assert (status, headers["connection"]) == (501, "close")
+        assert json.loads(body)["error"].startswith("transfer coding '")
+        assert await client.is_closed()
+
+
+@pytest.mark.parametrize("coding", ["chunked, chunked", "chunked, gzip", "chunked\r\nTransfer-Encoding: chunked"])
+async def test_chunked_is_the_last_transfer_coding(coding: str) -> None:
+    """RFC 9112 §6.1: where the body ends is not certain otherwise."""
+    async with running_gateway() as running, connected(running) as client:
+        client.send(chunked(b"0\r\n\r\n", coding))
+
+        assert (await client.reply())[0] == 400
 
 
 def test_replies_do_not_wait_for_acknowledgements() -> None:
