@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes
 from qinfer.wire.kserve_exact import apply_parameters
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
+from qinfer.wire.protos import grpc_service_pb2 as pb
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
@@ -30,7 +30,7 @@ MAX_FIELDS = 65_536
 """Top-level fields of a message that is cut up: walking over them costs more than their bytes say."""
 
 
-def cut_out(message: bytes, field: int) -> tuple[bytes, list[memoryview]]:
+def cut_out(message: Bytes, field: int) -> tuple[Bytes, list[memoryview]]:
     """Takes all values of a `bytes` field out of a message.
 
     Args:
@@ -104,7 +104,7 @@ def malformed() -> InvalidRequest:
     return InvalidRequest("the request is no message of the kind that this call takes; send what its .proto says")
 
 
-def _varint(message: bytes, position: int) -> tuple[int, int]:
+def _varint(message: Bytes, position: int) -> tuple[int, int]:
     """Reads a number; returns it, and where the next thing begins."""
     value = message[position]
     position += 1
@@ -317,7 +317,7 @@ class Decoded(NamedTuple):
     empty_final: bool
 
 
-def parse_infer(blob: bytes) -> Message:
+def parse_infer(blob: Bytes) -> Message:
     """Parses a ModelInferRequest; large raw inputs become views into `blob`.
 
     Raises:
@@ -325,10 +325,10 @@ def parse_infer(blob: bytes) -> Message:
     """
     try:
         if len(blob) <= _COPY_MAX_BYTES:
-            fields = pb.ModelInferRequest.FromString(blob)
+            fields = pb.ModelInferRequest.FromString(bytes(blob))
             return Message(fields, list(fields.raw_input_contents))
         rest, raw = cut_out(blob, _RAW_INPUTS_FIELD)
-        return Message(pb.ModelInferRequest.FromString(rest), list(raw))
+        return Message(pb.ModelInferRequest.FromString(bytes(rest)), list(raw))
     except DecodeError:
         raise malformed() from None
 
