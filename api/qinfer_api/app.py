@@ -48,6 +48,7 @@ from qinfer_api.labeling.service import Labeling, check_labeling
 from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import Tracing
+from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.routes import request_routes
 from qinfer_api.requests.service import AsyncRequests
@@ -250,6 +251,7 @@ class Gateway:
             models=self.models,
             reporting=self._reporting,
             restrictions=restrictions,
+            receiving=ReceivingBudget(settings.limits.max_receiving_bytes),
         )
 
     def serve_metrics(self, listener: socket.socket) -> None:

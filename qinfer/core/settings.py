@@ -86,7 +86,21 @@ class GrpcSettings(_Section):
     enabled: bool = Field(True, description="Serve gRPC (Triton's --allow-grpc).")
     host: str = Field("", description="Address to bind; empty = that of HTTP.")
     port: int = Field(8001, ge=0, le=65535, description="Port; 0 picks a free one and prints it.")
-    max_message_bytes: int = Field(2**31 - 1, gt=0, le=2**31 - 1, description="Largest message, in both directions.")
+    max_message_bytes: int = Field(
+        64 * 2**20,
+        gt=0,
+        le=2**31 - 1,
+        description="Largest message of a client, decompressed; a `RepositoryModelLoad` may have 2^31-1 bytes.",
+    )
+    max_connection_age_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds after which a connection takes no more calls, so that its client connects anew and "
+        "balancers spread the load; varied by a tenth; 0 = never.",
+    )
+    max_connection_idle_s: float = Field(
+        0.0, ge=0, description="Seconds without a call after which a connection ends; 0 = never."
+    )
     tls_certfile: str = Field("", description="PEM certificate chain; with `tls_keyfile` serves TLS.")
     tls_keyfile: str = Field("", description="PEM private key.")
     tls_client_ca_file: str = Field(
@@ -111,6 +125,11 @@ class LimitSettings(_Section):
     max_in_flight: int = Field(100_000, gt=0, description="Unanswered requests that one gateway may have.")
     lane_capacity: int = Field(
         10_000, gt=0, description="Requests that may wait in one lane; a model's `qinfer.lane_capacity` overrides it."
+    )
+    max_receiving_bytes: int = Field(
+        2**30,
+        ge=2**20,
+        description="Bytes of requests that one gateway may be receiving at a time; larger bodies wait for their turn.",
     )
     inline_max_bytes: int = Field(
         256 * 1024,

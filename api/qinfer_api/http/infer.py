@@ -282,7 +282,7 @@ class InferCodec:
             return failure_reply(error)
         return Reply(200, encoded.body, encoded.json_length)
 
-    def reads_memory(self, body: bytes) -> bool:
+    def reads_memory(self, body: Bytes) -> bool:
         """Tells whether decoding a body may copy inputs from shared memory, however small the body is."""
         return self.shares_memory and _IN_SHARED_MEMORY in body
 

@@ -51,6 +51,7 @@ from qinfer_api.http.infer import (
 )
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.reporting import Reporting
+from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import Json, errors, header
 
@@ -69,6 +70,7 @@ class Services:
         models: Loads and unloads them.
         reporting: Tells what they did, and what is logged and traced.
         restrictions: Which routes need a header.
+        receiving: The memory of bodies that have not come in whole.
     """
 
     settings: Settings
@@ -80,6 +82,7 @@ class Services:
     models: ModelControl
     reporting: Reporting
     restrictions: Restrictions
+    receiving: ReceivingBudget
 
 
 def context_of(request: Request) -> Context:

@@ -9,16 +9,13 @@ still executed.
 import asyncio
 import contextlib
 import logging
-import math
 from collections import deque
 
-import grpc
-import grpc.aio
-
 from qinfer.core.api_keys import Scope
-from qinfer.core.messages import Failure, Response, Scalar
+from qinfer.core.messages import Failure, Response
 from qinfer.errors import Overloaded, QinferError, UnsupportedFeature
 from qinfer.submission.pending import Pending
+from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import (
     Decoded,
     Message,
@@ -29,10 +26,11 @@ from qinfer.wire.kserve_grpc import (
     parse_infer,
 )
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.auth import Context
 from qinfer_api.http.infer import bound, parse_version
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.calls import INFERENCE, LARGE_BYTES, SHUTTING_DOWN, Call, Guard, fail
+from qinfer_api.rpc.calls import INFERENCE, SHUTTING_DOWN, Guard
+from qinfer_api.rpc.headers import Abort, Method
+from qinfer_api.rpc.protocol import LARGE_BYTES, Call
 
 logger = logging.getLogger(__name__)
 
@@ -63,18 +61,48 @@ class InferSink:
 
 
 class _Answer(InferSink):
-    """The sink of a call that takes one response."""
+    """A call of ModelInfer, which takes one response."""
 
-    __slots__ = ("first",)
+    __slots__ = ("call", "infer", "pending")
 
-    def __init__(self) -> None:
+    def __init__(self, infer: "Infer", call: Call) -> None:
         super().__init__()
-        self.first: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self.infer = infer
+        self.call = call
+        self.pending: Pending | None = None
+
+    def wait(self, pending: Pending) -> None:
+        """Takes what stands for the request in the queue; a call that ends before its answer takes it out again."""
+        if not self.call.is_closed:
+            self.call.request_id = pending.request_id
+            self.pending = pending
+            self.call.on_cancel = self.cancel
+
+    def cancel(self) -> None:
+        """Takes the request out of the queue."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.infer.dispatcher.cancel(pending)
 
     def deliver(self, response: Response) -> None:
-        """Takes the first response."""
-        if not self.first.done():
-            self.first.set_result(response)
+        """Answers the call with the first response."""
+        call = self.call
+        if not response.final:
+            call.fail(UnsupportedFeature(_DECOUPLED))  # which cancels the request
+            return
+        self.pending = call.on_cancel = None
+        try:
+            if response.failure is not None:
+                call.fail(call.status_of(response.failure))
+            elif _nbytes(response) > LARGE_BYTES:
+                call.run(self._finish(response))
+            else:
+                call.finish(self.infer.encode(response, self))
+        except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` says what it was
+            call.fail(error)
+
+    async def _finish(self, response: Response) -> None:
+        self.call.finish(await asyncio.to_thread(self.infer.encode, response, self))
 
 
 class Infer:
@@ -97,106 +125,112 @@ class Infer:
         self._max_input_bytes = services.settings.http.max_input_bytes
         self.streams: set[_Stream] = set()
 
-    async def answer(self, blob: bytes, call: Call, context: Context) -> bytes:
-        """Answers ModelInfer; one that its client cancels, or whose deadline passes, is taken out of the queue."""
-        sink = _Answer()
-        pending = await self.submit(blob, context, self._guard.forwarded(call), call.time_remaining(), sink)
-        try:
-            response = await sink.first
-        finally:
-            self.dispatcher.cancel(pending)  # does nothing once it is answered
-        if response.failure is not None:
-            await fail(call, response.failure)
-        if not response.final:
-            raise UnsupportedFeature(_DECOUPLED)
-        return await self.encode(response, sink)
+    def methods(self) -> dict[str, Method]:
+        """Returns the methods: name → method."""
+        method = self._guard.method
+        return {
+            "ModelInfer": method(self._start_infer, INFERENCE, Scope.INFER),
+            "ModelStreamInfer": method(self._start_stream, INFERENCE, Scope.INFER, takes_stream=True),
+        }
 
-    async def stream(self, _: object, call: Call) -> None:
+    def _start_infer(self, call: Call, blob: Bytes) -> None:
+        """Puts the request of ModelInfer into the queue, at once if it is small."""
+        sink = _Answer(self, call)
+        if self.is_slow(blob):
+            call.run(self._infer_slowly(call, blob, sink))
+        else:
+            sink.wait(self.submit(blob, call, sink))
+
+    async def _infer_slowly(self, call: Call, blob: Bytes, sink: _Answer) -> None:
+        sink.wait(await self.submit_slowly(blob, call, sink))
+
+    def _start_stream(self, call: Call, _: Bytes) -> None:
+        call.run(self._stream(call))
+
+    async def _stream(self, call: Call) -> None:
         """Serves ModelStreamInfer until its client ends it; what is in flight when it breaks leaves the queue."""
-        context = await self._guard.enter(call, INFERENCE, Scope.INFER)
-        stream = _Stream(self, call, context, self._guard.forwarded(call))
+        stream = _Stream(self, call)
         self.streams.add(stream)
-        with self._guard.in_flight:
-            try:
-                await stream.serve()
-            finally:
-                self.streams.discard(stream)
+        try:
+            await stream.serve()
+        finally:
+            self.streams.discard(stream)
+        call.end()
 
     def drain(self) -> None:
         """Ends every stream after the requests that it has in flight."""
         for stream in self.streams:
             stream.drain()
 
-    async def submit(
-        self,
-        blob: bytes,
-        context: Context,
-        forwarded: dict[str, Scalar] | None,
-        within_s: float | None,
-        sink: InferSink,
-    ) -> Pending:
+    def is_slow(self, blob: Bytes) -> bool:
+        """Tells whether a request takes milliseconds to read: it is large, or its inputs are in shared memory."""
+        return len(blob) > LARGE_BYTES or self._reads_memory(blob)
+
+    def submit(self, blob: Bytes, call: Call, sink: InferSink) -> Pending:
         """Decodes a request and puts it into the queue.
 
         Args:
             blob: The ModelInferRequest.
-            context: Who asks; authorized.
-            forwarded: Metadata that becomes parameters.
-            within_s: How long its caller will wait; `None` = for ever.
+            call: The call that it came by.
             sink: Gets what is needed to encode the responses, and then the responses.
 
         Raises:
             QinferError: It is refused.
         """
-        is_large = len(blob) > LARGE_BYTES
-        message = await asyncio.to_thread(parse_infer, blob) if is_large else parse_infer(blob)
+        message = parse_infer(blob)
         sink.client_id = message.fields.id
-        version = 0
         try:
-            if not is_large and not self._reads_memory(blob):
-                decoded = self._decode(message, forwarded)
-            else:
-                decoded = await asyncio.to_thread(self._decode_and_check, message, forwarded)
-            request, plan = decoded.request, decoded.plan
-            version = request.version
-            if plan.special is not None:
-                plan = bound(plan, self.dispatcher.resolve(request.model, version))
-            sink.plan, sink.empty_final = plan, decoded.empty_final
-            return self.dispatcher.submit(context, request, sink, math.inf if within_s is None else within_s)
+            return self._submit(self._decode(message, call), call, sink)
         except QinferError as error:
-            raise self.dispatcher.refuse(message.fields.model_name, version, error) from None
+            raise self._refused(message, error) from None
 
-    async def encode(self, response: Response, sink: InferSink, *, streamed: bool = False) -> bytes:
-        """Encodes a response that carries outputs as a ModelInferResponse, or as a ModelStreamInferResponse.
+    async def submit_slowly(self, blob: Bytes, call: Call, sink: InferSink) -> Pending:
+        """Does what `submit` does, and decodes and checks the request off the event loop."""
+        message = await asyncio.to_thread(parse_infer, blob)
+        sink.client_id = message.fields.id
+        try:
+            return self._submit(await asyncio.to_thread(self._decode_and_check, message, call), call, sink)
+        except QinferError as error:
+            raise self._refused(message, error) from None
+
+    def encode(self, response: Response, sink: InferSink) -> list[Bytes]:
+        """Encodes a response that carries outputs as a ModelInferResponse, in pieces.
 
         Raises:
             QinferError: An output can't be given back as the request wants it.
         """
-        arguments = (response, sink.client_id, sink.plan, self._memory)
-        if sink.plan.special is not None and _nbytes(response) > LARGE_BYTES:
-            parts = await asyncio.to_thread(encode_infer, *arguments)
-        else:
-            parts = encode_infer(*arguments)
-        if streamed:
-            parts = encode_streamed(parts, final=response.final)
-        if sum([len(part) for part in parts]) > LARGE_BYTES:
-            return await asyncio.to_thread(b"".join, parts)
-        return b"".join(parts)
+        return encode_infer(response, sink.client_id, sink.plan, self._memory)
 
-    def _decode(self, message: Message, forwarded: dict[str, Scalar] | None) -> Decoded:
+    def _decode(self, message: Message, call: Call) -> Decoded:
         memory = self._memory
         decoded = decode_infer(message, memory.limited(self._max_input_bytes) if memory.allowed else memory)
         request = decoded.request
         if decoded.version:
             request.version = parse_version(decoded.version)
+        forwarded = self._guard.forwarded(call.head)
         if forwarded:
             request.parameters = {**request.parameters, **forwarded}
         return decoded
 
-    def _decode_and_check(self, message: Message, forwarded: dict[str, Scalar] | None) -> Decoded:
-        decoded = self._decode(message, forwarded)
+    def _decode_and_check(self, message: Message, call: Call) -> Decoded:
+        decoded = self._decode(message, call)
         request = decoded.request
         self.dispatcher.check(request, self.dispatcher.resolve(request.model, request.version))
         return decoded
+
+    def _submit(self, decoded: Decoded, call: Call, sink: InferSink) -> Pending:
+        request, plan = decoded.request, decoded.plan
+        if plan.special is not None:
+            plan = bound(plan, self.dispatcher.resolve(request.model, request.version))
+        sink.plan, sink.empty_final = plan, decoded.empty_final
+        return self.dispatcher.submit(call.context, request, sink, call.time_remaining())
+
+    def _refused(self, message: Message, error: QinferError) -> QinferError:
+        """Counts a request that is refused, and returns the error for its client."""
+        version = 0
+        with contextlib.suppress(QinferError):
+            version = parse_version(message.fields.model_version) if message.fields.model_version else 0
+        return self.dispatcher.refuse(message.fields.model_name, version, error)
 
 
 MAX_IN_FLIGHT = 1000
@@ -205,9 +239,7 @@ MAX_IN_FLIGHT = 1000
 MAX_UNWRITTEN_BYTES = 64 * 2**20
 """Outputs of one stream that may wait to be written before no more requests are read."""
 
-_STRICT = ("triton_grpc_error", "true")  # metadata: the first error ends the stream with its status
-
-_EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs do not know of it
+_STRICT = "triton_grpc_error"  # metadata; "true": the first error ends the stream with its status
 
 
 class _Slot(InferSink):
@@ -230,12 +262,10 @@ class _Slot(InferSink):
 class _Stream:
     """One call of ModelStreamInfer."""
 
-    def __init__(self, infer: Infer, call: Call, context: Context, forwarded: dict[str, Scalar] | None) -> None:
+    def __init__(self, infer: Infer, call: Call) -> None:
         self._infer = infer
         self._call = call
-        self._context = context
-        self._forwarded = forwarded
-        self._is_strict = _STRICT in (call.invocation_metadata() or ())
+        self._is_strict = call.head.first(_STRICT) == "true"
         self._order: deque[_Slot] = deque()
         self._open: set[_Slot] = set()
         self._ready: deque[tuple[_Slot, Response]] = deque()
@@ -253,7 +283,7 @@ class _Stream:
         try:
             await self._write()
             if self._is_draining:
-                await self._call.abort(grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
+                raise Abort("UNAVAILABLE", SHUTTING_DOWN)
         finally:
             for slot in self._open:
                 if slot.pending is not None:
@@ -291,7 +321,7 @@ class _Stream:
                     self._written.clear()
                     await self._written.wait()
                 blob = await self._call.read()
-                if blob is _EOF:
+                if blob is None:
                     return
                 slot = _Slot(self)
                 self._order.append(slot)
@@ -301,11 +331,13 @@ class _Stream:
             self._is_read = True
             self._change.set()
 
-    async def _submit(self, blob: bytes, slot: _Slot) -> None:
+    async def _submit(self, blob: Bytes, slot: _Slot) -> None:
         try:
-            slot.pending = await self._infer.submit(
-                blob, self._context, self._forwarded, self._call.time_remaining(), slot
-            )
+            infer = self._infer
+            if infer.is_slow(blob):
+                slot.pending = await infer.submit_slowly(blob, self._call, slot)
+            else:
+                slot.pending = infer.submit(blob, self._call, slot)
         except QinferError as error:
             self._fail(slot, error)
         except asyncio.CancelledError:  # the gateway drains
@@ -336,22 +368,26 @@ class _Stream:
             self._change.clear()
             await self._change.wait()
 
-    async def _message(self, slot: _Slot, response: Response) -> bytes | None:
-        """Returns the message for a response; `None` = none is sent."""
+    async def _message(self, slot: _Slot, response: Response) -> list[Bytes] | None:
+        """Returns the message for a response, in pieces; `None` = none is sent."""
         failure = response.failure
         if failure is None:
             if response.final and response.index and not response.outputs and not slot.empty_final:
                 return None
             try:
-                return await self._infer.encode(response, slot, streamed=True)
+                if _nbytes(response) > LARGE_BYTES:
+                    parts = await asyncio.to_thread(self._infer.encode, response, slot)
+                else:
+                    parts = self._infer.encode(response, slot)
+                return encode_streamed(parts, final=response.final)
             except QinferError as error:
                 failure = Failure.of(error)
             except Exception as error:  # the boundary of a request, as in `_submit`
                 logger.exception("answer failed")
                 failure = Failure.of(error)
         if self._is_strict:
-            await fail(self._call, failure)
-        return encode_streamed_error(failure.message, slot.client_id)
+            raise self._call.status_of(failure)
+        return [encode_streamed_error(failure.message, slot.client_id)]
 
 
 def _nbytes(response: Response) -> int:

@@ -6,30 +6,33 @@ tracing and logging; shared memory, of which CUDA's is never taken; and `grpc.he
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
-from grpc_health.v1 import health_pb2
-from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, ModelNotFound, ModelNotReady, UnsupportedFeature
 from qinfer.models.catalog import Catalog
 from qinfer.models.config.config import from_json
 from qinfer.models.control import ModelControl
+from qinfer.tensors import Bytes
+from qinfer.wire.protos import grpc_service_pb2 as pb
+from qinfer.wire.protos import health_pb2
 from qinfer_api.about import is_model_ready, is_server_ready, model_metadata, server_metadata
-from qinfer_api.auth import Context
 from qinfer_api.http.infer import parse_version
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.calls import Call, Guard, Handler, parse
+from qinfer_api.rpc.calls import Guard, parse
+from qinfer_api.rpc.headers import Method
+from qinfer_api.rpc.protocol import Call
 from qinfer_api.server_settings import LogSettings, LogValues, TraceSettings
 from qinfer_api.shared_memory import SharedMemory
 
 _HEALTH, _METADATA, _CONFIG, _STATISTICS = "health", "metadata", "model-config", "statistics"
 
 
-def model_calls(guard: Guard, services: Services) -> dict[str, Handler]:
-    """Returns the handlers: name → handler."""
+def model_calls(guard: Guard, services: Services) -> dict[str, Method]:
+    """Returns the methods: name → method."""
     catalog, settings = services.catalog, services.settings
 
     async def live(_: Any) -> Any:
@@ -95,29 +98,52 @@ def _version(request: Any) -> int:
 _KNOWN = ("", "inference.GRPCInferenceService")
 
 
-def health_check(guard: Guard, services: Services) -> Handler:
-    """Returns the handler of Check, which answers SERVING if and only if the server is ready.
+_WATCH_EVERY_S = 1.0
 
-    It answers while the gateway shuts down, too.
+
+def health_calls(guard: Guard, services: Services) -> dict[str, Method]:
+    """Returns the methods of `grpc.health.v1.Health`: name → method.
+
+    SERVING means that the server is ready. They are served while the gateway shuts down, too.
     """
+    admit = partial(guard.admit_even_draining, _HEALTH, None)
+    reply, statuses = health_pb2.HealthCheckResponse, health_pb2.HealthCheckResponse.ServingStatus
 
-    async def check(blob: bytes, _: Call, __: Context) -> bytes:
+    def status() -> Any:
+        is_ready = is_server_ready(services.settings, services.catalog, draining=services.dispatcher.draining)
+        return statuses.SERVING if is_ready else statuses.NOT_SERVING
+
+    async def check(blob: Bytes, _: Call) -> Bytes:
         service = parse(health_pb2.HealthCheckRequest, blob).service
         if service not in _KNOWN:
             raise ModelNotFound(f"service '{service[:100]}' is not known; ask for ''")
-        is_ready = is_server_ready(services.settings, services.catalog, draining=services.dispatcher.draining)
-        status = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        return bytes(health_pb2.HealthCheckResponse(status=status).SerializeToString())
+        return bytes(reply(status=status()).SerializeToString())
 
-    return guard.unary("HealthCheckRequest", check, _HEALTH, None, even_draining=True)
+    async def watch(call: Call, blob: Bytes) -> None:
+        is_known = parse(health_pb2.HealthCheckRequest, blob).service in _KNOWN
+        last = None
+        while not call.is_closed:
+            now = status() if is_known else statuses.SERVICE_UNKNOWN
+            if now != last:
+                last = now
+                await call.write((reply(status=now).SerializeToString(),))
+            await asyncio.sleep(_WATCH_EVERY_S)
+
+    def start_watch(call: Call, blob: Bytes) -> None:
+        call.run(watch(call, blob), has_deadline=True)
+
+    return {
+        "Check": guard.unary(check, _HEALTH, None)._replace(admit=admit),
+        "Watch": guard.method(start_watch, _HEALTH, None)._replace(admit=admit, is_awaited=False),
+    }
 
 
 _REPOSITORY = "model-repository"
 _FILE = "file:"
 
 
-def repository_calls(guard: Guard, models: ModelControl) -> dict[str, Handler]:
-    """Returns the handlers: name → handler."""
+def repository_calls(guard: Guard, models: ModelControl) -> dict[str, Method]:
+    """Returns the methods: name → method."""
 
     async def index(request: Any) -> Any:
         _check_repository(request)
@@ -184,8 +210,8 @@ _LOG_KINDS = {
 }
 
 
-def settings_calls(guard: Guard, trace: TraceSettings, log: LogSettings) -> dict[str, Handler]:
-    """Returns the handlers: name → handler. A call without settings asks for them, one with settings changes them."""
+def settings_calls(guard: Guard, trace: TraceSettings, log: LogSettings) -> dict[str, Method]:
+    """Returns the methods: name → method. A call without settings asks for them, one with settings changes them."""
 
     async def trace_setting(request: Any) -> Any:
         model = request.model_name
@@ -241,8 +267,8 @@ def _logged(shown: LogValues) -> dict[str, Any]:
 _MEMORY = "shared-memory"
 
 
-def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Handler]:
-    """Returns the handlers: name → handler."""
+def shared_memory_calls(guard: Guard, memory: SharedMemory) -> dict[str, Method]:
+    """Returns the methods: name → method."""
 
     async def status(request: Any) -> Any:
         kind = pb.SystemSharedMemoryStatusResponse

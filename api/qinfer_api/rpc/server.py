@@ -1,106 +1,91 @@
-"""The gRPC server: Triton's 20 calls and the health check on one port, beside HTTP and on the same use cases.
+"""The gRPC server: Triton's 20 calls, health and reflection on one port, beside HTTP and on the same use cases.
 
 The port is opened before anything else, so that a wrong setting shows at the start.
 """
 
 import asyncio
 import contextlib
+import socket
 import ssl
-from typing import Any
 
-import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2
-from tritonclient.grpc import service_pb2 as pb
-
-from qinfer.core.settings import Settings
+from qinfer.core.settings import GrpcSettings, Settings
 from qinfer.errors import SettingsError
-from qinfer_api.http.server import netloc, read_certificate, read_tls_file
+from qinfer.wire.protos import grpc_service_pb2, health_pb2
+from qinfer_api.http.server import listen, netloc, read_certificate, read_tls_file
+from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.calls import INFERENCE, Guard
+from qinfer_api.rpc.calls import Guard
+from qinfer_api.rpc.frames import Limits
+from qinfer_api.rpc.headers import Method
+from qinfer_api.rpc.http2 import Connection
 from qinfer_api.rpc.infer import Infer
-from qinfer_api.rpc.management import health_check, model_calls, repository_calls, settings_calls, shared_memory_calls
+from qinfer_api.rpc.management import health_calls, model_calls, repository_calls, settings_calls, shared_memory_calls
+from qinfer_api.rpc.protocol import Server
+from qinfer_api.rpc.reflection import reflection_methods
 
-_MAX_METADATA_BYTES = 64 * 1024
+SERVICE: str = grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+_CHECK_EVERY_S = 1.0
+_LAST_REPLIES_S = 1.0  # to write what was answered last
 
 
 def open_port(settings: Settings) -> "RpcServer":
-    """Opens the port that the settings say; called on the event loop that will serve.
+    """Opens the port that the settings say.
 
     Raises:
         SettingsError: The address is taken or not ours, or a TLS file can't be used.
     """
     rpc = settings.grpc
-    host = rpc.host or settings.http.host
-    credentials = _credentials(rpc.tls_certfile, rpc.tls_keyfile, rpc.tls_client_ca_file)
-    server = grpc.aio.server(options=_options(rpc.max_message_bytes))
-    try:
-        address = netloc(host, rpc.port)
-        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
-    except RuntimeError:
-        port = 0
-    if not port:
-        raise SettingsError(
-            f"QINFER_GRPC__HOST={host} QINFER_GRPC__PORT={rpc.port}: the address is in use, or not of this machine; "
-            "choose another, 0 is any"
-        )
-    return RpcServer(server, f"{'grpc' if credentials is None else 'grpcs'}://{netloc(host, port)}")
+    context = _tls(rpc)
+    listener = listen("GRPC", rpc.host or settings.http.host, rpc.port, "choose another, 0 is any")
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections have it too
+    return RpcServer(listener, context)
 
 
-def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
-    return [
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.so_reuseport", 0),  # a port that is taken is an error: two gateways would share it by chance
-        ("grpc.keepalive_time_ms", 7_200_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),  # clients may ping every 10 s …
-        ("grpc.keepalive_permit_without_calls", 1),  # … also while they wait between calls
-    ]
-
-
-def _credentials(certificate: str, key: str, authorities: str) -> grpc.ServerCredentials | None:
-    pair = read_certificate("GRPC", certificate, key)
-    if pair is None:
-        if authorities:
+def _tls(rpc: GrpcSettings) -> ssl.SSLContext | None:
+    if read_certificate("GRPC", rpc.tls_certfile, rpc.tls_keyfile) is None:
+        if rpc.tls_client_ca_file:
             raise SettingsError(
                 "QINFER_GRPC__TLS_CLIENT_CA_FILE is set without a certificate of the server; set "
                 "QINFER_GRPC__TLS_CERTFILE and QINFER_GRPC__TLS_KEYFILE too"
             )
         return None
-    chain, private = pair
-    roots = read_tls_file("QINFER_GRPC__TLS_CLIENT_CA_FILE", authorities) if authorities else None
-    if roots is not None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(rpc.tls_certfile, rpc.tls_keyfile)
+    context.set_alpn_protocols(["h2"])
+    if rpc.tls_client_ca_file:
+        roots = read_tls_file("QINFER_GRPC__TLS_CLIENT_CA_FILE", rpc.tls_client_ca_file)
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=roots.decode())
+            context.load_verify_locations(cadata=roots.decode())
         except (OSError, ValueError):
             raise SettingsError(
-                f"QINFER_GRPC__TLS_CLIENT_CA_FILE={authorities}: these are no PEM certificates"
+                f"QINFER_GRPC__TLS_CLIENT_CA_FILE={rpc.tls_client_ca_file}: these are no PEM certificates"
             ) from None
-    return grpc.ssl_server_credentials([(private, chain)], roots, require_client_auth=roots is not None)
-
-
-SERVICE: str = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-HEALTH_SERVICE: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-
-_LAST_REPLIES_S = 1.0  # to write what was answered last
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 class RpcServer:
     """Serves gRPC on a port that is open already.
 
     Args:
-        server: The server, which has its port, and neither handlers nor connections.
-        url: Where it serves, as `grpc://host:port` or `grpcs://host:port`.
+        listener: The listening socket.
+        tls: The certificate to show, and whose certificates clients must; `None` = no TLS.
 
     Attributes:
-        url: As given.
+        url: Where it serves, as `grpc://host:port` or `grpcs://host:port`.
     """
 
-    def __init__(self, server: grpc.aio.Server, url: str) -> None:
-        self._server = server
-        self.url = url
+    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        self._listener = listener
+        self._tls = tls
+        host, port = listener.getsockname()[:2]
+        self.url = f"{'grpc' if tls is None else 'grpcs'}://{netloc(host, port)}"
+        self._calls = Server({}, Limits(), ReceivingBudget(0))
+        self._server: asyncio.Server | None = None
+        self._checks: asyncio.Task[None] | None = None
 
     def use(self, services: Services) -> None:
         """Sets the use cases; called once, before the start.
@@ -108,28 +93,35 @@ class RpcServer:
         Raises:
             SettingsError: A setting of gRPC is wrong.
         """
-        self._guard = guard = Guard(services)
-        self._infer = infer = Infer(guard, services)
+        guard = Guard(services)
+        self._infer = Infer(guard, services)
         calls = {
             **model_calls(guard, services),
             **repository_calls(guard, services.models),
             **shared_memory_calls(guard, services.codec.memory),
             **settings_calls(guard, services.reporting.trace_settings, services.reporting.log_settings),
-            "ModelInfer": guard.unary("ModelInferRequest", infer.answer, INFERENCE),
+            **self._infer.methods(),
         }
-        handlers = {name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in calls.items()}
-        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(infer.stream)
-        health = {"Check": grpc.unary_unary_rpc_method_handler(health_check(guard, services))}
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(SERVICE, handlers),
-                grpc.method_handlers_generic_handler(HEALTH_SERVICE, health),
-            )
-        )
+        methods: dict[str, Method] = {f"/{SERVICE}/{name}": method for name, method in calls.items()}
+        methods |= {f"/{HEALTH_SERVICE}/{name}": method for name, method in health_calls(guard, services).items()}
+        methods |= reflection_methods(guard, (SERVICE, HEALTH_SERVICE))
+        rpc = services.settings.grpc
+        limits = Limits(age_s=rpc.max_connection_age_s, idle_s=rpc.max_connection_idle_s)
+        self._calls = Server(methods, limits, services.receiving)
 
     async def start(self) -> None:
         """Accepts connections from now on."""
-        await self._server.start()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: Connection(self._calls), sock=self._listener, ssl=self._tls)
+        self._checks = loop.create_task(self._check())
+
+    async def _check(self) -> None:
+        """Applies the connections' limits of time."""
+        while True:
+            await asyncio.sleep(_CHECK_EVERY_S)
+            now_s = asyncio.get_running_loop().time()
+            for connection in tuple(self._calls.connections):
+                connection.check(now_s)
 
     async def stop(self, within_s: float) -> None:
         """Ends once every call has its answer; new ones are refused meanwhile, and health answers NOT_SERVING.
@@ -140,9 +132,15 @@ class RpcServer:
         self._infer.drain()
         with contextlib.suppress(TimeoutError):  # a client that does not read its answers keeps nobody
             async with asyncio.timeout(within_s + _LAST_REPLIES_S):
-                await self._guard.in_flight.ended()
-        await self._server.stop(_LAST_REPLIES_S)
+                await self._calls.ended()
+        await self.close()
 
     async def close(self) -> None:
         """Ends at once, also when it was never started."""
-        await self._server.stop(None)
+        if self._checks is not None:
+            self._checks.cancel()
+        if self._server is not None:
+            self._server.close()  # before its socket: asyncio's own loop looks for it
+            for connection in tuple(self._calls.connections):
+                connection.leave()
+        self._listener.close()

@@ -1,0 +1,169 @@
+"""Frames of HTTP/2 (RFC 9113), the bounds of a connection, and the rules of a request's header fields."""
+
+import re
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from qinfer.tensors import Bytes
+from qinfer_api.rpc.hpack import Field
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+"""Types of frames."""
+
+END_STREAM = ACK = 0x1
+END_HEADERS, PADDED, HAS_PRIORITY = 0x4, 0x8, 0x20
+
+NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR, SETTINGS_TIMEOUT, STREAM_CLOSED, FRAME_SIZE_ERROR = range(
+    7
+)
+REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, CONNECT_ERROR, ENHANCE_YOUR_CALM = range(7, 12)
+
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = (
+    range(1, 7)
+)
+"""Settings."""
+
+FIRST_WINDOW_BYTES = 65_535
+MAX_WINDOW_BYTES = 2**31 - 1
+MIN_FRAME_BYTES, MAX_FRAME_BYTES = 16_384, 2**24 - 1
+LAST_STREAM = 2**31 - 1
+
+HEAD = struct.Struct(">IBI")
+"""A frame's head: length and type, flags, stream."""
+
+HEAD_BYTES = 9
+SETTING = struct.Struct(">HI")
+WORD = struct.Struct(">I")
+TWO_WORDS = struct.Struct(">II")
+
+
+class Limits(NamedTuple):
+    """Bounds of a connection.
+
+    Attributes:
+        streams: Requests in flight.
+        header_bytes: Size of a request's header list (section 6.5.2), and of an encoded one.
+        frame_bytes: Payload of a frame that is received.
+        window_bytes: Bytes of one request that may come before it is let through.
+        connection_window_bytes: Bytes of all requests that may be under way.
+        idle_frames: Frames that bring no request further that may come at once.
+        idle_frames_per_s: Such frames that time allows again, per second.
+        preface_s: Seconds that the first SETTINGS frame may take.
+        body_s: Seconds without a byte that an unfinished message may take.
+        idle_s: Seconds without a request after which the connection ends; 0 = never.
+        age_s: Seconds after which it takes no more requests; 0 = never.
+        ping_s: Seconds of silence after which the client is asked for a sign of life.
+        pong_s: Seconds that its answer, or room for one's own replies, may take.
+    """
+
+    streams: int = 1000
+    header_bytes: int = 64 * 1024
+    frame_bytes: int = 64 * 1024
+    window_bytes: int = 64 * 1024
+    connection_window_bytes: int = 16 * 2**20
+    idle_frames: int = 2000
+    idle_frames_per_s: int = 500
+    preface_s: float = 10.0
+    body_s: float = 60.0
+    idle_s: float = 0.0
+    age_s: float = 0.0
+    ping_s: float = 7200.0
+    pong_s: float = 20.0
+
+
+class ConnectionFault(Exception):
+    """An error that ends a connection.
+
+    Attributes:
+        code: HTTP/2's error code.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Malformed(Exception):
+    """A request that breaks the rules of section 8.1.1; its stream is reset."""
+
+
+def frame(kind: int, flags: int, number: int, payload: Bytes = b"") -> bytes:
+    """Returns a frame."""
+    return b"".join((HEAD.pack(len(payload) << 8 | kind, flags, number), payload))
+
+
+def word(payload: bytes, what: str) -> int:
+    """Reads a payload that is one number.
+
+    Raises:
+        ConnectionFault: It has another length.
+    """
+    if len(payload) != WORD.size:
+        raise ConnectionFault(FRAME_SIZE_ERROR, f"{what} of {len(payload)} bytes")
+    value: int = WORD.unpack(payload)[0]
+    return value
+
+
+def unpadded(flags: int, data: bytes, begin: int, stop: int) -> tuple[int, int]:
+    """Returns where the content of a DATA or HEADERS frame begins and stops, without padding and priority.
+
+    Raises:
+        ConnectionFault: The padding is longer than the frame.
+    """
+    if flags & PADDED:
+        if begin == stop:
+            raise ConnectionFault(FRAME_SIZE_ERROR, "a padded frame without the length of its padding")
+        begin, stop = begin + 1, stop - data[begin]
+    if flags & HAS_PRIORITY:
+        begin += 5
+    if begin > stop:
+        raise ConnectionFault(PROTOCOL_ERROR, "the padding is longer than its frame")
+    return begin, stop
+
+
+# -- header fields (sections 8.2 and 8.3) ------------------------------------------------------------------------------
+
+_NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
+_BAD_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z").search
+_OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
+_PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
+
+
+@lru_cache(maxsize=1024)
+def _is_name(name: bytes) -> bool:
+    return name[:1] == b":" or (_NAME(name) is not None and name not in _OF_CONNECTIONS)
+
+
+def check_fields(fields: Sequence[Field]) -> None:
+    """Checks fields by themselves.
+
+    Raises:
+        Malformed: One may not be sent, or not with its value.
+    """
+    for name, value in fields:
+        if not _is_name(name) or _BAD_VALUE(value) or (name == b"te" and value != b"trailers"):
+            raise Malformed(f"the header field {name!r} may not be sent, or not with this value")
+
+
+def split_fields(fields: list[Field]) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
+    """Separates the pseudo-header fields of a request from the others, of which the last of equal names counts.
+
+    Raises:
+        Malformed: The fields are not those of a request.
+    """
+    pseudo: dict[bytes, bytes] = {}
+    rest: dict[bytes, bytes] = {}
+    for name, value in fields:
+        if name[:1] != b":":
+            rest[name] = value
+        elif rest or name in pseudo or name not in _PSEUDO:
+            raise Malformed(f"the pseudo-header field {name!r} is unknown, repeated or out of place")
+        else:
+            pseudo[name] = value
+    if not (pseudo.get(b":method") and pseudo.get(b":scheme") and pseudo.get(b":path")):
+        raise Malformed("one of :method, :scheme and :path is missing")
+    return pseudo, rest

@@ -1,0 +1,162 @@
+"""Header fields of gRPC (doc/PROTOCOL-HTTP2.md): the heads of calls, and the statuses that end them."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
+
+from qinfer.tensors import Bytes
+from qinfer_api.http.infer import Encoding
+from qinfer_api.rpc import hpack
+
+if TYPE_CHECKING:
+    from qinfer_api.rpc.protocol import Call
+
+CODES = (
+    *("OK", "CANCELLED", "UNKNOWN", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "NOT_FOUND", "ALREADY_EXISTS"),
+    *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION", "ABORTED", "OUT_OF_RANGE", "UNIMPLEMENTED"),
+    *("INTERNAL", "UNAVAILABLE", "DATA_LOSS", "UNAUTHENTICATED"),
+)
+"""The statuses, by their numbers."""
+
+_NUMBERS = {name: number for number, name in enumerate(CODES)}
+_UNITS_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_MAX_TIMEOUT_DIGITS = 8
+_ENCODINGS: dict[bytes, Encoding | None] = {b"identity": None, b"gzip": "gzip", b"deflate": "deflate"}
+_ACCEPTED = b"identity, deflate, gzip"
+_OWN = frozenset((b"content-type", b"te", b"grpc-timeout", b"grpc-encoding", b"grpc-accept-encoding", b"host"))
+
+HEAD = b"".join(
+    (
+        hpack.status(200),
+        hpack.field(b"content-type", b"application/grpc"),
+        hpack.field(b"grpc-accept-encoding", _ACCEPTED),
+    )
+)
+"""The header block of a reply, without metadata."""
+
+# A status's text is a header, of which clients take 8 KiB by default; ASCII takes up to 3 bytes there, others 12.
+_MAX_ASCII, _MAX_OTHER = 2000, 500
+_UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+
+Metadata = Sequence[tuple[str, str]]
+
+
+class Abort(Exception):
+    """Ends a call with a status.
+
+    Attributes:
+        code: The status's name.
+        text: Its text.
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+class Method(NamedTuple):
+    """A method of a service.
+
+    Attributes:
+        admit: Decides by the head whether the call may be made, and raises if not; its result is `Call.context`.
+        start: Begins the call, with its message; with b"" where the client sends a stream of them.
+        takes_stream: The client sends a stream of messages.
+        max_message_bytes: The largest message, decompressed.
+        is_awaited: A shutdown waits for its calls; `False` where they last as long as their clients like.
+    """
+
+    admit: Callable[["Head"], Any]
+    start: Callable[["Call", Bytes], None]
+    takes_stream: bool
+    max_message_bytes: int
+    is_awaited: bool = True
+
+
+class Head:
+    """The head of a call; calls with equal headers share one.
+
+    Attributes:
+        method: What is called; `None` = nothing that exists, or not properly: `refusal` says so.
+        refusal: The header block that ends the call.
+        fields: The headers.
+        timeout_s: Seconds until the client gives up; infinite = never.
+        encoding: How its compressed messages are compressed.
+        memo: What methods have worked out from the metadata.
+    """
+
+    __slots__ = ("encoding", "fields", "memo", "method", "refusal", "timeout_s")
+
+    def __init__(self, method: Method | None, refusal: bytes = b"") -> None:
+        self.method = method
+        self.refusal = refusal
+        self.fields: Sequence[hpack.Field] = ()
+        self.timeout_s = math.inf
+        self.encoding: Encoding | None = None
+        self.memo: Any = None
+
+    @property
+    def metadata(self) -> Metadata:
+        """The headers that are not the protocol's own, names in lower case; binary ones are left out."""
+        return [
+            (name.decode(), value.decode("latin-1"))
+            for name, value in self.fields
+            if name not in _OWN and name[:1] != b":" and not name.endswith(b"-bin")
+        ]
+
+    def first(self, name: str) -> str | None:
+        """Returns the value of a header; of several the first."""
+        wanted = name.encode()
+        return next((value.decode("latin-1") for key, value in self.fields if key == wanted), None)
+
+
+def read_timeout(text: bytes) -> float:
+    """Reads a `grpc-timeout`, in seconds.
+
+    Raises:
+        Abort: It is none.
+    """
+    digits, unit = text[:-1], _UNITS_S.get(text[-1:])
+    if unit is None or not digits.isdigit() or len(digits) > _MAX_TIMEOUT_DIGITS:
+        shown = text[:20].decode("latin-1")
+        raise Abort("INVALID_ARGUMENT", f"grpc-timeout '{shown}' is not up to 8 digits and one of H, M, S, m, u, n")
+    return int(digits) * unit
+
+
+def read_encoding(text: bytes) -> Encoding | None:
+    """Reads a `grpc-encoding`; `None` = messages are not compressed.
+
+    Raises:
+        Abort: It is not supported.
+    """
+    try:
+        return _ENCODINGS[text]
+    except KeyError:
+        shown = text[:40].decode("latin-1")
+        raise Abort(
+            "UNIMPLEMENTED", f"grpc-encoding '{shown}' is not supported; use one of {_ACCEPTED.decode()}"
+        ) from None
+
+
+def trailers_only(abort: Abort, status: int = 200, initial: bytes = b"") -> bytes:
+    """Returns the header block of a reply that is a status alone."""
+    head = initial or hpack.status(status) + HEAD[1:]
+    return head + status_fields(abort)
+
+
+def status_fields(abort: Abort) -> bytes:
+    """Returns the fields that end a call: its status and the status's text, percent-encoded."""
+    text = quote(shortened(abort.text), safe=_UNQUOTED)
+    return hpack.field(b"grpc-status", b"%d" % _NUMBERS[abort.code]) + hpack.field(b"grpc-message", text.encode())
+
+
+def header_value(text: str) -> bytes:
+    """Returns a text as the value of a header: what is not visible ASCII is percent-encoded."""
+    return text.encode() if text.isascii() and text.isprintable() else quote(text, safe=_UNQUOTED).encode()
+
+
+def shortened(text: str) -> str:
+    """Returns a text that a status can carry: the middle of a longer one is left out."""
+    most = _MAX_ASCII if text.isascii() else _MAX_OTHER
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -1,0 +1,271 @@
+"""Header compression of HTTP/2 (RFC 7541): a decoder, and how the few header fields of replies are encoded.
+
+The decoder follows the whole of the RFC. Replies use the static table and literals only, so that they need no state: a
+block is laid out once and sent many times.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+
+MAX_TABLE_BYTES = 4096
+"""Bytes of the dynamic table that a client may use (SETTINGS_HEADER_TABLE_SIZE, its default)."""
+
+EMPTY_TABLE = b"\x20"
+"""The update that sets the dynamic table of replies to 0 bytes; sent where a client wants a smaller one."""
+
+Field = tuple[bytes, bytes]
+
+_ENTRY_BYTES = 32  # what an entry counts beside its name and value (section 4.1)
+_MAX_INTEGER_BYTES = 5
+
+
+class HpackError(Exception):
+    """A header block that can't be decoded; the state of its connection is lost with it."""
+
+
+class Decoder:
+    """Decodes the header blocks of one connection, in their order.
+
+    Args:
+        max_list_bytes: The size of a header list, counted as section 4.1 does, above which fields are left out.
+
+    Attributes:
+        generation: Changes whenever the dynamic table does: equal blocks of one generation have equal fields.
+    """
+
+    def __init__(self, max_list_bytes: int) -> None:
+        self._max_list_bytes = max_list_bytes
+        self._entries: deque[Field] = deque()
+        self._bytes = 0
+        self._max_bytes = MAX_TABLE_BYTES
+        self.generation = 0
+
+    def decode(self, block: bytes) -> tuple[list[Field] | None, list[Field]]:
+        """Decodes a block.
+
+        Returns:
+            All fields, or `None` for those that are larger than `max_list_bytes` together; and of these, those that
+            came as literals: the others are of a table, and have been seen before.
+
+        Raises:
+            HpackError: The block is damaged.
+        """
+        fields: list[Field] = []
+        literals: list[Field] = []
+        position, end, size = 0, len(block), 0
+        try:
+            while position < end:
+                byte = block[position]
+                position += 1
+                if byte >= 0x80:
+                    index = byte & 0x7F
+                    if index == 0x7F:
+                        index, position = _long_integer(block, position, 0x7F)
+                    found = self._find(index)
+                elif byte & 0xE0 == 0x20:
+                    if fields:
+                        raise HpackError("the size of the table changes after a field")
+                    wanted, position = _integer(block, position, byte, 0x1F)
+                    self._resize(wanted)
+                    continue
+                else:
+                    is_added = byte >= 0x40
+                    index, position = _integer(block, position, byte, 0x3F if is_added else 0x0F)
+                    if index:
+                        name = self._find(index)[0]
+                    else:
+                        name, position = _text(block, position, _unpack_name)
+                    value, position = _text(block, position, _unpack)
+                    found = name, value
+                    literals.append(found)
+                    if is_added:
+                        self._add(found)
+                size += len(found[0]) + len(found[1]) + _ENTRY_BYTES
+                if size <= self._max_list_bytes:
+                    fields.append(found)
+        except IndexError:
+            raise HpackError("the block is cut off") from None
+        return (fields if size <= self._max_list_bytes else None), literals
+
+    def _find(self, index: int) -> Field:
+        if 0 < index < len(_STATIC):
+            return _STATIC[index]
+        if 0 <= index - len(_STATIC) < len(self._entries):
+            return self._entries[index - len(_STATIC)]
+        raise HpackError(f"the table has no entry {index}")
+
+    def _add(self, field: Field) -> None:
+        self.generation += 1
+        self._entries.appendleft(field)
+        self._bytes += len(field[0]) + len(field[1]) + _ENTRY_BYTES
+        self._evict()
+
+    def _resize(self, wanted: int) -> None:
+        if wanted > MAX_TABLE_BYTES:
+            raise HpackError(f"a table of {wanted} bytes, more than {MAX_TABLE_BYTES}")
+        self.generation += 1
+        self._max_bytes = wanted
+        self._evict()
+
+    def _evict(self) -> None:
+        while self._bytes > self._max_bytes:
+            name, value = self._entries.pop()
+            self._bytes -= len(name) + len(value) + _ENTRY_BYTES
+
+
+def _integer(block: bytes, position: int, byte: int, mask: int) -> tuple[int, int]:
+    """Reads an integer whose prefix is in a byte (section 5.1); returns it, and where the next thing begins."""
+    value = byte & mask
+    return (value, position) if value < mask else _long_integer(block, position, mask)
+
+
+def _long_integer(block: bytes, position: int, value: int) -> tuple[int, int]:
+    """Reads the rest of an integer that its prefix has no room for."""
+    for shift in range(0, 7 * _MAX_INTEGER_BYTES, 7):
+        byte = block[position]
+        position += 1
+        value += (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+    raise HpackError("an integer is too large")
+
+
+def _text(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tuple[bytes, int]:
+    """Reads a string (section 5.2); returns it, and where the next thing begins."""
+    byte = block[position]
+    length, position = _integer(block, position + 1, byte, 0x7F)
+    end = position + length
+    if end > len(block):
+        raise HpackError("a string is cut off")
+    text = block[position:end]
+    return (unpack(text) if byte >= 0x80 else text), end
+
+
+def field(name: bytes, value: bytes) -> bytes:
+    """Encodes a field as a literal that no table remembers (section 6.2.2)."""
+    return b"".join((b"\x00", _length(len(name)), name, _length(len(value)), value))
+
+
+def status(code: int) -> bytes:
+    """Encodes the pseudo-header `:status`."""
+    number = _STATUSES.get(code)
+    return bytes((0x80 | number,)) if number else b"\x08\x03%d" % code
+
+
+@lru_cache(maxsize=256)
+def _length(size: int) -> bytes:
+    if size < 0x7F:
+        return bytes((size,))
+    size -= 0x7F
+    encoded = bytearray(b"\x7f")
+    while size >= 0x80:
+        encoded.append(0x80 | size & 0x7F)
+        size >>= 7
+    encoded.append(size)
+    return bytes(encoded)
+
+
+# -- the static table (appendix A) -------------------------------------------------------------------------------------
+
+_NAMES = """
+    :authority :method=GET :method=POST :path=/ :path=/index.html :scheme=http :scheme=https :status=200 :status=204
+    :status=206 :status=304 :status=400 :status=404 :status=500 accept-charset accept-encoding=gzip,_deflate
+    accept-language accept-ranges accept access-control-allow-origin age allow authorization cache-control
+    content-disposition content-encoding content-language content-length content-location content-range content-type
+    cookie date etag expect expires from host if-match if-modified-since if-none-match if-range if-unmodified-since
+    last-modified link location max-forwards proxy-authenticate proxy-authorization range referer refresh
+    retry-after server set-cookie strict-transport-security transfer-encoding user-agent vary via www-authenticate
+"""
+
+
+def _static() -> tuple[Field, ...]:
+    fields = [(b"", b"")]  # the first index is 1
+    for text in _NAMES.split():
+        name, _, value = text.partition("=")
+        fields.append((name.encode(), value.replace("_", " ").encode()))
+    return tuple(fields)
+
+
+_STATIC = _static()
+_STATUSES = {int(value): index for index, (name, value) in enumerate(_STATIC) if name == b":status"}
+
+# -- Huffman codes (section 5.2, appendix B) ---------------------------------------------------------------------------
+
+# The length of each byte's code in bits, then that of the end of a string. The codes follow from the lengths, because
+# they are canonical: counted up in the order of length, then of byte.
+_CODE_LENGTHS = """
+    13 23 28 28 28 28 28 28 28 24 30 28 28 30 28 28 28 28 28 28 28 28 30 28 28 28 28 28 28 28 28 28 6 10 10 12 13 6 8
+    11 10 10 8 11 8 6 6 6 5 5 5 6 6 6 6 6 6 6 7 8 15 6 12 10 13 6 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 7 8 7 8 13
+    19 13 14 6 15 5 6 5 6 5 6 6 6 5 7 7 6 6 6 5 6 7 6 5 5 6 7 7 7 7 7 15 11 14 13 28 20 22 20 20 22 22 22 23 22 23 23
+    23 23 23 24 23 24 24 22 23 24 23 23 23 23 21 22 23 22 23 23 24 22 21 20 22 22 23 23 21 23 22 22 24 21 22 23 23 21
+    21 22 21 23 22 23 23 20 22 22 22 23 22 22 23 26 26 20 19 22 23 22 25 26 26 26 27 27 26 24 25 19 21 26 27 27 26 27
+    24 21 21 26 26 28 27 27 27 20 24 20 21 22 21 21 23 22 22 25 25 24 24 26 23 26 27 26 26 27 27 27 27 27 28 27 27 27
+    27 27 26 30
+"""
+_END = 256
+
+_Step = tuple[bytes, "_Node"]
+_Node = list["_Step | None"]
+"""A place in the code's tree, by the bytes that may come next: what they complete, and where they lead."""
+
+
+class _Huffman:
+    """Decodes strings byte by byte; a step of the tree's is worked out when it is first needed."""
+
+    def __init__(self) -> None:
+        self._branches: list[list[int]] = [[0, 0]]  # by node and bit: a node, or ~symbol
+        lengths = [int(length) for length in _CODE_LENGTHS.split()]
+        code = previous = 0
+        for symbol in sorted(range(len(lengths)), key=lambda each: (lengths[each], each)):
+            code <<= lengths[symbol] - previous
+            previous = lengths[symbol]
+            self._place(symbol, code, previous)
+            code += 1
+        self._nodes: list[_Node] = [[None] * 256 for _ in self._branches]
+        self._numbers = {id(node): number for number, node in enumerate(self._nodes)}
+        number, self._paddings = 0, [self._nodes[0]]
+        for _ in range(7):  # a string is filled up with ones, fewer than a byte
+            number = self._branches[number][1]
+            self._paddings.append(self._nodes[number])
+
+    def _place(self, symbol: int, code: int, length: int) -> None:
+        number = 0
+        for shift in range(length - 1, 0, -1):
+            bit = code >> shift & 1
+            if not self._branches[number][bit]:
+                self._branches.append([0, 0])
+                self._branches[number][bit] = len(self._branches) - 1
+            number = self._branches[number][bit]
+        self._branches[number][code & 1] = ~symbol
+
+    def decode(self, text: bytes) -> bytes:
+        """Decodes a string.
+
+        Raises:
+            HpackError: It has the code of the end, or ends within a code.
+        """
+        node, pieces = self._nodes[0], []
+        for byte in text:
+            step = node[byte] or self._step(node, byte)
+            pieces.append(step[0])
+            node = step[1]
+        if not any(node is padding for padding in self._paddings):
+            raise HpackError("a string ends within a code")
+        return b"".join(pieces)
+
+    def _step(self, node: _Node, byte: int) -> _Step:
+        number, found = self._numbers[id(node)], bytearray()
+        for shift in range(7, -1, -1):
+            number = self._branches[number][byte >> shift & 1]
+            if number < 0:
+                if ~number == _END:
+                    raise HpackError("a string has the code of its end")
+                found.append(~number)
+                number = 0
+        step = node[byte] = bytes(found), self._nodes[number]
+        return step
+
+
+_unpack = _Huffman().decode
+_unpack_name = lru_cache(maxsize=1024)(_unpack)

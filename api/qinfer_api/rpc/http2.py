@@ -1,0 +1,484 @@
+"""The server's side of an HTTP/2 connection (RFC 9113): reads its frames, and keeps their rules.
+
+What a request means is the business of a `Service`, which makes a `Stream` of each. Nothing here waits: bytes come in
+by `data_received`, and go out by the transport's `write`.
+
+All that a client can send is bounded (`Limits`). Frames that bring no request further (PING, SETTINGS, RST_STREAM,
+empty DATA, …) use up an allowance, which replies and time fill again; without it the connection ends with
+ENHANCE_YOUR_CALM.
+"""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from typing import Any, Protocol, cast
+
+from qinfer_api.rpc import frames
+from qinfer_api.rpc.frames import ConnectionFault, Limits, Malformed
+from qinfer_api.rpc.hpack import MAX_TABLE_BYTES, Decoder, Field, HpackError
+from qinfer_api.rpc.streams import Output, Stream
+
+logger = logging.getLogger(__name__)
+
+_CACHED_BLOCKS = 256
+_REMEMBERED_STREAMS = 256
+_PROGRESS = 4  # frames that bring nothing further, allowed for each stream that ends and each frame of DATA
+_NOT_HTTP2 = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
+    b"this port speaks gRPC, over HTTP/2 only; HTTP/1.1 is spoken on the HTTP port\n"
+)
+_LAST_SECOND_S = 1.0  # in which requests that are under way come in before a shutdown
+_SIGN_OF_LIFE, _SHUTDOWN = b"liveness", b"shutdown"
+
+
+class Service(Protocol):
+    """Gives requests their meaning; one for all connections of a server.
+
+    Attributes:
+        limits: The bounds of each connection.
+        connections: Those that are open.
+    """
+
+    limits: Limits
+    connections: "set[Connection]"
+
+    def read_head(self, fields: list[Field] | None) -> Any:
+        """Reads a request's header fields; the result is used again for equal ones.
+
+        Args:
+            fields: The fields; `None` = they are larger than the limit.
+
+        Raises:
+            Malformed: They are not those of a request.
+        """
+
+    def stream(self, connection: "Connection", number: int, head: Any, *, is_ended: bool) -> Stream:
+        """Makes the stream of a request; `Stream.opened` is called next."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection.
+
+    Args:
+        service: Gives requests their meaning.
+
+    Attributes:
+        service: As given.
+        output: What leaves the connection.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.output = Output()
+        self._decoder = Decoder(service.limits.header_bytes)
+        self._heads: dict[bytes, Any] = {}  # by header block, as long as the decoder's table does not change
+        self._generation = 0
+        self._is_tainted = False  # the decoder's table may have fields that may not be sent
+        self._rest = b""
+        self._has_preface = self._has_settings = False
+        self._block: tuple[int, int, bytearray] | None = None  # stream, flags and begin of a block that goes on
+        self._streams: dict[int, Stream] = {}
+        self._abandoned: deque[int] = deque(maxlen=_REMEMBERED_STREAMS)  # the client may not know yet
+        self._last = 0
+        self._last_taken = frames.LAST_STREAM
+        self._window = service.limits.connection_window_bytes
+        self._allowance = service.limits.idle_frames
+        self._age_s = service.limits.age_s * random.uniform(0.9, 1.1)  # noqa: S311 - else all would reconnect at once
+        self._made_s = self._busy_s = self._heard_s = 0.0
+        self._pinged_s = self._goes_s = self._stuck_s = 0.0  # 0 = it is not so
+
+    # -- asyncio's calls -----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Sends the server's settings."""
+        self.output.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
+        self._made_s = self._busy_s = self._heard_s = asyncio.get_running_loop().time()
+        limits = self.service.limits
+        settings = (
+            (frames.MAX_CONCURRENT_STREAMS, limits.streams),
+            (frames.INITIAL_WINDOW_SIZE, limits.window_bytes),
+            (frames.MAX_FRAME_SIZE, limits.frame_bytes),
+            (frames.MAX_HEADER_LIST_SIZE, limits.header_bytes),
+        )
+        self.output.write(frames.SETTINGS, 0, 0, b"".join([frames.SETTING.pack(*setting) for setting in settings]))
+        self.output.write_window(0, limits.connection_window_bytes - frames.FIRST_WINDOW_BYTES)
+        self.service.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads the frames that are complete."""
+        if self.output.is_closed:
+            return
+        if self._rest:
+            data = self._rest + data
+        try:
+            position = self._read_frames(data, 0 if self._has_preface else self._read_preface(data))
+        except ConnectionFault as fault:
+            self._fail(fault.code, str(fault))
+        except HpackError as error:
+            self._fail(frames.COMPRESSION_ERROR, str(error))
+        else:
+            self._rest = data[position:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancels what is in flight."""
+        self.output.is_closed = True
+        self.service.connections.discard(self)
+        for stream in list(self._streams.values()):
+            self._drop(stream)
+            stream.cancelled()
+
+    def pause_writing(self) -> None:
+        """Reads nothing from a client that does not take its replies."""
+        self.output.is_paused = True
+        self._stuck_s = asyncio.get_running_loop().time()
+        self.output.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Goes on."""
+        self.output.is_paused = False
+        self._stuck_s = 0.0
+        self.output.pump_all()
+        if not (self.output.is_paused or self.output.is_closed):
+            self.output.transport.resume_reading()
+
+    # -- frames --------------------------------------------------------------------------------------------------------
+
+    def _read_preface(self, data: bytes) -> int:
+        """Returns where frames begin; nowhere in the data as long as the preface is not complete."""
+        if data.startswith(frames.PREFACE):
+            self._has_preface = True
+            return len(frames.PREFACE)
+        if not frames.PREFACE.startswith(data):
+            self.output.transport.write(_NOT_HTTP2)
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "the connection does not begin with HTTP/2's preface")
+        return 0
+
+    def _read_frames(self, data: bytes, position: int) -> int:
+        """Reads frames from a position on; returns where the first incomplete one begins."""
+        end, most = len(data), self.service.limits.frame_bytes
+        while self._has_preface and end - position >= frames.HEAD_BYTES:
+            size, flags, number = frames.HEAD.unpack_from(data, position)
+            kind, size, number = size & 0xFF, size >> 8, number & frames.LAST_STREAM
+            begin = position + frames.HEAD_BYTES
+            stop = begin + size
+            if size > most:
+                raise ConnectionFault(frames.FRAME_SIZE_ERROR, f"a frame of {size} bytes, more than {most}")
+            if stop > end:
+                break
+            if self._block is not None and (kind != frames.CONTINUATION or number != self._block[0]):
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "a header block is interrupted")
+            if not self._has_settings and kind != frames.SETTINGS:
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+            if kind == frames.DATA:
+                self._read_data(flags, number, data, begin, stop)
+            elif kind == frames.HEADERS:
+                self._read_headers(flags, number, data, begin, stop)
+            else:
+                self._read_other(kind, flags, number, data[begin:stop])
+            if self.output.is_closed:
+                return end
+            position = stop
+        return position
+
+    def _read_data(self, flags: int, number: int, data: bytes, begin: int, stop: int) -> None:
+        size, most = stop - begin, self.service.limits.connection_window_bytes
+        self._window -= size
+        if self._window < 0:
+            raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "more DATA than the connection's window")
+        if self._window < most >> 1:
+            self.output.write_window(0, most - self._window)
+            self._window = most
+        stream = self._streams.get(number)
+        if stream is None or stream.is_ended:
+            self._refuse_data(number, stream)
+            return
+        if flags & frames.PADDED:
+            begin, stop = frames.unpadded(frames.PADDED, data, begin, stop)
+        stream.receive_window -= size
+        if stream.receive_window < 0:
+            self._reset(stream, frames.FLOW_CONTROL_ERROR)
+            return
+        if flags & frames.END_STREAM:
+            stream.is_ended = True
+        else:
+            if begin == stop:
+                self._count_idle("empty DATA")
+            stream.grant(size - (stop - begin))  # padding is read at once
+        stream.data_received(data[begin:stop])
+
+    def _refuse_data(self, number: int, stream: Stream | None) -> None:
+        self._check_opened(number, "DATA")
+        self._count_idle("DATA of closed streams")
+        if stream is not None:
+            self._reset(stream, frames.STREAM_CLOSED)
+
+    def _read_headers(self, flags: int, number: int, data: bytes, begin: int, stop: int) -> None:
+        if not number & 1:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, f"HEADERS on stream {number}")
+        begin, stop = frames.unpadded(flags, data, begin, stop)
+        if flags & frames.END_HEADERS:
+            self._read_block(number, data[begin:stop], is_ended=bool(flags & frames.END_STREAM))
+        else:
+            self._count_idle("HEADERS in pieces")
+            self._block = number, flags, bytearray(data[begin:stop])
+
+    def _read_continuation(self, flags: int, payload: bytes) -> None:
+        if self._block is None:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+        number, first_flags, block = self._block
+        block += payload
+        if len(block) > 4 * self.service.limits.header_bytes:  # a smaller one costs its request only
+            raise ConnectionFault(frames.ENHANCE_YOUR_CALM, f"a header block of more than {len(block)} bytes")
+        if flags & frames.END_HEADERS:
+            self._block = None
+            self._read_block(number, bytes(block), is_ended=bool(first_flags & frames.END_STREAM))
+        else:
+            self._count_idle("CONTINUATION")
+
+    def _read_block(self, number: int, block: bytes, *, is_ended: bool) -> None:
+        """Reads a whole header block: that of a new request, or the trailers of one."""
+        head = self._heads.get(block)
+        fields, literals = self._decoder.decode(block) if head is None else (None, [])
+        is_cached = self._generation == self._decoder.generation and len(self._heads) < _CACHED_BLOCKS
+        if self._generation != self._decoder.generation:
+            self._generation = self._decoder.generation
+            self._heads.clear()
+        if number <= self._last:
+            self._read_trailers(number, is_ended=is_ended)
+            return
+        self._last = number
+        try:
+            if head is None:
+                frames.check_fields(fields or () if self._is_tainted else literals)
+                head = self.service.read_head(fields)
+        except Malformed as error:
+            self._is_tainted = True
+            self._count_idle(str(error))
+            self._write_reset(number, frames.PROTOCOL_ERROR)
+            return
+        if is_cached:
+            self._heads[block] = head
+        self._open(number, head, is_ended=is_ended)
+
+    def _open(self, number: int, head: Any, *, is_ended: bool) -> None:
+        if number > self._last_taken:
+            return  # the client was told that it is not taken
+        if len(self._streams) >= self.service.limits.streams:
+            self._count_idle("more streams than allowed")
+            self._write_reset(number, frames.REFUSED_STREAM)
+            return
+        stream = self._streams[number] = self.service.stream(self, number, head, is_ended=is_ended)
+        stream.opened()
+
+    def _read_trailers(self, number: int, *, is_ended: bool) -> None:
+        """Reads the trailers of a request, which mean nothing here."""
+        stream = self._streams.get(number)
+        self._count_idle("trailers")
+        if stream is None:
+            if number not in self._abandoned:
+                raise ConnectionFault(frames.STREAM_CLOSED, f"HEADERS on stream {number}, which is closed")
+        elif stream.is_ended:
+            self._reset(stream, frames.STREAM_CLOSED)
+        elif not is_ended:
+            self._reset(stream, frames.PROTOCOL_ERROR)
+        else:
+            stream.is_ended = True
+            stream.data_received(b"")
+
+    def _read_other(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        if kind == frames.WINDOW_UPDATE:
+            self._read_window(number, payload)
+        elif kind == frames.SETTINGS:
+            self._read_settings(flags, number, payload)
+        elif kind == frames.PING:
+            self._read_ping(flags, number, payload)
+        elif kind == frames.RST_STREAM:
+            self._read_reset(number, payload)
+        elif kind == frames.CONTINUATION:
+            self._read_continuation(flags, payload)
+        elif kind == frames.PUSH_PROMISE:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
+        elif kind == frames.PRIORITY and number == 0:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, "PRIORITY on stream 0")
+        elif kind == frames.GOAWAY and number:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, f"GOAWAY on stream {number}")
+        else:
+            self._count_idle("PRIORITY, GOAWAY and frames of unknown types")
+
+    def _read_window(self, number: int, payload: bytes) -> None:
+        size = frames.word(payload, "WINDOW_UPDATE") & frames.LAST_STREAM
+        self._count_idle("WINDOW_UPDATE")
+        if number == 0:
+            self.output.window += size
+            if size == 0:
+                raise ConnectionFault(frames.PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
+            if self.output.window > frames.MAX_WINDOW_BYTES:
+                raise ConnectionFault(frames.FLOW_CONTROL_ERROR, "the connection's window is larger than 2^31-1")
+            self.output.pump_all()
+            return
+        self._check_opened(number, "WINDOW_UPDATE")
+        stream = self._streams.get(number)
+        if stream is None:
+            return
+        stream.send_window += size
+        if size == 0:
+            self._reset(stream, frames.PROTOCOL_ERROR)
+        elif stream.send_window > frames.MAX_WINDOW_BYTES:
+            self._reset(stream, frames.FLOW_CONTROL_ERROR)
+        else:
+            self.output.pump_one(stream)
+
+    def _read_settings(self, flags: int, number: int, payload: bytes) -> None:
+        if number:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, f"SETTINGS on stream {number}")
+        if len(payload) % frames.SETTING.size or (flags & frames.ACK and payload):
+            raise ConnectionFault(frames.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
+        if flags & frames.ACK:
+            return
+        self._count_idle("SETTINGS")
+        for key, value in frames.SETTING.iter_unpack(payload):
+            if key == frames.INITIAL_WINDOW_SIZE:
+                self.output.resize(list(self._streams.values()), value)
+            elif key == frames.MAX_FRAME_SIZE:
+                if not frames.MIN_FRAME_BYTES <= value <= frames.MAX_FRAME_BYTES:
+                    raise ConnectionFault(frames.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE of {value}")
+                self.output.max_frame = value
+            elif key == frames.ENABLE_PUSH and value > 1:
+                raise ConnectionFault(frames.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH of {value}")
+            elif key == frames.HEADER_TABLE_SIZE and value < MAX_TABLE_BYTES:
+                self.output.shrink_table()
+        self._has_settings = True
+        self.output.write(frames.SETTINGS, frames.ACK, 0)
+        self.output.pump_all()
+
+    def _read_ping(self, flags: int, number: int, payload: bytes) -> None:
+        if number:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, f"PING on stream {number}")
+        if len(payload) != 8:
+            raise ConnectionFault(frames.FRAME_SIZE_ERROR, f"PING of {len(payload)} bytes")
+        self._count_idle("PING")
+        if not flags & frames.ACK:
+            self.output.write(frames.PING, frames.ACK, 0, payload)
+        elif payload == _SHUTDOWN and self._goes_s:
+            self._take_no_more()
+        self._pinged_s = 0.0
+
+    def _read_reset(self, number: int, payload: bytes) -> None:
+        frames.word(payload, "RST_STREAM")
+        self._check_opened(number, "RST_STREAM")
+        self._count_idle("RST_STREAM")
+        stream = self._streams.get(number)
+        if stream is not None:
+            self._drop(stream)
+            stream.cancelled()
+            self._close_if_done()
+
+    def _check_opened(self, number: int, what: str) -> None:
+        if number == 0 or number > self._last:
+            raise ConnectionFault(frames.PROTOCOL_ERROR, f"{what} on stream {number}, which was never opened")
+
+    def _count_idle(self, what: str) -> None:
+        self._allowance -= 1
+        if self.output.progress:  # clients answer DATA by WINDOW_UPDATE, and measure its time by PING
+            self._allowance += _PROGRESS * self.output.progress
+            self._allowance = min(self._allowance, self.service.limits.idle_frames)
+            self.output.progress = 0
+        if self._allowance < 0:
+            raise ConnectionFault(frames.ENHANCE_YOUR_CALM, f"too many frames that bring no request further: {what}")
+
+    # -- ends of streams -----------------------------------------------------------------------------------------------
+
+    def finished(self, stream: Stream) -> None:
+        """Forgets a stream whose reply is written."""
+        if not stream.is_ended:
+            self._write_reset(stream.number, frames.NO_ERROR)  # the rest of the request is not wanted
+        self._drop(stream)
+        self._allowance = min(self._allowance + _PROGRESS, self.service.limits.idle_frames)
+        self._close_if_done()
+
+    def abandon(self, stream: Stream, code: int) -> None:
+        """Ends a stream without its reply."""
+        self._write_reset(stream.number, code)
+        self._drop(stream)
+        self._close_if_done()
+
+    def _reset(self, stream: Stream, code: int) -> None:
+        self.abandon(stream, code)
+        stream.cancelled()
+
+    def _write_reset(self, number: int, code: int) -> None:
+        self._abandoned.append(number)
+        self.output.write(frames.RST_STREAM, 0, number, frames.WORD.pack(code))
+
+    def _drop(self, stream: Stream) -> None:
+        stream.is_closed = stream.is_ended = True
+        self.output.forget(stream)
+        if self._streams.pop(stream.number, None) is not None:
+            stream.closed()
+
+    # -- the connection's end ------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends the connection once its requests are answered (RFC 9113, section 6.8).
+
+        The first GOAWAY stops the client; the answer to the PING behind it says that what was under way has come in.
+        """
+        if not (self._goes_s or self.output.is_closed):
+            self._goes_s = asyncio.get_running_loop().time()
+            self.output.write(frames.GOAWAY, 0, 0, frames.TWO_WORDS.pack(frames.LAST_STREAM, frames.NO_ERROR))
+            self.output.write(frames.PING, 0, 0, _SHUTDOWN)
+
+    def _take_no_more(self) -> None:
+        if self._last_taken == frames.LAST_STREAM:
+            self._last_taken = self._last
+            self.output.write(frames.GOAWAY, 0, 0, frames.TWO_WORDS.pack(self._last, frames.NO_ERROR))
+            self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        if self._last_taken < frames.LAST_STREAM and not self._streams:
+            self.close()
+
+    def leave(self) -> None:
+        """Ends the connection now, its requests unanswered."""
+        if not self.output.is_closed:
+            self._fail(frames.NO_ERROR, "the server ends")
+
+    def close(self) -> None:
+        """Closes after what is written."""
+        self.output.is_closed = True
+        self.output.transport.close()
+
+    def _fail(self, code: int, reason: str) -> None:
+        logger.debug("connection ended", extra={"code": code, "reason": reason})
+        payload = frames.TWO_WORDS.pack(self._last, code) + reason.encode()[:200]
+        self.output.write(frames.GOAWAY, 0, 0, payload)
+        self.close()
+        self.connection_lost(None)
+
+    def check(self, now_s: float) -> None:
+        """Applies the limits of time; called about once a second.
+
+        Args:
+            now_s: The event loop's time.
+        """
+        limits = self.service.limits
+        self._allowance = min(self._allowance + limits.idle_frames_per_s, limits.idle_frames)
+        if self._streams:
+            self._busy_s = now_s
+        for stream in list(self._streams.values()):
+            stream.check(now_s)
+        if not self._has_settings and now_s - self._made_s > limits.preface_s:
+            self._fail(frames.SETTINGS_TIMEOUT, "no SETTINGS in time")
+        elif (self._stuck_s and now_s - self._stuck_s > limits.body_s) or (
+            self._pinged_s and now_s - self._pinged_s > limits.pong_s
+        ):
+            self.output.transport.abort()
+        elif self._goes_s:
+            if now_s - self._goes_s > _LAST_SECOND_S:
+                self._take_no_more()
+        elif 0 < self._age_s < now_s - self._made_s or 0 < limits.idle_s < now_s - self._busy_s:
+            self.shutdown()
+        elif not self._pinged_s and now_s - max(self._busy_s, self._heard_s) > limits.ping_s:
+            self._pinged_s = self._heard_s = now_s
+            self.output.write(frames.PING, 0, 0, _SIGN_OF_LIFE)

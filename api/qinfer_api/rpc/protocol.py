@@ -1,0 +1,531 @@
+"""gRPC over HTTP/2 (gRPC's doc/PROTOCOL-HTTP2.md): calls, their messages, deadlines and statuses.
+
+A call is let in, or not, by its head alone, before a byte of its messages is read. A method of one message gets it
+whole and answers with `Call.finish` or `Call.fail`; a method of streams is a coroutine that reads and writes messages.
+"""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from qinfer.core.messages import Failure, IdFactory
+from qinfer.errors import PayloadTooLarge, QinferError
+from qinfer.tensors import Bytes
+from qinfer_api.http.infer import decompress
+from qinfer_api.receiving import ReceivingBudget, Reservation
+from qinfer_api.rpc import frames, hpack
+from qinfer_api.rpc.headers import (
+    HEAD,
+    Abort,
+    Head,
+    Method,
+    header_value,
+    read_encoding,
+    read_timeout,
+    status_fields,
+    trailers_only,
+)
+from qinfer_api.rpc.http2 import Connection
+from qinfer_api.rpc.streams import Stream
+from qinfer_api.status import grpc_status
+
+logger = logging.getLogger(__name__)
+
+LARGE_BYTES = 256 * 1024
+"""Larger messages take milliseconds to read and write, and are read and written off the event loop."""
+
+MAX_MESSAGE_BYTES = 2**31 - 1
+"""The largest message: protobuf reads no larger one."""
+
+MAX_UNSENT_BYTES = 256 * 1024
+"""Bytes of a stream's replies that wait for its client before its method waits, too."""
+
+_PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
+_OK = hpack.field(b"grpc-status", b"0")
+
+_TOO_LATE = "the message did not come in time"
+_NO_MEMORY = (
+    "the gateway receives as many bytes as it may (QINFER_LIMITS__MAX_RECEIVING_BYTES); try again, or another gateway"
+)
+_MIN_BYTES_PER_S = 64 * 1024
+"""Slower, beyond the time that a message may pause, no message comes in."""
+
+
+class Server:
+    """Reads the heads of calls; one for all connections.
+
+    Args:
+        methods: By path, as `/package.Service/Method`.
+        limits: The bounds of each connection.
+        receiving: The memory of messages that have not come in whole.
+
+    Attributes:
+        limits: As given.
+        receiving: As given.
+        connections: Those that are open.
+        new_id: Makes the ids of calls that become no request.
+    """
+
+    def __init__(self, methods: Mapping[str, Method], limits: frames.Limits, receiving: ReceivingBudget) -> None:
+        self._methods = {path.encode(): method for path, method in methods.items()}
+        self.limits = limits
+        self.receiving = receiving
+        self.new_id = IdFactory().ulid
+        self.connections: set[Connection] = set()
+        self._calls = 0
+        self._ended = asyncio.Event()
+
+    def read_head(self, fields: list[hpack.Field] | None) -> Head:
+        """Reads the head of a call.
+
+        Raises:
+            Malformed: It is not that of a request.
+        """
+        if fields is None:
+            text = f"the metadata is larger than {self.limits.header_bytes} bytes"
+            return Head(None, trailers_only(Abort("RESOURCE_EXHAUSTED", text), 431))
+        pseudo, found = frames.split_fields(fields)
+        if not found.get(b"content-type", b"").startswith(b"application/grpc"):
+            return Head(None, hpack.status(415))
+        if pseudo[b":method"] != b"POST":
+            return Head(None, hpack.status(405) + hpack.field(b"allow", b"POST"))
+        try:
+            method = self._methods.get(pseudo[b":path"])
+            if method is None:
+                raise Abort("UNIMPLEMENTED", "Method not found!")
+            head = Head(method)
+            if b"grpc-timeout" in found:
+                head.timeout_s = read_timeout(found[b"grpc-timeout"])
+            if b"grpc-encoding" in found:
+                head.encoding = read_encoding(found[b"grpc-encoding"])
+        except Abort as abort:
+            return Head(None, trailers_only(abort))
+        head.fields = fields
+        return head
+
+    def stream(self, connection: Connection, number: int, head: Head, *, is_ended: bool) -> "Call":
+        """Makes a call."""
+        self._calls += _is_awaited(head)
+        return Call(self, connection, number, head, is_ended=is_ended)
+
+    def closed(self, head: Head) -> None:
+        """Counts a call that has ended."""
+        self._calls -= _is_awaited(head)
+        if not self._calls:
+            self._ended.set()
+
+    async def ended(self) -> None:
+        """Returns when no call is under way that is awaited."""
+        while self._calls:
+            self._ended.clear()
+            await self._ended.wait()
+
+
+class _Message(NamedTuple):
+    """A message as it was sent, and the memory that is reserved for it."""
+
+    content: Bytes
+    is_compressed: bool
+    reservation: Reservation | None
+
+
+class Call(Stream):
+    """One call, from its head to its status.
+
+    Args:
+        server: Counts it.
+        connection: Its connection.
+        number: Its stream's number.
+        head: Its head.
+        is_ended: No message follows.
+
+    Attributes:
+        head: As given.
+        context: What the method's `admit` returned.
+        on_cancel: Called once if the client cancels the call, its deadline passes or its connection is lost.
+        request_id: The id of the request that it became; "" = of none.
+    """
+
+    __slots__ = (
+        "_body",
+        "_change",
+        "_filled",
+        "_has_begun",
+        "_is_compressed",
+        "_is_headed",
+        "_is_reading",
+        "_messages",
+        "_moved_s",
+        "_prefix",
+        "_refusal",
+        "_reservation",
+        "_reserved_s",
+        "_server",
+        "_task",
+        "_timer",
+        "_unread",
+        "_until_s",
+        "context",
+        "head",
+        "on_cancel",
+        "request_id",
+    )
+
+    def __init__(self, server: Server, connection: Connection, number: int, head: Head, *, is_ended: bool) -> None:
+        super().__init__(connection, number, is_ended=is_ended)
+        self._server = server
+        self.head = head
+        self.context: Any = None
+        self.on_cancel: Callable[[], None] | None = None
+        self.request_id = ""
+        self._refusal: Exception | None = None
+        self._prefix = b""
+        self._body: bytearray | None = None
+        self._filled = 0
+        self._is_compressed = False
+        self._is_reading = True  # a message is awaited, and the client has to send it in time
+        self._moved_s = 0.0
+        self._messages: deque[_Message] = deque()
+        self._reservation: Reservation | None = None  # of the message that is coming in
+        self._reserved_s = 0.0
+        self._unread = b""  # what came of a message before its memory was granted
+        self._has_begun = False
+        self._is_headed = False
+        self._change: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._until_s = math.inf
+
+    # -- the client's side ---------------------------------------------------------------------------------------------
+
+    def opened(self) -> None:
+        """Lets the call in, or refuses it."""
+        head = self.head
+        if head.method is None:
+            self.send_headers(head.refusal, is_last=True)
+            return
+        if head.timeout_s < math.inf:
+            self._until_s = asyncio.get_running_loop().time() + head.timeout_s
+        try:
+            self.context = head.method.admit(head)
+            if head.method.takes_stream:
+                self._begin(b"")
+            if self.is_ended:
+                self._ended()
+        except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` says what it was
+            if head.method.takes_stream and not self.is_ended:
+                # A client that is about to write its first message, as grpc.aio is, would not see the status.
+                self._refusal = error
+            else:
+                self.fail(error)
+
+    def data_received(self, data: bytes) -> None:
+        """Takes bytes of messages."""
+        if self._refusal is not None:
+            self.fail(self._refusal)
+            return
+        try:
+            size = len(data) - _PREFIX_BYTES
+            if self._body is None and not self._prefix and size >= 0 and int.from_bytes(data[1:5]) == size:
+                self._check_size(size)
+                self._arrived(_Message(data[_PREFIX_BYTES:], data[0] != 0, None))
+            elif data:
+                self._collect(data)
+            if self.is_ended and not self.is_closed:
+                self._ended()
+        except Abort as abort:
+            self.fail(abort)
+
+    def _collect(self, data: bytes) -> None:
+        """Takes a message that comes in pieces, or several in one."""
+        self._moved_s = 0.0
+        if self._reservation is not None and not self._reservation.is_granted:
+            self._unread += data
+            return
+        view = memoryview(data)
+        while (view or self._body is not None) and not self.is_closed:
+            if self._body is None:
+                view = self._read_prefix(view)
+            body = self._body
+            if body is None:
+                return
+            piece = view[: len(body) - self._filled]
+            body[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            view = view[len(piece) :]
+            if self._filled < len(body):
+                return
+            content = body if len(body) > LARGE_BYTES else bytes(body)
+            message = _Message(content, self._is_compressed, self._reservation)
+            self._body = self._reservation = None
+            self._arrived(message)
+
+    def _read_prefix(self, view: memoryview) -> memoryview:
+        """Reads the beginning of a message, and makes room for the rest once there is memory for it."""
+        missing = _PREFIX_BYTES - len(self._prefix)
+        self._prefix += view[:missing]
+        view = view[missing:]
+        if len(self._prefix) < _PREFIX_BYTES:
+            return view
+        size = int.from_bytes(self._prefix[1:])
+        self._check_size(size)
+        if size:
+            owner = getattr(self.context, "tenant", "") or self.connection
+            self._reservation = self._server.receiving.reserve(owner, size, self._let_in)
+            if self._reservation is None:
+                raise Abort("RESOURCE_EXHAUSTED", _NO_MEMORY)
+            if not self._reservation.is_granted:
+                self._unread = bytes(view)
+                return view
+        self._make_room(len(view))
+        return view
+
+    def _let_in(self) -> None:
+        """Goes on with a message whose memory is granted."""
+        data, self._unread = self._unread, b""
+        self._make_room(len(data))
+        try:
+            self._collect(data)
+        except Abort as abort:
+            self.fail(abort)
+
+    def _make_room(self, arrived: int) -> None:
+        """Takes the memory of a message, and lets the client send what is missing of it."""
+        size = int.from_bytes(self._prefix[1:])
+        self._is_compressed = self._prefix[0] != 0
+        self._prefix, self._filled, self._body = b"", 0, bytearray(size)
+        self._reserved_s = asyncio.get_running_loop().time()
+        self.grant(size - arrived - self.receive_window)
+
+    def _check_size(self, size: int) -> None:
+        assert self.head.method is not None
+        most = self.head.method.max_message_bytes
+        if size > most:
+            raise Abort("RESOURCE_EXHAUSTED", f"Received message larger than max ({size} vs. {most})")
+
+    def _arrived(self, message: _Message) -> None:
+        """Takes a whole message, as it was sent."""
+        assert self.head.method is not None
+        self._messages.append(message)
+        if not self.head.method.takes_stream and len(self._messages) > 1:
+            raise Abort("INTERNAL", "the call takes one message, and there is a second one")
+        if message.is_compressed and self.head.encoding is None:
+            raise Abort("INTERNAL", "a message is compressed, and grpc-encoding does not say how")
+        if self._change is not None:
+            self._change.set()
+
+    def _ended(self) -> None:
+        """The client has sent all."""
+        if self._body is not None or self._prefix:
+            raise Abort("INTERNAL", "the last message is cut off")
+        self._is_reading = False
+        if self._change is not None:
+            self._change.set()
+        elif self.head.method is not None and self.head.method.takes_stream:
+            return  # its method has been started, and has yet to read
+        elif not self._messages:
+            raise Abort("INTERNAL", "the call takes one message, and there is none")
+        else:
+            message = self._messages.popleft()
+            if message.is_compressed:
+                self.run(self._begin_decompressed(message))
+            else:
+                if message.reservation is not None:
+                    message.reservation.release()
+                self._begin(message.content)
+
+    async def _begin_decompressed(self, message: _Message) -> None:
+        self._begin(await self._opened(message))
+
+    async def _opened(self, message: _Message) -> Bytes:
+        """Returns the content of a message, decompressed, and gives its memory back."""
+        assert self.head.method is not None
+        most = self.head.method.max_message_bytes
+        try:
+            if not message.is_compressed or self.head.encoding is None:
+                return message.content
+            return await asyncio.to_thread(decompress, message.content, self.head.encoding, most)
+        except PayloadTooLarge:
+            text = f"Received message larger than max (after decompression; max is {most})"
+            raise Abort("RESOURCE_EXHAUSTED", text) from None
+        finally:
+            if message.reservation is not None:
+                message.reservation.release()
+
+    def _begin(self, message: Bytes) -> None:
+        assert self.head.method is not None
+        if self.is_closed:
+            return
+        self._has_begun = True
+        try:
+            self.head.method.start(self, message)
+        except Exception as error:  # noqa: BLE001 - the boundary of a call: `fail` says what it was
+            self.fail(error)
+
+    def cancelled(self) -> None:
+        """Ends what the call has begun."""
+        on_cancel, self.on_cancel = self.on_cancel, None
+        if self._task is not None:
+            self._task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._forget_messages()
+        if on_cancel is not None:
+            on_cancel()
+
+    def closed(self) -> None:
+        """Counts the call no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._forget_messages()
+        self._server.closed(self.head)
+
+    def _forget_messages(self) -> None:
+        """Drops what was received and not read, and gives its memory back."""
+        reservations = [self._reservation, *(message.reservation for message in self._messages)]
+        self._messages.clear()
+        self._body = self._reservation = None
+        self._unread = b""
+        for reservation in reservations:
+            if reservation is not None:
+                reservation.release()
+
+    def check(self, now_s: float) -> None:
+        """Ends a call whose message does not come, or not in time."""
+        limits, one = self.connection.service.limits, self._reservation
+        is_awaited = self._body is not None or bool(self._prefix) or (self._is_reading and self._change is None)
+        if self._refusal is not None:
+            self.fail(self._refusal)
+        elif not is_awaited:
+            self._moved_s = 0.0
+        elif now_s > self._until_s:
+            self.fail(Abort("DEADLINE_EXCEEDED", "Deadline Exceeded"))
+        elif not self._moved_s:
+            self._moved_s = now_s
+        elif now_s - self._moved_s > limits.body_s:
+            is_waiting = one is not None and not one.is_granted
+            self.fail(Abort("RESOURCE_EXHAUSTED", _NO_MEMORY) if is_waiting else Abort("CANCELLED", _TOO_LATE))
+        elif self._body is not None and now_s - self._reserved_s > limits.body_s + len(self._body) / _MIN_BYTES_PER_S:
+            self.fail(Abort("CANCELLED", _TOO_LATE))
+
+    # -- the method's side ---------------------------------------------------------------------------------------------
+
+    def time_remaining(self) -> float:
+        """Returns the seconds until the client gives up; infinite = never."""
+        return self._until_s - asyncio.get_running_loop().time() if self._until_s < math.inf else math.inf
+
+    def run(self, coroutine: Coroutine[Any, Any, None], *, has_deadline: bool = False) -> None:
+        """Runs a coroutine as (part of) the call; what it raises is the call's status.
+
+        Args:
+            coroutine: It calls `finish`, or is one of a stream.
+            has_deadline: The call ends when its client's deadline passes.
+        """
+        self._task = asyncio.get_running_loop().create_task(coroutine)
+        self._task.add_done_callback(self._ran)
+        if has_deadline and self._until_s < math.inf and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_at(self._until_s, self._expire)
+
+    def _ran(self, task: "asyncio.Task[None]") -> None:
+        if self._task is task:
+            self._task = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self.fail(Abort("DEADLINE_EXCEEDED", "Deadline Exceeded"))
+
+    async def read(self) -> Bytes | None:
+        """Returns the next message of a stream; `None` = there is none to come."""
+        if self._change is None:
+            self._change = asyncio.Event()
+        while not self._messages:
+            if self.is_ended:
+                return None
+            self.grant(self.connection.service.limits.window_bytes - self.receive_window)
+            self._change.clear()
+            await self._change.wait()
+        return await self._opened(self._messages.popleft())
+
+    async def write(self, parts: Sequence[Bytes]) -> None:
+        """Writes a message of a stream, given in pieces; waits while its client does not take what was written."""
+        if not self._is_headed:
+            self._is_headed = True
+            self.send_headers(self._initial())
+        self.send((_prefix(parts), *parts))
+        while self.unsent_bytes > MAX_UNSENT_BYTES and not self.is_closed:
+            if self._change is None:
+                self._change = asyncio.Event()
+            self._change.clear()
+            await self._change.wait()
+
+    def drained(self) -> None:
+        """Lets a stream write on."""
+        if self._change is not None:
+            self._change.set()
+
+    def finish(self, parts: Sequence[Bytes]) -> None:
+        """Answers a call that takes one message, with one, given in pieces."""
+        self._release()
+        try:
+            self.reply(self._initial(), b"".join((_prefix(parts), *parts)), _OK)
+        except Abort as abort:
+            self.fail(abort)
+
+    def _initial(self) -> bytes:
+        """Returns the header block of the reply."""
+        return HEAD + hpack.field(b"qinfer-request-id", header_value(self.request_id or self._server.new_id()))
+
+    def end(self) -> None:
+        """Ends a stream well."""
+        self._release()
+        if not self._is_headed:
+            self._is_headed = True
+            self.send_headers(self._initial())
+        self.send_trailers(_OK)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the call with the status of an error."""
+        if self.is_closed:
+            return
+        abort = self._status(error)
+        if self._has_begun or self._task is not None:
+            self.cancelled()
+        self._release()
+        if self._is_headed:
+            self.send_trailers(status_fields(abort))
+        else:
+            self.send_headers(trailers_only(abort, initial=self._initial()), is_last=True)
+
+    def _status(self, error: BaseException) -> Abort:
+        if isinstance(error, Abort):
+            return error
+        if not isinstance(error, QinferError):  # clients see no stack text
+            logger.error("call failed", exc_info=error)
+        return self.status_of(Failure.of(error))
+
+    def status_of(self, failure: Failure) -> Abort:
+        """Returns the status of a failure: DEADLINE_EXCEEDED only if it was the client's own deadline."""
+        is_own = failure.code == "deadline_exceeded" and self.time_remaining() <= 0
+        return Abort("DEADLINE_EXCEEDED" if is_own else grpc_status(failure.code), failure.message)
+
+    def _release(self) -> None:
+        self.on_cancel = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _is_awaited(head: Head) -> bool:
+    return head.method is None or head.method.is_awaited
+
+
+def _prefix(parts: Sequence[Bytes]) -> bytes:
+    size = sum([len(part) for part in parts])
+    if size > MAX_MESSAGE_BYTES:
+        raise Abort("RESOURCE_EXHAUSTED", f"the reply has {size} bytes; a message may have {MAX_MESSAGE_BYTES}")
+    return size.to_bytes(_PREFIX_BYTES)

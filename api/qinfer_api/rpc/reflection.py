@@ -1,0 +1,117 @@
+"""Server reflection (gRPC's doc/server-reflection.md): tells clients such as grpcurl which services there are.
+
+The messages of v1 and v1alpha differ by the name of their package alone, which no bytes carry: one method serves both,
+with the messages of v1. What it tells is the same for every server, and nothing of its models.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
+
+from google.protobuf import descriptor_pool
+
+from qinfer.core.api_keys import Scope
+from qinfer.wire.protos import reflection_v1_pb2 as pb
+from qinfer.wire.protos import reflection_v1alpha_pb2
+from qinfer_api.rpc.calls import Guard, parse
+from qinfer_api.rpc.headers import CODES, Method
+from qinfer_api.rpc.protocol import Call
+
+MAX_REQUEST_BYTES = 4096
+"""A request names one thing; it comes back in its reply."""
+
+_METHOD = "ServerReflectionInfo"
+_NOT_FOUND, _INVALID_ARGUMENT = CODES.index("NOT_FOUND"), CODES.index("INVALID_ARGUMENT")
+_CACHED_FILES = 64
+_MAX_SHOWN = 200  # characters of what is not known
+
+
+def reflection_methods(guard: Guard, services: tuple[str, ...]) -> dict[str, Method]:
+    """Returns the methods of reflection: path → method. Who may read the server's metadata may call them.
+
+    Args:
+        guard: Decides who may call.
+        services: The names of the services that are served besides.
+    """
+    own = [module.DESCRIPTOR.services_by_name["ServerReflection"].full_name for module in (pb, reflection_v1alpha_pb2)]
+    reflection = _Reflection([*services, *own])
+    method = guard.method(
+        lambda call, _: call.run(reflection.serve(call), has_deadline=True), "metadata", Scope.INFER, takes_stream=True
+    )._replace(max_message_bytes=MAX_REQUEST_BYTES, is_awaited=False)
+    return {f"/{name}/{_METHOD}": method for name in own}
+
+
+class _Reflection:
+    """Answers questions from protobuf's default pool, which knows the files of all modules that are loaded."""
+
+    def __init__(self, services: list[str]) -> None:
+        self._services = sorted(services)
+        self._pool: Any = descriptor_pool.Default()
+        self._with_imports = lru_cache(_CACHED_FILES)(lambda name: tuple(_files(self._pool.FindFileByName(name))))
+        self._answers: dict[str, Callable[[Any], dict[str, Any]]] = {
+            "file_by_filename": lambda name: self._file(self._pool.FindFileByName(name)),
+            "file_containing_symbol": self._file_of_symbol,
+            "file_containing_extension": self._file_of_extension,
+            "all_extension_numbers_of_type": self._extension_numbers,
+            "list_services": self._list_services,
+        }
+
+    async def serve(self, call: Call) -> None:
+        """Answers the requests of one call, in their order, until its client has no more."""
+        while (blob := await call.read()) is not None:
+            reply = self._reply(parse(pb.ServerReflectionRequest, blob))
+            await call.write((reply.SerializeToString(),))
+            await asyncio.sleep(0)  # thousands of requests may have come at once
+        call.end()
+
+    def _reply(self, request: Any) -> Any:
+        kind = request.WhichOneof("message_request")
+        if kind is None:
+            answer = _error(_INVALID_ARGUMENT, f"the request is empty; it must have one of {', '.join(self._answers)}")
+        else:
+            wanted = getattr(request, kind)
+            try:
+                answer = self._answers[kind](wanted)
+            except KeyError:
+                shown = str(wanted).strip()[:_MAX_SHOWN]
+                answer = _error(_NOT_FOUND, f"{kind} '{shown}' is not known; list_services says what is served")
+        return pb.ServerReflectionResponse(valid_host=request.host, original_request=request, **answer)
+
+    def _file(self, file: Any) -> dict[str, Any]:
+        """Returns a file and all that it imports, so that nobody has to ask for these."""
+        return {"file_descriptor_response": {"file_descriptor_proto": self._with_imports(file.name)}}
+
+    def _file_of_symbol(self, name: str) -> dict[str, Any]:
+        try:
+            return self._file(self._pool.FindFileContainingSymbol(name))
+        except KeyError:  # the pool looks for no methods then
+            return self._file(self._pool.FindMethodByName(name).containing_service.file)
+
+    def _file_of_extension(self, wanted: Any) -> dict[str, Any]:
+        extended = self._pool.FindMessageTypeByName(wanted.containing_type)
+        return self._file(self._pool.FindExtensionByNumber(extended, wanted.extension_number).file)
+
+    def _extension_numbers(self, name: str) -> dict[str, Any]:
+        extensions = self._pool.FindAllExtensions(self._pool.FindMessageTypeByName(name))
+        numbers = sorted(extension.number for extension in extensions)
+        return {"all_extension_numbers_response": {"base_type_name": name, "extension_number": numbers}}
+
+    def _list_services(self, _: str) -> dict[str, Any]:
+        return {"list_services_response": {"service": [{"name": name} for name in self._services]}}
+
+
+def _files(first: Any) -> Iterator[bytes]:
+    """Yields a file, encoded, and once each of those that it imports, directly or not."""
+    found = {first.name: first}
+    waiting = [first]
+    while waiting:
+        file = waiting.pop(0)
+        yield file.serialized_pb
+        new = [other for other in file.dependencies if other.name not in found]
+        found.update((other.name, other) for other in new)
+        waiting.extend(new)
+
+
+def _error(code: int, message: str) -> dict[str, Any]:
+    return {"error_response": {"error_code": code, "error_message": message}}
