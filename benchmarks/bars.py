@@ -1,12 +1,14 @@
 """The bars that the measurements must clear, and the verdict on each: pure, and never kinder than the figures."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from benchmarks.bodies import GRPC, JSON
+from benchmarks.proxied import GRPC_PROXIED, JSON_PROXIED
 from benchmarks.results import BATCH, IN_PROCESS, Row, Setting
 
-QINFER = "qinfer"
+QINFER, TRITON = "qinfer", "triton"
 FASTAPI, FASTAPI_ORJSON = "fastapi_direct", "fastapi_orjson"
 MOSEC, MOSEC_ORJSON = "mosec", "mosec_orjson"
 """A peer as it is documented, and with its JSON replaced: the bars are judged against both."""
@@ -56,18 +58,51 @@ class RateBar:
         return Verdict(bar=self.bar, outcome=_outcome(passed=ratio >= self.factor), figures=figures)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostBar:
+    """A figure of qinfer, such as a latency, must be at most `factor` times that of `against`.
+
+    `figure` reads it, and `unit` is what it is printed with.
+    """
+
+    bar: str
+    ours: Setting
+    against: Setting
+    factor: float
+    figure: Callable[[Row], float]
+    unit: str
+
+    def judge(self, rows: Rows) -> Verdict:
+        """Compares the medians; an invalid row is a miss, a missing one is not measured."""
+        ours, theirs = rows.get(self.ours), rows.get(self.against)
+        if ours is None or theirs is None:
+            return Verdict(bar=self.bar, outcome=Outcome.UNKNOWN, figures="")
+        if not (ours.valid and theirs.valid):
+            return _invalid(self.bar, ours, theirs)
+        mine, other = self.figure(ours), self.figure(theirs)
+        ratio = mine / other if other else float("inf")
+        figures = f"{mine:.2f} {self.unit} against {other:.2f} {self.unit} = {ratio:.2f} x"
+        return Verdict(bar=self.bar, outcome=_outcome(passed=ratio <= self.factor), figures=figures)
+
+
 def judge(rows: Rows) -> list[Verdict]:
-    """Judges every bar: rates, latency of a lone caller, tails."""
-    latencies = (_latency_at_one(rows, FASTAPI), _latency_at_one(rows, FASTAPI_ORJSON))
-    return [*(bar.judge(rows) for bar in RATE_BARS), *latencies, *_tails(rows)]
+    """Judges every bar: rates, latency of a lone caller, what ids cost, tails."""
+    return [*(bar.judge(rows) for bar in (*RATE_BARS, *COST_BARS)), *_tails(rows)]
 
 
-def _setting(server: str, model: str, encoding: str, connections: int) -> Setting:
-    return Setting(model=model, encoding=encoding, connections=connections, server=server)
+def _setting(server: str, model: str, encoding: str, connections: int, streams: int = 1) -> Setting:
+    return Setting(model=model, encoding=encoding, connections=connections, streams=streams, server=server)
 
 
 def _bar(bar: str, factor: float, ours: tuple[str, str, int], against: tuple[str, str, int], server: str) -> RateBar:
     return RateBar(bar=bar, ours=_setting(QINFER, *ours), against=(_setting(server, *against),), factor=factor)
+
+
+def _faster_than_triton(
+    where: str, factor: float, model: str, encoding: str, connections: int, streams: int = 1
+) -> RateBar:
+    ours, theirs = (_setting(server, model, encoding, connections, streams) for server in (QINFER, TRITON))
+    return RateBar(bar=f"{where}: ≥ {factor:g} x Triton", ours=ours, against=(theirs,), factor=factor)
 
 
 _TINY_64, _TINY_128, _MLP_128 = ("tiny", "json", 64), ("tiny", "json", 128), ("mlp", "json", 128)
@@ -94,19 +129,55 @@ RATE_BARS = (
         against=tuple(_setting(IN_PROCESS, "conv", BATCH, batch) for batch in (1, 32, 64)),
         factor=0.9,
     ),
+    _faster_than_triton("tiny gRPC, 64 connections", 1.2, "tiny", GRPC, 64),
+    _faster_than_triton("tiny gRPC, 128 connections", 1.2, "tiny", GRPC, 128),
+    _faster_than_triton("tiny gRPC, 4 connections of 16 calls", 1.2, "tiny", GRPC, 4, 16),
+    _faster_than_triton("mlp gRPC, 128 connections", 1.2, "mlp", GRPC, 128),
+    _faster_than_triton("tiny gRPC as behind a proxy", 1.0, "tiny", GRPC_PROXIED, 64),
+    _bar("tiny gRPC, 64 connections: ≥ 0.7 x our JSON", 0.7, ("tiny", GRPC, 64), _TINY_64, QINFER),
 )
 
 
-def _latency_at_one(rows: Rows, server: str) -> Verdict:
-    bar = f"tiny JSON, 1 connection: p50 ≤ 2.5 x FastAPI direct{' with orjson' if server == FASTAPI_ORJSON else ''}"
-    ours, theirs = rows.get(_setting(QINFER, "tiny", "json", 1)), rows.get(_setting(server, "tiny", "json", 1))
-    if ours is None or theirs is None:
-        return Verdict(bar=bar, outcome=Outcome.UNKNOWN, figures="")
-    if not (ours.valid and theirs.valid):
-        return _invalid(bar, ours, theirs)
-    ratio = ours.p50_us / theirs.p50_us
-    figures = f"{ours.p50_us / 1000:.2f} ms against {theirs.p50_us / 1000:.2f} ms = {ratio:.2f} x"
-    return Verdict(bar=bar, outcome=_outcome(passed=ratio <= 2.5), figures=figures)
+_NAMES = {JSON: "JSON", GRPC: "gRPC"}
+
+
+def _p50_ms(row: Row) -> float:
+    return row.p50_us / 1000
+
+
+def _gateway_us(row: Row) -> float:
+    return row.cpu_us.get("gateway", 0.0)
+
+
+def _latency_at_one(against: str, factor: float, ours: str, theirs: Setting) -> CostBar:
+    return CostBar(
+        bar=f"tiny {_NAMES[ours]}, 1 connection: p50 ≤ {factor:g} x {against}",
+        ours=_setting(QINFER, "tiny", ours, 1),
+        against=theirs,
+        factor=factor,
+        figure=_p50_ms,
+        unit="ms",
+    )
+
+
+def _cost_of_ids(factor: float, plain: str, proxied: str) -> CostBar:
+    return CostBar(
+        bar=f"tiny {_NAMES[plain]} as behind a proxy: gateway CPU ≤ {factor:g} x that of equal requests",
+        ours=_setting(QINFER, "tiny", proxied, 64),
+        against=_setting(QINFER, "tiny", plain, 64),
+        factor=factor,
+        figure=_gateway_us,
+        unit="µs",
+    )
+
+
+COST_BARS = (
+    _latency_at_one("FastAPI direct", 2.5, JSON, _setting(FASTAPI, "tiny", JSON, 1)),
+    _latency_at_one("FastAPI direct with orjson", 2.5, JSON, _setting(FASTAPI_ORJSON, "tiny", JSON, 1)),
+    _latency_at_one("our JSON", 1.3, GRPC, _setting(QINFER, "tiny", JSON, 1)),
+    _cost_of_ids(1.3, JSON, JSON_PROXIED),
+    _cost_of_ids(1.4, GRPC, GRPC_PROXIED),
+)
 
 
 def _tails(rows: Rows) -> list[Verdict]:

@@ -17,11 +17,11 @@ from typing import Annotated
 import typer
 
 from benchmarks import environments, processes, servers
-from benchmarks.bodies import BINARY, JSON
+from benchmarks.bodies import JSON
 from benchmarks.load import run_wrk
 from benchmarks.models import MODELS
-from benchmarks.results import Sample
-from benchmarks.suite import WORK, Material, make_console, measure_once, prepare
+from benchmarks.results import CLIENT, Sample
+from benchmarks.suite import ENCODINGS, WORK, Material, make_console, measure_once, prepare
 
 WARM_UP_S = 1.0
 SETTINGS = "tiny:json:1,tiny:json:64,tiny:json:128,mlp:json:128,mlp:binary:128,conv:binary:32"
@@ -59,8 +59,9 @@ def _by_model(settings: str) -> dict[str, list[tuple[str, int]]]:
     chosen: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for setting in settings.split(","):
         model, encoding, connections = setting.split(":")
-        if model not in MODELS or encoding not in (JSON, BINARY):
-            raise typer.BadParameter(f"'{setting}': model one of {', '.join(MODELS)}; encoding {JSON} or {BINARY}")
+        if model not in MODELS or encoding not in ENCODINGS:
+            known = f"model one of {', '.join(MODELS)}; encoding one of {', '.join(ENCODINGS)}"
+            raise typer.BadParameter(f"'{setting}': {known}")
         chosen[model].append((encoding, int(connections)))
     return chosen
 
@@ -73,6 +74,7 @@ def _start(name: str, tree: Path, material: Material) -> AbstractContextManager[
         repository=material.repository,
         directory=WORK / "servers" / name,
         port=processes.free_port(),
+        grpc_port=processes.free_port(),
     )
     kind = replace(servers.KINDS["qinfer"], commands=_commands(tree))
     return servers.running(kind, launch, material.bodies[JSON])
@@ -101,7 +103,7 @@ def _lines(samples: dict[str, list[Sample]]) -> list[str]:
         return lambda sample: sample.cpu_us.get(role, 0.0)
 
     roles: Sequence[str] = sorted(
-        {r for own in samples.values() for s in own for r in s.cpu_us} - {"wrk", "supervisor"}
+        {r for own in samples.values() for s in own for r in s.cpu_us} - {CLIENT, "supervisor"}
     )
     errors = {name: sum(sum(sample.errors.values()) for sample in own) for name, own in samples.items()}
     return [

@@ -144,6 +144,7 @@ def _run(
         repository=material.repository,
         directory=WORK / "servers" / f"soak-{kind.name}",
         port=processes.free_port(),
+        grpc_port=processes.free_port(),
     )
     with servers.running(kind, launch, material.bodies[JSON]) as server:
         watched = watch(server, material.bodies[JSON], connections, minutes, console)

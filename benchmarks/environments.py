@@ -7,7 +7,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PEERS = ("fastapi_direct", "mosec", "litserve", "celery")
+PEERS = ("fastapi_direct", "mosec", "litserve", "celery", "triton")
 
 
 class SetupFailed(Exception):

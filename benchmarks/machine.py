@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 import qinfer
-from benchmarks import environments
+from benchmarks import environments, load
 
 OUR_PACKAGES = (
     "fastapi",
@@ -37,6 +37,7 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "redis-server": _version("redis-server", "--version"),
         "wrk": _version("wrk", "--version"),
+        "h2load": _version(load.find_h2load() or "h2load", "--version"),
         "qinfer": " ".join([f"qinfer {qinfer.__version__}", *(f"{name} {version(name)}" for name in OUR_PACKAGES)]),
         **{peer: " ".join(environments.requirements(peer)).replace("==", " ") for peer in environments.PEERS},
     }
@@ -65,5 +66,5 @@ def _version(program: str, option: str) -> str:
         return "not installed"
     done = subprocess.run([program, option], capture_output=True, text=True, check=False, timeout=10)
     words = (done.stdout or done.stderr).split()
-    # redis-server prints `v=7.0.15` among other words, wrk `wrk debian/4.1.0-3+b2 …`.
-    return next((word.removeprefix("v=") for word in words if word[:1] != "[" and any(c.isdigit() for c in word)), "?")
+    # redis-server prints `v=7.0.15` among other words, wrk `wrk debian/4.1.0-3+b2 …`, h2load `h2load nghttp2/1.52.0`.
+    return next((word.removeprefix("v=") for word in words if word[:1] != "[" and "." in word), "?")

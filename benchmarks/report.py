@@ -1,16 +1,22 @@
 """Turns rows and verdicts into tables: rich for the terminal, Markdown for RESULTS.md."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bars import FASTAPI, FASTAPI_ORJSON, MOSEC, MOSEC_ORJSON, QINFER, Outcome, Rows, Verdict
+from benchmarks.bars import FASTAPI, FASTAPI_ORJSON, MOSEC, MOSEC_ORJSON, QINFER, TRITON, Outcome, Rows, Verdict
 from benchmarks.models import MODELS
-from benchmarks.results import BATCH, Row, Setting
+from benchmarks.results import BATCH, CLIENT, Row, Setting
 
 Cells = Sequence[str]
+
+_HEAD = (
+    "Written by `benchmarks/run` from one run; how and what: [README](README.md). `triton` is NVIDIA's server on CPUs: "
+    "its front end and scheduler, with the model in its Python backend, where ONNX Runtime runs it."
+)
 
 _COLUMNS = (
     *(
@@ -22,6 +28,7 @@ _COLUMNS = (
         "x FastAPI orjson",
         "x mosec",
         "x mosec orjson",
+        "x Triton",
         "p50 ms",
         "p99 ms",
     ),
@@ -44,7 +51,7 @@ def print_tables(console: Console, rows: Rows, verdicts: Sequence[Verdict]) -> N
 
 def markdown(rows: Rows, verdicts: Sequence[Verdict], facts: Mapping[str, str], settings: str) -> str:
     """Returns RESULTS.md."""
-    parts = ["# Results", "", "Written by `benchmarks/run` from one run; how and what: [README](README.md).", ""]
+    parts = ["# Results", "", _HEAD, ""]
     parts += [*(f"- {name}: {value}" for name, value in facts.items()), f"- run: {settings}", "", "## Bars", ""]
     parts += _markdown_table(("", "bar", "figures"), [(v.outcome, v.bar, v.figures) for v in verdicts])
     for title, columns, lines in _tables(rows):
@@ -68,13 +75,14 @@ def _tables(rows: Rows) -> list[tuple[str, Cells, list[Cells]]]:
     return tables
 
 
-def _order(row: Row) -> tuple[int, str, int, bool, str]:
+def _order(row: Row) -> tuple[int, str, int, int, bool, str]:
     """Sorts models as they are listed, then encodings and connections, and puts qinfer before its peers."""
     setting = row.setting
     return (
         list(MODELS).index(setting.model),
         setting.encoding,
-        setting.connections,
+        setting.connections * setting.streams,
+        setting.streams,
         setting.server != QINFER,
         setting.server,
     )
@@ -85,9 +93,9 @@ def _batch_line(row: Row) -> Cells:
 
 
 def _line(row: Row, rows: Rows) -> Cells:
-    roles = sorted(((used, role) for role, used in row.cpu_us.items() if role != "wrk" and used >= 0.5), reverse=True)
+    roles = sorted(((used, role) for role, used in row.cpu_us.items() if role != CLIENT and used >= 0.5), reverse=True)
     return (
-        str(row.setting.connections),
+        concurrency(row.setting),
         row.setting.server,
         f"{row.rate:,.0f}" if row.valid else f"invalid: {row.errors} failed",
         _spread(row),
@@ -95,13 +103,19 @@ def _line(row: Row, rows: Rows) -> Cells:
         _ratio(row, rows, FASTAPI_ORJSON),
         _ratio(row, rows, MOSEC),
         _ratio(row, rows, MOSEC_ORJSON),
+        _ratio(row, rows, TRITON),
         f"{row.p50_us / 1000:.2f}",
         f"{row.p99_us / 1000:.2f}",
         f"{row.server_cpu_us:.0f}",
         " + ".join(f"{role} {used:.0f}" for used, role in roles),
-        f"{row.cpu_us.get('wrk', 0.0):.0f}",
+        f"{row.cpu_us.get(CLIENT, 0.0):.0f}",
         f"{sum(row.rss_bytes.values()) / 2**20:.0f}",
     )
+
+
+def concurrency(setting: Setting) -> str:
+    """Returns the connections, with the concurrent calls of each where there are several."""
+    return str(setting.connections) if setting.streams == 1 else f"{setting.connections} x {setting.streams}"
 
 
 def _spread(row: Row) -> str:
@@ -109,10 +123,7 @@ def _spread(row: Row) -> str:
 
 
 def _ratio(row: Row, rows: Rows, server: str) -> str:
-    setting = row.setting
-    other = rows.get(
-        Setting(model=setting.model, encoding=setting.encoding, connections=setting.connections, server=server)
-    )
+    other = rows.get(replace(row.setting, server=server))
     if other is None or not (row.valid and other.valid and other.rate):
         return "-"
     return f"{row.rate / other.rate:.2f}"

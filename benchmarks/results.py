@@ -8,6 +8,8 @@ from statistics import median
 IN_PROCESS = "in_process"
 BATCH = "batch"
 """The encoding of in-process samples: their `connections` is the batch size, their `rate` items per second."""
+CLIENT = "client"
+"""The role of the load generator in `cpu_us`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -16,14 +18,16 @@ class Setting:
 
     Attributes:
         model: The model's name.
-        encoding: `json`, `binary`, or `batch` for the in-process bound.
+        encoding: `json`, `binary`, `grpc`, one of `proxied.ENCODINGS`, or `batch` for the in-process bound.
         connections: Concurrent connections, or the batch size in process.
+        streams: Concurrent calls of each connection.
         server: The server's name.
     """
 
     model: str
     encoding: str
     connections: int
+    streams: int = 1
     server: str
 
 
@@ -38,7 +42,7 @@ class Sample:
         p50_us: Median latency.
         p99_us: 99th percentile.
         errors: Kind of error → count.
-        cpu_us: Role → CPU microseconds per request; the client is under `wrk`.
+        cpu_us: Role → CPU microseconds per request; the load generator is under `CLIENT`.
         rss_before_bytes: Role → resident memory before.
         rss_bytes: Role → resident memory after.
         stolen: Share of the interval in which the host gave our cores to others, 0…1.
@@ -79,7 +83,7 @@ class Row:
     @property
     def server_cpu_us(self) -> float:
         """CPU microseconds per request of all the server's processes."""
-        return sum(used for role, used in self.cpu_us.items() if role != "wrk")
+        return sum(used for role, used in self.cpu_us.items() if role != CLIENT)
 
 
 def summarise(samples: Iterable[Sample]) -> dict[Setting, Row]:
@@ -102,5 +106,5 @@ def _row(setting: Setting, samples: list[Sample]) -> Row:
         p99_us=median(s.p99_us for s in samples),
         errors=sum(sum(s.errors.values()) for s in samples),
         cpu_us={role: median(s.cpu_us.get(role, 0.0) for s in samples) for role in sorted(roles)},
-        rss_bytes={role: max(s.rss_bytes.get(role, 0) for s in samples) for role in sorted(roles - {"wrk"})},
+        rss_bytes={role: max(s.rss_bytes.get(role, 0) for s in samples) for role in sorted(roles - {CLIENT})},
     )

@@ -13,9 +13,12 @@ import httpx
 import psutil
 
 from benchmarks import environments, processes
-from benchmarks.bodies import BINARY, JSON, Body, WrongAnswer, check_answer
+from benchmarks.bodies import BINARY, GRPC, GRPC_PATH, JSON, Body, WrongAnswer, check_answer
 from benchmarks.models import MAX_BATCH_SIZE, MAX_QUEUE_DELAY_US, THREADS
+from benchmarks.proxied import GRPC_PROXIED, JSON_PROXIED
 
+TRITON = environments.ROOT / ".venv/tools/tritonserver"
+"""Where `scripts/tools` puts NVIDIA's server: a virtual environment, with the server's files in `server`."""
 START_WAIT_S = 60.0
 """How long a server may take until it gives its first right answer."""
 
@@ -34,6 +37,7 @@ class Launch:
         repository: The Triton repository that holds it.
         directory: An empty directory for data and logs.
         port: The HTTP port.
+        grpc_port: The gRPC port, of those that have one.
     """
 
     model: str
@@ -41,6 +45,7 @@ class Launch:
     repository: Path
     directory: Path
     port: int
+    grpc_port: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,12 @@ class Server:
 
     kind: ServerKind
     url: str
+    grpc_url: str
     roots: list[psutil.Popen]
+
+    def address(self, encoding: str) -> str:
+        """Returns the URL that is asked in an encoding."""
+        return self.grpc_url if encoding in (GRPC, GRPC_PROXIED) else self.url
 
     def usage(self) -> processes.Usage:
         """Returns CPU time and memory of its processes by role."""
@@ -96,7 +106,7 @@ def running(kind: ServerKind, launch: Launch, body: Body) -> Iterator[Server]:
     log = launch.directory / "log"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("QINFER_")}
     url = f"http://127.0.0.1:{launch.port}/v2/models/{launch.model}/infer"
-    server = Server(kind=kind, url=url, roots=[])
+    server = Server(kind=kind, url=url, grpc_url=f"http://127.0.0.1:{launch.grpc_port}{GRPC_PATH}", roots=[])
     try:
         for command in kind.commands(launch):
             env = {**inherited, **command.env}
@@ -134,7 +144,7 @@ def _qinfer(launch: Launch) -> list[Command]:
                 *(str(Path(sys.executable).with_name("qinfer")), "up"),
                 *("--model-repository", str(launch.repository)),
                 *("--data-dir", str(launch.directory / "data")),
-                *("--http-port", str(launch.port), "--grpc-port", "0", "--metrics-port", "0"),
+                *("--http-port", str(launch.port), "--grpc-port", str(launch.grpc_port), "--metrics-port", "0"),
                 *("--workers", "1"),
             ),
         )
@@ -184,6 +194,30 @@ def _redis_server() -> str:
     return path
 
 
+def _triton(launch: Launch) -> list[Command]:
+    """NVIDIA's server with the model in its Python backend; threads, ports and pools of the server as they come."""
+    model, files = launch.directory / "models" / launch.model, TRITON / "server"
+    (model / "1").mkdir(parents=True)
+    shutil.copy(environments.HERE / "peers/triton/model.py", model / "1")
+    config = (launch.repository / launch.model / "config.pbtxt").read_text()
+    (model / "config.pbtxt").write_text(config.replace('backend: "onnxruntime"', 'backend: "python"'))
+    argv = (
+        *(str(files / "bin/tritonserver"), "--backend-directory", str(files / "backends")),
+        *("--model-repository", str(model.parent), "--allow-metrics", "false"),
+        *("--http-address", "127.0.0.1", "--http-port", str(launch.port)),
+        *("--grpc-address", "127.0.0.1", "--grpc-port", str(launch.grpc_port)),
+    )
+    path = os.pathsep.join((str(files.resolve().parents[1]), str(environments.ROOT)))
+    return [Command(argv=argv, env={**_peer_env(launch), "PYTHONPATH": path})]
+
+
+def why_not(name: str) -> str:
+    """Returns why a server can't be measured here; empty where it can."""
+    if name == "triton" and not (TRITON / "server/backends/python/triton_python_backend_stub").exists():
+        return "NVIDIA's server is not here; `scripts/tools tritonserver` fetches it"
+    return ""
+
+
 _MOSEC_ROLES = (("spawn_main", "worker"), ("peers.mosec", "supervisor"), ("mosec", "front"))
 
 KINDS = {
@@ -198,7 +232,13 @@ KINDS = {
                 ("redis-server", "redis"),
                 ("model-repository", "supervisor"),
             ),
-            encodings=(JSON, BINARY),
+            encodings=(JSON, BINARY, GRPC, JSON_PROXIED, GRPC_PROXIED),
+        ),
+        ServerKind(
+            name="triton",
+            commands=_triton,
+            roles=(("triton_python_backend_stub", "model"), ("tritonserver", "server")),
+            encodings=(JSON, BINARY, GRPC, JSON_PROXIED, GRPC_PROXIED),
         ),
         *(
             ServerKind(

@@ -18,13 +18,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import bars, environments, inprocess, load, machine, processes, report, servers
-from benchmarks.bodies import BINARY, JSON, Body, WrongAnswer, check_answer, write_body
+from benchmarks import bars, environments, inprocess, load, machine, processes, proxied, report, servers
+from benchmarks.bodies import BINARY, GRPC, JSON, Body, WrongAnswer, check_answer, write_body
 from benchmarks.models import MODELS, THREADS, BenchModel, write_repository
-from benchmarks.results import BATCH, IN_PROCESS, Sample, Setting, summarise
+from benchmarks.results import BATCH, CLIENT, IN_PROCESS, Sample, Setting, summarise
 
 WORK = environments.HERE / ".work"
+ENCODINGS = (JSON, BINARY, GRPC, *proxied.ENCODINGS)
 CONNECTIONS = (1, 32, 64, 128)
+MULTIPLEXED = (4, 16)
+"""Connections and concurrent calls of each, for gRPC besides one call each: as clients share connections."""
 WARM_UP_CONNECTIONS = 64
 BUSY_PERCENT = 10
 
@@ -36,7 +39,7 @@ class Plan:
     Attributes:
         servers: Names of `servers.KINDS`, and `in_process`.
         models: Names of `MODELS`.
-        encodings: `json`, `binary`.
+        encodings: Names of `ENCODINGS`.
         connections: Concurrent connections.
         rounds: How often each setting is measured.
         seconds: Length of one measurement.
@@ -57,7 +60,7 @@ class Plan:
         return (
             set(self.servers) == {*servers.KINDS, IN_PROCESS}
             and set(self.models) == set(MODELS)
-            and set(self.encodings) == {JSON, BINARY}
+            and set(self.encodings) == set(ENCODINGS)
             and set(self.connections) >= set(CONNECTIONS)
             and self.rounds >= 3
             and self.seconds >= 5
@@ -72,6 +75,13 @@ class Plan:
             for model in self.models
             for server in rotated(self.servers, number - 1)
         ]
+
+    def loads(self, model: str, encoding: str) -> list[tuple[int, int]]:
+        """Returns (connections, calls at once on each) of all measurements of a model in an encoding."""
+        if encoding in proxied.ENCODINGS:
+            return [(proxied.CONNECTIONS, 1)] if model == proxied.MODEL else []
+        plain = [(connections, 1) for connections in self.connections]
+        return [*plain, MULTIPLEXED] if encoding == GRPC else plain
 
     def __str__(self) -> str:
         return (
@@ -107,18 +117,30 @@ def prepare(model: BenchModel, directory: Path) -> Material:
     repository = directory / "models" / model.name
     model_file = write_repository(model, repository)
     expected = inprocess.expected_answer(model, model_file)
-    bodies = {encoding: write_body(model, encoding, expected, repository.parent) for encoding in (JSON, BINARY)}
+    bodies = {encoding: write_body(model, encoding, expected, repository.parent) for encoding in (JSON, BINARY, GRPC)}
+    if model.name == proxied.MODEL:
+        session = inprocess.session(model_file)
+        for encoding in proxied.ENCODINGS:
+            bodies[encoding] = proxied.write_recording(model, encoding, session, repository.parent)
     return Material(model=model, repository=repository, model_file=model_file, bodies=bodies)
 
 
-def measure_once(server: servers.Server, body: Body, connections: int, number: int, seconds: float) -> Sample:
+def measure_once(
+    server: servers.Server, body: Body, connections: int, number: int, seconds: float, *, streams: int = 1
+) -> Sample:
     """Loads a running server once and takes what its processes used meanwhile."""
     stolen, used = _stolen_s(), server.usage()
-    loaded = load.run_wrk(server.url, body, connections, seconds)
+    loaded = load.run(server.address(body.encoding), body, connections, seconds, streams=streams)
     now = server.usage()
     share = (_stolen_s() - stolen) / (loaded.duration_s * (psutil.cpu_count() or 1)) if loaded.duration_s else 0.0
     each = 1e6 / max(1, loaded.requests)
-    setting = Setting(model=body.model.name, encoding=body.encoding, connections=connections, server=server.kind.name)
+    setting = Setting(
+        model=body.model.name,
+        encoding=body.encoding,
+        connections=connections,
+        streams=streams,
+        server=server.kind.name,
+    )
     return Sample(
         setting=setting,
         round=number,
@@ -126,7 +148,7 @@ def measure_once(server: servers.Server, body: Body, connections: int, number: i
         p50_us=loaded.p50_us,
         p99_us=loaded.p99_us,
         errors=loaded.errors,
-        cpu_us={**{role: s * each for role, s in now.cpu_since(used).items()}, "wrk": loaded.client_cpu_s * each},
+        cpu_us={**{role: s * each for role, s in now.cpu_since(used).items()}, CLIENT: loaded.client_cpu_s * each},
         rss_before_bytes=used.rss_bytes,
         rss_bytes=now.rss_bytes,
         stolen=share,
@@ -149,14 +171,16 @@ def visit(plan: Plan, material: Material, name: str, number: int, keep: Callable
         repository=material.repository,
         directory=WORK / "servers" / name,
         port=processes.free_port(),
+        grpc_port=processes.free_port(),
     )
     with servers.running(kind, launch, material.bodies[JSON]) as server:
-        for encoding in (e for e in plan.encodings if e in kind.encodings):
-            body = material.bodies[encoding]
-            check_answer(server.url, body)
-            load.run_wrk(server.url, body, WARM_UP_CONNECTIONS, plan.warm_up_s)
-            for connections in plan.connections:
-                keep(measure_once(server, body, connections, number, plan.seconds))
+        for encoding in (e for e in plan.encodings if e in kind.encodings and plan.loads(model.name, e)):
+            body, url = material.bodies[encoding], server.address(encoding)
+            check_answer(url, body)
+            load.run(url, body, WARM_UP_CONNECTIONS, plan.warm_up_s)
+            for connections, streams in plan.loads(model.name, encoding):
+                keep(measure_once(server, body, connections, number, plan.seconds, streams=streams))
+            check_answer(url, body)
 
 
 def run(plan: Plan, console: Console) -> tuple[list[Sample], list[str]]:
@@ -203,7 +227,7 @@ def main(
     *,
     only: Annotated[str, typer.Option(help="Servers, comma-separated: qinfer, a peer, in_process.")] = "",
     models: Annotated[str, typer.Option(help="Models, comma-separated.")] = ",".join(MODELS),
-    encodings: Annotated[str, typer.Option(help="json, binary.")] = f"{JSON},{BINARY}",
+    encodings: Annotated[str, typer.Option(help="json, binary, grpc, …")] = ",".join(ENCODINGS),
     connections: Annotated[str, typer.Option(help="Concurrent connections.")] = ",".join(map(str, CONNECTIONS)),
     seconds: Annotated[float, typer.Option(min=1, help="Length of one measurement.")] = 5,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the medians count.")] = 3,
@@ -214,16 +238,16 @@ def main(
 
     A complete run writes benchmarks/RESULTS.md and benchmarks/results.json; a partial one writes to benchmarks/.work.
     """
+    console = make_console()
     plan = Plan(
-        servers=_chosen(only, (*servers.KINDS, IN_PROCESS), "server"),
+        servers=_available(_chosen(only, (*servers.KINDS, IN_PROCESS), "server"), console),
         models=_chosen(models, tuple(MODELS), "model"),
-        encodings=_chosen(encodings, (JSON, BINARY), "encoding"),
+        encodings=_drivable(_chosen(encodings, ENCODINGS, "encoding"), console),
         connections=tuple(int(count) for count in connections.split(",")),
         rounds=1 if quick else rounds,
         seconds=1 if quick else seconds,
         warm_up_s=1 if quick else 2,
     )
-    console = make_console()
     load.require_wrk()
     signal.signal(signal.SIGTERM, interrupt)
     for peer in sorted({kind.environment for name, kind in servers.KINDS.items() if name in plan.servers} - {""}):
@@ -253,9 +277,26 @@ def _chosen(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
     return names
 
 
+def _available(names: tuple[str, ...], console: Console) -> tuple[str, ...]:
+    """Leaves out the servers that can't be started here, and says so."""
+    missing = {name: reason for name in names if (reason := servers.why_not(name))}
+    for name, reason in missing.items():
+        console.print(f"[yellow]without {name}:[/] {reason}")
+    return tuple(name for name in names if name not in missing)
+
+
+def _drivable(encodings: tuple[str, ...], console: Console) -> tuple[str, ...]:
+    """Leaves out what there is no load generator for, and says so."""
+    if GRPC in encodings and load.find_h2load() is None:
+        console.print(f"[yellow]without {GRPC}:[/] {load.NO_H2LOAD}")
+        return tuple(encoding for encoding in encodings if encoding != GRPC)
+    return encodings
+
+
 def _one_line(sample: Sample) -> str:
     setting = sample.setting
-    where = f"{setting.model:<5} {setting.encoding:<6} {setting.connections:>4}  {setting.server:<15}"
+    at_once = report.concurrency(setting)
+    where = f"{setting.model:<5} {setting.encoding:<12} {at_once:>6}  {setting.server:<15}"
     if setting.encoding == BATCH:
         return f"{where} {sample.rate:>10,.0f} items/s"
     failed = f"  [red]failed: {sample.errors}[/]" if sample.errors else ""

@@ -1,13 +1,19 @@
-"""The benchmark's pure parts: what it reads from wrk, how it takes medians, and that its verdicts are not kind."""
+"""The benchmark's pure parts: what load generators send and count, the medians, and verdicts that are not kind."""
 
 import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
+import hpack
 import httpx
 import numpy as np
 import pytest
 
-from benchmarks import bars, bodies, endurance, load
+from benchmarks import bars, bodies, endurance, inprocess, load, proxied, replay
 from benchmarks.models import MODELS, write_repository
 from benchmarks.report import markdown
 from benchmarks.results import BATCH, IN_PROCESS, Sample, Setting, summarise
@@ -19,6 +25,7 @@ def _sample(
     rate: float,
     *,
     connections: int = 64,
+    streams: int = 1,
     model: str = "tiny",
     encoding: str = "json",
     number: int = 1,
@@ -27,7 +34,7 @@ def _sample(
     errors: dict[str, int] | None = None,
     cpu_us: dict[str, float] | None = None,
 ) -> Sample:
-    setting = Setting(model=model, encoding=encoding, connections=connections, server=server)
+    setting = Setting(model=model, encoding=encoding, connections=connections, streams=streams, server=server)
     return Sample(
         setting=setting,
         round=number,
@@ -61,6 +68,30 @@ def test_wrk_without_result_is_an_error() -> None:
     """A wrk that died is never read as zero requests."""
     with pytest.raises(load.LoadFailed, match="printed no result"):
         load.parse("unable to connect", 0.0)
+
+
+_H2LOAD = """\
+finished in 2.00s, 5.00 req/s, 1.05MB/s
+requests: 10 total, 12 started, 10 done, 10 succeeded, 0 failed, 0 errored, 0 timeout
+traffic: 3.14KB (3289) total, 101B (101) headers (space savings 96.29%), {data}B ({data}) data
+"""
+
+
+@pytest.mark.parametrize(
+    ("data", "errors"), [(630, {}), (650, {}), (567, {"without message": 1}), (0, {"without message": 10})]
+)
+def test_replies_without_a_message_are_failed_calls(data: int, errors: dict[str, int]) -> None:
+    log = "".join(f"1795436949634813\t200\t{us}\n" for us in range(100, 200, 10))
+
+    result = load.parse_h2load(_H2LOAD.format(data=data), log, 63, 0.25)
+
+    assert (result.requests, result.rate, result.p50_us, result.max_us) == (10, 5, 145, 190)
+    assert result.errors == errors
+
+
+def test_h2load_without_result_is_an_error() -> None:
+    with pytest.raises(load.LoadFailed, match="printed no result"):
+        load.parse_h2load("unable to connect", "", 63, 0.0)
 
 
 def test_row_is_the_median_of_its_rounds() -> None:
@@ -109,6 +140,29 @@ def test_conv_is_judged_against_the_best_batch_size() -> None:
     assert verdict.outcome == "MISS"
 
 
+@pytest.mark.parametrize(("gateway_us", "outcome"), [(70.0, "PASS"), (70.1, "MISS")])
+def test_ids_may_cost_so_much_of_the_gateways_time(gateway_us: float, outcome: str) -> None:
+    plain = _sample("qinfer", 1.0, encoding=bodies.GRPC, cpu_us={"gateway": 50.0, "worker": 9.0})
+    with_ids = _sample("qinfer", 1.0, encoding=proxied.GRPC_PROXIED, cpu_us={"gateway": gateway_us, "worker": 900.0})
+
+    assert _verdict([plain, with_ids], "tiny gRPC as behind a proxy: gateway").outcome == outcome
+
+
+def test_multiplexed_calls_are_compared_with_those_of_the_same_shape() -> None:
+    bar = "tiny gRPC, 4 connections of 16"
+    samples = [
+        _sample(server, rate, encoding=bodies.GRPC, connections=4, streams=16)
+        for server, rate in (("qinfer", 12.0), ("triton", 10.0))
+    ]
+
+    assert _verdict(samples, bar).outcome == "PASS"
+    assert "| 4 x 16 | qinfer | 12 |" in markdown(summarise(samples), [], {}, "")
+    assert (
+        _verdict([samples[0], _sample("triton", 10.0, encoding=bodies.GRPC, connections=4)], bar).outcome
+        == "not measured"
+    )
+
+
 def test_tail_bar_is_judged_for_every_model() -> None:
     """Each model's p99 at 64 connections has its own verdict."""
     samples = [_sample("qinfer", 1.0, p99_us=4001.0), _sample("qinfer", 1.0, model="mlp", p99_us=4000.0)]
@@ -120,11 +174,11 @@ def test_tail_bar_is_judged_for_every_model() -> None:
 
 def test_markdown_has_rows_and_ratios() -> None:
     """The table names the server, its ratio to the peer, and the bars."""
-    rows = summarise([_sample("qinfer", 300.0, cpu_us={"gateway": 20.0, "wrk": 3.0}), _sample("mosec", 200.0)])
+    rows = summarise([_sample("qinfer", 300.0, cpu_us={"gateway": 20.0, "client": 3.0}), _sample("mosec", 200.0)])
 
     text = markdown(rows, bars.judge(rows), {"kernel": "Linux"}, "1 round")
 
-    assert "| 64 | qinfer | 300 | 300 … 300 | - | - | 1.50 | - |" in text
+    assert "| 64 | qinfer | 300 | 300 … 300 | - | - | 1.50 | - | - |" in text
     assert "| 20 | gateway 20 | 3 |" in text
 
 
@@ -152,6 +206,100 @@ def test_growth_is_fitted_after_settling(leak_bytes_s: int, verdict: str) -> Non
     growth = endurance.growths(samples)[0]
 
     assert growth.is_flat is (verdict == "flat")
+
+
+@pytest.fixture
+def _few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxied, "CONNECTIONS", 2)
+    monkeypatch.setattr(proxied, "REQUESTS_EACH", 40)
+    monkeypatch.setattr(replay, "REQUESTS_EACH", 40)
+    monkeypatch.setattr(proxied, "BODIES", 30)
+    monkeypatch.setattr(proxied, "CHECKED", 3)
+
+
+def _record(encoding: str, directory: Path) -> tuple[bodies.Body, list[bytes]]:
+    model = MODELS["tiny"]
+    session = inprocess.session(write_repository(model, directory))
+    body = proxied.write_recording(model, encoding, session, directory)
+    return body, proxied.read_recording(body.path)
+
+
+@pytest.mark.usefixtures("_few_requests")
+def test_recorded_http_requests_differ_in_ids_and_bodies(tmp_path: Path) -> None:
+    body, requests = _record(proxied.JSON_PROXIED, tmp_path)
+
+    heads = [
+        dict(line.split(": ", 1) for line in r.decode().partition("\r\n\r\n")[0].splitlines()[1:]) for r in requests
+    ]
+    contents = [r.partition(b"\r\n\r\n")[2] for r in requests]
+    assert len(requests) == 80
+    assert [int(head["Content-Length"]) for head in heads] == [len(content) for content in contents]
+    assert len({head["x-request-id"] for head in heads}) == len({head["traceparent"] for head in heads}) == 80
+    assert len(set(contents)) == 30
+    assert [sample.path.read_bytes() for sample in body.samples] == contents[:3]
+
+
+@pytest.mark.usefixtures("_few_requests")
+def test_recorded_grpc_calls_put_their_ids_into_the_dynamic_table(tmp_path: Path) -> None:
+    _, requests = _record(proxied.GRPC_PROXIED, tmp_path)
+
+    found: list[dict[str, str]] = []
+    decoder = hpack.Decoder()
+    for number, request in enumerate(requests[:40]):
+        end = 9 + int.from_bytes(request[:3], "big")
+        found.append({str(name): str(value) for name, value in decoder.decode(request[9:end])})
+        newest = tuple(map(bytes, decoder.header_table.dynamic_entries[0]))
+        assert newest == (b"traceparent", found[-1]["traceparent"].encode())
+        assert int.from_bytes(request[5:9], "big") == 2 * number + 1
+    assert len({headers["x-request-id"] for headers in found}) == 40
+    assert len({headers["grpc-timeout"] for headers in found}) > 30
+
+
+@contextmanager
+def _grpc_server(answer: Callable[[bytes, grpc.ServicerContext], bytes]) -> Iterator[tuple[str, int]]:
+    """Serves one call as another implementation of gRPC does."""
+    service, _, method = bodies.GRPC_PATH[1:].partition("/")
+    handlers = {method: grpc.unary_unary_rpc_method_handler(answer)}
+    server = grpc.server(ThreadPoolExecutor(2))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield "127.0.0.1", port
+    finally:
+        server.stop(None).wait()
+
+
+@pytest.mark.usefixtures("_few_requests")
+def test_recorded_calls_are_answered_also_by_connections_that_are_opened_anew(tmp_path: Path) -> None:
+    _, requests = _record(proxied.GRPC_PROXIED, tmp_path)
+    seen: list[Any] = []
+
+    def answer(_message: bytes, context: grpc.ServicerContext) -> bytes:
+        seen.append(dict(context.invocation_metadata())["x-request-id"])
+        return b"answer"
+
+    with _grpc_server(answer) as address:
+        result = replay.replay(address, requests, 1.0, 5 + len(b"answer"))
+
+    assert result["errors"] == {}
+    assert result["requests"] > 80
+    assert len(set(seen)) == 80
+
+
+@pytest.mark.usefixtures("_few_requests")
+def test_failed_calls_of_a_recording_are_errors(tmp_path: Path) -> None:
+    _, requests = _record(proxied.GRPC_PROXIED, tmp_path)
+
+    def answer(_message: bytes, context: grpc.ServicerContext) -> bytes:
+        context.abort(grpc.StatusCode.UNAVAILABLE, "no")
+        raise AssertionError
+
+    with _grpc_server(answer) as address:
+        result = replay.replay(address, requests, 0.2, 5 + len(b"answer"))
+
+    assert result["errors"]["length"] > 0
+    assert result["errors"]["status"] > 0
 
 
 @pytest.mark.parametrize("encoding", [bodies.JSON, bodies.BINARY])
