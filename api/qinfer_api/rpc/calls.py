@@ -16,10 +16,10 @@ from qinfer.core.messages import Scalar
 from qinfer.errors import Forbidden, Unauthorized
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import malformed
-from qinfer_api.auth import ANONYMOUS, Context, Restrictions, caller_of
+from qinfer_api.auth import Context, Restrictions, caller_of
 from qinfer_api.http.infer import compile_forward
 from qinfer_api.rest.services import Services
-from qinfer_api.rpc.headers import Abort, Head, Metadata, Method
+from qinfer_api.rpc.headers import Abort, Head, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, Call
 
 Serve = Callable[[Bytes, Call], Awaitable[Bytes]]
@@ -29,8 +29,6 @@ SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requ
 
 INFERENCE = "inference"
 """The group of the infer calls, of those that restrictions name."""
-
-_MEANINGS = frozenset(("authorization", "x-api-key", "traceparent"))
 
 
 class Guard:
@@ -78,7 +76,7 @@ class Guard:
                 self._restrictions.check(group, head.first)
             context: Context | None = head.memo
             if context is None:
-                context = head.memo = context_of(head.metadata)
+                context = head.memo = caller_of(head.first)
             return context if scope is None else self._dispatcher.authorize(context, scope)
         except (Unauthorized, Forbidden) as error:
             raise self._dispatcher.refuse("", 0, error) if group == INFERENCE else error from None
@@ -134,7 +132,7 @@ class Guard:
         async def serve(blob: Bytes, call: Call) -> Bytes:
             message = await read(request, blob)
             if is_change is not None and is_change(message):
-                self._dispatcher.authorize(context_of(call.head.metadata), Scope.ADMIN)
+                self._dispatcher.authorize(caller_of(call.head.first), Scope.ADMIN)
             reply = await use_case(message)
             return bytes(reply.SerializeToString())
 
@@ -160,12 +158,3 @@ def parse(message: Any, blob: Bytes) -> Any:
         return message.FromString(bytes(blob))
     except DecodeError:
         raise malformed() from None
-
-
-def context_of(metadata: Metadata) -> Context:
-    """Returns the caller named in the metadata; `Dispatcher.authorize` checks it."""
-    found: dict[str, str] = {}
-    for name, value in metadata:
-        if name in _MEANINGS:
-            found.setdefault(name, value)
-    return caller_of(found.get) if found else ANONYMOUS

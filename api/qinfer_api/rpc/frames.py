@@ -131,6 +131,7 @@ _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+").fullmatch
 _BAD_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z").search
 _OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
+_MAX_REMEMBERED = 32  # names of a request; clients have few sequences of them, and send no more
 
 
 @lru_cache(maxsize=1024)
@@ -149,21 +150,31 @@ def check_fields(fields: Sequence[Field]) -> None:
             raise Malformed(f"the header field {name!r} may not be sent, or not with this value")
 
 
-def split_fields(fields: list[Field]) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
-    """Separates the pseudo-header fields of a request from the others, of which the last of equal names counts.
+def check_order(names: tuple[bytes, ...]) -> None:
+    """Checks the names of a request's fields: its pseudo-header fields come first, and once each.
 
     Raises:
-        Malformed: The fields are not those of a request.
+        Malformed: They are not those of a request.
     """
-    pseudo: dict[bytes, bytes] = {}
-    rest: dict[bytes, bytes] = {}
-    for name, value in fields:
+    if len(names) > _MAX_REMEMBERED or not _is_ordered(names):
+        _check_order(names)
+
+
+@lru_cache(maxsize=256)
+def _is_ordered(names: tuple[bytes, ...]) -> bool:
+    try:
+        _check_order(names)
+    except Malformed:
+        return False
+    return True
+
+
+def _check_order(names: tuple[bytes, ...]) -> None:
+    seen: set[bytes] = set()
+    is_rest = False
+    for name in names:
         if name[:1] != b":":
-            rest[name] = value
-        elif rest or name in pseudo or name not in _PSEUDO:
+            is_rest = True
+        elif is_rest or name in seen or name not in _PSEUDO:
             raise Malformed(f"the pseudo-header field {name!r} is unknown, repeated or out of place")
-        else:
-            pseudo[name] = value
-    if not (pseudo.get(b":method") and pseudo.get(b":scheme") and pseudo.get(b":path")):
-        raise Malformed("one of :method, :scheme and :path is missing")
-    return pseudo, rest
+        seen.add(name)

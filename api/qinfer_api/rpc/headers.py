@@ -81,17 +81,19 @@ class Head:
         method: What is called; `None` = nothing that exists, or not properly: `refusal` says so.
         refusal: The header block that ends the call.
         fields: The headers.
+        first_values: The value of each header; of several with one name the first.
         timeout_s: Seconds until the client gives up; infinite = never.
         encoding: How its compressed messages are compressed.
         memo: What methods have worked out from the metadata.
     """
 
-    __slots__ = ("encoding", "fields", "memo", "method", "refusal", "timeout_s")
+    __slots__ = ("encoding", "fields", "first_values", "memo", "method", "refusal", "timeout_s")
 
     def __init__(self, method: Method | None, refusal: bytes = b"") -> None:
         self.method = method
         self.refusal = refusal
         self.fields: Sequence[hpack.Field] = ()
+        self.first_values: dict[bytes, bytes] = {}
         self.timeout_s = math.inf
         self.encoding: Encoding | None = None
         self.memo: Any = None
@@ -107,8 +109,8 @@ class Head:
 
     def first(self, name: str) -> str | None:
         """Returns the value of a header; of several the first."""
-        wanted = name.encode()
-        return next((value.decode("latin-1") for key, value in self.fields if key == wanted), None)
+        value = self.first_values.get(name.encode())
+        return None if value is None else value.decode("latin-1")
 
 
 def read_timeout(text: bytes) -> float:

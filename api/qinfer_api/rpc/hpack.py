@@ -4,7 +4,6 @@ The decoder follows the whole of the RFC. Replies use the static table and liter
 block is laid out once and sent many times.
 """
 
-from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -36,7 +35,7 @@ class Decoder:
 
     def __init__(self, max_list_bytes: int) -> None:
         self._max_list_bytes = max_list_bytes
-        self._entries: deque[Field] = deque()
+        self._entries: list[Field] = []  # the newest last
         self._bytes = 0
         self._max_bytes = MAX_TABLE_BYTES
         self.generation = 0
@@ -53,7 +52,8 @@ class Decoder:
         """
         fields: list[Field] = []
         literals: list[Field] = []
-        position, end, size = 0, len(block), 0
+        entries = self._entries
+        position, end = 0, len(block)
         try:
             while position < end:
                 byte = block[position]
@@ -62,44 +62,39 @@ class Decoder:
                     index = byte & 0x7F
                     if index == 0x7F:
                         index, position = _long_integer(block, position, 0x7F)
-                    found = self._find(index)
+                    fields.append(_STATIC[index] if index < _FIRST_OWN else entries[_FIRST_OWN - 1 - index])
                 elif byte & 0xE0 == 0x20:
                     if fields:
                         raise HpackError("the size of the table changes after a field")
                     wanted, position = _integer(block, position, byte, 0x1F)
                     self._resize(wanted)
-                    continue
                 else:
-                    is_added = byte >= 0x40
-                    index, position = _integer(block, position, byte, 0x3F if is_added else 0x0F)
-                    if index:
-                        name = self._find(index)[0]
-                    else:
-                        name, position = _text(block, position, _unpack_name)
-                    value, position = _text(block, position, _unpack)
-                    found = name, value
-                    literals.append(found)
-                    if is_added:
-                        self._add(found)
-                size += len(found[0]) + len(found[1]) + _ENTRY_BYTES
-                if size <= self._max_list_bytes:
+                    found, position = self._literal(block, position, byte)
                     fields.append(found)
-        except IndexError:
-            raise HpackError("the block is cut off") from None
-        return (fields if size <= self._max_list_bytes else None), literals
+                    literals.append(found)
+                    if byte >= 0x40:
+                        self._add(found)
+        except (IndexError, KeyError):
+            raise HpackError("the block is cut off, or names an entry that the table does not have") from None
+        is_small = len(fields) * MAX_TABLE_BYTES + 2 * end <= self._max_list_bytes
+        return (fields if is_small or _size(fields) <= self._max_list_bytes else None), literals
 
-    def _find(self, index: int) -> Field:
-        if 0 < index < len(_STATIC):
-            return _STATIC[index]
-        if 0 <= index - len(_STATIC) < len(self._entries):
-            return self._entries[index - len(_STATIC)]
-        raise HpackError(f"the table has no entry {index}")
+    def _literal(self, block: bytes, position: int, byte: int) -> tuple[Field, int]:
+        """Reads a field that no table has; returns it, and where the next one begins."""
+        index, position = _integer(block, position, byte, 0x3F if byte >= 0x40 else 0x0F)
+        if not index:
+            name, position = _text(block, position, _unpack_name)
+        else:
+            name = (_STATIC[index] if index < _FIRST_OWN else self._entries[_FIRST_OWN - 1 - index])[0]
+        value, position = _text(block, position, _unpack)
+        return (name, value), position
 
     def _add(self, field: Field) -> None:
         self.generation += 1
-        self._entries.appendleft(field)
+        self._entries.append(field)
         self._bytes += len(field[0]) + len(field[1]) + _ENTRY_BYTES
-        self._evict()
+        if self._bytes > self._max_bytes:
+            self._evict()
 
     def _resize(self, wanted: int) -> None:
         if wanted > MAX_TABLE_BYTES:
@@ -110,8 +105,13 @@ class Decoder:
 
     def _evict(self) -> None:
         while self._bytes > self._max_bytes:
-            name, value = self._entries.pop()
+            name, value = self._entries.pop(0)
             self._bytes -= len(name) + len(value) + _ENTRY_BYTES
+
+
+def _size(fields: list[Field]) -> int:
+    """Returns the size of a header list (RFC 9113, section 6.5.2)."""
+    return sum([len(name) + len(value) + _ENTRY_BYTES for name, value in fields])
 
 
 def _integer(block: bytes, position: int, byte: int, mask: int) -> tuple[int, int]:
@@ -134,7 +134,9 @@ def _long_integer(block: bytes, position: int, value: int) -> tuple[int, int]:
 def _text(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tuple[bytes, int]:
     """Reads a string (section 5.2); returns it, and where the next thing begins."""
     byte = block[position]
-    length, position = _integer(block, position + 1, byte, 0x7F)
+    length, position = byte & 0x7F, position + 1
+    if length == 0x7F:
+        length, position = _long_integer(block, position, 0x7F)
     end = position + length
     if end > len(block):
         raise HpackError("a string is cut off")
@@ -179,16 +181,17 @@ _NAMES = """
 """
 
 
-def _static() -> tuple[Field, ...]:
-    fields = [(b"", b"")]  # the first index is 1
-    for text in _NAMES.split():
-        name, _, value = text.partition("=")
-        fields.append((name.encode(), value.replace("_", " ").encode()))
-    return tuple(fields)
+def _static() -> dict[int, Field]:
+    pairs = (text.partition("=") for text in _NAMES.split())
+    fields = ((name.encode(), value.replace("_", " ").encode()) for name, _, value in pairs)
+    return dict(enumerate(fields, 1))
 
 
 _STATIC = _static()
-_STATUSES = {int(value): index for index, (name, value) in enumerate(_STATIC) if name == b":status"}
+_FIRST_OWN = len(_STATIC) + 1
+"""The index of the newest entry of a connection's own table."""
+
+_STATUSES = {int(value): index for index, (name, value) in _STATIC.items() if name == b":status"}
 
 # -- Huffman codes (section 5.2, appendix B) ---------------------------------------------------------------------------
 

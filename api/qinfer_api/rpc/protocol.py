@@ -87,13 +87,16 @@ class Server:
         if fields is None:
             text = f"the metadata is larger than {self.limits.header_bytes} bytes"
             return Head(None, trailers_only(Abort("RESOURCE_EXHAUSTED", text), 431))
-        pseudo, found = frames.split_fields(fields)
+        frames.check_order(tuple([name for name, _ in fields]))
+        found = dict(reversed(fields))  # of fields with one name the first counts
+        if not (found.get(b":method") and found.get(b":scheme") and found.get(b":path")):
+            raise frames.Malformed("one of :method, :scheme and :path is missing")
         if not found.get(b"content-type", b"").startswith(b"application/grpc"):
             return Head(None, hpack.status(415))
-        if pseudo[b":method"] != b"POST":
+        if found[b":method"] != b"POST":
             return Head(None, hpack.status(405) + hpack.field(b"allow", b"POST"))
         try:
-            method = self._methods.get(pseudo[b":path"])
+            method = self._methods.get(found[b":path"])
             if method is None:
                 raise Abort("UNIMPLEMENTED", "Method not found!")
             head = Head(method)
@@ -103,7 +106,7 @@ class Server:
                 head.encoding = read_encoding(found[b"grpc-encoding"])
         except Abort as abort:
             return Head(None, trailers_only(abort))
-        head.fields = fields
+        head.fields, head.first_values = fields, found
         return head
 
     def stream(self, connection: Connection, number: int, head: Head, *, is_ended: bool) -> "Call":
