@@ -42,7 +42,7 @@ def without_server(code: str, *arguments: str) -> "subprocess.CompletedProcess[s
         for module, names in packages_distributions().items()
         if wanted & {canonicalize_name(name) for name in names}
     }
-    assert {"redis", "tritonclient", "uvloop", "google"} <= modules
+    assert {"redis", "uvloop", "google"} <= modules
     whole = WITHOUT_SERVER.format(modules=sorted(modules)) + code
     return subprocess.run([sys.executable, "-c", whole, *arguments], check=False, capture_output=True, text=True)
 
