@@ -91,18 +91,9 @@ class Connection(asyncio.Protocol):
     # -- asyncio's calls -----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sends the server's settings."""
+        """Waits for the preface: the server's settings, sent before, would hide the answer to HTTP/1.1."""
         self.output.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
         self._made_s = self._busy_s = self._heard_s = asyncio.get_running_loop().time()
-        limits = self.service.limits
-        settings = (
-            (frames.MAX_CONCURRENT_STREAMS, limits.streams),
-            (frames.INITIAL_WINDOW_SIZE, limits.window_bytes),
-            (frames.MAX_FRAME_SIZE, limits.frame_bytes),
-            (frames.MAX_HEADER_LIST_SIZE, limits.header_bytes),
-        )
-        self.output.write(frames.SETTINGS, 0, 0, b"".join([frames.SETTING.pack(*setting) for setting in settings]))
-        self.output.write_window(0, limits.connection_window_bytes - frames.FIRST_WINDOW_BYTES)
         self.service.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -148,11 +139,23 @@ class Connection(asyncio.Protocol):
         """Returns where frames begin; nowhere in the data as long as the preface is not complete."""
         if data.startswith(frames.PREFACE):
             self._has_preface = True
+            self._send_settings()
             return len(frames.PREFACE)
         if not frames.PREFACE.startswith(data):
             self.output.transport.write(_NOT_HTTP2)
             raise ConnectionFault(frames.PROTOCOL_ERROR, "the connection does not begin with HTTP/2's preface")
         return 0
+
+    def _send_settings(self) -> None:
+        limits = self.service.limits
+        settings = (
+            (frames.MAX_CONCURRENT_STREAMS, limits.streams),
+            (frames.INITIAL_WINDOW_SIZE, limits.window_bytes),
+            (frames.MAX_FRAME_SIZE, limits.frame_bytes),
+            (frames.MAX_HEADER_LIST_SIZE, limits.header_bytes),
+        )
+        self.output.write(frames.SETTINGS, 0, 0, b"".join([frames.SETTING.pack(*setting) for setting in settings]))
+        self.output.write_window(0, limits.connection_window_bytes - frames.FIRST_WINDOW_BYTES)
 
     def _read_frames(self, data: bytes, position: int) -> int:
         """Reads frames from a position on; returns where the first incomplete one begins."""
@@ -452,7 +455,8 @@ class Connection(asyncio.Protocol):
     def _fail(self, code: int, reason: str) -> None:
         logger.debug("connection ended", extra={"code": code, "reason": reason})
         payload = frames.TWO_WORDS.pack(self._last, code) + reason.encode()[:200]
-        self.output.write(frames.GOAWAY, 0, 0, payload)
+        if self._has_preface:
+            self.output.write(frames.GOAWAY, 0, 0, payload)
         self.close()
         self.connection_lost(None)
 

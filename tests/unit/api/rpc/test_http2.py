@@ -154,6 +154,7 @@ def status_of(wire: Wire, found: list[Frame]) -> str:
 async def test_the_server_begins_with_its_settings() -> None:
     wire = Wire()
 
+    wire.send(frames.PREFACE)
     first, second = wire.read()
 
     assert first.kind == SETTINGS
@@ -286,11 +287,11 @@ async def test_what_ends_a_connection(wire: Wire, name: str) -> None:
 @pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"PRI * HTTP/2.0\r\n\r\nXX"])
 async def test_what_is_no_http2_is_told_so(first: bytes) -> None:
     wire = Wire()
-    wire.read()
 
     wire.send(first)
 
     assert wire.written.startswith(b"HTTP/1.1 400 ")
+    assert wire.written.endswith(b"on the HTTP port\n")
     assert wire.is_closed
 
 
@@ -538,7 +539,8 @@ def _no_leak() -> Iterator[None]:
 
 async def test_limits_of_time() -> None:
     now_s = asyncio.get_running_loop().time()
-    silent, stuck, idle, deaf = (
+    mute, silent, stuck, idle, deaf = (
+        Wire(Limits(preface_s=1)),
         Wire(Limits(preface_s=1)),
         Wire(Limits(body_s=1)),
         Wire(Limits(idle_s=1)),
@@ -546,15 +548,17 @@ async def test_limits_of_time() -> None:
     )
     for each in (stuck, idle, deaf):
         each.greet()
+    silent.send(frames.PREFACE)
     silent.read()
     stuck.send(stuck.headers(1, stuck.block()) + frames.frame(DATA, 0, 1, b"\0\0\0\0\5ab"))
 
-    for each in (silent, stuck, idle, deaf):
+    for each in (mute, silent, stuck, idle, deaf):
         each.connection.check(now_s + 2)
     stuck.connection.check(now_s + 4)
     asked = deaf.read()
     deaf.connection.check(now_s + 4)
 
+    assert (mute.is_closed, mute.read()) == (True, [])
     assert silent.read()[-1].kind == GOAWAY
     assert status_of(stuck, stuck.read()) == "1"
     assert idle.read()[0].kind == GOAWAY
