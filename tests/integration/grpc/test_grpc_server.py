@@ -1,18 +1,12 @@
 """The gRPC server of a real gateway: health, keys, TLS, its port, and how it ends."""
 
 import asyncio
-import datetime
-import ipaddress
 import socket
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from tritonclient.grpc import service_pb2 as pb
@@ -28,6 +22,7 @@ from qinfer.queue.entries import Lane, Lease
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.app import Gateway, bind, build
 from qinfer_api.rpc.server import open_port
+from tests.support.certificates import write_certificate
 from tests.support.gateway import MODELS, settings_of
 from tests.support.rpc import Rpc, infer_request, rpc, stub_of, value_of
 from tests.support.servers.servers import Database
@@ -171,37 +166,13 @@ async def test_keys_are_asked_for(keys: Path) -> None:
         assert await _code(stub.RepositoryModelLoad(load, metadata=admin)) == "UNAVAILABLE"  # the control mode is none
 
 
-def _certificate(directory: Path, name: str, issuer: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """Writes `<name>.pem` and `<name>.key`: an authority's, or one that an authority has issued for loopback."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject if issuer is None else issuer[0].subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-    )
-    certificate = builder.sign(key if issuer is None else issuer[1], hashes.SHA256())
-    (directory / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (directory / f"{name}.key").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return certificate, key
-
-
 @pytest.fixture
 def certificates(tmp_path: Path) -> Path:
     """`server` and `client` issued by `ca`, and `stranger` by another."""
-    authority = _certificate(tmp_path, "ca")
-    _certificate(tmp_path, "server", authority)
-    _certificate(tmp_path, "client", authority)
-    _certificate(tmp_path, "stranger")
+    authority = write_certificate(tmp_path, "ca")
+    write_certificate(tmp_path, "server", authority)
+    write_certificate(tmp_path, "client", authority)
+    write_certificate(tmp_path, "stranger")
     return tmp_path
 
 

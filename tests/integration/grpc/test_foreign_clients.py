@@ -1,0 +1,215 @@
+"""Clients of other languages, and tools that speak HTTP/2, against a real gateway.
+
+Each program in `clients/` makes the same calls, and prints what came back; scripts/tools fetches what they are made of.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+from qinfer.wire.protos import grpc_service_pb2, health_pb2, model_config_pb2
+from tests.support.certificates import write_certificate
+from tests.support.rpc import Rpc, infer_request, rpc
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
+
+TOOLS = Path(__file__).parents[3] / ".venv" / "tools"
+CLIENTS = Path(__file__).parent / "clients"
+MANY, LARGE = 300, 2**21
+PROTOS = ("model_config.proto", "grpc_service.proto", "grpc_health/v1/health.proto")
+CANCELLED, DEADLINE_EXCEEDED, NOT_FOUND = 1, 4, 5
+NOT_SERVING = 2
+UNKNOWN = "Request for unknown model: 'nothing' is not found"
+
+
+class Program(NamedTuple):
+    """A client's program: its command without target and certificate, and its environment."""
+
+    command: list[str]
+    environment: Mapping[str, str]
+
+
+def descriptors(directory: Path) -> Path:
+    """Writes what a client of another language knows of the protocol."""
+    path = directory / "triton.pb"
+    files = FileDescriptorSet()
+    for module in (model_config_pb2, grpc_service_pb2, health_pb2):
+        module.DESCRIPTOR.CopyToProto(files.file.add())
+    path.write_bytes(files.SerializeToString())
+    return path
+
+
+def tool(name: str, file: str) -> Path:
+    """Returns the directory of a tool, or skips the test."""
+    path = TOOLS / name
+    return path if (path / file).exists() else pytest.skip(f"{name} is not here; scripts/tools fetches it")
+
+
+def program(name: str) -> str:
+    """Returns a program of the machine, or skips the test."""
+    return shutil.which(name) or pytest.skip(f"there is no {name}; scripts/tools fetches the rest of what needs it")
+
+
+def run(command: list[str], **environment: str) -> None:
+    """Runs a compiler; what it prints is the failure's text."""
+    done = subprocess.run(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def javascript(directory: Path) -> Program:
+    modules = tool("grpc_js", "node_modules/@grpc/grpc-js") / "node_modules"
+    command = [program("node"), str(CLIENTS / "client.js")]
+    return Program([*command, str(descriptors(directory))], {"NODE_PATH": str(modules)})
+
+
+def protoc(system: Path, directory: Path, *options: str) -> None:
+    """Generates code with the compiler of an unpacked system."""
+    libraries = next(system.glob("usr/lib/*-linux-gnu"))
+    command = [str(system / "usr/bin/protoc"), f"--descriptor_set_in={descriptors(directory)}", *options]
+    run(command, LD_LIBRARY_PATH=str(libraries), PATH=f"{system}/usr/bin:{os.environ['PATH']}")
+
+
+def cpp(directory: Path) -> Program:
+    system, compiler = tool("grpc_cpp", "usr/bin/grpc_cpp_plugin"), program("g++")
+    plugin = f"--plugin=protoc-gen-grpc={system}/usr/bin/grpc_cpp_plugin"
+    protoc(system, directory, plugin, f"--cpp_out={directory}", f"--grpc_out={directory}", *PROTOS)
+    libraries = next(system.glob("usr/lib/*-linux-gnu"))
+    binary = directory / "client"
+    sources = [str(CLIENTS / "client.cc"), *map(str, directory.rglob("*.pb.cc"))]
+    where = [f"-I{directory}", f"-I{system}/usr/include", f"-L{libraries}", f"-Wl,-rpath-link={libraries}"]
+    where.append("-Wl,--copy-dt-needed-entries")  # Abseil's libraries, which its headers call
+    run([compiler, "-std=c++17", "-o", str(binary), *where, *sources, "-lgrpc++", "-lgrpc", "-lgpr", "-lprotobuf"])
+    return Program([str(binary)], {"LD_LIBRARY_PATH": str(libraries)})
+
+
+def go(directory: Path) -> Program:
+    system = tool("grpc_go", "usr/bin/protoc-gen-go")
+    package = directory / "src" / "triton"
+    package.mkdir(parents=True)
+    options = ",".join(["plugins=grpc", *(f"M{name}=triton" for name in PROTOS)])
+    protoc(system, directory, f"--go_out={options}:{package}", *PROTOS[:2])
+    root = next(system.glob("usr/lib/go-*"))
+    binary = directory / "client"
+    run(
+        [str(root / "bin/go"), "build", "-o", str(binary), str(CLIENTS / "client.go")],
+        GOROOT=str(root),
+        GOPATH=f"{directory}:{system}/usr/share/gocode",
+        GOCACHE=str(directory / "cache"),
+        GO111MODULE="off",
+        CGO_ENABLED="0",
+    )
+    return Program([str(binary)], {})
+
+
+@pytest.fixture(scope="module", params=[javascript, cpp, go], ids=lambda make: make.__name__)
+def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    make: Callable[[Path], Program] = request.param
+    return make(tmp_path_factory.mktemp("client"))
+
+
+async def output(*command: str, **environment: str) -> str:
+    """Returns what a program prints; it must end well."""
+    process = await asyncio.create_subprocess_exec(
+        *command, env=os.environ | environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    printed, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return printed.decode()
+
+
+def check(found: dict[str, Any]) -> None:
+    """Checks what a client got for each of its calls."""
+    assert found["live"] is True
+    assert found["values"] == [2.0, 4.0, 6.0, 8.0]
+    assert found["many"] is True
+    assert found["large"] == LARGE
+    assert found["unknown"] == [NOT_FOUND, UNKNOWN]
+    assert found["deadline"] == DEADLINE_EXCEEDED
+    assert found["stream"] == {"found": [*map(float, range(MANY)), UNKNOWN], "code": 0}
+    assert found["cancelled"] == CANCELLED
+    assert found["watched"] == NOT_SERVING  # some of the models have no worker
+
+
+async def test_calls_of_all_kinds(client: Program) -> None:
+    """Unary and streamed, one and many at once, large ones, errors, deadlines, cancellation."""
+    async with rpc() as server:
+        found = await output(*client.command, server.running.grpc_target, "", **client.environment)
+        await server.running.emptied("stuck")  # whose calls the client has given up
+
+    check(json.loads(found))
+
+
+async def test_calls_of_all_kinds_over_tls(client: Program, tmp_path: Path) -> None:
+    authority = write_certificate(tmp_path, "ca")
+    write_certificate(tmp_path, "server", authority)
+    settings = {"tls_certfile": str(tmp_path / "server.pem"), "tls_keyfile": str(tmp_path / "server.key")}
+
+    async with rpc(settings) as server:
+        trusted = str(tmp_path / "ca.pem")
+        found = await output(*client.command, server.running.grpc_target, trusted, **client.environment)
+
+    check(json.loads(found))
+
+
+def body(directory: Path, *messages: Any) -> Path:
+    """Writes the body of a call."""
+    path = directory / "body"
+    encoded = [message.SerializeToString() for message in messages]
+    path.write_bytes(b"".join(b"\0" + len(one).to_bytes(4) + one for one in encoded))
+    return path
+
+
+def url(server: Rpc, method: str) -> str:
+    return f"http://{server.running.grpc_target}/inference.GRPCInferenceService/{method}"
+
+
+HEADERS = ("content-type: application/grpc", "te: trailers")
+
+
+async def test_curl(tmp_path: Path) -> None:
+    """Curl sends a message that its windows hold only in pieces, and shows statuses among the headers and trailers."""
+    reply = tmp_path / "reply"
+    request = infer_request(value=3.0, id="x" * 300_000)
+    command = [program("curl"), "--silent", "--show-error", "--http2-prior-knowledge", "--dump-header", "-"]
+    command += ["--output", str(reply), "--header", HEADERS[1], "--data-binary"]
+    large = f"@{body(tmp_path, request)}"
+    grpc, text = ("--header", HEADERS[0]), ("--header", "content-type: text/plain")
+
+    async with rpc() as server:
+        answered = await output(*command, large, *grpc, url(server, "ModelInfer"))
+        content = reply.read_bytes()
+        unknown = await output(*command, "", *grpc, url(server, "Nothing"))
+        plain = await output(*command, "", *text, url(server, "ServerLive"))
+        old = await output(*command, "", *grpc, "--http1.1", url(server, "ServerLive"))
+
+    message = grpc_service_pb2.ModelInferResponse.FromString(content[5:])
+    assert message.id == request.id
+    assert "grpc-status: 0" in answered
+    assert "grpc-status: 12" in unknown
+    assert plain.startswith("HTTP/2 415")
+    assert old.startswith("HTTP/1.1 400")
+
+
+async def test_nghttp(tmp_path: Path) -> None:
+    """Nghttp makes many calls on one connection, also through a window of 1 KiB."""
+    system = tool("h2load", "usr/bin/nghttp")
+    libraries = {"LD_LIBRARY_PATH": str(next(system.glob("usr/lib/*-linux-gnu")))}
+    command = [str(system / "usr/bin/nghttp"), "--stat", "--null-out", "--data", str(body(tmp_path, infer_request()))]
+    command += [part for header in HEADERS for part in ("--header", header)]
+
+    async with rpc() as server:
+        many = await output(*command, "--multiply=500", url(server, "ModelInfer"), **libraries)
+        narrow = await output(*command, "--window-bits=10", "--multiply=50", url(server, "ModelInfer"), **libraries)
+
+    assert many.count(" 200 ") == 500
+    assert narrow.count(" 200 ") == 50
