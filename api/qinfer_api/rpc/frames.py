@@ -108,6 +108,20 @@ def word(payload: bytes, what: str) -> int:
     return value
 
 
+def check_setting(key: int, value: int) -> None:
+    """Checks a client's setting (section 6.5.2).
+
+    Raises:
+        ConnectionFault: It may not have that value.
+    """
+    if key == INITIAL_WINDOW_SIZE and value > MAX_WINDOW_BYTES:
+        raise ConnectionFault(FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE of {value}")
+    if key == MAX_FRAME_SIZE and not MIN_FRAME_BYTES <= value <= MAX_FRAME_BYTES:
+        raise ConnectionFault(PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE of {value}")
+    if key == ENABLE_PUSH and value > 1:
+        raise ConnectionFault(PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH of {value}")
+
+
 def unpadded(flags: int, data: bytes, begin: int, stop: int) -> tuple[int, int]:
     """Returns where the content of a DATA or HEADERS frame begins and stops, without padding and priority.
 
@@ -132,6 +146,7 @@ _BAD_VALUE = re.compile(rb"[\0\r\n]|\A[ \t]|[ \t]\Z").search
 _OF_CONNECTIONS = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade"))
 _PSEUDO = frozenset((b":method", b":scheme", b":path", b":authority"))
 _MAX_REMEMBERED = 32  # names of a request; clients have few sequences of them, and send no more
+_REMEMBERED_BYTES = 64  # of a name; a client could fill the gateway's memory with longer ones
 
 
 @lru_cache(maxsize=1024)
@@ -146,7 +161,8 @@ def check_fields(fields: Sequence[Field]) -> None:
         Malformed: One may not be sent, or not with its value.
     """
     for name, value in fields:
-        if not _is_name(name) or _BAD_VALUE(value) or (name == b"te" and value != b"trailers"):
+        is_name = _is_name if len(name) <= _REMEMBERED_BYTES else _is_name.__wrapped__
+        if not is_name(name) or _BAD_VALUE(value) or (name == b"te" and value != b"trailers"):
             raise Malformed(f"the header field {name!r} may not be sent, or not with this value")
 
 

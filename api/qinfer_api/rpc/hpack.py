@@ -271,4 +271,9 @@ class _Huffman:
 
 
 _unpack = _Huffman().decode
-_unpack_name = lru_cache(maxsize=1024)(_unpack)
+_unpack_remembered = lru_cache(maxsize=1024)(_unpack)
+_REMEMBERED_BYTES = 64  # of a name; a client could fill the gateway's memory with longer ones
+
+
+def _unpack_name(text: bytes) -> bytes:
+    return _unpack_remembered(text) if len(text) <= _REMEMBERED_BYTES else _unpack(text)

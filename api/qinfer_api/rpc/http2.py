@@ -21,7 +21,7 @@ from qinfer_api.rpc.streams import Output, Stream
 
 logger = logging.getLogger(__name__)
 
-_CACHED_BLOCKS = 256
+_CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 256, 1024  # together the memory that a client can make a connection keep
 _REMEMBERED_STREAMS = 256
 _PROGRESS = 4  # frames that bring nothing further, allowed for each stream that ends and each frame of DATA
 _NOT_HTTP2 = (
@@ -243,7 +243,8 @@ class Connection(asyncio.Protocol):
         """Reads a whole header block: that of a new request, or the trailers of one."""
         head = self._heads.get(block)
         fields, literals = self._decoder.decode(block) if head is None else (None, [])
-        is_cached = self._generation == self._decoder.generation and len(self._heads) < _CACHED_BLOCKS
+        has_room = len(self._heads) < _CACHED_BLOCKS and len(block) <= _CACHED_BLOCK_BYTES
+        is_cached = has_room and self._generation == self._decoder.generation
         if self._generation != self._decoder.generation:
             self._generation = self._decoder.generation
             self._heads.clear()
@@ -337,20 +338,17 @@ class Connection(asyncio.Protocol):
             raise ConnectionFault(frames.PROTOCOL_ERROR, f"SETTINGS on stream {number}")
         if len(payload) % frames.SETTING.size or (flags & frames.ACK and payload):
             raise ConnectionFault(frames.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
+        self._count_idle("SETTINGS")
         if flags & frames.ACK:
             return
-        self._count_idle("SETTINGS")
         for key, value in frames.SETTING.iter_unpack(payload):
-            if key == frames.INITIAL_WINDOW_SIZE:
-                self.output.resize(list(self._streams.values()), value)
-            elif key == frames.MAX_FRAME_SIZE:
-                if not frames.MIN_FRAME_BYTES <= value <= frames.MAX_FRAME_BYTES:
-                    raise ConnectionFault(frames.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE of {value}")
-                self.output.max_frame = value
-            elif key == frames.ENABLE_PUSH and value > 1:
-                raise ConnectionFault(frames.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH of {value}")
-            elif key == frames.HEADER_TABLE_SIZE and value < MAX_TABLE_BYTES:
+            frames.check_setting(key, value)
+            if key == frames.HEADER_TABLE_SIZE and value < MAX_TABLE_BYTES:
                 self.output.shrink_table()
+        settings = dict(frames.SETTING.iter_unpack(payload))  # applied once each: a frame may have thousands
+        self.output.max_frame = settings.get(frames.MAX_FRAME_SIZE, self.output.max_frame)
+        if frames.INITIAL_WINDOW_SIZE in settings:
+            self.output.resize(self._streams.values(), settings[frames.INITIAL_WINDOW_SIZE])
         self._has_settings = True
         self.output.write(frames.SETTINGS, frames.ACK, 0)
         self.output.pump_all()
@@ -448,9 +446,12 @@ class Connection(asyncio.Protocol):
             self._fail(frames.NO_ERROR, "the server ends")
 
     def close(self) -> None:
-        """Closes after what is written."""
+        """Closes after what is written; a client that does not take it has as long as for a reply."""
         self.output.is_closed = True
-        self.output.transport.close()
+        transport = self.output.transport
+        transport.close()
+        if transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(self.service.limits.body_s, transport.abort)
 
     def _fail(self, code: int, reason: str) -> None:
         logger.debug("connection ended", extra={"code": code, "reason": reason})

@@ -51,7 +51,7 @@ _NO_MEMORY = (
     "the gateway receives as many bytes as it may (QINFER_LIMITS__MAX_RECEIVING_BYTES); try again, or another gateway"
 )
 _MIN_BYTES_PER_S = 64 * 1024
-"""Slower, beyond the time that a message may pause, no message comes in."""
+"""Slower, beyond the time that a message may pause, no message comes in, and no reply goes out."""
 
 
 class Server:
@@ -167,6 +167,7 @@ class Call(Stream):
         "_reservation",
         "_reserved_s",
         "_server",
+        "_taken_by_s",
         "_task",
         "_timer",
         "_unread",
@@ -201,6 +202,7 @@ class Call(Stream):
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._until_s = math.inf
+        self._taken_by_s = 0.0
 
     # -- the client's side ---------------------------------------------------------------------------------------------
 
@@ -397,13 +399,15 @@ class Call(Stream):
                 reservation.release()
 
     def check(self, now_s: float) -> None:
-        """Ends a call whose message does not come, or not in time."""
+        """Ends a call whose message does not come, or whose reply is not taken, or not in time."""
         limits, one = self.connection.service.limits, self._reservation
         is_awaited = self._body is not None or bool(self._prefix) or (self._is_reading and self._change is None)
         if self._refusal is not None:
             self.fail(self._refusal)
         elif not is_awaited:
             self._moved_s = 0.0
+            if self.queue and self.head.method is not None and not self.head.method.takes_stream:
+                self._check_taken(now_s)
         elif now_s > self._until_s:
             self.fail(Abort("DEADLINE_EXCEEDED", "Deadline Exceeded"))
         elif not self._moved_s:
@@ -413,6 +417,13 @@ class Call(Stream):
             self.fail(Abort("RESOURCE_EXHAUSTED", _NO_MEMORY) if is_waiting else Abort("CANCELLED", _TOO_LATE))
         elif self._body is not None and now_s - self._reserved_s > limits.body_s + len(self._body) / _MIN_BYTES_PER_S:
             self.fail(Abort("CANCELLED", _TOO_LATE))
+
+    def _check_taken(self, now_s: float) -> None:
+        if not self._taken_by_s:
+            self._taken_by_s = now_s + self.connection.service.limits.body_s + self.unsent_bytes / _MIN_BYTES_PER_S
+        elif now_s > self._taken_by_s:
+            self.cancelled()
+            self.reset(frames.CANCEL)
 
     # -- the method's side ---------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ when the client opens its windows or takes what was written.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from qinfer.tensors import Bytes
@@ -145,7 +145,7 @@ class Output:
         self.is_paused = self.is_closed = False
         self.block_prefix = b""
         self.progress = 0
-        self._waiting: dict[int, Stream] = {}  # by number: streams that have something queued
+        self._waiting: dict[int, Stream] = {}  # by number: those that wait for the connection, not for their window
 
     def write(self, kind: int, flags: int, number: int, payload: Bytes = b"") -> None:
         """Writes a frame."""
@@ -186,8 +186,8 @@ class Output:
         """Lets the client send so many bytes more, of one stream or (0) of all."""
         self.write(frames.WINDOW_UPDATE, 0, number, frames.WORD.pack(size))
 
-    def resize(self, streams: Sequence[Stream], size: int) -> None:
-        """Follows the client's SETTINGS_INITIAL_WINDOW_SIZE.
+    def resize(self, streams: Iterable[Stream], size: int) -> None:
+        """Follows the client's SETTINGS_INITIAL_WINDOW_SIZE; `pump_all` is called next.
 
         Raises:
             ConnectionFault: A window becomes too large.
@@ -195,8 +195,10 @@ class Output:
         change, self.initial_window = size - self.initial_window, size
         for stream in streams:
             stream.send_window += change
-        if any(stream.send_window > frames.MAX_WINDOW_BYTES for stream in streams) or size > frames.MAX_WINDOW_BYTES:
-            raise frames.ConnectionFault(frames.FLOW_CONTROL_ERROR, "a window is larger than 2^31-1")
+            if stream.send_window > frames.MAX_WINDOW_BYTES:
+                raise frames.ConnectionFault(frames.FLOW_CONTROL_ERROR, "a window is larger than 2^31-1")
+            if stream.queue and stream.send_window > 0:
+                self._waiting[stream.number] = stream
 
     def shrink_table(self) -> None:
         """Confirms a smaller header table, of which replies use nothing (RFC 7541, section 4.2)."""
@@ -225,14 +227,15 @@ class Output:
             if piece is part or len(piece) >= _LARGE_PIECE_BYTES:
                 self.progress += 1
             self.write(frames.DATA, 0, stream.number, piece)
-        if queue:
+        if queue and (stream.send_window > 0 or self.is_paused):
             self._waiting[stream.number] = stream
         else:
             self._waiting.pop(stream.number, None)
+        if not queue:
             stream.drained()
 
     def pump_all(self) -> None:
-        """Writes on where something is queued, a frame of each in turn being left to the windows."""
+        """Writes on where the connection's window, or the transport, was what held it up."""
         for stream in list(self._waiting.values()):
             if self.window <= 0 or self.is_paused:
                 break
@@ -240,7 +243,7 @@ class Output:
 
     def pump_one(self, stream: Stream) -> None:
         """Writes on if something of that stream is queued."""
-        if stream.number in self._waiting:
+        if stream.queue:
             self.pump(stream)
 
     def forget(self, stream: Stream) -> None:

@@ -9,7 +9,7 @@ from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import Limits
 from qinfer_api.rpc.headers import Method
 from qinfer_api.rpc.protocol import Call, Server
-from tests.unit.api.rpc.test_http2 import (
+from tests.support.http2 import (
     DATA,
     GOAWAY,
     HEADERS,

@@ -1,0 +1,164 @@
+"""A client of a gRPC server's connection that sends raw frames, without a network, and a server to talk to."""
+
+import struct
+from typing import Any, NamedTuple
+
+import hpack
+
+from qinfer_api.receiving import ReceivingBudget
+from qinfer_api.rpc import frames
+from qinfer_api.rpc.frames import Limits
+from qinfer_api.rpc.headers import Abort, Method
+from qinfer_api.rpc.http2 import Connection
+from qinfer_api.rpc.protocol import Call, Server
+
+LIMITS = Limits(streams=4, header_bytes=2000, idle_frames=50, connection_window_bytes=200_000)
+MAX_MESSAGE_BYTES = 100_000
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+
+
+class Frame(NamedTuple):
+    """A frame, as the server wrote it."""
+
+    kind: int
+    flags: int
+    number: int
+    payload: bytes
+
+
+class Wire:
+    """A client of a connection, without a network: sends bytes, and reads the frames that the server writes.
+
+    The server has the methods `/t.T/Echo`, `/t.T/Hang`, which never answers, and `/t.T/Deny`, which nobody may call.
+
+    Attributes:
+        server: The server.
+        connection: Its side of the connection.
+        written: What it has written since the last `read`.
+        is_closed: It has closed the connection.
+        is_reading_paused: It reads nothing at the moment.
+        encoder: Encodes the client's header blocks.
+        decoder: Decodes the server's.
+    """
+
+    def __init__(self, limits: Limits = LIMITS, budget_bytes: int = 10**9) -> None:
+        self.server = Server(METHODS, limits, ReceivingBudget(budget_bytes))
+        self.server.new_id = lambda: "the-id"
+        self.connection = Connection(self.server)
+        self.written = bytearray()
+        self.is_closed = self.is_reading_paused = False
+        self.encoder: hpack.Encoder = hpack.Encoder()
+        self.decoder = hpack.Decoder()
+        self.connection.connection_made(self)  # type: ignore[arg-type]  # what it uses of a transport is here
+
+    # -- what the connection uses of a transport -------------------------------------------------------------
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    abort = close
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None:
+        self.is_reading_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_reading_paused = False
+
+    # -- the client ------------------------------------------------------------------------------------------
+
+    def greet(self, *settings: tuple[int, int]) -> "Wire":
+        """Sends the preface and settings, and reads the answer."""
+        self.send(frames.PREFACE + settings_frame(*settings))
+        self.read()
+        return self
+
+    def send(self, data: bytes) -> None:
+        if not self.is_closed:
+            self.connection.data_received(data)
+
+    def read(self) -> list[Frame]:
+        """Returns the frames that were written since the last time."""
+        found = []
+        while self.written:
+            word, flags, number = struct.unpack_from(">IBI", self.written)
+            size = word >> 8
+            found.append(Frame(word & 0xFF, flags, number, bytes(self.written[9 : 9 + size])))
+            del self.written[: 9 + size]
+        return found
+
+    def block(self, path: str = "/t.T/Echo", *extra: tuple[str, str], **pseudo: str) -> bytes:
+        """Encodes the head of a call, with other pseudo-header fields than usual and extra fields."""
+        fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "a")]
+        fields = [(name, pseudo.get(name[1:], value)) for name, value in fields]
+        return self.encoder.encode([*fields, ("content-type", "application/grpc"), ("te", "trailers"), *extra])
+
+    def headers(self, number: int, block: bytes, flags: int = frames.END_HEADERS) -> bytes:
+        return frames.frame(HEADERS, flags, number, block)
+
+    def call(self, number: int, message: bytes, path: str = "/t.T/Echo") -> bytes:
+        """Returns the frames of a call of one message."""
+        return self.headers(number, self.block(path)) + data_frame(number, message)
+
+    def fields(self, block: bytes) -> dict[str, str]:
+        """Decodes a header block of the server's."""
+        return {str(name): str(value) for name, value in self.decoder.decode(block)}
+
+
+def settings_frame(*settings: tuple[int, int], flags: int = 0, number: int = 0) -> bytes:
+    return frames.frame(SETTINGS, flags, number, b"".join(struct.pack(">HI", *setting) for setting in settings))
+
+
+def data_frame(number: int, message: bytes, flags: int = frames.END_STREAM) -> bytes:
+    return frames.frame(DATA, flags, number, prefixed(message))
+
+
+def prefixed(message: bytes) -> bytes:
+    """Returns a message as gRPC sends it."""
+    return b"\0" + len(message).to_bytes(4, "big") + message
+
+
+def window(number: int, size: int) -> bytes:
+    return frames.frame(WINDOW_UPDATE, 0, number, struct.pack(">I", size))
+
+
+def reset(number: int, code: int = frames.CANCEL) -> bytes:
+    return frames.frame(RST_STREAM, 0, number, struct.pack(">I", code))
+
+
+cancelled: list[int] = []
+"""Streams of `/t.T/Hang` whose clients have left."""
+
+
+def _echo(call: Call, message: Any) -> None:
+    call.finish((message,))
+
+
+def _hang(call: Call, _: Any) -> None:
+    call.on_cancel = lambda: cancelled.append(call.number)
+
+
+def _refuse(_: Any) -> None:
+    raise Abort("UNAUTHENTICATED", "100 % no «key»")
+
+
+METHODS = {
+    "/t.T/Echo": Method(lambda _: None, _echo, False, MAX_MESSAGE_BYTES),
+    "/t.T/Hang": Method(lambda _: None, _hang, False, MAX_MESSAGE_BYTES),
+    "/t.T/Deny": Method(_refuse, _echo, False, MAX_MESSAGE_BYTES),
+}
+
+
+def status_of(wire: Wire, found: list[Frame]) -> str:
+    """Returns the gRPC status of the reply in these frames."""
+    fields: dict[str, str] = {}
+    for frame in found:
+        if frame.kind == HEADERS:
+            fields |= wire.fields(frame.payload)
+    return fields.get("grpc-status", fields.get(":status", "none"))
