@@ -34,7 +34,7 @@ from qinfer.queue.entries import FULL, Address, Lane, Payload, reply_address
 from qinfer.queue.lanes import Queue
 from qinfer.submission.pending import Counter, Load, Pending, PendingRequests, Sink
 from qinfer.tensors import Bytes, Tensor
-from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart
+from qinfer.wire.frame import Repeats, RequestForm, encode_request, encode_request_apart, timeout_width
 
 MAX_HEAD_BYTES = 2**20
 """The largest size of a request without its tensors."""
@@ -105,8 +105,8 @@ class Submission:
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
         kind = form = None
-        if route is None and not request.trace and timeout_s == spec.default_timeout_s:
-            kind = kind_of(request, lane, served.generation, request.tenant)
+        if route is None:
+            kind = kind_of(request, lane, served.generation, timeout_s)
             form = None if kind is None else self._layouts.find(kind)
         if form is None and (not request.generation or request.generation != served.generation):
             check(request, served)
@@ -121,6 +121,7 @@ class Submission:
             if form is None:
                 self._submit_anew(pending, request, served, route or served.routes.default, timeout_s, kind)
             else:
+                request.timeout_s = timeout_s
                 self.pending.add(pending, now_s + timeout_s)
                 self._queue.submit(lane, form.fill(request), partial(self.pending.submitted, pending))
         except QinferError:
@@ -277,18 +278,22 @@ class Layouts:
         return frame, payload
 
 
-def kind_of(request: InferRequest, lane: Lane, generation: int, tenant: str) -> Kind | None:
+def kind_of(request: InferRequest, lane: Lane, generation: int, timeout_s: float) -> Kind | None:
     """Returns the key of requests that share a frame; `None` if a request shares none, or its bytes must be checked.
 
     Args:
-        request: The request, not stamped yet.
+        request: The request, its tenant and trace set, not stamped yet.
         lane: The lane it is for, which also tells model and version.
         generation: The model's.
-        tenant: Whose it is.
+        timeout_s: From now to its deadline.
     """
     if request.client_id or request.parameters or request.priority or request.sequence is not None:
         return None
-    inputs, kind = request.inputs, (lane, generation, tenant, request.outputs)
+    trace = request.trace
+    if trace and not trace.isascii():
+        return None
+    inputs = request.inputs
+    kind = (lane, generation, request.tenant, request.outputs, len(trace), timeout_width(timeout_s))
     if len(inputs) != 1:
         return None if any(t.datatype == "BYTES" for t in inputs) else (*kind, *[_kind_of(tensor) for tensor in inputs])
     return None if inputs[0].datatype == "BYTES" else (*kind, _kind_of(inputs[0]))

@@ -19,7 +19,7 @@ later are written only where they are set, so that frames without them stay as t
 import struct
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Items
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -339,6 +339,8 @@ _PLAIN = b"\x01\x00\x00\x00"  # how the frame of a request begins
 _LONG_ID = b"\xdc\x00\x11\xd9"  # how its header begins: an array of 17, a text of 32 to 255 bytes
 _ID_AT = 13  # behind these, the header's size between them, and the text's size
 _MAX_KNOWN = 1024
+_TIMEOUT_BYTES = 5  # of the usual timeouts
+_USUAL_FROM_S, _USUAL_TO_S = (1 << 16) / 1e6, ((1 << 32) - 1) / 1e6  # from 66 ms to 71 minutes
 _SMALL_BYTES = 16 * 1024  # up to here a copy is cheaper than a view
 
 
@@ -359,37 +361,79 @@ class Repeats:
 
 
 class RequestForm:
-    """The frame of one request, to be filled with the ids and elements of others.
+    """The frame of one request, to be filled with what is another request's own.
 
-    They are alike in all that a frame tells but `id`, which has the same length: server-made ids of one lane do. Their
-    tensors are alike in name, datatype, shape and size.
+    They are alike in all that a frame tells but the id, the timeout, the trace and the tensors' bytes. These have the
+    same lengths: server-made ids of one lane do, and timeouts of one `timeout_width`. Their tensors are alike in name,
+    datatype, shape and size.
 
     Args:
         request: The first of them, stamped; its tensors travel in the frame.
     """
 
-    __slots__ = ("_begin", "_end", "_paddings")
+    __slots__ = ("_begin", "_end", "_mid", "_paddings", "_rest", "_timeout_s", "_trace", "_trace_mark")
 
     def __init__(self, request: InferRequest) -> None:
         frame, name = encode_request(request), request.id.encode()
         position = frame.index(name)  # the header's first field
         area, _ = tensor_places(frame)
-        self._begin, self._end = frame[:position], frame[position + len(name) : area]
+        timeout, trace = _own_fields(frame, request)
+        self._begin, self._mid = frame[:position], frame[position + len(name) : timeout.start]
+        self._trace_mark, self._end = frame[timeout.stop : trace.start], frame[trace.stop : area]
+        self._timeout_s, self._trace, self._rest = request.timeout_s, request.trace, frame[position + len(name) : area]
         self._paddings = [bytes(-len(tensor.data) % ALIGNMENT) for tensor in request.inputs]
 
     def fill(self, request: InferRequest) -> bytes:
         """Encodes a request that is alike: to the byte what `encode_request` makes of it."""
-        inputs = request.inputs
+        inputs, rest = request.inputs, self._rest
+        if request.timeout_s != self._timeout_s or request.trace != self._trace:
+            timeout = _encoder.encode(round(request.timeout_s * 1e6))
+            rest = b"".join((self._mid, timeout, self._trace_mark, request.trace.encode(), self._end))
         if len(inputs) == 1:
-            return b"".join((self._begin, request.id.encode(), self._end, inputs[0].data, self._paddings[0]))
-        parts: list[Bytes] = [self._begin, request.id.encode(), self._end]
+            return b"".join((self._begin, request.id.encode(), rest, inputs[0].data, self._paddings[0]))
+        parts: list[Bytes] = [self._begin, request.id.encode(), rest]
         for tensor, padding in zip(inputs, self._paddings, strict=True):
             parts += (tensor.data, padding)
         return b"".join(parts)
 
 
+def timeout_width(timeout_s: float) -> int:
+    """Returns how many bytes a timeout takes in a frame."""
+    if _USUAL_FROM_S <= timeout_s <= _USUAL_TO_S:
+        return _TIMEOUT_BYTES
+    return len(_encoder.encode(round(timeout_s * 1e6)))
+
+
+def _own_fields(frame: bytes, request: InferRequest) -> tuple[slice, slice]:
+    """Returns where in the frame of a request its timeout and the characters of its trace are."""
+    long = (round(request.queue_timeout_s * 1e6),) if request.queue_timeout_s else ()
+    payload = _BESIDE if request.payload else ""
+    last = (request.partition, request.generation, request.attempt, request.sequence, payload, *long)
+    encode, size = _encoder.encode, int.from_bytes(frame[4:8], "little")
+    stop = _PRELUDE.size + size - sum(len(encode(field)) for field in last)
+    trace = slice(stop - len(request.trace.encode()), stop)
+    stop -= len(encode(request.trace)) + len(encode(request.tenant)) + len(encode(request.reply_to))
+    return slice(stop - len(encode(round(request.timeout_s * 1e6))), stop), trace
+
+
+class _Layout(NamedTuple):
+    """Where in a frame its parts are: the id ends, the timeout's number, the trace, the header's end, the tensors."""
+
+    begin: int
+    timeout: slice
+    trace: slice
+    end: int
+    area: int
+
+    def common(self, frame: bytes) -> bytes:
+        """Returns what the header of a frame says beside its id, its timeout and its trace."""
+        timeout, trace = self.timeout, self.trace
+        parts = frame[self.begin : timeout.start], frame[timeout.stop : trace.start], frame[trace.stop : self.end]
+        return b"".join(parts)
+
+
 class _Known(msgspec.Struct, gc=False):
-    """A request without id and tensors, and of each tensor what it is and where in the tensors' area."""
+    """A request without what is its own, and of each tensor what it is and where in the tensors' area."""
 
     request: InferRequest
     tensors: list[tuple[str, str, tuple[int, ...], int, int]]
@@ -399,11 +443,11 @@ class _Known(msgspec.Struct, gc=False):
 class RequestReader:
     """Decodes frames, and what they have in common once.
 
-    Only what repeats itself is remembered: nothing that has a client's id, a trace or parameters.
+    Only what repeats itself is remembered: nothing that has a client's id or parameters.
     """
 
     def __init__(self) -> None:
-        self._spans: dict[bytes, tuple[int, int, int]] = {}
+        self._layouts: dict[bytes, _Layout] = {}
         self._known: dict[bytes, _Known] = {}
         self._repeats = Repeats()
 
@@ -411,43 +455,53 @@ class RequestReader:
         """Decodes a request as `decode_request` does; small tensors are copied."""
         if not isinstance(frame, bytes):
             return decode_request(frame)
-        span = self._spans.get(frame[:_ID_AT])
-        if span is None:
+        layout = self._layouts.get(frame[:_ID_AT])
+        if layout is None:
             return self._learn(frame)
-        begin, end, area = span
-        known = self._known.get(frame[begin:end])
+        known = self._known.get(layout.common(frame))
         if known is None:
             return self._learn(frame)
-        try:
-            name = frame[_ID_AT:begin].decode()
-        except UnicodeDecodeError:
-            return decode_request(frame)  # which tells what is wrong
+        begin, timeout, trace, _, area = layout
         if len(frame) < area + known.size:
+            return decode_request(frame)  # which tells what is wrong
+        try:
+            name, trace_text = frame[_ID_AT:begin].decode(), frame[trace].decode()
+        except UnicodeDecodeError:
             return decode_request(frame)  # as above
         data = frame if len(frame) <= _SMALL_BYTES else memoryview(frame)
         tensors = []
         for tensor, datatype, shape, first, last in known.tensors:
             tensors.append(Tensor(tensor, datatype, shape, data[area + first : area + last]))
-        return msgspec.structs.replace(known.request, id=name, inputs=tuple(tensors), parameters={})
+        request = msgspec.structs.replace(known.request, id=name, inputs=tuple(tensors), parameters={})
+        request.trace = trace_text
+        if timeout.start < timeout.stop:
+            request.timeout_s = int.from_bytes(frame[timeout]) / 1e6
+        return request
 
     def _learn(self, frame: bytes) -> InferRequest:
-        """Decodes a request, and remembers what its frame says around its id, if it comes again."""
+        """Decodes a request, and remembers what its frame says around what is its own, if it comes again."""
         request = decode_request(frame)
-        is_special = request.client_id or request.trace or request.parameters or request.sequence is not None
+        is_special = request.client_id or request.parameters or request.sequence is not None
         if is_special or frame[:4] != _PLAIN or frame[8:12] != _LONG_ID:
             return request
         begin, end = _ID_AT + frame[_ID_AT - 1], 8 + int.from_bytes(frame[4:8], "little")
-        if not self._repeats.has(frame[begin:end]):
-            return request
-        if max(len(self._known), len(self._spans)) >= _MAX_KNOWN:
-            self._known.clear()
-            self._spans.clear()
+        timeout, trace = _own_fields(frame, request)
+        # Its first byte says how long it is. Only the usual length is told apart; other timeouts have to be equal.
+        is_usual = timeout.stop - timeout.start == _TIMEOUT_BYTES
+        number = slice(timeout.start + 1, timeout.stop) if is_usual else slice(timeout.start, timeout.start)
         area, places = tensor_places(frame)
+        layout = _Layout(begin, number, trace, end, area)
+        common = layout.common(frame)
+        if not self._repeats.has(common):
+            return request
+        if max(len(self._known), len(self._layouts)) >= _MAX_KNOWN:
+            self._known.clear()
+            self._layouts.clear()
         tensors = [
             (tensor.name, tensor.datatype, tensor.shape, first, last)
             for tensor, (first, last) in zip(request.inputs, places, strict=True)
         ]
-        known = msgspec.structs.replace(request, id="", inputs=())
-        self._known[frame[begin:end]] = _Known(known, tensors, max((last for _, last in places), default=0))
-        self._spans[frame[:_ID_AT]] = begin, end, area
+        known = msgspec.structs.replace(request, id="", inputs=(), trace="")
+        self._known[common] = _Known(known, tensors, max((last for _, last in places), default=0))
+        self._layouts[frame[:_ID_AT]] = layout
         return request

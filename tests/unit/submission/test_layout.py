@@ -26,8 +26,8 @@ def request(*sizes: int, **changes: Any) -> InferRequest:
     return InferRequest(model="m", inputs=fields.pop("inputs", inputs), id=IDS.request_id("m", 1), **fields)
 
 
-def kind(one: InferRequest, *, lane: Lane = LANE, generation: int = 5, tenant: str = "") -> submission.Kind | None:
-    return kind_of(one, lane, generation, tenant)
+def kind(one: InferRequest, *, lane: Lane = LANE, generation: int = 5) -> submission.Kind | None:
+    return kind_of(one, lane, generation, one.timeout_s)
 
 
 def test_what_is_alike_has_the_same_kind() -> None:
@@ -36,6 +36,39 @@ def test_what_is_alike_has_the_same_kind() -> None:
     second.inputs = tuple(msgspec.structs.replace(tensor, data=bytes(len(tensor.data))) for tensor in second.inputs)
 
     assert kind(first) == kind(second) is not None
+
+
+@pytest.mark.parametrize("timeout_s", [0.065536, 59.999, 4000.0])
+def test_timeouts_and_traces_of_the_same_length_are_alike(timeout_s: float) -> None:
+    """Behind a proxy, no two requests have the same."""
+    layouts = Layouts(inline_max_bytes=100)
+    first, second = request(4, trace="00-" + "a" * 52), request(4, trace="00-" + "b" * 52, timeout_s=timeout_s)
+    found = kind(first)
+    assert found is not None
+    assert found == kind(second)
+    for _ in range(2):
+        layouts.lay_out(first, found)
+    form = layouts.find(found)
+    assert form is not None
+
+    assert form.fill(second) == encode_request(second)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"timeout_s": 0.0655}, {"timeout_s": 4295.0}, {"timeout_s": 1e-4}, {"trace": "00"}]
+)
+def test_what_takes_more_or_fewer_bytes_has_another_kind(changes: Mapping[str, Any]) -> None:
+    """Whatever follows it would lie elsewhere; and it can be laid out by itself."""
+    layouts, one = Layouts(inline_max_bytes=100), request(4, **changes)
+    found = kind(one)
+    assert found != kind(request(4))
+    for _ in range(2):
+        layouts.lay_out(one, found)
+    assert found is not None
+    form = layouts.find(found)
+    assert form is not None
+
+    assert form.fill(one) == encode_request(one)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +94,12 @@ def test_what_a_frame_or_the_model_tells_apart_has_another_kind(changes: Mapping
 def test_a_lane_a_generation_and_a_tenant_count() -> None:
     """The frame has them, or the check that is spared was another model's."""
     one = request(4)
-    kinds = [kind(one), kind(one, lane=Lane("m", 4, partition=1)), kind(one, generation=6), kind(one, tenant="t")]
+    kinds = [
+        kind(one),
+        kind(one, lane=Lane("m", 4, partition=1)),
+        kind(one, generation=6),
+        kind(request(4, tenant="t")),
+    ]
 
     assert len(set(kinds)) == 4
 
@@ -73,6 +111,7 @@ def test_a_lane_a_generation_and_a_tenant_count() -> None:
         {"parameters": {"a": 1}},
         {"priority": 1},
         {"sequence": Sequence(1)},
+        {"trace": "é"},
         {"inputs": (Tensor("x0", "BYTES", (1, 1), pack_bytes([b"abc"])),)},
         {"inputs": (Tensor("x0", "UINT8", (1,), b"1"), Tensor("x1", "BYTES", (1, 1), pack_bytes([b"abc"])))},
     ],

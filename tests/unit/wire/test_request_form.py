@@ -59,6 +59,29 @@ def test_a_reader_gives_each_its_own(sizes: tuple[int, ...]) -> None:
         assert reader.decode(frame) == decode_request(frame)
 
 
+@pytest.mark.parametrize("length", [0, 1, 55, 300])
+@pytest.mark.parametrize("tenant", ["", "t", "t" * 40])
+def test_each_has_its_own_trace_and_timeout(length: int, tenant: str) -> None:
+    """What is equal around them is remembered, once."""
+    reader = RequestReader()
+    for number in range(6):
+        one = request(3, 8, trace=f"{number}" * length, timeout_s=1.5 + number, tenant=tenant)
+        frame = encode_request(one)
+
+        assert reader.decode(frame) == decode_request(frame)
+    assert len(reader._known) == 1
+
+
+def test_frames_of_one_length_may_be_laid_out_otherwise() -> None:
+    """A longer tenant and a shorter model: the trace is elsewhere, and found."""
+    reader = RequestReader()
+    pairs = [request(4, tenant="t" * (5 + n), reply_to="r" * (15 - n), trace="x" * 55) for n in range(4)]
+    for _ in range(3):
+        for one in pairs:
+            frame = encode_request(one)
+            assert reader.decode(frame) == decode_request(frame)
+
+
 def test_ids_may_differ_in_length() -> None:
     """A bridge makes its own: the tensors lie elsewhere then."""
     reader = RequestReader()
@@ -114,7 +137,7 @@ def test_requests_share_nothing_that_can_be_changed() -> None:
 
 def test_every_damage_is_found_as_before() -> None:
     """Each byte in turn is another one, and each length too short, with a reader that knows the good frame."""
-    frame = encode_request(request(5, 3))
+    frame = encode_request(request(5, 3, trace="00-" + "a" * 52))
     reader = RequestReader()
     reader.decode(frame)
     reader.decode(frame)
