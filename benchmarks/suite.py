@@ -282,8 +282,6 @@ def _available(names: tuple[str, ...], console: Console) -> tuple[str, ...]:
     missing = {name: reason for name in names if (reason := servers.why_not(name))}
     for name, reason in missing.items():
         console.print(f"[yellow]without {name}:[/] {reason}")
-    if len(missing) == len(names):
-        raise typer.Exit(1)
     return tuple(name for name in names if name not in missing)
 
 
@@ -291,8 +289,6 @@ def _drivable(encodings: tuple[str, ...], console: Console) -> tuple[str, ...]:
     """Leaves out what there is no load generator for, and says so."""
     if GRPC in encodings and load.find_h2load() is None:
         console.print(f"[yellow]without {GRPC}:[/] {load.NO_H2LOAD}")
-        if encodings == (GRPC,):
-            raise typer.Exit(1)
         return tuple(encoding for encoding in encodings if encoding != GRPC)
     return encodings
 

@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest
 from qinfer.tensors import DATATYPES, Bytes, Tensor, pack_bytes
+from qinfer.wire.frame import Repeats
 from qinfer.wire.kserve_exact import apply_parameters
 from qinfer.wire.outputs import OutputPlan, Regions, prepare, read_special
 from qinfer.wire.protos import grpc_service_pb2 as pb
@@ -374,6 +375,78 @@ def decode_infer(message: Message, regions: Regions) -> Decoded:
     if fields.outputs:
         request.outputs, plan = plan_outputs(fields.outputs, regions)
     return Decoded(request, fields.model_version, plan, empty_final)
+
+
+_MAX_REMEMBERED = 1024
+_MAX_BEGIN_BYTES = 1024
+
+
+class _Known(NamedTuple):
+    """The request of a message without its data, and the version asked for."""
+
+    model: str
+    version: str
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    outputs: tuple[str, ...]
+
+
+class Repetitions:
+    """Decodes messages that differ from earlier ones in their data only, without protobuf.
+
+    A client asks one model in one way: its messages begin with the same bytes, and end with the data of their input. A
+    message is remembered when it comes for the second time and has one raw input, at its end, no id and no parameters.
+    """
+
+    def __init__(self) -> None:
+        self._begins: dict[int, int] = {}  # by a message's size: where its data begins
+        self._known: dict[bytes, _Known] = {}
+        self._repeats = Repeats()
+
+    def decode(self, blob: Bytes) -> Decoded | None:
+        """Decodes a message as `decode_infer` does; `None` = none like it is known."""
+        begin = self._begins.get(len(blob))
+        if begin is None:
+            return None
+        known = self._known.get(bytes(blob[:begin]))
+        if known is None:
+            return None
+        model, version, name, datatype, shape, outputs = known
+        data = blob[begin:] if len(blob) <= _COPY_MAX_BYTES else memoryview(blob)[begin:]
+        request = InferRequest(model=model, inputs=(Tensor(name, datatype, shape, data),), outputs=outputs)
+        return Decoded(request, version, _PLAIN, empty_final=False)
+
+    def learn(self, blob: Bytes, message: Message, decoded: Decoded) -> None:
+        """Remembers a message, if others may be like it."""
+        fields, raw = message
+        request = decoded.request
+        if len(raw) != 1 or len(request.inputs) != 1 or request.inputs[0].data is not raw[0]:
+            return
+        if fields.id or fields.parameters or decoded.plan is not _PLAIN:
+            return
+        begin = len(blob) - len(raw[0])
+        key = bytes(blob[:begin])
+        if begin > _MAX_BEGIN_BYTES or not self._repeats.has(key) or not _ends_with_data(key, blob, raw[0]):
+            return
+        if len(self._known) >= _MAX_REMEMBERED:
+            self._known.clear()
+            self._begins.clear()
+        tensor = request.inputs[0]
+        self._begins[len(blob)] = begin
+        self._known[key] = _Known(
+            request.model, decoded.version, tensor.name, tensor.datatype, tensor.shape, request.outputs
+        )
+
+
+def _ends_with_data(begin: bytes, blob: Bytes, data: Bytes) -> bool:
+    """Tells whether what follows the begin of a message is its data, and nothing else: other data is read as such."""
+    other = bytes(len(data)) if any(data) else b"\1" * len(data)
+    whole, changed = pb.ModelInferRequest.FromString(bytes(blob)), pb.ModelInferRequest.FromString(begin + other)
+    is_read = changed.raw_input_contents == [other] and other != data
+    whole.ClearField("raw_input_contents")
+    changed.ClearField("raw_input_contents")
+    return is_read and whole == changed
 
 
 def _typed(entry: Any, raw: list[Bytes], model: str) -> Bytes:

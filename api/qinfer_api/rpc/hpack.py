@@ -6,6 +6,7 @@ block is laid out once and sent many times.
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 MAX_TABLE_BYTES = 4096
 """Bytes of the dynamic table that a client may use (SETTINGS_HEADER_TABLE_SIZE, its default)."""
@@ -69,7 +70,16 @@ class Decoder:
                     wanted, position = _integer(block, position, byte, 0x1F)
                     self._resize(wanted)
                 else:
-                    found, position = self._literal(block, position, byte)
+                    mask = 0x3F if byte >= 0x40 else 0x0F
+                    index = byte & mask
+                    if index == mask:
+                        index, position = _long_integer(block, position, mask)
+                    if index:
+                        name = (_STATIC[index] if index < _FIRST_OWN else entries[_FIRST_OWN - 1 - index])[0]
+                    else:
+                        name, position = _text(block, position, _unpack_name)
+                    value, position = _text(block, position, _unpack)
+                    found = name, value
                     fields.append(found)
                     literals.append(found)
                     if byte >= 0x40:
@@ -79,22 +89,14 @@ class Decoder:
         is_small = len(fields) * MAX_TABLE_BYTES + 2 * end <= self._max_list_bytes
         return (fields if is_small or _size(fields) <= self._max_list_bytes else None), literals
 
-    def _literal(self, block: bytes, position: int, byte: int) -> tuple[Field, int]:
-        """Reads a field that no table has; returns it, and where the next one begins."""
-        index, position = _integer(block, position, byte, 0x3F if byte >= 0x40 else 0x0F)
-        if not index:
-            name, position = _text(block, position, _unpack_name)
-        else:
-            name = (_STATIC[index] if index < _FIRST_OWN else self._entries[_FIRST_OWN - 1 - index])[0]
-        value, position = _text(block, position, _unpack)
-        return (name, value), position
-
     def _add(self, field: Field) -> None:
         self.generation += 1
-        self._entries.append(field)
-        self._bytes += len(field[0]) + len(field[1]) + _ENTRY_BYTES
-        if self._bytes > self._max_bytes:
-            self._evict()
+        entries, size = self._entries, self._bytes + len(field[0]) + len(field[1]) + _ENTRY_BYTES
+        entries.append(field)
+        while size > self._max_bytes:
+            name, value = entries.pop(0)
+            size -= len(name) + len(value) + _ENTRY_BYTES
+        self._bytes = size
 
     def _resize(self, wanted: int) -> None:
         if wanted > MAX_TABLE_BYTES:
@@ -122,6 +124,8 @@ def _integer(block: bytes, position: int, byte: int, mask: int) -> tuple[int, in
 
 def _long_integer(block: bytes, position: int, value: int) -> tuple[int, int]:
     """Reads the rest of an integer that its prefix has no room for."""
+    if block[position] < 0x80:
+        return value + block[position], position + 1
     for shift in range(0, 7 * _MAX_INTEGER_BYTES, 7):
         byte = block[position]
         position += 1
@@ -146,7 +150,12 @@ def _text(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tupl
 
 def field(name: bytes, value: bytes) -> bytes:
     """Encodes a field as a literal that no table remembers (section 6.2.2)."""
-    return b"".join((b"\x00", _length(len(name)), name, _length(len(value)), value))
+    return b"".join((b"\x00", length(len(name)), name, length(len(value)), value))
+
+
+def name(text: bytes) -> bytes:
+    """Encodes the begin of a field, before its value's length, as `field` does."""
+    return b"".join((b"\x00", length(len(text)), text))
 
 
 def status(code: int) -> bytes:
@@ -156,7 +165,8 @@ def status(code: int) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _length(size: int) -> bytes:
+def length(size: int) -> bytes:
+    """Encodes the length of a string that is no Huffman code."""
     if size < 0x7F:
         return bytes((size,))
     size -= 0x7F
@@ -227,10 +237,10 @@ class _Huffman:
             code += 1
         self._nodes: list[_Node] = [[None] * 256 for _ in self._branches]
         self._numbers = {id(node): number for number, node in enumerate(self._nodes)}
-        number, self._paddings = 0, [self._nodes[0]]
+        number, self._ends = 0, {id(self._nodes[0])}
         for _ in range(7):  # a string is filled up with ones, fewer than a byte
             number = self._branches[number][1]
-            self._paddings.append(self._nodes[number])
+            self._ends.add(id(self._nodes[number]))
 
     def _place(self, symbol: int, code: int, length: int) -> None:
         number = 0
@@ -248,14 +258,25 @@ class _Huffman:
         Raises:
             HpackError: It has the code of the end, or ends within a code.
         """
-        node, pieces = self._nodes[0], []
-        for byte in text:
-            step = node[byte] or self._step(node, byte)
-            pieces.append(step[0])
-            node = step[1]
-        if not any(node is padding for padding in self._paddings):
+        node: Any = self._nodes[0]
+        pieces: list[bytes] = []
+        append = pieces.append
+        try:
+            for byte in text:
+                piece, node = node[byte]
+                append(piece)
+        except TypeError:  # a step that is not worked out yet
+            self._walk(text)
+            return self.decode(text)
+        if id(node) not in self._ends:
             raise HpackError("a string ends within a code")
         return b"".join(pieces)
+
+    def _walk(self, text: bytes) -> None:
+        """Works out the steps that a string takes."""
+        node = self._nodes[0]
+        for byte in text:
+            node = (node[byte] or self._step(node, byte))[1]
 
     def _step(self, node: _Node, byte: int) -> _Step:
         number, found = self._numbers[id(node)], bytearray()

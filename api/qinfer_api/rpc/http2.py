@@ -219,7 +219,8 @@ class Connection(asyncio.Protocol):
     def _read_headers(self, flags: int, number: int, data: bytes, begin: int, stop: int) -> None:
         if not number & 1:
             raise ConnectionFault(frames.PROTOCOL_ERROR, f"HEADERS on stream {number}")
-        begin, stop = frames.unpadded(flags, data, begin, stop)
+        if flags & (frames.PADDED | frames.HAS_PRIORITY):
+            begin, stop = frames.unpadded(flags, data, begin, stop)
         if flags & frames.END_HEADERS:
             self._read_block(number, data[begin:stop], is_ended=bool(flags & frames.END_STREAM))
         else:
@@ -242,10 +243,13 @@ class Connection(asyncio.Protocol):
     def _read_block(self, number: int, block: bytes, *, is_ended: bool) -> None:
         """Reads a whole header block: that of a new request, or the trailers of one."""
         head = self._heads.get(block)
-        fields, literals = self._decoder.decode(block) if head is None else (None, [])
-        has_room = len(self._heads) < _CACHED_BLOCKS and len(block) <= _CACHED_BLOCK_BYTES
-        is_cached = has_room and self._generation == self._decoder.generation
-        if self._generation != self._decoder.generation:
+        if head is not None and number > self._last:
+            self._last = number
+            self._open(number, head, is_ended=is_ended)
+            return
+        fields, literals = self._decoder.decode(block)
+        is_stable = self._generation == self._decoder.generation
+        if len(self._heads) >= _CACHED_BLOCKS or not is_stable:
             self._generation = self._decoder.generation
             self._heads.clear()
         if number <= self._last:
@@ -253,15 +257,14 @@ class Connection(asyncio.Protocol):
             return
         self._last = number
         try:
-            if head is None:
-                frames.check_fields(fields or () if self._is_tainted else literals)
-                head = self.service.read_head(fields)
+            frames.check_fields(fields or () if self._is_tainted else literals)
+            head = self.service.read_head(fields)
         except Malformed as error:
             self._is_tainted = True
             self._count_idle(str(error))
             self._write_reset(number, frames.PROTOCOL_ERROR)
             return
-        if is_cached:
+        if is_stable and len(block) <= _CACHED_BLOCK_BYTES:
             self._heads[block] = head
         self._open(number, head, is_ended=is_ended)
 
@@ -395,8 +398,10 @@ class Connection(asyncio.Protocol):
         if not stream.is_ended:
             self._write_reset(stream.number, frames.NO_ERROR)  # the rest of the request is not wanted
         self._drop(stream)
-        self._allowance = min(self._allowance + _PROGRESS, self.service.limits.idle_frames)
-        self._close_if_done()
+        if self._allowance < self.service.limits.idle_frames:
+            self._allowance += _PROGRESS
+        if self._last_taken < frames.LAST_STREAM:
+            self._close_if_done()
 
     def abandon(self, stream: Stream, code: int) -> None:
         """Ends a stream without its reply."""
@@ -414,7 +419,8 @@ class Connection(asyncio.Protocol):
 
     def _drop(self, stream: Stream) -> None:
         stream.is_closed = stream.is_ended = True
-        self.output.forget(stream)
+        if stream.queue:
+            self.output.forget(stream)
         if self._streams.pop(stream.number, None) is not None:
             stream.closed()
 

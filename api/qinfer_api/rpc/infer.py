@@ -19,6 +19,7 @@ from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import (
     Decoded,
     Message,
+    Repetitions,
     decode_infer,
     encode_infer,
     encode_streamed,
@@ -123,6 +124,7 @@ class Infer:
         self._memory = services.codec.memory
         self._reads_memory = services.codec.reads_memory
         self._max_input_bytes = services.settings.http.max_input_bytes
+        self._repetitions = Repetitions()
         self.streams: set[_Stream] = set()
 
     def methods(self) -> dict[str, Method]:
@@ -177,12 +179,20 @@ class Infer:
         Raises:
             QinferError: It is refused.
         """
+        decoded = self._repetitions.decode(blob)
+        if decoded is not None:
+            try:
+                return self._submit(self._completed(decoded, call), call, sink)
+            except QinferError as error:
+                raise self._refused(decoded.request.model, decoded.version, error) from None
         message = parse_infer(blob)
         sink.client_id = message.fields.id
         try:
-            return self._submit(self._decode(message, call), call, sink)
+            decoded = self._decode(message)
+            self._repetitions.learn(blob, message, decoded)
+            return self._submit(self._completed(decoded, call), call, sink)
         except QinferError as error:
-            raise self._refused(message, error) from None
+            raise self._refused(message.fields.model_name, message.fields.model_version, error) from None
 
     async def submit_slowly(self, blob: Bytes, call: Call, sink: InferSink) -> Pending:
         """Does what `submit` does, and decodes and checks the request off the event loop."""
@@ -191,7 +201,7 @@ class Infer:
         try:
             return self._submit(await asyncio.to_thread(self._decode_and_check, message, call), call, sink)
         except QinferError as error:
-            raise self._refused(message, error) from None
+            raise self._refused(message.fields.model_name, message.fields.model_version, error) from None
 
     def encode(self, response: Response, sink: InferSink) -> list[Bytes]:
         """Encodes a response that carries outputs as a ModelInferResponse, in pieces.
@@ -201,9 +211,12 @@ class Infer:
         """
         return encode_infer(response, sink.client_id, sink.plan, self._memory)
 
-    def _decode(self, message: Message, call: Call) -> Decoded:
+    def _decode(self, message: Message) -> Decoded:
         memory = self._memory
-        decoded = decode_infer(message, memory.limited(self._max_input_bytes) if memory.allowed else memory)
+        return decode_infer(message, memory.limited(self._max_input_bytes) if memory.allowed else memory)
+
+    def _completed(self, decoded: Decoded, call: Call) -> Decoded:
+        """Returns a decoded request with what is not in its inputs: its version, and the metadata that goes along."""
         request = decoded.request
         if decoded.version:
             request.version = parse_version(decoded.version)
@@ -213,7 +226,7 @@ class Infer:
         return decoded
 
     def _decode_and_check(self, message: Message, call: Call) -> Decoded:
-        decoded = self._decode(message, call)
+        decoded = self._completed(self._decode(message), call)
         request = decoded.request
         self.dispatcher.check(request, self.dispatcher.resolve(request.model, request.version))
         return decoded
@@ -225,12 +238,12 @@ class Infer:
         sink.plan, sink.empty_final = plan, decoded.empty_final
         return self.dispatcher.submit(call.context, request, sink, call.time_remaining())
 
-    def _refused(self, message: Message, error: QinferError) -> QinferError:
+    def _refused(self, model: str, asked: str, error: QinferError) -> QinferError:
         """Counts a request that is refused, and returns the error for its client."""
         version = 0
         with contextlib.suppress(QinferError):
-            version = parse_version(message.fields.model_version) if message.fields.model_version else 0
-        return self.dispatcher.refuse(message.fields.model_name, version, error)
+            version = parse_version(asked) if asked else 0
+        return self.dispatcher.refuse(model, version, error)
 
 
 MAX_IN_FLIGHT = 1000

@@ -45,6 +45,7 @@ MAX_UNSENT_BYTES = 256 * 1024
 
 _PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
 _OK = hpack.field(b"grpc-status", b"0")
+_HEAD_WITH_ID = HEAD + hpack.name(b"qinfer-request-id")
 
 _TOO_LATE = "the message did not come in time"
 _NO_MEMORY = (
@@ -236,6 +237,10 @@ class Call(Stream):
             size = len(data) - _PREFIX_BYTES
             if self._body is None and not self._prefix and size >= 0 and int.from_bytes(data[1:5]) == size:
                 self._check_size(size)
+                if self.is_ended and data[0] == 0 and not (self._has_begun or self._messages):
+                    self._is_reading = False
+                    self._begin(data[_PREFIX_BYTES:])
+                    return
                 self._arrived(_Message(data[_PREFIX_BYTES:], data[0] != 0, None))
             elif data:
                 self._collect(data)
@@ -390,6 +395,9 @@ class Call(Stream):
 
     def _forget_messages(self) -> None:
         """Drops what was received and not read, and gives its memory back."""
+        if not self._messages and self._reservation is None:
+            self._body = None
+            return
         reservations = [self._reservation, *(message.reservation for message in self._messages)]
         self._messages.clear()
         self._body = self._reservation = None
@@ -492,7 +500,8 @@ class Call(Stream):
 
     def _initial(self) -> bytes:
         """Returns the header block of the reply."""
-        return HEAD + hpack.field(b"qinfer-request-id", header_value(self.request_id or self._server.new_id()))
+        name = header_value(self.request_id or self._server.new_id())
+        return b"".join((_HEAD_WITH_ID, hpack.length(len(name)), name))
 
     def end(self) -> None:
         """Ends a stream well."""

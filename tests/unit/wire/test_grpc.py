@@ -11,8 +11,10 @@ from tritonclient.grpc._utils import _get_inference_request
 from qinfer.core.messages import Response, Sequence
 from qinfer.errors import InvalidRequest, UnsupportedFeature
 from qinfer.tensors import Bytes, Tensor, from_numpy, pack_bytes, to_numpy
+from qinfer.wire import kserve_grpc
 from qinfer.wire.kserve_grpc import (
     Decoded,
+    Repetitions,
     decode_infer,
     encode_infer,
     encode_streamed,
@@ -359,3 +361,77 @@ def test_streamed_errors_name_their_request() -> None:
     reply = pb.ModelStreamInferResponse.FromString(encode_streamed_error("broken", "i"))
 
     assert (reply.error_message, reply.infer_response.id) == ("broken", "i")
+
+
+def test_messages_that_differ_in_their_data_are_decoded_alike() -> None:
+    """Whoever reads them: protobuf, or what it left behind."""
+    repetitions = Repetitions()
+    for number in range(4):
+        message = pb.ModelInferRequest(model_name="m", model_version="2", raw_input_contents=[bytes([number]) * 8])
+        message.inputs.add(name="x", datatype="UINT8", shape=[1, 8])
+        message.outputs.add(name="y")
+        blob = message.SerializeToString()
+        parsed = parse_infer(blob)
+        decoded = decode_infer(parsed, NO_REGIONS)
+
+        assert repetitions.decode(blob) == (decoded if number > 1 else None)
+        repetitions.learn(blob, parsed, decoded)
+
+
+@pytest.mark.parametrize("special", ["id", "parameter", "two inputs", "typed", "no data"])
+def test_special_messages_are_not_remembered(special: str) -> None:
+    repetitions = Repetitions()
+    message = pb.ModelInferRequest(model_name="m")
+    message.inputs.add(name="x", datatype="FP32", shape=[1])
+    if special == "id":
+        message.id = "mine"
+    elif special == "parameter":
+        message.parameters["a"].int64_param = 1
+    elif special == "two inputs":
+        message.inputs.add(name="x2", datatype="FP32", shape=[1])
+    if special == "typed":
+        message.inputs[0].contents.fp32_contents.append(1.0)
+    else:
+        data = b"" if special == "no data" else bytes(4)
+        message.raw_input_contents.extend([data] * len(message.inputs))
+    blob = message.SerializeToString()
+    for _ in range(3):
+        parsed = parse_infer(blob)
+        repetitions.learn(blob, parsed, decode_infer(parsed, NO_REGIONS))
+
+    assert repetitions.decode(blob) is None
+
+
+def test_data_that_only_seems_to_end_a_message_is_not_taken_for_it() -> None:
+    """Fields may come in any order: here the data comes first, and the name of the model ends like it."""
+    repetitions = Repetitions()
+    data = b"modl"
+    last = pb.ModelInferRequest(raw_input_contents=[data]).SerializeToString()
+    begin = pb.ModelInferRequest()
+    begin.inputs.add(name="x", datatype="UINT8", shape=[4])
+    name = last.decode()
+    blob = last + begin.SerializeToString() + pb.ModelInferRequest(model_name=name).SerializeToString()
+    for _ in range(3):
+        parsed = parse_infer(blob)
+        repetitions.learn(blob, parsed, decode_infer(parsed, NO_REGIONS))
+
+    assert repetitions.decode(blob) is None
+    assert decode_infer(parse_infer(blob), NO_REGIONS).request.model == name
+
+
+def test_there_is_an_end_of_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients choose the shapes, as many as they like."""
+    monkeypatch.setattr(kserve_grpc, "_MAX_REMEMBERED", 3)
+    repetitions = Repetitions()
+    known = 0
+    for size in range(1, 10):
+        message = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(size)])
+        message.inputs.add(name="x", datatype="UINT8", shape=[size])
+        blob = message.SerializeToString()
+        for _ in range(2):
+            parsed = parse_infer(blob)
+            repetitions.learn(blob, parsed, decode_infer(parsed, NO_REGIONS))
+        assert repetitions.decode(blob) is not None
+        known = len(repetitions._known)
+
+    assert known <= 3
