@@ -27,10 +27,31 @@ class Frame(NamedTuple):
     payload: bytes
 
 
-class Wire:
+class Requests:
+    """Encodes the requests of one connection."""
+
+    def __init__(self) -> None:
+        self.encoder: hpack.Encoder = hpack.Encoder()
+
+    def block(self, path: str = "/t.T/Echo", *extra: tuple[str, str], **pseudo: str) -> bytes:
+        """Encodes the head of a call, with other pseudo-header fields than usual and extra fields."""
+        fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "a")]
+        fields = [(name, pseudo.get(name[1:], value)) for name, value in fields]
+        return self.encoder.encode([*fields, ("content-type", "application/grpc"), ("te", "trailers"), *extra])
+
+    def headers(self, number: int, block: bytes, flags: int = frames.END_HEADERS) -> bytes:
+        return frames.frame(HEADERS, flags, number, block)
+
+    def call(self, number: int, message: bytes, path: str = "/t.T/Echo") -> bytes:
+        """Returns the frames of a call of one message."""
+        return self.headers(number, self.block(path)) + data_frame(number, message)
+
+
+class Wire(Requests):
     """A client of a connection, without a network: sends bytes, and reads the frames that the server writes.
 
-    The server has the methods `/t.T/Echo`, `/t.T/Hang`, which never answers, and `/t.T/Deny`, which nobody may call.
+    The server has the methods `/t.T/Echo`, `/t.T/Chat`, which echoes a stream of messages, `/t.T/Hang`, which never
+    answers, and `/t.T/Deny`, which nobody may call.
 
     Attributes:
         server: The server.
@@ -38,17 +59,16 @@ class Wire:
         written: What it has written since the last `read`.
         is_closed: It has closed the connection.
         is_reading_paused: It reads nothing at the moment.
-        encoder: Encodes the client's header blocks.
         decoder: Decodes the server's.
     """
 
     def __init__(self, limits: Limits = LIMITS, budget_bytes: int = 10**9) -> None:
+        super().__init__()
         self.server = Server(METHODS, limits, ReceivingBudget(budget_bytes))
         self.server.new_id = lambda: "the-id"
         self.connection = Connection(self.server)
         self.written = bytearray()
         self.is_closed = self.is_reading_paused = False
-        self.encoder: hpack.Encoder = hpack.Encoder()
         self.decoder = hpack.Decoder()
         self.connection.connection_made(self)  # type: ignore[arg-type]  # what it uses of a transport is here
 
@@ -93,19 +113,6 @@ class Wire:
             del self.written[: 9 + size]
         return found
 
-    def block(self, path: str = "/t.T/Echo", *extra: tuple[str, str], **pseudo: str) -> bytes:
-        """Encodes the head of a call, with other pseudo-header fields than usual and extra fields."""
-        fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "a")]
-        fields = [(name, pseudo.get(name[1:], value)) for name, value in fields]
-        return self.encoder.encode([*fields, ("content-type", "application/grpc"), ("te", "trailers"), *extra])
-
-    def headers(self, number: int, block: bytes, flags: int = frames.END_HEADERS) -> bytes:
-        return frames.frame(HEADERS, flags, number, block)
-
-    def call(self, number: int, message: bytes, path: str = "/t.T/Echo") -> bytes:
-        """Returns the frames of a call of one message."""
-        return self.headers(number, self.block(path)) + data_frame(number, message)
-
     def fields(self, block: bytes) -> dict[str, str]:
         """Decodes a header block of the server's."""
         return {str(name): str(value) for name, value in self.decoder.decode(block)}
@@ -144,6 +151,12 @@ def _hang(call: Call, _: Any) -> None:
     call.on_cancel = lambda: cancelled.append(call.number)
 
 
+async def _chat(call: Call) -> None:
+    while (message := await call.read()) is not None:
+        await call.write((message,))
+    call.end()
+
+
 def _refuse(_: Any) -> None:
     raise Abort("UNAUTHENTICATED", "100 % no «key»")
 
@@ -152,6 +165,7 @@ METHODS = {
     "/t.T/Echo": Method(lambda _: None, _echo, False, MAX_MESSAGE_BYTES),
     "/t.T/Hang": Method(lambda _: None, _hang, False, MAX_MESSAGE_BYTES),
     "/t.T/Deny": Method(_refuse, _echo, False, MAX_MESSAGE_BYTES),
+    "/t.T/Chat": Method(lambda _: None, lambda call, _: call.run(_chat(call)), True, MAX_MESSAGE_BYTES),
 }
 
 

@@ -1,7 +1,6 @@
 """The rules of an HTTP/2 connection, frame by frame: what is answered, resets a stream, or ends the connection."""
 
 import asyncio
-import random
 import struct
 from collections.abc import Iterator
 
@@ -10,7 +9,6 @@ import pytest
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import Limits
 from tests.support.http2 import (
-    CONTINUATION,
     DATA,
     GOAWAY,
     HEADERS,
@@ -54,34 +52,6 @@ async def test_a_call_is_answered(wire: Wire) -> None:
     assert body.payload == prefixed(b"hello")
     assert trailers.flags & frames.END_STREAM
     assert wire.fields(trailers.payload) == {"grpc-status": "0"}
-
-
-@pytest.mark.parametrize("seed", range(20))
-async def test_any_split_of_the_bytes_gives_the_same(seed: int) -> None:
-    chosen = random.Random(seed)
-    whole, pieces = Wire(), Wire()
-    encoder = Wire()
-    sent = frames.PREFACE + settings_frame((frames.INITIAL_WINDOW_SIZE, 200_000))
-    for number in range(1, 2 * chosen.randrange(2, 12), 2):
-        block = encoder.block("/t.T/Echo", ("x-id", str(chosen.random())))
-        cut = chosen.randrange(len(block) + 1)
-        sent += encoder.headers(number, block[:cut], 0)
-        sent += frames.frame(CONTINUATION, frames.END_HEADERS, number, block[cut:])
-        message = prefixed(chosen.randbytes(chosen.randrange(5000)))
-        cut = chosen.randrange(len(message) + 1)
-        sent += frames.frame(DATA, 0, number, message[:cut])
-        sent += frames.frame(DATA, frames.END_STREAM | frames.PADDED, number, b"\3" + message[cut:] + b"\0\0\0")
-
-    whole.send(sent)
-    position = 0
-    while position < len(sent):
-        step = chosen.randrange(1, 40)
-        pieces.send(sent[position : position + step])
-        position += step
-
-    expected = [frame for frame in whole.read() if frame.kind in (HEADERS, DATA)]
-    assert [frame for frame in pieces.read() if frame.kind in (HEADERS, DATA)] == expected
-    assert len(expected) >= 6
 
 
 @pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"PRI * HTTP/2.0\r\n\r\nXX"])
