@@ -22,6 +22,7 @@ from hiredis import ProtocolError, Reader, ReplyError, pack_command
 from qinfer.core.retry import Backoff
 from qinfer.core.settings import RedisSettings
 from qinfer.errors import BrokerUnavailable, DeliveryError, QinferError, QueueFull, SettingsError
+from qinfer.queue import MINIMUM_VERSION
 from qinfer.queue.address import Address, Sentinels
 from qinfer.tensors import Bytes
 
@@ -284,8 +285,6 @@ class Connection(asyncio.Protocol):
             return
         self._watchdog = self._loop.call_later(self._timeout_s - quiet_s, self._watch)
 
-
-MINIMUM_VERSION = (6, 2)
 
 _BACKOFF_S = (0.05, 2.0)
 _UNREACHABLE = "redis can't be reached"

@@ -12,7 +12,7 @@ from redis.exceptions import NoPermissionError, RedisClusterException, RedisErro
 
 from qinfer.cli.checks.report import Finding, ok, problem, warning
 from qinfer.core.settings import RedisSettings
-from qinfer.queue.connection import MINIMUM_VERSION
+from qinfer.queue import MINIMUM_VERSION
 
 SKEW_WARNING_S = 1.0
 SKEW_PROBLEM_S = 300.0

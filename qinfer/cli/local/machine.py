@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from qinfer.core.settings import Settings
 from qinfer.errors import SettingsError
+
+if TYPE_CHECKING:
+    from qinfer.core.settings import Settings
 
 CHOSEN_PORTS = range(16384, 32768)
 """A free port is one of these, if possible: the kernel gives the higher ones to outgoing connections, which could take
@@ -60,7 +62,7 @@ class GatewayAddress(NamedTuple):
     option: str = "--http-port"
 
 
-def gateway_addresses(settings: Settings) -> list[GatewayAddress]:
+def gateway_addresses(settings: "Settings") -> list[GatewayAddress]:
     """Returns the addresses of HTTP, gRPC and metrics, where they are enabled; that of HTTP is the others' default."""
     host = settings.http.host
     found = [GatewayAddress(host, settings.http.port, "--http-port")]

@@ -118,7 +118,8 @@ def up(
     A crashed process is restarted. Ctrl-C drains: accepted requests are answered first. A second Ctrl-C
     ends at once. The queue survives both, and kill -9.
     """
-    from qinfer.cli.local.deployment import UpOptions, run_deployment
+    from qinfer.cli.local.deployment import run_deployment
+    from qinfer.cli.local.plan import UpOptions
 
     if load_model and model_control_mode != "explicit":
         raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from qinfer import __version__
 from qinfer.cli import client
-from qinfer.cli.local.deployment import example_line
+from qinfer.cli.local.preparation import example_line
 from qinfer.cli.main import app
 from qinfer.client import InferResult, ModelMetadata, TensorMetadata
 from qinfer.core.messages import Response

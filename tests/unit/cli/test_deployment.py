@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qinfer.cli.local.deployment import allowed_stores, jobs_line, why_no_bulk_worker
+from qinfer.cli.local.preparation import allowed_stores, jobs_line, why_no_bulk_worker
 from qinfer.core.settings import BulkSettings, RedisSettings, Settings, StoreSettings
 from qinfer.errors import SettingsError
 

@@ -1,0 +1,292 @@
+"""The preparation of `qinfer up`, and its summary: the settings, the repositories, the first look at Redis and gateway.
+
+All that needs redis-py, numpy, httpx and pydantic is here, and runs in a process that ends when the models are loaded
+(`qinfer.cli.local.preparer`), so that the supervisor stays small.
+"""
+
+import contextlib
+import importlib.util
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from qinfer import __version__
+from qinfer.cli.client import GatewayClient
+from qinfer.cli.inputs import concrete, zeros
+from qinfer.cli.local.machine import check_repository, gateway_addresses, local_url, repository_places
+from qinfer.cli.local.plan import Launch, Plan, Ports, Progress, Sections, UpOptions
+from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, with_url
+from qinfer.client import ModelMetadata, TensorMetadata
+from qinfer.client.flows import model_path
+from qinfer.core.api_keys import check_exposure
+from qinfer.core.settings import PREFIX, Settings, load_settings
+from qinfer.core.store_urls import normalised
+from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
+from qinfer.jobs.tasks import broker_of
+from qinfer.models.state import State
+from qinfer.tensors import element_count
+
+_FOR_JOBS = ("celery", "pyarrow")
+
+
+class Preparation:
+    """Everything that `qinfer up` does with its settings, and with Redis and the gateway as their client.
+
+    Args:
+        options: The options.
+
+    Attributes:
+        settings: The settings of the environment and the options.
+
+    Raises:
+        SettingsError: An option or setting can't work.
+    """
+
+    def __init__(self, options: UpOptions) -> None:
+        settings = load_settings()
+        self._options = replace(options, settings=completed(options, settings))
+        self.settings = with_sections(settings, self._options.settings)
+        self._overview = Overview(models=(), lanes=(), workers=())
+
+    def plan(self) -> Plan:
+        """Checks the settings, and returns those that supervision needs.
+
+        Raises:
+            SettingsError: There is no such repository, or the gateway would be open to strangers.
+        """
+        settings = self.settings
+        for place in settings.repository.path.split(","):
+            check_repository(place)
+        check_exposure(settings.auth, settings.http.host)
+        return Plan(
+            addresses=gateway_addresses(settings),
+            gateway_drain_s=settings.http.drain_s,
+            worker_drain_s=settings.worker.drain_s,
+        )
+
+    def begin(self, redis_url: str, ports: Ports) -> Launch:
+        """Writes the desired state of the models to Redis, before the programs start.
+
+        Args:
+            redis_url: The URL of the Redis with the queue.
+            ports: The gateway's ports.
+
+        Raises:
+            BrokerUnavailable: Redis can't be reached.
+            SettingsError: A repository can't be read, or has no model of a name to load.
+        """
+        self.settings = self.settings.model_copy(update={"redis": with_url(self.settings.redis, redis_url)})
+        run_start(self.settings.redis, self.settings.repository)
+        url = local_url(self.settings.http.host, ports.http, tls=bool(self.settings.http.tls_certfile))
+        self._client = GatewayClient(url, verify=False)
+        return Launch(
+            url=url,
+            variables=self._variables(redis_url, ports),
+            no_bulk=why_no_bulk_worker(self.settings, redis_url),
+        )
+
+    def look(self, least: int, up_s: float) -> Progress:
+        """Looks how far workers and gateway are.
+
+        Args:
+            least: The number of workers that are always running.
+            up_s: Seconds since the start; workers of an earlier one do not count.
+        """
+        # While Redis can't be reached, the last overview is kept.
+        with contextlib.suppress(BrokerUnavailable):
+            self._overview = run_overview(self.settings.redis, max_up_s=up_s + 1.0)
+        # Without a worker nobody reports on the models, and models that need none are ready.
+        pending = sum(m.pending and (bool(least) or m.state is not State.READY) for m in self._overview.models)
+        return Progress(pending=pending, workers=len(self._overview.workers), is_live=self._client.is_live())
+
+    def summary(self, launch: Launch, ports: Ports, workers: str) -> list[Text]:
+        """Returns the lines that say what is running, as `look` saw it last.
+
+        Args:
+            launch: The values with which the programs started.
+            ports: The gateway's ports.
+            workers: The number of workers, in words.
+        """
+        models = self._overview.models
+        facts = [
+            _fact("URL", (launch.url, "bold cyan"), ("   /docs and /metrics too", "dim")),
+            *self._other_ports(ports),
+            *_models(models),
+            _fact("Workers", workers),
+            _fact("Jobs", jobs_line(self.settings, launch.no_bulk)),
+            _fact("Data", self._where()),
+            _fact("Stop", "Ctrl-C", ("   answers what was accepted first; twice: at once", "dim")),
+        ]
+        ready = next((m.name for m in models if m.state is State.READY), None)
+        # An example is not worth a failure.
+        with contextlib.suppress(QinferError):
+            if ready:
+                facts += [Text(), _fact("Try", (example_line(launch.url, self._client.metadata(ready)), "green"))]
+        return [Text("  ") + line if line else line for line in [Text(), _title(models), Text(), *facts, Text()]]
+
+    def _other_ports(self, ports: Ports) -> Iterator[Text]:
+        """Yields the addresses of gRPC and metrics, where they are enabled."""
+        settings = self.settings
+        if ports.grpc:
+            address = local_url(settings.grpc.host or settings.http.host, ports.grpc)
+            yield _fact("gRPC", (address.partition("//")[2], "cyan"))
+        if ports.metrics:
+            address = local_url(settings.metrics.host or settings.http.host, ports.metrics)
+            yield _fact("Metrics", (f"{address}/metrics", "cyan"))
+
+    def _variables(self, redis_url: str, ports: Ports) -> dict[str, str]:
+        sections = {name: dict(of) for name, of in self._options.settings.items()}
+        sections["redis"]["url"] = redis_url
+        for name, port in ports._asdict().items():
+            sections[name]["port"] = port
+        values = {f"{section}__{name}": value for section, of in sections.items() for name, value in of.items()}
+        values["allow_client_shm"] = self._options.allow_client_shm
+        return {
+            f"{PREFIX}{name}".upper(): value if isinstance(value, str) else json.dumps(value)
+            for name, value in values.items()
+        }
+
+    def _where(self) -> str:
+        if self._options.redis_url:
+            return "the Redis of --redis"
+        return f"{self._options.data_dir}/ (kept over restarts, crashes and kill -9)"
+
+
+def completed(options: UpOptions, settings: Settings) -> Sections:
+    """Returns the values that `qinfer up` and its programs use in place of the environment's.
+
+    Args:
+        options: The options.
+        settings: The settings of the environment.
+
+    Raises:
+        SettingsError: A location of --allow-store is none.
+    """
+    given = settings.repository
+    repository = {name: getattr(given, name) for name in ("path", "overlay", "load_models", "min_workers")}
+    repository |= {name: value for name, value in options.settings["repository"].items() if value not in ("", ())}
+    repository["path"] = ",".join(repository_places(repository["path"]))
+    if not repository["overlay"] and not options.redis_url and repository["control_mode"] == "explicit":
+        repository["overlay"] = str((options.data_dir / "overlay").resolve())
+    if options.autoscale and options.autoscale[0] == 0:
+        repository["min_workers"] = 0
+    stores = {"allow": allowed_stores(options.settings["stores"]["allow"], settings)}
+    return {**options.settings, "repository": repository, "stores": stores}
+
+
+def with_sections(settings: Settings, sections: Sections) -> Settings:
+    """Returns the settings with other values."""
+    changed = {name: getattr(settings, name).model_copy(update=dict(of)) for name, of in sections.items()}
+    return settings.model_copy(update=changed)
+
+
+def scaling_settings(options: UpOptions, redis_url: str) -> Settings:
+    """Returns the settings of the autoscaler within `qinfer up`."""
+    assert options.autoscale is not None
+    least, most = options.autoscale
+    settings = Preparation(options).settings
+    settings = with_sections(settings, {"autoscale": {"min_workers": least, "max_workers": most}})
+    return settings.model_copy(update={"redis": with_url(settings.redis, redis_url)})
+
+
+def allowed_stores(given: Sequence[str], settings: Settings) -> tuple[str, ...]:
+    """Returns the locations that jobs may read and write: those of the options, and of the setting.
+
+    Args:
+        given: URLs such as s3://bucket/folder, and directories of this machine.
+        settings: The settings, for `stores.allow`.
+
+    Raises:
+        SettingsError: A location is neither.
+    """
+    urls = [place if "://" in place else f"file://{Path(place).resolve()}" for place in given]
+    try:
+        return tuple(dict.fromkeys([*map(normalised, urls), *settings.stores.allow]))
+    except SettingsError as error:
+        raise SettingsError(f"--allow-store: {error.message}") from None
+
+
+def why_no_bulk_worker(settings: Settings, redis_url: str) -> str:
+    """Returns the reason or the remedy if there is no bulk worker; empty = one can run.
+
+    Args:
+        settings: The settings.
+        redis_url: The URL of the Redis with the queue.
+    """
+    if not settings.bulk.enabled:
+        return "QINFER_BULK__ENABLED is false"
+    if not settings.stores.allow:
+        return "allow a location to read and write: --allow-store ./data"
+    if missing := [name for name in _FOR_JOBS if importlib.util.find_spec(name) is None]:
+        return f"{' and '.join(missing)} is not installed: pip install 'qinfer-ml[bulk]'"
+    try:
+        broker_of(settings.model_copy(update={"redis": with_url(settings.redis, redis_url)}))
+    except SettingsError as error:
+        return error.message
+    return ""
+
+
+def jobs_line(settings: Settings, no_worker: str) -> str:
+    """Returns the text about bulk jobs in the summary.
+
+    Args:
+        settings: The settings, with the allowed locations.
+        no_worker: The reason why there is no bulk worker; empty = there is one.
+    """
+    return f"off; {no_worker}" if no_worker else f"within {', '.join(settings.stores.allow)}"
+
+
+INLINE_ELEMENTS = 16
+"""Larger example tensors are made by a shell pipe instead of being written out."""
+
+
+def example_line(url: str, model: ModelMetadata) -> str:
+    """Returns a short shell line that sends zeros to a model, whatever the size of its inputs."""
+    # JSON can't carry these datatypes.
+    if any(i.datatype in {"FP16", "BF16"} for i in model.inputs):
+        inputs = " ".join(f"--input {shlex.quote(i.name)}=zeros" for i in model.inputs)
+        return f"qinfer infer {shlex.quote(model.name)} --url {url} {inputs}"
+    body = shlex.quote(json.dumps({"inputs": [_input(i) for i in model.inputs]}))
+    for tensor in model.inputs:
+        count = element_count(concrete(tensor.shape))
+        body = body.replace(f'"{_placeholder(count)}"', f"['$(yes 0 | head -n {count} | paste -sd, -)']")
+    return f"curl -s {url}{model_path(model.name)}/infer -d {body}"
+
+
+def _title(models: Sequence[ModelRow]) -> Text:
+    others = sum(model.state is not State.READY for model in models)
+    state = ("is ready", "") if not others else (f"is running; models that are not ready: {others}", "yellow")
+    return Text.assemble(("qinfer", "bold"), f" {__version__} ", state)
+
+
+def _models(models: Sequence[ModelRow]) -> Iterator[Text]:
+    ready = sum(model.state is State.READY for model in models)
+    yield _fact("Models", f"{ready} of {len(models)} ready" if models else "none are to be loaded")
+    for model in models:
+        style = {State.READY: "green", State.UNAVAILABLE: "red"}.get(model.state, "yellow")
+        name = f"{model.name} {model.version or ''}".rstrip()
+        yield _fact("", f"{name:<24} ", (f"{model.state.value:<12}", style), model.reason)
+
+
+def _fact(label: str, *parts: str | tuple[str, str]) -> Text:
+    return Text.assemble((f"{label:<9}", "dim"), *parts)
+
+
+def _input(tensor: TensorMetadata) -> dict[str, Any]:
+    shape = concrete(tensor.shape)
+    count = element_count(shape)
+    data: object = _placeholder(count)
+    if tensor.datatype == "BYTES":
+        data = [""] * count
+    elif count <= INLINE_ELEMENTS:
+        data = zeros(tensor.datatype, shape).ravel().tolist()
+    return {"name": tensor.name, "shape": list(shape), "datatype": tensor.datatype, "data": data}
+
+
+def _placeholder(count: int) -> str:
+    return f"@zeros:{count}@"
