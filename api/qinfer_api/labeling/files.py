@@ -9,9 +9,8 @@ import base64
 import binascii
 import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
-
-import httpx
 
 import qinfer
 from qinfer.core.settings import LabelingSettings, StoreSettings, WebhookSettings
@@ -20,6 +19,9 @@ from qinfer.errors import InvalidRequest, PayloadTooLarge, Unreachable
 from qinfer.storage.open import store_for
 from qinfer_api.labeling.studio import LabelStudio
 from qinfer_api.requests.targets import MAX_URL_CHARACTERS, Resolve, Targets, Words
+
+if TYPE_CHECKING:
+    import httpx
 
 _DATA_URI = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 _KEPT_BY_STUDIO = "/data/"
@@ -118,6 +120,8 @@ class Files:
         return await self._studio.file(path_and_query, self._max_bytes)
 
     async def _from_host(self, url: str) -> bytes:
+        import httpx
+
         target = await self._targets.check(url)
         headers = {"host": target.url.netloc.decode("ascii")}
         at, named = target.url.copy_with(host=target.address), {"sni_hostname": target.host}
@@ -136,9 +140,11 @@ class Files:
             raise Unreachable(f"file host '{target.host}' can't be reached: {type(error).__name__}") from None
         return bytes(found)
 
-    def _client(self) -> httpx.AsyncClient:
+    def _client(self) -> "httpx.AsyncClient":
         """Returns the HTTP client, which few gateways need."""
         if self._http is None:
+            import httpx
+
             self._http = httpx.AsyncClient(
                 timeout=self._timeout_s,
                 trust_env=False,  # a proxy would connect to where the name leads by then

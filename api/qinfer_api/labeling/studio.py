@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import msgspec
 
 import qinfer
@@ -67,6 +66,8 @@ class LabelStudio:
         self._refreshing = asyncio.Lock()
         self._timeout_s = settings.call_timeout_s
         self._configs: dict[int, tuple[float, str]] = {}
+        import httpx
+
         self._http = httpx.AsyncClient(
             timeout=settings.call_timeout_s,
             trust_env=False,
@@ -194,6 +195,8 @@ class LabelStudio:
         authorization: str,
         max_bytes: int,
     ) -> tuple[int, bytes]:
+        import httpx
+
         headers = {"content-type": "application/json"} if body is not None else {}
         if authorization:
             headers["authorization"] = authorization
@@ -279,6 +282,8 @@ def check_address(settings: LabelingSettings) -> tuple[str, str]:
     Raises:
         SettingsError: The URL is none, or there is no token.
     """
+    import httpx
+
     token = settings.token.get_secret_value().strip()
     try:
         parsed = httpx.URL(settings.url)

