@@ -85,13 +85,14 @@ class Dispatcher:
         if self._auth is not None and context.principal is not None:
             self._auth.charge(context.principal)
 
-    def admit(self, served: Served, priority: int, timeout_s: float) -> Route:
+    def admit(self, served: Served, priority: int, timeout_s: float, asked_s: float = 0.0) -> Route:
         """Decides whether a request that the caller enqueues itself may wait; `submit` does it by itself.
 
         Args:
             served: The model version it is for.
             priority: The level it asks for.
             timeout_s: How long its answer is worth waiting for.
+            asked_s: The queue timeout that it asks for; 0 = none.
 
         Returns:
             Where it goes.
@@ -102,7 +103,7 @@ class Dispatcher:
         if self.draining:
             raise Overloaded("Server exiting")
         route = served.routes.of(priority)
-        self.submission.admit(served, route, timeout_s)
+        self.submission.admit(served, route, timeout_s, asked_s)
         return route
 
     def trace_of(self, context: Context, served: Served, name: Attributes) -> str:

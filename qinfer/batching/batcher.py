@@ -36,7 +36,7 @@ from qinfer.core.messages import Response
 from qinfer.errors import TIMED_OUT, DeadlineExceeded, QinferError
 from qinfer.models.spec import ModelSpec
 from qinfer.observe.stats import StatsTally
-from qinfer.queue.entries import DELAYED
+from qinfer.queue.entries import DELAYED, Lane
 
 
 class Bisection(deque[list[Pending]]):
@@ -141,6 +141,12 @@ class LentInstances:
 FETCH_LEAD_S = 0.003
 """How long before an execution's expected end the next batch is fetched: a few round trips to the broker."""
 
+LOOK_S = 0.002
+"""A fetch without a reply for so long waits for requests: there are none."""
+
+FIRST = "p1"
+"""The lane of the highest level, which is overtaken by none."""
+
 OVERDUE_S = 0.05
 """An execution later than expected by this, or by its expected duration if longer, gives back what waits behind it."""
 
@@ -222,8 +228,12 @@ class Batcher:
         self._lent = LentInstances()
         self._unanswered: list[Execution] = []
         self._rows_per_item = 1.0
+        self._asked_count = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._fetch_wait_s = self._ahead_until_s = NEVER_S
+        self._fetch_wait_s = self._ahead_until_s = self._look_until_s = NEVER_S
+        self._asked_at_s = NEVER_S
+        # Whether the last fetch since a batch was formed has left no request of a higher level.
+        self._has_looked = True
         self._fetchable, self._idle = asyncio.Event(), asyncio.Event()
         self.executing = self.completed = 0
         self.paused = False
@@ -269,35 +279,59 @@ class Batcher:
         item.delays = batching.policy(item.level).delay
 
     def admit(self, items: Sequence[Pending]) -> None:
-        """Takes items in, and runs what can run.
+        """Takes items in, and runs what can run; to be called without any, too, when a fetch has brought none.
 
         What has waited too long by a policy that delays is moved behind the others of its level, which may still be in
         the queue; it is not taken in.
         """
+        # As many as were asked for: there are probably more.
+        more = 0 < self._asked_count <= len(items)
+        self._asked_count = 0
+        self._has_looked, self._look_until_s, self._asked_at_s = not more, NEVER_S, NEVER_S
         if items and not self._rules.prefetch:
             items = self._delay(items)
         if items:
             self._rows_per_item = max(sum([item.rows for item in items]), 1) / len(items)
             self._pending.extend(items)
-        self._pump()
+        self._pump(more=more)
 
     async def fetchable(self) -> None:
         """Waits until more items are welcome."""
         await self._fetchable.wait()
 
+    def welcome(self, lanes: Sequence[Lane]) -> Sequence[Lane]:
+        """Returns those of the model's lanes, in order, from which to fetch now.
+
+        All, until the next batch is full; then those of higher priority than its last item.
+        """
+        if not self._can_be_overtaken or self._rules.may_grow(self._waiting_rows):
+            return lanes
+        last, names = self._last_lane, [lane.name for lane in lanes]
+        return lanes[: names.index(last)] if last in names else lanes
+
     def room(self) -> tuple[int, float]:
         """Tells how many entries to fetch now, and for how many seconds to wait for the first (maybe `NEVER_S`)."""
         batches = max(self._idle_count(), 1)
         if not self._rules.merge:
-            return max(batches - len(self._pending), 1), self._fetch_wait_s
-        rows = batches * self._rules.max_rows - sum(item.rows for item in self._pending)
-        return max(int(rows / self._rows_per_item), 1), self._fetch_wait_s
+            count = max(batches - len(self._pending), 1)
+        else:
+            rows = batches * self._rules.max_rows
+            if self._rules.may_grow(self._waiting_rows) or not self._can_be_overtaken:
+                rows -= self._waiting_rows
+            count = max(int(rows / self._rows_per_item), 1)
+        self._asked_count, self._asked_at_s = count, self._clock.now_s()
+        return count, self._fetch_wait_s
 
     def speed_rps(self) -> float:
-        """Returns how many requests a second all instances can execute in full batches; 0 = not known yet."""
+        """Returns how many requests a second all instances can execute in full batches; 0 = not known yet.
+
+        Counts the gaps between executions, so that this is what they do while requests wait.
+        """
         rows = self._rules.max_rows if self._rules.merge else self._rows_per_item
         expected_s = self._latency.estimate_s(max(round(rows), 1))
-        return self.model.executor.count * rows / self._rows_per_item / expected_s if expected_s else 0.0
+        if not expected_s:
+            return 0.0
+        return self.model.executor.count * rows / self._rows_per_item / (expected_s + self._latency.gap_s)
 
     def lost(self, item: Pending) -> None:
         """Forgets an item whose lease is lost; if it is executing, its answer will be discarded."""
@@ -348,12 +382,39 @@ class Batcher:
     def _idle_count(self) -> int:
         return self.model.executor.count - len(self.expected_ends) - self._lent.count
 
+    @property
+    def _waiting_rows(self) -> int:
+        return sum(item.rows for item in self._pending)
+
+    @property
+    def _last_lane(self) -> str:
+        """The lane of the last item that the next batch can have; the first lane where there is none."""
+        batch = policy.next_batch(self._pending, self._rules)
+        return batch[-1].lease.entry.lane.name if batch else FIRST
+
+    @property
+    def _can_be_overtaken(self) -> bool:
+        """Tells whether requests of a higher level would go before some of the next batch."""
+        return self._rules.levels and self._last_lane != FIRST
+
+    def _looks_first(self, now_s: float) -> bool:
+        """Tells whether a batch waits for the reply to a look for requests of higher levels: bounded by `LOOK_S`."""
+        if self._has_looked or not self._can_be_overtaken or self._idle_count() <= 0:
+            return False
+        self._look_until_s = min(self._look_until_s, min(self._asked_at_s, now_s) + LOOK_S)
+        return now_s < self._look_until_s
+
     def _slots(self) -> Slots:
         idle = self._idle_count()
         return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.prefetch and not self._lent.count else 0)
 
-    def _pump(self) -> None:
-        """Starts and expires what is due now; then sets the fetch gate and the one timer."""
+    def _pump(self, *, more: bool = False) -> None:
+        """Starts and expires what is due now; then sets the fetch gate and the one timer.
+
+        Args:
+            more: More requests probably wait in the queue: a batch that is short because others of those that were
+                fetched have expired, or were delayed, may be filled up with them before it starts.
+        """
         now_s = self._clock.now_s()
         wake_at_s = NEVER_S
         if now_s >= self._ahead_until_s:
@@ -361,6 +422,9 @@ class Batcher:
         while self._pending or self._bisection:
             if self._bisection:
                 self._start_bisected(now_s)
+            if self._looks_first(now_s):
+                wake_at_s = self._look_until_s
+                break
             slots = Slots(0) if self._bisection else self._slots()
             decision = policy.decide(self._pending, now_s, slots, self._rules, self._latency)
             self._pending = list(decision.keep)
@@ -368,6 +432,10 @@ class Batcher:
                 self.fail(decision.expired, DeadlineExceeded(TIMED_OUT))
             if not decision.run:
                 wake_at_s = min(decision.wake_at_s, self._bisection.first_deadline_s)
+                break
+            is_short = more and not decision.keep
+            if is_short and policy.is_worth_filling(decision.run, now_s, self._rules, self._latency):
+                self._pending, wake_at_s = decision.run, now_s + policy.FETCH_S
                 break
             self._start(decision.run, now_s)
         wake_at_s = min(wake_at_s, self._set_gate(now_s, wake_at_s))
@@ -396,13 +464,13 @@ class Batcher:
                 is_idle = self._idle_count() > 0
             else:
                 again_at_s = overdue_at_s
-                may_grow = self._rules.may_grow(sum(item.rows for item in self._pending))
-                if (self._slots().ahead or may_grow) and not self._bisection:
+                has_room = self._rules.may_grow(self._waiting_rows) or self._can_be_overtaken
+                if (self._slots().ahead or has_room) and not self._bisection:
                     open_at_s = expected_s - FETCH_LEAD_S
                     self._fetch_wait_s = FETCH_LEAD_S
         if is_idle and not self.paused:
             open_at_s = now_s
-            self._fetch_wait_s = max(wake_at_s - now_s, 0.001)
+            self._fetch_wait_s = max(wake_at_s - now_s, 0.001) if self._look_until_s == NEVER_S else 0.0
         if open_at_s <= now_s:
             self._fetchable.set()
             return again_at_s
@@ -430,6 +498,7 @@ class Batcher:
             else:
                 self._bisection.cut(items)  # one of them is malformed: alone, it fails alone
             return
+        self._has_looked, self._look_until_s = False, NEVER_S
         execution = Execution(items, batch, time.perf_counter_ns() - begin_ns, self.model.caller, apart=apart)
         begins_s = now_s
         if self._idle_count() <= 0:
@@ -469,8 +538,17 @@ class Batcher:
                 # The model is another one now, for which they were not checked; or work is to end.
                 self._outlet.give_back(again)
         elif is_current and execution.error is None:
-            took_s = (execution.end_ns - execution.begin_ns) / 1e9
-            self._latency.observe(execution.batch.size, took_s, self._clock.now_s())
+            self._observe(execution)
+
+    def _observe(self, execution: Execution) -> None:
+        """Learns from an execution how long such a batch takes, and how long its instance stood still before it."""
+        begin_s, end_s, now_s = execution.begin_ns / 1e9, execution.end_ns / 1e9, self._clock.now_s()
+        rows = execution.batch.size
+        self._latency.observe(rows, end_s - begin_s, now_s)
+        # A batch that may have waited to grow tells nothing of what the next batch costs besides its execution.
+        has_grown = self._rules.delay_s > 0 and rows < self._rules.largest_preferred
+        oldest_s = now_s if has_grown else min([item.enqueued_s for item in execution.items])
+        self._latency.observe_gap(begin_s, end_s, now_s - oldest_s, self.model.executor.count)
 
     def _ended(self, responder: Responder, execution: Execution) -> None:
         """Takes an execution back from its instance: next batch first, then the answers of this one."""

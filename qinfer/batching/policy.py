@@ -8,6 +8,7 @@ property tests and simulators drive what production runs.
     pending == decision.expired + decision.run + decision.keep       each item in exactly one of them, in queue order
 """
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -22,12 +23,23 @@ _DECAY = 0.98
 _WINDOW = 32
 """Observations over which the floor is the minimum; two windows are looked at, so that it is never of one run."""
 
+FETCH_S = 0.001
+"""The time of one fetch more, for which a short batch may wait."""
+
+_LONGEST_GAP_S = 0.05
+"""A longer gap between two executions counts as this one: it is an accident, not the instance's way of working."""
+
 _FRESH_S = 5.0
 """Older knowledge expires no request: were the floor wrong and all deadlines below it, nothing would correct it."""
 
 
 class LatencyModel:
-    """Exponentially weighted least squares over (rows, seconds), and the fastest recent execution."""
+    """Exponentially weighted least squares over (rows, seconds), and the fastest recent execution.
+
+    Attributes:
+        gap_s: How long an instance stands still between two executions though requests wait: the mean of about the
+            last 50 such gaps, in which the next batch is fetched and handed over.
+    """
 
     def __init__(self) -> None:
         self._weight = self._rows = self._seconds = self._rows2 = self._rows_seconds = 0.0
@@ -37,6 +49,9 @@ class LatencyModel:
         self._floor_s = 0.0
         self._in_window = 0
         self._observed_at_s = float("-inf")
+        self.gap_s = 0.0
+        self._gap_weight = 0.0
+        self._free_at_s: deque[float] = deque()
 
     @property
     def known(self) -> bool:
@@ -65,6 +80,24 @@ class LatencyModel:
         self._floor_s = 0.0 if previous == float("inf") else min(current, previous)
         self._in_window += 1
         self._observed_at_s = now_s
+
+    def observe_gap(self, begin_s: float, end_s: float, waited_s: float, instances: int) -> None:
+        """Learns how long an instance stood still before an execution, if there were requests for it all that time.
+
+        Args:
+            begin_s: When the execution began, on any clock.
+            end_s: When it ended, on the same clock.
+            waited_s: How long its oldest request had been in the queue when it ended.
+            instances: How many instances there are; the one that became free first is taken to have run it.
+        """
+        free_at_s = end_s
+        while len(self._free_at_s) >= instances:
+            free_at_s = self._free_at_s.popleft()
+        self._free_at_s.append(end_s)
+        if free_at_s < end_s <= free_at_s + waited_s:
+            gap_s = min(max(begin_s - free_at_s, 0.0), _LONGEST_GAP_S)
+            self._gap_weight = self._gap_weight * _DECAY + 1.0
+            self.gap_s += (gap_s - self.gap_s) / self._gap_weight
 
     def estimate_s(self, rows: int) -> float:
         """Returns the expected duration of a batch of `rows` rows; 0 when nothing is known."""
@@ -124,7 +157,7 @@ T = TypeVar("T", bound=Item)
 
 
 class Latency(Protocol):
-    """Latency estimates that the policy needs; `latency.LatencyModel` implements them."""
+    """Latency estimates that the policy needs; `LatencyModel` implements them."""
 
     def estimate_s(self, rows: int) -> float:
         """Returns how long a batch of so many rows probably takes; 0 when nothing is known."""
@@ -147,6 +180,7 @@ class Rules:
         merge: False for the default scheduler, which runs each request alone.
         prefetch: Requests run in the order in which they came, and a batch may be formed before an instance waits for
             it. False where the model has priority levels or a queue policy.
+        levels: The model has priority levels: the last request to come may be the first to run.
     """
 
     max_rows: int
@@ -155,6 +189,7 @@ class Rules:
     delay_s: float = 0.0
     merge: bool = True
     prefetch: bool = True
+    levels: bool = False
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "Rules":
@@ -170,11 +205,12 @@ class Rules:
             largest_preferred=max(sizes),
             delay_s=spec.batching.max_queue_delay_s,
             prefetch=prefetch,
+            levels=spec.batching.priority_levels > 0,
         )
 
     def may_grow(self, rows: int) -> bool:
-        """Tells whether so many rows, which did not fit into a batch, should meet what has come since."""
-        return not self.prefetch and 0 < rows < self.max_rows
+        """Tells whether the next batch, of which so many rows are here, lacks some; where it is not formed before."""
+        return not self.prefetch and rows < self.max_rows
 
 
 class Slots(msgspec.Struct, frozen=True):
@@ -230,6 +266,43 @@ def decide(pending: Sequence[T], now_s: float, slots: Slots, rules: Rules, laten
     if count == len(live):
         return Decision(expired, list(live), [], NEVER_S)
     return Decision(expired, list(live[:count]), live[count:], NEVER_S)
+
+
+def next_batch(pending: Sequence[T], rules: Rules) -> Sequence[T]:
+    """Returns what the next batch can have at the most: the first pending items, as many as have `max_rows` rows.
+
+    Args:
+        pending: The items, as the `keep` of a decision has them.
+        rules: The model's batching rules.
+    """
+    rows = 0
+    for count, item in enumerate(pending, start=1):
+        rows += item.rows
+        if rows >= rules.max_rows:
+            return pending[:count]
+    return pending
+
+
+def is_worth_filling(run: Sequence[Item], now_s: float, rules: Rules, latency: Latency) -> bool:
+    """Tells whether a short batch should wait for one more fetch, when it is likely that requests wait in the queue.
+
+    It should where a full batch, begun `FETCH_S` later, executes more rows a second, and where all its requests can
+    wait that long.
+
+    Args:
+        run: The requests of the batch, which could begin now.
+        now_s: The present, on the clock of their instants.
+        rules: The model's batching rules.
+        latency: What is known of the model's speed.
+    """
+    rows = sum(item.rows for item in run)
+    short_s, full_s = latency.estimate_s(rows), latency.estimate_s(rules.max_rows)
+    if not rules.merge or not short_s or rows * (full_s + FETCH_S) >= rules.max_rows * short_s:
+        return False
+    # A batch of more rows takes longer: it may not make those late that are in time now.
+    latest_s = min(item.deadline_s for item in run) - full_s
+    refused_s = min(item.queue_deadline_s if not item.delays else NEVER_S for item in run)
+    return now_s + 2 * FETCH_S < min(latest_s, refused_s)
 
 
 def _queue(pending: Sequence[T], now_s: float, horizon_s: float) -> tuple[list[T], Sequence[T]]:

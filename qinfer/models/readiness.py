@@ -127,6 +127,10 @@ class Capacity(NamedTuple):
     start_s: float = 0.0
     workers: int = 0
 
+    def behind(self, rps: float) -> "Capacity":
+        """Returns what is left for those whom so many requests a second overtake; a hundredth at the least."""
+        return self if not rps else self._replace(rps=max(self.rps - rps, self.rps / 100))
+
 
 def assess(
     desired: Mapping[str, Desired], stored: Mapping[str, StoredModel], workers: Iterable[WorkerRecord]

@@ -63,6 +63,7 @@ class Load(msgspec.Struct, eq=False):
         left: This process's requests that were answered or given up since the last look.
         others: Those of others, at the last look.
         most: Up to so many entries nothing needs to be judged, for a request of the default timeout.
+        rps: This process's requests that leave it in a second, as the last looks have shown.
     """
 
     lane: Lane
@@ -70,6 +71,7 @@ class Load(msgspec.Struct, eq=False):
     own: int = 0
     left: int = 0
     others: int = 0
+    rps: float = 0.0
 
 
 class Pending(msgspec.Struct, eq=False):

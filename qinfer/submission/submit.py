@@ -8,11 +8,11 @@ remembers what the first of them was checked for and how it was laid out.
 A request is laid out with its tensors within its entry, or beside the stream where they are large. What is not tensors
 (ids, names, parameters) is always in the entry, and bounded: a lane holds so many entries.
 
-A full lane and a deadline that can't be met are refused. `judge` decides, and is pure; its texts and codes are Triton's
-where Triton has the case (reference §3.3), and `Retry-After` tells when it is worth trying again, as far as is known. A
-lane's depth (`Backlog`) is what the broker says every `POLL_S` seconds, less what of it was this process's own, plus
-what is its own now: its own requests are counted exactly, those of others are up to `POLL_S` old. Nothing is polled
-while nothing is asked.
+A full lane, and a deadline or queue timeout that can't be met, are refused. `judge` decides, and is pure; its texts and
+codes are Triton's where Triton has the case (reference §3.3), and `Retry-After` tells when it is worth trying again, as
+far as is known. A lane's depth (`Backlog`) is what the broker says every `POLL_S` seconds, less what of it was this
+process's own, plus what is its own now: its own requests are counted exactly, those of others are up to `POLL_S` old.
+Nothing is polled while nothing is asked.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from qinfer.errors import BrokerUnavailable, DeadlineInfeasible, Overloaded, Pay
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Route
-from qinfer.models.spec import QueuePolicy
+from qinfer.models.spec import ModelSpec, QueuePolicy
 from qinfer.models.validate import validate
 from qinfer.queue.entries import FULL, Address, Lane, Payload, reply_address
 from qinfer.queue.lanes import Queue
@@ -111,8 +111,10 @@ class Submission:
         if form is None and (not request.generation or request.generation != served.generation):
             check(request, served)
         load = self.backlog.load(served, lane)
-        if route is not None or load.own + load.others >= load.most:
-            self.admit(served, route or served.routes.default, timeout_s)
+        waiting, default_s = load.own + load.others, spec.default_timeout_s
+        # A shorter timeout is met with fewer ahead, in proportion.
+        if route is not None or waiting * default_s >= load.most * min(timeout_s, default_s):
+            self.admit(served, route or served.routes.default, timeout_s, request.timeout_s)
         request.id = self._new_id(spec.name, lane.partition)
         request.version = served.version
         now_s = self._clock.monotonic_s()
@@ -129,18 +131,19 @@ class Submission:
             raise
         return pending
 
-    def admit(self, served: Served, route: Route, timeout_s: float) -> None:
+    def admit(self, served: Served, route: Route, timeout_s: float, asked_s: float) -> None:
         """Decides whether a request may wait.
 
         Args:
             served: The model version it is for.
             route: Where it goes.
             timeout_s: How long its answer is worth waiting for.
+            asked_s: The queue timeout that it asks for; 0 = none.
 
         Raises:
             Overloaded: It is refused.
         """
-        refusal = self.backlog.judge(served, route, served.spec.lane_capacity, timeout_s)
+        refusal = self.backlog.judge(served, route, timeout_s, asked_s)
         if refusal is not None:
             raise refusal
 
@@ -351,6 +354,9 @@ def check_head(size: int) -> None:
 POLL_S = 0.1
 """Seconds between two looks at the depths."""
 
+_SMOOTHING = 0.2
+"""Weight of the last look in the rate at which requests leave a lane: about the last half second counts."""
+
 _QUIET_POLLS = 20
 """Looks without a request after which a version is no longer polled."""
 
@@ -367,6 +373,7 @@ class _Group:
         self.lanes = [load.lane for load in loads]
         self.asked = True
         self.quiet_polls = 0
+        self.looked_s = 0.0
 
 
 class Backlog:
@@ -393,11 +400,32 @@ class Backlog:
         group.asked, group.served = True, served
         return load
 
-    def judge(self, served: Served, route: Route, limit: int, timeout_s: float) -> Overloaded | None:
-        """Decides whether a request may enter; `limit` is how many entries its lane may hold."""
-        waiting = self._waiting(served, route.lane)
-        ahead = sum(self._waiting(served, lane) for lane in route.ahead)
-        return judge(waiting=waiting, ahead=ahead, limit=limit, capacity=self._capacity(served), timeout_s=timeout_s)
+    def judge(self, served: Served, route: Route, timeout_s: float, asked_s: float = 0.0) -> Overloaded | None:
+        """Decides whether a request may enter: by its deadline, and by the queue timeout after which it is refused.
+
+        Args:
+            served: The model version that it is for.
+            route: Where it goes.
+            timeout_s: How long its answer is worth waiting for.
+            asked_s: The queue timeout that it asks for; 0 = none.
+        """
+        ahead, overtaking_rps, load = 0, 0.0, None
+        for lane in route.ahead:
+            if load is not None:
+                overtaking_rps += load.rps
+            load = self.load(served, lane)
+            ahead += load.own + load.others
+        assert load is not None
+        waiting, limit = load.own + load.others, served.spec.lane_capacity
+        capacity = self._capacity(served).behind(overtaking_rps)
+        refusal = judge(waiting=waiting, ahead=ahead, limit=limit, capacity=capacity, timeout_s=timeout_s)
+        queue_s = queue_timeout_s(route.policy, asked_s)
+        if refusal is not None or route.policy.delay or not 0 < queue_s < timeout_s:
+            return refusal
+        next_batches = capacity.workers * _batch_size(served.spec)
+        if ahead <= next_batches:
+            return None
+        return judge(waiting=waiting, ahead=ahead, limit=limit, capacity=capacity, timeout_s=queue_s)
 
     async def run(self) -> None:
         """Looks at the lanes in use until cancelled."""
@@ -423,7 +451,10 @@ class Backlog:
         own = [load.own for load in group.loads]
         # Workers finish entries a little after they have answered: until then they are in the lane, and nobody's.
         unfinished = [min(load.left, self._unfinished(group.served)) for load in group.loads]
+        now_s = asyncio.get_running_loop().time()
+        passed_s, group.looked_s = max(now_s - group.looked_s, POLL_S), now_s
         for load in group.loads:
+            load.rps += (load.left / passed_s - load.rps) * _SMOOTHING
             load.left = 0
         try:
             depths = await self._queue.depth(group.lanes)
@@ -449,15 +480,9 @@ class Backlog:
         spec = served.spec
         return most_waiting(spec.lane_capacity, self._capacity(served), spec.default_timeout_s)
 
-    def _waiting(self, served: Served, lane: Lane) -> int:
-        """Returns how many entries are in a lane."""
-        load = self.load(served, lane)
-        return load.own + load.others
-
     def _unfinished(self, served: Served) -> int:
         """Returns how many entries the live workers may have answered and not finished: two batches an instance."""
-        spec = served.spec
-        return 2 * self._capacity(served).workers * spec.instance_count * max(spec.max_batch_size, 1)
+        return 2 * self._capacity(served).workers * _batch_size(served.spec)
 
     def _capacity(self, served: Served) -> Capacity:
         return self._catalog.capacity(served.spec.name, served.version)
@@ -492,6 +517,11 @@ def judge(*, waiting: int, ahead: int, limit: int, capacity: Capacity, timeout_s
         "try again later, or with a longer timeout",
         _bounded(wait_s - timeout_s),
     )
+
+
+def _batch_size(spec: ModelSpec) -> int:
+    """Returns how many requests of one row all instances of a worker execute at once."""
+    return spec.instance_count * max(spec.max_batch_size, 1)
 
 
 def most_waiting(limit: int, capacity: Capacity, timeout_s: float) -> int:

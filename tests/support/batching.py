@@ -158,13 +158,13 @@ class Scene:
         self.bench = bench
         self.time = FakeClock()
         self.clock = ServerClock(self.time, offset_s=0.0)
-        latency = LatencyModel()
+        self.latency = LatencyModel()
         if known_s:
-            latency.observe(1, known_s, self.clock.now_s())
+            self.latency.observe(1, known_s, self.clock.now_s())
         self.spec = stub_spec(max_queue_delay_s=delay_s)
         if batching is not None:
             self.spec = replace(self.spec, batching=batching)
-        self.batcher = Batcher(self.model(bench), self.clock, bench, latency)
+        self.batcher = Batcher(self.model(bench), self.clock, bench, self.latency)
 
     def model(self, bench: Bench, generation: int = 1) -> LoadedModel:
         """Returns the model, loaded into a bench's instances."""
@@ -175,10 +175,17 @@ class Scene:
         return [self.item(f"r{index}", rows) for index in range(count)]
 
     def item(
-        self, name: str, rows: int = 1, *, priority: int = 0, queue_timeout_s: float = 0.0, lane: str = "p1"
+        self,
+        name: str,
+        rows: int = 1,
+        *,
+        priority: int = 0,
+        queue_timeout_s: float = 0.0,
+        lane: str = "p1",
+        age_s: float = 0.0,
     ) -> Pending:
-        """Returns an item that has just been enqueued, 60 s before its deadline."""
-        tensor, now_s = from_numpy("x", np.ones((rows, 2), "<f4")), self.clock.now_s()
+        """Returns an item that was enqueued `age_s` ago, 60 s before its deadline."""
+        tensor, now_s = from_numpy("x", np.ones((rows, 2), "<f4")), self.clock.now_s() - age_s
         item = Pending(
             rows=rows,
             key=None,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import hpack
 
+from qinfer.errors import DeadlineInfeasible
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import Limits
@@ -51,7 +52,7 @@ class Wire(Requests):
     """A client of a connection, without a network: sends bytes, and reads the frames that the server writes.
 
     The server has the methods `/t.T/Echo`, `/t.T/Chat`, which echoes a stream of messages, `/t.T/Hang`, which never
-    answers, and `/t.T/Deny`, which nobody may call.
+    answers, `/t.T/Busy`, which refuses work, and `/t.T/Deny`, which nobody may call.
 
     Attributes:
         server: The server.
@@ -157,6 +158,10 @@ async def _chat(call: Call) -> None:
     call.end()
 
 
+def _busy(call: Call, _: Any) -> None:
+    call.fail(DeadlineInfeasible("the requests ahead take about 9.5 s", 8.5))
+
+
 def _refuse(_: Any) -> None:
     raise Abort("UNAUTHENTICATED", "100 % no «key»")
 
@@ -164,6 +169,7 @@ def _refuse(_: Any) -> None:
 METHODS = {
     "/t.T/Echo": Method(lambda _: None, _echo, False, MAX_MESSAGE_BYTES),
     "/t.T/Hang": Method(lambda _: None, _hang, False, MAX_MESSAGE_BYTES),
+    "/t.T/Busy": Method(lambda _: None, _busy, False, MAX_MESSAGE_BYTES),
     "/t.T/Deny": Method(_refuse, _echo, False, MAX_MESSAGE_BYTES),
     "/t.T/Chat": Method(lambda _: None, lambda call, _: call.run(_chat(call)), True, MAX_MESSAGE_BYTES),
 }

@@ -473,7 +473,7 @@ class AsyncRequests:
     ) -> Accepted:
         """Admits, encodes and enqueues a request; where it is not admitted, it may still have been accepted before."""
         try:
-            route = self.dispatcher.admit(served, request.priority, acceptance.timeout_s)
+            route = self.dispatcher.admit(served, request.priority, acceptance.timeout_s, request.timeout_s)
         except Overloaded as refusal:
             if not acceptance.idempotency_key and shown_id(acceptance.address) == acceptance.address.id:
                 raise  # its id was made just now

@@ -48,12 +48,14 @@ class Abort(Exception):
     Attributes:
         code: The status's name.
         text: Its text.
+        again_s: Seconds after which to try again; 0 = unknown.
     """
 
-    def __init__(self, code: str, text: str) -> None:
+    def __init__(self, code: str, text: str, again_s: int = 0) -> None:
         super().__init__(text)
         self.code = code
         self.text = text
+        self.again_s = again_s
 
 
 class Method(NamedTuple):
@@ -148,9 +150,11 @@ def trailers_only(abort: Abort, status: int = 200, initial: bytes = b"") -> byte
 
 
 def status_fields(abort: Abort) -> bytes:
-    """Returns the fields that end a call: its status and the status's text, percent-encoded."""
+    """Returns the fields that end a call: status, its text percent-encoded, and when to try again (gRFC A6)."""
     text = quote(shortened(abort.text), safe=_UNQUOTED)
-    return hpack.field(b"grpc-status", b"%d" % _NUMBERS[abort.code]) + hpack.field(b"grpc-message", text.encode())
+    again = hpack.field(b"grpc-retry-pushback-ms", b"%d" % (abort.again_s * 1000)) if abort.again_s else b""
+    status = hpack.field(b"grpc-status", b"%d" % _NUMBERS[abort.code])
+    return status + hpack.field(b"grpc-message", text.encode()) + again
 
 
 def header_value(text: str) -> bytes:

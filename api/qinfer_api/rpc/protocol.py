@@ -30,7 +30,7 @@ from qinfer_api.rpc.headers import (
 )
 from qinfer_api.rpc.http2 import Connection
 from qinfer_api.rpc.streams import Stream
-from qinfer_api.status import grpc_status
+from qinfer_api.status import grpc_status, retry_after_s
 
 logger = logging.getLogger(__name__)
 
@@ -529,12 +529,13 @@ class Call(Stream):
             return error
         if not isinstance(error, QinferError):  # clients see no stack text
             logger.error("call failed", exc_info=error)
-        return self.status_of(Failure.of(error))
+        return self.status_of(Failure.of(error), error)
 
-    def status_of(self, failure: Failure) -> Abort:
+    def status_of(self, failure: Failure, error: BaseException | None = None) -> Abort:
         """Returns the status of a failure: DEADLINE_EXCEEDED only if it was the client's own deadline."""
-        is_own = failure.code == "deadline_exceeded" and self.time_remaining() <= 0
-        return Abort("DEADLINE_EXCEEDED" if is_own else grpc_status(failure.code), failure.message)
+        if failure.code == "deadline_exceeded" and self.time_remaining() <= 0:
+            return Abort("DEADLINE_EXCEEDED", failure.message)
+        return Abort(grpc_status(failure.code), failure.message, retry_after_s(failure.code, error))
 
     def _release(self) -> None:
         self.on_cancel = None

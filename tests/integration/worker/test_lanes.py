@@ -43,6 +43,8 @@ async def test_higher_priorities_run_first(scene: InlineWorkers) -> None:
     await scene.model(batching=LEVELS, mode="echo", dims=-1)
     await scene.worker()
     first = await scene.busy()
+    # The batch is overdue: nothing is fetched until it has ended.
+    await seconds_pass(scene, 0.15)
     order = Order()
     calls = [
         order.of(f"level {priority}", scene.submit_waiting(float(priority), priority=priority, levels=3))

@@ -60,3 +60,32 @@ def test_floor_needs_many_recent_observations() -> None:
 
     assert model.floor_s(10.0) == pytest.approx(0.2)
     assert model.floor_s(60.0) == 0
+
+
+def test_gaps_between_executions_are_averaged() -> None:
+    """One long gap, when the machine was busy with something else, hardly counts."""
+    model = LatencyModel()
+    for end_s in range(1, 101):
+        model.observe_gap(end_s - 1 + 0.002, end_s, waited_s=5.0, instances=1)
+    assert model.gap_s == pytest.approx(0.002)
+
+    model.observe_gap(160.0, 161.0, waited_s=100.0, instances=1)
+
+    assert model.gap_s < 0.004
+
+
+def test_a_gap_counts_only_where_requests_waited() -> None:
+    """An instance that nobody asks is not slow."""
+    model = LatencyModel()
+    model.observe_gap(0.0, 1.0, waited_s=5.0, instances=1)
+    model.observe_gap(9.0, 10.0, waited_s=8.9, instances=1)
+
+    assert model.gap_s == 0.0
+
+
+def test_gaps_are_of_the_instance_that_was_free_first() -> None:
+    model = LatencyModel()
+    for begin_s, end_s in ((0.0, 1.0), (0.0, 1.5), (1.01, 2.0), (1.51, 2.5)):
+        model.observe_gap(begin_s, end_s, waited_s=5.0, instances=2)
+
+    assert model.gap_s == pytest.approx(0.01)

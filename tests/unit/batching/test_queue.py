@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from qinfer.batching.batcher import FETCH_LEAD_S
+from qinfer.batching.policy import FETCH_S, Item, LatencyModel, Rules, is_worth_filling
 from qinfer.models.spec import BatchingSpec, QueuePolicy
+from qinfer.queue.entries import Lane
 from qinfer.testing import eventually
 from tests.support.batching import Bench, Scene
 
@@ -41,14 +43,115 @@ async def test_a_higher_level_goes_first(scene: Scene) -> None:
 
 
 async def test_nothing_is_placed_ahead_where_priorities_count(scene: Scene) -> None:
-    """A full batch waits until an instance does, and nothing is fetched before."""
+    """A full batch waits until an instance does; just before, whoever goes first is still fetched."""
+    lanes = [Lane("stub", 1, "p1"), Lane("stub", 1, "p2"), Lane("stub", 1, "p2.delayed")]
     scene.batcher.admit(scene.items(1))
-    scene.batcher.admit(scene.items(8))
-    scene.time.advance(0.999)
+    scene.batcher.admit([scene.item(f"low{n}", lane="p2") for n in range(8)])
+    scene.time.advance(0.99)
+    scene.batcher.admit([])
+    assert not scene.can_fetch()
+    scene.time.advance(0.007)
     scene.batcher.admit([])
 
     assert scene.bench.queued == []
+    assert scene.can_fetch()
+    assert scene.batcher.welcome(lanes) == lanes[:1]
+    assert scene.batcher.room() == (8, FETCH_LEAD_S)
+    scene.batcher.admit([scene.item("high", 8, priority=1)])
     assert not scene.can_fetch()
+    scene.bench.end()
+    scene.bench.end()
+    assert ids(scene)[1] == ["high"]
+
+
+async def test_the_next_batch_is_fetched_just_before_an_instance_is_idle() -> None:
+    """As much as it lacks, from all lanes; what expires meanwhile leaves a place to be filled."""
+    lanes = [Lane("stub", 1, "p1"), Lane("stub", 1, "p1.delayed")]
+    scene = Scene(Bench(), known_s=1.0, batching=batching(0, REJECTS))
+    scene.batcher.admit(scene.items(1))
+    scene.time.advance(0.9)
+    scene.batcher.admit([])
+    assert not scene.can_fetch()
+    scene.time.advance(0.097)
+    scene.batcher.admit([])
+
+    assert scene.can_fetch()
+    assert scene.batcher.room() == (8, FETCH_LEAD_S)
+    scene.batcher.admit([scene.item("short", queue_timeout_s=0.001), *scene.items(7)])
+    assert (scene.can_fetch(), scene.bench.queued) == (False, [])
+    scene.time.advance(0.001)
+    scene.batcher.admit([])
+    assert scene.can_fetch()
+    assert (scene.batcher.room()[0], scene.batcher.welcome(lanes)) == (1, lanes)
+
+
+async def test_the_places_of_what_has_expired_are_filled_before_a_batch_starts() -> None:
+    """By another fetch."""
+    scene = Scene(Bench(), batching=batching(0, REJECTS))
+    for rows in (1, 8):  # 1 s and 0.1 s a row
+        scene.latency.observe(rows, 1.0 + 0.1 * rows, scene.clock.now_s())
+    scene.batcher.room()
+    scene.batcher.admit([*(scene.item(f"late{n}", queue_timeout_s=1e-6, age_s=1.0) for n in range(6)), *scene.items(2)])
+
+    assert (scene.bench.running, scene.can_fetch()) == ([], True)
+    assert scene.batcher.room()[0] == 6
+    scene.batcher.admit([scene.item(f"more{n}") for n in range(6)])
+    scene.bench.end_all()
+    assert [len(batch) for batch in ids(scene)] == [8]
+    assert sum(bool(code) for code in scene.bench.failures.values()) == 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "deadline_s", "queue_deadline_s", "delays", "pays"),
+    [
+        (7, 9.0, 9.0, False, False),
+        (3, 9.0, 9.0, False, True),
+        (8, 9.0, 9.0, False, False),
+        (3, 0.018, 9.0, False, False),
+        (3, 9.0, 0.002, False, False),
+        (3, 9.0, 0.002, True, True),
+    ],
+    ids=["nearly full", "under half", "full", "due", "refused soon", "delayed soon"],
+)
+def test_a_short_batch_waits_for_one_fetch_where_that_pays(
+    *, rows: int, deadline_s: float, queue_deadline_s: float, delays: bool, pays: bool
+) -> None:
+    """More rows a second, and nobody late because of it: 1 ms and 2 ms a row here, of 8 at most."""
+    latency = LatencyModel()
+    for size in (1, 8):
+        latency.observe(size, 0.001 + 0.002 * size, 0.0)
+    rules = Rules(max_rows=8, preferred=frozenset({8}), largest_preferred=8, prefetch=False)
+    items = [Item(1, None, 0.0, deadline_s, queue_deadline_s=queue_deadline_s, delays=delays)] * rows
+
+    assert is_worth_filling(items, 0.0, rules, latency) is pays
+    assert not is_worth_filling(items, 0.0, rules, LatencyModel())
+
+
+async def test_a_batch_does_not_wait_for_more_where_there_is_none() -> None:
+    """Fewer came than were asked for: the queue is empty."""
+    scene = Scene(Bench(), batching=batching(0, REJECTS))
+    for rows in (1, 8):
+        scene.latency.observe(rows, 1.0 + 0.1 * rows, scene.clock.now_s())
+    scene.batcher.room()
+    scene.batcher.admit([scene.item("late", queue_timeout_s=1e-6, age_s=1.0), scene.item("alone")])
+    scene.bench.end_all()
+
+    assert ids(scene) == [["alone"]]
+
+
+async def test_a_batch_that_waits_for_more_starts_without_it() -> None:
+    """The wait is bounded."""
+    scene = Scene(Bench(), batching=batching(0, REJECTS))
+    for rows in (1, 8):
+        scene.latency.observe(rows, 1.0 + 0.1 * rows, scene.clock.now_s())
+    scene.batcher.room()
+    scene.batcher.admit([*(scene.item(f"late{n}", queue_timeout_s=1e-6, age_s=1.0) for n in range(7)), scene.item("r")])
+    assert scene.bench.running == []
+    scene.time.advance(FETCH_S)
+    scene.batcher.admit([])
+    scene.bench.end_all()
+
+    assert ids(scene) == [["r"]]
 
 
 async def test_what_did_not_fit_into_a_batch_can_still_be_overtaken(scene: Scene) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -10,7 +11,7 @@ from qinfer.errors import BrokerUnavailable, DeadlineInfeasible, QueueFull
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
-from qinfer.models.spec import BatchingSpec, ModelSpec
+from qinfer.models.spec import BatchingSpec, ModelSpec, QueuePolicy
 from qinfer.queue.entries import Lane
 from qinfer.queue.lanes import Queue
 from qinfer.submission.submit import Backlog
@@ -94,7 +95,7 @@ async def test_a_level_waits_for_its_own_lane_and_those_above() -> None:
     world.backlog.load(SERVED, P2)
     await world.backlog.poll()
 
-    high, normal = (world.backlog.judge(SERVED, SERVED.routes.of(level), 100, 10.0) for level in (1, 2))
+    high, normal = (world.backlog.judge(SERVED, SERVED.routes.of(level), 10.0) for level in (1, 2))
 
     assert high is None
     assert isinstance(normal, DeadlineInfeasible)
@@ -108,7 +109,7 @@ async def test_the_limit_is_of_the_own_lane_only() -> None:
     world.backlog.load(SERVED, P2)
     await world.backlog.poll()
 
-    first, second = (world.backlog.judge(SERVED, SERVED.routes.of(level), 100, 10.0) for level in (1, 2))
+    first, second = (world.backlog.judge(SERVED, SERVED.routes.of(level), 10.0) for level in (1, 2))
 
     assert first is None
     assert isinstance(second, QueueFull)
@@ -151,3 +152,84 @@ async def test_nothing_is_polled_while_nothing_is_asked(monkeypatch: pytest.Monk
 
     assert before == 0
     assert world.backlog.load(SERVED, P2) is not load
+
+
+def served_with(policy: QueuePolicy, levels: int = 0) -> Served:
+    """Returns a model of 8 rows a batch whose requests all wait by one policy."""
+    batching = BatchingSpec(
+        preferred_sizes=(8,), priority_levels=levels, default_priority=levels, default_policy=policy
+    )
+    spec = replace(SPEC, batching=batching)
+    return replace(SERVED, spec=spec, lane=P1, routes=Routes(spec, 1))
+
+
+REJECTS = QueuePolicy(timeout_s=1.0, allow_override=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked_s", "waiting", "is_refused"),
+    [
+        (REJECTS, 0.0, 50, False),
+        (REJECTS, 0.0, 51, True),
+        (REJECTS, 0.2, 11, True),
+        (QueuePolicy(timeout_s=1.0), 0.2, 11, False),
+        (QueuePolicy(timeout_s=1.0, delay=True), 0.0, 99, False),
+        (REJECTS, 0.001, 8, False),
+        (QueuePolicy(), 0.2, 99, False),
+    ],
+    ids=["in time", "too late", "its own timeout", "may not override", "is delayed", "the next batch", "no policy"],
+)
+async def test_a_queue_timeout_that_would_pass_is_refused(
+    *, policy: QueuePolicy, asked_s: float, waiting: int, is_refused: bool
+) -> None:
+    """By what is ahead and the measured speed; never where the next batch may have room."""
+    world, served = World(), served_with(policy)
+    world.speed = Capacity(50.0, 0.0, 1)
+    world.backlog.load(served, P1).own = waiting
+
+    refusal = world.backlog.judge(served, served.routes.of(0), 60.0, asked_s)
+
+    assert isinstance(refusal, DeadlineInfeasible) == is_refused
+
+
+@pytest.mark.parametrize("speed", [Capacity(), Capacity(0.0, 0.0, 1)], ids=["no worker", "a worker that has not run"])
+async def test_a_queue_timeout_refuses_nothing_where_the_speed_is_unknown(speed: Capacity) -> None:
+    world, served = World(), served_with(REJECTS)
+    world.speed = speed
+    world.backlog.load(served, P1).own = 99
+
+    assert world.backlog.judge(served, served.routes.of(0), 60.0) is None
+
+
+async def test_a_model_that_is_scaled_to_zero_takes_the_request_that_wakes_it() -> None:
+    """However short its queue timeout: nobody is ahead of it."""
+    world, served = World(), served_with(REJECTS)
+    world.speed = Capacity(100.0, 30.0, 0)
+
+    assert world.backlog.judge(served, served.routes.of(0), 60.0) is None
+
+
+async def test_a_low_level_has_the_speed_that_higher_levels_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of the higher level that come later go before it, too."""
+    monkeypatch.setattr("qinfer.submission.submit.POLL_S", 1e9)
+    world, served = World(), served_with(REJECTS, levels=2)
+    world.speed = Capacity(100.0, 0.0, 1)
+    high, low = world.backlog.load(served, P1), world.backlog.load(served, P2)
+    low.own = 60
+    before = world.backlog.judge(served, served.routes.of(2), 60.0)
+
+    high.left = int(5e10 / 0.2)  # 50 a second
+    await world.backlog.poll()
+    after = [world.backlog.judge(served, served.routes.of(level), 60.0) for level in (1, 2)]
+
+    assert before is None
+    assert high.rps == pytest.approx(50.0)
+    assert after[0] is None
+    assert isinstance(after[1], DeadlineInfeasible)
+
+
+def test_what_is_left_of_a_speed_is_never_nothing() -> None:
+    """A level that is overtaken by more than the model can do is refused by what is ahead, not for ever."""
+    assert Capacity(100.0).behind(0.0).rps == 100.0
+    assert Capacity(100.0).behind(40.0).rps == 60.0
+    assert Capacity(100.0).behind(500.0).rps == 1.0

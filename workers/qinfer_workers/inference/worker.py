@@ -193,13 +193,16 @@ class Worker:
                 continue
             quiet.clear()
             try:
-                leases = await self._queue.fetch(serving.lanes, self._id, count, min(wait_s, longest_s))
+                lanes = batcher.welcome(serving.lanes)
+                leases = await self._queue.fetch(lanes, self._id, count, min(wait_s, longest_s))
                 if outage.is_out:
                     outage.over()
                 if leases:
                     self._take_in(serving, leases)
                     # Answers that are ready leave in one write with the next fetch.
                     await asyncio.sleep(0)
+                else:
+                    batcher.admit(())
             # The broker's state, or its refusal: either may pass.
             except QinferError as error:
                 outage.failed(error.message)

@@ -81,6 +81,18 @@ async def test_a_status_text_is_percent_encoded(wire: Wire) -> None:
     assert wire.fields(head.payload)["grpc-message"] == "100 %25 no %C2%ABkey%C2%BB"
 
 
+async def test_a_refusal_tells_when_to_try_again(wire: Wire) -> None:
+    """As whole seconds over HTTP, so here, in milliseconds (gRFC A6); other failures don't."""
+    found = []
+    for number, path in ((1, "/t.T/Busy"), (3, "/t.T/Deny")):
+        wire.send(wire.call(number, b"", path))
+        (head,) = [frame for frame in wire.read() if frame.kind == HEADERS]
+        fields = wire.fields(head.payload)
+        found.append((fields["grpc-status"], fields.get("grpc-retry-pushback-ms")))
+
+    assert found == [("14", "9000"), ("16", None)]
+
+
 async def test_too_many_streams_are_refused_one_by_one(wire: Wire) -> None:
     for number in range(1, 11, 2):
         wire.send(wire.call(number, b"", "/t.T/Hang"))
