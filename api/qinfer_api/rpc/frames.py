@@ -2,7 +2,7 @@
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -167,31 +167,29 @@ def check_fields(fields: Sequence[Field]) -> None:
             raise Malformed(f"the header field {name!r} may not be sent, or not with this value")
 
 
-def check_order(names: tuple[bytes, ...]) -> None:
-    """Checks the names of a request's fields: its pseudo-header fields come first, and once each.
+def places(names: tuple[bytes, ...]) -> Mapping[str, int]:
+    """Returns where the first field of each name is.
 
     Raises:
-        Malformed: They are not those of a request.
+        Malformed: They are not the names of a request: its pseudo-header fields come first, and once each.
     """
-    if len(names) > _MAX_REMEMBERED or not _is_ordered(names):
-        _check_order(names)
+    found = _remembered_places(names) if len(names) <= _MAX_REMEMBERED else _places(names)
+    if found is None:
+        raise Malformed("a pseudo-header field is unknown, repeated or out of place")
+    return found
 
 
-@lru_cache(maxsize=256)
-def _is_ordered(names: tuple[bytes, ...]) -> bool:
-    try:
-        _check_order(names)
-    except Malformed:
-        return False
-    return True
-
-
-def _check_order(names: tuple[bytes, ...]) -> None:
-    seen: set[bytes] = set()
+def _places(names: tuple[bytes, ...]) -> Mapping[str, int] | None:
+    found: dict[str, int] = {}
     is_rest = False
-    for name in names:
+    for place, name in enumerate(names):
+        text = name.decode("latin-1")
         if name[:1] != b":":
             is_rest = True
-        elif is_rest or name in seen or name not in _PSEUDO:
-            raise Malformed(f"the pseudo-header field {name!r} is unknown, repeated or out of place")
-        seen.add(name)
+        elif is_rest or text in found or name not in _PSEUDO:
+            return None
+        found.setdefault(text, place)
+    return found
+
+
+_remembered_places = lru_cache(maxsize=64)(_places)

@@ -1,7 +1,7 @@
 """Header fields of gRPC (doc/PROTOCOL-HTTP2.md): the heads of calls, and the statuses that end them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
@@ -38,6 +38,8 @@ HEAD = b"".join(
 # A status's text is a header, of which clients take 8 KiB by default; ASCII takes up to 3 bytes there, others 12.
 _MAX_ASCII, _MAX_OTHER = 2000, 500
 _UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+
+_NOWHERE: Mapping[str, int] = {}
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -83,19 +85,25 @@ class Head:
         method: What is called; `None` = nothing that exists, or not properly: `refusal` says so.
         refusal: The header block that ends the call.
         fields: The headers.
-        first_values: The value of each header; of several with one name the first.
         timeout_s: Seconds until the client gives up; infinite = never.
         encoding: How its compressed messages are compressed.
         memo: What methods have worked out from the metadata.
     """
 
-    __slots__ = ("encoding", "fields", "first_values", "memo", "method", "refusal", "timeout_s")
+    __slots__ = ("_places", "_values", "encoding", "fields", "memo", "method", "refusal", "timeout_s")
 
-    def __init__(self, method: Method | None, refusal: bytes = b"") -> None:
+    def __init__(
+        self,
+        method: Method | None,
+        refusal: bytes = b"",
+        places: Mapping[str, int] = _NOWHERE,
+        values: Sequence[bytes] = (),
+    ) -> None:
         self.method = method
         self.refusal = refusal
         self.fields: Sequence[hpack.Field] = ()
-        self.first_values: dict[bytes, bytes] = {}
+        self._places = places  # of the first header of each name, among the values
+        self._values = values
         self.timeout_s = math.inf
         self.encoding: Encoding | None = None
         self.memo: Any = None
@@ -111,8 +119,8 @@ class Head:
 
     def first(self, name: str) -> str | None:
         """Returns the value of a header; of several the first."""
-        value = self.first_values.get(name.encode())
-        return None if value is None else value.decode("latin-1")
+        place = self._places.get(name)
+        return None if place is None else self._values[place].decode("latin-1")
 
 
 def read_timeout(text: bytes) -> float:

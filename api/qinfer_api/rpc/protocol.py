@@ -88,26 +88,31 @@ class Server:
         if fields is None:
             text = f"the metadata is larger than {self.limits.header_bytes} bytes"
             return Head(None, trailers_only(Abort("RESOURCE_EXHAUSTED", text), 431))
-        frames.check_order(tuple([name for name, _ in fields]))
-        found = dict(reversed(fields))  # of fields with one name the first counts
-        if not (found.get(b":method") and found.get(b":scheme") and found.get(b":path")):
-            raise frames.Malformed("one of :method, :scheme and :path is missing")
-        if not found.get(b"content-type", b"").startswith(b"application/grpc"):
-            return Head(None, hpack.status(415))
-        if found[b":method"] != b"POST":
-            return Head(None, hpack.status(405) + hpack.field(b"allow", b"POST"))
+        names, values = zip(*fields, strict=True) if fields else ((), ())
+        places = frames.places(names)
         try:
-            method = self._methods.get(found[b":path"])
-            if method is None:
-                raise Abort("UNIMPLEMENTED", "Method not found!")
-            head = Head(method)
-            if b"grpc-timeout" in found:
-                head.timeout_s = read_timeout(found[b"grpc-timeout"])
-            if b"grpc-encoding" in found:
-                head.encoding = read_encoding(found[b"grpc-encoding"])
+            verb, scheme, path = values[places[":method"]], values[places[":scheme"]], values[places[":path"]]
+        except KeyError as missing:
+            raise frames.Malformed(f"{missing.args[0]} is missing") from None
+        if not (verb and scheme and path):
+            raise frames.Malformed("one of :method, :scheme and :path is empty")
+        content = places.get("content-type")
+        if content is None or not values[content].startswith(b"application/grpc"):
+            return Head(None, hpack.status(415))
+        if verb != b"POST":
+            return Head(None, hpack.status(405) + hpack.field(b"allow", b"POST"))
+        method = self._methods.get(path)
+        if method is None:
+            return Head(None, trailers_only(Abort("UNIMPLEMENTED", "Method not found!")))
+        head = Head(method, places=places, values=values)
+        try:
+            if "grpc-timeout" in places:
+                head.timeout_s = read_timeout(values[places["grpc-timeout"]])
+            if "grpc-encoding" in places:
+                head.encoding = read_encoding(values[places["grpc-encoding"]])
         except Abort as abort:
             return Head(None, trailers_only(abort))
-        head.fields, head.first_values = fields, found
+        head.fields = fields
         return head
 
     def stream(self, connection: Connection, number: int, head: Head, *, is_ended: bool) -> "Call":
