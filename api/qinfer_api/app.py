@@ -146,6 +146,7 @@ class Gateway:
         dispatcher: The use case, for other transports.
         requests: That of asynchronous requests.
         jobs: That of bulk jobs.
+        receiving: The memory of bodies that have not come in whole.
         memory: What clients on this host share with this process.
         url: Where it serves.
         rpc: As given.
@@ -188,6 +189,7 @@ class Gateway:
         self.memory = SharedMemory(allowed=settings.allow_client_shm)
         restrictions = Restrictions.for_http(settings.http.restricted)
         codec = InferCodec(self.dispatcher, self.memory, settings)
+        self.receiving = ReceivingBudget(settings.limits.max_receiving_bytes)
         fast = FastPath(self.dispatcher, settings.http, codec, restrictions)
         fast.call_type = self._tracing.call_type
         services = self._services(settings, fast, restrictions)
@@ -251,7 +253,7 @@ class Gateway:
             models=self.models,
             reporting=self._reporting,
             restrictions=restrictions,
-            receiving=ReceivingBudget(settings.limits.max_receiving_bytes),
+            receiving=self.receiving,
         )
 
     def serve_metrics(self, listener: socket.socket) -> None:

@@ -5,13 +5,22 @@ its client is held back by flow control; a small one, whose bytes are under way 
 budget is kept for small bodies, so that large uploads do not shut them out.
 """
 
-from collections.abc import Callable, Hashable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import asynccontextmanager
+
+from qinfer.errors import Overloaded
 
 SMALL_BYTES = 64 * 1024
 """Bodies up to this size are let in at once, or refused; flow control lets clients send as much unasked."""
 
 MAX_WAITING = 256
 """Large bodies that may wait for their turn; each may have sent `SMALL_BYTES` by then."""
+
+SPENT = (
+    "the gateway receives as many bytes as it may (QINFER_LIMITS__MAX_RECEIVING_BYTES); try again, or another gateway"
+)
+"""The text of refusals."""
 
 
 class Reservation:
@@ -32,6 +41,15 @@ class Reservation:
         self.size = size
         self.granted = granted
         self.is_granted = False
+
+    def grow(self, size: int) -> None:
+        """Makes a granted reservation as large as a body whose size was not known before has become.
+
+        Raises:
+            Overloaded: The budget is spent.
+        """
+        if size > self.size and not self._budget.grow(self, size):
+            raise Overloaded(SPENT)
 
     def release(self) -> None:
         """Gives the memory back, or stops waiting for it; a second time changes nothing."""
@@ -56,6 +74,11 @@ class ReceivingBudget:
         self._held: dict[Hashable, int] = {}
         self._waiting: dict[Reservation, None] = {}  # in the order of their arrival
 
+    @property
+    def waiting(self) -> int:
+        """Number of bodies that wait for their turn."""
+        return len(self._waiting)
+
     def reserve(self, owner: Hashable, size: int, granted: Callable[[], None]) -> Reservation | None:
         """Reserves memory for a body.
 
@@ -75,6 +98,45 @@ class ReceivingBudget:
         else:
             self._waiting[one] = None
         return one
+
+    @asynccontextmanager
+    async def reserved(self, owner: Hashable, size: int, within_s: float) -> AsyncIterator[Reservation]:
+        """Holds memory for a body during the block, from its turn on.
+
+        Args:
+            owner: Who is counted for it.
+            size: Bytes, more than 0.
+            within_s: How long its turn may take.
+
+        Raises:
+            Overloaded: The budget is spent.
+        """
+        turn = asyncio.Event()
+        one = self.reserve(owner, size, turn.set)
+        if one is None:
+            raise Overloaded(SPENT)
+        try:
+            if not one.is_granted:
+                try:
+                    async with asyncio.timeout(within_s):
+                        await turn.wait()
+                except TimeoutError:
+                    raise Overloaded(SPENT) from None
+            yield one
+        finally:
+            one.release()
+
+    def grow(self, one: Reservation, size: int) -> bool:
+        """Makes a granted reservation larger; `False` = the budget is spent, and the body can't wait."""
+        more, was_large = size - one.size, one.size > SMALL_BYTES
+        is_alone = self._large == was_large
+        if not is_alone and self.held_bytes + more > self._max_bytes - self._max_bytes // 8:
+            return False
+        self._large += (size > SMALL_BYTES) - was_large
+        one.size = size
+        self.held_bytes += more
+        self._held[one.owner] += more
+        return True
 
     def released(self, one: Reservation) -> None:
         """Takes a reservation back."""

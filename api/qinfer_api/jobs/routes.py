@@ -4,7 +4,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.job import JobState
 from qinfer.jobs.queue.records import JobRecord
@@ -23,7 +22,7 @@ from qinfer_api.jobs.records import (
 )
 from qinfer_api.jobs.service import BulkJobs
 from qinfer_api.rest.openapi import LAST_EVENT, Json, answer, body, errors, followed, header, operation, query
-from qinfer_api.rest.services import Services, context_of, event_stream, idempotency_key, read_body, send_json
+from qinfer_api.rest.services import Services, authorize, event_stream, idempotency_key, read_body, send_json
 
 MAX_LIMIT = 1000
 """The most jobs of one listing."""
@@ -171,7 +170,7 @@ async def _list(services: Services, jobs: BulkJobs, request: Request) -> HttpRes
 
 
 async def _body_of(services: Services, request: Request) -> bytes:
-    text = bytes(await read_body(request, min(MAX_BODY_BYTES, services.settings.http.max_input_bytes)))
+    text = bytes(await read_body(services, request, min(MAX_BODY_BYTES, services.settings.http.max_input_bytes)))
     check_depth(text, services.settings.limits.max_json_depth)
     return text
 
@@ -187,7 +186,7 @@ async def _events(services: Services, jobs: BulkJobs, request: Request, job_id: 
 
 
 def _context(services: Services, request: Request) -> Context:
-    return services.dispatcher.authorize(context_of(request), Scope.INFER)
+    return authorize(services, request)
 
 
 def _body(jobs: BulkJobs, record: JobRecord) -> JobBody:

@@ -16,7 +16,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.core.api_keys import Scope
 from qinfer.errors import InvalidRequest, QinferError
 from qinfer.models.repository.reader import is_model_name
 from qinfer_api.auth import Context
@@ -38,7 +37,7 @@ from qinfer_api.labeling.wire import (
     read_call,
 )
 from qinfer_api.rest.openapi import Json, answer, body, errors, operation, query
-from qinfer_api.rest.services import Services, context_of, off_loop, read_body, send, send_json, unless_left
+from qinfer_api.rest.services import Services, authorize, context_of, off_loop, read_body, send, send_json, unless_left
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +168,7 @@ async def _event(services: Services, labeling: Labeling, model: str, request: Re
 
 
 async def _read(services: Services, request: Request, kind: type[Call]) -> Call:
-    text = bytes(await read_body(request, services.settings.http.max_input_bytes))
+    text = bytes(await read_body(services, request, services.settings.http.max_input_bytes))
     return await off_loop(len(text), read_call, text, services.settings.limits.max_json_depth, kind)
 
 
@@ -188,7 +187,7 @@ def _context(services: Services, request: Request) -> Context:
         except (binascii.Error, ValueError):
             password = ""
         context = context._replace(key=password)
-    return services.dispatcher.authorize(context, Scope.INFER)
+    return authorize(services, request, context=context)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from qinfer.core.api_keys import Scope
 from qinfer.errors import Conflict, InvalidRequest, ModelError, Overloaded, QinferError, RequestError
 from qinfer.queue.entries import Address, RequestRecord
 from qinfer.tensors import Bytes
@@ -34,7 +33,7 @@ from qinfer_api.rest.services import (
     OUTPUTS,
     Preferences,
     Services,
-    context_of,
+    authorize,
     decoded_infer,
     event_stream,
     idempotency_key,
@@ -167,7 +166,7 @@ async def submit(services: Services, target: Target, request: Request, preferenc
     """Accepts an asynchronous request; answers with its result if it ends while its client prefers to wait."""
     requests = services.requests
     try:
-        context = services.dispatcher.authorize(context_of(request), Scope.INFER)
+        context = authorize(services, request)
         ticket = await _accepted(services, context, target, request, _options(request))
     except QinferError as error:
         raise requests.refuse(target.model, target.version, error) from None
@@ -193,7 +192,7 @@ def _located(services: Services, request: Request) -> tuple[Context, Address]:
         Forbidden: As `Dispatcher.authorize`.
         RequestNotFound: No request can have that id.
     """
-    context = services.dispatcher.authorize(context_of(request), Scope.INFER)
+    context = authorize(services, request)
     path = request.path_params
     return context, address_of(path["request_id"], context.tenant, path.get("model"))
 
@@ -213,7 +212,7 @@ async def _accepted(
         if ticket := await _repeated(services, context, target, request, options):
             return ticket
         raise
-    body = await read_body(request, services.settings.http.max_input_bytes)
+    body = await read_body(services, request, services.settings.http.max_input_bytes)
     try:
         decoded, plan = await decoded_infer(services, served, target, request, body)
         return await requests.submit(context, decoded, plan, await _hashed(options, target, request, body))
@@ -237,7 +236,7 @@ async def _repeated(
     if not (options.request_id or options.idempotency_key):
         return None
     if body is None:
-        body = await read_body(request, services.settings.http.max_input_bytes)
+        body = await read_body(services, request, services.settings.http.max_input_bytes)
     return await services.requests.repeated(context, target.model, await _hashed(options, target, request, body))
 
 

@@ -23,7 +23,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from qinfer.core.api_keys import Scope
 from qinfer.core.messages import InferRequest, Response, Scalar
 from qinfer.errors import InvalidRequest, MalformedJson, QinferError
 from qinfer.models.catalog import Served
@@ -50,7 +49,7 @@ from qinfer_api.rest.services import (
     JSON_LENGTH,
     OUTPUTS,
     Services,
-    context_of,
+    authorize,
     decoded_infer,
     forward_headers,
     off_loop,
@@ -127,9 +126,9 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
         return await submit(services, target, request, preferences)
     sink = FutureSink()
     try:
-        context = dispatcher.authorize(context_of(request), Scope.INFER)
+        context = authorize(services, request)
         served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
-        content = await read_body(request, services.settings.http.max_input_bytes)
+        content = await read_body(services, request, services.settings.http.max_input_bytes)
         decoded, plan = await decoded_infer(services, served, target, request, content)
         pending = dispatcher.submit(context, decoded, sink)
     except QinferError as error:
@@ -189,11 +188,11 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
     """Reads, checks and submits a request; returns it and its client's id of it."""
     dispatcher = services.dispatcher
     try:
-        context = dispatcher.authorize(context_of(request), Scope.INFER)
+        context = authorize(services, request)
         served = dispatcher.resolve(target.model, target.version)
         if not _is_identity(request):
             raise InvalidRequest("Unsupported content-encoding, only 'identity' is supported.")
-        content = await read_body(request, services.settings.http.max_input_bytes)
+        content = await read_body(services, request, services.settings.http.max_input_bytes)
         decoded = await off_loop(len(content), _decode, services, served, target, content)
         forward_headers(services, request, decoded)
         return dispatcher.submit(context, decoded, sink), decoded.client_id

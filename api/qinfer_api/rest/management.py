@@ -381,7 +381,7 @@ def _add_system(router: APIRouter, services: Services) -> None:
     async def register_system_region(region: str, request: Request) -> HttpResponse:
         """Opens a shared memory object of this host under a name."""
         memory.check_allowed()
-        text = bytes(await read_body(request, _MAX_BODY_BYTES))
+        text = bytes(await read_body(services, request, _MAX_BODY_BYTES))
         call = decode_json(text, RegionCall, services.settings.limits.max_json_depth, call=_CALL)
         await asyncio.to_thread(memory.register, region, call.key, call.offset, call.byte_size)
         return send(_DONE)

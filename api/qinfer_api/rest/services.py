@@ -51,7 +51,7 @@ from qinfer_api.http.infer import (
 )
 from qinfer_api.json_types import decode_json
 from qinfer_api.observe.reporting import Reporting
-from qinfer_api.receiving import ReceivingBudget
+from qinfer_api.receiving import SMALL_BYTES, ReceivingBudget
 from qinfer_api.requests.service import AsyncRequests
 from qinfer_api.rest.openapi import Json, errors, header
 
@@ -119,6 +119,26 @@ def forward_headers(services: Services, request: Request, decoded: InferRequest)
         with_headers(decoded, forwarded(services.forward, sent))
 
 
+def authorize(
+    services: Services, request: Request, scope: Scope = Scope.INFER, context: Context | None = None
+) -> Context:
+    """Returns the caller, whose key allows what is asked; its tenant is counted for the request's body.
+
+    Args:
+        services: The use cases.
+        request: The request.
+        scope: What the key must allow.
+        context: The caller, where not the headers alone name it.
+
+    Raises:
+        Unauthorized: There is no key, or it is unknown.
+        Forbidden: The key lacks the scope.
+    """
+    context = services.dispatcher.authorize(context or context_of(request), scope)
+    request.state.tenant = context.tenant
+    return context
+
+
 def guarded(services: Services, group: str, scope: Scope | None = None) -> list[Any]:
     """Returns the dependencies of the routes of a group.
 
@@ -132,7 +152,7 @@ def guarded(services: Services, group: str, scope: Scope | None = None) -> list[
         services.restrictions.check(group, request.headers.get)
 
     async def check_key(request: Request) -> None:
-        services.dispatcher.authorize(context_of(request), scope or Scope.INFER)
+        authorize(services, request, scope or Scope.INFER)
 
     checks = [check_header] if services.restrictions.covers(group) else []
     return [Depends(check) for check in (*checks, *([check_key] if scope else []))]
@@ -286,10 +306,15 @@ OUTPUTS: Json = {
 INFER_ERRORS = errors(400, 401, 403, 404, 500, 501, 503)
 
 
-async def read_body(request: Request, max_bytes: int) -> Bytes:
+_MAX_TURN_S = 30.0
+"""How long a large body waits for memory."""
+
+
+async def read_body(services: Services, request: Request, max_bytes: int) -> Bytes:
     """Reads the body, never more than `max_bytes` of it, and undoes its encoding.
 
     Raises:
+        Overloaded: The gateway receives as much as it may.
         PayloadTooLarge: It is larger, as sent or decompressed.
         UnsupportedFeature: It is in an encoding that is not known.
     """
@@ -297,12 +322,17 @@ async def read_body(request: Request, max_bytes: int) -> Bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large(int(declared), max_bytes)
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large(None, max_bytes)
-    return body if encoding is None else await asyncio.to_thread(decompress, body, encoding, max_bytes)
+    size = max(int(declared), 1) if declared.isdecimal() else SMALL_BYTES
+    owner = getattr(request.state, "tenant", "") or request.client
+    within_s = min(_MAX_TURN_S, services.settings.http.request_read_timeout_s / 2)
+    async with services.receiving.reserved(owner, size, within_s) as memory:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > max_bytes:
+                raise too_large(None, max_bytes)
+            memory.grow(len(body))
+        return body if encoding is None else await asyncio.to_thread(decompress, body, encoding, max_bytes)
 
 
 async def read_json(
@@ -315,7 +345,7 @@ async def read_json(
         UnsupportedFeature: It is in an encoding that is not known.
         QinferError: As `decode_json`.
     """
-    body = bytes(await read_body(request, services.settings.http.max_input_bytes))
+    body = bytes(await read_body(services, request, services.settings.http.max_input_bytes))
     if not body and may_be_empty:
         body = b"{}"
     decode = partial(decode_json, max_depth=services.settings.limits.max_json_depth, prefix=prefix)

@@ -15,7 +15,7 @@ from qinfer.core.messages import Failure, IdFactory
 from qinfer.errors import PayloadTooLarge, QinferError
 from qinfer.tensors import Bytes
 from qinfer_api.http.infer import decompress
-from qinfer_api.receiving import ReceivingBudget, Reservation
+from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
     HEAD,
@@ -48,9 +48,6 @@ _OK = hpack.field(b"grpc-status", b"0")
 _HEAD_WITH_ID = HEAD + hpack.name(b"qinfer-request-id")
 
 _TOO_LATE = "the message did not come in time"
-_NO_MEMORY = (
-    "the gateway receives as many bytes as it may (QINFER_LIMITS__MAX_RECEIVING_BYTES); try again, or another gateway"
-)
 _MIN_BYTES_PER_S = 64 * 1024
 """Slower, beyond the time that a message may pause, no message comes in, and no reply goes out."""
 
@@ -291,7 +288,7 @@ class Call(Stream):
             owner = getattr(self.context, "tenant", "") or self.connection
             self._reservation = self._server.receiving.reserve(owner, size, self._let_in)
             if self._reservation is None:
-                raise Abort("RESOURCE_EXHAUSTED", _NO_MEMORY)
+                raise Abort("RESOURCE_EXHAUSTED", SPENT)
             if not self._reservation.is_granted:
                 self._unread = bytes(view)
                 return view
@@ -427,7 +424,7 @@ class Call(Stream):
             self._moved_s = now_s
         elif now_s - self._moved_s > limits.body_s:
             is_waiting = one is not None and not one.is_granted
-            self.fail(Abort("RESOURCE_EXHAUSTED", _NO_MEMORY) if is_waiting else Abort("CANCELLED", _TOO_LATE))
+            self.fail(Abort("RESOURCE_EXHAUSTED", SPENT) if is_waiting else Abort("CANCELLED", _TOO_LATE))
         elif self._body is not None and now_s - self._reserved_s > limits.body_s + len(self._body) / _MIN_BYTES_PER_S:
             self.fail(Abort("CANCELLED", _TOO_LATE))
 

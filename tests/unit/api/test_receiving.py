@@ -1,5 +1,10 @@
 """The memory that bodies share: who waits, who is refused, and whose turn comes next."""
 
+import asyncio
+
+import pytest
+
+from qinfer.errors import Overloaded
 from qinfer_api.receiving import MAX_WAITING, SMALL_BYTES, ReceivingBudget, Reservation
 
 MAX_BYTES = 800 * 1024
@@ -83,3 +88,56 @@ def test_who_stops_waiting_is_forgotten_and_the_waiting_are_bounded() -> None:
     assert first is not None
     first.release()
     assert bodies.granted == ["first"]
+
+
+def test_a_body_of_unknown_size_grows_while_there_is_memory() -> None:
+    bodies = Bodies()
+    chunked, first = bodies.ask("chunked", SMALL_BYTES), bodies.ask("first", LARGE)
+    assert chunked is not None
+    assert first is not None
+
+    chunked.grow(1)
+    assert bodies.budget.held_bytes == SMALL_BYTES + LARGE
+    chunked.grow(LARGE)
+    assert bodies.budget.held_bytes == 2 * LARGE
+    with pytest.raises(Overloaded, match="QINFER_LIMITS__MAX_RECEIVING_BYTES"):
+        chunked.grow(MAX_BYTES)
+    assert bodies.budget.held_bytes == 2 * LARGE
+
+    first.release()
+    chunked.grow(10 * MAX_BYTES)
+    chunked.release()
+    assert bodies.budget.held_bytes == 0
+
+
+async def test_a_turn_that_does_not_come_is_a_refusal() -> None:
+    bodies = Bodies()
+    first = bodies.ask("first", MAX_BYTES)
+    with pytest.raises(Overloaded):
+        async with bodies.budget.reserved("late", LARGE, within_s=0.0):
+            raise AssertionError("it was let in")
+    with pytest.raises(Overloaded):
+        async with bodies.budget.reserved("small", SMALL_BYTES, within_s=0.0):
+            raise AssertionError("it was let in")
+
+    assert first is not None
+    first.release()
+    assert bodies.budget.held_bytes == 0
+
+
+async def test_whoever_waits_is_let_in_at_the_end_of_another() -> None:
+    bodies = Bodies()
+    first = bodies.ask("first", MAX_BYTES)
+
+    async def wait() -> int:
+        async with bodies.budget.reserved("late", LARGE, within_s=60.0):
+            return bodies.budget.held_bytes
+
+    late, left = asyncio.create_task(wait()), asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    left.cancel()
+    assert first is not None
+    first.release()
+
+    assert await late == LARGE
+    assert bodies.budget.held_bytes == 0
