@@ -311,17 +311,24 @@ class Gateway:
 
     async def _serve_rpc(self, rpc: "RpcServer") -> None:
         await self._stopping.wait()
+        await rpc.turn_away()
+        self._drain()
         await rpc.stop(self._drain_s)
 
     def stop(self) -> None:
-        """Begins to drain: health answers 503, no connection and no request is accepted any more."""
-        if not self._server.should_exit:
-            self.dispatcher.draining = True
+        """Begins to drain, once gRPC's clients know: that takes up to a second."""
+        if not self._stopping.is_set():
             self._stopping.set()
-            self.requests.waits.end()
-            self._server.should_exit = True
-            self._server.turn_away()
-            asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
+            if self.rpc is None:
+                self._drain()
+
+    def _drain(self) -> None:
+        """Health answers 503, no connection and no request is accepted any more."""
+        self.dispatcher.draining = True
+        self.requests.waits.end()
+        self._server.should_exit = True
+        self._server.turn_away()
+        asyncio.get_running_loop().call_later(self._drain_s, self._give_up)
 
     def _give_up(self) -> None:
         self.models.end()

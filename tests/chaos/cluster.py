@@ -56,6 +56,7 @@ class Cluster:
         broker: Redis.
         members: Gateways and workers of both kinds.
         urls: Where the gateways are.
+        grpc_targets: Where they serve gRPC.
     """
 
     def __init__(self, directory: Path, repository: Path, settings: Mapping[str, str], durability: str) -> None:
@@ -66,15 +67,17 @@ class Cluster:
         self._env |= {"QINFER_REPOSITORY__PATH": str(repository)}
         self.members: list[Member] = []
         self.urls: list[str] = []
+        self.grpc_targets: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def add(self, role: Role, steps: Sequence[str] = (), arguments: Sequence[str] = (), module: str = "") -> Member:
         """Starts one more, which is hurt at these steps (`faulty`), or is another program than its role's."""
         env = dict(self._env)
         if role is Role.GATEWAY:
-            port = _free_port()
-            env |= {"QINFER_HTTP__PORT": str(port), "QINFER_GRPC__PORT": "0", "QINFER_METRICS__PORT": "0"}
+            port, grpc_port = _free_port(), _free_port()
+            env |= {"QINFER_HTTP__PORT": str(port), "QINFER_GRPC__PORT": str(grpc_port), "QINFER_METRICS__PORT": "0"}
             self.urls.append(f"http://127.0.0.1:{port}")
+            self.grpc_targets.append(f"127.0.0.1:{grpc_port}")
         if steps:
             module = faulty.__name__
             env |= faulty.environment(MODULES[role], steps, self._directory)

@@ -2,15 +2,21 @@
 
 The clients behave as behind a load balancer: what was not answered (a refused or a closed connection), and what a
 draining gateway turned away together with its connection, goes to the next gateway. Any other refusal is a failure.
+Callers of gRPC have one channel to both gateways, as gRPC's own balancing makes it, and repeat nothing.
 """
 
 import asyncio
+import struct
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import httpx
 import pytest
+from tritonclient.grpc import service_pb2 as pb
 
 from qinfer.testing import eventually
 from tests.chaos.cluster import Cluster, running_cluster
@@ -18,6 +24,7 @@ from tests.chaos.load import FAST, SLOW, body_of, infer_path
 from tests.chaos.member import Member, Role
 from tests.chaos.repository import write_models
 from tests.chaos.verdict import expected
+from tests.support.rpc import stub_of
 
 pytestmark = [pytest.mark.long, pytest.mark.chaos, pytest.mark.timeout(180)]
 
@@ -80,6 +87,35 @@ class Balanced:
         return "no gateway took it"
 
 
+class BalancedRpc(Balanced):
+    """Callers of gRPC on a channel that knows all gateways, and takes them in turn."""
+
+    async def run(self) -> None:
+        options = [("grpc.lb_policy_name", "round_robin"), ("grpc.enable_retries", 0)]
+        options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500)]
+        target = f"ipv4:{','.join(self._urls)}"
+        async with grpc.aio.insecure_channel(target, options) as channel, asyncio.TaskGroup() as group:
+            for _ in range(CALLERS):
+                group.create_task(self._infer(stub_of(channel)))
+
+    async def _infer(self, stub: Any) -> None:
+        while not self._is_over:
+            number = next(self._numbers)
+            request = pb.ModelInferRequest(model_name=SLOW if number % 5 == 0 else FAST)
+            for name, value in (("a", number), ("b", number + 1)):
+                request.inputs.add(name=name, datatype="FP32", shape=[1, 1]).contents.fp32_contents.append(value)
+            try:
+                reply = await stub.ModelInfer(request, timeout=30.0)
+            except grpc.aio.AioRpcError as error:
+                self.failed.append(f"{number}: {error.code()} {error.details()}")
+                continue
+            value = struct.unpack("<f", reply.raw_output_contents[0])[0]
+            if value == expected(number):
+                self.answered += 1
+            else:
+                self.failed.append(f"{number}: answered {value}")
+
+
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     names = write_models(tmp_path / "models")
@@ -120,3 +156,19 @@ async def test_a_rolling_restart_fails_no_request(cluster: Cluster, role: Role) 
 
     assert load.failed == []
     assert [member.exits for member in cluster.of(role)] == [Counter({0: 1})] * len(cluster.of(role))
+
+
+async def test_a_rolling_restart_of_gateways_fails_no_call(cluster: Cluster) -> None:
+    """Both gateways, under calls of gRPC that nobody repeats."""
+    load = BalancedRpc(cluster.grpc_targets)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(load.run())
+        await load.more()
+        for member in cluster.of(Role.GATEWAY):
+            await replaced(member)
+            await cluster.ready((FAST, SLOW))
+            await load.more(300)
+        load.stop()
+
+    assert load.failed == []
+    assert [member.exits for member in cluster.of(Role.GATEWAY)] == [Counter({0: 1})] * 2

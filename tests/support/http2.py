@@ -81,7 +81,9 @@ class Wire(Requests):
     def close(self) -> None:
         self.is_closed = True
 
-    abort = close
+    def abort(self) -> None:
+        self.is_closed = True
+        self.connection.connection_lost(None)
 
     def get_write_buffer_size(self) -> int:
         return 0

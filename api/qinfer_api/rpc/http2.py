@@ -9,6 +9,7 @@ ENHANCE_YOUR_CALM.
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections import deque
@@ -38,10 +39,12 @@ class Service(Protocol):
     Attributes:
         limits: The bounds of each connection.
         connections: Those that are open.
+        is_closing: No more connections are taken.
     """
 
     limits: Limits
     connections: "set[Connection]"
+    is_closing: bool
 
     def read_head(self, fields: list[Field] | None) -> Any:
         """Reads a request's header fields; the result is used again for equal ones.
@@ -87,6 +90,7 @@ class Connection(asyncio.Protocol):
         self._age_s = service.limits.age_s * random.uniform(0.9, 1.1)  # noqa: S311 - else all would reconnect at once
         self._made_s = self._busy_s = self._heard_s = 0.0
         self._pinged_s = self._goes_s = self._stuck_s = 0.0  # 0 = it is not so
+        self._takes_no_more = asyncio.Event()
 
     # -- asyncio's calls -----------------------------------------------------------------------------------------------
 
@@ -94,7 +98,10 @@ class Connection(asyncio.Protocol):
         """Waits for the preface: the server's settings, sent before, would hide the answer to HTTP/1.1."""
         self.output.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass of it
         self._made_s = self._busy_s = self._heard_s = asyncio.get_running_loop().time()
-        self.service.connections.add(self)
+        if self.service.is_closing:  # it was accepted while the port was closed
+            self.close()
+        else:
+            self.service.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         """Reads the frames that are complete."""
@@ -114,6 +121,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancels what is in flight."""
         self.output.is_closed = True
+        self._takes_no_more.set()
         self.service.connections.discard(self)
         for stream in list(self._streams.values()):
             self._drop(stream)
@@ -431,14 +439,26 @@ class Connection(asyncio.Protocol):
 
         The first GOAWAY stops the client; the answer to the PING behind it says that what was under way has come in.
         """
-        if not (self._goes_s or self.output.is_closed):
+        if not self._has_preface:
+            self.close()
+            self.connection_lost(None)
+        elif not (self._goes_s or self.output.is_closed):
             self._goes_s = asyncio.get_running_loop().time()
             self.output.write(frames.GOAWAY, 0, 0, frames.TWO_WORDS.pack(frames.LAST_STREAM, frames.NO_ERROR))
             self.output.write(frames.PING, 0, 0, _SHUTDOWN)
 
+    async def shut(self) -> None:
+        """Ends the connection as `shutdown` does; returns when it takes no more requests."""
+        self.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_SECOND_S):
+                await self._takes_no_more.wait()
+        self._take_no_more()
+
     def _take_no_more(self) -> None:
-        if self._last_taken == frames.LAST_STREAM:
+        if self._last_taken == frames.LAST_STREAM and not self.output.is_closed:
             self._last_taken = self._last
+            self._takes_no_more.set()
             self.output.write(frames.GOAWAY, 0, 0, frames.TWO_WORDS.pack(self._last, frames.NO_ERROR))
             self._close_if_done()
 

@@ -64,6 +64,7 @@ class Server:
         limits: As given.
         receiving: As given.
         connections: Those that are open.
+        is_closing: No more connections are taken.
         new_id: Makes the ids of calls that become no request.
     """
 
@@ -73,6 +74,7 @@ class Server:
         self.receiving = receiving
         self.new_id = IdFactory().ulid
         self.connections: set[Connection] = set()
+        self.is_closing = False
         self._calls = 0
         self._ended = asyncio.Event()
 

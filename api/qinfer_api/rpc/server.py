@@ -123,8 +123,18 @@ class RpcServer:
             for connection in tuple(self._calls.connections):
                 connection.check(now_s)
 
+    async def turn_away(self) -> None:
+        """Sends clients elsewhere: closes the port, and returns when no connection takes calls any more.
+
+        What is under way by then is let in, so that no call fails whose client has another server.
+        """
+        self._calls.is_closing = True
+        if self._server is not None:
+            self._server.close()
+        await asyncio.gather(*[connection.shut() for connection in tuple(self._calls.connections)])
+
     async def stop(self, within_s: float) -> None:
-        """Ends once every call has its answer; new ones are refused meanwhile, and health answers NOT_SERVING.
+        """Ends once every call has its answer.
 
         Args:
             within_s: How long that may take; the gateway refuses then what it has not answered.

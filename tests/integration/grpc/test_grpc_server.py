@@ -19,15 +19,16 @@ from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.state import Desired, State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Lane, Lease
+from qinfer.testing import eventually
 from qinfer.wire.frame import decode_request, encode_responses
 from qinfer_api.app import Gateway, bind, build
+from qinfer_api.rpc import frames
 from qinfer_api.rpc.server import open_port
 from tests.support.certificates import write_certificate
 from tests.support.gateway import MODELS, settings_of
+from tests.support.http2 import DATA, GOAWAY, PING, Frame, Requests, settings_frame
 from tests.support.rpc import Rpc, infer_request, rpc, stub_of, value_of
 from tests.support.servers.servers import Database
-
-SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 
 
 def _health(server: Rpc) -> Any:
@@ -61,26 +62,66 @@ async def test_health_follows_the_models() -> None:
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_in_flight_calls_end_and_new_ones_are_refused() -> None:
-    """While the gateway drains: health says so, and the text is Triton's."""
+async def test_in_flight_calls_end_and_new_ones_find_no_server() -> None:
+    """While the gateway drains: health says so to those who watch it, and nobody can connect."""
     async with rpc() as server:
         await _all_ready(server)
+        watch = _health(server).Watch(health_pb2.HealthCheckRequest())
+        before = await watch.read()
         call = server.stub.ModelInfer(infer_request("stuck"))
         lease = await _fetch(server)
         server.running.gateway.stop()
 
+        after = await watch.read()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await server.stub.ModelInfer(infer_request())
-        with pytest.raises(grpc.aio.AioRpcError) as not_live:
-            await server.stub.ServerLive(pb.ServerLiveRequest())
-        health = await _health(server).Check(health_pb2.HealthCheckRequest())
         await _answer(server, lease)
         reply = await call
 
-    assert (error.value.code(), error.value.details()) == (grpc.StatusCode.UNAVAILABLE, SHUTTING_DOWN)
-    assert not_live.value.details() == SHUTTING_DOWN
-    assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert before.status == health_pb2.HealthCheckResponse.SERVING
+    assert after.status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert value_of(reply) == 1.0
+
+
+async def test_clients_are_told_to_go_before_anything_is_refused() -> None:
+    """By a GOAWAY that takes every stream; what comes before its PING is answered is served, then a second ends it."""
+    client = Requests()
+    message = infer_request().SerializeToString()
+    path = "/inference.GRPCInferenceService/ModelInfer"
+    async with rpc() as server:
+        host, _, port = server.running.grpc_target.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(frames.PREFACE + settings_frame() + client.call(1, message, path))
+        await _read_until(reader, 1)
+        server.running.gateway.stop()
+        first = await _read_until(reader, 0, GOAWAY)
+        ping = await _read_until(reader, 0, PING)
+
+        was_draining = server.running.gateway.dispatcher.draining
+        writer.write(client.call(3, message, path) + frames.frame(PING, frames.ACK, 0, ping.payload))
+        second = await _read_until(reader, 0, GOAWAY)
+        in_time = await _read_until(reader, 3)
+        rest = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+
+    assert (first.payload[:4], second.payload[:4]) == (b"\x7f\xff\xff\xff", b"\0\0\0\3")
+    assert not was_draining
+    assert in_time.payload.startswith(b"\0")
+    assert rest == b""
+
+
+async def _read_until(reader: asyncio.StreamReader, number: int, kind: int = DATA) -> Frame:
+    """Reads frames up to the first of a kind on a stream; DATA with its trailers."""
+    found = None
+    while True:
+        word, flags, stream = frames.HEAD.unpack(await reader.readexactly(frames.HEAD_BYTES))
+        one = Frame(word & 0xFF, flags, stream, await reader.readexactly(word >> 8))
+        if (one.kind, one.number) == (kind, number):
+            found = one
+        if found is not None and (kind != DATA or (one.flags & frames.END_STREAM and one.number == number)):
+            return found
 
 
 async def test_a_load_under_way_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +138,9 @@ async def test_a_load_under_way_is_seen_through(monkeypatch: pytest.MonkeyPatch)
         call = asyncio.ensure_future(server.stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="m")))
         await started.wait()
         server.running.gateway.stop()
+        await eventually(lambda: server.running.gateway.dispatcher.draining)
         for _ in range(3):
-            await _health(server).Check(health_pb2.HealthCheckRequest())
+            await asyncio.sleep(0)
         loaded.set()
         await call
 

@@ -8,6 +8,7 @@ import pytest
 
 from qinfer_api.rpc import frames
 from qinfer_api.rpc.frames import Limits
+from qinfer_api.rpc.http2 import Connection
 from tests.support.http2 import (
     DATA,
     GOAWAY,
@@ -233,6 +234,22 @@ async def test_a_shutdown_lets_in_what_is_under_way(wire: Wire) -> None:
     assert not wire.is_closed
     wire.send(reset(1))
     assert wire.is_closed
+
+
+async def test_who_connects_while_the_port_closes_is_sent_away() -> None:
+    """Also one that has not said anything yet: a GOAWAY before the settings would not be understood."""
+    mute = Wire()
+    mute.connection.shutdown()
+    mute.server.is_closing = True
+    late = Connection(mute.server)
+    was_closed, mute.is_closed = mute.is_closed, False
+
+    late.connection_made(mute)  # type: ignore[arg-type]  # what it uses of a transport is here
+
+    assert was_closed
+    assert mute.is_closed
+    assert mute.read() == []
+    assert not mute.server.connections
 
 
 @pytest.fixture(autouse=True)
