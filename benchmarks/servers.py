@@ -196,19 +196,25 @@ def _redis_server() -> str:
 
 def _triton(launch: Launch) -> list[Command]:
     """NVIDIA's server with the model in its Python backend; threads, ports and pools of the server as they come."""
-    model, files = launch.directory / "models" / launch.model, TRITON / "server"
+    model = launch.directory / "models" / launch.model
     (model / "1").mkdir(parents=True)
     shutil.copy(environments.HERE / "peers/triton/model.py", model / "1")
     config = (launch.repository / launch.model / "config.pbtxt").read_text()
     (model / "config.pbtxt").write_text(config.replace('backend: "onnxruntime"', 'backend: "python"'))
+    return [triton_command(launch, model.parent)]
+
+
+def triton_command(launch: Launch, models: Path) -> Command:
+    """Returns what starts NVIDIA's server with a repository of models of its Python backend."""
+    files = TRITON / "server"
     argv = (
         *(str(files / "bin/tritonserver"), "--backend-directory", str(files / "backends")),
-        *("--model-repository", str(model.parent), "--allow-metrics", "false"),
+        *("--model-repository", str(models), "--allow-metrics", "false"),
         *("--http-address", "127.0.0.1", "--http-port", str(launch.port)),
         *("--grpc-address", "127.0.0.1", "--grpc-port", str(launch.grpc_port)),
     )
     path = os.pathsep.join((str(files.resolve().parents[1]), str(environments.ROOT)))
-    return [Command(argv=argv, env={**_peer_env(launch), "PYTHONPATH": path})]
+    return Command(argv=argv, env={**_peer_env(launch), "PYTHONPATH": path})
 
 
 def why_not(name: str) -> str:
