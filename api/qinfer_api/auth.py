@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from qinfer.core.api_keys import ApiKey, Scope, check_exposure, hash_key, read_keys
 from qinfer.core.clock import Clock, SystemClock
 from qinfer.core.settings import AuthSettings
@@ -100,7 +102,7 @@ class Principal(NamedTuple):
         return scope in self.scopes or Scope.ADMIN in self.scopes
 
 
-class Context(NamedTuple):
+class Context(msgspec.Struct, frozen=True, gc=False):
     """The caller of a request: all that the transport knows besides the body.
 
     Attributes:

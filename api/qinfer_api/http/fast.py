@@ -33,7 +33,7 @@ from qinfer.submission.pending import Pending
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context, Restrictions
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.head import MAX_FAST_BYTES, Head, HeadCache, read_head, transfer_codings
+from qinfer_api.http.head import MAX_FAST_BYTES, Head, HeadReader, read_head, transfer_codings
 from qinfer_api.http.infer import (
     DECOUPLED,
     InferCodec,
@@ -202,13 +202,13 @@ class FastPath:
     ) -> None:
         self.dispatcher = dispatcher
         self.codec = codec
-        self.enabled = http.fast_path and not restrictions.covers("inference")
         self.forward = compile_forward("QINFER_HTTP__HEADER_FORWARD_PATTERN", http.header_forward_pattern)
-        self.max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes)
+        enabled = http.fast_path and not restrictions.covers("inference")
+        self.max_bytes = min(MAX_FAST_BYTES, http.max_input_bytes) if enabled else -1
         self.keep_alive_s = http.keep_alive_s
         self.read_timeout_s = http.request_read_timeout_s
         self.writer = Writer()
-        self.heads = HeadCache()
+        self.heads = HeadReader(self.max_bytes, self.forward)
         self.call_type: type[Call] = Call
 
 
@@ -238,33 +238,24 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._chunks = 0
         self._refusal: Reply | None = None  # the last reply, which waits for those of ASGI cycles
         self._unwritten_bytes = 0
-        self._completed: list[Call | None] = []  # what the present packet completed; `None` is another's request
         self._quiet_since_s = 0.0  # 0 = since the next look
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Reads received data: a whole request with a cached head directly, all else through the parser."""
+        """Reads received data: a whole request with a plain head directly, all else through the parser."""
         if self._refused:
             return
-        if self._receiving or self._closing or self._cycle_runs():
-            self._parse(data)
-            self._completed.clear()
-            return
-        known = self._fast.heads.find(data)
-        if known is not None:
-            self._quiet_since_s = 0.0
-            head, body = known
-            call = self._take(head)
-            call.parts.append(body)
-            call.start(self._fast.dispatcher, self._fast.codec)
-            return
+        if not (self._receiving or self._closing or self._cycle_runs()):
+            known = self._fast.heads.find(data)
+            if known is not None:
+                self._quiet_since_s = 0.0
+                head, body = known
+                call = self._take(head)
+                call.parts.append(body)
+                call.start(self._fast.dispatcher, self._fast.codec)
+                return
         self._parse(data)
-        if len(self._completed) == 1 and not (self._receiving or self._closing):
-            completed = self._completed[0]
-            if completed is not None and completed.head is not None:
-                self._fast.heads.learn(data, completed.head)
-        self._completed.clear()
 
     def _parse(self, data: bytes) -> None:
         """Parses; neither a head nor what frames a chunked body may grow without bound."""
@@ -332,7 +323,6 @@ class QinferHttpProtocol(HttpToolsProtocol):
         """Starts the call whose body is complete."""
         self._receiving = self._in_cycle = False
         call = self._call
-        self._completed.append(call)
         if call is not None:
             self._call = None
             call.start(self._fast.dispatcher, self._fast.codec)
@@ -341,7 +331,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
 
     def _fast_head(self) -> Head | None:
         fast = self._fast
-        if not fast.enabled or self._cycle_runs() or self.parser.get_method() != b"POST":
+        if self._cycle_runs() or self.parser.get_method() != b"POST":
             return None
         head = read_head(self.url, self.headers, fast.max_bytes, fast.forward)
         return head if head is not None and self.parser.get_http_version() == "1.1" else None

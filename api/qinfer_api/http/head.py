@@ -1,4 +1,4 @@
-"""Heads of infer requests: which requests can take the fast path, and which of their heads came before.
+"""Heads of infer requests: which requests can take the fast path, and what is read of them.
 
 Nothing here waits, and nothing here refuses: a head that is not plain is left to the parser and the route.
 """
@@ -6,16 +6,17 @@ Nothing here waits, and nothing here refuses: a head that is not plain is left t
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+
+import msgspec
 
 from qinfer.errors import InvalidRequest
-from qinfer_api.auth import ANONYMOUS, Context, caller_of
+from qinfer_api.auth import ANONYMOUS, Context, presented_key
 from qinfer_api.http.infer import Encoding, Headers, Target, forwarded, parse_version, response_encoding
 
 MAX_FAST_BYTES = 256 * 1024
 """Larger bodies take the route, which decodes them off the event loop."""
 
-_INTERESTING = {  # what the fast path reads of a request's headers; all others mean nothing to an infer request
+_MEANINGS = {  # what the fast path reads of a request's headers; all others mean nothing to an infer request
     b"content-length": "length",
     b"inference-header-content-length": "json",
     b"traceparent": "traceparent",
@@ -32,7 +33,7 @@ _MAX_URL_BYTES = 1024
 _NO_HEADERS: Mapping[str, str] = {}
 
 
-class Head(NamedTuple):
+class Head(msgspec.Struct, frozen=True, gc=False):
     """The parts of a request's head that the fast path needs; `json_length` is the header's text, unchecked."""
 
     target: Target
@@ -79,7 +80,7 @@ def read_head(
         return None
     found: dict[str, bytes] = {}
     for name, value in headers:
-        meaning = _INTERESTING.get(name.lower())
+        meaning = _MEANINGS.get(name.lower())
         if meaning is not None:
             if meaning in found:
                 return None  # sent twice: the route knows which one counts
@@ -89,13 +90,21 @@ def read_head(
     length = int(found.get("length", b"-1"))  # the parser has checked it
     if not 0 <= length <= max_bytes:
         return None
+    context = _caller(found.get("traceparent"), found.get("authorization"), found.get("x-api-key"))
     json_length = found["json"].decode("latin-1") if "json" in found else None
-    context = ANONYMOUS
-    if "traceparent" in found or "authorization" in found or "x-api-key" in found:
-        context = caller_of({meaning: value.decode("latin-1") for meaning, value in found.items()}.get)
     encoding = _accepted(found["accept"]) if "accept" in found else None
     forwarding = _NO_HEADERS if forward is None else forwarded(forward, headers)
     return Head(target, length, json_length, context, encoding, forwarding)
+
+
+def _caller(trace: bytes | None, authorization: bytes | None, key: bytes | None) -> Context:
+    if authorization is None and key is None:
+        return ANONYMOUS if trace is None else Context("", trace.decode("latin-1"))
+    return Context("", _text(trace), presented_key(_text(authorization), _text(key)))
+
+
+def _text(value: bytes | None) -> str:
+    return "" if value is None else value.decode("latin-1")
 
 
 @lru_cache(maxsize=256)
@@ -110,41 +119,75 @@ def transfer_codings(headers: Headers) -> list[bytes]:
 
 
 _END_OF_HEAD = b"\r\n\r\n"
-_MAX_CACHED = 1024
-_MAX_CACHED_BYTES = 4096
+_MAX_HEAD_BYTES = 4096
+_MAX_KNOWN = 1024
 
 
-class HeadCache:
-    """Caches request heads by their bytes, as the parser read them: clients mostly send the same head again and again.
+def _once(group: int, meaning: str, value: bytes) -> bytes:
+    """Returns the pattern of a header whose value is a group; it does not match a second time."""
+    (name,) = (name for name, known in _MEANINGS.items() if known == meaning)
+    return rb"(?i:%b): (?(%d)(?!))(%b)\r\n" % (name, group, value)
 
-    Head and body that arrive in one packet, as small requests do, then need no parsing: equal bytes mean the same.
+
+_NAME = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]++"  # RFC 9110 §5.6.2
+_VALUE = rb"[!-~](?:[ -~]*[!-~])?"
+_OTHERS = rb"(?!(?i:%b|connection|proxy-connection):)%b: [ -~]*+\r\n" % (b"|".join(_MEANINGS), _NAME)
+_LINES = (  # those that come most often first
+    _once(2, "length", rb"[0-9]{1,9}"),
+    _once(3, "traceparent", rb"[!-~]++"),
+    _OTHERS,
+    _once(4, "json", _VALUE),
+    _once(5, "accept", _VALUE),
+    _once(6, "authorization", _VALUE),
+    _once(7, "x-api-key", _VALUE),
+    rb"(?i:connection: keep-alive)\r\n",
+)
+_PLAIN_HEAD = re.compile(rb"POST (/v2/models/[/.:@_~0-9A-Za-z-]++) HTTP/1\.1\r\n(?:%b)*+\r\n" % b"|".join(_LINES))
+"""The plainest form of a head, which means the same to every parser; it takes linear time."""
+
+_ANY_LINE = re.compile(rb"\r\n(%b): *+((?:%b)?)" % (_NAME, _VALUE))
+
+
+class HeadReader:
+    """Reads the heads of small requests that arrive in one packet, without the connection's parser.
+
+    Proxies make heads differ: in ids, traces, lengths. A head is therefore read by one regular expression; where it has
+    another form than the plainest, or ends the connection, the parser reads it. Remembered is the last head of each
+    length of packets: clients that no proxy stands before mostly send the same head again.
+
+    Args:
+        max_bytes: The largest body that may take the fast path; negative if none may.
+        forward: The names of the headers that become parameters of the request.
     """
 
-    def __init__(self) -> None:
-        self._heads: dict[bytes, Head] = {}
-        self._last: tuple[bytes, int, Head] | None = None  # the head found last, and the length of its packets
+    def __init__(self, max_bytes: int = MAX_FAST_BYTES, forward: re.Pattern[str] | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._forward = forward
+        self._known: list[tuple[bytes, int, Head] | None] = [None] * _MAX_KNOWN  # a head, its packet's length
 
     def find(self, packet: bytes) -> tuple[Head, bytes] | None:
-        """Splits a packet that is exactly one request whose head is cached; `None` for any other."""
-        if self._last is not None:
-            begin, length, head = self._last
-            if len(packet) == length and packet.startswith(begin):
-                return head, packet[len(begin) :]
-        end = packet.find(_END_OF_HEAD) + 4
-        begin = packet[:end]
-        found = self._heads.get(begin)
-        if found is None or len(packet) - end != found.length:
+        """Splits a packet that is exactly one plain request into head and body; `None` for any other."""
+        size = len(packet)
+        known = self._known[size % _MAX_KNOWN]
+        if known is not None and known[1] == size and packet.startswith(known[0]):
+            return known[2], packet[len(known[0]) :]
+        if packet.endswith(_END_OF_HEAD):
+            return None  # the body is still to come
+        match = _PLAIN_HEAD.match(packet, 0, _MAX_HEAD_BYTES)
+        if match is None:
             return None
-        self._last = begin, len(packet), found
-        return found, packet[end:]
-
-    def learn(self, packet: bytes, head: Head) -> None:
-        """Remembers the head of a packet in which the parser found exactly one request, and that by its end.
-
-        One with an API key may be: equal bytes are an equal key. One that is traced comes once only.
-        """
-        end = packet.find(_END_OF_HEAD) + 4
-        if end <= _MAX_CACHED_BYTES and len(packet) - end == head.length and not head.context.trace:
-            if len(self._heads) >= _MAX_CACHED:
-                self._heads.clear()
-            self._heads[packet[:end]] = head
+        url, length, trace, json_length, accept, authorization, key = match.groups()
+        end, target = match.end(), parse_target(url)
+        if target is None or length is None or size - end != int(length) or size - end > self._max_bytes:
+            return None
+        head = Head(
+            target,
+            size - end,
+            None if json_length is None else json_length.decode(),
+            _caller(trace, authorization, key),
+            None if accept is None else _accepted(accept),
+            _NO_HEADERS if self._forward is None else forwarded(self._forward, _ANY_LINE.findall(packet, 0, end)),
+        )
+        if trace is None:  # one comes once only
+            self._known[size % _MAX_KNOWN] = packet[:end], size, head
+        return head, packet[end:]

@@ -186,7 +186,7 @@ def _context(services: Services, request: Request) -> Context:
             _, _, password = base64.b64decode(credentials.strip(), validate=True).decode().partition(":")
         except (binascii.Error, ValueError):
             password = ""
-        context = context._replace(key=password)
+        context = msgspec.structs.replace(context, key=password)
     return authorize(services, request, context=context)
 
 

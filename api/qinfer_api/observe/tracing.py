@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import Failure, InferRequest, Response, Timing
 from qinfer.core.settings import TraceSettings
@@ -116,7 +118,7 @@ class TracedDispatcher(Dispatcher):
         sampling = self._sample(request.model)
         span = self._begin(context, sink)
         if span is not None:
-            context = context._replace(trace=span.trace)
+            context = msgspec.structs.replace(context, trace=span.trace)
             if not span.is_recorded:
                 span = None
         if span is None and sampling is None:

@@ -394,7 +394,7 @@ async def test_answered_requests_are_not_kept() -> None:
             await client.writer.drain()
         assert [await client.client_id() for _ in range(20)] == [str(number) for number in range(20)]
 
-        assert the_connection(running)._completed == []
+        assert not the_connection(running)._calls
 
 
 async def test_trailers_are_not_kept() -> None:

@@ -11,7 +11,7 @@ from qinfer.errors import InvalidRequest, ModelNotFound, QinferError
 from qinfer_api.auth import Context
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import Call, QinferHttpProtocol
-from qinfer_api.http.head import MAX_FAST_BYTES, HeadCache, parse_target, read_head
+from qinfer_api.http.head import MAX_FAST_BYTES, parse_target, read_head
 from qinfer_api.http.infer import InferCodec, Reply, Target, Writer, compile_forward, parse_json_length, parse_version
 from qinfer_api.shared_memory import SharedMemory
 
@@ -147,55 +147,6 @@ def test_a_header_sent_twice_is_left_to_the_route() -> None:
 def test_the_limit_may_be_below_that_of_the_fast_path() -> None:
     """What exceeds `max_input_bytes` is refused by the route."""
     assert read_head(URL, [(b"Content-Length", b"100")], max_bytes=99) is None
-
-
-def test_only_whole_requests_with_known_heads_skip_the_parser() -> None:
-    """Equal bytes, exactly one body behind them, no trace: anything else is parsed."""
-    heads, head = HeadCache(), read_head(URL, [(b"Content-Length", b"4")])
-    assert head is not None
-    packet = b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody"
-
-    heads.learn(packet, head)
-
-    assert heads.find(packet) == (head, b"body")
-    assert heads.find(packet.replace(b"body", b"else")) == (head, b"else")
-    assert heads.find(packet[:-1]) is None
-    assert heads.find(packet + packet) is None
-    assert heads.find(packet.replace(b"/m/", b"/n/")) is None
-
-
-def test_heads_of_traced_requests_are_not_kept() -> None:
-    """Each has another trace: they would only push out those that come again."""
-    heads = HeadCache()
-    head = read_head(URL, [(b"Content-Length", b"4"), (b"traceparent", b"00-1-2-01")])
-    assert head is not None
-    packet = b"POST /v2/models/m/infer HTTP/1.1\r\nContent-Length: 4\r\ntraceparent: 00-1-2-01\r\n\r\nbody"
-
-    heads.learn(packet, head)
-
-    assert heads.find(packet) is None
-
-
-@pytest.mark.parametrize(
-    ("header", "learned"),
-    [
-        ((b"Authorization", b"Bearer abc"), True),
-        ((b"X-API-Key", b"abc"), True),
-        ((b"traceparent", b"00-1-2-01"), False),
-    ],
-)
-def test_heads_with_a_key_are_learned_and_traced_ones_not(header: tuple[bytes, bytes], learned: bool) -> None:  # noqa: FBT001
-    """Equal bytes are an equal key; a trace comes once only."""
-    heads, head = HeadCache(), read_head(URL, [(b"Content-Length", b"4"), header])
-    packet = b"POST %b HTTP/1.1\r\nContent-Length: 4\r\n%b: %b\r\n\r\nbody" % (URL, *header)
-    assert head is not None
-    heads.learn(packet, head)
-
-    found = heads.find(packet)
-
-    assert (found is not None) is learned
-    assert head.context.key == ("abc" if learned else "")
-    assert heads.find(packet.replace(b"abc", b"abd")) is None
 
 
 def test_a_reply_tells_when_to_try_again_and_what_to_present() -> None:
