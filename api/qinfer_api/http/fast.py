@@ -28,7 +28,7 @@ from uvicorn.server import ServerState
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import HttpSettings
-from qinfer.errors import QinferError
+from qinfer.errors import Overloaded, QinferError
 from qinfer.submission.pending import Pending
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context, Restrictions
@@ -44,6 +44,7 @@ from qinfer_api.http.infer import (
     failure_reply,
     with_headers,
 )
+from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Call:
             if self.reply is None:
                 self._pending = pending
         except Exception as error:  # noqa: BLE001 - the boundary of a request: a defect may not look like bad HTTP
-            self._refuse(dispatcher, head, error)
+            self.refuse(dispatcher, head, error)
 
     def _read_checked(self, dispatcher: Dispatcher, head: Head, body: bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
@@ -144,9 +145,10 @@ class Call:
             if self.reply is None:
                 self._pending = pending
         except Exception as error:  # noqa: BLE001 - as in `start`
-            self._refuse(dispatcher, head, error)
+            self.refuse(dispatcher, head, error)
 
-    def _refuse(self, dispatcher: Dispatcher, head: Head, error: Exception) -> None:
+    def refuse(self, dispatcher: Dispatcher, head: Head, error: Exception) -> None:
+        """Answers with an error, and counts it."""
         if isinstance(error, QinferError):
             error = dispatcher.refuse(head.target.model, head.target.version, error)
         else:
@@ -177,6 +179,9 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_FRAMING_BYTES = 64 * 1024
 """Bytes of a chunked body beside its data, beyond those that chunks need: extensions, long sizes, trailers."""
 
+UNCOUNTED_BYTES = 16 * 1024
+"""Bodies up to this size are not counted as received: the connection itself takes as much."""
+
 _CHUNK_BYTES = 16  # what a chunk needs beside its data, with room to spare: its size and the ends of two lines
 _LINGER_S = 2.0  # between the last reply and the end of a connection whose client still sends
 
@@ -189,6 +194,7 @@ class FastPath:
         http: Whether the fast path is on, the timeouts, and which headers are forwarded.
         codec: Reads requests and makes replies.
         restrictions: Which routes need a header; the fast path checks none, so that it is off where inference does.
+        receiving: The memory of bodies that have not come in whole.
 
     Attributes:
         call_type: What a request becomes.
@@ -198,8 +204,14 @@ class FastPath:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, http: HttpSettings, codec: InferCodec, restrictions: Restrictions
+        self,
+        dispatcher: Dispatcher,
+        http: HttpSettings,
+        codec: InferCodec,
+        restrictions: Restrictions,
+        receiving: ReceivingBudget,
     ) -> None:
+        self.receiving = receiving
         self.dispatcher = dispatcher
         self.codec = codec
         self.forward = compile_forward("QINFER_HTTP__HEADER_FORWARD_PATTERN", http.header_forward_pattern)
@@ -227,6 +239,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._fast = fast
         self._calls: deque[Call] = deque()
         self._call: Call | None = None  # the call whose body is being read
+        self._memory: Reservation | None = None  # of that body, unless it came with its head
         self._held: tuple[RequestResponseCycle, ASGI3Application] | None = None
         self._closing = False  # no request is taken any more
         self._refused = False  # nothing is read any more
@@ -266,6 +279,41 @@ class QinferHttpProtocol(HttpToolsProtocol):
             self._refuse(431, f"request header exceeds {MAX_HEAD_BYTES} bytes")
         elif self._receiving and self._framing_bytes > MAX_FRAMING_BYTES:
             self._refuse(400, f"chunk extensions and trailers exceed {MAX_FRAMING_BYTES} bytes; send the data only")
+        elif self._call is not None and self._memory is None:
+            self._reserve(self._call)
+
+    def _reserve(self, call: Call) -> None:
+        """Checks the caller whose body did not come with its head, and has the body wait for memory."""
+        head, fast = call.head, self._fast
+        assert head is not None
+        if head.length <= UNCOUNTED_BYTES:
+            return
+        try:
+            tenant = fast.dispatcher.authorize(head.context, Scope.INFER).tenant
+            self._memory = fast.receiving.reserve(tenant or self, head.length, self._let_in)
+            if self._memory is None:
+                raise Overloaded(SPENT)
+        except QinferError as error:
+            self._drop(call, head, error)
+        else:
+            if not self._memory.is_granted:
+                self.flow.pause_reading()
+
+    def _let_in(self) -> None:
+        self._quiet_since_s = 0.0
+        self._resume_reading()
+
+    def _drop(self, call: Call, head: Head, error: QinferError) -> None:
+        """Answers the call with an error, and reads over the rest of its body, which is small."""
+        self._release()
+        self._call, self._ignoring, self._refused = None, True, self._closing
+        call.refuse(self._fast.dispatcher, head, error)
+        self._resume_reading()
+
+    def _release(self) -> None:
+        if self._memory is not None:
+            self._memory.release()
+            self._memory = None
 
     def _take(self, head: Head) -> Call:
         call = self._fast.call_type(self, head)
@@ -325,6 +373,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
         call = self._call
         if call is not None:
             self._call = None
+            self._release()
             call.start(self._fast.dispatcher, self._fast.codec)
         elif not self._ignoring:
             super().on_message_complete()
@@ -413,6 +462,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
             return
         ending, self._closing, self._refused, self._ignoring = self._closing, True, True, True
         self.flow.pause_reading()
+        self._release()
         reply = error_reply(status, message)
         call, self._call = self._call, None
         if call is not None:
@@ -454,6 +504,7 @@ class QinferHttpProtocol(HttpToolsProtocol):
             call.cancel(self._fast.dispatcher)
         self._calls.clear()
         self._call = None
+        self._release()
         self._held = None
         super().connection_lost(exc)
 
@@ -486,9 +537,12 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._resume_reading()
 
     def _resume_reading(self) -> None:
-        stalled = self.flow.write_paused or len(self._calls) >= MAX_PIPELINED
+        stalled = self.flow.write_paused or len(self._calls) >= MAX_PIPELINED or self._waits_for_memory()
         if not (stalled or self._held or self.pipeline or self._refused):
             self.flow.resume_reading()
+
+    def _waits_for_memory(self) -> bool:
+        return self._memory is not None and not self._memory.is_granted
 
     def check_timeouts(self, now_s: float) -> None:
         """Closes the connection if it was idle, or stuck in one request or reply, for too long.
@@ -504,11 +558,15 @@ class QinferHttpProtocol(HttpToolsProtocol):
         self._unwritten_bytes = unwritten_bytes
         waiting = len(self._calls) > (self._call is not None)  # for answers, besides the call that still arrives
         stuck = self.flow.write_paused or (self._receiving and not self.flow.read_paused and not waiting)
+        stuck = stuck or self._waits_for_memory()
         busy = bool(self._calls) or self._cycle_runs()
         if not self._quiet_since_s or (busy and not stuck):
             self._quiet_since_s = now_s
         elif now_s - self._quiet_since_s > (self._fast.read_timeout_s if stuck else self._fast.keep_alive_s):
+            call = self._call
             if self.flow.write_paused:
                 self.transport.abort()  # `close` would wait for the client to read
+            elif self._waits_for_memory() and call is not None and call.head is not None:
+                self._drop(call, call.head, Overloaded(SPENT))
             else:
                 self.transport.close()

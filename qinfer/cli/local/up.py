@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from qinfer.cli.local.plan import UpOptions
 from qinfer.cli.models import RepositoryOption
 
 EXAMPLE = "Example: qinfer up --model-repository ./models --workers 2"
@@ -119,7 +120,6 @@ def up(
     ends at once. The queue survives both, and kill -9.
     """
     from qinfer.cli.local.deployment import run_deployment
-    from qinfer.cli.local.plan import UpOptions
 
     if load_model and model_control_mode != "explicit":
         raise typer.BadParameter("it needs --model-control-mode explicit as well", param_hint="--load-model")

@@ -14,6 +14,8 @@ from tests.support.gateway import Running, running_gateway, settings_of
 
 BUDGET = 2**20
 LARGE = 400_000
+MIDDLE = 200_000  # small enough for the fast path
+SMALL = 20_000
 URL = "/v2/models/echo/infer"
 INFER = json.dumps({"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}).encode()
 
@@ -33,9 +35,10 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-@pytest.fixture
-async def running() -> AsyncIterator[Running]:
-    async with running_gateway(settings_of({"drain_s": 0.1}, {"max_receiving_bytes": BUDGET})) as one:
+@pytest.fixture(params=["fast", "route"])
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
+    http = {"drain_s": 0.1, "fast_path": request.param == "fast"}
+    async with running_gateway(settings_of(http, {"max_receiving_bytes": BUDGET})) as one:
         yield one
 
 
@@ -136,6 +139,58 @@ async def test_clients_that_leave_hold_nothing(running: Running) -> None:
     await until_held(running, 0)
 
 
+async def test_a_body_of_middle_size_waits_too(running: Running) -> None:
+    async with holding(running, LARGE) as first, holding(running, LARGE), connected(running) as late:
+        late.send(head(MIDDLE) + body(MIDDLE)[:-1])
+        await until_waiting(running, 1)
+
+        first.send(b" ")
+        assert (await first.reply())[0] == 200
+        await until_held(running, LARGE + MIDDLE)
+        late.send(b" " + head(len(INFER)) + INFER)
+
+        assert (await late.reply())[0] == 200
+        assert (await late.reply())[0] == 200
+        await until_held(running, LARGE)
+
+
+async def test_a_body_of_middle_size_gives_its_memory_back(running: Running) -> None:
+    async with holding(running, MIDDLE) as broken:
+        broken.send(b"!")
+        assert (await broken.reply())[0] == 400
+        await until_held(running, 0)
+        broken.send(head(len(INFER)) + INFER)
+        assert (await broken.reply())[0] == 200
+    async with holding(running, MIDDLE):
+        pass
+    await until_held(running, 0)
+
+
+async def test_a_connection_outlives_a_refusal(running: Running) -> None:
+    async with holding(running, 2 * BUDGET) as first, connected(running) as client:
+        client.send(head(SMALL) + body(SMALL)[:-1])
+        await is_refused(client)
+        client.send(b" ")
+        first.writer.close()
+        await until_held(running, 0)
+
+        client.send(head(len(INFER)) + INFER)
+        assert (await client.reply())[0] == 200
+
+
+async def test_a_turn_that_does_not_come_is_refused_in_time() -> None:
+    settings = settings_of({"drain_s": 0.1, "request_read_timeout_s": 2.0}, {"max_receiving_bytes": BUDGET})
+    async with running_gateway(settings) as running, connected(running) as client:
+        first = running.gateway.receiving.reserve("another", BUDGET, lambda: None)
+        client.send(head(MIDDLE) + body(MIDDLE)[:-1])
+        await is_refused(client)
+
+        assert first is not None
+        first.release()
+        await until_waiting(running, 0)
+        await until_held(running, 0)
+
+
 async def test_a_tenant_that_holds_less_goes_first(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     ours, theirs = (f"Authorization: Bearer {add_key(file, name, (Scope.INFER,), name)[1]}" for name in ("a", "b"))
@@ -158,12 +213,13 @@ async def test_a_tenant_that_holds_less_goes_first(tmp_path: Path) -> None:
         assert (await other.reply())[0] == 200
 
 
-async def test_strangers_reserve_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [MIDDLE, LARGE])
+async def test_strangers_reserve_nothing(tmp_path: Path, size: int) -> None:
     file = tmp_path / "keys.json"
     add_key(file, "a", (Scope.INFER,), "a")
     settings = settings_of({"drain_s": 0.1}, {"max_receiving_bytes": BUDGET}, {"mode": "keys", "keys_file": str(file)})
     async with running_gateway(settings) as running, connected(running) as client:
-        client.send(head(LARGE) + body(LARGE)[:-1])
+        client.send(head(size) + body(size)[:-1])
 
         assert (await client.reply())[0] == 401
         assert running.gateway.receiving.held_bytes == 0
