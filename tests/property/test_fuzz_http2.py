@@ -166,8 +166,8 @@ def check_written(wire: Wire) -> None:
             assert wire.fields(frame.payload)
     ends = [number for kind, flags, number, _ in found if kind in (DATA, HEADERS) and flags & frames.END_STREAM]
     assert len(ends) == len(set(ends))
-    if wire.is_closed and found:
-        assert [frame.kind for frame in found].count(GOAWAY) >= 1 or not wire.connection._has_preface
+    if wire.is_closed and not wire.is_aborted and wire.connection._has_preface:
+        assert GOAWAY in [frame.kind for frame in found]
 
 
 @patient

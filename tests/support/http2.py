@@ -59,6 +59,7 @@ class Wire(Requests):
         connection: Its side of the connection.
         written: What it has written since the last `read`.
         is_closed: It has closed the connection.
+        is_aborted: It has done so without a word.
         is_reading_paused: It reads nothing at the moment.
         decoder: Decodes the server's.
     """
@@ -69,7 +70,7 @@ class Wire(Requests):
         self.server.new_id = lambda: "the-id"
         self.connection = Connection(self.server)
         self.written = bytearray()
-        self.is_closed = self.is_reading_paused = False
+        self.is_closed = self.is_aborted = self.is_reading_paused = False
         self.decoder = hpack.Decoder()
         self.connection.connection_made(self)  # type: ignore[arg-type]  # what it uses of a transport is here
 
@@ -82,7 +83,7 @@ class Wire(Requests):
         self.is_closed = True
 
     def abort(self) -> None:
-        self.is_closed = True
+        self.is_closed = self.is_aborted = True
         self.connection.connection_lost(None)
 
     def get_write_buffer_size(self) -> int:
