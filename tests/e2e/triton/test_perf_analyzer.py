@@ -4,6 +4,7 @@ It measures for a second at a time, until three of them agree; the load is tiny,
 """
 
 import csv
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from tests.e2e.conftest import Stack, clean_environment, running
 from tests.support import models, python_models, real_models
+from tests.support.certificates import write_certificate
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
@@ -66,13 +68,21 @@ def measure(analyzer: Path, stack: Stack, report: Path, *options: str) -> "subpr
         "-m greet -i http --shape greeting:3 --shape name:3 --string-length 8",
         "-m identity_fp16 -i grpc --shape x:5 -b 3 --grpc-compression-algorithm gzip",
         "-m echo -i http --shape x:7",
+        "-m add_sub -i grpc --grpc-compression-algorithm deflate --percentile=95",
+        "-m add_sub -i grpc --request-rate-range 50 --request-distribution poisson --measurement-request-count 20",
+        "-m add_sub -i grpc -a --request-intervals {intervals} --measurement-request-count 20",
+        "-m add_sub -i grpc --input-data {data}",
+        "-m add_sub -i grpc -a --concurrency-range 2 --max-threads 1 --request-parameter a:1:int",
+        "-m add_sub -i grpc --request-count 60",
     ],
 )
 def test_it_measures(analyzer: Path, stack: Stack, tmp_path: Path, options: str) -> None:
     """It ends with a stable result, whose throughput, latency and server columns are not zero."""
-    report = tmp_path / "report.csv"
+    report, intervals, data = tmp_path / "report.csv", tmp_path / "intervals", tmp_path / "data.json"
+    intervals.write_text("10000\n20000\n30000\n")
+    data.write_text(json.dumps({"data": [{name: [1.0, 2.0, 3.0, 4.0] for name in "ab"}] * 3}))
 
-    finished = measure(analyzer, stack, report, *options.split())
+    finished = measure(analyzer, stack, report, *options.format(intervals=intervals, data=data).split())
 
     assert finished.returncode == 0, finished.stdout + finished.stderr
     (row,) = csv.DictReader(report.read_text().splitlines())
@@ -82,6 +92,39 @@ def test_it_measures(analyzer: Path, stack: Stack, tmp_path: Path, options: str)
     if "digits" in options:
         assert int(row["Server Compute Output"]) > 0, row
     assert f"Batch size: {8 if '-b 8' in options else 3 if '-b 3' in options else 1}" in finished.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("search", ["--concurrency-range 1:3", "--concurrency-range 1:4 --binary-search -l 2000"])
+def test_it_searches(analyzer: Path, stack: Stack, tmp_path: Path, search: str) -> None:
+    """Several loads after one another; the report has a line for each."""
+    report = tmp_path / "report.csv"
+
+    finished = measure(analyzer, stack, report, *f"-m add_sub -i grpc {search}".split())
+
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    rows = list(csv.DictReader(report.read_text().splitlines()))
+    assert len(rows) > 1
+    assert all(float(row["Inferences/Second"]) > 0 for row in rows)
+
+
+@pytest.mark.long
+def test_it_measures_over_mutual_tls(analyzer: Path, tmp_path: Path) -> None:
+    """With certificates of both sides, also on a stream."""
+    authority = write_certificate(tmp_path, "ca")
+    for name in ("server", "client"):
+        write_certificate(tmp_path, name, authority)
+    settings = {"CERTFILE": "server.pem", "KEYFILE": "server.key", "CLIENT_CA_FILE": "ca.pem"}
+    environment = {f"QINFER_GRPC__TLS_{name}": str(tmp_path / file) for name, file in settings.items()}
+    files = {"root-certifications": "ca.pem", "private-key": "client.key", "certificate-chain": "client.pem"}
+    options = [part for name, file in files.items() for part in (f"--ssl-grpc-{name}-file", str(tmp_path / file))]
+    models.add_sub(tmp_path / "models")
+
+    with running(tmp_path / "models", tmp_path, **environment) as stack:
+        for more in ((), ("-a", "--streaming")):
+            command = ("-m", "add_sub", "-i", "grpc", "--ssl-grpc-use-ssl", *options, *more)
+            finished = measure(analyzer, stack, tmp_path / "report", *command)
+            assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 def test_it_is_told_what_is_wrong(analyzer: Path, stack: Stack, tmp_path: Path) -> None:
