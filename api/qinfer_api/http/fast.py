@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from qinfer.core.api_keys import Scope
-from qinfer.core.messages import InferRequest, Response
+from qinfer.core.messages import IdFactory, InferRequest, Response
 from qinfer.core.settings import HttpSettings
 from qinfer.errors import Overloaded, QinferError
 from qinfer.submission.pending import Pending
@@ -48,6 +48,7 @@ from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 
 logger = logging.getLogger(__name__)
 
+_NO_REQUEST = InferRequest(model="", inputs=())
 _GONE = Reply(400, b"")  # the reply of a call whose connection was lost
 
 
@@ -58,20 +59,21 @@ class Call:
         head: Its head; `None` for one that was refused while it was read.
         parts: The body, in the pieces in which it arrives.
         reply: Its answer, once there is one.
+        request: The request that it became; one without an id until then.
     """
 
     frontend = "HTTP"
-    __slots__ = ("_codec", "_connection", "_pending", "_plan", "_request", "head", "parts", "reply")
+    __slots__ = ("_codec", "_connection", "_pending", "_plan", "head", "parts", "reply", "request")
 
     def __init__(self, connection: "QinferHttpProtocol", head: Head | None) -> None:
         self._connection = connection
         self._pending: Pending | None = None
         self._codec: InferCodec
         self._plan: OutputPlan
-        self._request: InferRequest
         self.head = head
         self.parts: list[bytes] = []
         self.reply: Reply | None = None
+        self.request = _NO_REQUEST
 
     def deliver(self, response: Response) -> None:
         """Takes the response; a large one takes milliseconds to encode, and is encoded off the loop."""
@@ -89,7 +91,7 @@ class Call:
             thread.add_done_callback(self._encoded_in_thread)
 
     def _encoded(self, response: Response) -> Reply:
-        reply = self._codec.encode(response, self._request.client_id, self._plan)
+        reply = self._codec.encode(response, self.request.client_id, self._plan)
         encoding = self.head.encoding if self.head is not None else None
         return reply if encoding is None or reply.status != 200 else reply.compressed(encoding)
 
@@ -121,7 +123,7 @@ class Call:
             request, self._plan = codec.decode(head.target, body, head.json_length)
             if head.forwarded:
                 with_headers(request, head.forwarded)
-            self._request = request
+            self.request = request
             pending = dispatcher.submit(context, request, self)
             if self.reply is None:
                 self._pending = pending
@@ -130,9 +132,9 @@ class Call:
 
     def _read_checked(self, dispatcher: Dispatcher, head: Head, body: bytes) -> None:
         served = dispatcher.resolve(head.target.model, head.target.version)
-        self._request, self._plan = self._codec.decode(head.target, body, head.json_length, served)
-        with_headers(self._request, head.forwarded)
-        dispatcher.check(self._request, served)
+        self.request, self._plan = self._codec.decode(head.target, body, head.json_length, served)
+        with_headers(self.request, head.forwarded)
+        dispatcher.check(self.request, served)
 
     def _read_in_thread(
         self, dispatcher: Dispatcher, head: Head, context: Context, done: "asyncio.Future[None]"
@@ -141,7 +143,7 @@ class Call:
             return  # the client left
         try:
             done.result()
-            pending = dispatcher.submit(context, self._request, self)
+            pending = dispatcher.submit(context, self.request, self)
             if self.reply is None:
                 self._pending = pending
         except Exception as error:  # noqa: BLE001 - as in `start`
@@ -166,6 +168,9 @@ class Call:
 
 SENT_HEADERS = "sent_headers"
 """Key of a request's ASGI state: the headers as they were sent, if headers are forwarded."""
+
+IN_REPLY_TO = "in_reply_to"
+"""Key of a request's ASGI state: what has the id that its reply names, once it has one."""
 
 MAX_PIPELINED = 64
 """Calls of one connection in flight before its reading pauses."""
@@ -198,6 +203,7 @@ class FastPath:
 
     Attributes:
         call_type: What a request becomes.
+        new_id: Makes the ids of replies to what became no request.
 
     Raises:
         SettingsError: The pattern of the forwarded headers is no regular expression.
@@ -222,6 +228,7 @@ class FastPath:
         self.writer = Writer()
         self.heads = HeadReader(self.max_bytes, self.forward)
         self.call_type: type[Call] = Call
+        self.new_id = IdFactory().ulid
 
 
 class QinferHttpProtocol(HttpToolsProtocol):
@@ -418,9 +425,10 @@ class QinferHttpProtocol(HttpToolsProtocol):
             reply = calls[0].reply
             if reply is None:
                 break
-            calls.popleft()
+            request_id = calls.popleft().request.id or self._fast.new_id()
             close = self._closing and not calls and self._held is None
-            self.transport.write(self._fast.writer.render(reply, self.server_state.default_headers, close=close))
+            common = self.server_state.default_headers
+            self.transport.write(self._fast.writer.render(reply, common, request_id, close=close))
             self.server_state.total_requests += 1
             self._quiet_since_s = 0.0
             if close:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from math import prod
 from typing import Literal, NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
@@ -129,8 +130,19 @@ def _weight(parameters: str) -> float:
 
 Headers = Sequence[tuple[bytes, bytes]]
 
+ID_HEADER = b"qinfer-request-id"
+"""Of every reply: the id of the request that logs and spans have, or a new one where it never became a request."""
+
+UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+"""The characters that the value of a header may have as they are."""
+
 _JSON_BEGIN = b"content-type: application/json\r\ncontent-length: "
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in HTTPStatus}
+
+
+def header_value(text: str) -> bytes:
+    """Returns a text as the value of a header: what is not visible ASCII is percent-encoded."""
+    return text.encode() if text.isascii() and text.isprintable() else quote(text, safe=UNQUOTED).encode()
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -194,23 +206,24 @@ class Writer:
 
     def __init__(self) -> None:
         self._common: Headers = ()
-        self._block = self._json = b""
+        self._block = self._ok = b""
 
-    def render(self, reply: Reply, common: Headers, *, close: bool) -> bytes:
-        """Returns the whole reply: status line, common headers, its own headers, body."""
+    def render(self, reply: Reply, common: Headers, request_id: str, *, close: bool) -> bytes:
+        """Returns the whole reply: status line, common headers, the request's id, its own headers, body."""
         if common is not self._common:
-            self._common, self._block = common, b"".join([b"%b: %b\r\n" % pair for pair in common])
-            self._json = b"".join((_STATUS_LINES[200], self._block, _JSON_BEGIN))
-        body = reply.body
+            lines = [b"%b: %b\r\n" % pair for pair in common]
+            self._common, self._block = common, b"".join((*lines, ID_HEADER, b": "))
+            self._ok = _STATUS_LINES[200] + self._block
+        body, name = reply.body, header_value(request_id)
         if (
             reply.status == 200
             and reply.json_length is None
             and reply.encoding is None
             and not (close or reply.retry_after_s)
         ):
-            return b"%b%d\r\n\r\n%b" % (self._json, len(body), body)
+            return b"%b%b\r\n%b%d\r\n\r\n%b" % (self._ok, name, _JSON_BEGIN, len(body), body)
         end = b"connection: close\r\n\r\n" if close else b"\r\n"
-        return b"".join((_STATUS_LINES[reply.status], self._block, reply.head(), end, body))
+        return b"".join((_STATUS_LINES[reply.status], self._block, name, b"\r\n", reply.head(), end, body))
 
 
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"

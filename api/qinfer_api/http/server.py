@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qinfer.core.settings import HttpSettings
 from qinfer.errors import SettingsError
-from qinfer_api.http.fast import FastPath, QinferHttpProtocol
+from qinfer_api.http.fast import IN_REPLY_TO, FastPath, QinferHttpProtocol
+from qinfer_api.http.infer import ID_HEADER, header_value
 
 _BACKLOG = 2048
 
@@ -97,6 +99,31 @@ class QuietServer(uvicorn.Server):
         yield
 
 
+class _Named:
+    """An ASGI application whose replies name the id of their request, as those of the fast path do.
+
+    Args:
+        app: The application.
+        new_id: Makes the ids of replies to what became no request.
+    """
+
+    def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
+        self._app = app
+        self._new_id = new_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on."""
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                request = scope["state"].get(IN_REPLY_TO)
+                request_id = (request.id if request is not None else "") or self._new_id()
+                message["headers"] = [(ID_HEADER, header_value(request_id)), *message["headers"]]
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
 _TICKS_PER_S = 10  # of uvicorn's main loop
 _LAST_REPLIES_S = 1.0  # to write the refusals of what was not answered within the drain time
 
@@ -112,7 +139,7 @@ class HttpServer(QuietServer):
     """
 
     def __init__(self, http: HttpSettings, app: Any, fast: FastPath, serving: Callable[[], None]) -> None:
-        super().__init__(_config(http, app, fast))
+        super().__init__(_config(http, _Named(app, fast.new_id), fast))
         self._serving = serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -33,6 +33,7 @@ from qinfer_api.rest.services import (
     OUTPUTS,
     Preferences,
     Services,
+    answers,
     authorize,
     decoded_infer,
     event_stream,
@@ -171,6 +172,7 @@ async def submit(services: Services, target: Target, request: Request, preferenc
     except QinferError as error:
         raise requests.refuse(target.model, target.version, error) from None
     record, address = ticket.record, ticket.record.address
+    answers(request, address)
     if preferences.wait_s is not None:
         preferences = preferences._replace(wait_s=min(preferences.wait_s, int(services.settings.requests.max_wait_s)))
         record = await unless_left(request.receive, requests.wait(context, address, preferences.wait_s or 0))
@@ -194,7 +196,9 @@ def _located(services: Services, request: Request) -> tuple[Context, Address]:
     """
     context = authorize(services, request)
     path = request.path_params
-    return context, address_of(path["request_id"], context.tenant, path.get("model"))
+    address = address_of(path["request_id"], context.tenant, path.get("model"))
+    answers(request, address)
+    return context, address
 
 
 def _preferences(request: Request) -> Preferences:

@@ -49,6 +49,7 @@ from qinfer_api.rest.services import (
     JSON_LENGTH,
     OUTPUTS,
     Services,
+    answers,
     authorize,
     decoded_infer,
     forward_headers,
@@ -130,6 +131,7 @@ async def _infer(services: Services, target: Target, request: Request) -> HttpRe
         served = dispatcher.resolve(target.model, target.version)  # before a large body is read for nothing
         content = await read_body(services, request, services.settings.http.max_input_bytes)
         decoded, plan = await decoded_infer(services, served, target, request, content)
+        answers(request, decoded)
         pending = dispatcher.submit(context, decoded, sink)
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error) from None
@@ -195,6 +197,7 @@ async def _submit(services: Services, target: Target, request: Request, sink: St
         content = await read_body(services, request, services.settings.http.max_input_bytes)
         decoded = await off_loop(len(content), _decode, services, served, target, content)
         forward_headers(services, request, decoded)
+        answers(request, decoded)
         return dispatcher.submit(context, decoded, sink), decoded.client_id
     except QinferError as error:
         raise dispatcher.refuse(target.model, target.version, error) from None

@@ -27,12 +27,13 @@ from qinfer.core.settings import Settings
 from qinfer.errors import DeliveryError, InvalidRequest, QinferError
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.control import ModelControl
+from qinfer.queue.entries import Address
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_types import InputParameters, OutputParameters
 from qinfer.wire.outputs import OutputPlan
 from qinfer_api.auth import Context, Restrictions, caller_of
 from qinfer_api.dispatcher import Dispatcher
-from qinfer_api.http.fast import SENT_HEADERS
+from qinfer_api.http.fast import IN_REPLY_TO, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
 from qinfer_api.http.infer import (
     JSON_LENGTH_HEADER,
@@ -137,6 +138,16 @@ def authorize(
     context = services.dispatcher.authorize(context or context_of(request), scope)
     request.state.tenant = context.tenant
     return context
+
+
+def answers(request: Request, asked: InferRequest | Address) -> None:
+    """Notes what the reply to an HTTP request answers, whose id the reply names.
+
+    Args:
+        request: The HTTP request.
+        asked: The infer request, which has its id once it is submitted, or the address of a stored one.
+    """
+    setattr(request.state, IN_REPLY_TO, asked)
 
 
 def guarded(services: Services, group: str, scope: Scope | None = None) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from qinfer.tensors import Bytes
-from qinfer_api.http.infer import Encoding
+from qinfer_api.http.infer import UNQUOTED, Encoding
 from qinfer_api.rpc import hpack
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ HEAD = b"".join(
 
 # A status's text is a header, of which clients take 8 KiB by default; ASCII takes up to 3 bytes there, others 12.
 _MAX_ASCII, _MAX_OTHER = 2000, 500
-_UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 
 _NOWHERE: Mapping[str, int] = {}
 
@@ -159,15 +158,10 @@ def trailers_only(abort: Abort, status: int = 200, initial: bytes = b"") -> byte
 
 def status_fields(abort: Abort) -> bytes:
     """Returns the fields that end a call: status, its text percent-encoded, and when to try again (gRFC A6)."""
-    text = quote(shortened(abort.text), safe=_UNQUOTED)
+    text = quote(shortened(abort.text), safe=UNQUOTED)
     again = hpack.field(b"grpc-retry-pushback-ms", b"%d" % (abort.again_s * 1000)) if abort.again_s else b""
     status = hpack.field(b"grpc-status", b"%d" % _NUMBERS[abort.code])
     return status + hpack.field(b"grpc-message", text.encode()) + again
-
-
-def header_value(text: str) -> bytes:
-    """Returns a text as the value of a header: what is not visible ASCII is percent-encoded."""
-    return text.encode() if text.isascii() and text.isprintable() else quote(text, safe=_UNQUOTED).encode()
 
 
 def shortened(text: str) -> str:

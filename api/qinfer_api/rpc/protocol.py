@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from qinfer.core.messages import Failure, IdFactory
 from qinfer.errors import PayloadTooLarge, QinferError
 from qinfer.tensors import Bytes
-from qinfer_api.http.infer import decompress
+from qinfer_api.http.infer import decompress, header_value
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
@@ -22,7 +22,6 @@ from qinfer_api.rpc.headers import (
     Abort,
     Head,
     Method,
-    header_value,
     read_encoding,
     read_timeout,
     status_fields,

@@ -116,20 +116,20 @@ def test_a_json_length_outside_the_body_is_refused(text: str, message: str) -> N
 
 def test_a_reply_is_one_piece_of_bytes() -> None:
     """Status line, common headers, own headers, body."""
-    whole = Writer().render(Reply(400, b"{}"), [(b"date", b"today")], close=True)
+    whole = Writer().render(Reply(400, b"{}"), [(b"date", b"today")], "ID.0.é", close=True)
 
     assert whole == (
-        b"HTTP/1.1 400 Bad Request\r\ndate: today\r\ncontent-type: application/json\r\ncontent-length: 2\r\n"
-        b"connection: close\r\n\r\n{}"
+        b"HTTP/1.1 400 Bad Request\r\ndate: today\r\nqinfer-request-id: ID.0.%C3%A9\r\n"
+        b"content-type: application/json\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
     )
 
 
 def test_the_common_headers_are_renewed() -> None:
     """The server puts a new list in place each second."""
     writer = Writer()
-    writer.render(Reply(200, b""), [(b"date", b"then")], close=False)
+    writer.render(Reply(200, b""), [(b"date", b"then")], "", close=False)
 
-    assert b"date: now\r\n" in writer.render(Reply(200, b""), [(b"date", b"now")], close=False)
+    assert b"date: now\r\n" in writer.render(Reply(200, b""), [(b"date", b"now")], "", close=False)
 
 
 @pytest.mark.parametrize("text", ["9" * 19, "0" * 20 + "1", "1" * 5000])
