@@ -406,7 +406,7 @@ class Batcher:
 
     def _slots(self) -> Slots:
         idle = self._idle_count()
-        return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.prefetch and not self._lent.count else 0)
+        return Slots(max(idle, 0), 1 if idle >= 0 and self._rules.ahead and not self._lent.count else 0)
 
     def _pump(self, *, more: bool = False) -> None:
         """Starts and expires what is due now; then sets the fetch gate and the one timer.
@@ -465,7 +465,8 @@ class Batcher:
             else:
                 again_at_s = overdue_at_s
                 has_room = self._rules.may_grow(self._waiting_rows) or self._can_be_overtaken
-                if (self._slots().ahead or has_room) and not self._bisection:
+                is_placed = self._idle_count() < 0
+                if (self._slots().ahead or has_room) and not (is_placed or self._bisection):
                     open_at_s = expected_s - FETCH_LEAD_S
                     self._fetch_wait_s = FETCH_LEAD_S
         if is_idle and not self.paused:
@@ -503,7 +504,7 @@ class Batcher:
         begins_s = now_s
         if self._idle_count() <= 0:
             begins_s = min(self.expected_ends.values())
-            self._ahead_until_s = min(item.deadline_s for item in items)
+            self._ahead_until_s = min([item.ends_s for item in items])
         expected_s = self._latency.estimate_s(sum(rows))
         self.expected_ends[execution] = max(begins_s, now_s) + expected_s
         self.executing += len(items)

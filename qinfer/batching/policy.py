@@ -148,6 +148,11 @@ class Item(msgspec.Struct, eq=False):
     delays: bool = False
     delayed: bool = False
 
+    @property
+    def ends_s(self) -> float:
+        """The instant from which it is answered as expired."""
+        return self.deadline_s if self.delays or self.delayed else min(self.deadline_s, self.queue_deadline_s)
+
     def overstays(self, now_s: float) -> bool:
         """Tells whether it has to be moved behind the others of its level, where it is not yet."""
         return self.delays and not self.delayed and self.queue_deadline_s <= now_s
@@ -178,8 +183,9 @@ class Rules:
         largest_preferred: The largest of them.
         delay_s: How long the oldest request may wait for its batch to fill; 0 = send what is there.
         merge: False for the default scheduler, which runs each request alone.
-        prefetch: Requests run in the order in which they came, and a batch may be formed before an instance waits for
-            it. False where the model has priority levels or a queue policy.
+        prefetch: Requests run in the order in which they came, until their deadlines. False where the model has
+            priority levels or a queue policy.
+        ahead: A batch may be formed before an instance waits for it: no request can come that goes before it.
         levels: The model has priority levels: the last request to come may be the first to run.
     """
 
@@ -189,6 +195,7 @@ class Rules:
     delay_s: float = 0.0
     merge: bool = True
     prefetch: bool = True
+    ahead: bool = True
     levels: bool = False
 
     @classmethod
@@ -197,7 +204,14 @@ class Rules:
         limit = max(spec.max_batch_size, 1)
         prefetch = spec.batching is None or spec.batching.may_prefetch
         if spec.batching is None or spec.max_batch_size == 0:
-            return cls(max_rows=limit, preferred=frozenset(), largest_preferred=limit, merge=False, prefetch=prefetch)
+            return cls(
+                max_rows=limit,
+                preferred=frozenset(),
+                largest_preferred=limit,
+                merge=False,
+                prefetch=prefetch,
+                ahead=prefetch,
+            )
         sizes = spec.batching.preferred_sizes or (limit,)
         return cls(
             max_rows=limit,
@@ -205,6 +219,7 @@ class Rules:
             largest_preferred=max(sizes),
             delay_s=spec.batching.max_queue_delay_s,
             prefetch=prefetch,
+            ahead=prefetch or spec.batching.is_in_order,
             levels=spec.batching.priority_levels > 0,
         )
 
@@ -310,8 +325,8 @@ def _queue(pending: Sequence[T], now_s: float, horizon_s: float) -> tuple[list[T
     expired: list[T] = []
     live: list[T] = []
     for item in pending:
-        refused = item.queue_deadline_s <= now_s and not item.delays and not item.delayed
-        (expired if refused or item.deadline_s <= horizon_s else live).append(item)
+        is_over = item.ends_s <= now_s or item.deadline_s <= horizon_s
+        (expired if is_over else live).append(item)
     live.sort(key=lambda item: _rank(item, now_s))  # stable, and quick where little changed since the last time
     return expired, live
 

@@ -76,8 +76,13 @@ class BatchingSpec:
 
     @property
     def may_prefetch(self) -> bool:
-        """True where batches may be formed before an instance waits (reference §3.3 step 3)."""
+        """True where requests wait by no policy, so that only deadlines end a wait (reference §3.3 step 3)."""
         return not self.priority_levels and self.default_policy == QueuePolicy()
+
+    @property
+    def is_in_order(self) -> bool:
+        """True where requests run in the order in which they came: some may be refused, none overtakes another."""
+        return not self.priority_levels and not self.default_policy.delay
 
 
 class WarmupInput(NamedTuple):

@@ -187,7 +187,7 @@ class BatcherMachine(RuleBasedStateMachine):
         assert all(item.deadline_s > now_s and not item.lost for item in items)
         assert all(any(item is w for w in self.waiting) for item in items), "a batch of what is not there to run"
         held = len(bench.running) + len(bench.queued)
-        assert held < bench.count + (1 if rules.prefetch and not execution.apart else 0), "more than has a place"
+        assert held < bench.count + (1 if rules.ahead and not execution.apart else 0), "more than has a place"
         chosen = {id(item) for item in items}
         cut = {id(item) for item in self.cut}
         assert execution.apart or not chosen & cut, "what was cut is merged again"

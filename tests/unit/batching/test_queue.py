@@ -78,11 +78,29 @@ async def test_the_next_batch_is_fetched_just_before_an_instance_is_idle() -> No
     assert scene.can_fetch()
     assert scene.batcher.room() == (8, FETCH_LEAD_S)
     scene.batcher.admit([scene.item("short", queue_timeout_s=0.001), *scene.items(7)])
-    assert (scene.can_fetch(), scene.bench.queued) == (False, [])
+    assert (scene.can_fetch(), len(scene.bench.queued)) == (False, 1)
     scene.time.advance(0.001)
     scene.batcher.admit([])
-    assert scene.can_fetch()
+    assert (scene.can_fetch(), scene.bench.queued) == (True, [])
     assert (scene.batcher.room()[0], scene.batcher.welcome(lanes)) == (1, lanes)
+    scene.batcher.admit([scene.item("more")])
+    scene.bench.end_all()
+    assert len(ids(scene)[1]) == 8
+    assert scene.bench.failures["short"]
+
+
+async def test_what_was_delayed_before_waits_on_where_requests_are_refused_now() -> None:
+    """Its queue timeout is over, and ends nothing: a batch with it is taken back by its deadline only."""
+    scene = Scene(Bench(), known_s=1.0, batching=batching(0, REJECTS))
+    scene.batcher.admit(scene.items(1))
+    old = [scene.item(f"old{n}", queue_timeout_s=0.1, lane="p1.delayed", age_s=9.0) for n in range(8)]
+    scene.batcher.admit(old)
+    scene.time.advance(0.01)
+    scene.batcher.admit([])
+
+    assert len(scene.bench.queued) == 1
+    scene.bench.end_all()
+    assert len(ids(scene)[1]) == 8
 
 
 async def test_the_places_of_what_has_expired_are_filled_before_a_batch_starts() -> None:
