@@ -46,7 +46,7 @@ def own_timeouts(rate: float) -> list[Caller]:
 
 def sizes(rate: float) -> list[Caller]:
     """Returns requests of one to four rows, `rate` rows a second."""
-    callers = trace(rate / 2.5)
+    callers = trace(rate / 2.5, LONGER_SECONDS)
     for number, caller in enumerate(callers):
         caller.rows = 1 + number % 4
     return callers
