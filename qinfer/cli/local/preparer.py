@@ -6,6 +6,7 @@ needs none of them; with them it would be five times as large.
 
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Self
@@ -83,16 +84,16 @@ def _serve(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options
     for number in (signal.SIGINT, signal.SIGHUP):
         # They mean the supervisor, which ends this process.
         signal.signal(number, signal.SIG_IGN)
-    from qinfer.cli.local.preparation import Preparation
-
     preparation = None
-    while True:
-        try:
+    with suppress(EOFError, ConnectionError):
+        while True:
             method, args = pipe.recv()
-        except EOFError:
-            return
-        try:
-            preparation = preparation or Preparation(options)
-            pipe.send(getattr(preparation, method)(*args))
-        except (QinferError, OSError) as error:
-            pipe.send(error)
+            answer: object
+            try:
+                from qinfer.cli.local.preparation import Preparation
+
+                preparation = preparation or Preparation(options)
+                answer = getattr(preparation, method)(*args)
+            except (QinferError, OSError, ImportError) as error:
+                answer = error
+            pipe.send(answer)
