@@ -304,7 +304,7 @@ class Batcher:
 
         All, until the next batch is full; then those of higher priority than its last item.
         """
-        if not self._can_be_overtaken or self._rules.may_grow(self._waiting_rows):
+        if not self._rules.levels or not self._can_be_overtaken or self._rules.may_grow(self._waiting_rows):
             return lanes
         last, names = self._last_lane, [lane.name for lane in lanes]
         return lanes[: names.index(last)] if last in names else lanes
@@ -316,10 +316,13 @@ class Batcher:
             count = max(batches - len(self._pending), 1)
         else:
             rows = batches * self._rules.max_rows
-            if self._rules.may_grow(self._waiting_rows) or not self._can_be_overtaken:
-                rows -= self._waiting_rows
+            waiting = self._waiting_rows if self._pending else 0
+            if not self._rules.levels or self._rules.may_grow(waiting) or not self._can_be_overtaken:
+                rows -= waiting
             count = max(int(rows / self._rows_per_item), 1)
-        self._asked_count, self._asked_at_s = count, self._clock.now_s()
+        self._asked_count = count
+        if self._rules.levels:
+            self._asked_at_s = self._clock.now_s()
         return count, self._fetch_wait_s
 
     def speed_rps(self) -> float:
@@ -422,7 +425,7 @@ class Batcher:
         while self._pending or self._bisection:
             if self._bisection:
                 self._start_bisected(now_s)
-            if self._looks_first(now_s):
+            if self._rules.levels and self._looks_first(now_s):
                 wake_at_s = self._look_until_s
                 break
             slots = Slots(0) if self._bisection else self._slots()
@@ -548,7 +551,7 @@ class Batcher:
         self._latency.observe(rows, end_s - begin_s, now_s)
         # A batch that may have waited to grow tells nothing of what the next batch costs besides its execution.
         has_grown = self._rules.delay_s > 0 and rows < self._rules.largest_preferred
-        oldest_s = now_s if has_grown else min([item.enqueued_s for item in execution.items])
+        oldest_s = now_s if has_grown else min(execution.items[0].enqueued_s, execution.items[-1].enqueued_s)
         self._latency.observe_gap(begin_s, end_s, now_s - oldest_s, self.model.executor.count)
 
     def _ended(self, responder: Responder, execution: Execution) -> None:
