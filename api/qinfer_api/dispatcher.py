@@ -116,19 +116,32 @@ class Dispatcher:
         """
         return context.trace
 
-    def resolve(self, model: str, version: int) -> Served:
+    def resolve(self, model: str, version: int, *, is_taken: bool = False) -> Served:
         """Finds where a model version is served; version 0 is the highest ready one.
+
+        Args:
+            model: The model's name.
+            version: The version asked for.
+            is_taken: Its client was told that the request is still taken, though the gateway may be shutting down.
 
         Raises:
             Overloaded: The gateway is shutting down.
             ModelNotFound: No such model or version.
             ModelNotReady: It is known, and not ready.
         """
-        if self.draining:
+        if self.draining and not is_taken:
             raise Overloaded("Server exiting")
         return self._catalog.resolve(model, version)
 
-    def submit(self, context: Context, request: InferRequest, sink: Sink, within_s: float = math.inf) -> Pending:
+    def submit(
+        self,
+        context: Context,
+        request: InferRequest,
+        sink: Sink,
+        within_s: float = math.inf,
+        *,
+        is_taken: bool = False,
+    ) -> Pending:
         """Puts a request into the queue of its model version; its responses, or its failure, go to the sink.
 
         Args:
@@ -136,6 +149,7 @@ class Dispatcher:
             request: The decoded request; it is stamped in place.
             sink: Called on the event loop.
             within_s: How long its caller will wait, if that is known; it only shortens the model's own timeout.
+            is_taken: As `resolve` has it.
 
         Raises:
             QinferError: The request is refused: its caller may not ask or not so much, the model is unknown or not
@@ -147,7 +161,7 @@ class Dispatcher:
             context = self._auth.admit(context)
             if context.principal is not None:
                 quota = context.principal.quota
-        if self.draining:
+        if self.draining and not is_taken:
             raise Overloaded("Server exiting")
         served = self._catalog.resolve(request.model, request.version)
         request.tenant, request.trace = context.tenant, context.trace

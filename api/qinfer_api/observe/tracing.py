@@ -113,7 +113,15 @@ class TracedDispatcher(Dispatcher):
         self._tracer, self._file = tracing.tracer, tracing.file
         self._server_clock = delivery.clock
 
-    def submit(self, context: Context, request: InferRequest, sink: Sink, within_s: float = math.inf) -> Pending:
+    def submit(
+        self,
+        context: Context,
+        request: InferRequest,
+        sink: Sink,
+        within_s: float = math.inf,
+        *,
+        is_taken: bool = False,
+    ) -> Pending:
         """Submits a request, as `Dispatcher.submit`, within a span."""
         sampling = self._sample(request.model)
         span = self._begin(context, sink)
@@ -122,10 +130,10 @@ class TracedDispatcher(Dispatcher):
             if not span.is_recorded:
                 span = None
         if span is None and sampling is None:
-            return super().submit(context, request, sink, within_s)
+            return super().submit(context, request, sink, within_s, is_taken=is_taken)
         traced = TracedSink(sink, request, self._server_clock, span, sampling)
         try:
-            pending = super().submit(context, request, traced, within_s)
+            pending = super().submit(context, request, traced, within_s, is_taken=is_taken)
         except QinferError as error:
             traced.end(Failure.of(error))
             raise

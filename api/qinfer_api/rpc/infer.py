@@ -228,15 +228,16 @@ class Infer:
     def _decode_and_check(self, message: Message, call: Call) -> Decoded:
         decoded = self._completed(self._decode(message), call)
         request = decoded.request
-        self.dispatcher.check(request, self.dispatcher.resolve(request.model, request.version))
+        self.dispatcher.check(request, self.dispatcher.resolve(request.model, request.version, is_taken=True))
         return decoded
 
     def _submit(self, decoded: Decoded, call: Call, sink: InferSink) -> Pending:
         request, plan = decoded.request, decoded.plan
         if plan.special is not None:
-            plan = bound(plan, self.dispatcher.resolve(request.model, request.version))
+            plan = bound(plan, self.dispatcher.resolve(request.model, request.version, is_taken=True))
         sink.plan, sink.empty_final = plan, decoded.empty_final
-        return self.dispatcher.submit(call.context, request, sink, call.time_remaining())
+        # Whoever comes too late finds no stream open: all that was let in by its head is answered.
+        return self.dispatcher.submit(call.context, request, sink, call.time_remaining(), is_taken=True)
 
     def _refused(self, model: str, asked: str, error: QinferError) -> QinferError:
         """Counts a request that is refused, and returns the error for its client."""

@@ -26,7 +26,18 @@ from qinfer_api.rpc import frames
 from qinfer_api.rpc.server import open_port
 from tests.support.certificates import write_certificate
 from tests.support.gateway import MODELS, settings_of
-from tests.support.http2 import DATA, GOAWAY, PING, Frame, Requests, settings_frame
+from tests.support.http2 import (
+    DATA,
+    GOAWAY,
+    HEADERS,
+    PING,
+    SETTINGS,
+    Frame,
+    Requests,
+    prefixed,
+    settings_frame,
+    window,
+)
 from tests.support.rpc import Rpc, infer_request, rpc, stub_of, value_of
 from tests.support.servers.servers import Database
 
@@ -110,6 +121,33 @@ async def test_clients_are_told_to_go_before_anything_is_refused() -> None:
     assert not was_draining
     assert in_time.payload.startswith(b"\0")
     assert rest == b""
+
+
+@pytest.mark.parametrize("rows", [1, 100_000])
+async def test_what_comes_in_slowly_is_still_taken(rows: int) -> None:
+    """A call whose head came before the second GOAWAY is answered, small or large, once its message is complete."""
+    client = Requests()
+    request = pb.ModelInferRequest(model_name="wide", raw_input_contents=[bytes(4 * rows)])
+    request.inputs.add(name="x", datatype="FP32", shape=[rows, 1])
+    body = prefixed(request.SerializeToString())
+    pieces = [body[at : at + 60_000] for at in range(20, len(body), 60_000)]
+    async with rpc() as server:
+        host, _, port = server.running.grpc_target.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = client.headers(1, client.block("/inference.GRPCInferenceService/ModelInfer"))
+        writer.write(frames.PREFACE + settings_frame() + window(0, 2**20) + head + frames.frame(DATA, 0, 1, body[:20]))
+        await _read_until(reader, 0, SETTINGS)
+        server.running.gateway.stop()
+        ping = await _read_until(reader, 0, PING)
+        writer.write(frames.frame(PING, frames.ACK, 0, ping.payload))
+        await eventually(lambda: server.running.gateway.dispatcher.draining)
+        writer.writelines(frames.frame(DATA, 0, 1, piece) for piece in pieces)
+        writer.write(frames.frame(DATA, frames.END_STREAM, 1))
+        reply = await _read_until(reader, 1, HEADERS)
+        writer.close()
+        await writer.wait_closed()
+
+    assert not reply.flags & frames.END_STREAM, "an answer, no status alone"
 
 
 async def _read_until(reader: asyncio.StreamReader, number: int, kind: int = DATA) -> Frame:
