@@ -171,7 +171,7 @@ class LocalDeployment:
             self._preparer.close()
             for line in lines:
                 # A command that is cut into lines can't be pasted.
-                self._console.print(line, soft_wrap=True)
+                self._console.print(Text.from_markup(line), soft_wrap=True)
             if not (launch.no_bulk or supervisor.stop_asked):
                 supervisor.add(bulk, WORKER_POLICY, stop_s=KILL_MARGIN_S)
             supervisor.run(pool.step)

@@ -104,7 +104,7 @@ class Preparation:
         pending = sum(m.pending and (bool(least) or m.state is not State.READY) for m in self._overview.models)
         return Progress(pending=pending, workers=len(self._overview.workers), is_live=self._client.is_live())
 
-    def summary(self, launch: Launch, ports: Ports, workers: str) -> list[Text]:
+    def summary(self, launch: Launch, ports: Ports, workers: str) -> list[str]:
         """Returns the lines that say what is running, as `look` saw it last.
 
         Args:
@@ -127,7 +127,8 @@ class Preparation:
         with contextlib.suppress(QinferError):
             if ready:
                 facts += [Text(), _fact("Try", (example_line(launch.url, self._client.metadata(ready)), "green"))]
-        return [Text("  ") + line if line else line for line in [Text(), _title(models), Text(), *facts, Text()]]
+        lines = [Text(), _title(models), Text(), *facts, Text()]
+        return [(Text("  ") + line).markup if line else "" for line in lines]
 
     def _other_ports(self, ports: Ports) -> Iterator[Text]:
         """Yields the addresses of gRPC and metrics, where they are enabled."""

@@ -5,17 +5,64 @@ needs none of them; with them it would be five times as large.
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+import msgspec
+
+from qinfer import errors
 from qinfer.cli.local.plan import Launch, Plan, Ports, Progress, UpOptions
 from qinfer.errors import QinferError
 
-if TYPE_CHECKING:
-    from rich.text import Text
+_CALLS: Mapping[str, tuple[Any, Any]] = {  # by method: its arguments, and its result
+    "plan": (tuple[()], Plan),
+    "begin": (tuple[str, Ports], Launch),
+    "look": (tuple[int, float], Progress),
+    "summary": (tuple[Launch, Ports, str], list[str]),
+}
+_BUILT_IN = {error.__name__: error for error in (ModuleNotFoundError, ImportError, OSError)}
+
+
+class _Answer(msgspec.Struct, omit_defaults=True):
+    """What a method gave, or the error that it raised.
+
+    Attributes:
+        result: The result.
+        error: The error's class; empty = there is none.
+        args: The error's arguments that are numbers or text.
+        module: The module that an `ImportError` misses.
+    """
+
+    result: Any = None
+    error: str = ""
+    args: list[int | str | None] = []
+    module: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Self:
+        """Returns the answer for an error."""
+        args = [each if isinstance(each, int | str | None) else str(each) for each in error.args]
+        if isinstance(error, OSError) and error.filename is not None:
+            args.append(str(error.filename))
+        return cls(error=_known(type(error)), args=args, module=getattr(error, "name", None))
+
+    def raised(self) -> Exception:
+        """Returns the error, to be raised again."""
+        if self.error in _BUILT_IN:
+            built_in: Any = _BUILT_IN[self.error]
+            return built_in(*self.args, name=self.module) if self.module else built_in(*self.args)  # type: ignore[no-any-return]
+        kind: type[QinferError] = getattr(errors, self.error)
+        error = kind.__new__(kind)
+        error.args = tuple(self.args)
+        return error
+
+
+def _known(kind: type[Exception]) -> str:
+    """Returns the name of an error's class, or of the nearest class above that the other process knows."""
+    return next(each.__name__ for each in kind.__mro__ if each.__name__ in _BUILT_IN or hasattr(errors, each.__name__))
 
 
 class Preparer:
@@ -62,20 +109,20 @@ class Preparer:
         progress: Progress = self._ask("look", least, up_s)
         return progress
 
-    def summary(self, launch: Launch, ports: Ports, workers: str) -> "Sequence[Text]":
-        """See `Preparation.summary`."""
-        lines: list[Text] = self._ask("summary", launch, ports, workers)
+    def summary(self, launch: Launch, ports: Ports, workers: str) -> Sequence[str]:
+        """See `Preparation.summary`; lines with rich's markup."""
+        lines: list[str] = self._ask("summary", launch, ports, workers)
         return lines
 
     def _ask(self, method: str, *args: object) -> Any:
         try:
-            self._pipe.send((method, args))
-            answer = self._pipe.recv()
+            self._pipe.send_bytes(msgspec.msgpack.encode((method, args)))
+            answer = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=_Answer)
         except (EOFError, OSError):
             raise QinferError("the process that prepares the start ended; its own message is above") from None
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if answer.error:
+            raise answer.raised()
+        return msgspec.convert(answer.result, _CALLS[method][1])
 
 
 def _serve(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options: UpOptions) -> None:
@@ -87,13 +134,13 @@ def _serve(pipe: "Connection[Any, Any]", theirs: "Connection[Any, Any]", options
     preparation = None
     with suppress(EOFError, ConnectionError):
         while True:
-            method, args = pipe.recv()
-            answer: object
+            method, given = msgspec.msgpack.decode(pipe.recv_bytes())
             try:
                 from qinfer.cli.local.preparation import Preparation
 
                 preparation = preparation or Preparation(options)
-                answer = getattr(preparation, method)(*args)
+                args = msgspec.convert(given, _CALLS[method][0])
+                answer = _Answer(getattr(preparation, method)(*args))
             except (QinferError, OSError, ImportError) as error:
-                answer = error
-            pipe.send(answer)
+                answer = _Answer.of(error)
+            pipe.send_bytes(msgspec.msgpack.encode(answer))
