@@ -1,4 +1,4 @@
-"""What leaves a connection of HTTP/2: the replies of its streams, as its windows let them through (RFC 9113, 5.2).
+"""The way out of a connection of HTTP/2: the replies of its streams, as its windows let them through (RFC 9113, 5.2).
 
 A reply that fits the windows is written at once, in one piece. What does not fit is queued at its stream, and written
 when the client opens its windows or takes what was written.

@@ -27,7 +27,7 @@ _BUILT_IN = {error.__name__: error for error in (ModuleNotFoundError, ImportErro
 
 
 class _Answer(msgspec.Struct, omit_defaults=True):
-    """What a method gave, or the error that it raised.
+    """The result of a method, or the error that it raised.
 
     Attributes:
         result: The result.
