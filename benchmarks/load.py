@@ -67,7 +67,7 @@ class LoadFailed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """What one run of a load generator counted.
+    """The counts of one run of a load generator.
 
     Attributes:
         requests: Answers received, also refused ones.

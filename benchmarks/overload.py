@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +25,13 @@ from benchmarks import environments, processes
 from benchmarks.bulk.stream import Answer, offer
 from benchmarks.machine import describe
 from benchmarks.servers import KINDS, START_WAIT_S, Launch, ServerFailed, triton_command, why_not
+from qinfer.testing import wait_until
 
 CAPACITY = 1150.0
 """Requests a second in full batches, with 2 ms between two of them: 1333 without."""
 BATCH, BASE_S, ROW_S = 16, 0.004, 0.0005
 WAY_S = 0.1
-"""What a good answer may take besides: to the server and back, and a wait for the batch that executes."""
+"""Time of a good answer beside its queue timeout and batch: the way there and back, a wait for the running batch."""
 RATES = (1.2, 1.7, 3.0)
 SECONDS = 15.0
 WARM_UP_S = 2.0
@@ -38,7 +39,7 @@ CONNECTIONS = 2000
 PATIENCE_S = 3.0
 """Triton leaves the last requests that it rejects without an answer until others come."""
 GOODPUT_BAR = 0.95
-"""Of the capacity."""
+"""Least share of the capacity that counts as good."""
 NOISE = 0.98
 """Goodput of no less than this share of Triton's counts as no less."""
 WORK, OUT = environments.HERE / ".work" / "overload", environments.HERE / "OVERLOAD.md"
@@ -183,15 +184,15 @@ def running(name: str, repository: Path) -> Iterator[Server]:
 
 
 def _wait_until_ready(port: int, log: Path) -> None:
-    give_up_at = time.monotonic() + START_WAIT_S
-    while time.monotonic() < give_up_at:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/v2/health/ready").status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.1)
-    raise ServerFailed(f"the server is not ready after {START_WAIT_S:g} s; its log is {log}")
+    def is_ready() -> bool:
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{port}/v2/health/ready").status_code == 200
+        return False
+
+    try:
+        wait_until(is_ready, START_WAIT_S)
+    except TimeoutError:
+        raise ServerFailed(f"the server is not ready after {START_WAIT_S:g} s; its log is {log}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +230,7 @@ class Measured:
 
     @property
     def late(self) -> int:
-        """How many results came too late."""
+        """The number of results that came too late."""
         return sum(answer.status == 200 for answer in self.answers) - len(self.good)
 
     def row(self) -> str:

@@ -24,13 +24,13 @@ PLAIN = {JSON_PROXIED: JSON, GRPC_PROXIED: GRPC}
 ENCODINGS = tuple(PLAIN)
 
 MODEL = "tiny"
-"""What is measured is the way to a model, so that one model is enough."""
+"""The only model: the way to a model is measured, not the model."""
 CONNECTIONS = 64
 REQUESTS_EACH = 1000
 """Requests of a connection in a recording of gRPC; one of HTTP has as many for all connections together."""
 BODIES = 2000
 CHECKED = 16
-"""Of so many bodies the answers are checked before and after a measurement."""
+"""Number of bodies whose answers are checked before and after a measurement."""
 
 _SEED = 11
 _DATA, _HEADERS = 0, 1

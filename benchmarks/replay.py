@@ -26,7 +26,7 @@ _END_STREAM = _ACK = 1
 _HEADER_TABLE_SIZE = 1
 _HEAD_BYTES = 9
 _WINDOW_BYTES = 65_535
-"""What a connection may send before the server allows more (RFC 9113, section 6.9.2)."""
+"""Bytes that a connection may send before the server allows more (RFC 9113, section 6.9.2)."""
 _WHOLE_CONNECTION = bytes(4)
 _EMPTY_SETTINGS = bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0))
 _SETTINGS_ACK = bytes((0, 0, 0, _SETTINGS, _ACK, 0, 0, 0, 0))
@@ -34,7 +34,7 @@ _LARGEST_WINDOW = bytes((0, 0, 4, _WINDOW_UPDATE, 0, 0, 0, 0, 0)) + (2**31 - 1 -
 
 
 class Run:
-    """What the connections share.
+    """The state that the connections share.
 
     Attributes:
         poll: Tells whose socket has something to read.

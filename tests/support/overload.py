@@ -75,7 +75,7 @@ class Caller:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a trace is offered to.
+    """The servers that a trace is offered to.
 
     Attributes:
         batching: The model's `dynamic_batching`.

@@ -131,7 +131,7 @@ def _weight(parameters: str) -> float:
 Headers = Sequence[tuple[bytes, bytes]]
 
 ID_HEADER = b"qinfer-request-id"
-"""Of every reply: the id of the request that logs and spans have, or a new one where it never became a request."""
+"""Header of every reply: the id of its request, which logs and spans have; a new one where none came to be."""
 
 UNQUOTED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 """The characters that the value of a header may have as they are."""

@@ -318,7 +318,7 @@ INFER_ERRORS = errors(400, 401, 403, 404, 500, 501, 503)
 
 
 _MAX_TURN_S = 30.0
-"""How long a large body waits for memory."""
+"""Longest wait of a large body for memory, in seconds."""
 
 
 async def read_body(services: Services, request: Request, max_bytes: int) -> Bytes:

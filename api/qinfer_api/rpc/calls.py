@@ -23,7 +23,7 @@ from qinfer_api.rpc.headers import Abort, Head, Method
 from qinfer_api.rpc.protocol import LARGE_BYTES, MAX_MESSAGE_BYTES, Call
 
 Serve = Callable[[Bytes, Call], Awaitable[Bytes]]
-"""From the encoded request, and its call, to the encoded reply."""
+"""A method's work: takes the encoded request and its call, gives the encoded reply."""
 
 SHUTTING_DOWN = "GRPC server is shutting down and has stopped accepting new requests."
 

@@ -91,12 +91,9 @@ class Decoder:
 
     def _add(self, field: Field) -> None:
         self.generation += 1
-        entries, size = self._entries, self._bytes + len(field[0]) + len(field[1]) + _ENTRY_BYTES
-        entries.append(field)
-        while size > self._max_bytes:
-            name, value = entries.pop(0)
-            size -= len(name) + len(value) + _ENTRY_BYTES
-        self._bytes = size
+        self._entries.append(field)
+        self._bytes += len(field[0]) + len(field[1]) + _ENTRY_BYTES
+        self._evict()
 
     def _resize(self, wanted: int) -> None:
         if wanted > MAX_TABLE_BYTES:
@@ -150,12 +147,12 @@ def _text(block: bytes, position: int, unpack: Callable[[bytes], bytes]) -> tupl
 
 def field(name: bytes, value: bytes) -> bytes:
     """Encodes a field as a literal that no table remembers (section 6.2.2)."""
-    return b"".join((b"\x00", length(len(name)), name, length(len(value)), value))
+    return b"".join((named(name), length(len(value)), value))
 
 
-def name(text: bytes) -> bytes:
-    """Encodes the begin of a field, before its value's length, as `field` does."""
-    return b"".join((b"\x00", length(len(text)), text))
+def named(name: bytes) -> bytes:
+    """Encodes the begin of a field, up to its value's length, as `field` does."""
+    return b"".join((b"\x00", length(len(name)), name))
 
 
 def status(code: int) -> bytes:

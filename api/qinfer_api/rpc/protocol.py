@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from qinfer.core.messages import Failure, IdFactory
 from qinfer.errors import PayloadTooLarge, QinferError
 from qinfer.tensors import Bytes
-from qinfer_api.http.infer import decompress, header_value
+from qinfer_api.http.infer import ID_HEADER, decompress, header_value
 from qinfer_api.receiving import SPENT, ReceivingBudget, Reservation
 from qinfer_api.rpc import frames, hpack
 from qinfer_api.rpc.headers import (
@@ -44,7 +44,7 @@ MAX_UNSENT_BYTES = 256 * 1024
 
 _PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
 _OK = hpack.field(b"grpc-status", b"0")
-_HEAD_WITH_ID = HEAD + hpack.name(b"qinfer-request-id")
+_HEAD_WITH_ID = HEAD + hpack.named(ID_HEADER)
 
 _TOO_LATE = "the message did not come in time"
 _MIN_BYTES_PER_S = 64 * 1024

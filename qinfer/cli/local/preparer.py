@@ -52,12 +52,14 @@ class _Answer(msgspec.Struct, omit_defaults=True):
     def raised(self) -> Exception:
         """Returns the error, to be raised again."""
         if self.error in _BUILT_IN:
-            built_in: Any = _BUILT_IN[self.error]
-            return built_in(*self.args, name=self.module) if self.module else built_in(*self.args)  # type: ignore[no-any-return]
+            error = _BUILT_IN[self.error](*self.args)
+            if isinstance(error, ImportError):
+                error.name = self.module
+            return error
         kind: type[QinferError] = getattr(errors, self.error)
-        error = kind.__new__(kind)
-        error.args = tuple(self.args)
-        return error
+        found = kind.__new__(kind)
+        found.args = tuple(self.args)
+        return found
 
 
 def _known(kind: type[Exception]) -> str:

@@ -302,7 +302,7 @@ def test_durability_is_everybodys(server: Up) -> None:
 
 
 def test_the_supervisor_stays_small(server: Up) -> None:
-    """What prepares the start takes its memory with it: the supervisor has none of these libraries."""
+    """The supervisor has none of the libraries that prepare the start: they went with a process that has ended."""
     loaded = {Path(file.path).name for file in psutil.Process(server.process.pid).memory_maps()}
 
     assert any(name.startswith("libc.") for name in loaded)

@@ -30,12 +30,6 @@ from tests.support.http2 import (
     window,
 )
 
-
-@pytest.fixture
-async def wire() -> Wire:
-    return Wire().greet()
-
-
 CONNECTION_FAULTS: dict[str, tuple[Callable[[Wire], bytes], int]] = {
     "SETTINGS that are too large": (lambda w: frames.frame(SETTINGS, 0, 0, bytes(LIMITS.frame_bytes + 6)), 6),
     "a frame of an unknown type that is too large": (lambda w: b"\xff\xff\xff\x4d" + bytes(5), 6),

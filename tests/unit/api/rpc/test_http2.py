@@ -28,11 +28,6 @@ from tests.support.http2 import (
 )
 
 
-@pytest.fixture
-async def wire() -> Wire:
-    return Wire().greet()
-
-
 async def test_the_server_begins_with_its_settings() -> None:
     wire = Wire()
 
