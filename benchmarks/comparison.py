@@ -33,7 +33,7 @@ def compare(
     other: Annotated[
         Path, typer.Argument(help="The other checkout, such as `git worktree add ../before COMMIT` makes.")
     ],
-    settings: Annotated[str, typer.Option(help="model:encoding:connections, separated by commas.")] = SETTINGS,
+    settings: Annotated[str, typer.Option(help="model:encoding:connections, separated by commas; tiny:grpc:4x16 has 16 calls at once on each of 4.")] = SETTINGS,
     seconds: Annotated[float, typer.Option(help="Seconds of load each turn.")] = 2.0,
     rounds: Annotated[int, typer.Option(help="Turns of each checkout.")] = 7,
 ) -> None:
@@ -46,23 +46,26 @@ def compare(
             running = {name: stack.enter_context(_start(name, tree, material)) for name, tree in trees.items()}
             for server in running.values():
                 run_wrk(server.url, material.bodies[JSON], 32, WARM_UP_S)
-            for encoding, connections in loads:
+            for encoding, connections, streams in loads:
                 samples: dict[str, list[Sample]] = defaultdict(list)
                 for number in range(rounds):
                     for name in sorted(running, reverse=bool(number % 2)):
-                        sample = measure_once(running[name], material.bodies[encoding], connections, number, seconds)
+                        body = material.bodies[encoding]
+                        sample = measure_once(running[name], body, connections, number, seconds, streams=streams)
                         samples[name].append(sample)
-                console.print(f"{model} {encoding}, {connections} connections", *_lines(samples), sep="\n  ")
+                title = f"{model} {encoding}, {connections} connections of {streams}"
+                console.print(title, *_lines(samples), sep="\n  ")
 
 
-def _by_model(settings: str) -> dict[str, list[tuple[str, int]]]:
-    chosen: dict[str, list[tuple[str, int]]] = defaultdict(list)
+def _by_model(settings: str) -> dict[str, list[tuple[str, int, int]]]:
+    chosen: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
     for setting in settings.split(","):
-        model, encoding, connections = setting.split(":")
+        model, encoding, load = setting.split(":")
         if model not in MODELS or encoding not in ENCODINGS:
             known = f"model one of {', '.join(MODELS)}; encoding one of {', '.join(ENCODINGS)}"
             raise typer.BadParameter(f"'{setting}': {known}")
-        chosen[model].append((encoding, int(connections)))
+        connections, _, streams = load.partition("x")
+        chosen[model].append((encoding, int(connections), int(streams or 1)))
     return chosen
 
 
