@@ -33,7 +33,9 @@ def compare(
     other: Annotated[
         Path, typer.Argument(help="The other checkout, such as `git worktree add ../before COMMIT` makes.")
     ],
-    settings: Annotated[str, typer.Option(help="model:encoding:connections, by commas; 4x16: 16 calls on each of 4.")] = SETTINGS,
+    settings: Annotated[
+        str, typer.Option(help="model:encoding:connections, by commas; 4x16: 16 calls on each of 4.")
+    ] = SETTINGS,
     seconds: Annotated[float, typer.Option(help="Seconds of load each turn.")] = 2.0,
     rounds: Annotated[int, typer.Option(help="Turns of each checkout.")] = 7,
 ) -> None:
