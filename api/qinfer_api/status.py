@@ -74,6 +74,7 @@ AGAIN = {
     ErrorCode.BROKER_UNAVAILABLE,
     ErrorCode.MODEL_NOT_READY,
     ErrorCode.STORE_UNAVAILABLE,
+    ErrorCode.UNREACHABLE,
 }
 """Failures whose reply says when to try again (`Retry-After`)."""
 

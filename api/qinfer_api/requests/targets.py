@@ -9,11 +9,12 @@ import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from qinfer.core.settings import WebhookSettings
-from qinfer.errors import InvalidRequest, SettingsError
+from qinfer.errors import InvalidRequest, SettingsError, Unreachable
 
 if TYPE_CHECKING:
     import httpx
@@ -100,6 +101,7 @@ class Targets:
 
         Raises:
             InvalidRequest: Webhooks may not go there; the text names the host and what would allow it.
+            Unreachable: The name can't be looked up now.
         """
         words = self._words
         parsed = _parsed(url, words.name)
@@ -117,13 +119,18 @@ class Targets:
         return Target(parsed, host, addresses[0])
 
     async def _addresses(self, host: str, port: int) -> Sequence[str]:
+        """Returns the addresses of a host; a literal address is its own."""
+        with suppress(ValueError):
+            return [str(ipaddress.ip_address(host))]
         try:
             async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
                 addresses = await self._resolve(host, port)
-        except (OSError, UnicodeError, TimeoutError):
+        except UnicodeError:
+            raise InvalidRequest(f"{self._words.name} host '{host}' is no name of a host; check it") from None
+        except (OSError, TimeoutError):
             addresses = []
         if not addresses:
-            raise InvalidRequest(f"{self._words.name} host '{host}' can't be resolved; check its name")
+            raise Unreachable(f"{self._words.name} host '{host}' can't be resolved now; check its name, or try again")
         return addresses
 
 

@@ -24,7 +24,7 @@ import msgspec
 
 import qinfer
 from qinfer.core.settings import WebhookSettings
-from qinfer.errors import InvalidRequest, SettingsError
+from qinfer.errors import InvalidRequest, SettingsError, Unreachable
 from qinfer.queue import keys
 from qinfer.queue.deliveries import WEBHOOKS, DeliveryItem, Kind
 from qinfer.queue.entries import Address, RequestRecord
@@ -135,7 +135,7 @@ class Webhooks:
                 target = await self._targets.check(message.url)
                 status = await self._post(target, item, message)
             problem = "" if 200 <= status < 300 else f"status {status}"
-        except InvalidRequest as error:
+        except (InvalidRequest, Unreachable) as error:
             problem = error.message
         except (httpx.HTTPError, OSError, TimeoutError) as error:
             problem = type(error).__name__  # its text may repeat the URL, which may hold a secret

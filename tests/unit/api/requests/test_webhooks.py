@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from qinfer.core.settings import WebhookSettings
-from qinfer.errors import DeadlineExceeded, InvalidRequest, SettingsError
+from qinfer.errors import DeadlineExceeded, InvalidRequest, SettingsError, Unreachable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
 from qinfer.queue import keys
@@ -23,6 +23,7 @@ from qinfer_api.jobs.records import message_of
 from qinfer_api.requests.service import failed_outcome
 from qinfer_api.requests.targets import Targets, is_public
 from qinfer_api.requests.webhooks import MAX_DELIVERIES, Webhooks, read_secret, sign, webhook_id
+from qinfer_api.status import http_status, retry_after_s
 from tests.support.servers.receiver import Receiver, receiving
 from tests.support.servers.servers import Database
 
@@ -57,7 +58,6 @@ def resolver(*answers: Sequence[str]) -> Any:
         ("example.org:8443", "https://example.org:8443/x?y=z"),
         ("*.example.org:8443", "https://a.example.org:8443/"),
         ("xn--bcher-kva.example", "https://xn--bcher-kva.example/"),
-        ("[2606:4700::1111]:443", "https://[2606:4700::1111]/"),
     ],
 )
 async def test_allowed_targets(allow: str, url: str) -> None:
@@ -117,14 +117,34 @@ def test_public_addresses() -> None:
     assert all(map(is_public, (PUBLIC, "2606:4700::1111", f"::ffff:{PUBLIC}", "64:ff9b::5db8:d822")))
 
 
-async def test_a_host_that_does_not_resolve() -> None:
-    """It is refused when it is named, not found out hours later."""
+@pytest.mark.parametrize("error", [OSError("no such name"), TimeoutError()])
+async def test_a_host_that_does_not_resolve(error: Exception) -> None:
+    """It is refused when it is named, not found out hours later; the names' server may be away: try again."""
 
     async def resolve(host: str, port: int) -> Sequence[str]:
-        raise OSError("no such name")
+        raise error
 
-    with pytest.raises(InvalidRequest, match=r"webhook host 'example\.org' can't be resolved"):
+    with pytest.raises(Unreachable, match=r"webhook host 'example\.org' can't be resolved now") as caught:
         await Targets(settings("example.org"), resolve).check("https://example.org/")
+    assert (http_status(caught.value.code), retry_after_s(caught.value.code)) == (503, 1)
+
+
+async def test_a_host_that_is_no_name() -> None:
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        raise UnicodeError("label too long")
+
+    with pytest.raises(InvalidRequest, match=r"webhook host 'example\.org' is no name of a host"):
+        await Targets(settings("example.org"), resolve).check("https://example.org/")
+
+
+@pytest.mark.parametrize("host", ["93.184.216.34", "[2606:4700::1111]", "[2606:4700::1111]:443"])
+async def test_a_literal_address_is_not_looked_up(host: str) -> None:
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        raise AssertionError(f"{host} was looked up")
+
+    target = await Targets(settings(host), resolve).check(f"https://{host}/")
+
+    assert target.address == host.removesuffix(":443").strip("[]")
 
 
 @pytest.mark.parametrize("entry", ["", "https://example.org", "a@b", "*", "ex*mple.org", "example.org:70000"])
