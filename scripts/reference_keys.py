@@ -203,6 +203,13 @@ ROWS = (
         "the normalised configuration of the model, and the measured speed of its versions",
     ),
     Row(keys.stats, "hash", "permanent", "statistics, which never decrease"),
+    Row(
+        keys.installation,
+        "string",
+        "permanent",
+        "a random id of the data in this Redis; `restoring:` and an id, for at most ten seconds, while a gateway "
+        "writes again what Redis has lost",
+    ),
     Row(keys.desired, "hash", "permanent", "the desired models, with their generations"),
     Row(keys.control, "stream", "bounded", "wakes the readers of the desired state"),
     Row(

@@ -168,7 +168,7 @@ class Gateway:
         self._listener = listener
         self._drain_s = settings.http.drain_s
         self._owner = f"gateway-{IdFactory().ulid()}"
-        self.catalog = Catalog(store, settings.limits)
+        self.catalog = Catalog(store, settings.limits, delivery)
         self.models = ModelControl(source, store, delivery, settings.repository, self.catalog.refresh)
         self._watch = self._watch_of(source, settings.repository)
         tally = GatewayTally(self._owner)
@@ -267,7 +267,7 @@ class Gateway:
             await self.catalog.refresh()
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._delivery.listen(self._owner, self._pending.receive, listening.set)),
+                    group.create_task(self._listen(listening)),
                     group.create_task(self.catalog.run()),
                     group.create_task(self.dispatcher.submission.run()),
                     group.create_task(self._janitor.run()),
@@ -301,6 +301,10 @@ class Gateway:
             await self._labeling.close()
             await self._delivery.close()
             await self._store.close()
+
+    async def _listen(self, listening: asyncio.Event) -> None:
+        pending = self._pending
+        await self._delivery.listen(self._owner, pending.receive, listening.set, pending.lose_all)
 
     async def _serve_all(self) -> None:
         async with asyncio.TaskGroup() as group:

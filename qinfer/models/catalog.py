@@ -8,24 +8,29 @@ reached the last view serves on.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qinfer.core.retry import OutageLog
 from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
 from qinfer.models.config.config import from_json, to_spec
+from qinfer.models.installation import Guard, Snapshot
 from qinfer.models.readiness import Capacity, ModelStatus, assess, capacity_of
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import StoredModel, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.queue.entries import Lane
+from qinfer.queue.lanes import Queue
 
 logger = logging.getLogger(__name__)
 
 _REFRESH_S = 2.0  # how late the end of a worker that died silently is noticed, after its record's TTL
 _RETRY_S = 1.0
+_BEAT_S = 5.0
+"""Longest time for which the view of before a loss is kept, once the rest is whole again, until workers beat."""
 _UNKNOWN = Capacity()
 
 
@@ -65,26 +70,32 @@ class Catalog:
     Args:
         store: Where the state is kept.
         limits: Timeouts for models that set none.
+        queue: Where a gateway makes lanes again, should Redis have lost its data; `None` = it waits until one has.
     """
 
-    def __init__(self, store: ControlStore, limits: LimitSettings) -> None:
+    def __init__(self, store: ControlStore, limits: LimitSettings, queue: Queue | None = None) -> None:
         self._store = store
         self._limits = limits
+        self._guard = Guard(store, queue)
+        self._is_whole = True
+        self._beaten_by_s = 0.0
         self._view = _View()
         self._refreshed = False
         self._refreshing = asyncio.Lock()
         self._specs: dict[str, tuple[StoredModel, ModelSpec]] = {}
 
     async def refresh(self) -> None:
-        """Reads the store and replaces the view.
+        """Reads the store and replaces the view, unless the store has lost its data.
 
         Raises:
             BrokerUnavailable: The store can't be reached; the view stays as it was.
         """
         async with self._refreshing:  # of two the later one must not be overtaken
             workers = tuple(await self._store.workers())  # first: they must not be ahead of the configurations
-            desired = await self._store.desired()
-            stored = await self._store.models(sorted(desired))
+            now = await self._read(workers)
+            if now is None:
+                return
+            desired, stored = now.desired, now.stored
             statuses = assess(desired, stored, workers)
             capacities = await self._capacities(statuses, workers)
             served, accepting = self._serve(statuses, stored)
@@ -99,6 +110,16 @@ class Catalog:
                 workers=workers,
             )
             self._refreshed = True
+
+    async def _read(self, workers: Sequence[WorkerRecord]) -> Snapshot | None:
+        """Reads the models; `None` while they are not whole, or the workers have not beaten again after a loss."""
+        now = await self._guard.read()
+        if now is None:
+            self._is_whole, self._beaten_by_s = False, time.monotonic() + _BEAT_S
+        elif not self._is_whole:
+            have_beaten = {worker.id for worker in self._view.workers} <= {worker.id for worker in workers}
+            self._is_whole = have_beaten or time.monotonic() >= self._beaten_by_s
+        return now if self._is_whole else None
 
     async def run(self) -> None:
         """Keeps the view current until cancelled: refreshes when woken, and every few seconds."""
@@ -198,8 +219,11 @@ class Catalog:
         return self._specs[model][0].config
 
     def is_server_ready(self) -> bool:
-        """Tells whether the store was read and every model is READY: Triton's strict readiness (reference §1.3)."""
-        return self._refreshed and all(status.is_ready for status in self._view.statuses.values())
+        """Tells whether the store was read and every model is READY: Triton's strict readiness (reference §1.3).
+
+        It is not while the store lacks what it had.
+        """
+        return self._refreshed and self._is_whole and all(status.is_ready for status in self._view.statuses.values())
 
     def workers(self) -> list[WorkerRecord]:
         """Returns the workers that were live at the last refresh."""

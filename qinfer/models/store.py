@@ -33,6 +33,7 @@ _WAKES_KEPT = 16
 
 _PUT_MODEL = load_script("put_model", package="qinfer.models").text
 _SET_DESIRED = load_script("set_desired", package="qinfer.models").text
+_EXCHANGE = load_script("exchange", package="qinfer.models").text
 _ADD_STATS = load_script("add_stats", package="qinfer.models").text
 _LIVENESS = load_script("liveness", "now_ms", package="qinfer.models").text
 _SCALERS = load_script("scalers", "now_ms", package="qinfer.models").text
@@ -51,6 +52,36 @@ class ControlStore:
     def __init__(self, client: Any) -> None:  # Any: the two clients share no typed interface
         self.client = client
         self._last_wakes: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
+
+    async def installation(self) -> str:
+        """Returns the id of the data in Redis, as `Guard` keeps it; empty where it has none."""
+        with translated():
+            value = await self.client.get(keys.installation())
+        return "" if value is None else _text(value)
+
+    async def exchange_installation(self, seen: str, new: str, ttl_s: float = 0.0) -> str:
+        """Writes the id of the data, unless it is another than the caller has seen.
+
+        Args:
+            seen: Empty = there was none.
+            new: The new one.
+            ttl_s: Seconds after which it goes by itself; 0 = never.
+
+        Returns:
+            What is there now: the new one, or what another process has written.
+        """
+        with translated():
+            return _text(await self.client.eval(_EXCHANGE, 1, keys.installation(), seen, new, int(ttl_s * 1000)))
+
+    async def has_model(self, name: str) -> bool:
+        """Tells whether a model's configuration is stored, be it one that only a newer qinfer can read."""
+        with translated():
+            return await self.client.hget(keys.config(name), "model") is not None
+
+    async def wished(self) -> set[str]:
+        """Returns the names of all models in the desired state, also where only a newer qinfer can read it."""
+        with translated():
+            return {_text(name) for name in await self.client.hgetall(keys.desired())}
 
     async def desired(self) -> dict[str, Desired]:
         """Returns the desired state of every model."""

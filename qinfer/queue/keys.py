@@ -107,6 +107,11 @@ def desired() -> str:
     return "qinfer:desired"
 
 
+def installation() -> str:
+    """Returns the string that holds the random id of the data in this Redis."""
+    return "qinfer:installation"
+
+
 def control() -> str:
     """Returns the stream that wakes the readers of the desired state."""
     return "qinfer:control"

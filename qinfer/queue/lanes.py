@@ -315,7 +315,11 @@ class Queue:
         return added is not None
 
     async def listen(
-        self, owner: str, deliver: Callable[[bytes], None], ready: Callable[[], None] | None = None
+        self,
+        owner: str,
+        deliver: Callable[[bytes], None],
+        ready: Callable[[], None] | None = None,
+        lost: Callable[[], None] = lambda: None,
     ) -> None:
         """Reads the reply stream of `owner` until cancelled: creates it, calls `deliver` with each blob, trims it.
 
@@ -325,8 +329,9 @@ class Queue:
             owner: Whose replies; `reply_address(owner)` is where to send them.
             deliver: Called with each blob, on the event loop.
             ready: Called once the stream exists: no reply to what is submitted from then on is lost.
+            lost: Called when the stream was gone and is made anew: replies to what was submitted before may be lost.
         """
-        reader = ReplyReader(self.router, owner, deliver, self._monotonic_s)
+        reader = ReplyReader(self.router, owner, deliver, self._monotonic_s, lost)
         try:
             await reader.run(ready)
         finally:

@@ -218,15 +218,23 @@ class ReplyReader:
         owner: Whose replies.
         deliver: Called with each blob.
         monotonic_s: The clock.
+        lost: Called when the stream was gone.
     """
 
     def __init__(
-        self, router: Router, owner: str, deliver: Callable[[bytes], None], monotonic_s: Callable[[], float]
+        self,
+        router: Router,
+        owner: str,
+        deliver: Callable[[bytes], None],
+        monotonic_s: Callable[[], float],
+        lost: Callable[[], None],
     ) -> None:
         self._key = keys.reply(reply_address(owner)).encode()
         self._link: BlockingLink = router.blocking(keys.slot(self._key), "qinfer-replies", BLOCK_S)
         self._deliver = deliver
         self._monotonic_s = monotonic_s
+        self._lost = lost
+        self._is_made = False
         self._last = _START
         self._untrimmed = 0
         self._trimmed_at = 0.0
@@ -261,6 +269,9 @@ class ReplyReader:
             self._kept_at = now_s
             if await run_script(self._link.call, _KEEP, [self._key], REPLY_TTL_MS):
                 self._last, self._untrimmed = _START, 0
+                if self._is_made:
+                    self._lost()
+            self._is_made = True
 
     async def _read(self) -> None:
         command = (b"XREAD", b"COUNT", _READ_COUNT, b"BLOCK", int(BLOCK_S * 1000), b"STREAMS", self._key, self._last)

@@ -36,6 +36,7 @@ from qinfer.wire.frame import decode_responses
 logger = logging.getLogger(__name__)
 
 _BUCKETS_PER_S = 100
+_LOST = "the answer may be lost, with data of the queue; send the request again"
 _GONE = "the outputs were stored and are gone; send the request again"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
@@ -241,6 +242,12 @@ class PendingRequests:
         for pending in self.clear():
             self._abandon(pending)
             self._failed(pending, error)
+
+    def lose_all(self) -> None:
+        """Fails every request that waits: its answer may have been lost with the reply stream."""
+        if self._pending:
+            logger.error("the reply stream was gone", extra={"failed": len(self._pending)})
+        self.fail_all(BrokerUnavailable(_LOST))
 
     def clear(self) -> list[Pending]:
         """Removes and returns all requests, and unsets the timer."""

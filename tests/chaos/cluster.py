@@ -54,6 +54,7 @@ class Cluster:
 
     Attributes:
         broker: Redis.
+        data: Its directory.
         members: Gateways and workers of both kinds.
         urls: Where the gateways are.
         grpc_targets: Where they serve gRPC.
@@ -61,6 +62,7 @@ class Cluster:
 
     def __init__(self, directory: Path, repository: Path, settings: Mapping[str, str], durability: str) -> None:
         self.broker = EmbeddedRedis(directory / "data", durability=durability)
+        self.data = directory / "data"
         self._directory = directory
         self._env = clean_environment() | SETTINGS | dict(settings)
         self._env |= {"QINFER_REDIS__URL": self.broker.url, "QINFER_REDIS__DURABILITY": durability}

@@ -15,6 +15,9 @@ WINDOW_S = 2.0
 
 TERMINAL = ("succeeded", "failed", "expired", "cancelled")
 
+_REPLY_S = 0.5
+"""Longest time that a reply which accepts a request is under way."""
+
 _SHOWN = 20  # problems of one kind
 
 
@@ -143,6 +146,44 @@ def _judge_call(call: Call, broker_kills: Sequence[float]) -> tuple[str, str]:
     return state, "was read only once" if len(seen) < 2 else _misfit(call, state, values)
 
 
+class Flushed(NamedTuple):
+    """What came out of a run in which Redis lost its data.
+
+    Attributes:
+        accepted: Requests that were accepted.
+        lost: Those whose end is not known, because they were accepted before such a loss.
+        problems: Everything else that is wrong.
+    """
+
+    accepted: int
+    lost: int
+    problems: list[str]
+
+
+def judge_flushed(ledger: Ledger, losses: Sequence[float]) -> Flushed:
+    """Counts; `losses` are the times at which Redis had lost its data."""
+    problems = [*ledger.problems, *ledger.failures]
+    accepted, lost = ledger.answered + len(ledger.failures), 0
+    for call in ledger.calls:
+        if not call.link:
+            problems.append(f"request {call.number} was never accepted, however often it was handed in")
+            continue
+        accepted += 1
+        is_excused = any(call.accepted_s <= at_s + _REPLY_S for at_s in losses)
+        states = {sighting.state for sighting in call.sightings}
+        if is_excused:
+            states.discard("unknown")
+        values = {sighting.value for sighting in call.sightings if sighting.value is not None}
+        ends = states.intersection(TERMINAL)
+        if is_excused and not ends:
+            lost += 1
+        elif len(ends) != 1 or "unknown" in states or len(values) > 1:
+            problems.append(f"request {call.number} ({call.link}) was seen as {sorted(states)} with {sorted(values)}")
+        elif problem := _misfit(call, ends.pop(), values):
+            problems.append(f"request {call.number} ({call.link}): {problem}")
+    return Flushed(accepted, lost, problems)
+
+
 def _misfit(call: Call, state: str, values: set[float]) -> str:
     """Says how an outcome does not fit what was asked."""
     if state == "succeeded" and values != {expected(call.number)}:
@@ -176,7 +217,9 @@ class Key(NamedTuple):
 
 _LANE = re.compile(r"qinfer:\{.+#\d+\}:\d+:(p[1-8](\.delayed)?|bulk[123]?)")
 _EMPTY = re.compile(r"qinfer:\{.+#\d+\}:(due|deliveries:.+)|qinfer:jobs:open")
-_PERMANENT = re.compile(r"qinfer:(\{.+#\d+\}:(dlq|config|stats:\d+)|desired|control|workers|jobs(:places)?)")
+_PERMANENT = re.compile(
+    r"qinfer:(\{.+#\d+\}:(dlq|config|stats:\d+)|installation|desired|control|workers|jobs(:places)?)"
+)
 
 
 def leftovers(keys: Iterable[Key]) -> list[str]:

@@ -100,6 +100,7 @@ def _places(nonce: str) -> Iterator[Words]:
     yield from (
         ("HDEL", name, nonce) for name in (keys.desired(), keys.completions(), keys.settings(), keys.job_places())
     )
+    yield ("EXISTS", keys.installation())
     live = map(keys.liveness, (BULK, BEAT, BRIDGE))
     yield from (("ZREM", name, nonce) for name in (keys.workers(), *live, keys.jobs(), keys.open_jobs()))
     yield from (

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from qinfer.errors import QinferError
+from qinfer.queue import keys
 from qinfer.queue.entries import Entry, Lane, Lease, reply_address
 from qinfer.queue.lanes import Queue
 from tests.contract.conftest import RedisQueue
@@ -416,6 +417,26 @@ async def test_listeners_get_their_own_replies_only(queue: RedisQueue) -> None:
         await second.publish(reply_address("g1"), b"for g1")
 
         assert (await to_first.get(), await to_second.get()) == (b"for g1", b"for g2")
+
+
+@pytest.mark.parametrize("instead", [b"", b"of another type"])
+async def test_a_listener_whose_stream_is_gone_says_so(queue: RedisQueue, instead: bytes) -> None:
+    """Somebody deleted it, or put something else in its place: replies to what was submitted before may be lost."""
+    delivery = await queue.connect()
+    blobs: asyncio.Queue[bytes] = asyncio.Queue()
+    is_ready, is_lost = asyncio.Event(), asyncio.Event()
+    slot, key = keys.reply_stream(reply_address("g1"))
+    task = asyncio.create_task(delivery.listen("g1", blobs.put_nowait, is_ready.set, is_lost.set))
+    await is_ready.wait()
+    assert not is_lost.is_set()
+
+    await delivery.router.call(slot, *((b"SET", key, instead) if instead else (b"DEL", key)))
+    await is_lost.wait()
+
+    assert await delivery.publish(reply_address("g1"), b"again")
+    assert await blobs.get() == b"again"
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def test_a_listener_whose_delivery_raises_goes_on(queue: RedisQueue, caplog: pytest.LogCaptureFixture) -> None:

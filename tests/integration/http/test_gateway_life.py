@@ -3,16 +3,19 @@
 import asyncio
 import socket
 
+import grpc
 import httpx
 import pytest
 
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, MetricsSettings, Settings
 from qinfer.errors import SettingsError
+from qinfer.models.state import State, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.testing import eventually
 from qinfer_api.app import Gateway, bind, build
 from qinfer_api.rpc.server import open_port
-from tests.support.gateway import declare_models, settings_of
+from tests.support.gateway import Running, declare_models, settings_of
+from tests.support.rpc import infer_request, rpc, value_of
 from tests.support.servers.servers import Database, free_port
 
 BODY = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
@@ -84,3 +87,58 @@ async def test_who_waits_is_told_when_a_part_dies(database: Database, monkeypatc
 
     assert isinstance(serving.exception(), ExceptionGroup)
     assert (reply.status_code, reply.json()["error"]) == (503, "[request id: <id_unknown>] Server exiting")
+
+
+async def _beat(running: Running) -> None:
+    """Lets a worker say that it serves every model of the desired state; the gateway looks before and after."""
+    await running.refresh()
+    wishes, stored = await running.store.desired(), running.gateway.catalog
+    models = {
+        name: {version: VersionState(State.READY, wish.generation) for version in stored.status(name).versions}
+        for name, wish in wishes.items()
+    }
+    await running.store.heartbeat(WorkerRecord(id="w1", started_at=0.0, models=models), ttl_s=3600)
+    await running.refresh()
+
+
+async def test_redis_without_its_data() -> None:
+    """Who waits is told to try again, the server is not ready until all is written again, and then it answers."""
+    async with rpc() as server, httpx.AsyncClient(base_url=server.running.url, timeout=30.0) as client:
+        running = server.running
+        await _beat(running)
+        before = await client.get("/v2/health/ready")
+        by_http = asyncio.create_task(client.post("/v2/models/stuck/infer", json=BODY))
+        by_grpc = server.stub.ModelInfer(infer_request("stuck"))
+        await eventually(lambda: running.gateway.dispatcher.in_flight == 2, description="requests wait")
+
+        await running.store.client.flushdb()
+        refused = await by_http
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await by_grpc
+        await running.refresh()
+        meanwhile = await client.get("/v2/health/ready")
+        await _beat(running)
+        after = await client.get("/v2/health/ready")
+        answers = [await client.post("/v2/models/echo/infer", json=BODY), await server.stub.ModelInfer(infer_request())]
+
+    assert (before.status_code, meanwhile.status_code, after.status_code) == (200, 400, 200)
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+    assert "send the request again" in refused.json()["error"]
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "grpc-retry-pushback-ms" in str(error.value.trailing_metadata())
+    assert answers[0].json()["outputs"][0]["data"] == BODY["inputs"][0]["data"]
+    assert value_of(answers[1]) == 1.0
+
+
+async def test_who_waits_for_a_stored_request_that_is_lost_is_told() -> None:
+    """404 as for any unknown id, long before the end of the time to wait."""
+    async with rpc() as server, httpx.AsyncClient(base_url=server.running.url, timeout=60.0) as client:
+        accepted = await client.post("/v1/models/stuck/requests", json=BODY)
+        link = accepted.headers["Location"]
+        waiting = asyncio.create_task(client.get(f"{link}/result", params={"wait": "30"}))
+        await eventually(lambda: server.running.gateway.requests.waits._count == 1, description="a reader waits")
+
+        await server.running.store.client.flushdb()
+        reply = await waiting
+
+    assert reply.status_code == 404

@@ -227,7 +227,8 @@ class Caller:
     async def _listen(self) -> None:
         """Starts the reader of the reply stream at the first call; returns once the stream exists."""
         if not self._background:
-            listener = self._queue.listen(self._owner, self._submission.pending.receive, self._listening.set)
+            pending = self._submission.pending
+            listener = self._queue.listen(self._owner, pending.receive, self._listening.set, pending.lose_all)
             self._background = [self._tasks.create_task(listener), self._tasks.create_task(self._submission.run())]
         await self._listening.wait()
 

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from qinfer.core.retry import OutageLog
 from qinfer.core.settings import LimitSettings, WorkerSettings
 from qinfer.errors import BrokerUnavailable, ModelLoadFailed, QinferError
 from qinfer.models.config import config
+from qinfer.models.installation import Snapshot, is_gone
 from qinfer.models.readiness import PENDING_REASON, is_placed
 from qinfer.models.state import State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
@@ -83,6 +85,8 @@ class Models:
         self._loader = loader
         self._host = host
         self._slots = asyncio.Semaphore(settings.load_threads)
+        self._seen = Snapshot()
+        self._loss = OutageLog(logger, "Redis has lost its data", "Redis has data again")
         self._wanted: dict[str, StoredModel] = {}
         self._settled: dict[str, StoredModel] = {}
         """What was last made so, as far as it could be: what failed is not tried twice, unless time may help."""
@@ -107,17 +111,27 @@ class Models:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
-                    await self._read()
+                    is_whole = await self._read()
                     self._start(tasks)
-                    await self._store.wait(REREAD_S)
+                    await self._store.wait(REREAD_S if is_whole else _RETRY_S)
                 except BrokerUnavailable as error:
                     logger.warning("desired state unknown", extra={"reason": error.message})
                     await asyncio.sleep(_RETRY_S)
 
-    async def _read(self) -> None:
-        desired = await self._store.desired()
-        mine = [name for name, wish in desired.items() if wish.load and is_placed(name, self._globs)]
-        self._wanted = await self._store.models(mine)
+    async def _read(self) -> bool:
+        """Reads the desired state; returns whether it is whole: that Redis lost its data unloads no model."""
+        installation = await self._store.installation()
+        now = Snapshot(installation=installation, desired=await self._store.desired())
+        if is_gone(self._seen, now):
+            self._loss.failed("models stay until a gateway has written again what they should be")
+            return False
+        self._loss.over()
+        self._seen = now
+        mine = [name for name, wish in now.desired.items() if wish.load and is_placed(name, self._globs)]
+        found = await self._store.models(mine)
+        kept = {name: self._wanted[name] for name in mine if name in self._wanted}
+        self._wanted = {**kept, **found}
+        return True
 
     def _start(self, tasks: asyncio.TaskGroup) -> None:
         """Starts a task for each model that differs from the desired state and has no task."""

@@ -15,6 +15,7 @@ from qinfer.models.spec import Device, ModelSpec
 from qinfer.models.state import Desired, State, StoredModel, VersionState
 from qinfer.models.store import ControlStore
 from qinfer.models.writing import Completion, find_completion
+from qinfer.queue import keys
 from qinfer.testing import eventually
 from qinfer_workers.inference import models as following_models
 from qinfer_workers.inference.loader import Change, Kind, Loaded, Loader
@@ -111,6 +112,41 @@ async def following(scene: Scene) -> AsyncIterator[Scene]:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+
+
+async def test_redis_without_its_data_unloads_nothing(store: ControlStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Models stay until a gateway has written again what they should be."""
+    async with following(Scene(store)) as scene:
+        await store.exchange_installation("", "first")
+        await scene.want("kept")
+        await scene.want("gone")
+        await scene.until("kept", State.READY)
+        await scene.until("gone", State.READY)
+
+        await store.client.flushdb()
+        await store.wake()
+        await eventually(lambda: "Redis has lost its data" in caplog.text)
+        await store.exchange_installation("", "restoring:second", 60.0)
+        await scene.want("kept", 2)
+        assert scene.host.served == {("kept", 1): 1, ("gone", 1): 1}
+
+        await store.exchange_installation("restoring:second", "second")
+        await store.wake()
+        await scene.until("gone", None)
+        await eventually(lambda: scene.host.served == {("kept", 1): 2})
+
+
+async def test_a_lost_configuration_unloads_nothing(store: ControlStore) -> None:
+    """One node of a cluster has lost its data: the wish is still there."""
+    async with following(Scene(store)) as scene:
+        await scene.want("m")
+        await scene.until("m", State.READY)
+
+        await store.client.delete(keys.config("m"))
+        await scene.want("other")
+        await scene.until("other", State.READY)
+
+        assert scene.host.served == {("m", 1): 1, ("other", 1): 1}
 
 
 async def test_a_long_load_holds_up_no_other_model(store: ControlStore) -> None:

@@ -1,0 +1,230 @@
+"""The identity of the data in Redis, and what happens when Redis comes back without it.
+
+`qinfer:installation` holds a random id for as long as Redis has its data. A process that has seen an id and finds
+another one, or none, knows that the data is gone: somebody flushed Redis, or its volume was lost. So does one that
+misses what nobody ever removes: every wish, or a model's configuration, as when one node of a cluster lost its data.
+A failover to an older replica is no such loss: it has the id, and lacks the latest changes only.
+
+What gateways have seen last is then written again by one of them: the one that replaces the id with a claim, which
+expires should it die before it has done. Each model gets a generation above any that was seen. Until then the others,
+and the workers, go on with what they have seen.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from qinfer.core.messages import IdFactory
+from qinfer.models.state import Desired, StoredModel
+from qinfer.models.store import ControlStore
+from qinfer.models.writing import ensure_lanes
+from qinfer.queue.lanes import Queue
+
+logger = logging.getLogger(__name__)
+
+_CLAIM = "restoring:"
+_CLAIM_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The state that is kept in Redis and nowhere else, as it was read at one time.
+
+    Attributes:
+        installation: The id of the data; empty where there is none yet.
+        desired: The desired state of every model.
+        stored: The configurations of the models.
+        settings: The settings that clients have changed.
+    """
+
+    installation: str = ""
+    desired: Mapping[str, Desired] = field(default_factory=dict)
+    stored: Mapping[str, StoredModel] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The parts of an earlier snapshot that Redis no longer has.
+
+    Attributes:
+        whole: Redis has other data than before: what was queued is gone, too.
+        wishes: Models whose desired state is gone.
+        configs: Models whose configuration is gone.
+        settings: Names of settings that are gone.
+    """
+
+    whole: bool
+    wishes: tuple[str, ...]
+    configs: tuple[str, ...]
+    settings: tuple[str, ...]
+
+
+def loss(before: Snapshot, now: Snapshot) -> Loss | None:
+    """Compares two snapshots.
+
+    Args:
+        before: The last one that was whole; one without an id, or of a start while a gateway restores, knows of nothing
+            that could be lost.
+        now: The present one.
+
+    Returns:
+        What is gone; `None` = nothing.
+    """
+    if not before.installation or is_claimed(before.installation):
+        return None
+    is_other = now.installation != before.installation
+    wishes = _gone(before.desired, now.desired, is_other=is_other)
+    found = Loss(
+        whole=is_other,
+        wishes=wishes,
+        configs=tuple(sorted((before.stored.keys() - now.stored.keys()).intersection({*now.desired, *wishes}))),
+        settings=_gone(before.settings, now.settings, is_other=is_other),
+    )
+    return found if is_other or found.wishes or found.configs or found.settings else None
+
+
+def _gone(before: Mapping[str, object], now: Mapping[str, object], *, is_other: bool) -> tuple[str, ...]:
+    """Returns what a hash lacks; in the same data some of it may be missing after a failover, all of it may not."""
+    return tuple(sorted(before.keys() - now.keys())) if is_other or not now else ()
+
+
+def is_claimed(installation: str) -> bool:
+    """Tells by the id of the data whether a gateway is writing again what was lost."""
+    return installation.startswith(_CLAIM)
+
+
+def is_gone(before: Snapshot, now: Snapshot) -> bool:
+    """Tells whether the desired state is lost, and no gateway has written it again yet: the last one is to be kept.
+
+    Args:
+        before: The last one that was not.
+        now: The present one; configurations and settings don't matter.
+    """
+    if not before.installation:
+        return False
+    if not now.installation or is_claimed(now.installation):
+        return True
+    return now.installation == before.installation and bool(before.desired) and not now.desired
+
+
+async def read_snapshot(store: ControlStore) -> Snapshot:
+    """Reads the present snapshot.
+
+    Raises:
+        BrokerUnavailable: The store can't be reached.
+    """
+    installation = await store.installation()  # first: a claim that ends meanwhile must not hide what it wrote
+    desired = await store.desired()
+    return Snapshot(
+        installation=installation,
+        desired=desired,
+        stored=await store.models(sorted(desired)),
+        settings=await store.settings(),
+    )
+
+
+class Guard:
+    """Reads the state in Redis, tells when it is not whole, and restores it then.
+
+    Args:
+        store: Where the state is.
+        queue: Where lanes are made; `None` = restoring, and saying so, is left to the gateways.
+    """
+
+    def __init__(self, store: ControlStore, queue: Queue | None = None) -> None:
+        self._store = store
+        self._queue = queue
+        self._new_id = IdFactory().ulid
+        self._whole = Snapshot()
+        self._is_told = False
+
+    async def read(self) -> Snapshot | None:
+        """Reads the state, and compares it with the last that was whole.
+
+        A gateway writes again what is gone, unless another one does so already; the next look finds it.
+
+        Returns:
+            The state; `None` while it is not whole.
+
+        Raises:
+            BrokerUnavailable: The store or the queue can't be reached.
+        """
+        now = await read_snapshot(self._store)
+        if self._queue is None:
+            if is_gone(self._whole, now):
+                return None
+            kept = {name: was for name, was in self._whole.stored.items() if name in now.desired}
+            now = replace(now, stored={**kept, **now.stored})
+        elif not await self._check(now, self._queue):
+            return None
+        elif not now.installation:
+            now = replace(now, installation=await self._store.exchange_installation("", self._new_id()))
+        self._whole, self._is_told = now, False
+        return now
+
+    async def _check(self, now: Snapshot, queue: Queue) -> bool:
+        """Tells whether a snapshot is whole, and restores what it lacks."""
+        before = self._whole
+        if is_claimed(now.installation):
+            return not before.installation
+        found = await self._confirmed(loss(before, now))
+        if found is None:
+            return True
+        self._tell(found)
+        if not (found.wishes or found.configs or found.settings):
+            return True
+        await self._restore(now, found, queue)
+        return False
+
+    async def _confirmed(self, found: Loss | None) -> Loss | None:
+        """Leaves out of a loss what is there and can't be read here: a newer qinfer wrote it."""
+        if found is None or found.whole:
+            return found
+        wishes = await self._store.wished() if found.wishes else set()
+        configs = [name for name in found.configs if not await self._store.has_model(name)]
+        kept = replace(found, wishes=() if wishes else found.wishes, configs=tuple(configs))
+        return kept if kept.wishes or kept.configs or kept.settings else None
+
+    def _tell(self, found: Loss) -> None:
+        """Logs a loss, once: it may take several looks until all is there again."""
+        if self._is_told:
+            return
+        self._is_told = True
+        logger.error(
+            "Redis has lost its data; what this gateway knows of it is written again",
+            extra={
+                "lost": "requests, results, jobs and statistics" if found.whole else "a part, as with a cluster's node",
+                "models": found.wishes,
+                "configurations": found.configs,
+                "settings": found.settings,
+                "installation": self._whole.installation,
+            },
+        )
+
+    async def _restore(self, now: Snapshot, found: Loss, queue: Queue) -> None:
+        """Writes again what is lost, under the id that the data has, or a new one."""
+        before, installation = self._whole, now.installation or self._new_id()
+        claim = _CLAIM + self._new_id()
+        if await self._store.exchange_installation(now.installation, claim, _CLAIM_S) != claim:
+            return
+        for name in sorted({*found.wishes, *found.configs}):
+            await self._restore_model(now.desired.get(name) or before.desired[name], queue)
+        missing = before.settings.keys() - (await self._store.settings()).keys()
+        for name in missing.intersection(found.settings):
+            await self._store.put_setting(name, before.settings[name])
+        if await self._store.exchange_installation(claim, installation) == installation:
+            logger.warning("what was known of Redis' data is written again", extra={"installation": installation})
+        await self._store.wake()
+
+    async def _restore_model(self, wish: Desired, queue: Queue) -> None:
+        """Writes one model as `write_model` does: lanes, configuration, wish; what somebody wrote meanwhile stays."""
+        known, generation = self._whole.stored.get(wish.model), wish.generation
+        if known is not None and not await self._store.has_model(wish.model):
+            newest = max(generation, known.generation) + 1
+            generation = max(newest, int(queue.clock.now_s() * 1000))
+            await ensure_lanes(known, queue)
+            await self._store.put_model(msgspec.structs.replace(known, generation=generation))
+        await self._store.set_desired(msgspec.structs.replace(wish, generation=generation))
