@@ -30,6 +30,8 @@ format, 1), `name` (of the object, below `QINFER_LIMITS__PAYLOAD_URL`) and `size
 `XLEN` of a lane is the number of waiting entries plus those in flight, because entries are deleted when they are
 finished. Scale workers by this number, which is also in the metrics; do not use the `lag` of the consumer group: Redis
 cannot compute it after entries were deleted in the middle.
+
+The keys beside a Redis list that a bridge reads are in [its guide](../how-to/bridge-a-queue.md#redis-lists).
 """
 NOT_KEYS = {"lane_slot", "reply_stream", "slot", "prefix"}
 """Functions of `keys` that spell no key of their own."""

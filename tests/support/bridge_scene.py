@@ -114,11 +114,6 @@ def value_of(message: Any) -> float:
 def routes(url: str, **route: Any) -> dict[str, Any]:
     """Returns a configuration with one route from `TASKS` to `PREDICTIONS`."""
     source = {"url": url, "queue": TASKS, **route.pop("source", {})}
-    if url.startswith("redis://"):
-        source["options"] = {
-            "polling_interval": 0.05,
-            **source.get("options", {}),
-        }  # kombu's second is a second per stop
     one = {
         "name": "route",
         "model": "stub",

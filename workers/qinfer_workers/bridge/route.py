@@ -96,7 +96,7 @@ class Route:
             took=self._intake.room,
         )
         reader = Reader(options, config.result_ttl_s, reply_address(owner), inline_max_bytes)
-        connect: Callable[[int], Source] = partial(open_source, options.source)
+        connect: Callable[[int], Source] = partial(open_source, options.source, options.body.max_bytes)
         self._consumer = Consumer(
             name=options.name,
             connect=connect,

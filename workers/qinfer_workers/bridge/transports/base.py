@@ -1,7 +1,8 @@
 """The ports to other queues: where messages come from, and where they are published. Each serves one thread.
 
-`amqp` has them for AMQP 0-9-1, `kombu` for every other transport of kombu. A link is one connection: when it breaks,
-which shows as any exception but those named here, a `LinkThread` opens another one, with a new epoch.
+`amqp` has them for AMQP 0-9-1, `redis_list` has the source for Redis, and `kombu` what is left, over the transports of
+kombu. A link is one connection: when it breaks, which shows as any exception but those named here, a `LinkThread` opens
+another one, with a new epoch.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Opens the connections to other queues: AMQP where the URL says so, else a transport of kombu such as Redis or SQS.
+"""Opens the connections to other queues: AMQP or Redis where the URL says so, else a transport of kombu such as SQS.
 
-Those transports hand over one message at a time, and to publish is to wait for the answer of the broker, which is the
-confirm.
+Those transports hand over one message at a time. To publish by them, Redis included, is to wait for the answer of the
+broker, which is the confirm.
 """
 
 import threading
@@ -16,21 +16,25 @@ from qinfer_workers.bridge.config import SourceOptions
 from qinfer_workers.bridge.messages import Delivered, Outgoing, Receipt
 from qinfer_workers.bridge.transports.amqp import CONNECT_S, HEARTBEAT_S, AmqpSink, AmqpSource, missing_queues
 from qinfer_workers.bridge.transports.base import Settled, Sink, Source
+from qinfer_workers.bridge.transports.redis_list import ListSource, check_lists, is_redis
 
 _SQS_WAIT_S = 1  # kombu's own 10 s would keep acknowledgements, and the end of the program, waiting
 
 
-def open_source(options: SourceOptions, epoch: int) -> Source:
+def open_source(options: SourceOptions, max_bytes: int, epoch: int) -> Source:
     """Connects, makes the queue where it is missing, and begins to consume.
 
     Args:
         options: The queue, and where it is.
+        max_bytes: The largest body.
         epoch: Of the connection.
 
     Raises:
         Exception: Of kombu, its transport, or the system: the broker is away or refuses.
     """
     with _connected(options.url.get_secret_value(), options.options) as client:
+        if is_redis(client):
+            return ListSource(client, options, epoch, max_bytes)
         return (AmqpSource if _is_amqp(client) else KombuSource)(client, options, epoch)
 
 
@@ -66,6 +70,8 @@ def look(url: str, options: Mapping[str, Any], queues: Sequence[str], exchange: 
     with _connected(url, options) as client:
         if _is_amqp(client):
             missing = missing_queues(client, queues, exchange)
+        elif is_redis(client):
+            check_lists(client, options, queues)
         else:
             client.channel()
         client.collect()
@@ -77,6 +83,8 @@ def _connected(url: str, options: Mapping[str, Any]) -> Iterator[Connection]:
     """Connects; an exception in the block, as when connecting, closes the connection."""
     if url.lower().startswith("sqs"):
         options = {"wait_time_seconds": _SQS_WAIT_S, **options}
+    elif url.lower().startswith(("redis", "sentinel")):
+        options = {"socket_timeout": 2 * CONNECT_S, "socket_keepalive": True, **options}
     client = Connection(url, connect_timeout=CONNECT_S, heartbeat=HEARTBEAT_S, transport_options=options)
     try:
         client.ensure_connection(max_retries=1, interval_start=0.0, interval_step=0.0, timeout=2 * CONNECT_S)
@@ -94,7 +102,6 @@ _BATCH_S = 0.02
 _FOLLOWING_S = 0.005
 _IDLE_S = 0.25
 _MOST_AT_ONCE = 100
-_RESTORE_S = 1.0
 
 
 class KombuSource:
@@ -114,7 +121,6 @@ class KombuSource:
         self._outstanding: set[str] = set()
         self._received: list[Delivered] = []
         self._awake = threading.Event()
-        self._restores_s = 0.0
         if options.declare:
             self._channel.queue_declare(options.queue, durable=True)
         self._channel.basic_qos(0, options.prefetch, False)
@@ -127,7 +133,6 @@ class KombuSource:
             self._awake.clear()
             return []
         self._awake.clear()
-        self._restore_abandoned()
         wait_s = _BATCH_S if self._outstanding else min(timeout_s, _IDLE_S)  # what is outstanding is soon done
         ends_s = time.monotonic() + wait_s + _BATCH_S
         with suppress(TimeoutError):
@@ -157,17 +162,6 @@ class KombuSource:
         with suppress(Exception):
             self._channel.close()
         _release(self._client, self._channel)
-
-    def _restore_abandoned(self) -> None:
-        """Puts back messages that other consumers held for longer than the visibility timeout.
-
-        kombu's Redis transport does so itself only when a wait ends before Redis has answered it: never, where the
-        queue is always busy or `polling_interval` is shorter than that wait.
-        """
-        if (now_s := time.monotonic()) >= self._restores_s:
-            self._restores_s = now_s + _RESTORE_S
-            if (restore := getattr(self._client.transport.cycle, "maybe_restore_messages", None)) is not None:
-                restore()
 
     def _on_message(self, message: Any) -> None:
         self._outstanding.add(str(message.delivery_tag))

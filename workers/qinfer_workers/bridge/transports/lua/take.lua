@@ -1,0 +1,53 @@
+-- Takes messages: first those whose lease has ended, then those that have arrived, oldest first.
+-- A call that is repeated, because its reply was lost, gets the messages that it took.
+-- KEYS: leases, taken, oversized, then the lists. ARGV: nonce, lease in ms, most messages, bytes after which no more
+-- are taken, most bytes of a message.
+-- Returns for each message its id, its size in bytes, and its text; no text where it is larger.
+local leases, taken, oversized = KEYS[1], KEYS[2], KEYS[3]
+local nonce, most, enough, largest = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local now = now_ms()
+local ends, found, bytes = now + tonumber(ARGV[2]), {}, 0
+
+for index, key in ipairs(KEYS) do
+  local kind, needed = redis.call('TYPE', key)['ok'], index == 1 and 'zset' or index <= 3 and 'hash' or 'list'
+  if kind ~= 'none' and kind ~= needed then
+    return redis.error_reply("ERR the key '" .. key .. "' is of type " .. kind .. ', and the bridge needs a ' ..
+      needed .. '; name another queue, or remove the key')
+  end
+end
+
+local function give(id, size, text)
+  redis.call('ZADD', leases, ends, id)
+  local last = #found
+  found[last + 1], found[last + 2], found[last + 3] = id, size, text
+  bytes, most = bytes + (text and size or 0), most - 1
+end
+
+-- Gives a message that was taken before; returns whether it is still there.
+local function give_again(id)
+  local text = redis.call('HGET', taken, id)
+  local size = text and #text or redis.call('HSTRLEN', oversized, id)
+  if not text and size == 0 then return false end
+  give(id, size, text)
+  return true
+end
+
+local ids = 0
+while give_again(nonce .. '-' .. (ids + 1)) do ids = ids + 1 end
+if ids > 0 then return found end
+
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, most)) do
+  if bytes >= enough then break end
+  if not give_again(id) then redis.call('ZREM', leases, id) end
+end
+for list = 4, #KEYS do
+  while most > 0 and bytes < enough do
+    local text = redis.call('RPOP', KEYS[list])
+    if not text then break end
+    ids = ids + 1
+    local id, size = nonce .. '-' .. ids, #text
+    redis.call('HSET', size > largest and oversized or taken, id, text)
+    give(id, size, size <= largest and text)
+  end
+end
+return found

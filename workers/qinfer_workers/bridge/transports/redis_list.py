@@ -1,0 +1,242 @@
+"""A source over a list of Redis: nothing leaves the list without a place where it is kept until it is done.
+
+    <list>            as producers push it (LPUSH): any text, or the envelopes that kombu and Celery write
+    <list>:arriving   list of the one message that a blocked reader was woken by
+    <list>:taken      hash of id → text: messages in hand, with the ids that they got when they were taken
+    <list>:leases     sorted set of these ids by the end of their lease
+    <list>:oversized  hash of id → text: messages too large for the bridge, which stay there; their dead letters say so
+
+A script moves messages from the lists to `taken`, so that a bridge may be killed at any moment: when a lease has ended,
+the next bridge has its message, with the same id. A lease is renewed as long as its message is in hand.
+"""
+
+import base64
+import binascii
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import redis
+from kombu import Connection
+
+from qinfer.errors import SettingsError
+from qinfer.queue.router import load_script, ttl_ms
+from qinfer_workers.bridge.config import SourceOptions
+from qinfer_workers.bridge.messages import Delivered, Receipt
+
+_PACKAGE = "qinfer_workers.bridge.transports"
+_TAKE = load_script("take", "now_ms", package=_PACKAGE).text
+_LEASE = load_script("lease", "now_ms", package=_PACKAGE).text
+
+LEASE_S = 30.0
+"""Seconds after which a message of a killed bridge is taken by another; option `visibility_timeout` overrides it."""
+
+MAX_BYTES_IN_HAND = 256 * 2**20
+"""No more messages are taken while those that are not acknowledged take so many bytes."""
+
+_IDLE_S = 0.25
+_BUSY_S = 0.05
+_MOST_AT_ONCE = 100
+_ENOUGH_BYTES = 16 * 2**20
+_ENVELOPE_BYTES = 64 * 2**10  # of kombu: properties and headers
+_SEPARATOR, _PRIORITIES = "\x06\x16", (0, 3, 6, 9)  # as kombu names the lists of priorities
+
+
+def is_redis(client: Connection) -> bool:
+    """Tells whether a connection is one to Redis, directly or by Sentinels: its queues are lists."""
+    return bool(client.transport.driver_name == "redis")
+
+
+def check_lists(client: Connection, options: Mapping[str, Any], queues: Sequence[str]) -> None:
+    """Checks options of a source or sink, and that its queues are lists or missing.
+
+    Raises:
+        SettingsError: An option can't be used, or a queue's key is of another type.
+        redis.RedisError: Redis can't be reached.
+    """
+    _lease_s(options)
+    server: Any = redis.Redis(connection_pool=client.channel().pool)
+    for name in (f"{options.get('global_keyprefix', '')}{queue}" for queue in queues):
+        kind = server.execute_command("TYPE", name)
+        if kind not in (b"none", b"list"):
+            raise SettingsError(
+                f"the key '{name}' is of type {kind.decode()}, and a queue is a list; name another queue"
+            )
+
+
+def _lease_s(options: Mapping[str, Any]) -> float:
+    given = options.get("visibility_timeout", LEASE_S)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 10**9:
+        raise SettingsError(f"options.visibility_timeout is {given!r}; give seconds, more than 0")
+    return float(given)
+
+
+class ListSource:
+    """`Source` over a list of Redis.
+
+    Args:
+        client: A connection of kombu, open; knows how to reach Redis.
+        options: The list, and how it is read; of kombu's options of the transport `visibility_timeout`,
+            `global_keyprefix`, `priority_steps` and `sep` count here.
+        epoch: Of this connection.
+        max_bytes: The largest body; entries larger than its envelope in base64 are not fetched.
+
+    Raises:
+        SettingsError: An option can't be used.
+        redis.RedisError: Redis can't be reached.
+    """
+
+    def __init__(self, client: Connection, options: SourceOptions, epoch: int, max_bytes: int) -> None:
+        self.epoch = epoch
+        given = options.options
+        name = f"{given.get('global_keyprefix', '')}{options.queue}"
+        separator, steps = given.get("sep", _SEPARATOR), given.get("priority_steps", _PRIORITIES)
+        self._list, self._arriving, self._oversized = name, f"{name}:arriving", f"{name}:oversized"
+        self._taken, self._leases = f"{name}:taken", f"{name}:leases"
+        lists = (self._arriving, name, *(f"{name}{separator}{step}" for step in steps if step))
+        self._keys = (self._leases, self._taken, self._oversized, *lists)
+        self._lease_s = _lease_s(given)
+        self._largest_bytes = max_bytes * 4 // 3 + _ENVELOPE_BYTES
+        self._prefetch = options.prefetch
+        self._outstanding: dict[str, int] = {}  # id → bytes
+        self._outstanding_bytes = 0
+        self._awake = threading.Event()
+        self._renewed_s = time.monotonic()
+        self._client = client
+        self._redis: Any = redis.Redis(connection_pool=client.channel().pool)
+        self._take_script = self._redis.register_script(_TAKE)
+        self._lease_script = self._redis.register_script(_LEASE)
+
+    def receive(self, timeout_s: float) -> list[Delivered]:
+        """See `Source.receive`."""
+        self._renew()
+        if len(self._outstanding) >= self._prefetch or self._outstanding_bytes >= MAX_BYTES_IN_HAND:
+            self._awake.wait(timeout_s)
+            self._awake.clear()
+            return []
+        self._awake.clear()
+        found = self._take()
+        if not found:
+            # What is outstanding is soon done, and then to be confirmed.
+            wait_s = _BUSY_S if self._outstanding else min(timeout_s, _IDLE_S)
+            move = ("BLMOVE", self._list, self._arriving, "RIGHT", "LEFT", wait_s)
+            if self._redis.execute_command(*move) is not None:
+                found = self._take()
+        return found
+
+    def acknowledge(self, receipts: Sequence[Receipt]) -> None:
+        """See `Source.acknowledge`."""
+        done = [str(receipt.tag) for receipt in receipts if receipt.epoch == self.epoch]
+        if done:
+            with self._redis.pipeline() as pipe:
+                pipe.hdel(self._taken, *done)
+                pipe.zrem(self._leases, *done)
+                pipe.execute()
+            self._outstanding_bytes -= sum(self._outstanding.pop(tag, 0) for tag in done)
+
+    def wake(self) -> None:
+        """See `Source.wake`."""
+        self._awake.set()
+
+    def close(self) -> None:
+        """See `Source.close`; the leases of unacknowledged messages end at once."""
+        with suppress(redis.RedisError, OSError):
+            self._set_leases(0)
+        with suppress(Exception):  # it may be broken, in any way
+            self._client.release()
+
+    def _take(self) -> list[Delivered]:
+        most = min(self._prefetch - len(self._outstanding), _MOST_AT_ONCE)
+        arguments = (secrets.token_hex(8), ttl_ms(self._lease_s), most, _ENOUGH_BYTES, self._largest_bytes)
+        words = iter(self._take_script(self._keys, arguments))
+        found: list[Delivered] = []
+        for tag, size, text in zip(words, words, words, strict=True):
+            name = tag.decode()
+            # One of this connection's own, whose lease was not renewed in time, is in hand already.
+            if name not in self._outstanding:
+                self._outstanding[name] = 0 if text is None else size
+                self._outstanding_bytes += self._outstanding[name]
+                receipt = Receipt(self.epoch, name)
+                found.append(self._too_large(receipt, tag, size) if text is None else delivered(receipt, tag, text))
+        return found
+
+    def _too_large(self, receipt: Receipt, tag: bytes, size: int) -> Delivered:
+        reason = (
+            f"the entry has {size} bytes, and the bridge takes up to {self._largest_bytes}; it is kept in the hash "
+            f"'{self._oversized}' as field '{receipt.tag}'; send less in a message, or raise 'max_bytes' of the "
+            "route's 'body'"
+        )
+        return Delivered(receipt=receipt, body=b"", broker_id=tag, broken=reason)
+
+    def _renew(self) -> None:
+        if time.monotonic() - self._renewed_s >= self._lease_s / 3:
+            self._renewed_s = time.monotonic()
+            self._set_leases(ttl_ms(self._lease_s))
+
+    def _set_leases(self, for_ms: int) -> None:
+        if self._outstanding:
+            self._lease_script((self._leases,), (for_ms, *self._outstanding))
+
+
+class _Properties(msgspec.Struct):
+    delivery_tag: str
+    body_encoding: str | None = None
+    message_id: str | None = None
+    correlation_id: str | None = None
+    reply_to: str | None = None
+
+
+class _Envelope(msgspec.Struct, rename={"content_type": "content-type", "content_encoding": "content-encoding"}):
+    """A message as kombu and Celery push it."""
+
+    body: str
+    properties: _Properties
+    content_type: str | None = None
+    content_encoding: str | None = None
+    headers: dict[str, Any] | None = None
+
+
+_envelopes = msgspec.json.Decoder(_Envelope)
+
+
+def delivered(receipt: Receipt, tag: bytes, text: bytes) -> Delivered:
+    """Makes a message of an entry of a list: of what is in kombu's envelope, or of the entry itself.
+
+    Args:
+        receipt: Acknowledges it.
+        tag: The id that it has since it was taken.
+        text: The entry.
+    """
+    try:
+        envelope = _envelopes.decode(text) if b'"delivery_tag"' in text else None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        envelope = None
+    if envelope is None:
+        return Delivered(receipt=receipt, body=text, broker_id=tag)
+    about, broken = envelope.properties, ""
+    body = envelope.body.encode("utf-8", "surrogatepass")
+    if about.body_encoding == "base64":
+        try:
+            body = base64.b64decode(body, validate=True)
+        except binascii.Error:
+            broken = "the message's body is not base64, which its envelope says that it is"
+    return Delivered(
+        receipt=receipt,
+        body=body,
+        content_type=envelope.content_type or "",
+        content_encoding=envelope.content_encoding or "",
+        headers=envelope.headers or {},
+        message_id=_id(about.message_id),
+        correlation_id=_id(about.correlation_id),
+        reply_to=_id(about.reply_to),
+        broker_id=about.delivery_tag.encode() or tag,
+        broken=broken,
+    )
+
+
+def _id(text: str | None) -> bytes:
+    return (text or "").encode("utf-8", "surrogatepass")
