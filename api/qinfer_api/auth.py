@@ -137,6 +137,11 @@ class Auth:
             quota = self._quotas.setdefault(key.tenant, Quota(key, self._now_s()))
             self._known.append((key.sha256, Principal(key.id, key.tenant, frozenset(key.scopes), quota)))
 
+    @property
+    def tenants(self) -> frozenset[str]:
+        """The tenants that have a key."""
+        return frozenset(self._quotas)
+
     def authorize(self, context: Context, scope: Scope) -> Context:
         """Finds out who presents a key that allows `scope`.
 

@@ -72,6 +72,11 @@ class Dispatcher:
         """Requests that wait for an answer."""
         return len(self.submission.pending)
 
+    @property
+    def has_tenants(self) -> bool:
+        """Whether several tenants have keys: what one has is then kept from the others."""
+        return self._auth is not None and len(self._auth.tenants) > 1
+
     def authorize(self, context: Context, scope: Scope) -> Context:
         """Finds out who asks, and whether they may: see `Auth.authorize`; does nothing where everyone may."""
         return context if self._auth is None else self._auth.authorize(context, scope)

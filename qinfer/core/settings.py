@@ -7,13 +7,13 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
-from qinfer.core.store_urls import normalised
+from qinfer.core.store_urls import Grant, folders_of, normalised
 from qinfer.errors import SettingsError
 
 PREFIX = "QINFER_"
@@ -177,22 +177,54 @@ class WebhookSettings(_Section):
     max_attempts: int = Field(12, gt=0, description="Attempts to deliver a webhook before it is given up.")
 
 
+def _one_spelling(urls: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return tuple(map(normalised, urls))
+    except SettingsError as error:
+        raise ValueError(error.message) from None
+
+
+_Prefixes = Annotated[tuple[str, ...], AfterValidator(_one_spelling)]
+
+
+class TenantStores(_Section):
+    """The URL prefixes that one tenant may use; a prefix outside of `stores.allow` allows nothing."""
+
+    read: _Prefixes = ()
+    write: _Prefixes = ()
+
+
 class StoreSettings(_Section):
     """Object stores that requests may name."""
 
-    allow: tuple[str, ...] = Field(
+    allow: _Prefixes = Field(
         (),
         description="URL prefixes of locations that requests may read and write, such as s3://bucket/folder or "
         "file:///data; empty = none. `payload_url` and the repository need not be listed.",
     )
+    tenants: dict[str, TenantStores] = Field(
+        {},
+        description="Prefixes within `allow` that a tenant may read and write: "
+        '{"acme": {"read": ["s3://data/acme", "s3://data/common"], "write": ["s3://data/acme"]}}. A tenant without an '
+        "entry has the folder of its name in each allowed store if the keys are of several tenants, else all that is "
+        "allowed. Gateways, workers and bulk workers need the same.",
+    )
 
-    @field_validator("allow")
-    @classmethod
-    def _one_spelling(cls, allow: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            return tuple(map(normalised, allow))
-        except SettingsError as error:
-            raise ValueError(error.message) from None
+    def grant_of(self, tenant: str, *, is_shared: bool = False) -> Grant:
+        """Returns the prefixes that a tenant may use.
+
+        Args:
+            tenant: The tenant; empty where there are none.
+            is_shared: Whether other tenants have keys. A worker does not know, and does not need to: what a gateway
+                granted is narrowed to what this returns there.
+        """
+        every = Grant(self.allow, self.allow)
+        if (own := self.tenants.get(tenant)) is not None:
+            return Grant(own.read, own.write, tenant).narrowed(every)
+        if not is_shared:
+            return every
+        folders = folders_of(tenant, self.allow)
+        return Grant(folders, folders, tenant)
 
 
 class BulkSettings(_Section):
@@ -214,7 +246,7 @@ class BulkSettings(_Section):
     )
     plan_threads: int = Field(16, gt=0, description="Number of threads that read footers when a job is planned.")
     plan_timeout_s: float = Field(3600.0, gt=0, description="Seconds that planning or finishing a job may take.")
-    max_jobs: int = Field(1000, gt=0, description="Maximum number of unfinished jobs; further ones are refused.")
+    max_jobs: int = Field(1000, gt=0, description="Maximum unfinished jobs of a tenant; further ones are refused.")
     max_examine_bytes: int = Field(
         768 * 2**20,
         ge=512 * 2**20,
@@ -499,17 +531,27 @@ def load_settings() -> Settings:
         raise SettingsError("; ".join(problems)) from None
 
 
+_JSON_KINDS = {
+    "dict": """an object is written as JSON, such as '{"name": {}}'""",
+    "tuple": """a list is written as JSON, such as '["first", "second"]'""",
+}
+
+
 def _not_json(environment: Mapping[str, str]) -> str:
-    """Names the lists that are not JSON: pydantic-settings reports only the section. Omits values: some are secret."""
+    """Names the lists and objects that are not JSON: pydantic-settings reports only the section.
+
+    Their values are left out: some are secret.
+    """
     wrong = []
     for section, field in Settings.model_fields.items():
         for name, inner in getattr(field.annotation, "model_fields", {}).items():
             variable = f"{PREFIX}{section}__{name}".upper()
-            if variable in environment and "tuple" in str(inner.annotation):
+            kind = next((kind for kind in _JSON_KINDS if kind in str(inner.annotation)), "")
+            if variable in environment and kind:
                 try:
                     json.loads(environment[variable])
                 except ValueError:
-                    wrong.append(f"""{variable}: a list is written as JSON, such as '["first", "second"]'""")
+                    wrong.append(f"{variable}: {_JSON_KINDS[kind]}")
     return "; ".join(wrong)
 
 

@@ -1,15 +1,18 @@
-"""URLs of object stores that requests name: which may be read or written (the setting `stores.allow`). Pure.
+"""URLs of object stores that requests name: which a tenant may read or write (the settings `stores.*`). Pure.
 
 A URL has one spelling here, `scheme://bucket/key` or `file:///directory/file`, and is allowed when one of the prefixes
 is it, or a folder that it is in: `s3://data/in` allows `s3://data/in/x.parquet`, and neither `s3://data/inside` nor
 `s3://data-2`. A pattern such as `*.parquet` stands for names within its folder, and may be in a key only.
 
-What is decided is decided by the text. Links in a `file://` directory lead wherever they lead: allow no directory that
-others than the operator can make links in.
+What is decided here is decided by the text. Where links in a `file://` directory lead is looked at when an object is
+opened (`qinfer.storage.within`).
 """
 
 import re
 from collections.abc import Sequence
+from typing import Self
+
+import msgspec
 
 from qinfer.errors import Forbidden, InvalidRequest, QinferError, SettingsError
 
@@ -23,12 +26,41 @@ _LONGEST = 2048
 _SHOWN = 120
 
 
-def check_url(url: str, allow: Sequence[str]) -> str:
+class Grant(msgspec.Struct, frozen=True):
+    """The URL prefixes that a tenant's requests may use, each in its one spelling.
+
+    Attributes:
+        read: The prefixes of inputs.
+        write: The prefixes of outputs; what is read of an output is below these, too.
+        tenant: The tenant; empty where tenants make no difference.
+    """
+
+    read: tuple[str, ...] = ()
+    write: tuple[str, ...] = ()
+    tenant: str = ""
+
+    def narrowed(self, other: Self) -> Self:
+        """Returns the grant of all that both this one and another allow."""
+        read, write = _common(self.read, other.read), _common(self.write, other.write)
+        return msgspec.structs.replace(self, read=read, write=write)
+
+    def check_read(self, url: str) -> str:
+        """Checks the URL of an input; see `check_url`."""
+        return check_url(url, self.read, "read", self.tenant)
+
+    def check_write(self, url: str) -> str:
+        """Checks the URL of an output; see `check_url`."""
+        return check_url(url, self.write, "write", self.tenant)
+
+
+def check_url(url: str, allow: Sequence[str], use: str = "use", tenant: str = "") -> str:
     """Checks a URL that a request names.
 
     Args:
         url: What the request says.
         allow: The prefixes that are allowed; empty = nothing is.
+        use: What is to be done, in words.
+        tenant: The tenant whose prefixes they are; empty = they are everyone's.
 
     Returns:
         The URL in its one spelling: this is to be opened, not what the request said.
@@ -41,10 +73,38 @@ def check_url(url: str, allow: Sequence[str]) -> str:
     place = _parsed(url)
     if any(_holds(_parsed(prefix), place) for prefix in allow):
         return _spelled(place)
-    raise Forbidden(
-        f"'{_shown(url)}' is in none of the stores that this server may use; "
-        "its operator allows them with QINFER_STORES__ALLOW"
+    raise not_allowed(url, use, tenant)
+
+
+def not_allowed(url: str, use: str = "use", tenant: str = "") -> Forbidden:
+    """Returns the error for a URL that no prefix allows; the arguments are those of `check_url`."""
+    who, setting = (f"tenant '{tenant}'", "TENANTS") if tenant else ("this server", "ALLOW")
+    return Forbidden(
+        f"'{_shown(url)}' is in none of the stores that {who} may {use}; "
+        f"the operator allows them with QINFER_STORES__{setting}"
     )
+
+
+def is_below(url: str, prefix: str) -> bool:
+    """Tells whether an object of a store other than a directory is the prefix, or in a folder of that name.
+
+    The names are compared as they are: an object's may hold what a URL in a request may not. One with a part `.` or
+    `..` is below nothing, for drivers of stores may take that for a way up.
+    """
+    base = prefix.rstrip("/")
+    return (url == base or url.startswith(f"{base}/")) and not {".", ".."}.intersection(url.split("/"))
+
+
+def folders_of(tenant: str, allow: Sequence[str]) -> tuple[str, ...]:
+    """Returns a tenant's own folder in each allowed store.
+
+    A store within another one has none: the folder would be in that of another tenant, if one has the store's name.
+    """
+    if tenant in ("", ".", ".."):  # keys may be of such tenants, and no folder has such a name
+        return ()
+    places = [_parsed(url) for url in allow]
+    outermost = [one for one in places if not any(one != other and _holds(other, one) for other in places)]
+    return tuple(_spelled((scheme, authority, (*segments, tenant))) for scheme, authority, segments in outermost)
 
 
 def normalised(url: str) -> str:
@@ -111,6 +171,13 @@ def _check_authority(scheme: str, authority: str, url: str) -> None:
 def _holds(prefix: _Place, place: _Place) -> bool:
     """Tells whether a place is the prefix, or within it."""
     return prefix[:2] == place[:2] and place[2][: len(prefix[2])] == prefix[2]
+
+
+def _common(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
+    """Returns the prefixes of all that is below a prefix of both sequences: of two that meet, the longer one."""
+    pairs = [(_parsed(one), _parsed(other)) for one in first for other in second]
+    found = [one if _holds(other, one) else other for one, other in pairs if _holds(one, other) or _holds(other, one)]
+    return tuple(dict.fromkeys(map(_spelled, found)))
 
 
 def _spelled(place: _Place) -> str:

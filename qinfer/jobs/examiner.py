@@ -29,6 +29,7 @@ from typing import BinaryIO
 import msgspec
 
 from qinfer.core.processes import LENGTH, packed
+from qinfer.core.store_urls import Grant
 from qinfer.errors import QinferError, UnsupportedFeature
 from qinfer.jobs.job import JobSpec
 from qinfer.jobs.plan import ExpectedParts, PartInfo, Shard, Unplanned, encode_plan
@@ -47,7 +48,7 @@ class Hello(msgspec.Struct, array_like=True):
     """Settings for all requests, sent as the first message. Credentials of stores come by the environment.
 
     Attributes:
-        allow: The URL prefixes that jobs may read and write.
+        allow: The URL prefixes of the stores whose drivers are loaded at once.
         max_bytes: Memory that this process may have.
         notes: The descriptor of the file in which this process keeps the URLs of the files that it is reading.
     """
@@ -62,6 +63,7 @@ class CheckJob(msgspec.Struct, array_like=True, tag=True):
 
     spec: JobSpec
     model: ModelSpec
+    grant: Grant
 
 
 class PlanJob(msgspec.Struct, array_like=True, tag=True):
@@ -229,7 +231,7 @@ def _loaded(allow: Sequence[str]) -> _Do:
         from qinfer.jobs.parts import part_of, set_aside
         from qinfer.jobs.planning import examine, make_plan
         from qinfer.storage import local  # noqa: F401  what the first job would load else
-        from qinfer.storage.open import store_for
+        from qinfer.storage.within import writable
     except ImportError as error:
         name = error.name
 
@@ -245,17 +247,17 @@ def _loaded(allow: Sequence[str]) -> _Do:
 
     def do(work: Work, notes: _Notes) -> bytes:
         if isinstance(work, CheckJob):
-            examine(work.spec, work.model, allow)
+            examine(work.spec, work.model, work.grant)
             return b""
         if isinstance(work, PlanJob):
             return encode_plan(make_plan(work.job, work.pace, threads=work.threads, reading=notes.reading))
         function = part_of if isinstance(work, ReadParts) else set_aside
-        parts = work.parts
+        parts, stores = work.parts, writable(work.parts.grant)
 
         def one(shard: Shard) -> PartInfo | str | None:
             url = parts.url_of(shard)
             with notes.reading(url):
-                return function(store_for(url), parts, shard)
+                return function(stores(url), parts, shard)
 
         with ThreadPoolExecutor(work.threads, thread_name_prefix="qinfer-parts") as pool:
             return _found(pool.map(one, parts.shards))  # the first error cancels the rest

@@ -24,6 +24,7 @@ import msgspec
 from qinfer import errors
 from qinfer.core.processes import packed, received, signal_name
 from qinfer.core.settings import PREFIX, Settings
+from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError
 from qinfer.jobs.examiner import (
     DEFECT,
@@ -145,12 +146,13 @@ class ExaminerPool:
                 self._is_over = True
                 self._turn_away("Server exiting")
 
-    async def check(self, spec: JobSpec, model: ModelSpec) -> None:
+    async def check(self, spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
         """Checks whether a job can be taken; who is cancelled meanwhile ends the process that does.
 
         Args:
             spec: What is asked for.
             model: Its model's configuration.
+            grant: The URL prefixes that it may use.
 
         Raises:
             QinferError: As `qinfer.jobs.planning.examine`.
@@ -159,7 +161,7 @@ class ExaminerPool:
             Overloaded: No process can be started now, or this one is shutting down.
         """
         try:
-            await self._ask(CheckJob(spec, model), CHECK_S)
+            await self._ask(CheckJob(spec, model, grant), CHECK_S)
         except ExaminerDied as died:
             more = f" and {len(spec.inputs) - 1} more" if len(spec.inputs) > 1 else ""
             raise InvalidRequest(

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from fractions import Fraction
@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from qinfer.core.store_urls import check_url
+from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest
 
 InputFormat = Literal["", "parquet", "arrow", "csv", "jsonl"]
@@ -199,15 +199,15 @@ def encode_spec(spec: JobSpec) -> bytes:
     return msgspec.json.encode(spec)
 
 
-def with_checked_urls(spec: JobSpec, allow: Sequence[str]) -> JobSpec:
+def with_checked_urls(spec: JobSpec, grant: Grant) -> JobSpec:
     """Returns a job with its URLs in their one spelling.
 
     Raises:
         InvalidRequest: One is no URL of a store, or could mean more than it says.
-        Forbidden: One is not allowed.
+        Forbidden: One is not granted.
     """
-    inputs = tuple(check_url(url, allow) for url in spec.inputs)
-    output = msgspec.structs.replace(spec.output, url=check_url(spec.output.url, allow))
+    inputs = tuple(map(grant.check_read, spec.inputs))
+    output = msgspec.structs.replace(spec.output, url=grant.check_write(spec.output.url))
     return msgspec.structs.replace(spec, inputs=tuple(dict.fromkeys(inputs)), output=output)
 
 

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from qinfer.core.store_urls import Grant
 from qinfer.errors import CorruptEntry
 from qinfer.jobs.job import JobSpec
 from qinfer.models.spec import ModelSpec
@@ -122,12 +123,14 @@ class Unplanned(NamedTuple):
         spec: What is asked for, its URLs checked (`planning.examine`) and the model's version resolved.
         model: The model's configuration.
         model_hash: What the model's files are.
+        grant: The URL prefixes that it may use.
     """
 
     job_id: str
     spec: JobSpec
     model: ModelSpec
     model_hash: str
+    grant: Grant
 
 
 class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
@@ -138,12 +141,14 @@ class ExpectedParts(msgspec.Struct, frozen=True, array_like=True):
         model_hash: What the model's files were when the job was planned.
         output_url: The folder.
         shards: The shards whose parts are meant.
+        grant: The URL prefixes that the job may use.
     """
 
     job_id: str
     model_hash: str
     output_url: str
     shards: tuple[Shard, ...]
+    grant: Grant
 
     def url_of(self, shard: Shard) -> str:
         """Returns where the part of a shard is."""

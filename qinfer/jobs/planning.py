@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest
 from qinfer.jobs.check import check, copied_columns
 from qinfer.jobs.columns.inputs import InputColumns
@@ -25,6 +26,7 @@ from qinfer.models.spec import ModelSpec
 from qinfer.storage.local import local_path
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Stat
+from qinfer.storage.within import readable, writable
 
 Reading = Callable[[str], AbstractContextManager[None]]
 """Is entered around the reading of a file, with its URL."""
@@ -55,22 +57,23 @@ class Examined(NamedTuple):
     schema: pa.Schema
 
 
-def examine(spec: JobSpec, model: ModelSpec, allow: Sequence[str]) -> Examined:
+def examine(spec: JobSpec, model: ModelSpec, grant: Grant) -> Examined:
     """Looks whether a job can be taken; it blocks for as long as the stores take to list the inputs.
 
     Args:
         spec: The job, as `decode_spec` returns it.
         model: The model's configuration.
-        allow: The URL prefixes that jobs may read and write (`stores.allow`).
+        grant: The URL prefixes that the job may use.
 
     Raises:
         InvalidRequest: An input is not there or not readable, its columns do not fit, or the output is not empty.
-        Forbidden: A URL is not allowed.
+        Forbidden: A URL is not granted, or leads to what is not.
         StoreError: A store can't be read.
     """
-    spec = with_checked_urls(spec, allow)
+    spec = with_checked_urls(spec, grant)
+    writable(grant).check(spec.output.url)
     check_output_empty(spec.output.url)
-    files = find_files(spec.inputs, enough=ENOUGH_FILES, within_s=LISTING_S)
+    files = find_files(spec.inputs, readable(grant).check, enough=ENOUGH_FILES, within_s=LISTING_S)
     format_ = common_format(files, spec)
     file, schema = first_schema(files, format_, text_types(spec, model))
     try:
@@ -157,10 +160,11 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
 
     Raises:
         InvalidRequest: A file is damaged, lacks a column, or has another type than the others.
+        Forbidden: A file leads to what the job may not read.
         StoreError: A store can't be read.
     """
-    spec = job.spec
-    files = find_files(spec.inputs)
+    spec, check_read = job.spec, readable(job.grant).check
+    files = find_files(spec.inputs, check_read)
     format_ = common_format(files, spec)
     columns = _CommonColumns(spec, job.model, is_csv=format_ == "csv")
     types = text_types(spec, job.model)
@@ -168,6 +172,7 @@ def make_plan(job: Unplanned, pace: Pace, *, threads: int = 16, reading: Reading
 
     def footer_of(file: Stat) -> Footer:
         with reading(file.url):
+            check_read(file.url)  # again: the files may have been found long ago
             return read_footer(file, format_, types)
 
     for file, footer in _footers(files, footer_of, threads):

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest, JobNotFound
 from qinfer.jobs.job import (
     PRIORITIES,
@@ -331,18 +332,18 @@ def shown_log(lines: Sequence[LogLine]) -> JobLog:
     return JobLog([JobLine(instant(line.at), line.text) for line in lines])
 
 
-def decode_job(body: bytes, allow: Sequence[str]) -> tuple[JobSpec, str]:
+def decode_job(body: bytes, grant: Grant) -> tuple[JobSpec, str]:
     """Reads a job, its URLs in their one spelling, and the id that its client chose; empty without one.
 
     Raises:
         InvalidRequest: As `decode_spec`, or the id is empty.
-        Forbidden: A URL is in no store that may be used.
+        Forbidden: A URL is not granted.
     """
     asked = decode_spec_as(body, NewJob)
     if asked.id == "":
         raise InvalidRequest("field 'id' is empty; leave it out to have the server make one")
     fields = {name: getattr(asked, name) for name in JobSpec.__struct_fields__}
-    return with_checked_urls(JobSpec(**fields), allow), asked.id or ""
+    return with_checked_urls(JobSpec(**fields), grant), asked.id or ""
 
 
 def decode_changes(body: bytes) -> Changes:

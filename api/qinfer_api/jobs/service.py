@@ -15,6 +15,7 @@ import msgspec
 
 from qinfer.core.messages import IdFactory
 from qinfer.core.settings import Settings
+from qinfer.core.store_urls import Grant
 from qinfer.errors import (
     BrokerUnavailable,
     Conflict,
@@ -27,7 +28,7 @@ from qinfer.errors import (
     StoreUnavailable,
     UnsupportedFeature,
 )
-from qinfer.jobs.job import ENDED_EARLY, JobSpec, JobState, encode_spec
+from qinfer.jobs.job import ENDED_EARLY, JobSpec, JobState, encode_spec, with_checked_urls
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import Change, JobRecord, LogLine, spec_of
 from qinfer.jobs.tasks import BulkTasks
@@ -97,7 +98,7 @@ class BulkJobs:
     settings: Settings
     targets: Targets
     tasks: BulkTasks
-    check: Callable[[JobSpec, ModelSpec], Awaitable[None]]
+    check: Callable[[JobSpec, ModelSpec, Grant], Awaitable[None]]
     ids: IdFactory = field(default_factory=IdFactory)
     watchers: int = 0
 
@@ -113,14 +114,15 @@ class BulkJobs:
             InvalidRequest: A field can't be, the inputs do not fit the model, or the output is not empty; the text
                 names the field, column or URL.
             ModelNotFound: No such model or version.
-            Forbidden: A URL is in no store that may be used.
+            Forbidden: A URL is in no store that its tenant may use, or leads out of those.
             Conflict: The id or key belongs to another job.
             QuotaExceeded: There are as many jobs as there may be, or the tenant's rate is used up.
             UnsupportedFeature: The server takes no jobs; the text says what it needs.
             QinferError: The store or the queue can't be reached.
         """
         self._check_enabled()
-        spec, chosen = await asyncio.to_thread(decode_job, body, self.settings.stores.allow)
+        grant = self._grant_of(context)
+        spec, chosen = await asyncio.to_thread(decode_job, body, grant)
         if chosen and key:
             raise InvalidRequest("the job has an 'id' and an Idempotency-Key; either names it: leave one out")
         job_id = chosen_id(chosen, context.tenant) if chosen else keyed_id(key, context.tenant) if key else ""
@@ -129,10 +131,10 @@ class BulkJobs:
         served = self.resolve(spec.model, spec.version)
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
-        await self._check_count()
+        await self._check_count(context)
         if spec.webhook:
             await self.targets.check(spec.webhook)
-        await self._checked(spec, served.spec)
+        await self._checked(spec, served.spec, grant)
         spec = msgspec.structs.replace(spec, version=served.version)
         job_id = job_id or self.ids.ulid()
         record = new_record(
@@ -143,7 +145,7 @@ class BulkJobs:
             kept_s=self.settings.bulk.record_ttl_s,
             trace=self.dispatcher.trace_of(context, served, {JOB_ID: job_id}),
         )
-        if not await self.jobs.create(record):
+        if not await self.jobs.create(msgspec.structs.replace(record, grant=msgspec.json.encode(grant))):
             known = await self._known(record.id)
             return _again(context, known, spec)
         await self.jobs.note(record.id, f"created; {_WAITS}")
@@ -190,6 +192,7 @@ class BulkJobs:
             InvalidRequest: A change can't be.
             JobNotFound: Nothing is known of it, or it is another tenant's.
             Conflict: It is complete, or is being cancelled still.
+            Forbidden: A URL of it is in no store that its tenant may use now.
             QinferError: As `create`.
         """
         self._check_enabled()
@@ -200,14 +203,16 @@ class BulkJobs:
             raise Conflict(f"job '{job_id}' is cancelling; resume it once it is cancelled")
         if record.state not in ENDED_EARLY:
             return record
-        spec = changed(spec_of(record), changes)
+        grant = self._grant_of(context)
+        spec = with_checked_urls(changed(spec_of(record), changes), grant)
         self.resolve(record.model, record.version)
         self.dispatcher.charge(context)
         await _in_thread(self._check_tasks)
-        await self._check_count()
+        await self._check_count(context)
         change: Change = {
             "error": "",
             "spec": encode_spec(spec),
+            "grant": msgspec.json.encode(grant),
             "max_parallel": spec.max_parallel,
             "deadline_at": deadline_at(spec, self.now_s()),
             "resumed_at": self.now_s(),
@@ -283,18 +288,21 @@ class BulkJobs:
         except SettingsError as error:
             raise UnsupportedFeature(error.message) from None
 
-    async def _check_count(self) -> None:
-        count, limit = len(await self.jobs.unfinished()), self.settings.bulk.max_jobs
-        if count >= limit:
+    def _grant_of(self, context: Context) -> Grant:
+        return self.settings.stores.grant_of(context.tenant, is_shared=self.dispatcher.has_tenants)
+
+    async def _check_count(self, context: Context) -> None:
+        count = sum(record.tenant == context.tenant for record in await self.jobs.unfinished())
+        if count >= self.settings.bulk.max_jobs:
             raise QuotaExceeded(
                 f"{count} jobs are unfinished, as many as there may be (QINFER_BULK__MAX_JOBS); wait for one to end",
                 _FULL_AGAIN_S,
             )
 
-    async def _checked(self, spec: JobSpec, model: ModelSpec) -> None:
+    async def _checked(self, spec: JobSpec, model: ModelSpec, grant: Grant) -> None:
         try:
             async with asyncio.timeout(EXAMINE_S):
-                await self.check(spec, model)
+                await self.check(spec, model, grant)
         except TimeoutError:
             raise StoreUnavailable(
                 f"the stores of '{spec.inputs[0]}' and '{spec.output.url}' did not answer within {EXAMINE_S:g} s; "

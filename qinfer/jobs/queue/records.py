@@ -1,8 +1,8 @@
 """Records of bulk jobs in the queue: the types of `qinfer.jobs.queue.jobs`, its limits, and how they are stored.
 
-A record is a hash. What is fixed at a job's creation and no script reads is one value, `about`; `spec` and `head` are
-values of their own, which may be megabytes and change; the rest are the fields that scripts read and write. Instants
-are whole milliseconds there.
+A record is a hash. What is fixed at a job's creation and no script reads is one value, `about`; `spec`, `head` and
+`grant` are values of their own, which may be megabytes and change; the rest are the fields that scripts read and
+write. Instants are whole milliseconds there.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,6 +10,8 @@ from typing import NamedTuple, TypedDict
 
 import msgspec
 
+from qinfer.core.settings import StoreSettings
+from qinfer.core.store_urls import Grant
 from qinfer.jobs.job import TERMINAL, JobSpec, JobState
 from qinfer.models.work import OpenRows
 from qinfer.queue import keys
@@ -37,7 +39,7 @@ _COUNTS = (
 )
 _INSTANTS = ("started_at", "ended_at", "resumed_at", "deadline_at", "updated_at")
 _TEXTS = ("state", "error", "webhook", "webhook_state")
-_BYTES = ("spec", "head")
+_BYTES = ("spec", "head", "grant")
 
 OPEN_FIELDS = tuple(b"about state rows rows_done rows_failed rows_before started_at resumed_at".split())
 """The fields of a record that `open_rows` looks at."""
@@ -63,6 +65,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         updated_at: When anything about it changed last.
         spec: The JSON of its `JobSpec`.
         head: What workers need of its plan, once it is planned; bytes that are opaque here.
+        grant: The JSON of the `Grant` that its tenant had when it was created or resumed last.
         rows: How many rows it has, once it is planned.
         rows_done: How many of them have an output.
         rows_failed: How many of them have an error; together with `rows_done` those of all settled shards.
@@ -96,6 +99,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     updated_at: float = 0.0
     spec: bytes = b""
     head: bytes = b""
+    grant: bytes = b""
     rows: int = 0
     rows_done: int = 0
     rows_failed: int = 0
@@ -213,6 +217,7 @@ class Change(TypedDict, total=False):
     error: str
     spec: bytes
     head: bytes
+    grant: bytes
     rows: int
     max_errors: int
     max_parallel: int
@@ -307,6 +312,17 @@ def line_of(text: bytes) -> LogLine:
 def spec_of(record: JobRecord) -> JobSpec:
     """Returns the specification of a stored job."""
     return msgspec.json.decode(record.spec, type=JobSpec)
+
+
+def granted(record: JobRecord, stores: StoreSettings) -> Grant:
+    """Returns the URL prefixes that a job may use in this process: those that a gateway granted, and it allows itself.
+
+    Args:
+        record: The job; without a grant, an older gateway has stored it.
+        stores: The settings of this process.
+    """
+    here = stores.grant_of(record.tenant)
+    return msgspec.json.decode(record.grant, type=Grant).narrowed(here) if record.grant else here
 
 
 def why_failed(outcomes: Iterable[ShardOutcome], max_errors: int, shards: int) -> str:

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, Literal, NamedTuple
 
@@ -48,7 +48,17 @@ class Footer(NamedTuple):
     groups: tuple[int, ...] | None
 
 
-def find_files(inputs: Sequence[str], *, enough: int = MAX_FILES + 1, within_s: float = math.inf) -> list[Stat]:
+CheckRead = Callable[[str], None]
+"""Raises `Forbidden` for the URL of an object or folder that may not be read, wherever links of directories lead."""
+
+
+def find_files(
+    inputs: Sequence[str],
+    check_read: CheckRead = lambda _: None,
+    *,
+    enough: int = MAX_FILES + 1,
+    within_s: float = math.inf,
+) -> list[Stat]:
     """Lists the files of a job; it looks at several URLs at once.
 
     `*` stands for any part of a name, `**` for any folders, `[0-9]` for one of some characters; names that begin with
@@ -56,6 +66,7 @@ def find_files(inputs: Sequence[str], *, enough: int = MAX_FILES + 1, within_s: 
 
     Args:
         inputs: URLs of files and patterns, each in its one spelling.
+        check_read: Is asked before a file or folder is looked at, and for each file that a pattern means.
         enough: No more of a folder is looked at when its patterns have so many files, and each at least one.
         within_s: Seconds that looking at folders may take.
 
@@ -64,16 +75,20 @@ def find_files(inputs: Sequence[str], *, enough: int = MAX_FILES + 1, within_s: 
 
     Raises:
         InvalidRequest: A URL or pattern names no file, or there are more than `MAX_FILES`.
+        Forbidden: One of them may not be read.
         StoreError: A store can't be read, or not in time.
     """
     until_s = time.monotonic() + within_s
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="qinfer-list") as pool:
         literal = [url for url in inputs if "*" not in url]
+        for url in literal:
+            check_read(url)
         stats = dict(zip(literal, pool.map(lambda url: store_for(url).stat(url), literal), strict=True))
         folders: dict[str, dict[str, re.Pattern[str]]] = {}
         for url in inputs:
             if _is_pattern(url) and stats.get(url) is None:
                 folder = _folder(url)
+                check_read(folder)
                 folders.setdefault(folder, {})[url] = _compiled(url[len(folder) :].lstrip("/"))
         listings = pool.map(lambda folder: _listing(folder, folders[folder], enough, until_s), folders)
         matches = {url: files for listing in listings for url, files in listing.items()}
@@ -81,7 +96,9 @@ def find_files(inputs: Sequence[str], *, enough: int = MAX_FILES + 1, within_s: 
     for url in inputs:
         stat = stats.get(url)
         for file in [stat] if stat is not None else matches.get(url) or _none(url):
-            found.setdefault(file.url, file)
+            if file.url not in found:
+                check_read(file.url)
+                found[file.url] = file
     if len(found) > MAX_FILES:
         raise InvalidRequest(_TOO_MANY)
     return list(found.values())

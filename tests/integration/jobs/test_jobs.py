@@ -17,7 +17,7 @@ import pytest_asyncio
 from pydantic import SecretStr
 
 from qinfer.core.api_keys import Scope, add_key
-from qinfer.core.settings import AuthSettings, BulkSettings, RedisSettings, Settings, StoreSettings
+from qinfer.core.settings import AuthSettings, BulkSettings, RedisSettings, Settings, StoreSettings, TenantStores
 from qinfer.errors import BrokerUnavailable
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import PLAN, QUEUE
@@ -343,7 +343,9 @@ async def test_a_job_is_its_tenants(redis_server: RedisServer, place: Place, tmp
     file = tmp_path / "keys.json"
     keys = {name: add_key(file, name, (Scope.INFER,), name)[1] for name in ("acme", "other")}
     auth = AuthSettings(mode="keys", keys_file=str(file))
-    settings = job_settings(redis_server, place.url).model_copy(update={"auth": auth})
+    whole = TenantStores(read=(place.url,), write=(place.url,))
+    stores = StoreSettings(allow=(place.url,), tenants=dict.fromkeys(keys, whole))
+    settings = job_settings(redis_server, place.url).model_copy(update={"auth": auth, "stores": stores})
     delivery = await Queue.connect(settings.redis)
     async with running_gateway(settings, delivery) as running, httpx.AsyncClient(base_url=running.url) as client:
         acme, other = ({"x-api-key": keys[name]} for name in ("acme", "other"))

@@ -9,7 +9,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from qinfer.core.settings import BulkSettings, LimitSettings, Settings
+from qinfer.core.settings import BulkSettings, LimitSettings, Settings, StoreSettings
 from qinfer.jobs.examiner_pool import ExaminerDied
 from qinfer.jobs.job import JobSpec, Output, encode_spec
 from qinfer.jobs.parts import PartWriter, part_metadata, part_of, set_aside
@@ -126,7 +126,10 @@ class Bench:
         self.delivery = delivery
         self.store = store
         self.objects = FaultyStore()
-        self.settings = Settings(bulk=BulkSettings(**{"sweep_every_s": 0.2, "plan_threads": 2, **bulk}))
+        self.settings = Settings(
+            bulk=BulkSettings(**{"sweep_every_s": 0.2, "plan_threads": 2, **bulk}),
+            stores=StoreSettings(allow=(f"file://{directory}",)),
+        )
         self.examiners: Any = InlineExaminers()
         self.jobs = Jobs(delivery)
         self.services = self.other_services()

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from qinfer.core.store_urls import Grant
 from qinfer.jobs.job import Columns, JobSpec, Output
 from qinfer.jobs.plan import InputFile, Range, Shard, Source
 from qinfer.jobs.rows.source import format_of, read_footer
@@ -16,6 +17,7 @@ from qinfer.storage.open import store_for
 
 JOB = "job-1"
 HASH = "model-hash"
+ANY_FILE = Grant(("file:///",), ("file:///",))
 
 
 def tensor(name: str, datatype: str, *dims: int, **more: Any) -> TensorSpec:

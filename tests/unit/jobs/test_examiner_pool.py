@@ -21,6 +21,7 @@ import uvloop
 
 from qinfer import errors
 from qinfer.core.settings import BulkSettings, Settings, StoreSettings
+from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError, UnsupportedFeature
 from qinfer.jobs.check import ERROR_COLUMNS
 from qinfer.jobs.examiner_pool import COMMAND, ExaminerPool
@@ -32,6 +33,7 @@ from qinfer.jobs.planning import examine, make_plan
 from qinfer.jobs.shards import Pace
 from qinfer.storage.open import store_for
 from qinfer.testing import eventually, stub_spec, wait_until
+from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.jobs.examiner_stub import STUB, looking
 
 MODEL = stub_spec()
@@ -76,9 +78,9 @@ async def examining(
     assert looking() == set()
 
 
-async def told(examiner: ExaminerPool, spec: JobSpec) -> QinferError:
+async def told(examiner: ExaminerPool, spec: JobSpec, grant: Grant = ANY_FILE) -> QinferError:
     with pytest.raises(QinferError) as caught:
-        await examiner.check(spec, MODEL)
+        await examiner.check(spec, MODEL, grant)
     return caught.value
 
 
@@ -91,7 +93,7 @@ async def test_jobs_are_looked_at_by_one_process(lake: str) -> None:
         await eventually(lambda: len(looking()) == 1, description="a process is started")
         before = looking()
         for _ in range(3):
-            await examiner.check(job(lake, "*a.parquet"), MODEL)
+            await examiner.check(job(lake, "*a.parquet"), MODEL, ANY_FILE)
 
         assert looking() == before
 
@@ -102,7 +104,7 @@ async def test_many_folders_are_looked_at_at_once(lake: str, tmp_path: Path) -> 
         (tmp_path / f"day-{number}").mkdir()
         shutil.copy(tmp_path / "a.parquet", tmp_path / f"day-{number}")
     async with examining(lake, COMMAND) as examiner:
-        await examiner.check(job(lake, *(f"day-{number}/*.parquet" for number in range(40))), MODEL)
+        await examiner.check(job(lake, *(f"day-{number}/*.parquet" for number in range(40))), MODEL, ANY_FILE)
 
 
 async def test_jobs_are_refused_as_before(lake: str) -> None:
@@ -118,9 +120,9 @@ async def test_jobs_are_refused_as_before(lake: str) -> None:
     async with examining(lake, COMMAND) as examiner:
         for name, spec in refused.items():
             with pytest.raises(QinferError) as here:
-                examine(spec, MODEL, [lake])
+                examine(spec, MODEL, Grant((lake,), (lake,)))
 
-            there = await told(examiner, spec)
+            there = await told(examiner, spec, Grant((lake,), (lake,)))
 
             assert (type(there), there.message) == (type(here.value), here.value.message), name
 
@@ -132,7 +134,7 @@ async def test_every_error_comes_through(lake: str) -> None:
             error = await told(examiner, job(lake, name))
             assert (type(error), error.message) == (vars(errors)[name], f"'{lake}/{name}' is wrong: größe")
         with pytest.raises(RuntimeError, match=r"in divide\n(.|\n)*ZeroDivisionError"):
-            await examiner.check(job(lake, "divide"), MODEL)
+            await examiner.check(job(lake, "divide"), MODEL, ANY_FILE)
         assert len(looking()) == 1
 
 
@@ -140,7 +142,7 @@ async def test_what_is_printed_is_no_answer(lake: str) -> None:
     """Nor is what is logged; neither is what ends it when there is much of it."""
     async with examining(lake) as examiner:
         for _ in range(2):
-            await examiner.check(job(lake, "chatter"), MODEL)
+            await examiner.check(job(lake, "chatter"), MODEL, ANY_FILE)
 
 
 async def test_a_library_that_is_missing(lake: str) -> None:
@@ -154,7 +156,7 @@ async def test_a_library_that_is_missing(lake: str) -> None:
 
 async def test_plans_and_parts_are_those_of_this_process(lake: str, tmp_path: Path) -> None:
     """Whole parts, broken ones and those that are gone; a broken one is set aside."""
-    unplanned = Unplanned("job", job(lake, "a.parquet"), MODEL, "hash")
+    unplanned = Unplanned("job", job(lake, "a.parquet"), MODEL, "hash", ANY_FILE)
     output = pa.table({"y": [1.0, 2.0], **dict.fromkeys(ERROR_COLUMNS, pa.nulls(2, pa.string()))})
     shards = tuple(Shard(number, f"part-{number}.parquet", 2, ()) for number in range(4))
     (tmp_path / "out").mkdir()
@@ -164,7 +166,7 @@ async def test_plans_and_parts_are_those_of_this_process(lake: str, tmp_path: Pa
         ) as part:
             part.write(output.to_batches()[0])
     (tmp_path / "out" / shards[2].part).write_bytes(b"PAR1")
-    parts = ExpectedParts("job", "hash", f"{lake}/out", shards)
+    parts = ExpectedParts("job", "hash", f"{lake}/out", shards, ANY_FILE)
     store = store_for(lake)
     here = [part_of(store, parts, shard) for shard in shards]
 
@@ -187,7 +189,7 @@ async def test_processes_that_many_requests_needed_are_ended(lake: str, tmp_path
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(examiner.run())
         await asyncio.sleep(0)
-        hanging = [tasks.create_task(examiner.check(job(lake, f"wait-{n}"), MODEL)) for n in range(4)]
+        hanging = [tasks.create_task(examiner.check(job(lake, f"wait-{n}"), MODEL, ANY_FILE)) for n in range(4)]
         await eventually(lambda: all((tmp_path / f"wait-{n}").exists() for n in range(4)), 40.0, "all wait")
         assert len(looking()) == 4
         for n in range(4):
@@ -230,25 +232,25 @@ async def test_processes_that_die(lake: str, caplog: pytest.LogCaptureFixture) -
             (record,) = warnings()
             assert (record.message, vars(record)["how"]) == ("the process that looked at a job ended", text)
             assert ("in crash" in vars(record)["output"]) == (how == "crash")
-        await examiner.check(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL, ANY_FILE)
         await eventually(lambda: len(looking()) == 1, description="what died is replaced")
 
 
 async def test_a_huge_allocation_of_arrow(lake: str) -> None:
     """Arrow says itself that there is no memory; the process lives on, as it does when a file is damaged."""
     async with examining(lake) as examiner:
-        await examiner.check(job(lake, "arrow"), MODEL)
+        await examiner.check(job(lake, "arrow"), MODEL, ANY_FILE)
 
 
 async def test_who_gives_up_ends_the_process(lake: str, tmp_path: Path) -> None:
     """The next job has another, and waits for nothing."""
     async with examining(lake) as examiner:
-        first = asyncio.create_task(examiner.check(job(lake, "hang"), MODEL))
+        first = asyncio.create_task(examiner.check(job(lake, "hang"), MODEL, ANY_FILE))
         await eventually((tmp_path / "hang").exists, description="it is looked at")
         held = looking()
         first.cancel()
         await asyncio.wait([first])
-        await examiner.check(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL, ANY_FILE)
         await eventually(lambda: not looking() & held, description="it is ended")
 
     assert first.cancelled()
@@ -257,11 +259,11 @@ async def test_who_gives_up_ends_the_process(lake: str, tmp_path: Path) -> None:
 async def test_some_at_once_and_others_in_line(lake: str, tmp_path: Path) -> None:
     """In the order in which they came; who leaves the line takes no place, and what hangs takes one."""
     async with examining(lake) as examiner, asyncio.TaskGroup() as tasks:
-        hanging = [tasks.create_task(examiner.check(job(lake, f"hang-{n}"), MODEL)) for n in range(PROCESSES)]
+        hanging = [tasks.create_task(examiner.check(job(lake, f"hang-{n}"), MODEL, ANY_FILE)) for n in range(PROCESSES)]
         await eventually(
             lambda: all((tmp_path / f"hang-{n}").exists() for n in range(PROCESSES)), description="all hang"
         )
-        waiting = [tasks.create_task(examiner.check(job(lake, f"mark-{n}"), MODEL)) for n in range(6)]
+        waiting = [tasks.create_task(examiner.check(job(lake, f"mark-{n}"), MODEL, ANY_FILE)) for n in range(6)]
         await asyncio.sleep(0)
         waiting[0].cancel()
         assert len(looking()) == PROCESSES
@@ -280,12 +282,12 @@ async def test_some_at_once_and_others_in_line(lake: str, tmp_path: Path) -> Non
 async def test_a_process_that_dies_idle_is_not_missed(lake: str, *, late: bool) -> None:
     """Such as by lack of memory on the machine: the next job starts one."""
     async with examining(lake) as examiner:
-        await examiner.check(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL, ANY_FILE)
         (pid,) = looking()
         os.kill(pid, signal.SIGKILL)
         if late:
             await eventually(lambda: not looking(), description="it is gone")
-        await examiner.check(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL, ANY_FILE)
 
         assert looking() not in ({pid}, set())
 
@@ -293,11 +295,11 @@ async def test_a_process_that_dies_idle_is_not_missed(lake: str, *, late: bool) 
 async def test_a_terminal_and_a_process_manager_mean_the_gateway(lake: str) -> None:
     """Ctrl-C does not reach the process, and it heeds neither signal."""
     async with examining(lake) as examiner:
-        await examiner.check(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL, ANY_FILE)
         (pid,) = looking()
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid, number)
-        await examiner.check(job(lake, "fine"), MODEL)
+        await examiner.check(job(lake, "fine"), MODEL, ANY_FILE)
 
         assert (looking(), os.getpgid(pid) != os.getpgrp()) == ({pid}, True)
 
@@ -331,7 +333,7 @@ async def test_secrets_stay_with_the_gateway(lake: str) -> None:
     """The drivers' variables are handed on, and qinfer's own are not; none is an argument."""
     environment = {**os.environ, "QINFER_REDIS__URL": "redis://:hidden@h", "AWS_SECRET_ACCESS_KEY": "needed"}
     async with examining(lake, COMMAND, environment) as examiner:
-        await examiner.check(job(lake, "a.parquet"), MODEL)
+        await examiner.check(job(lake, "a.parquet"), MODEL, ANY_FILE)
         (pid,) = looking()
         seen = psutil.Process(pid)
         variables, arguments = seen.environ(), seen.cmdline()
@@ -358,6 +360,7 @@ GATEWAY = """
 import asyncio, os, sys
 from qinfer.jobs.job import JobSpec, Output
 from qinfer.core.settings import Settings
+from qinfer.core.store_urls import Grant
 from qinfer.testing import stub_spec
 from qinfer.jobs.examiner_pool import ExaminerPool
 
@@ -366,9 +369,10 @@ async def main(url, *command):
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(examiner.run(asyncio.Event()))
         await asyncio.sleep(0)
-        await examiner.check(JobSpec(model="stub", inputs=("file:///fine",), output=Output("file:///out")), stub_spec())
+        spec = JobSpec(model="stub", inputs=("file:///fine",), output=Output("file:///out"))
+        await examiner.check(spec, stub_spec(), Grant())
         spec = JobSpec(model="stub", inputs=(url,), output=Output("file:///out"))
-        tasks.create_task(examiner.check(spec, stub_spec()))
+        tasks.create_task(examiner.check(spec, stub_spec(), Grant()))
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -405,7 +409,7 @@ def test_the_gateways_event_loop_leaves_nothing_open(lake: str) -> None:
             for name in names:
                 with contextlib.suppress(QinferError, TimeoutError):
                     async with asyncio.timeout(5.0 if name != "hang" else 0.0):
-                        await examiner.check(job(lake, name), MODEL)
+                        await examiner.check(job(lake, name), MODEL, ANY_FILE)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(use(["fine"]))

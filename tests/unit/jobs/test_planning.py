@@ -15,6 +15,7 @@ from qinfer.jobs.plan import NO_GROUPS, Plan, Range, Unplanned, decode_plan_head
 from qinfer.jobs.planning import make_plan
 from qinfer.jobs.shards import Pace
 from qinfer.testing import stub_spec
+from tests.support.jobs.bulk_data import ANY_FILE
 
 MODEL = stub_spec(dims=(1,))
 PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
@@ -28,7 +29,7 @@ def planned(folder: Path, pattern: str = "*.parquet", pace: Pace = PACE, **field
     rows_per_part = fields.pop("rows_per_part", 0)
     output = Output("file:///out", rows_per_part=rows_per_part)
     spec = JobSpec(model="stub", inputs=(f"file://{folder}/{pattern}",), output=output, version=3, **fields)
-    return make_plan(Unplanned("job-1", spec, MODEL, "hash"), pace)
+    return make_plan(Unplanned("job-1", spec, MODEL, "hash", ANY_FILE), pace)
 
 
 def test_a_plan_has_all_that_shards_are_made_by(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from qinfer.jobs.rows.text_types import text_types
 from qinfer.jobs.shards import Pace
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.store import Stat
-from tests.support.jobs.bulk_data import job_of, model_of, tensor
+from tests.support.jobs.bulk_data import ANY_FILE, job_of, model_of, tensor
 
 PACE = Pace(rows_per_s=0.0, shard_s=30.0, default_rows=100_000, max_rows=1_000_000)
 BLOCK = 128
@@ -36,8 +36,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(folder: Path, model: ModelSpec, **fields: Any) -> Plan:
     """Takes and plans a job of all files of a folder."""
     spec = JobSpec(model="m", inputs=(f"file://{folder}/*",), output=Output(f"file://{folder}-out"), **fields)
-    examine(spec, model, [f"file://{folder.parent}"])
-    return make_plan(Unplanned("job-1", spec, model, "hash"), PACE)
+    examine(spec, model, ANY_FILE)
+    return make_plan(Unplanned("job-1", spec, model, "hash", ANY_FILE), PACE)
 
 
 def rows(folder: Path, model: ModelSpec, **fields: Any) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from qinfer.core.store_urls import Grant
 from qinfer.errors import CorruptEntry, InvalidRequest, StoreNotFound
 from qinfer.jobs.manifest import (
     MANIFEST_NAME,
@@ -39,9 +40,9 @@ def url_of(output_url: str, name: str) -> str:
     return f"{output_url.rstrip('/')}/{name}"
 
 
-def expected(plan: Plan, shards: Iterable[Shard]) -> ExpectedParts:
+def expected(plan: Plan, shards: Iterable[Shard], grant: Grant) -> ExpectedParts:
     """Returns what the parts of some shards are by the plan."""
-    return ExpectedParts(plan.job_id, plan.model_hash, plan.spec.output.url, tuple(shards))
+    return ExpectedParts(plan.job_id, plan.model_hash, plan.spec.output.url, tuple(shards), grant)
 
 
 def read_plan(store_for: StoreFor, job_id: str, output_url: str) -> Plan | None:

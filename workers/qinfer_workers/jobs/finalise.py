@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from qinfer.errors import CorruptEntry, InvalidRequest, QinferError
 from qinfer.jobs.examiner_pool import ExaminerDied
 from qinfer.jobs.job import ENDED_EARLY, JobState
-from qinfer.jobs.plan import PartInfo, Plan, Shard, frames_of
+from qinfer.jobs.plan import ExpectedParts, PartInfo, Plan, Shard, frames_of
 from qinfer.jobs.queue.records import JobRecord, too_many, why_failed
-from qinfer_workers.jobs.documents import expected, write_manifest, write_partial
+from qinfer_workers.jobs.documents import write_manifest, write_partial
 from qinfer_workers.jobs.services import FINISHING, MAX_DEATHS, PLANNING, JobServices, NotWanted
 
 logger = logging.getLogger("qinfer_workers.jobs")
@@ -55,7 +55,8 @@ class Finaliser:
         if why := why_failed(outcomes.values(), record.max_errors, len(plan.shards)):
             await services.fail(record, why)
             return
-        found = await services.examiners.read_parts(expected(plan, plan.shards), services.readers(deaths))
+        parts_of_all = services.parts_of(record, plan, plan.shards)
+        found = await services.examiners.read_parts(parts_of_all, services.readers(deaths))
         wrong = [(shard, part) for shard, part in zip(plan.shards, found, strict=True) if isinstance(part, str)]
         if wrong:
             await self._make_again(record, plan, wrong, services.readers(deaths))
@@ -66,7 +67,7 @@ class Finaliser:
             await services.fail(record, too_many(failed_rows, record.max_errors))
             return
         now_s = services.clock.now_s()
-        manifest = await services.in_thread(write_manifest, services.store_for, plan, parts, now_s)
+        manifest = await services.in_thread(write_manifest, services.outputs_of(record), plan, parts, now_s)
         if failed_rows != record.rows_failed:
             await jobs.note(record.id, f"{record.rows_failed} failed rows were counted; the parts have {failed_rows}")
         if not await jobs.move(record.id, {JobState.FINALIZING}, JobState.COMPLETED, error=""):
@@ -83,7 +84,7 @@ class Finaliser:
             await services.fail(record, f"{len(wrong)} parts were broken or gone {MAX_ROUNDS + 1} times: {first}")
             return
         shards = [shard for shard, _ in wrong]
-        await services.examiners.set_aside(expected(plan, shards), readers)
+        await services.examiners.set_aside(services.parts_of(record, plan, shards), readers)
         frames = frames_of(record.id, shards)
         await jobs.note(record.id, f"{len(wrong)} {_BROKEN}{first}")
         if not await jobs.requeue(record.id, frames, expected={JobState.FINALIZING}):
@@ -129,18 +130,18 @@ async def _list_parts(services: JobServices, record: JobRecord) -> None:
         return
     if plan is None:
         return
-    parts = await _read_parts(services, plan)
+    parts = await _read_parts(services, services.parts_of(record, plan, plan.shards))
     found = [(shard, part) for shard, part in zip(plan.shards, parts, strict=True) if isinstance(part, PartInfo)]
     now_s = services.clock.now_s()
-    await services.in_thread(write_partial, services.store_for, plan, found, record.ended_at, now_s)
+    await services.in_thread(write_partial, services.outputs_of(record), plan, found, record.ended_at, now_s)
 
 
-async def _read_parts(services: JobServices, plan: Plan) -> list[PartInfo | str]:
+async def _read_parts(services: JobServices, parts: ExpectedParts) -> list[PartInfo | str]:
     """Reads all parts; a job that has ended has no attempts that its log could count, so they are counted here."""
     reason = ""
     for deaths in range(MAX_DEATHS):
         try:
-            return await services.examiners.read_parts(expected(plan, plan.shards), services.readers(deaths))
+            return await services.examiners.read_parts(parts, services.readers(deaths))
         except ExaminerDied as error:
             reason = error.message
     raise CorruptEntry(f"{reason}; is a file damaged?")

@@ -21,7 +21,7 @@ from qinfer.jobs.shards import Pace
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.observe.stats import batches
 from qinfer.storage.store import Outcome
-from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, expected, read_plan, url_of
+from qinfer_workers.jobs.documents import MAX_BYTES, PLAN_NAME, StoreFor, read_plan, url_of
 from qinfer_workers.jobs.finalise import leave_partial
 from qinfer_workers.jobs.services import PLANNING, JobServices, NotWanted
 
@@ -62,7 +62,7 @@ class Planner:
         else:
             await self._check_model(record, plan)
         done = {} if is_new else await jobs.outcomes(record.id)
-        again = await self._to_be_made_again(plan, done, services.readers(deaths))
+        again = await self._to_be_made_again(record, plan, done, services.readers(deaths))
         most = spec.max_errors(plan.rows)
         head = encode_plan_head(plan)
         if not await jobs.move(record.id, {JobState.PLANNING}, JobState.PLANNING, max_errors=most, head=head):
@@ -93,9 +93,9 @@ class Planner:
             workers=await services.workers_for(record),
         )
         resolved = msgspec.structs.replace(spec, version=record.version)
-        job = Unplanned(record.id, resolved, model, stored.content_hash)
+        job = Unplanned(record.id, resolved, model, stored.content_hash, services.grant_of(record))
         data = await services.examiners.plan(job, pace, readers)
-        return await services.in_thread(_written, services.store_for, job, data)
+        return await services.in_thread(_written, services.outputs_of(record), job, data)
 
     async def _check_model(self, record: JobRecord, plan: Plan) -> None:
         """Refuses to go on with other files of the model: one output would be of two models."""
@@ -105,7 +105,9 @@ class Planner:
                 f"model '{record.model}' has changed since the job was planned; load the former one, or make a new job"
             )
 
-    async def _to_be_made_again(self, plan: Plan, outcomes: Mapping[int, ShardOutcome], readers: int) -> list[Shard]:
+    async def _to_be_made_again(
+        self, record: JobRecord, plan: Plan, outcomes: Mapping[int, ShardOutcome], readers: int
+    ) -> list[Shard]:
         """Checks the existing parts of a resumed job, and the inputs that it still needs.
 
         Returns:
@@ -113,17 +115,18 @@ class Planner:
 
         Raises:
             InvalidRequest: An input that is still needed is gone, or not what it was.
+            Forbidden: An input that is still needed may not be read any more.
         """
         if not outcomes:
             return []
         services = self._services
         committed = [shard for shard in plan.shards if shard.index in outcomes and not outcomes[shard.index].error]
-        found = await services.examiners.read_parts(expected(plan, committed), readers)
+        found = await services.examiners.read_parts(services.parts_of(record, plan, committed), readers)
         again = [shard for shard, part in zip(committed, found, strict=True) if isinstance(part, str)]
-        await services.examiners.set_aside(expected(plan, again), readers)
+        await services.examiners.set_aside(services.parts_of(record, plan, again), readers)
         kept = {shard.index for shard in committed} - {shard.index for shard in again}
         needed = {r.url: r.etag for shard in plan.shards if shard.index not in kept for r in shard.ranges}
-        if changed := await services.in_thread(_changed, services.store_for, needed, readers):
+        if changed := await services.in_thread(_changed, services.inputs_of(record), needed, readers):
             more = f", and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise InvalidRequest(f"{changed[0]}{more}; make a new job, or put back what was there")
         return again

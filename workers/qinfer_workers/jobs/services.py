@@ -10,22 +10,24 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from qinfer.core.clock import ServerClock
 from qinfer.core.settings import Settings
+from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest, ModelNotReady, QinferError
 from qinfer.jobs.examiner_pool import DIED, ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
-from qinfer.jobs.plan import Plan
+from qinfer.jobs.plan import ExpectedParts, Plan, Shard
 from qinfer.jobs.queue.jobs import Jobs
-from qinfer.jobs.queue.records import JobRecord, LogLine, spec_of
+from qinfer.jobs.queue.records import JobRecord, LogLine, granted, spec_of
 from qinfer.models.readiness import capacity_of
 from qinfer.models.store import ControlStore
 from qinfer.storage.store import Store
-from qinfer_workers.jobs.documents import read_plan
+from qinfer.storage.within import Within, readable, writable
+from qinfer_workers.jobs.documents import expected, read_plan
 
 logger = logging.getLogger("qinfer_workers.jobs")
 
@@ -114,7 +116,7 @@ class JobServices:
         jobs: The jobs in the queue.
         store: Models, statistics and heartbeats.
         clock: The broker's time.
-        store_for: Returns the object store of a URL, for the job's own documents.
+        store_for: Returns the object store of a URL; jobs get those that they may use by `inputs_of` and `outputs_of`.
         examiners: Parse the inputs and the parts.
     """
 
@@ -132,7 +134,8 @@ class JobServices:
         self.jobs = jobs
         self.store = store
         self.clock = clock
-        self.store_for = store_for
+        self._stores = settings.stores
+        self._store_for = store_for
         self.examiners = examiners
         self.stale_s = _STALE_ROUNDS * self.settings.sweep_every_s
         self._in_hand: set[str] = set()
@@ -152,7 +155,7 @@ class JobServices:
 
     async def plan_of(self, record: JobRecord) -> Plan | None:
         """Reads the plan of a job; `None` = it has none yet. Raises as `read_plan`."""
-        return await self.in_thread(read_plan, self.store_for, record.id, spec_of(record).output.url)
+        return await self.in_thread(read_plan, self.outputs_of(record), record.id, spec_of(record).output.url)
 
     async def plan_there(self, record: JobRecord) -> Plan:
         """Reads the plan of a job that was planned.
@@ -164,6 +167,22 @@ class JobServices:
         if plan is None:
             raise InvalidRequest("the job's plan is gone from its output; make a new job")
         return plan
+
+    def grant_of(self, record: JobRecord) -> Grant:
+        """Returns the URL prefixes that a job may use now."""
+        return granted(record, self._stores)
+
+    def inputs_of(self, record: JobRecord) -> Within:
+        """Returns the stores that a job may read."""
+        return readable(self.grant_of(record), self._store_for)
+
+    def outputs_of(self, record: JobRecord) -> Within:
+        """Returns the stores that a job may write."""
+        return writable(self.grant_of(record), self._store_for)
+
+    def parts_of(self, record: JobRecord, plan: Plan, shards: Iterable[Shard]) -> ExpectedParts:
+        """Returns what the parts of some shards of a job are by its plan."""
+        return expected(plan, shards, self.grant_of(record))
 
     def hanging(self, longer_than_s: float) -> int:
         """Returns how many threads go on so long after whoever waited for them has given up; for any thread."""

@@ -13,6 +13,7 @@ from qinfer.jobs.parts import set_aside
 from qinfer_workers.jobs.documents import expected
 from qinfer_workers.jobs.finalise import MAX_ROUNDS, Finaliser
 from tests.support.jobs.bulk_bench import Bench, bench, record_of, spec, write_inputs
+from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.servers.servers import Database
 
 pytestmark = pytest.mark.usefixtures("timed")  # the databases are on it
@@ -303,7 +304,7 @@ async def test_a_part_that_was_made_again_meanwhile_is_not_set_aside(database: D
     plan = one.plan()
     one.commit(plan.shards[0])
 
-    set_aside(one.objects, expected(plan, plan.shards), plan.shards[0])
+    set_aside(one.objects, expected(plan, plan.shards, ANY_FILE), plan.shards[0])
 
     assert (tmp_path / "out" / "part-00000.parquet").exists()
     assert "_broken" not in names(tmp_path)

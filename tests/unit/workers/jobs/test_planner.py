@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from qinfer.core.settings import BulkSettings, LimitSettings, Settings
+from qinfer.core.settings import BulkSettings, LimitSettings, Settings, StoreSettings
+from qinfer.core.store_urls import Grant
 from qinfer.errors import StoreUnavailable
 from qinfer.jobs.examiner_pool import ExaminerDied, ExaminerPool
 from qinfer.jobs.job import JobState
@@ -478,3 +479,72 @@ def test_the_speed_is_that_of_the_best_batch_size() -> None:
 
     assert rows_per_s(tally.drain()) == pytest.approx(10_000)
     assert rows_per_s({}) == 0
+
+
+# --- what it may use ---
+
+
+def grant(directory: Path, read: str = "", write: str = "") -> bytes:
+    """Returns the grant of a tenant that has a folder to read and one to write."""
+    return msgspec.json.encode(Grant((f"file://{directory}/{read}",), (f"file://{directory}/{write}",), "acme"))
+
+
+@pytest.mark.parametrize(("read", "write", "use"), [("other", "out", "read"), ("in", "other", "write")])
+async def test_a_job_uses_no_more_than_was_granted(
+    database: Database, tmp_path: Path, read: str, write: str, use: str
+) -> None:
+    """Nothing is planned, and nothing is written where its output was to be."""
+    write_inputs(tmp_path / "in", [20])
+    one = await bench(database, tmp_path)
+    await one.jobs.create(record_of(spec(tmp_path), grant=grant(tmp_path, read, write)))
+
+    await one.planner().run("job")
+
+    record = await one.record()
+    assert record.state == JobState.FAILED
+    assert f"tenant 'acme' may {use}" in record.error
+    assert not (tmp_path / "out").exists()
+
+
+async def test_a_file_that_is_a_link_out_of_what_was_granted_fails_the_job(database: Database, tmp_path: Path) -> None:
+    """It may have become one since the job was created."""
+    write_inputs(tmp_path / "in", [20])
+    write_inputs(tmp_path / "other", [20])
+    (tmp_path / "in" / "more.parquet").symlink_to("../other/in-0.parquet")
+    one = await bench(database, tmp_path)
+    await one.jobs.create(record_of(spec(tmp_path), grant=grant(tmp_path, "in", "out")))
+
+    await one.planner().run("job")
+
+    record = await one.record()
+    assert (record.state, "more.parquet" in record.error) == (JobState.FAILED, True)
+
+
+async def test_a_resumed_job_reads_only_what_is_granted_now(database: Database, tmp_path: Path) -> None:
+    """Its plan has the former files."""
+    one = await planned(database, tmp_path, max_parallel=1)
+    for lease, shard in await one.fetch(1):
+        one.commit(shard)
+        await one.finish(lease, shard)
+    await one.jobs.stop("job", JobState.CANCELLED, in_hand=True)
+    now = grant(tmp_path, "other", "out")
+    assert await one.jobs.move("job", {JobState.CANCELLED}, JobState.PLANNING, grant=now)
+
+    await one.planner().run("job")
+
+    record = await one.record()
+    assert (record.state, "may read" in record.error) == (JobState.FAILED, True)
+
+
+async def test_a_process_narrows_what_was_granted_to_its_own_settings(database: Database, tmp_path: Path) -> None:
+    """A prefix that is not allowed any more is not, whatever a record says."""
+    write_inputs(tmp_path / "in", [20])
+    one = await bench(database, tmp_path)
+    settings = StoreSettings(allow=(f"file://{tmp_path}/elsewhere",))
+    one.settings = one.settings.model_copy(update={"stores": settings})
+    one.services = one.other_services()
+    await one.jobs.create(record_of(spec(tmp_path), grant=grant(tmp_path, "in", "out")))
+
+    await one.planner().run("job")
+
+    assert (await one.record()).state == JobState.FAILED

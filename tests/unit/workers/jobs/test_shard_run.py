@@ -21,6 +21,8 @@ from qinfer.batching.batcher import Batcher, LoadedModel
 from qinfer.batching.execution import Pending
 from qinfer.core.clock import ServerClock
 from qinfer.core.messages import InferRequest
+from qinfer.core.settings import StoreSettings
+from qinfer.core.store_urls import Grant
 from qinfer.errors import InferenceFailed, QueueFull
 from qinfer.jobs.columns.schemas import encode_schema
 from qinfer.jobs.job import JobSpec
@@ -40,6 +42,7 @@ from qinfer_workers.jobs.scoring.scoring import Purpose
 from qinfer_workers.jobs.scoring.shard_files import SPOOL_PREFIX, ShardFiles, Task, clear_spool
 from qinfer_workers.jobs.scoring.shard_run import ShardRun
 from tests.support.batching import Bench
+from tests.support.jobs.bulk_data import ANY_FILE
 from tests.support.jobs.shard_runs import job_spec, plan_head, read_parts, scored_rows, shards_of, write_rows
 
 
@@ -94,6 +97,7 @@ class Ground:
             "max_errors": -1,
             "spool": self.folder,
             "read_bytes": 2**26,
+            "grant": ANY_FILE,
             **options,
         }
         return Task(job_id="job1", spec=spec, shard=shard, model=self.spec, **options)
@@ -110,6 +114,7 @@ class Ground:
             hurry=self.hurry,
             spool=self.folder,
             read_bytes=2**26,
+            stores=StoreSettings(allow=ANY_FILE.read),
             line=self.line,
         )
         purpose = Purpose(model=self.loaded, clock=self.clock, request_id="job1-0")
@@ -538,3 +543,30 @@ async def test_a_part_that_is_there_counts_though_the_model_has_changed_here(tmp
     again = await ground.run(shard, spec, is_again=True, model_hash="another").run()
 
     assert again == first == ShardOutcome(0, 10, 0)
+
+
+@pytest.mark.parametrize(("read", "write", "use"), [("other", "out", "read"), ("", "other", "write")])
+async def test_a_shard_beyond_what_was_granted_is_not_scored(tmp_path: Path, read: str, write: str, use: str) -> None:
+    """A plan says what is to be read and written; what may be is decided here, too."""
+    ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 100)
+    grant = Grant((f"file://{tmp_path}/{read}".rstrip("/"),), (f"file://{tmp_path}/{write}",), "acme")
+
+    outcome = await ground.run(shard, spec, grant=grant).run()
+
+    assert (outcome.rows, outcome.failed_rows) == (100, 100)
+    assert f"tenant 'acme' may {use}" in outcome.error
+    assert not list(ground.output.iterdir())
+
+
+async def test_a_part_is_not_written_through_a_link_out_of_what_was_granted(tmp_path: Path) -> None:
+    ground, (shard, spec) = Ground(tmp_path, Model()), one_shard(tmp_path, 100)
+    (tmp_path / "other").mkdir()
+    grant = Grant((f"file://{tmp_path}",), (f"file://{tmp_path}/own",), "acme")
+    spec = msgspec.structs.replace(spec, output=msgspec.structs.replace(spec.output, url=f"file://{tmp_path}/own/out"))
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "out").symlink_to("../other")
+
+    outcome = await ground.run(shard, spec, grant=grant).run()
+
+    assert "may write" in outcome.error
+    assert not list((tmp_path / "other").iterdir())

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from qinfer.batching.batcher import Batcher
 from qinfer.core.clock import ServerClock
+from qinfer.core.settings import StoreSettings
 from qinfer.jobs.plan import ShardTicket
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord
@@ -104,6 +105,7 @@ class Served:
         hurry: Set when nobody waits any longer for executions to end.
         spool: A folder for parts until they are committed.
         read_bytes: About so many bytes of rows are held at once.
+        stores: The stores that jobs may use.
         line: Held by the shard that is scored; the one behind it is read meanwhile.
         is_open: Set while there are jobs of the model that have not ended.
         loop: The task of its shard loop.
@@ -117,6 +119,7 @@ class Served:
     hurry: asyncio.Event
     spool: Path
     read_bytes: int
+    stores: StoreSettings
     line: asyncio.Lock = field(default_factory=asyncio.Lock)
     is_open: asyncio.Event = field(default_factory=asyncio.Event)
     loop: "asyncio.Task[None] | None" = None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from qinfer.core.store_urls import Grant
 from qinfer.errors import Conflict, StoreNotFound, StoreUnavailable
 from qinfer.jobs.columns.inputs import InputColumns
 from qinfer.jobs.columns.outputs import OutputColumns
@@ -22,6 +23,7 @@ from qinfer.jobs.rows.shard_rows import ShardReader
 from qinfer.models.spec import ModelSpec
 from qinfer.storage.open import store_for
 from qinfer.storage.store import Outcome, Store
+from qinfer.storage.within import Within, readable, writable
 from qinfer_workers.jobs.scoring.chunks import DEPTH, Chunk, Chunks
 
 SPOOL_PREFIX = "qinfer-part-"
@@ -66,6 +68,7 @@ class Task:
         max_errors: How many rows may fail before it is not worth going on; -1 = all.
         spool: A folder for the part until it is committed.
         read_bytes: About so many bytes of rows are held at once.
+        grant: The URL prefixes that the job may use.
         store_for: Finds the store of a URL.
     """
 
@@ -78,12 +81,23 @@ class Task:
     max_errors: int
     spool: Path
     read_bytes: int
+    grant: Grant
     store_for: Callable[[str], Store] = store_for
 
     @property
     def url(self) -> str:
         """Where the part goes."""
         return f"{self.spec.output.url.rstrip('/')}/{self.shard.part}"
+
+    @property
+    def inputs(self) -> Within:
+        """The stores that the job may read."""
+        return readable(self.grant, self.store_for)
+
+    @property
+    def outputs(self) -> Within:
+        """The stores that the job may write."""
+        return writable(self.grant, self.store_for)
 
 
 class ShardFiles:
@@ -107,7 +121,7 @@ class ShardFiles:
         """Returns the outcome of a part that was committed before; `None` where there is none that is whole."""
         task = self._task
         try:
-            info = validate_part(task.store_for(task.url), task.url, task.shard, task.job_id, task.head.model_hash)
+            info = validate_part(task.outputs(task.url), task.url, task.shard, task.job_id, task.head.model_hash)
         except (PartBroken, StoreNotFound):
             return None
         return ShardOutcome(task.shard.index, info.rows, info.errors)
@@ -116,9 +130,10 @@ class ShardFiles:
         """Reads all rows into chunks, unless these are stopped.
 
         Raises:
-            QinferError: The model or a file changed, a file is damaged, or a store fails.
+            QinferError: The model or a file changed, a file is damaged, a store fails, or the job may not use it.
         """
         task = self._task
+        task.outputs.check(task.url)  # before its rows are scored for nothing
         if task.model_hash != task.head.model_hash:
             raise Conflict(MODEL_CHANGED.format(model=task.model.name))
         schema = decode_schema(task.head.schema)
@@ -127,7 +142,7 @@ class ShardFiles:
         self._outputs = OutputColumns(task.spec, task.model, schema, urls)
         inputs = InputColumns(task.spec, task.model, schema)
         columns = tuple(dict.fromkeys((*inputs.columns, *self._outputs.copied)))
-        with closing(ShardReader(task.shard, columns, schema, task.spec.input_format, task.store_for)) as reader:
+        with closing(ShardReader(task.shard, columns, schema, task.spec.input_format, task.inputs)) as reader:
             rows = _FIRST_ROWS
             while chunks.reserve():
                 with _one_at_a_time(chunks):
@@ -181,7 +196,7 @@ class ShardFiles:
     def _commit(self, path: Path, errors: int) -> ShardOutcome:
         """Commits the part; where one is already that is whole, that one counts."""
         task = self._task
-        store = task.store_for(task.url)
+        store = task.outputs(task.url)
         for _ in range(_COMMITS):
             if store.commit_if_absent(path, task.url) is Outcome.CREATED:
                 return ShardOutcome(task.shard.index, task.shard.rows, errors)

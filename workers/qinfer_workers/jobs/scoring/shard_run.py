@@ -18,7 +18,7 @@ from qinfer.batching.batcher import LoadedModel
 from qinfer.errors import Cancelled, DeliveryError, QinferError
 from qinfer.jobs.job import decode_spec
 from qinfer.jobs.plan import ShardTicket, decode_plan_head
-from qinfer.jobs.queue.records import JobRecord, ShardOutcome
+from qinfer.jobs.queue.records import JobRecord, ShardOutcome, granted
 from qinfer_workers.inference.executor import Borrower, ThreadExecutor, in_thread
 from qinfer_workers.jobs.scoring.arbiter import Turn
 from qinfer_workers.jobs.scoring.chunks import Chunks
@@ -221,6 +221,7 @@ def make_run(served: Served, held: HeldShard, ticket: ShardTicket, record: JobRe
         max_errors=record.max_errors,
         spool=served.spool,
         read_bytes=served.read_bytes,
+        grant=granted(record, served.stores),
     )
     name = f"{record.id}-{ticket.shard.index}"
     purpose = Purpose(model=model, clock=served.clock, request_id=name, tenant=record.tenant, progress=progress)

@@ -62,6 +62,7 @@ class ShardService:
 
     def __init__(self, settings: Settings, delivery: Queue, keeper: LeaseKeeper, worker_id: str) -> None:
         self._settings = settings.bulk
+        self._stores = settings.stores
         self._context = ShardContext(
             delivery=delivery,
             jobs=Jobs(delivery),
@@ -139,6 +140,7 @@ class ShardService:
                 hurry=self._context.hurry,
                 spool=self._spool,
                 read_bytes=self._settings.max_read_bytes,
+                stores=self._stores,
             )
             self._served[key] = known
         elif loaded.identity != known.loaded.identity:
