@@ -302,7 +302,8 @@ class PendingRequests:
             for pending in list(self._buckets.get(number, {}).values()):
                 if self.remove(pending):
                     self._expired(pending)
-        if self._buckets and self._timer is None:
+        # A request that was added again has set the timer to its own, later bucket.
+        if self._buckets and (self._timer is None or self._timer_bucket > min(self._buckets)):
             self._set_timer(min(self._buckets))
 
     def _expired(self, pending: Pending) -> None:

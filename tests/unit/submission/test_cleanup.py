@@ -120,6 +120,20 @@ async def test_what_waits_longer_than_its_queue_timeout_is_taken_out(setup: Setu
     assert setup.dispatcher.in_flight == 0
 
 
+async def test_what_is_executed_delays_no_other_requests_queue_timeout(setup: Setup) -> None:
+    """It is noted again for its deadline, which is later than theirs."""
+    setup.models.policy = QueuePolicy(timeout_s=SHORT_S)
+    first = setup.submit()
+    await setup.fetch()
+    setup.models.policy = QueuePolicy(timeout_s=2 * SHORT_S)
+    setup.submit()
+
+    await eventually(lambda: bool(setup.responses), description="the refusal of the second")
+
+    assert setup.texts() == ["[request id: c] Request timeout expired"]
+    assert first in setup.waiting
+
+
 async def test_what_is_executed_may_take_longer_than_its_queue_timeout(setup: Setup) -> None:
     """It concerns waiting only: the answer still comes."""
     setup.models.policy = QueuePolicy(timeout_s=SHORT_S)
