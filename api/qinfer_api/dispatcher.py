@@ -122,7 +122,7 @@ class Dispatcher:
         return context.trace
 
     def resolve(self, model: str, version: int, *, is_taken: bool = False) -> Served:
-        """Finds where a model version is served; version 0 is the highest ready one.
+        """Finds where a model version is served, or will be soon; version 0 is the highest ready one.
 
         Args:
             model: The model's name.
@@ -132,11 +132,11 @@ class Dispatcher:
         Raises:
             Overloaded: The gateway is shutting down.
             ModelNotFound: No such model or version.
-            ModelNotReady: It is known, and not ready.
+            ModelNotReady: It is known, can't be served, and is not worth waiting for.
         """
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
-        return self._catalog.resolve(model, version)
+        return self._catalog.asked(model, version)
 
     def submit(
         self,
@@ -168,7 +168,7 @@ class Dispatcher:
                 quota = context.principal.quota
         if self.draining and not is_taken:
             raise Overloaded("Server exiting")
-        served = self._catalog.resolve(request.model, request.version)
+        served = self._catalog.asked(request.model, request.version)
         request.tenant, request.trace = context.tenant, context.trace
         timeout_s = served.spec.default_timeout_s
         if within_s < timeout_s:

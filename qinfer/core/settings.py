@@ -147,6 +147,13 @@ class LimitSettings(_Section):
     cold_start_s: float = Field(
         60.0, gt=0, description="Assumed start time of a model without a live worker, until one was measured."
     )
+    wait_for_workers_s: float = Field(
+        10.0,
+        ge=0,
+        description="Seconds that a synchronous request waits for a worker that has its model loaded; where an "
+        "autoscaler starts workers for the model, the time that takes and 10 s. Never longer than the request's "
+        "timeout; 0 = it is refused at once.",
+    )
 
 
 class RequestSettings(_Section):

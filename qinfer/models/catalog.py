@@ -17,7 +17,7 @@ from qinfer.core.settings import LimitSettings
 from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, QinferError
 from qinfer.models.config.config import from_json, to_spec
 from qinfer.models.installation import Guard, Snapshot
-from qinfer.models.readiness import Capacity, ModelStatus, assess, capacity_of
+from qinfer.models.readiness import PENDING_REASON, Capacity, ModelStatus, assess, capacity_of, is_placed
 from qinfer.models.routes import Routes, lanes_of
 from qinfer.models.spec import ModelSpec
 from qinfer.models.state import StoredModel, WorkerRecord
@@ -32,6 +32,8 @@ _RETRY_S = 1.0
 _BEAT_S = 5.0
 """Longest time for which the view of before a loss is kept, once the rest is whole again, until workers beat."""
 _UNKNOWN = Capacity()
+_AFTER_START_S = 10.0
+"""A request waits so much longer than an autoscaled worker takes to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class Served:
         generation: The generation that `spec` belongs to; a worker that has another one checks requests again.
         lane: Where requests of the default level go: all of them, where the routes are plain.
         routes: Where requests of other levels go, and how they wait.
+        wait_s: Seconds that a request whose caller waits may wait for a worker that has the version loaded; 0 = one
+            has, or the request is not to wait.
     """
 
     spec: ModelSpec
@@ -51,6 +55,7 @@ class Served:
     generation: int
     lane: Lane
     routes: Routes
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +103,8 @@ class Catalog:
             desired, stored = now.desired, now.stored
             statuses = assess(desired, stored, workers)
             capacities = await self._capacities(statuses, workers)
-            served, accepting = self._serve(statuses, stored)
+            waits_s = await self._waits_s(statuses, capacities)
+            served, accepting = self._serve(statuses, stored, waits_s)
             _log_changes(self._view.statuses, statuses)
             self._view = _View(
                 served=served,
@@ -146,6 +152,24 @@ class Catalog:
             raise self._refusal(model, version)
         return served
 
+    def asked(self, model: str, version: int) -> Served:
+        """Resolves a version for a request whose caller waits for the answer; 0 = the highest READY one.
+
+        Without a READY one it is one that a worker may have loaded soon: `Served.wait_s` says how long that is worth
+        waiting for.
+
+        Raises:
+            ModelNotFound: No such model or version, or the model is not to be loaded.
+            ModelNotReady: It can't be loaded, or not soon enough: says why, where that is known.
+        """
+        view = self._view
+        served = view.served.get((model, version))
+        if served is None:
+            served = view.accepting.get((model, version))
+            if served is None or not served.wait_s:
+                raise self._reason(model, version)
+        return served
+
     def accepting(self, model: str, version: int) -> Served:
         """Resolves a version for requests that may wait: no live worker need have loaded the version yet.
 
@@ -158,7 +182,7 @@ class Catalog:
         view = self._view
         served = view.served.get((model, version)) or view.accepting.get((model, version))
         if served is None:
-            raise self._refusal(model, version)
+            raise self._reason(model, version)
         return served
 
     def capacity(self, model: str, version: int) -> Capacity:
@@ -230,7 +254,10 @@ class Catalog:
         return list(self._view.workers)
 
     def _serve(
-        self, statuses: Mapping[str, ModelStatus], stored: Mapping[str, StoredModel]
+        self,
+        statuses: Mapping[str, ModelStatus],
+        stored: Mapping[str, StoredModel],
+        waits_s: Mapping[tuple[str, int], float],
     ) -> tuple[dict[tuple[str, int], Served], dict[tuple[str, int], Served]]:
         """Returns what can be asked, and what accepts requests that may wait."""
         served: dict[tuple[str, int], Served] = {}
@@ -252,9 +279,9 @@ class Catalog:
                     last = _served(spec, version, newest)
                 served[model, version] = served[model, 0] = last
             for version in status.loadable_versions:
-                last = self._view.accepting.get((model, version))
-                if last is None or last.generation != newest:
-                    last = _served(spec, version, newest)
+                last, wait_s = self._view.accepting.get((model, version)), waits_s.get((model, version), 0.0)
+                if last is None or (last.generation, last.wait_s) != (newest, wait_s):
+                    last = _served(spec, version, newest, wait_s)
                 accepting[model, version] = accepting[model, 0] = last
         self._specs = specs
         return served, accepting
@@ -279,6 +306,27 @@ class Catalog:
             capacities[key] = Capacity(speed.rps, speed.load_s or self._limits.cold_start_s)
         return capacities
 
+    async def _waits_s(
+        self, statuses: Mapping[str, ModelStatus], capacities: Mapping[tuple[str, int], Capacity]
+    ) -> dict[tuple[str, int], float]:
+        """Returns how long a request may wait for a worker, of the versions that none has loaded and one may load."""
+        waiting = [
+            (status.model, version)
+            for status in statuses.values()
+            for version in status.loadable_versions
+            if version not in status.ready_versions
+        ]
+        least_s = self._limits.wait_for_workers_s
+        if not waiting or not least_s:
+            return {}
+        globs = [glob for scaler in await self._store.scalers() for glob in scaler.places]
+        waits_s = dict.fromkeys(waiting, least_s)
+        for key in waiting:
+            if is_placed(key[0], globs):
+                start_s = capacities[key].start_s or self._limits.cold_start_s
+                waits_s[key] = max(least_s, start_s + _AFTER_START_S)
+        return waits_s
+
     def _spec(self, stored: StoredModel | None) -> ModelSpec | None:
         if stored is None or stored.error or stored.pending:
             return None
@@ -290,6 +338,16 @@ class Catalog:
         except QinferError as error:  # written by a newer qinfer: one model must not take the others down
             logger.error("stored configuration unusable", extra={"model": stored.model, "error": error.message})
             return None
+
+    def _reason(self, model: str, version: int) -> ModelNotFound | ModelNotReady:
+        """Returns the refusal of a request; a model that should be loaded is not ready, even if nothing can load it."""
+        refusal, status = self._refusal(model, version), self._view.statuses.get(model)
+        if status is None or (version and version not in status.versions):
+            return refusal
+        one = version or max(status.versions, default=0)
+        is_known = status.error or one in status.failed or status.versions[one].reason == PENDING_REASON
+        reason = status.error or (status.versions[one].reason if is_known else "")
+        return ModelNotReady(f"{refusal.message}: {reason}" if reason else refusal.message)
 
     def _refusal(self, model: str, version: int) -> ModelNotFound | ModelNotReady:
         who = f"Request for unknown model: '{model}'"
@@ -304,9 +362,10 @@ class Catalog:
         return ModelNotReady(f"{who} version {version} is not at ready state")
 
 
-def _served(spec: ModelSpec, version: int, generation: int) -> Served:
+def _served(spec: ModelSpec, version: int, generation: int, wait_s: float = 0.0) -> Served:
     routes = Routes(spec, version)
-    return Served(spec=spec, version=version, generation=generation, lane=routes.default.lane, routes=routes)
+    lane = routes.default.lane
+    return Served(spec=spec, version=version, generation=generation, lane=lane, routes=routes, wait_s=wait_s)
 
 
 def _log_changes(old: Mapping[str, ModelStatus], new: Mapping[str, ModelStatus]) -> None:

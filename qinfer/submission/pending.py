@@ -91,8 +91,11 @@ class Pending(msgspec.Struct, eq=False):
         bucket: The table's own: the bucket of its deadline.
         load: The lane it was sent to, which counts it until it leaves the table.
         quota: Its tenant's, which counts it too.
-        deadline_s: While the table has its queue timeout for a deadline: the deadline that comes after it.
-        is_late: It has waited for longer than its queue timeout.
+        deadline_s: While the table has its queue timeout, or how long it waits for a worker, for a deadline: the
+            deadline that comes after it.
+        untaken: Called at that first deadline: why it fails if no worker has taken it, `None` = it waits on. Unset
+            where the first deadline is its queue timeout.
+        late: Why it fails if no worker has taken it, once its first deadline is over.
         is_fetched: Its outputs, which are beside the reply stream, are being fetched.
     """
 
@@ -109,7 +112,8 @@ class Pending(msgspec.Struct, eq=False):
     load: Load | None = None
     quota: Counter | None = None
     deadline_s: float = 0.0
-    is_late: bool = False
+    untaken: Callable[[], QinferError | None] | None = None
+    late: QinferError | None = None
     is_fetched: bool = False
 
 
@@ -199,7 +203,7 @@ class PendingRequests:
         pending.entry = outcome
         if pending.abandoned:
             self._abandon(pending)
-        elif pending.is_late:
+        elif pending.late is not None:
             self._withdraw_soon(pending)
 
     def receive(self, blob: bytes) -> None:
@@ -311,11 +315,11 @@ class PendingRequests:
             self._abandon(pending)
             self._failed(pending, DeadlineExceeded(TIMED_OUT))
             return
-        # Its queue timeout is over: that concerns it only while it waits. Otherwise it has until its deadline.
+        # Its first deadline is over: that concerns it only while it waits. Otherwise it has until its deadline.
         deadline_s, pending.deadline_s = pending.deadline_s, 0.0
         self.add(pending, deadline_s)
-        pending.is_late = True
-        if pending.entry is not None:
+        pending.late = DeadlineExceeded(TIMED_OUT) if pending.untaken is None else pending.untaken()
+        if pending.late is not None and pending.entry is not None:
             self._withdraw_soon(pending)
 
     def _receive(self, response: Response) -> None:
@@ -361,7 +365,7 @@ class PendingRequests:
                 continue
             for entry, is_removed in zip(entries, removed, strict=True):
                 if is_removed and self.remove(pending := late[entry]):
-                    self._failed(pending, DeadlineExceeded(TIMED_OUT))
+                    self._failed(pending, pending.late or DeadlineExceeded(TIMED_OUT))
 
     async def _fetch(self, pending: Pending) -> None:
         """Fetches the outputs of a request, and delivers them."""

@@ -24,7 +24,16 @@ from typing import NamedTuple
 from qinfer.core.clock import SystemClock
 from qinfer.core.messages import IdFactory, InferRequest, Response
 from qinfer.core.settings import LimitSettings
-from qinfer.errors import BrokerUnavailable, DeadlineInfeasible, Overloaded, PayloadTooLarge, QinferError, QueueFull
+from qinfer.errors import (
+    BrokerUnavailable,
+    DeadlineInfeasible,
+    ModelNotFound,
+    ModelNotReady,
+    Overloaded,
+    PayloadTooLarge,
+    QinferError,
+    QueueFull,
+)
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Route
@@ -74,6 +83,7 @@ class Submission:
         failed: Callable[[Pending, Exception], None],
     ) -> None:
         self._queue = queue
+        self._catalog = catalog
         self._max_in_flight = limits.max_in_flight
         self._clock = SystemClock()
         self._reply_to = reply_address(owner)
@@ -105,7 +115,7 @@ class Submission:
         if len(self.pending) >= self._max_in_flight:
             raise QueueFull(FULL)
         kind = form = None
-        if route is None:
+        if route is None and not served.wait_s:
             kind = kind_of(request, lane, served.generation, timeout_s)
             form = None if kind is None else self._layouts.find(kind)
         if form is None and (not request.generation or request.generation != served.generation):
@@ -160,11 +170,29 @@ class Submission:
         policy = route.policy
         _stamp(request, served, route, timeout_s, self._reply_to)
         frame, payload = self._layouts.lay_out(request, kind)
-        if not policy.delay and 0 < request.queue_timeout_s < timeout_s:
-            pending.deadline_s, timeout_s = pending.started_s + timeout_s, request.queue_timeout_s
+        first_s = timeout_s
+        if not policy.delay and 0 < request.queue_timeout_s < first_s:
+            first_s = request.queue_timeout_s
+        if 0 < served.wait_s < first_s:
+            first_s, pending.untaken = served.wait_s, partial(self._untaken, served)
+        if first_s < timeout_s:
+            pending.deadline_s, timeout_s = pending.started_s + timeout_s, first_s
         self.pending.add(pending, pending.started_s + timeout_s)
         done = partial(self.pending.submitted, pending)
         self._queue.submit(route.lane, frame, done, payload=payload, limit=policy.max_queue_size)
+
+    def _untaken(self, served: Served) -> QinferError | None:
+        """Returns why a request fails that has waited for a worker; `None` where one has its model by now."""
+        model, version = served.spec.name, served.version
+        try:
+            if not self._catalog.asked(model, version).wait_s:
+                return None
+        except (ModelNotFound, ModelNotReady) as error:
+            return error
+        return ModelNotReady(
+            f"no worker took the request for '{model}' version {version} within {served.wait_s:g} s; "
+            "try again when one has loaded it"
+        )
 
 
 def check(request: InferRequest, served: Served) -> None:

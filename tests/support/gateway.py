@@ -119,11 +119,11 @@ def settings_of(
     auth: Mapping[str, Any] | None = None,
     grpc: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Returns settings on free ports; gRPC is served if `grpc` is given."""
+    """Returns settings on free ports; gRPC is served if `grpc` is given; nobody waits for workers unless told to."""
     return Settings(
         http=HttpSettings(port=0, **(http or {})),
         grpc=GrpcSettings(port=0, **grpc) if grpc is not None else GrpcSettings(enabled=False),
-        limits=LimitSettings(**(limits or {})),
+        limits=LimitSettings(**{"wait_for_workers_s": 0, **(limits or {})}),
         auth=AuthSettings(**(auth or {})),
     )
 
@@ -179,6 +179,11 @@ async def _declare(store: ControlStore, delivery: Queue, name: str) -> None:
 
 def _lanes(names: Any) -> list[Lane]:
     return [Lane(name, version) for name in names for version in MODELS[name][1]]
+
+
+async def work(running: Running, model: str) -> None:
+    """Answers the requests of a model that no worker has yet."""
+    await _work(running, Lane(model, 1))
 
 
 async def _work(running: Running, lane: Lane) -> None:

@@ -171,11 +171,15 @@ class StreamSink:
 
 
 class _Events(StreamingResponse):
-    """An event stream that cancels its request when it ends, however it ends."""
+    """An event stream that cancels its request when it ends, however it ends; its first reply decides the status."""
 
-    def __init__(self, events: AsyncIterator[bytes], status: int, dispatcher: Dispatcher, pending: Pending) -> None:
-        super().__init__(events, status)
+    def __init__(
+        self, events: AsyncIterator[bytes], first: list[Reply], dispatcher: Dispatcher, pending: Pending
+    ) -> None:
+        super().__init__(events, first[0].status if first else 200)
         self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        if first and first[0].retry_after_s:
+            self.raw_headers.append((b"retry-after", b"%d" % first[0].retry_after_s))
         self._dispatcher = dispatcher
         self._pending = pending
 
@@ -232,8 +236,7 @@ async def _generate_stream(services: Services, target: Target, request: Request)
     except BaseException:
         services.dispatcher.cancel(pending)
         raise
-    status = replies[0].status if replies else 200
-    return _Events(_events(replies, responses, client_id), status, services.dispatcher, pending)
+    return _Events(_events(replies, responses, client_id), replies, services.dispatcher, pending)
 
 
 async def _all(sink: StreamSink) -> list[Response]:

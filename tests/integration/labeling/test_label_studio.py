@@ -203,7 +203,7 @@ async def test_a_lane_that_fills_up_delays_a_call(mappings: str) -> None:
     [
         ("/label-studio/nothing/predict", 404, ["'nothing'"]),
         ("/label-studio/half/predict", 400, ["'half'", "project 12", "QINFER_LABELING__MAPPINGS"]),
-        ("/label-studio/loading/predict", 404, ["'loading'"]),
+        ("/label-studio/loading/predict", 503, ["'loading'"]),
     ],
 )
 async def test_what_is_unknown_is_named(client: httpx.AsyncClient, path: str, status: int, words: list[str]) -> None:

@@ -101,11 +101,11 @@ async def test_binary_in_and_out(client: httpx.AsyncClient) -> None:
 
 
 async def test_a_model_without_a_worker_takes_requests(client: httpx.AsyncClient, running: Running) -> None:
-    """It is known, and can be loaded: the synchronous call has nobody to answer it."""
+    """It is known, and can be loaded: the synchronous call is not to wait for that here."""
     record = await submitted(client, "/v1/models/loading/requests")
 
     assert (record["state"], record["version"]) == ("queued", 1)
-    assert (await client.post("/v2/models/loading/infer", json=BODY)).status_code == 404
+    assert (await client.post("/v2/models/loading/infer", json=BODY)).status_code == 503
     assert await running.depth("loading") == 1
 
 

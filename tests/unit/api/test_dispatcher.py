@@ -36,7 +36,7 @@ class Models:
         spec = ModelSpec(name="m", backend="stub", inputs=(port,), outputs=(port,))
         self.served = Served(spec=spec, version=3, generation=5, lane=LANE, routes=Routes(spec, 3))
 
-    def resolve(self, model: str, version: int) -> Served:
+    def asked(self, model: str, version: int) -> Served:
         if model != "m":
             raise ModelNotFound(f"Request for unknown model: '{model}' is not found")
         return self.served

@@ -15,7 +15,7 @@ from qinfer.errors import BrokerUnavailable, ModelNotFound, ModelNotReady, Qinfe
 from qinfer.models.catalog import Catalog
 from qinfer.models.readiness import Capacity
 from qinfer.models.repository.open import open_repositories
-from qinfer.models.state import Desired, Speed, State, StoredModel, VersionState, WorkerRecord
+from qinfer.models.state import Desired, ScalerRecord, Speed, State, StoredModel, VersionState, WorkerRecord
 from qinfer.models.store import ControlStore
 from qinfer.models.sync import SyncedModel, start, sync
 from qinfer.queue.entries import Lane, bulk_lanes
@@ -314,6 +314,51 @@ async def test_what_may_wait_is_accepted_without_a_worker(stack: Stack, asked: i
     assert stack.catalog.accepting("m", 0).version == 1
 
 
+async def test_what_is_asked_waits_for_a_worker(stack: Stack) -> None:
+    """As long as the setting says, or an autoscaler takes; not at all once a worker has it."""
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.catalog.refresh()
+    assert (stack.catalog.asked("m", 0).version, stack.catalog.asked("m", 1).wait_s) == (1, 10.0)
+
+    await stack.store.put_scaler(ScalerRecord(id="s", places=("m*",), max_workers=2), {}, TTL_S)
+    await stack.catalog.refresh()
+    assert stack.catalog.asked("m", 1).wait_s == LimitSettings().cold_start_s + 10.0
+
+    await stack.load("m", 1)
+    assert stack.catalog.asked("m", 1) is stack.catalog.resolve("m", 0)
+    assert stack.catalog.asked("m", 1).wait_s == 0
+
+
+async def test_nobody_waits_where_that_is_set(stack: Stack) -> None:
+    stack.catalog = Catalog(stack.store, LimitSettings(wait_for_workers_s=0))
+    stack.write("m", 1)
+    await stack.sync()
+    await stack.catalog.refresh()
+
+    for version in (0, 1):
+        with pytest.raises(ModelNotReady):
+            stack.catalog.asked("m", version)
+
+
+async def test_nobody_waits_for_what_no_worker_can_load(stack: Stack) -> None:
+    """The refusal says why; of a model that is not to be loaded it stays what it was."""
+    stack.write("m", 1)
+    generation = (await stack.sync())["m"].generation
+    failed = {"m": {1: VersionState(State.UNAVAILABLE, generation, "no such file", generation)}}
+    await stack.store.heartbeat(WorkerRecord(id="w", started_at=0.0, models=failed), TTL_S)
+    await stack.catalog.refresh()
+
+    for version in (0, 1):
+        with pytest.raises(ModelNotReady, match=r": no such file$"):
+            stack.catalog.asked("m", version)
+
+    await stack.store.set_desired(Desired("m", generation, load=False))
+    await stack.catalog.refresh()
+    with pytest.raises(ModelNotFound, match=r"'m' has no available versions$"):
+        stack.catalog.asked("m", 0)
+
+
 async def test_what_nobody_can_load_accepts_nothing(stack: Stack) -> None:
     """A request would wait for ever."""
     stack.write("m", 1)
@@ -323,7 +368,7 @@ async def test_what_nobody_can_load_accepts_nothing(stack: Stack) -> None:
 
     with pytest.raises(ModelNotReady, match="Request for unknown model: 'm' version 1 is not at ready state"):
         stack.catalog.accepting("m", 1)
-    with pytest.raises(ModelNotFound, match="Request for unknown model: 'bad' has no available versions"):
+    with pytest.raises(ModelNotReady, match=r"Request for unknown model: 'bad' has no available versions: .*max_batch"):
         stack.catalog.accepting("bad", 0)
     with pytest.raises(ModelNotFound, match="Request for unknown model: 'x' is not found"):
         stack.catalog.accepting("x", 0)

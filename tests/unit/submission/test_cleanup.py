@@ -9,7 +9,7 @@ import pytest
 from qinfer.core.api_keys import ApiKey, hash_key
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import LimitSettings
-from qinfer.errors import BrokerUnavailable, QueueFull, QuotaExceeded
+from qinfer.errors import BrokerUnavailable, ModelNotReady, QueueFull, QuotaExceeded
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.readiness import Capacity
 from qinfer.models.routes import Routes, lanes_of
@@ -34,15 +34,20 @@ class Models:
 
     def __init__(self) -> None:
         self.policy = QueuePolicy()
+        self.wait_s = 0.0
+        self.refusal: ModelNotReady | None = None
 
-    def resolve(self, model: str, version: int) -> Served:
+    def asked(self, model: str, version: int) -> Served:
+        if self.refusal is not None:
+            raise self.refusal
         port = TensorSpec(name="x", datatype="UINT8", dims=(-1,))
         batching = BatchingSpec(preferred_sizes=(8,), default_policy=self.policy)
         spec = ModelSpec(name="m", backend="stub", inputs=(port,), outputs=(port,), max_batch_size=8, batching=batching)
-        return Served(spec=spec, version=1, generation=1, lane=Lane("m", 1), routes=Routes(spec, 1))
+        routes = Routes(spec, 1)
+        return Served(spec=spec, version=1, generation=1, lane=Lane("m", 1), routes=routes, wait_s=self.wait_s)
 
     def lanes(self, model: str, version: int) -> tuple[Lane, ...]:
-        return lanes_of(self.resolve(model, version).spec, 1)
+        return lanes_of(self.asked(model, version).spec, 1)
 
     def capacity(self, model: str, version: int) -> Capacity:
         return Capacity()
@@ -120,6 +125,58 @@ async def test_what_waits_longer_than_its_queue_timeout_is_taken_out(setup: Setu
     assert setup.dispatcher.in_flight == 0
 
 
+async def test_what_no_worker_takes_in_time_is_taken_out(setup: Setup) -> None:
+    """As after a queue timeout, with an error that says that it may be tried again."""
+    setup.models.wait_s = SHORT_S
+    setup.submit()
+
+    await eventually(lambda: bool(setup.responses), description="the refusal")
+    failure = setup.responses[0].failure
+    assert failure is not None
+    assert (failure.code, failure.retryable) == ("model_not_ready", True)
+    assert "no worker took the request for 'm' version 1 within 0.02 s" in failure.message
+    assert await setup.depth() == 0
+    assert setup.dispatcher.in_flight == 0
+
+
+async def test_what_a_worker_has_taken_is_waited_for(setup: Setup) -> None:
+    """The worker that loaded the model has come in time; the request has its own timeout from there."""
+    setup.models.wait_s = SHORT_S
+    pending = setup.submit()
+    await setup.fetch()
+
+    await eventually(lambda: setup.queue.withdrawals == 1, description="the end of the wait for a worker")
+
+    assert setup.responses == []
+    assert pending in setup.waiting
+
+
+async def test_what_can_not_be_loaded_any_more_is_told_so(setup: Setup) -> None:
+    setup.models.wait_s = SHORT_S
+    setup.submit()
+    setup.models.refusal = ModelNotReady("the file is damaged")
+
+    await eventually(lambda: bool(setup.responses), description="the refusal")
+    assert setup.texts() == ["[request id: c] the file is damaged"]
+    setup.models.refusal = None
+    assert await setup.depth() == 0
+
+
+async def test_what_waits_behind_others_once_a_worker_came_has_its_own_timeout(setup: Setup) -> None:
+    """The wait was for a worker; the queue before it is no reason to refuse."""
+    setup.models.wait_s = SHORT_S
+    first = setup.submit()
+    setup.models.wait_s = 0.0
+    setup.models.policy = QueuePolicy(timeout_s=2 * SHORT_S)
+    setup.submit()
+
+    await eventually(lambda: bool(setup.responses), description="the end of the second's queue timeout")
+
+    assert setup.texts() == ["[request id: c] Request timeout expired"]
+    assert first in setup.waiting
+    assert await setup.depth() == 1
+
+
 async def test_what_is_executed_delays_no_other_requests_queue_timeout(setup: Setup) -> None:
     """It is noted again for its deadline, which is later than theirs."""
     setup.models.policy = QueuePolicy(timeout_s=SHORT_S)
@@ -132,6 +189,15 @@ async def test_what_is_executed_delays_no_other_requests_queue_timeout(setup: Se
 
     assert setup.texts() == ["[request id: c] Request timeout expired"]
     assert first in setup.waiting
+
+
+async def test_the_shorter_of_two_waits_counts(setup: Setup) -> None:
+    setup.models.wait_s = 60.0
+    setup.models.policy = QueuePolicy(timeout_s=SHORT_S)
+    setup.submit()
+
+    await eventually(lambda: bool(setup.responses), description="the refusal")
+    assert setup.texts() == ["[request id: c] Request timeout expired"]
 
 
 async def test_what_is_executed_may_take_longer_than_its_queue_timeout(setup: Setup) -> None:
@@ -283,7 +349,7 @@ async def test_outputs_of_another_attempt_are_as_good(setup: Setup) -> None:
 async def test_a_lane_at_its_capacity_takes_no_more(setup: Setup) -> None:
     """Own requests count from the moment they are submitted, and no more once they are answered."""
     setup.use(LimitSettings(max_in_flight=10))
-    load = setup.dispatcher.submission.backlog.load(setup.models.resolve("m", 1), Lane("m", 1))
+    load = setup.dispatcher.submission.backlog.load(setup.models.asked("m", 1), Lane("m", 1))
     load.others = 9_999
     pending = setup.submit()
 

@@ -200,7 +200,7 @@ class Caller:
                 with suppress(ModelNotFound, ModelNotReady):
                     return self._catalog.resolve(model, version)
                 await self._refresh(RECHECK_S)
-                return self._catalog.resolve(model, version)
+                return self._catalog.asked(model, version)
         except TimeoutError:
             raise DeadlineExceeded(_EXPIRED) from None
         except QinferError:

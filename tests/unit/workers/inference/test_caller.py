@@ -93,8 +93,8 @@ class Scene:
         self.delivery, self.store = delivery, store
         delivery.clock = ServerClock(self.clock)
         self.called: list[Lane] = []
-        catalog = Catalog(self.store, LimitSettings(max_timeout_s=1000.0))
-        limits = limits or LimitSettings()
+        limits = limits or LimitSettings(wait_for_workers_s=0)
+        catalog = Catalog(self.store, limits.model_copy(update={"max_timeout_s": 1000.0}))
         self.caller = Caller(delivery, catalog, "w1", tasks, limits, self.called.append)
         self.answer: Answer = echo
         self.requests: list[InferRequest] = []
@@ -232,6 +232,42 @@ async def test_a_model_that_is_loading_is_not_ready() -> None:
 
         with pytest.raises(ModelNotReady):
             await one.call(asked(model="slow", version=1))
+
+
+async def test_a_call_waits_for_a_worker() -> None:
+    """As a client's request does; it is the worker's own view that tells that none has the model."""
+    async with scene(works=False, limits=LimitSettings(wait_for_workers_s=30)) as one, asyncio.TaskGroup() as tasks:
+        await one.model(state=State.LOADING)
+        call = tasks.create_task(one.call())
+        await eventually(lambda: one.called == [LANE], description="a call in the queue")
+        worker = tasks.create_task(one.work())
+
+        assert (await call).outputs
+        worker.cancel()
+
+
+async def test_a_call_fails_when_no_worker_comes() -> None:
+    async with scene(works=False, limits=LimitSettings(wait_for_workers_s=0.05)) as one:
+        await one.model(state=State.LOADING)
+
+        with pytest.raises(ModelNotReady, match=r"no worker took the request for 'back' version 1 within 0\.05 s"):
+            await one.call()
+
+        await eventually(one.is_empty)
+
+
+async def test_an_old_view_makes_no_call_wait() -> None:
+    """Another look is taken first: the worker that is waited for may be there, or may have failed."""
+    async with scene(limits=LimitSettings(wait_for_workers_s=30)) as one:
+        await one.call()
+        await one.model("late", State.LOADING)
+        one.clock.advance(FRESH_S + 0.1)
+        await one.call()
+        await one.model("late", State.UNAVAILABLE)
+        one.clock.advance(RECHECK_S + 0.1)
+
+        with pytest.raises(ModelNotReady, match="'late' has no available versions"):
+            await one.call(asked(model="late"))
 
 
 @pytest.mark.parametrize(
