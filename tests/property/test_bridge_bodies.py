@@ -31,6 +31,10 @@ CODECS = [
     for model in MODELS
     for reply in ("same", "kserve", "jsonl", "arrow")
 ]
+OTHERS = [
+    BodyCodec(BodyOptions(input="T", max_bytes=2**16, format=form, columns={"T": "T"}), MODELS[1])
+    for form in ("auto", "row", "jsonl", "arrow", "raw", "kserve")
+]
 STREAM, FILE = "application/vnd.apache.arrow.stream", "application/vnd.apache.arrow.file"
 TYPES = ["", "application/json", "application/x-ndjson", "text/plain", "image/png", STREAM, FILE]
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -99,15 +103,17 @@ def test_good_bodies_are_read() -> None:
     assert all(check(CODECS[-1], *good) for good in GOOD)
 
 
-@given(codec=st.sampled_from(CODECS), body=st.binary(), content_type=st.sampled_from(TYPES) | st.text())
+@given(codec=st.sampled_from(CODECS + OTHERS), body=st.binary(), content_type=st.sampled_from(TYPES) | st.text())
 def test_any_bytes(codec: BodyCodec, body: bytes, content_type: str) -> None:
     """No bytes make it crash, whatever they are said to be."""
     check(codec, body, content_type)
 
 
-@given(codec=st.sampled_from(CODECS), rows=ROWS)
+@given(codec=st.sampled_from(CODECS + OTHERS), rows=ROWS)
 def test_any_rows(codec: BodyCodec, rows: list[Any]) -> None:
-    """Rows of any JSON, as lines and in Arrow."""
+    """Rows of any JSON, as objects, as lines and in Arrow."""
+    for row in rows:
+        check(codec, json.dumps(row).encode(), "application/json")
     check(codec, b"\n".join(json.dumps(row).encode() for row in rows), "application/x-ndjson")
     names = sorted({name for row in rows if isinstance(row, dict) for name in row})
     columns = {name: [row.get(name) for row in rows if isinstance(row, dict)] for name in names}
@@ -116,7 +122,7 @@ def test_any_rows(codec: BodyCodec, rows: list[Any]) -> None:
 
 
 @given(
-    codec=st.sampled_from(CODECS),
+    codec=st.sampled_from(CODECS + OTHERS),
     good=st.sampled_from(GOOD),
     place=st.floats(0, 1),
     word=st.sampled_from(WORDS) | st.binary(min_size=1, max_size=4),

@@ -261,6 +261,18 @@ async def test_rows_come_back_as_rows(scene: InlineWorkers, broker: Broker) -> N
     assert [msgspec.json.decode(line) for line in prediction.body.splitlines()] == [{"y": [1, 2]}, {"y": [3, 4]}]
 
 
+async def test_a_plain_json_object_is_a_row(scene: InlineWorkers, redis_server: RedisServer, broker: Broker) -> None:
+    """Where the route maps columns; its answer is an object, too."""
+    await scene.model()
+    await scene.worker()
+    push(redis_server, b'{"a": 1, "b": 2}')
+
+    async with bridge(scene, routes(broker.url, body={"columns": {"x": ["a", "b"]}})):
+        (prediction,) = await broker.take()
+
+    assert (prediction.body, prediction.content_type) == (b'{"y":[1.0,2.0]}', "application/json")
+
+
 async def test_a_failure_is_told_to_the_caller_and_the_dead_letters(scene: InlineWorkers, broker: Broker) -> None:
     """Where nobody waits, only to the latter."""
     await scene.model(mode="raise")

@@ -28,8 +28,11 @@ from qinfer.core.documents import Unreadable, parse, problems_of, read_limited
 from qinfer.errors import InvalidRequest, SettingsError
 from qinfer.jobs.job import Columns, JobSpec, Output, check_spec
 
+BodyFormat = Literal["auto", "kserve", "row", "jsonl", "arrow", "raw"]
+"""`auto` = by the content type; `row` = a JSON object, `jsonl` = one on each line, `raw` = the data of one input."""
+
 ReplyForm = Literal["same", "kserve", "jsonl", "arrow"]
-"""`same` = as the request: rows for rows, Arrow for Arrow, KServe for all else."""
+"""`same` = as the request: a row for a row, rows for rows, Arrow for Arrow, KServe for all else."""
 
 
 class _Part(BaseModel):
@@ -52,16 +55,18 @@ class BodyOptions(_Part):
     """The `body` part of a route: how bodies are read, and replies written.
 
     Attributes:
+        format: What bodies are, whatever their content type says.
         input: The input that raw bodies are for; empty = the model's only one of BYTES or UINT8.
-        columns: Input → its column, its scalar columns, or columns and shape, for JSON lines and Arrow; default: the
-            column of the input's name. As in bulk jobs.
+        columns: Input → its column, its scalar columns, or columns and shape, for JSON objects, JSON lines and Arrow;
+            default: the column of the input's name. As in bulk jobs.
         reply: The form of replies.
-        content_type: What messages are that have no content type; empty = KServe JSON where they begin with `{`, raw
-            otherwise.
+        content_type: What messages are that have no content type; empty = `application/json` where they begin with `{`,
+            raw otherwise.
         max_bytes: Larger bodies are refused, and those that are larger when they are unpacked.
         max_json_depth: Deepest JSON nesting.
     """
 
+    format: BodyFormat = "auto"
     input: str = ""
     columns: Mapping[str, str | tuple[str, ...] | InputMap] = Field(default_factory=dict)
     reply: ReplyForm = "same"

@@ -24,7 +24,7 @@ from qinfer.wire.outputs import OutputPlan, bind
 from qinfer_workers.bridge.bodies.content import JSON_LENGTH_HEADER
 
 _encoder = msgspec.json.Encoder()
-Form = Literal["kserve", "jsonl", "arrow-stream", "arrow-file"]
+Form = Literal["kserve", "json", "jsonl", "arrow-stream", "arrow-file"]
 
 
 class OutputColumn(msgspec.Struct, frozen=True, array_like=True):
@@ -145,7 +145,7 @@ class ReplyEncoding(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     """The encoding of the reply to one message; small, because it is kept with the request until that has ended.
 
     Attributes:
-        form: The form of the body.
+        form: The form of the body; `json` = the object of one row.
         client_id: The `id` of a KServe request, echoed.
         plan: How the outputs of a KServe reply travel, with the names of classes unless these are many; `None` = as
             JSON.
@@ -177,6 +177,7 @@ class Encoded(NamedTuple):
 _JSON = "application/json"
 _JSON_PLAN = OutputPlan()
 _ROW_TYPES: Mapping[Form, str] = {
+    "json": _JSON,
     "jsonl": "application/x-ndjson",
     "arrow-stream": "application/vnd.apache.arrow.stream",
     "arrow-file": "application/vnd.apache.arrow.file",
@@ -199,8 +200,9 @@ def encode(reply: ReplyEncoding, response: Response, spec: ModelSpec | None = No
     if reply.form == "kserve":
         return _kserve(reply, response, spec)
     columns = {column.name: column for column in reply.columns}
-    if reply.form == "jsonl":
+    if reply.form in ("json", "jsonl"):
         body = json_lines(response.outputs, columns, is_batched=reply.is_batched)
+        body = body if reply.form == "jsonl" else body.rstrip(b"\n")
     else:
         is_file = reply.form == "arrow-file"
         body = arrow_batch(response.outputs, columns, is_batched=reply.is_batched, is_file=is_file)

@@ -65,6 +65,61 @@ def test_json_lines(content_type: str) -> None:
     assert (decoded.rows, decoded.reply.form) == (2, "jsonl")
 
 
+@pytest.mark.parametrize("content_type", ["application/json", "text/json; charset=utf-8", "", "application/data"])
+def test_a_json_object_is_a_row_where_the_route_maps_columns(content_type: str) -> None:
+    """Over several lines, too; a KServe request is still one, by its `inputs`."""
+    reader = codec(TEXT, columns={"T": "text"})
+    kserve = b'{"inputs": [{"name": "T", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}]}'
+
+    decoded = reader.decode(b' {"text": "a",\n "task": {"inputs": 7}}\n', content_type)
+
+    assert (values(kserve, content_type, reader), decoded.rows, decoded.reply.form) == ({"T": [[b"a"]]}, 1, "json")
+    assert to_numpy(decoded.request.inputs[0]).tolist() == [[b"a"]]
+    assert reader.decode(kserve, content_type).reply.form == "kserve"
+
+
+@pytest.mark.parametrize(
+    ("form", "body", "reply"),
+    [
+        ("row", b'{"T": "a", "inputs": 1}', "json"),
+        ("jsonl", b'{"T": "a"}\n', "jsonl"),
+        ("kserve", b'{"inputs": [{"name": "T", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]}]}', "kserve"),
+        ("raw", b"a", "kserve"),
+        ("arrow", arrow({"T": ["a"]}), "arrow-stream"),
+        ("arrow", arrow({"T": ["a"]}, FILE), "arrow-file"),
+    ],
+)
+@pytest.mark.parametrize("content_type", ["", "application/json", "image/png", LINES, STREAM])
+def test_the_format_of_a_route_counts_more_than_content_types(
+    form: str, body: bytes, reply: str, content_type: str
+) -> None:
+    decoded = codec(TEXT, format=form).decode(body, content_type)
+
+    assert to_numpy(decoded.request.inputs[0]).tolist() == [[b"a"]]
+    assert decoded.reply.form == reply
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "reason"),
+    [
+        (b'{"text": "a"}', {}, "expected a KServe request, which has 'inputs', and got a JSON object that has text;"),
+        (b"{}", {"format": "kserve"}, "and got a JSON object that has none; to read it as a row, map its members"),
+        (
+            b'{"text": 1',
+            {"columns": {"T": "text"}},
+            "expected a JSON object, which is one row: Input data was truncated",
+        ),
+        (b'{"T": "a"}\n{"T": "b"}', {"format": "row"}, "one row: JSON is malformed: trailing characters"),
+        (b'[{"T": "a"}]', {"format": "row"}, "one row: Expected `object`, got `array`"),
+        (b'{"other": "a"}', {"columns": {"T": "text"}}, "row 1 lacks 'text', which input 'T' is made of; it has other"),
+        (b"[" * 10**5, {"format": "row"}, "nesting depth"),
+        (b'{"a": ' * 10**5, {"columns": {"T": "text"}}, "nesting depth"),
+    ],
+)
+def test_a_refusal_says_what_was_expected_and_what_came(body: bytes, options: dict[str, Any], reason: str) -> None:
+    assert reason in why(body, "application/json", codec(TEXT, **options))
+
+
 def test_columns_of_a_route() -> None:
     """Several columns are one input's elements; texts stay texts whatever they look like."""
     reader = codec(NUMBERS, TEXT, columns={"X": ["a", "b"], "T": "day"})

@@ -27,11 +27,17 @@ sink = {routing_key = "predictions"}
 body = {input = "IMAGE", columns = {IMAGE = ["a", "b"]}}
 """
 SECRET = "pass/word@1"
+EXAMPLES = Path(__file__).resolve().parents[4] / "examples/bridge"
 
 
 def document(**route: Any) -> dict[str, Any]:
     one = {"name": "digits", "model": "digits", "source": {"url": "amqp://broker//", "queue": "tasks"}}
     return {"routes": [one | route]}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_examples_can_be_read(path: Path) -> None:
+    assert load_config(path, {"RABBIT_PASSWORD": SECRET, "LIST_PASSWORD": SECRET}).routes
 
 
 @pytest.mark.parametrize(("name", "text"), [("routes.yaml", YAML), ("routes.yml", YAML), ("routes.toml", TOML)])

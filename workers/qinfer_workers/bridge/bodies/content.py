@@ -10,16 +10,16 @@ from qinfer.errors import InvalidRequest
 from qinfer.jobs.job import shown
 from qinfer.tensors import Bytes
 
-Kind = Literal["", "kserve", "jsonl", "arrow-stream", "arrow-file", "raw", "text"]
-"""The kind of a body; empty = the message does not say."""
+Kind = Literal["", "kserve", "json", "row", "jsonl", "arrow-stream", "arrow-file", "raw", "text"]
+"""The kind of a body; empty = the message does not say, `json` = a KServe request, or a row, by its members."""
 
 JSON_LENGTH_HEADER = "inference-header-content-length"
 
 _KINDS: Mapping[str, Kind] = {
     "": "",
     "application/data": "",  # what kombu says of bytes
-    "application/json": "kserve",
-    "text/json": "kserve",
+    "application/json": "json",
+    "text/json": "json",
     "application/x-ndjson": "jsonl",
     "application/ndjson": "jsonl",
     "application/jsonl": "jsonl",

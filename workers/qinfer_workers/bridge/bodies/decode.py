@@ -1,6 +1,6 @@
-"""Message bodies → inference requests, by their content type. Pure; every body is read or refused.
+"""Message bodies → inference requests, by their content type or the route. Pure; every body is read or refused.
 
-    application/json                                 KServe JSON
+    application/json                                 KServe JSON; a row, if the route has columns and it no `inputs`
     application/vnd.kserve…; with the header         KServe JSON ‖ binary tensors
     inference-header-content-length: any type
     application/x-ndjson, application/jsonl          rows, by the route's columns: one request of so many rows
@@ -26,8 +26,8 @@ from qinfer.models.validate import validate
 from qinfer.tensors import DATATYPES, Bytes, Tensor
 from qinfer.wire.kserve_json import decode_infer
 from qinfer.wire.outputs import OutputPlan, bind
-from qinfer_workers.bridge.bodies.content import Kind, json_length, parse_content_type, unpacked
-from qinfer_workers.bridge.bodies.rows import RowInputs
+from qinfer_workers.bridge.bodies.content import Content, Kind, json_length, parse_content_type, unpacked
+from qinfer_workers.bridge.bodies.rows import RowInputs, listed
 from qinfer_workers.bridge.config import BodyOptions
 from qinfer_workers.bridge.replies import Form, OutputColumn, ReplyEncoding, bound
 
@@ -107,7 +107,13 @@ _LONG_ID = 512
 _MAX_REASON = 1000  # names that the sender chose may be long
 _PLAIN_PLAN = OutputPlan()
 _FORMS: Mapping[str, Form] = {"kserve": "kserve", "jsonl": "jsonl", "arrow": "arrow-stream"}
-_SAME: Mapping[Kind, Form] = {"jsonl": "jsonl", "arrow-stream": "arrow-stream", "arrow-file": "arrow-file"}
+_SAME: Mapping[Kind, Form] = {
+    "row": "json",
+    "jsonl": "jsonl",
+    "arrow-stream": "arrow-stream",
+    "arrow-file": "arrow-file",
+}
+_ARROW_FILE = b"ARROW1"  # https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format
 
 
 class Decoded(NamedTuple):
@@ -152,7 +158,7 @@ class BodyCodec:
         columns = _columns(spec)
         self._replies: dict[Form, ReplyEncoding] = {
             form: ReplyEncoding(form, "", None, () if form == "kserve" else columns, self._is_batched)
-            for form in ("kserve", "jsonl", "arrow-stream", "arrow-file")
+            for form in ("kserve", "json", "jsonl", "arrow-stream", "arrow-file")
         }
 
     def decode(
@@ -192,15 +198,10 @@ class BodyCodec:
         content = parse_content_type(content_type or "")
         if not content.kind:
             content = self._default
-        if content.problem:
-            raise InvalidRequest(content.problem)
-        length = json_length(content, headers, len(body)) if headers or content.json_length is not None else None
-        if length is not None:
-            kind: Kind = "kserve" if length else "raw"
-        else:
-            kind = content.kind or _looks_like(body)
+        kind, length = self._kind(body, content, headers)
         if kind == "kserve":
-            return self._kserve(body, length, is_guess=not content.kind and length is None)
+            is_guess = self._options.format == "auto" and not content.kind and length is None
+            return self._kserve(body, length, is_guess=is_guess)
         if kind in ("raw", "text"):
             if kind == "text":
                 _check_text(body)
@@ -210,6 +211,31 @@ class BodyCodec:
         request = InferRequest(model=self.spec.name, inputs=inputs, version=self._version)
         return Decoded(request, self._replies[self._form(kind)], validate(request, self.spec))
 
+    def _kind(self, body: Bytes, content: Content, headers: Mapping[str, object] | None) -> tuple[Kind, int | None]:
+        """Returns what a body is, and where its JSON ends if the message says so.
+
+        Raises:
+            InvalidRequest: The message contradicts its body, or its text is no UTF-8.
+        """
+        wanted = self._options.format
+        if wanted == "raw":
+            return "raw", None
+        if wanted == "arrow":
+            return ("arrow-file" if bytes(body[: len(_ARROW_FILE)]) == _ARROW_FILE else "arrow-stream"), None
+        if content.problem:
+            raise InvalidRequest(content.problem)
+        if wanted in ("row", "jsonl"):
+            return wanted, None
+        length = json_length(content, headers, len(body)) if headers or content.json_length is not None else None
+        if wanted == "kserve" or length:
+            return "kserve", length
+        if length == 0:
+            return "raw", length
+        kind = content.kind or _looks_like(body)
+        if kind == "json":
+            kind = "row" if self._options.columns and not _has_inputs(body) else "kserve"
+        return kind, None
+
     def _kserve(self, body: Bytes, length: int | None, *, is_guess: bool) -> Decoded:
         try:
             request, plan = decode_infer(
@@ -217,12 +243,13 @@ class BodyCodec:
             )
             rows = validate(request, self.spec)
         except QinferError as error:
-            if not is_guess:
-                raise
-            raise InvalidRequest(
-                "the message has no content type, and was read as KServe JSON: give it one, or set 'content_type' of "
-                f"the route's 'body'; {error.message}"
-            ) from None
+            reason = error.message if length is not None else _without_inputs(body) or error.message
+            if is_guess:
+                reason = (
+                    "the message has no content type, and was read as KServe JSON: give it one, or set 'content_type' "
+                    f"or 'format' of the route's 'body'; {reason}"
+                )
+            raise InvalidRequest(reason) from None
         reply = self._replies[self._form("kserve")]
         if request.client_id or plan != _PLAIN_PLAN:
             reply = self._kept(reply, request.client_id, plan)
@@ -272,7 +299,38 @@ def _no_shared_memory() -> InvalidRequest:
 
 
 def _looks_like(body: Bytes) -> Kind:
-    return "kserve" if bytes(body[:64]).lstrip()[:1] == b"{" else "raw"
+    return "json" if bytes(body[:64]).lstrip()[:1] == b"{" else "raw"
+
+
+class _Members(msgspec.Struct):
+    inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_members = msgspec.json.Decoder(_Members)
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def _has_inputs(body: Bytes) -> bool:
+    """Tells whether a body is a JSON object with `inputs`, as KServe requests are."""
+    try:
+        return _members.decode(body).inputs is not msgspec.UNSET
+    except _UNREADABLE:
+        return False
+
+
+def _without_inputs(body: Bytes) -> str:
+    """Returns the reason for refusing a JSON object that has no `inputs`; empty = it is none."""
+    try:
+        found = _object.decode(body)
+    except _UNREADABLE:
+        return ""
+    if "inputs" in found:
+        return ""
+    return (
+        f"expected a KServe request, which has 'inputs', and got a JSON object that has {listed(found)}; to read it as "
+        "a row, map its members in 'columns' of the route's 'body', or set 'format' there to row"
+    )
 
 
 def _check_text(body: Bytes) -> None:

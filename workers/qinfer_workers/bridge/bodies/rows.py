@@ -284,13 +284,16 @@ class RowInputs:
 
         Args:
             body: The body.
-            form: `jsonl`, `arrow-stream` or `arrow-file`.
+            form: `row`, `jsonl`, `arrow-stream` or `arrow-file`.
 
         Raises:
             InvalidRequest: It can't be read, has too many rows or none, or a row does not fit.
         """
         try:
-            record = self._of_lines(body) if form == "jsonl" else self._of_arrow(body, form)
+            if form in ("row", "jsonl"):
+                record = self._of_json([self._row(bytes(body))] if form == "row" else list(self._rows(bytes(body))))
+            else:
+                record = self._of_arrow(body, form)
             decoded = self._inputs(record.schema).decode(record)
         except BROKEN as error:
             raise InvalidRequest(f"the rows can't be read: {explained(error)}") from None
@@ -323,8 +326,7 @@ class RowInputs:
             raise InvalidRequest(self._none_of_them(schema.names))
         return read_batch(body, kind, columns, self._limits)
 
-    def _of_lines(self, body: Bytes) -> pa.RecordBatch:
-        rows = list(self._rows(bytes(body)))
+    def _of_json(self, rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
         if not rows:
             raise InvalidRequest("the message has no rows")
         columns: dict[str, pa.Array] = {}
@@ -336,6 +338,16 @@ class RowInputs:
         if not columns:
             raise InvalidRequest(self._none_of_them(rows[0]))
         return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+    def _row(self, body: bytes) -> Mapping[str, Any]:
+        try:
+            check_depth(body, self._max_depth)
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(
+                f"expected a JSON object, which is one row: {explained(error)}; send several as application/x-ndjson, "
+                "or set 'format' of the route's 'body'"
+            ) from None
 
     def _rows(self, body: bytes) -> Iterator[Mapping[str, Any]]:
         count = 0
@@ -358,7 +370,7 @@ class RowInputs:
 
     def _none_of_them(self, names: Sequence[str] | Mapping[str, Any]) -> str:
         inputs = ", ".join(tensor.name for tensor in self._spec.inputs) or "none"
-        return f"the rows have {_listed(names)}, and no column for an input of '{self._spec.name}', which has {inputs}"
+        return f"the rows have {listed(names)}, and no column for an input of '{self._spec.name}', which has {inputs}"
 
     def _tensors(self, decoded: Decoded) -> tuple[Tensor, ...]:
         errors, pieces = decoded.errors, decoded.pieces
@@ -385,7 +397,7 @@ def _array(name: str, rows: Sequence[Mapping[str, Any]], tensor: TensorSpec) -> 
     if _ABSENT in values:
         row = values.index(_ABSENT)
         raise InvalidRequest(
-            f"row {row + 1} lacks '{shown(name)}', which input '{tensor.name}' is made of; it has {_listed(rows[row])}"
+            f"row {row + 1} lacks '{shown(name)}', which input '{tensor.name}' is made of; it has {listed(rows[row])}"
         )
     try:
         return pa.array(values)
@@ -405,6 +417,7 @@ def _is_column(values: Sequence[Any]) -> bool:
     return True
 
 
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """Returns names for a message: the first ones, shortened."""
     first = [shown(name) for name in names][:_SHOWN]
     return ", ".join(first) + (", …" if len(names) > _SHOWN else "") if first else "none"
