@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 STAMP := .venv/.setup-stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix lint e2e chaos bench bench-bulk docs test-gpu bench-gpu
+.PHONY: help setup demo test test-matrix lint e2e chaos fuzz bench bench-bulk docs test-gpu bench-gpu
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 10
@@ -32,6 +32,9 @@ e2e: $(STAMP) ## Only the tests that drive the whole server, with Triton's own c
 
 chaos: $(STAMP) ## Kill processes under load for ten minutes (CHAOS_SECONDS, CHAOS_KILLS, CHAOS_SEED)
 	@CHAOS_SECONDS=$${CHAOS_SECONDS:-600} CHAOS_KILLS=$${CHAOS_KILLS:-220} $(PYTHON) -m pytest tests -m chaos -v
+
+fuzz: $(STAMP) ## Send damaged input to every part for an hour (QINFER_TEST_FUZZ_S, QINFER_TEST_SEED)
+	@QINFER_TEST_FUZZ_S=$${QINFER_TEST_FUZZ_S:-3600} $(PYTHON) -m pytest tests/fuzz -v
 
 bench: $(STAMP) ## Measure against peers; writes benchmarks/RESULTS.md (takes a while; ARGS="--quick")
 	@$(PYTHON) benchmarks/run $(ARGS)

@@ -20,6 +20,7 @@ for i = 3, #KEYS do
   redis.call('ZADD', KEYS[2], string.format('%.0f', now), ARGV[at])
   local fields = tonumber(ARGV[at + 1])
   at = at + 2
+  assert(at + 2 * fields - 1 <= #ARGV, 'there are fewer ARGV than counts of a route')
   for _ = 1, fields do
     if number > last then redis.call('HINCRBY', KEYS[i], ARGV[at], ARGV[at + 1]) end
     at = at + 2

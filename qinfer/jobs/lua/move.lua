@@ -4,7 +4,7 @@ local id, state, expected = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
 local was = redis.call('HGET', KEYS[1], 'state')
 if was == 'running' and state == 'finalizing' and redis.call('ZCARD', KEYS[2]) + redis.call('HLEN', KEYS[3]) > 0 then return 0 end
-for i = 4, 3 + expected do
+for i = 4, math.min(3 + expected, #ARGV) do
   if was == ARGV[i] then
     become(id, state, unpack(ARGV, 4 + expected))
     return 1

@@ -2,10 +2,12 @@
 -- KEYS: those of each. ARGV: how many requests there are, how many keys each has, then for each how many arguments follow,
 --   and they.
 -- Returns what that script returns, for each.
-local width = tonumber(ARGV[2])
+local requests, width = tonumber(ARGV[1]), tonumber(ARGV[2])
 local answers, at = {}, 3
-for number = 1, tonumber(ARGV[1]) do
+assert(width > 0 and requests * width == #KEYS, 'so many KEYS are not those of so many requests')
+for number = 1, requests do
   local keys, arguments, count = {}, {}, tonumber(ARGV[at])
+  assert(at + count <= #ARGV, 'there are fewer ARGV than a request is said to have')
   for i = 1, width do keys[i] = KEYS[(number - 1) * width + i] end
   for i = 1, count do arguments[i] = ARGV[at + i] end
   at = at + count + 1

@@ -11,5 +11,5 @@ local function trim_letters(letters, letter, size, age, most)
       count = math.max(1, count - math.max(1, math.floor(excess / average)))
       redis.call('XTRIM', letters, 'MAXLEN', count)
     end
-  until excess <= 0 or count == 1
+  until not (excess > 0) or count <= 1 -- `not`: no number is neither
 end
