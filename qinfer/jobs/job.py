@@ -332,7 +332,10 @@ def _explained(text: str, body: bytes, kind: type[JobSpec]) -> str:
 
 def _column_path(path: str, body: bytes) -> str:
     """Returns the path of a problem in `columns` with the tensor's name, which msgspec leaves out."""
-    given = msgspec.json.decode(body)["columns"]
+    try:
+        given = msgspec.json.decode(body)["columns"]
+    except msgspec.DecodeError:  # what comes behind `columns` is no JSON: nobody has read as far
+        return path
     for tensor, value in given.items() if isinstance(given, dict) else ():
         try:
             msgspec.convert(value, _ColumnsGiven, strict=True)

@@ -94,7 +94,9 @@ def test_what_can_not_be_is_refused_with_its_field(fields: dict[str, Any], said:
         decode_spec(with_fields(**fields))
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"\xff", b'{"model": "m"}', b'{"columns": {"x": 1}}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"3", b"\xff", b'{"model": "m"}', b'{"columns": {"x": 1}}', b'{"columns": 3, ']
+)
 def test_what_is_no_job_is_refused(body: bytes) -> None:
     """Whatever the bytes are, they are the caller's mistake."""
     with pytest.raises(InvalidRequest):
