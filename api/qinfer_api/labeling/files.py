@@ -8,15 +8,18 @@ import asyncio
 import base64
 import binascii
 import re
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 import qinfer
 from qinfer.core.settings import LabelingSettings, StoreSettings, WebhookSettings
-from qinfer.core.store_urls import check_url
-from qinfer.errors import InvalidRequest, PayloadTooLarge, Unreachable
+from qinfer.core.store_urls import Grant
+from qinfer.errors import Forbidden, InvalidRequest, PayloadTooLarge, Unreachable
 from qinfer.storage.open import store_for
+from qinfer.storage.within import readable
 from qinfer_api.labeling.studio import LabelStudio
 from qinfer_api.requests.targets import MAX_URL_CHARACTERS, Resolve, Targets, Words
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 _DATA_URI = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
 _KEPT_BY_STUDIO = "/data/"
+_UPLOADED = re.compile(r"/data/upload/(\d{1,18})/")
 _WEB = ("http", "https")
 _WORDS = Words(
     "file",
@@ -43,6 +47,7 @@ class Files:
         stores: Which object stores.
         studio: Label Studio, for the files that it keeps; `None` = it is not known here.
         resolve: Looks up names; the system's resolver by default.
+        is_shared: Returns whether several tenants have keys.
 
     Raises:
         SettingsError: An entry of the hosts is none.
@@ -54,7 +59,9 @@ class Files:
         stores: StoreSettings,
         studio: LabelStudio | None,
         resolve: Resolve | None = None,
+        is_shared: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_shared = is_shared
         self._targets = targets_of(settings, resolve)
         self._stores = stores
         self._studio = studio
@@ -67,36 +74,45 @@ class Files:
         if self._http is not None:
             await self._http.aclose()
 
-    async def fetch(self, reference: str) -> bytes:
+    def of(self, tenant: str, projects: Sequence[int]) -> Callable[[str], Awaitable[bytes]]:
+        """Returns a function that fetches a file of a tenant's task, as `fetch` does."""
+        return partial(self.fetch, tenant=tenant, projects=projects)
+
+    async def fetch(self, reference: str, tenant: str = "", projects: Sequence[int] = ()) -> bytes:
         """Returns the content of a file.
 
         Args:
             reference: What the task has: a path below `/data/` of Label Studio, a URL, or a `data:` URI.
+            tenant: The tenant whose task it is; empty where there are none.
+            projects: The projects that the task's mapping names; empty = any. Where several tenants have keys, nothing
+                is fetched that was uploaded to another project.
 
         Raises:
             InvalidRequest: It may not be fetched, or it is not there; the text says what would allow it.
-            Forbidden: No setting allows the store.
+            Forbidden: No setting allows the store to the tenant, or the file was uploaded to another project.
             PayloadTooLarge: It is larger than `labeling.max_file_bytes`.
             StoreError: The store does not give it.
             Unreachable: It can't be fetched now.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._fetch(reference)
+                return await self._fetch(reference, tenant, projects)
         except TimeoutError:
             raise Unreachable(f"a file of the task took longer than {self._timeout_s:g} s to fetch") from None
 
-    async def _fetch(self, reference: str) -> bytes:
+    async def _fetch(self, reference: str, tenant: str, projects: Sequence[int]) -> bytes:
         if reference[:5].lower() == "data:":
             return self._decoded(reference)
         kept = self._path_at_studio(reference)
         if kept:
+            self._check_project(kept, projects)
             return await self._from_studio(kept)
         scheme = reference.partition("://")[0].lower()
         if scheme in _WEB:
             return await self._from_host(reference)
-        url = check_url(reference, self._stores.allow)
-        return await asyncio.get_running_loop().run_in_executor(_threads, self._from_store, url)
+        grant = self._stores.grant_of(tenant, is_shared=self._is_shared())
+        url = grant.check_read(reference)
+        return await asyncio.get_running_loop().run_in_executor(_threads, self._from_store, url, grant)
 
     def _path_at_studio(self, reference: str) -> str:
         """Returns path and query of a file in Label Studio; empty for other locations."""
@@ -107,9 +123,23 @@ class Files:
             return reference.removeprefix(origin)
         return ""
 
+    def _check_project(self, path: str, projects: Sequence[int]) -> None:
+        """Checks that a file was uploaded to one of a mapping's projects; paths of other files name no project."""
+        uploaded = _UPLOADED.match(unquote(path)) if projects and self._is_shared() else None
+        if uploaded and int(uploaded[1]) not in projects:
+            raise Forbidden(
+                f"the file '{path[:100]}' was uploaded to project {uploaded[1]}, and the mapping is for "
+                f"{', '.join(map(str, projects))}; upload it there"
+            )
+
     async def _from_studio(self, path_and_query: str) -> bytes:
         path = unquote(path_and_query.partition("?")[0])
-        wrong = not path.startswith(_KEPT_BY_STUDIO) or ".." in path.split("/") or "//" in path or "\\" in path
+        wrong = (
+            not path.startswith(_KEPT_BY_STUDIO)
+            or {".", ".."}.intersection(path.split("/"))
+            or "//" in path
+            or "\\" in path
+        )
         wrong = wrong or not path_and_query.isprintable() or len(path_and_query) > MAX_URL_CHARACTERS
         if wrong or "#" in path_and_query:
             raise InvalidRequest(
@@ -154,8 +184,8 @@ class Files:
             )
         return self._http
 
-    def _from_store(self, url: str) -> bytes:
-        store = store_for(url)
+    def _from_store(self, url: str, grant: Grant) -> bytes:
+        store = readable(grant, store_for)(url)
         found = store.stat(url)
         if found is None:
             raise InvalidRequest(f"the file '{url[:200]}' of the task is not in its store")

@@ -307,10 +307,11 @@ class Intake:
         return True
 
     async def _submit(self, board: Board, entry: LabelTask) -> None:
-        mapping = await self._book.of(board.model, board.project)
+        is_shared = self._requests.dispatcher.has_tenants
+        mapping = await self._book.for_tenant(board.model, board.project, board.tenant, is_shared=is_shared)
         served = self._requests.resolve(board.model, entry.version)
         task = await self.task_of(board, entry)
-        request = await request_of(mapping, served, task, self._files.fetch)
+        request = await request_of(mapping, served, task, self._files.of(board.tenant, mapping.project))
         request.version = entry.version
         longest_s = float(served.spec.parameters.get(MAX_TIMEOUT, self._limits.max_timeout_s))
         submission = SubmitOptions(

@@ -5,7 +5,7 @@ import logging
 import time
 from pathlib import Path
 
-from qinfer.errors import InvalidRequest, SettingsError, UnsupportedFeature
+from qinfer.errors import Forbidden, InvalidRequest, SettingsError, UnsupportedFeature
 from qinfer.labeling.mapping import SUFFIXES, Mapping, Mappings, load_mappings
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,30 @@ class MappingBook:
             return (await self.current()).of(model, project)
         except InvalidRequest as error:
             raise InvalidRequest(f"{error.message}; write one into the directory that {_NAME} names") from None
+
+    async def for_tenant(self, model: str, project: int | None, tenant: str, *, is_shared: bool) -> Mapping:
+        """Returns the mapping for a model and a project, if a tenant may use it.
+
+        Args:
+            model: The model.
+            project: The project of Label Studio; `None` = it was not said.
+            tenant: The tenant; empty where there are none.
+            is_shared: Whether other tenants have keys: a mapping that names no tenants is then nobody's, for it leads
+                to all that Label Studio shows to the server.
+
+        Raises:
+            Forbidden: The mapping is for other tenants.
+            QinferError: As `of`.
+        """
+        mapping = await self.of(model, project)
+        if mapping.tenant and tenant not in mapping.tenant:
+            raise Forbidden(f"the labeling mapping '{mapping.name}' is for other tenants than '{tenant}'")
+        if is_shared and not mapping.tenant:
+            raise Forbidden(
+                f"the labeling mapping '{mapping.name}' names no tenant, and several use this server; its operator "
+                f"writes 'tenant: {tenant}' into it"
+            )
+        return mapping
 
     def _look(self, directory: Path) -> None:
         signature = _signature(directory)

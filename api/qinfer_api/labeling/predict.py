@@ -156,7 +156,9 @@ class _Run:
 
     async def _sent(self, task: Mapping[str, Any], sink: FutureSink) -> Pending:
         """Sends the request of a task, again and again while the server has no room for it."""
-        request = await request_of(self._call.mapping, self._call.served, task, self._files.fetch)
+        mapping, context = self._call.mapping, self._call.context
+        fetch = self._files.of(context.tenant, mapping.project)
+        request = await request_of(mapping, self._call.served, task, fetch)
         while True:
             left_s = self._left_s()
             if left_s <= 0:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qinfer.core.settings import LabelingSettings, Settings
-from qinfer.errors import Forbidden, InvalidRequest, Overloaded, SettingsError, UnsupportedFeature
+from qinfer.errors import InvalidRequest, Overloaded, SettingsError, UnsupportedFeature
 from qinfer.labeling.label_config import LabelConfig, parse_label_config
 from qinfer.labeling.mapping import Mapping as TaskMapping
 from qinfer.labeling.mapping import model_version
@@ -79,7 +79,7 @@ class Labeling:
         self._requests = requests
         self._book = check_labeling(own)
         self._studio = LabelStudio(own) if own.url else None
-        self._files = Files(own, settings.stores, self._studio)
+        self._files = Files(own, settings.stores, self._studio, is_shared=lambda: dispatcher.has_tenants)
         self._predictor = Predictor(dispatcher, self._files, own.predict_timeout_s)
         self._statuses = Statuses(tasks, delivery.requests)
         self.intake = Intake(
@@ -251,9 +251,8 @@ class Labeling:
     async def _found(self, context: Context, model: str, project: int | None) -> tuple[TaskMapping, Served]:
         """Finds the mapping for a model and project, and the version that it asks."""
         await self._known(model)
-        mapping = await self._book.of(model, project)
-        if mapping.tenant and context.tenant not in mapping.tenant:
-            raise Forbidden(f"the labeling mapping '{mapping.name}' is for other tenants than '{context.tenant}'")
+        is_shared = self._dispatcher.has_tenants
+        mapping = await self._book.for_tenant(model, project, context.tenant, is_shared=is_shared)
         if mapping.mode == PUSH:
             return mapping, self._requests.resolve(model, mapping.version)
         return mapping, self._dispatcher.resolve(model, mapping.version)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import LabelingSettings, LimitSettings, Settings
 from qinfer.errors import SettingsError
 from qinfer.testing import eventually
@@ -288,8 +289,6 @@ async def test_a_key_is_the_password(mappings: str, tmp_path: Path) -> None:
 
 async def test_a_mapping_may_be_of_one_tenant(tmp_path: Path) -> None:
     """Tenants share one Label Studio: another's projects and files are none of theirs."""
-    from qinfer.core.api_keys import Scope, add_key
-
     path = tmp_path / "keys.json"
     tokens = {tenant: add_key(path, tenant, (Scope.INFER,))[1] for tenant in ("acme", "other")}
     mappings = written(tmp_path / "mappings", labels=LABELS + "tenant: acme\n")
@@ -307,6 +306,21 @@ async def test_a_mapping_may_be_of_one_tenant(tmp_path: Path) -> None:
                 for tenant, token in tokens.items()
             }
             assert statuses == {"acme": 200, "other": 403}
+
+
+async def test_a_mapping_without_tenants_is_nobodys_where_there_are_several(tmp_path: Path) -> None:
+    """It leads to all that Label Studio shows to the server."""
+    path = tmp_path / "keys.json"
+    tokens = [add_key(path, tenant, (Scope.INFER,))[1] for tenant in ("acme", "other")]
+    settings = with_labeling(written(tmp_path / "mappings", labels=LABELS)).model_copy(
+        update={"auth": settings_of(auth={"mode": "keys", "keys_file": str(path)}).auth}
+    )
+    async with running_gateway(settings) as running, httpx.AsyncClient(base_url=running.url) as client:
+        for token in tokens:
+            headers = {"authorization": f"Bearer {token}"}
+            for name, body in (("setup", {"project": PROJECT, "schema": CONFIG}), ("predict", call("pos"))):
+                reply = await client.post(f"/label-studio/text/{name}", json=body, headers=headers)
+                assert (reply.status_code, "names no tenant" in reply.text) == (403, True), reply.text
 
 
 async def test_new_mappings_are_seen(client: httpx.AsyncClient, mappings: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,13 @@ async def to_loopback(host: str, port: int) -> Sequence[str]:
 
 
 @contextlib.asynccontextmanager
-async def fetching(url: str = "", stores: Sequence[str] = (), **changes: Any) -> AsyncIterator[Files]:
+async def fetching(
+    url: str = "", stores: Sequence[str] = (), *, is_shared: bool = False, **changes: Any
+) -> AsyncIterator[Files]:
     about = {"url": url, "token": PERSONAL, "file_timeout_s": 5.0, **changes}
     settings = LabelingSettings.model_validate(about)
     studio = LabelStudio(settings) if url else None
-    files = Files(settings, StoreSettings(allow=tuple(stores)), studio, to_loopback)
+    files = Files(settings, StoreSettings(allow=tuple(stores)), studio, to_loopback, lambda: is_shared)
     try:
         yield files
     finally:
@@ -70,6 +72,7 @@ async def test_what_label_studio_keeps_is_fetched_with_its_token(studio: LabelSt
     [
         "/api/users/",
         "/data/../api/users/",
+        "/data/./upload/1/a b.png",
         "/data/%2e%2e/api/users/",
         "/data//evil",
         "/data/\\evil",
@@ -209,3 +212,27 @@ async def test_a_data_uri_is_its_content() -> None:
         for uri in ("data:text/plain,abc", "data:;base64,????", "data:;base64," + "A" * 100, "", "a.png", "ftp://x/y"):
             with pytest.raises(QinferError):
                 await files.fetch(uri)
+
+
+@pytest.mark.parametrize("path", ["/data/upload/1/a b.png", "/data/upload/01/a b.png", "/data/%75pload/1%2Fa%20b.png"])
+async def test_of_several_tenants_each_has_the_files_of_its_projects(studio: LabelStudioServer, path: str) -> None:
+    """The server's token reads them all."""
+    async with fetching(studio.url, is_shared=True) as files:
+        for reference in (path, studio.url + path):
+            with pytest.raises(Forbidden, match=r"project 0?1, and the mapping is for 2, 3; upload it there"):
+                await files.of("other", (2, 3))(reference)
+        assert await files.of("acme", (1,))("/data/upload/1/a%20b.png") == b"an image"
+
+
+async def test_a_tenants_task_has_files_of_its_folder_in_a_store(tmp_path: Path) -> None:
+    """Not of another's, by a link neither."""
+    for name in ("acme", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+    (tmp_path / "other" / "link").symlink_to("../acme/a.txt")
+
+    async with fetching(stores=[f"file://{tmp_path}"], is_shared=True) as files:
+        for path in ("acme/a.txt", "other/link", "a.txt"):
+            with pytest.raises(Forbidden, match="tenant 'other' may read"):
+                await files.of("other", ())(f"file://{tmp_path}/{path}")
+        assert await files.of("other", ())(f"file://{tmp_path}/other/a.txt") == b"other"
