@@ -1,5 +1,6 @@
 """`python -m qinfer_api`: runs one gateway, configured by `QINFER_…` variables, until SIGTERM or SIGINT.
 
+SIGHUP has it read the file of API keys and the certificates again.
 Exit codes: 0 after a drain, 1 when Redis is away at the start or a part of the gateway died, 2 for a wrong setting, 130
 for SIGINT before it serves.
 """
@@ -30,6 +31,9 @@ def main() -> int:
         epilog="Configured by QINFER_… variables, such as QINFER_REDIS__URL and QINFER_HTTP__PORT; "
         "`qinfer.core.settings` documents all of them.",
     ).parse_args()
+    signal.signal(
+        signal.SIGHUP, signal.SIG_IGN
+    )  # until there is something to read again; what it starts ignores it too
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its core writes to stderr, past the log and not as JSON
     try:
         settings = load_settings()
@@ -56,6 +60,7 @@ async def _run(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.stop)
+    loop.add_signal_handler(signal.SIGHUP, gateway.reload)
     _tune_garbage_collector()
     await gateway.serve()
 

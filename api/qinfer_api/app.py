@@ -1,8 +1,8 @@
 """The gateway's composition root: settings in, a serving process out.
 
-`Gateway` owns the tasks (reply reader, catalog, discards, janitor) and the servers; `build` makes the Redis adapters,
-and `build_app` the FastAPI application with every route. If a task dies the gateway ends with its error, and the
-supervisor starts it anew: half a gateway helps nobody.
+`Gateway` owns the tasks (reply reader, catalog, discards, janitor, reloading) and the servers; `build` makes the Redis
+adapters, and `build_app` the FastAPI application with every route. If a task dies the gateway ends with its error, and
+the supervisor starts it anew: half a gateway helps nobody.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from qinfer.observe.tracing import GATEWAY, open_tracer
 from qinfer.queue.clients import admin_client
 from qinfer.queue.entries import reply_address
 from qinfer.queue.lanes import Queue
-from qinfer_api.auth import Restrictions, load_auth
+from qinfer_api.auth import Auth, Restrictions, load_auth
 from qinfer_api.http.fast import FastPath
 from qinfer_api.http.infer import InferCodec
 from qinfer_api.http.server import HttpServer, listen, netloc, read_certificate
@@ -49,6 +49,7 @@ from qinfer_api.observe.metrics_port import MetricsPort, open_metrics_port
 from qinfer_api.observe.reporting import Reporting
 from qinfer_api.observe.tracing import Tracing
 from qinfer_api.receiving import ReceivingBudget
+from qinfer_api.reloading import KeyFile, Reloading
 from qinfer_api.requests.janitor import Janitor
 from qinfer_api.requests.routes import request_routes
 from qinfer_api.requests.service import AsyncRequests
@@ -202,6 +203,15 @@ class Gateway:
         if rpc is not None:
             rpc.use(services)
         self.metrics: MetricsPort | None = None
+        self._reloading = self._reloading_of(settings, auth)
+
+    def _reloading_of(self, settings: Settings, auth: Auth | None) -> Reloading:
+        """Creates what reads files again."""
+        keys = KeyFile(Path(settings.auth.keys_file), auth) if auth is not None and settings.auth.keys_file else None
+        certificates = [self._server.show_certificate] if settings.http.tls_certfile else []
+        if self.rpc is not None and settings.grpc.tls_certfile:
+            certificates.append(self.rpc.show_certificate)
+        return Reloading(keys, certificates)
 
     def _watch_of(self, source: Repositories | None, repository: RepositorySettings) -> "RepositoryWatch | None":
         """Creates the poller of the repositories, if there are any and the mode polls them."""
@@ -273,6 +283,7 @@ class Gateway:
                     group.create_task(self._janitor.run()),
                     group.create_task(self._reporting.run()),
                     group.create_task(self._examiners.run(self.started)),
+                    group.create_task(self._reloading.run()),
                 ]
                 if self.metrics is not None:
                     tasks.append(group.create_task(self.metrics.serve()))
@@ -318,6 +329,10 @@ class Gateway:
         await rpc.turn_away()
         self._drain()
         await rpc.stop(self._drain_s)
+
+    def reload(self) -> None:
+        """Has the files of API keys and certificates read again; the handler of SIGHUP."""
+        self._reloading.ask()
 
     def stop(self) -> None:
         """Begins to drain, once gRPC's clients know: that takes up to a second."""

@@ -6,6 +6,7 @@ in constant time, so that the time it takes discloses nothing.
 
 import hmac
 import math
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -31,12 +32,16 @@ class Quota:
 
     def __init__(self, key: ApiKey, now_s: float) -> None:
         self._tenant = key.tenant
+        self._filled_at_s = now_s
+        self.in_flight = 0
+        self.limit(key)
+        self._tokens = self._burst
+
+    def limit(self, key: ApiKey) -> None:
+        """Applies the limits of a key from now on."""
         self._rate = key.rate_per_s
         self._burst = float(key.burst or max(key.rate_per_s, 1.0))
-        self._tokens = self._burst
-        self._filled_at_s = now_s
         self._max_in_flight = key.max_in_flight
-        self.in_flight = 0
 
     def charge(self, now_s: float) -> None:
         """Counts one request against the rate.
@@ -90,12 +95,16 @@ class Principal(NamedTuple):
         tenant: Whose it is.
         scopes: What it allows.
         quota: Shared by all keys of the tenant.
+        sha256: The hash of the key, in hexadecimal.
+        expires_at_s: The instant from which the key is refused, in seconds since the epoch.
     """
 
     key_id: str
     tenant: str
     scopes: frozenset[Scope]
     quota: Quota
+    sha256: str
+    expires_at_s: float
 
     def allows(self, scope: Scope) -> bool:
         """Tells whether the key allows a scope; `admin` allows all."""
@@ -110,12 +119,14 @@ class Context(msgspec.Struct, frozen=True, gc=False):
         trace: W3C `traceparent`; empty when the request is not traced.
         key: The API key that was presented; empty without one.
         principal: Who it belongs to, once `authorize` knows.
+        scope: What it was authorized for.
     """
 
     tenant: str = ""
     trace: str = ""
     key: str = ""
     principal: Principal | None = None
+    scope: Scope = Scope.INFER
 
 
 ANONYMOUS = Context()
@@ -127,15 +138,30 @@ class Auth:
     Args:
         keys: The entries of the file.
         clock: The monotonic clock of the rates.
+        epoch_s: Returns the time of day, by which keys expire, in seconds since the epoch.
     """
 
-    def __init__(self, keys: Iterable[ApiKey], clock: Clock | None = None) -> None:
+    def __init__(
+        self, keys: Iterable[ApiKey], clock: Clock | None = None, epoch_s: Callable[[], float] = time.time
+    ) -> None:
         self._now_s = (clock or SystemClock()).monotonic_s
+        self._epoch_s = epoch_s
         self._quotas: dict[str, Quota] = {}
-        self._known: list[tuple[str, Principal]] = []
+        self._known: dict[str, Principal] = {}
+        self.use(keys)
+
+    def use(self, keys: Iterable[ApiKey]) -> None:
+        """Replaces the known keys; tenants that remain keep what they have used, under their new quotas."""
+        quotas: dict[str, Quota] = {}
+        known: dict[str, Principal] = {}
         for key in keys:
-            quota = self._quotas.setdefault(key.tenant, Quota(key, self._now_s()))
-            self._known.append((key.sha256, Principal(key.id, key.tenant, frozenset(key.scopes), quota)))
+            if key.tenant not in quotas:
+                quotas[key.tenant] = self._quotas.get(key.tenant) or Quota(key, self._now_s())
+                quotas[key.tenant].limit(key)
+            expires_at_s = key.expires_at.timestamp() if key.expires_at else math.inf
+            scopes = frozenset(key.scopes)
+            known[key.sha256] = Principal(key.id, key.tenant, scopes, quotas[key.tenant], key.sha256, expires_at_s)
+        self._quotas, self._known = quotas, known
 
     @property
     def tenants(self) -> frozenset[str]:
@@ -149,7 +175,7 @@ class Auth:
             The context, with tenant and principal, and without the key.
 
         Raises:
-            Unauthorized: No key was presented, or none that is known.
+            Unauthorized: No key was presented, or none that is known, or it has expired.
             Forbidden: The key does not allow it.
         """
         presented = context.key
@@ -159,14 +185,39 @@ class Auth:
             )
         digest = hash_key(presented)
         found: Principal | None = None
-        for sha256, principal in self._known:  # all of them, whichever it is
+        for sha256, principal in self._known.items():  # all of them, whichever it is
             if hmac.compare_digest(sha256, digest):
                 found = principal
         if found is None:
             raise Unauthorized("the API key is not known; ask for another")
-        if not found.allows(scope):
-            raise Forbidden(f"key '{found.key_id}' does not have the scope '{scope}'; use one that has")
-        return Context(found.tenant, context.trace, "", found)
+        self._check(found, scope)
+        return Context(found.tenant, context.trace, "", found, scope)
+
+    def recheck(self, context: Context) -> None:
+        """Checks that a caller who was authorized still would be: connections and streams outlast keys.
+
+        Raises:
+            Unauthorized: The key was revoked, or has expired.
+            Forbidden: The key does not allow any more what it did.
+        """
+        before = context.principal
+        if before is None:
+            return
+        principal = self._known.get(before.sha256)
+        if principal is None or principal.tenant != before.tenant:
+            raise Unauthorized(f"key '{before.key_id}' was revoked; use another")
+        self._check(principal, context.scope)
+
+    def _check(self, principal: Principal, scope: Scope) -> None:
+        if principal.expires_at_s <= self._epoch_s():
+            raise Unauthorized(f"key '{principal.key_id}' has expired; use another")
+        if not principal.allows(scope):
+            raise Forbidden(f"key '{principal.key_id}' does not have the scope '{scope}'; use one that has")
+
+    def has_key(self, tenant: str) -> bool:
+        """Tells whether a tenant has a key that is valid now."""
+        now_s = self._epoch_s()
+        return any(known.tenant == tenant and known.expires_at_s > now_s for known in self._known.values())
 
     def charge(self, principal: Principal) -> None:
         """Counts one request against the rate of the tenant.
@@ -195,7 +246,7 @@ class Auth:
         return self._quotas[tenant].spare(self._now_s()) if tenant in self._quotas else math.inf
 
     def admit(self, context: Context) -> Context:
-        """Authorizes an infer request, if that was not done before, and checks the quotas of its tenant.
+        """Authorizes an infer request, anew if that was done before, and checks the quotas of its tenant.
 
         Raises:
             Unauthorized: As `authorize`.
@@ -204,6 +255,8 @@ class Auth:
         """
         if context.principal is None:
             context = self.authorize(context, Scope.INFER)
+        else:
+            self.recheck(context)
         assert context.principal is not None
         context.principal.quota.check_in_flight()
         self.charge(context.principal)

@@ -81,6 +81,16 @@ class Dispatcher:
         """Finds out who asks, and whether they may: see `Auth.authorize`; does nothing where everyone may."""
         return context if self._auth is None else self._auth.authorize(context, scope)
 
+    def recheck(self, context: Context) -> None:
+        """Checks that a caller who was authorized still would be: see `Auth.recheck`; does nothing where everyone may.
+
+        Raises:
+            Unauthorized: The key was revoked, or has expired.
+            Forbidden: The key does not allow any more what it did.
+        """
+        if self._auth is not None:
+            self._auth.recheck(context)
+
     def charge(self, context: Context) -> None:
         """Counts a request against the rate of its tenant; `submit` does it by itself.
 

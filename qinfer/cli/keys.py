@@ -1,16 +1,30 @@
 """`qinfer keys`: API keys for `QINFER_AUTH__MODE=keys`."""
 
+import re
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.console import JsonOption, print_json
+from qinfer.cli.console import JsonOption, print_json, show
 
-app = typer.Typer(help="Manage API keys.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
-EXAMPLE = "Example: qinfer keys new --tenant acme --file keys.json"
+    from qinfer.core.api_keys import ApiKey
+
+app = typer.Typer(help="Manage API keys: gateways follow the key file within 2 seconds.", no_args_is_help=True)
+
+EXAMPLE = "Example: qinfer keys new --tenant acme --expires 90d --file keys.json"
+ROTATION = "Example: qinfer keys rotate acme-1f0c33d2 --overlap 24h --file keys.json"
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+FileOption = Annotated[
+    Path, typer.Option("--file", "-f", envvar="QINFER_AUTH__KEYS_FILE", help="The key file; `new` creates it.")
+]
 
 
 class ScopeName(StrEnum):
@@ -18,6 +32,14 @@ class ScopeName(StrEnum):
 
     infer = "infer"
     admin = "admin"
+
+
+def _duration(text: str) -> timedelta:
+    """Reads a duration such as `90d`, `24h`, `30m` or `10s`."""
+    found = re.fullmatch(r"([0-9]{1,6})([smhd])", text.strip())
+    if found is None:
+        raise typer.BadParameter(f"'{text}' is no duration; write such as 90d, 24h, 30m or 10s")
+    return timedelta(seconds=int(found[1]) * _UNITS[found[2]])
 
 
 @app.command("new", epilog=EXAMPLE)
@@ -32,28 +54,96 @@ def new_key(
             help="Scope of the key, repeatable: infer (the default), or admin, which allows everything.",
         ),
     ] = None,
-    file: Annotated[
-        Path,
-        typer.Option("--file", "-f", envvar="QINFER_AUTH__KEYS_FILE", help="The key file; created if missing."),
-    ] = Path("keys.json"),
+    file: FileOption = Path("keys.json"),
     key_id: Annotated[str, typer.Option("--id", help="Name of the key in the file; default: a random one.")] = "",
+    expires: Annotated[
+        str, typer.Option("--expires", help="Time from now until the key expires, such as 90d; default: never.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Create an API key: print it once, and add its hash to the key file.
 
     Quotas are edited in the file: `rate_per_s`, `burst` and `max_in_flight`, where 0 means no limit; they are the
-    same for all keys of a tenant. Gateways read the file at start.
+    same for all keys of a tenant. Gateways follow the file within 2 seconds.
     """
-    from rich.console import Console
-    from rich.text import Text
-
     from qinfer.core.api_keys import Scope, add_key
 
     wanted = tuple(Scope(scope.value) for scope in dict.fromkeys(scopes or [ScopeName.infer]))
-    entry, key = add_key(file, tenant, wanted, key_id)
+    expires_at = datetime.now(UTC).replace(microsecond=0) + _duration(expires) if expires else None
+    entry, key = add_key(file, tenant, wanted, key_id, expires_at=expires_at)
+    _show_once(entry, key, f"Key '{entry.id}' of tenant '{entry.tenant}' was added to {file}.", as_json=as_json)
+
+
+@app.command("list")
+def list_keys(*, file: FileOption = Path("keys.json"), as_json: JsonOption = False) -> None:
+    """List the keys of a key file: names, rights and validity. The keys themselves are kept nowhere."""
+    from qinfer.core.api_keys import read_keys
+
+    rows = [_row(key) for key in read_keys(file)]
+    show(rows, lambda: _table(rows), as_json=as_json)
+
+
+@app.command("revoke")
+def revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="Name of the key; `qinfer keys list` shows it.")],
+    *,
+    file: FileOption = Path("keys.json"),
+) -> None:
+    """Revoke a key: remove it from the key file. Within 2 seconds no gateway takes it any more, on open streams too."""
+    from qinfer.core.api_keys import revoke_key
+
+    entry = revoke_key(file, key_id)
+    typer.echo(f"Key '{entry.id}' of tenant '{entry.tenant}' was removed from {file}.")
+
+
+@app.command("rotate", epilog=ROTATION)
+def rotate(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="Name of the old key; `qinfer keys list` shows it.")],
+    *,
+    overlap: Annotated[str, typer.Option("--overlap", help="Time for which both keys are valid.")] = "24h",
+    expires: Annotated[
+        str,
+        typer.Option("--expires", help="Time from now until the new key expires; default: as long as the old one had."),
+    ] = "",
+    file: FileOption = Path("keys.json"),
+    as_json: JsonOption = False,
+) -> None:
+    """Replace a key: create one with the same rights, and let the old one expire after the overlap."""
+    from qinfer.core.api_keys import rotate_key
+
+    entry, key = rotate_key(file, key_id, _duration(overlap), _duration(expires) if expires else None)
+    note = f"Key '{entry.id}' of tenant '{entry.tenant}' was added to {file}; '{key_id}' expires in {overlap}."
+    _show_once(entry, key, note, as_json=as_json)
+
+
+def _row(key: "ApiKey") -> dict[str, str]:
+    """Returns the public part of an entry; `created` and `expires` are RFC 3339, or empty."""
+    return {
+        "id": key.id,
+        "tenant": key.tenant,
+        "scopes": ",".join(key.scopes),
+        "created": key.created_at.isoformat() if key.created_at else "",
+        "expires": key.expires_at.isoformat() if key.expires_at else "",
+        "state": "expired" if key.is_expired(datetime.now(UTC)) else "valid",
+    }
+
+
+def _table(rows: "list[dict[str, str]]") -> "RenderableType":
+    from rich.table import Table
+
+    table = Table(*rows[0] if rows else (), title="API keys", title_justify="left")
+    for row in rows:
+        table.add_row(*(value or "-" for value in row.values()))
+    return table
+
+
+def _show_once(entry: "ApiKey", key: str, note: str, *, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     if as_json:
-        print_json({"id": entry.id, "tenant": entry.tenant, "scopes": list(entry.scopes), "key": key})
+        expires = {"expires_at": entry.expires_at} if entry.expires_at else {}
+        print_json({"id": entry.id, "tenant": entry.tenant, "scopes": list(entry.scopes), **expires, "key": key})
         return
-    note = f"Key '{entry.id}' of tenant '{entry.tenant}' was added to {file}. This is the only time it is shown:"
-    Console(stderr=True, soft_wrap=True).print(Text(note))
+    Console(stderr=True, soft_wrap=True).print(Text(f"{note} This is the only time it is shown:"))
     print(key)

@@ -1,6 +1,7 @@
 """The file of API keys: who may call, what, and how much. Keys themselves are in no file, only their SHA-256.
 
-    {"keys": [{"id": "k1", "sha256": "…", "tenant": "acme", "scopes": ["infer"], "rate_per_s": 50, "max_in_flight": 9}]}
+    {"keys": [{"id": "k1", "sha256": "…", "tenant": "acme", "scopes": ["infer"], "rate_per_s": 50, "max_in_flight": 9,
+               "created_at": "2026-11-23T10:00:00Z", "expires_at": "2027-11-23T10:00:00Z"}]}
 
 A key has 256 random bits, so that a plain hash is enough: there is nothing to guess. Quotas belong to the tenant, and
 so all keys of a tenant have the same.
@@ -11,8 +12,10 @@ import fcntl
 import hashlib
 import ipaddress
 import os
+import re
 import secrets
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +26,8 @@ from qinfer.core.settings import AuthSettings
 from qinfer.errors import SettingsError
 
 _NAME = r"^[A-Za-z0-9._~-]{1,64}$"
+# What is as long may be a key in a wrong place.
+_LONG_WORD = re.compile(r"((?:Invalid enum value|unknown field) )([`']).{33,}?\2(?=$| - at `\$)", re.DOTALL)
 
 Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
 """The form of names of keys and tenants: letters, digits and `._~-`, at most 64."""
@@ -33,6 +38,14 @@ class Scope(StrEnum):
 
     INFER = "infer"
     ADMIN = "admin"
+
+
+Instant = Annotated[datetime, msgspec.Meta(tz=True)]
+"""A date and time with its offset from UTC, as RFC 3339 writes it."""
+
+
+MAX_COUNT = 10**9
+"""The largest burst, and the most requests in flight, that a key may have."""
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +60,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         burst: Requests that it may make at once before the rate counts; 0 = a second's worth, at least 1.
         max_in_flight: Requests that it may have unanswered at one gateway; 0 = any number. An asynchronous one is
             answered when it is accepted.
+        created_at: When it was made, for people; `None` = that is not known.
+        expires_at: The instant from which it is refused; `None` = it does not expire.
     """
 
     id: Name
@@ -54,8 +69,14 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tenant: Name
     scopes: Annotated[tuple[Scope, ...], msgspec.Meta(min_length=1)] = (Scope.INFER,)
     rate_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    burst: Annotated[int, msgspec.Meta(ge=0)] = 0
-    max_in_flight: Annotated[int, msgspec.Meta(ge=0)] = 0
+    burst: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
+    max_in_flight: Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)] = 0
+    created_at: Instant | None = None
+    expires_at: Instant | None = None
+
+    def is_expired(self, now: datetime) -> bool:
+        """Tells whether the key is refused, as of `now`."""
+        return self.expires_at is not None and self.expires_at <= now
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,19 +110,43 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """Reads and checks a file of keys.
 
     Raises:
-        SettingsError: It can't be read, or something in it is wrong; says where, and shows no value.
+        SettingsError: It can't be read, has no keys, or something in it is wrong; says where, and shows no value.
+    """
+    return parse_keys(path, read_key_file(path))
+
+
+def read_key_file(path: Path) -> bytes:
+    """Returns the content of a file of keys.
+
+    Raises:
+        SettingsError: It can't be read.
     """
     try:
-        keys = msgspec.json.decode(path.read_bytes(), type=_File).keys
+        return path.read_bytes()
     except OSError as error:
         raise SettingsError(f"{path}: the file of API keys can't be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise SettingsError(f"{path}: {error}; `qinfer keys new` writes entries as they should be") from None
-    _check(path, keys)
+
+
+def parse_keys(path: Path, content: bytes) -> tuple[ApiKey, ...]:
+    """Decodes and checks the content of a file of keys.
+
+    Raises:
+        SettingsError: It has no keys, or something in it is wrong; says where, and shows no value.
+    """
+    keys = _decoded(path, content)
+    if not keys:
+        raise SettingsError(f"{path} has no keys; `qinfer keys new` adds one")
     return keys
 
 
-def add_key(path: Path, tenant: str, scopes: tuple[Scope, ...], key_id: str = "") -> tuple[ApiKey, str]:
+def add_key(
+    path: Path,
+    tenant: str,
+    scopes: tuple[Scope, ...],
+    key_id: str = "",
+    *,
+    expires_at: datetime | None = None,
+) -> tuple[ApiKey, str]:
     """Makes a key and appends its entry to the file, which is made if there is none (mode 0600).
 
     A tenant's further keys get the quotas of its first.
@@ -111,6 +156,7 @@ def add_key(path: Path, tenant: str, scopes: tuple[Scope, ...], key_id: str = ""
         tenant: Whose key it is.
         scopes: What it allows.
         key_id: What it is called; a random name by default.
+        expires_at: The instant from which it is refused; `None` = it does not expire.
 
     Returns:
         Its entry, and the key, which is kept nowhere.
@@ -120,25 +166,118 @@ def add_key(path: Path, tenant: str, scopes: tuple[Scope, ...], key_id: str = ""
     """
     key = secrets.token_urlsafe(32)
     with _locked(path):
-        keys = read_keys(path) if path.exists() else ()
+        keys = _decoded(path, read_key_file(path)) if path.exists() else ()
         same = next((known for known in keys if known.tenant == tenant), None)
         fields = {
-            "id": key_id or f"{tenant[:48]}-{secrets.token_hex(4)}",
+            "id": key_id or _new_id(tenant),
             "sha256": hash_key(key),
             "tenant": tenant,
             "scopes": scopes,
             "rate_per_s": same.rate_per_s if same else 0.0,
             "burst": same.burst if same else 0,
             "max_in_flight": same.max_in_flight if same else 0,
+            "created_at": _now(),
+            "expires_at": expires_at,
         }
         try:
             entry = msgspec.convert(fields, ApiKey)
         except msgspec.ValidationError as error:
             rule = "1 to 64 letters, digits and ._~-"
             raise SettingsError(f"no key was made: tenant and id are {rule} each, got '{tenant}' ({error})") from None
-        _check(path, (*keys, entry))
-        _replace(path, msgspec.json.format(msgspec.json.encode(_File((*keys, entry))), indent=2) + b"\n")
+        _write(path, (*keys, entry))
     return entry, key
+
+
+def revoke_key(path: Path, key_id: str) -> ApiKey:
+    """Removes a key from the file; returns its entry.
+
+    Raises:
+        SettingsError: There is none of this id, it is the only one, or the file can't be read or written.
+    """
+    with _locked(path):
+        keys = read_keys(path)
+        entry = _entry(path, keys, key_id)
+        left = tuple(key for key in keys if key.id != key_id)
+        if not left:
+            raise SettingsError(
+                f"{path}: '{key_id}' is the only key, and gateways take no file without keys; make another first"
+            )
+        _write(path, left)
+    return entry
+
+
+def rotate_key(path: Path, key_id: str, overlap: timedelta, lifetime: timedelta | None = None) -> tuple[ApiKey, str]:
+    """Makes a key with the rights of another, which expires after a while.
+
+    Args:
+        path: The file.
+        key_id: The old key.
+        overlap: How long both are valid.
+        lifetime: How long the new key is valid; `None` = as long as the old one was made for.
+
+    Returns:
+        The entry of the new key, and the key, which is kept nowhere.
+
+    Raises:
+        SettingsError: There is none of this id, its lifetime is not known, or the file can't be read or written.
+    """
+    key = secrets.token_urlsafe(32)
+    with _locked(path):
+        keys = read_keys(path)
+        old = _entry(path, keys, key_id)
+        now = _now()
+        lifetime = lifetime or _lifetime(old)
+        ending = msgspec.structs.replace(old, expires_at=min(now + overlap, old.expires_at or now + overlap))
+        entry = msgspec.structs.replace(
+            old,
+            id=_new_id(old.tenant),
+            sha256=hash_key(key),
+            created_at=now,
+            expires_at=None if lifetime is None else now + lifetime,
+        )
+        _write(path, (*(ending if known is old else known for known in keys), entry))
+    return entry, key
+
+
+def _lifetime(key: ApiKey) -> timedelta | None:
+    """Returns how long a key was made for; `None` = it does not expire."""
+    if key.expires_at is None:
+        return None
+    if key.created_at is None or key.created_at >= key.expires_at:
+        raise SettingsError(f"key '{key.id}' expires, and its entry does not say how long it was made for: give a time")
+    return key.expires_at - key.created_at
+
+
+def _decoded(path: Path, content: bytes) -> tuple[ApiKey, ...]:
+    if not content.strip():
+        raise SettingsError(f"{path} is empty; `qinfer keys new` writes one with a key")
+    try:
+        keys = msgspec.json.decode(content, type=_File).keys
+    except ValueError as error:  # a string that is no UTF-8 is no DecodeError
+        problem = _LONG_WORD.sub(r"\1…", str(error))
+        raise SettingsError(f"{path}: {problem}; `qinfer keys new` writes entries as they should be") from None
+    _check(path, keys)
+    return keys
+
+
+def _entry(path: Path, keys: tuple[ApiKey, ...], key_id: str) -> ApiKey:
+    found = next((key for key in keys if key.id == key_id), None)
+    if found is None:
+        raise SettingsError(f"{path} has no key '{key_id}'; `qinfer keys list` shows those that it has")
+    return found
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def _new_id(tenant: str) -> str:
+    return f"{tenant[:48]}-{secrets.token_hex(4)}"
+
+
+def _write(path: Path, keys: tuple[ApiKey, ...]) -> None:
+    _check(path, keys)
+    _replace(path, msgspec.json.format(msgspec.json.encode(_File(keys)), indent=2) + b"\n")
 
 
 def _check(path: Path, keys: tuple[ApiKey, ...]) -> None:
@@ -173,11 +312,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Writes the file beside its place and moves it there: nobody ever reads half of it."""
+    """Writes the file beside its place and moves it there: nobody ever reads half of it.
+
+    Its mode stays, so that whoever reads it may do so afterwards, too; so does a link to it.
+    """
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(descriptor, path.stat().st_mode & 0o777)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -322,7 +322,7 @@ class AuthSettings(_Section):
     mode: Literal["", "none", "keys"] = Field(
         "", description="`none` = no keys, `keys` = an API key is required; unset = `none`, only on loopback addresses."
     )
-    keys_file: str = Field("", description="JSON file of API keys; `qinfer keys new` writes its entries.")
+    keys_file: str = Field("", description="JSON file of API keys, which gateways follow; `qinfer keys` writes it.")
 
 
 class WorkerSettings(_Section):

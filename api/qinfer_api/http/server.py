@@ -1,6 +1,8 @@
 """uvicorn's server with the connections of `fast.py`, the sockets it listens on, and the certificate that it shows."""
 
+import asyncio
 import contextlib
+import os
 import socket
 import ssl
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
+import uvicorn.config
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qinfer.core.settings import HttpSettings
@@ -40,6 +43,33 @@ def listen(section: str, host: str, port: int, advice: str) -> socket.socket:
         raise SettingsError(
             f"QINFER_{section}__HOST={host} QINFER_{section}__PORT={port}: {error.strerror}; {advice}"
         ) from None
+
+
+async def listen_anew(
+    server: asyncio.Server, connect: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext
+) -> asyncio.Server:
+    """Listens on the port of a server with another TLS context, and closes the server; its connections stay.
+
+    Args:
+        server: The server.
+        connect: Makes the protocol of a connection.
+        tls: The context of new connections.
+
+    Returns:
+        The server that takes new connections.
+
+    Raises:
+        OSError: The socket can't be used again: too many files are open.
+    """
+    listener = socket.socket(fileno=os.dup(server.sockets[0].fileno()))  # closing a server closes its own
+    try:
+        loop = asyncio.get_running_loop()
+        successor = await loop.create_server(connect, sock=listener, ssl=tls, backlog=_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    server.close()
+    return successor
 
 
 def netloc(host: str, port: int) -> str:
@@ -140,12 +170,49 @@ class HttpServer(QuietServer):
 
     def __init__(self, http: HttpSettings, app: Any, fast: FastPath, serving: Callable[[], None]) -> None:
         super().__init__(_config(http, _Named(app, fast.new_id), fast))
+        self._http = http
         self._serving = serving
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Tells when connections are accepted."""
         await super().startup(sockets)
         self._serving()
+
+    async def show_certificate(self) -> None:
+        """Shows new connections the certificate that its files have now.
+
+        Raises:
+            SettingsError: The files can't be read or used.
+            OSError: No new context or socket can be made.
+        """
+        if not self.started:
+            return
+        tls = await asyncio.to_thread(self._context)
+        (server,) = self.servers
+        successor = await listen_anew(server, self._connect, tls)
+        self.servers = [successor]
+        if self.should_exit:  # meanwhile
+            successor.close()
+
+    def _context(self) -> ssl.SSLContext:
+        http, config = self._http, self.config
+        read_certificate("HTTP", http.tls_certfile, http.tls_keyfile)
+        return uvicorn.config.create_ssl_context(
+            http.tls_certfile,
+            http.tls_keyfile,
+            config.ssl_keyfile_password,
+            config.ssl_version,
+            config.ssl_cert_reqs,
+            config.ssl_ca_certs,
+            config.ssl_ciphers,
+        )
+
+    def _connect(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        connection: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return connection
 
     def turn_away(self) -> None:
         """Takes no connection and no request from now on; uvicorn would only at its next tick, and refuse till then."""

@@ -176,12 +176,13 @@ async def _body_of(services: Services, request: Request) -> bytes:
 
 
 async def _events(services: Services, jobs: BulkJobs, request: Request, job_id: str) -> HttpResponse:
-    record = await jobs.get(_context(services, request), job_id)
+    context = _context(services, request)
+    record = await jobs.get(context, job_id)
     seen = request.headers.get("last-event-id", "")
     if record.is_over and seen == str(record.revision):
         return HttpResponse(status_code=204)
     jobs.check_watchers()
-    changes = jobs.changes(record, HEARTBEAT_S)
+    changes = jobs.changes(context, record, HEARTBEAT_S)
     return event_stream("progress", changes, lambda one: str(one.revision), lambda one: _body(jobs, one), seen)
 
 

@@ -243,10 +243,14 @@ class BulkJobs:
         record = await self.get(context, job_id)
         return await self.jobs.log(record.id)
 
-    async def changes(self, record: JobRecord, heartbeat_s: float) -> AsyncIterator[JobRecord | None]:
+    async def changes(self, context: Context, record: JobRecord, heartbeat_s: float) -> AsyncIterator[JobRecord | None]:
         """Yields a job now and at each change, and `None` when nothing changed for `heartbeat_s` seconds.
 
         It ends after the end of the job, when the job is gone, and when the gateway shuts down.
+
+        Raises:
+            Unauthorized: The caller's key was revoked meanwhile, or has expired.
+            Forbidden: The key lacks the scope now.
         """
         self.watchers += 1
         try:
@@ -255,6 +259,7 @@ class BulkJobs:
             while not (record.is_over or self.dispatcher.draining):
                 wait_s = min(LOOK_S, heartbeat_s)
                 found = await self.jobs.wait_for_change(record.id, record.revision, wait_s)
+                self.dispatcher.recheck(context)
                 if found is None:
                     return
                 quiet_s = 0.0 if found.revision != record.revision else quiet_s + wait_s

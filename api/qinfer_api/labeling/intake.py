@@ -70,9 +70,11 @@ class Pace:
         self._timer: asyncio.TimerHandle | None = None
 
     def room(self, board: Board, most: int) -> int:
-        """Returns how many tasks of a board may become requests now, at most `most`."""
+        """Returns how many tasks of a board may become requests now, at most `most`; none without a valid key."""
         if self._auth is None:
             return most
+        if not self._auth.has_key(board.tenant):
+            return 0
         room = int(min(self._auth.spare(board.tenant), most))
         if not room and board in self._behind and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look)

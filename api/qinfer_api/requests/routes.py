@@ -14,6 +14,7 @@ A browser comes back by itself when a stream ends, with the id of the last event
 
 import hashlib
 import math
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter
@@ -41,6 +42,7 @@ from qinfer_api.rest.services import (
     off_loop,
     read_body,
     read_preferences,
+    recheck,
     send,
     send_outputs,
     target_of,
@@ -278,7 +280,7 @@ async def _events(services: Services, request: Request) -> HttpResponse:
         raise Overloaded("Server exiting")
     if services.requests.waits.is_full:
         raise Overloaded("too many clients wait at this server for requests to end; poll, or try again later")
-    changes = services.requests.waits.changes(address, HEARTBEAT_S)
+    changes = services.requests.waits.changes(address, HEARTBEAT_S, partial(recheck, services, request))
     own = (one async for one in changes if one is None or one.tenant == context.tenant)
     return event_stream("state", own, _event_id, lambda one: shown_record(one, services.requests.now_s()), seen)
 

@@ -399,13 +399,16 @@ class AsyncRequests:
         """Returns the record of a request after its end, after `wait_s` seconds, or at once if too many wait here.
 
         Raises:
+            Unauthorized: The caller's key was revoked meanwhile, or has expired.
+            Forbidden: The key lacks the scope now.
             RequestNotFound: Nothing is known of it, or it is another tenant's.
         """
         record = await self.record(context, address)
         if record.state.is_terminal or wait_s <= 0 or self.waits.is_full:
             return record
         wait_s = min(wait_s, self.settings.max_wait_s)
-        return own_record(context.tenant, address, await self.waits.ended(address, wait_s))
+        check = functools.partial(self.dispatcher.recheck, context)
+        return own_record(context.tenant, address, await self.waits.ended(address, wait_s, check))
 
     async def result(self, record: RequestRecord) -> tuple[Response, OutputPlan]:
         """Returns the response of a request that ended, outputs or failure, as a synchronous call would have had it.

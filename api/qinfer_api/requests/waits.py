@@ -7,7 +7,7 @@ A hint on the reply stream wakes them; it may be missed, and none tells that a w
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from qinfer.queue.entries import Address, RequestRecord
 from qinfer.queue.requests import Requests
@@ -54,8 +54,14 @@ class Waits:
             for event in events:
                 event.set()
 
-    async def ended(self, address: Address, wait_s: float) -> RequestRecord | None:
-        """Returns a request's record once it has ended, or as it is after `wait_s` seconds; `None` when it is gone."""
+    async def ended(self, address: Address, wait_s: float, check: Callable[[], None]) -> RequestRecord | None:
+        """Returns a request's record once it has ended, or as it is after `wait_s` seconds; `None` when it is gone.
+
+        Args:
+            address: The request.
+            wait_s: The longest wait.
+            check: Called after each reading; may end the wait by raising.
+        """
         ends_s = time.monotonic() + wait_s
         with self._waiting(address.id) as event:
             record = await self._requests.watch(address, self._reply_to)
@@ -65,12 +71,20 @@ class Waits:
                     break
                 await _news(event, left_s)
                 record = await self._requests.record(address)
+                check()
         return record
 
-    async def changes(self, address: Address, heartbeat_s: float) -> AsyncIterator[RequestRecord | None]:
+    async def changes(
+        self, address: Address, heartbeat_s: float, check: Callable[[], None]
+    ) -> AsyncIterator[RequestRecord | None]:
         """Yields a request's record now and at each change, and `None` when nothing changed for `heartbeat_s` seconds.
 
         It ends after the terminal state, when the request is gone, and when the gateway shuts down.
+
+        Args:
+            address: The request.
+            heartbeat_s: Seconds.
+            check: Called after each reading; may end the waiting by raising.
         """
         with self._waiting(address.id) as event:
             last: tuple[str, int] | None = None
@@ -87,6 +101,7 @@ class Waits:
                     return
                 await _news(event, max(said_s + heartbeat_s - time.monotonic(), 0.0))
                 record = await self._requests.record(address)
+                check()
 
     @contextlib.contextmanager
     def _waiting(self, request_id: str) -> Iterator[asyncio.Event]:

@@ -12,7 +12,8 @@ No body meets pydantic. Whatever takes long (decompression, a large body or repl
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -56,6 +57,7 @@ from qinfer_api.rest.services import (
     off_loop,
     read_body,
     read_preferences,
+    recheck,
     send,
     send_outputs,
     target_of,
@@ -236,7 +238,8 @@ async def _generate_stream(services: Services, target: Target, request: Request)
     except BaseException:
         services.dispatcher.cancel(pending)
         raise
-    return _Events(_events(replies, responses, client_id), replies, services.dispatcher, pending)
+    events = _events(replies, responses, client_id, partial(recheck, services, request))
+    return _Events(events, replies, services.dispatcher, pending)
 
 
 async def _all(sink: StreamSink) -> list[Response]:
@@ -256,11 +259,18 @@ async def _first(responses: AsyncIterator[Response], client_id: str) -> list[Rep
     return []
 
 
-async def _events(first: list[Reply], responses: AsyncIterator[Response], client_id: str) -> AsyncIterator[bytes]:
+async def _events(
+    first: list[Reply], responses: AsyncIterator[Response], client_id: str, check: Callable[[], None]
+) -> AsyncIterator[bytes]:
+    """Yields the events of a stream, which ends with an error once `check` refuses its caller."""
     for reply in first:
         yield b"data: %b\n\n" % reply.body
-    async for response in responses:
-        yield b"data: %b\n\n" % (await _encoded(response, client_id)).body
+    try:
+        async for response in responses:
+            check()
+            yield b"data: %b\n\n" % (await _encoded(response, client_id)).body
+    except QinferError as error:
+        yield b"data: %b\n\n" % failure_reply(error).body
 
 
 async def _encoded(response: Response, client_id: str) -> Reply:

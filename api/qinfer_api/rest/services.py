@@ -24,14 +24,14 @@ from starlette.types import Receive
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import InferRequest, Response
 from qinfer.core.settings import Settings
-from qinfer.errors import DeliveryError, InvalidRequest, QinferError
+from qinfer.errors import DeliveryError, Forbidden, InvalidRequest, QinferError, Unauthorized
 from qinfer.models.catalog import Catalog, Served
 from qinfer.models.control import ModelControl
 from qinfer.queue.entries import Address
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_types import InputParameters, OutputParameters
 from qinfer.wire.outputs import OutputPlan
-from qinfer_api.auth import Context, Restrictions, caller_of
+from qinfer_api.auth import ANONYMOUS, Context, Restrictions, caller_of
 from qinfer_api.dispatcher import Dispatcher
 from qinfer_api.http.fast import IN_REPLY_TO, SENT_HEADERS
 from qinfer_api.http.head import MAX_FAST_BYTES
@@ -136,8 +136,23 @@ def authorize(
         Forbidden: The key lacks the scope.
     """
     context = services.dispatcher.authorize(context or context_of(request), scope)
-    request.state.tenant = context.tenant
+    request.state.caller = context
     return context
+
+
+def recheck(services: Services, request: Request) -> None:
+    """Checks that the caller of a request still may make it: time has passed since `authorize`.
+
+    Raises:
+        Unauthorized: The key was revoked, or has expired.
+        Forbidden: The key lacks the scope now.
+    """
+    services.dispatcher.recheck(_caller(request))
+
+
+def _caller(request: Request) -> Context:
+    caller: Context = getattr(request.state, "caller", ANONYMOUS)
+    return caller
 
 
 def answers(request: Request, asked: InferRequest | Address) -> None:
@@ -325,6 +340,8 @@ async def read_body(services: Services, request: Request, max_bytes: int) -> Byt
     """Reads the body, never more than `max_bytes` of it, and undoes its encoding.
 
     Raises:
+        Unauthorized: The key was revoked meanwhile, or has expired.
+        Forbidden: The key lacks the scope now.
         Overloaded: The gateway receives as much as it may.
         PayloadTooLarge: It is larger, as sent or decompressed.
         UnsupportedFeature: It is in an encoding that is not known.
@@ -334,7 +351,7 @@ async def read_body(services: Services, request: Request, max_bytes: int) -> Byt
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large(int(declared), max_bytes)
     size = max(int(declared), 1) if declared.isdecimal() else SMALL_BYTES
-    owner = getattr(request.state, "tenant", "") or request.client
+    owner = _caller(request).tenant or request.client
     within_s = min(_MAX_TURN_S, services.settings.http.request_read_timeout_s / 2)
     async with services.receiving.reserved(owner, size, within_s) as memory:
         body = bytearray()
@@ -343,6 +360,7 @@ async def read_body(services: Services, request: Request, max_bytes: int) -> Byt
             if len(body) > max_bytes:
                 raise too_large(None, max_bytes)
             memory.grow(len(body))
+        recheck(services, request)
         return body if encoding is None else await asyncio.to_thread(decompress, body, encoding, max_bytes)
 
 
@@ -406,8 +424,8 @@ def event_stream(
 
     Args:
         event: The name of the events.
-        changes: What is told; `None` becomes a comment, which keeps the connection. When it can't be had any more the
-            stream ends; whoever listens comes again, and gets the error then.
+        changes: What is told; `None` becomes a comment, which keeps the connection. When it can't be had any more, or
+            its caller's key is revoked, the stream ends; whoever listens comes again, and gets the error then.
         id_of: Returns the id of an event.
         shown: Returns the data of an event.
         seen: The id of the last event that the client has seen, which it is not sent again.
@@ -415,7 +433,7 @@ def event_stream(
 
     async def events() -> AsyncIterator[bytes]:
         last = seen
-        with suppress(DeliveryError):
+        with suppress(DeliveryError, Unauthorized, Forbidden):
             async for change in changes:
                 if change is None:
                     yield b": still here\n\n"

@@ -107,6 +107,7 @@ class Guard:
         """Makes a method that takes a message and gives one; what `serve` raises is the call's status."""
 
         async def answer(call: Call, message: Bytes) -> None:
+            self._dispatcher.recheck(call.context)  # its head came earlier than its message
             call.finish((await serve(message, call),))
 
         return self.method(lambda call, message: call.run(answer(call, message), has_deadline=True), group, scope)

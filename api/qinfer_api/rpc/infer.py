@@ -13,7 +13,7 @@ from collections import deque
 
 from qinfer.core.api_keys import Scope
 from qinfer.core.messages import Failure, Response
-from qinfer.errors import Overloaded, QinferError, UnsupportedFeature
+from qinfer.errors import Forbidden, Overloaded, QinferError, Unauthorized, UnsupportedFeature
 from qinfer.submission.pending import Pending
 from qinfer.tensors import Bytes
 from qinfer.wire.kserve_grpc import (
@@ -164,6 +164,11 @@ class Infer:
         for stream in self.streams:
             stream.drain()
 
+    def check_callers(self) -> None:
+        """Ends every stream whose caller may not ask any more, with what it has in flight."""
+        for stream in tuple(self.streams):
+            stream.check_caller()
+
     def is_slow(self, blob: Bytes) -> bool:
         """Tells whether a request takes milliseconds to read: it is large, or its inputs are in shared memory."""
         return len(blob) > LARGE_BYTES or self._reads_memory(blob)
@@ -311,6 +316,13 @@ class _Stream:
         if self._reader is not None and not self._is_read:
             self._is_draining = True
             self._reader.cancel()
+
+    def check_caller(self) -> None:
+        """Ends the call if its caller's key was revoked, or has expired."""
+        try:
+            self._infer.dispatcher.recheck(self._call.context)
+        except (Unauthorized, Forbidden) as error:
+            self._call.fail(error)
 
     def deliver(self, slot: _Slot, response: Response) -> None:
         """Takes a response; it is written when it is its request's turn."""

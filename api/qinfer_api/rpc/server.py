@@ -11,7 +11,7 @@ import ssl
 from qinfer.core.settings import GrpcSettings, Settings
 from qinfer.errors import SettingsError
 from qinfer.wire.protos import grpc_service_pb2, health_pb2
-from qinfer_api.http.server import listen, netloc, read_certificate, read_tls_file
+from qinfer_api.http.server import listen, listen_anew, netloc, read_certificate, read_tls_file
 from qinfer_api.receiving import ReceivingBudget
 from qinfer_api.rest.services import Services
 from qinfer_api.rpc.calls import Guard
@@ -40,7 +40,7 @@ def open_port(settings: Settings) -> "RpcServer":
     context = _tls(rpc)
     listener = listen("GRPC", rpc.host or settings.http.host, rpc.port, "choose another, 0 is any")
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # its connections have it too
-    return RpcServer(listener, context)
+    return RpcServer(listener, context, rpc)
 
 
 def _tls(rpc: GrpcSettings) -> ssl.SSLContext | None:
@@ -73,14 +73,16 @@ class RpcServer:
     Args:
         listener: The listening socket.
         tls: The certificate to show, and whose certificates clients must; `None` = no TLS.
+        settings: Where its files are.
 
     Attributes:
         url: Where it serves, as `grpc://host:port` or `grpcs://host:port`.
     """
 
-    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None, settings: GrpcSettings) -> None:
         self._listener = listener
         self._tls = tls
+        self._settings = settings
         host, port = listener.getsockname()[:2]
         self.url = f"{'grpc' if tls is None else 'grpcs'}://{netloc(host, port)}"
         self._calls = Server({}, Limits(), ReceivingBudget(0))
@@ -112,16 +114,34 @@ class RpcServer:
     async def start(self) -> None:
         """Accepts connections from now on."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(self._calls), sock=self._listener, ssl=self._tls)
+        self._server = await loop.create_server(self._connect, sock=self._listener, ssl=self._tls)
         self._checks = loop.create_task(self._check())
 
+    async def show_certificate(self) -> None:
+        """Shows new connections the certificate that its files have now, and trusts the clients' authorities there.
+
+        Raises:
+            SettingsError: The files can't be read or used.
+            OSError: No new context or socket can be made.
+        """
+        tls = await asyncio.to_thread(_tls, self._settings)
+        if self._server is None or tls is None:
+            return
+        self._server = await listen_anew(self._server, self._connect, tls)
+        if self._calls.is_closing:  # meanwhile
+            self._server.close()
+
+    def _connect(self) -> Connection:
+        return Connection(self._calls)
+
     async def _check(self) -> None:
-        """Applies the connections' limits of time."""
+        """Applies the connections' limits of time, and the callers' rights to their streams."""
         while True:
             await asyncio.sleep(_CHECK_EVERY_S)
             now_s = asyncio.get_running_loop().time()
             for connection in tuple(self._calls.connections):
                 connection.check(now_s)
+            self._infer.check_callers()
 
     async def turn_away(self) -> None:
         """Sends clients elsewhere: closes the port, and returns when no connection takes calls any more.

@@ -13,7 +13,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.aio import InferenceServerClient
 
-from qinfer.core.api_keys import hash_key
+from qinfer.core.api_keys import hash_key, revoke_key
 from qinfer.core.messages import Response
 from qinfer.core.settings import AuthSettings, GrpcSettings, HttpSettings, Settings
 from qinfer.errors import BrokerUnavailable, SettingsError
@@ -248,6 +248,30 @@ async def test_keys_are_asked_for(keys: Path) -> None:
         assert await _code(stub.RepositoryModelLoad(load, metadata=admin)) == "UNAVAILABLE"  # the control mode is none
 
 
+@pytest.mark.parametrize("strict", ["false", "true"])
+async def test_a_stream_ends_when_its_key_is_revoked(keys: Path, strict: str) -> None:
+    """With what it has in flight, whether or not another message comes; other streams go on."""
+    metadata = (("x-api-key", "infer-key"), ("triton_grpc_error", strict))
+    async with rpc(auth={"mode": "keys", "keys_file": str(keys)}) as server:
+        call = server.stub.ModelStreamInfer(metadata=metadata)
+        other = server.stub.ModelStreamInfer(metadata=(("x-api-key", "admin-key"),))
+        for stream in (call, other):
+            await stream.write(infer_request())
+            assert value_of((await stream.read()).infer_response) == 1.0
+        await call.write(infer_request("stuck"))
+        await eventually(lambda: server.running.gateway.dispatcher.in_flight == 1, description="a request in flight")
+
+        revoke_key(keys, "infer")
+
+        assert await _code(call.read()) == "UNAUTHENTICATED"
+        assert await call.details() == "key 'infer' was revoked; use another"
+        assert server.running.gateway.dispatcher.in_flight == 0
+        await other.write(infer_request(value=2.0))
+        assert value_of((await other.read()).infer_response) == 2.0
+        assert await _code(server.stub.ModelInfer(infer_request(), metadata=metadata)) == "UNAUTHENTICATED"
+        await other.done_writing()
+
+
 @pytest.fixture
 def certificates(tmp_path: Path) -> Path:
     """`server` and `client` issued by `ca`, and `stranger` by another."""
@@ -289,6 +313,50 @@ async def test_mutual_tls(certificates: Path) -> None:
     async with rpc(_tls(certificates, mutual=True)) as server:
         assert await _ask(server, certificates, "client") == "OK"
         assert await _ask(server, certificates) == "UNAVAILABLE"
+        assert await _ask(server, certificates, "stranger") == "UNAVAILABLE"
+
+
+async def test_certificates_are_read_again(certificates: Path) -> None:
+    """New connections are shown the new one, and trusted by the new authority; open ones stay."""
+    async with rpc(_tls(certificates, mutual=True)) as server:
+        gateway = server.running.gateway
+        old = [(certificates / name).read_bytes() for name in ("ca.pem", "client.key", "client.pem")]
+        credentials = grpc.ssl_channel_credentials(*old)
+        async with grpc.aio.secure_channel(server.running.grpc_target, credentials) as channel:
+            assert await _code(stub_of(channel).ModelInfer(infer_request(), timeout=10)) == "OK"
+
+            authority = write_certificate(certificates, "ca")
+            write_certificate(certificates, "client", authority)
+            write_certificate(certificates, "server", authority)
+            gateway.reload()
+
+            async def is_trusted() -> bool:
+                return await _ask(server, certificates, "client") == "OK"
+
+            await eventually(is_trusted, description="the new certificate")
+            assert await _code(stub_of(channel).ModelInfer(infer_request(), timeout=10)) == "OK"
+        async with grpc.aio.secure_channel(server.running.grpc_target, credentials) as channel:
+            assert await _code(stub_of(channel).ModelInfer(infer_request(), timeout=10)) == "UNAVAILABLE"
+
+
+async def test_certificates_that_cannot_be_read_change_nothing(
+    certificates: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says which."""
+    async with rpc(_tls(certificates, mutual=True)) as server:
+        ca = (certificates / "ca.pem").read_bytes()
+        for broken in ("server.pem", "server.key", "ca.pem"):
+            good = (certificates / broken).read_bytes()
+            (certificates / broken).write_bytes(b"")
+            caplog.clear()
+            server.running.gateway.reload()
+            await eventually(lambda: "certificate can't be read" in caplog.text, description="the error")
+            (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
+            assert str(certificates / broken) in error.__dict__["reason"]
+            (certificates / broken).write_bytes(good)
+
+        assert (certificates / "ca.pem").read_bytes() == ca
+        assert await _ask(server, certificates, "client") == "OK"
         assert await _ask(server, certificates, "stranger") == "UNAVAILABLE"
 
 

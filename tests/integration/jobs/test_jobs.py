@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from qinfer.core.api_keys import Scope, add_key
 from qinfer.core.settings import AuthSettings, BulkSettings, RedisSettings, Settings, StoreSettings, TenantStores
-from qinfer.errors import BrokerUnavailable
+from qinfer.errors import BrokerUnavailable, Unauthorized
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.tasks import PLAN, QUEUE
 from qinfer.queue.lanes import Queue
@@ -521,6 +521,27 @@ async def test_a_stream_ends_when_the_queue_is_away(
 
     assert (first, reply.status_code) == ("event: progress", 200)
     assert rest[-1] == ""
+
+
+async def test_a_stream_ends_with_its_callers_key(
+    client: httpx.AsyncClient, running: Running, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What happens later is not told."""
+    job = await created(client, place.job())
+
+    def revoked(_: object) -> None:
+        raise Unauthorized("key 'k1' was revoked; use another")
+
+    async with client.stream("GET", job["links"]["events"]) as reply:
+        lines = reply.aiter_lines()
+        first = await anext(lines)
+        monkeypatch.setattr(running.gateway.dispatcher, "recheck", revoked)
+        await Jobs(running.delivery).plan(job["id"], [(0, b"frame")], rows=3, complete=True)
+        rest = [line async for line in lines]
+
+    assert first == "event: progress"
+    assert not any(line.startswith("event:") for line in rest)
+    await eventually(lambda: running.gateway.jobs.watchers == 0, description="the end of the stream")
 
 
 async def test_a_quiet_stream_is_kept_alive(

@@ -1,12 +1,13 @@
 """Who calls: keys, scopes and quotas, without HTTP."""
 
 import math
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qinfer.core.api_keys import ApiKey, Scope, hash_key
+from qinfer.core.api_keys import ApiKey, Scope, add_key, hash_key
 from qinfer.core.settings import AuthSettings
 from qinfer.errors import Forbidden, QuotaExceeded, SettingsError, Unauthorized
 from qinfer.testing import FakeClock
@@ -123,7 +124,7 @@ def test_presented_key(authorization: str | None, api_key: str | None, presented
 
 def test_the_mode_decides(tmp_path: Path) -> None:
     """No keys, no check; keys without a file are no setting."""
-    (tmp_path / "keys.json").write_text("{}")
+    add_key(tmp_path / "keys.json", "acme", (Scope.INFER,))
 
     assert load_auth(AuthSettings(), "127.0.0.1") is None
     assert load_auth(AuthSettings(mode="none"), "0.0.0.0") is None
@@ -163,3 +164,87 @@ def test_without_a_rate_there_is_room_for_all() -> None:
         auth.charge_tenant(tenant)
         auth.give_back(tenant)
         assert auth.spare(tenant) == math.inf
+
+
+ENDS = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+def test_a_key_is_valid_until_it_expires() -> None:
+    """A caller who was authorized before is refused then, too."""
+    now_s = ENDS.timestamp() - 0.001
+    auth = Auth([key("one", expires_at=ENDS)], epoch_s=lambda: now_s)
+    before = auth.authorize(Context(key="one"), Scope.INFER)
+    auth.recheck(before)
+    assert auth.has_key("acme")
+
+    now_s = ENDS.timestamp()
+
+    for refused in (
+        lambda: auth.authorize(Context(key="one"), Scope.INFER),
+        lambda: auth.recheck(before),
+        lambda: auth.admit(before),
+    ):
+        with pytest.raises(Unauthorized, match=r"^key 'id-one' has expired; use another$"):
+            refused()
+    assert not auth.has_key("acme")
+
+
+def test_a_revoked_key_is_refused_where_it_was_authorized_before() -> None:
+    auth = Auth([key("one"), key("two")])
+    one = auth.authorize(Context(key="one"), Scope.INFER)
+    two = auth.authorize(Context(key="two"), Scope.INFER)
+
+    auth.use([key("two"), key("three", tenant="other")])
+
+    auth.recheck(two)
+    assert auth.authorize(Context(key="three"), Scope.INFER).tenant == "other"
+    with pytest.raises(Unauthorized, match="the API key is not known"):
+        auth.authorize(Context(key="one"), Scope.INFER)
+    for refused in (auth.recheck, auth.admit):
+        with pytest.raises(Unauthorized, match=r"^key 'id-one' was revoked; use another$"):
+            refused(one)
+
+
+def test_a_key_that_loses_a_scope_or_its_tenant_is_refused() -> None:
+    """Where it was authorized for that."""
+    auth = Auth([key("one", scopes=(Scope.ADMIN,))])
+    asked = auth.authorize(Context(key="one"), Scope.INFER)
+    loading = auth.authorize(Context(key="one"), Scope.ADMIN)
+
+    auth.use([key("one")])
+    auth.recheck(asked)
+    with pytest.raises(Forbidden, match="does not have the scope 'admin'"):
+        auth.recheck(loading)
+
+    auth.use([key("one", tenant="other")])
+    with pytest.raises(Unauthorized, match="was revoked"):
+        auth.recheck(asked)
+
+
+def test_a_tenant_keeps_what_it_has_used_when_keys_change() -> None:
+    """Else a new key would be a new burst; new quotas hold at once."""
+    clock = FakeClock()
+    auth = Auth([key("one", rate_per_s=1.0, burst=3)], clock)
+    for _ in range(3):
+        auth.admit(Context(key="one"))
+    principal = auth.authorize(Context(key="one"), Scope.INFER).principal
+    assert principal is not None
+    principal.quota.in_flight = 2
+
+    auth.use([key("two", rate_per_s=2.0, burst=4, max_in_flight=2)])
+
+    with pytest.raises(QuotaExceeded, match="2 requests in flight"):
+        auth.admit(Context(key="two"))
+    principal.quota.in_flight = 0
+    with pytest.raises(QuotaExceeded, match="its rate of 2 requests a second"):
+        auth.admit(Context(key="two"))
+    clock.advance(100.0)
+    for _ in range(4):
+        auth.admit(Context(key="two"))
+    with pytest.raises(QuotaExceeded):
+        auth.admit(Context(key="two"))
+
+
+def test_a_caller_without_a_key_is_not_rechecked() -> None:
+    """Health needs none."""
+    Auth([key("one")]).recheck(Context())

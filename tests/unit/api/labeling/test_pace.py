@@ -29,6 +29,17 @@ async def test_without_keys_there_is_room_for_all() -> None:
     assert pace.room(BOARD, 16) == 16
 
 
+async def test_there_is_no_room_for_a_tenant_without_a_key() -> None:
+    """Its tasks wait on their board: the key may have been removed for good, or be replaced."""
+    auth = auth_with(0.0, 0)
+    pace = Pace(auth, asyncio.Event().set)
+    assert pace.room(BOARD, 16) == 16
+
+    auth.use([ApiKey(id="k2", sha256=hash_key("b-key"), tenant="other")])
+
+    assert pace.room(BOARD, 16) == 0
+
+
 async def test_room_is_what_the_rate_leaves() -> None:
     """At most as many as are asked for; what is not accepted leaves it as it was."""
     pace = Pace(auth_with(1.0, 10), asyncio.Event().set)

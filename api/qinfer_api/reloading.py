@@ -1,0 +1,102 @@
+"""Files that a gateway reads again while it serves: API keys when their content changes, certificates on SIGHUP.
+
+A file that can't be used changes nothing: what was read before stays valid, and the log has an ERROR that names the
+file and the cause. Keys, hashes and private keys are in no message.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from qinfer.core.api_keys import ApiKey, parse_keys, read_key_file
+from qinfer.errors import SettingsError
+from qinfer_api.auth import Auth
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at the file of API keys."""
+
+
+class KeyFile:
+    """Keeps the known keys the same as those of a file.
+
+    The file is found by its path at each look: Kubernetes replaces a link, and editors replace files.
+
+    Args:
+        path: The file.
+        auth: Where the keys are known.
+    """
+
+    def __init__(self, path: Path, auth: Auth) -> None:
+        self._path = path
+        self._auth = auth
+        self._content: bytes | None = None
+        self._problem = ""
+
+    async def look(self) -> None:
+        """Reads the file, and takes its keys if its content has changed; logs each problem once."""
+        try:
+            keys = await asyncio.to_thread(self._changed)
+        except SettingsError as error:
+            if error.message != self._problem:
+                logger.error("API keys can't be read; those before stay valid", extra={"reason": error.message})
+            self._problem = error.message
+            return
+        if self._problem:
+            self._problem = ""
+            logger.info("API keys can be read again")
+        if keys is not None:
+            self._auth.use(keys)
+            logger.info("API keys read", extra={"path": str(self._path), "count": len(keys)})
+
+    def _changed(self) -> tuple[ApiKey, ...] | None:
+        content = read_key_file(self._path)
+        if content == self._content:
+            return None
+        keys = parse_keys(self._path, content)
+        self._content = content
+        return keys
+
+
+class Reloading:
+    """Looks at the file of API keys every second, and at all files when asked to.
+
+    Args:
+        keys: The file of API keys; `None` = none are required.
+        certificates: Show the certificates as they are in their files now; each may raise `SettingsError` or `OSError`.
+    """
+
+    def __init__(self, keys: KeyFile | None, certificates: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        self._keys = keys
+        self._certificates = certificates
+        self._asked = asyncio.Event()
+
+    def ask(self) -> None:
+        """Has all files read again soon; the handler of SIGHUP."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Follows the files until cancelled."""
+        while True:
+            if self._keys is not None:
+                await self._keys.look()
+            try:
+                async with asyncio.timeout(LOOK_EVERY_S if self._keys is not None else None):
+                    await self._asked.wait()
+            except TimeoutError:
+                continue
+            self._asked.clear()
+            logger.info("files are read again")
+            for show in self._certificates:
+                await self._shown(show)
+
+    async def _shown(self, show: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await show()
+        except SettingsError as error:
+            logger.error("certificate can't be read; the one before is shown", extra={"reason": error.message})
+        except OSError as error:
+            reason = error.strerror or str(error)
+            logger.error("certificate can't be shown; the one before is", extra={"reason": reason})
