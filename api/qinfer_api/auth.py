@@ -148,6 +148,7 @@ class Auth:
         self._epoch_s = epoch_s
         self._quotas: dict[str, Quota] = {}
         self._known: dict[str, Principal] = {}
+        self._tenants: set[str] = set()
         self.use(keys)
 
     def use(self, keys: Iterable[ApiKey]) -> None:
@@ -162,11 +163,12 @@ class Auth:
             scopes = frozenset(key.scopes)
             known[key.sha256] = Principal(key.id, key.tenant, scopes, quotas[key.tenant], key.sha256, expires_at_s)
         self._quotas, self._known = quotas, known
+        self._tenants |= quotas.keys()
 
     @property
     def tenants(self) -> frozenset[str]:
-        """The tenants that have a key."""
-        return frozenset(self._quotas)
+        """The tenants that have a key, or had one since the start: their files do not become those of the others."""
+        return frozenset(self._tenants)
 
     def authorize(self, context: Context, scope: Scope) -> Context:
         """Finds out who presents a key that allows `scope`.

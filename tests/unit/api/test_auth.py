@@ -248,3 +248,12 @@ def test_a_tenant_keeps_what_it_has_used_when_keys_change() -> None:
 def test_a_caller_without_a_key_is_not_rechecked() -> None:
     """Health needs none."""
     Auth([key("one")]).recheck(Context())
+
+
+def test_a_tenant_without_a_key_is_a_tenant_until_the_end() -> None:
+    """Where only one is left, it may do what tenants keep from one another."""
+    auth = Auth([key("one"), key("two", tenant="other")])
+
+    auth.use([key("one")])
+
+    assert auth.tenants == {"acme", "other"}
