@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, Va
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
-from qinfer.core.store_urls import Grant, folders_of, normalised
+from qinfer.core.store_urls import Grant, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
 
 PREFIX = "QINFER_"
@@ -527,7 +527,7 @@ def load_settings() -> Settings:
     if problems:
         raise SettingsError("; ".join(problems))
     try:
-        return Settings()
+        settings = Settings()
     except UnreadableValue as error:
         raise SettingsError(_not_json(os.environ) or f"{error}; sections and lists are written as JSON") from None
     except ValidationError as error:
@@ -536,6 +536,19 @@ def load_settings() -> Settings:
             for e in error.errors()
         ]
         raise SettingsError("; ".join(problems)) from None
+    _check_payload_store(settings)
+    return settings
+
+
+def _check_payload_store(settings: Settings) -> None:
+    """Refuses a payload store in a location that jobs may use: they would read the tensors of every tenant there."""
+    payloads = settings.limits.payload_url.rpartition("::")[2]  # of a chain of drivers, the last is where things are
+    for allowed in settings.stores.allow:
+        if payloads and do_meet(payloads, allowed):
+            raise SettingsError(
+                "QINFER_LIMITS__PAYLOAD_URL: the payload store and a location of QINFER_STORES__ALLOW are within one "
+                "another, so that jobs could read the tensors of others; give each a folder of its own"
+            )
 
 
 _JSON_KINDS = {

@@ -107,6 +107,15 @@ def folders_of(tenant: str, allow: Sequence[str]) -> tuple[str, ...]:
     return tuple(_spelled((scheme, authority, (*segments, tenant))) for scheme, authority, segments in outermost)
 
 
+def do_meet(first: str, second: str) -> bool:
+    """Tells whether one of two URLs is the other one, or in it; one that requests could not name meets none."""
+    try:
+        one, other = _parsed(first), _parsed(second)
+    except QinferError:
+        return False
+    return _holds(one, other) or _holds(other, one)
+
+
 def normalised(url: str) -> str:
     """Returns a URL in its one spelling; a setting's, such as a prefix.
 

@@ -34,7 +34,7 @@ from qinfer.jobs.manifest import MANIFEST_NAME
 from qinfer.jobs.queue.jobs import Jobs
 from qinfer.jobs.queue.records import JobRecord, LogLine
 from qinfer_api.requests.service import WebhookBody, instant, shown_webhook, written
-from qinfer_api.requests.webhooks import Message
+from qinfer_api.requests.webhooks import Message, envelope
 
 _PRIORITY_NAMES: dict[int, Priority] = {1: "high", 2: "normal", 3: "low"}
 _CHOSEN = re.compile(r"[A-Za-z0-9._~-]{1,128}")
@@ -392,5 +392,4 @@ async def message_of(jobs: Jobs, job_id: str) -> Message | None:
 
 
 def _webhook_body(record: JobRecord, now_s: float) -> bytes:
-    about = {"type": f"job.{record.state}", "timestamp": instant(record.ended_at), "data": shown_job(record, now_s)}
-    return msgspec.json.encode(about)
+    return envelope(f"job.{record.state}", instant(record.ended_at), record.tenant, shown_job(record, now_s))

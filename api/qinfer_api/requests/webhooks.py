@@ -221,5 +221,17 @@ def _about(item: DeliveryItem) -> Address:
 def body_of(record: RequestRecord, now_s: float) -> bytes:
     """Returns the body that reports a request's end."""
     data = msgspec.to_builtins(shown_record(record, now_s)) | {"result_url": f"{path_of(record.address)}/result"}
-    about = {"type": f"request.{record.state.value}", "timestamp": instant(record.finished_at), "data": data}
-    return msgspec.json.encode(about)
+    return envelope(f"request.{record.state.value}", instant(record.finished_at), record.tenant, data)
+
+
+def envelope(event: str, at: str | None, tenant: str, data: object) -> bytes:
+    """Returns the body of a webhook.
+
+    Args:
+        event: The type: what ended, and how.
+        at: The instant of that.
+        tenant: The tenant whose request or job it was. All tenants' webhooks have one signature and may go to the same
+            receivers, which tell them apart by it; empty where there are none.
+        data: The request or job.
+    """
+    return msgspec.json.encode({"type": event, "timestamp": at, **({"tenant": tenant} if tenant else {}), "data": data})

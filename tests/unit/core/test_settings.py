@@ -79,3 +79,39 @@ def test_the_key_of_the_command_line_is_no_setting(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(API_KEY_VARIABLE, "secret")
 
     assert load_settings() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("payload_url", "is_refused"),
+    [
+        ("s3://bucket/data/tensors", True),
+        ("s3://bucket/data", True),
+        ("s3a://bucket", True),
+        ("s3://bucket/database", False),
+        ("s3://bucket/tensors", False),
+        ("simplecache::s3://bucket/data", True),
+    ],
+)
+def test_jobs_may_not_use_the_payload_store(
+    monkeypatch: pytest.MonkeyPatch,
+    payload_url: str,
+    is_refused: bool,  # noqa: FBT001
+) -> None:
+    """It has the tensors of all tenants."""
+    monkeypatch.setenv("QINFER_STORES__ALLOW", '["gs://other", "s3://bucket/data"]')
+    monkeypatch.setenv("QINFER_LIMITS__PAYLOAD_URL", payload_url)
+
+    if is_refused:
+        with pytest.raises(SettingsError, match=r"QINFER_LIMITS__PAYLOAD_URL.*QINFER_STORES__ALLOW"):
+            load_settings()
+    else:
+        assert load_settings().limits.payload_url == payload_url
+
+
+def test_tenants_prefixes_are_written_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QINFER_STORES__TENANTS", '{"acme": {"read": ["s3a://bucket/in/"]}}')
+    assert load_settings().stores.tenants["acme"].read == ("s3://bucket/in",)
+
+    monkeypatch.setenv("QINFER_STORES__TENANTS", "acme=s3://bucket")
+    with pytest.raises(SettingsError, match="QINFER_STORES__TENANTS: an object is written as JSON"):
+        load_settings()

@@ -320,7 +320,9 @@ async def test_the_end_of_a_job_is_told(delivery: Queue, receiver: Receiver) -> 
     """With the job as its page shows it; what became of the webhook is in its record. One that goes on is not told."""
     options = settings(f"127.0.0.1:{receiver.port}", allow_private=True)
     spec = b'{"model":"digits","inputs":["file:///in/*.parquet"],"output":{"url":"file:///out"}}'
-    job = JobRecord(id="j1", model="digits", version=1, state="running", spec=spec, webhook=receiver.url())
+    job = JobRecord(
+        id="j1", model="digits", version=1, tenant="acme", state="running", spec=spec, webhook=receiver.url()
+    )
     await Jobs(delivery).create(job)
     webhooks = Webhooks(options, delivery, Targets(options), partial(message_of, Jobs(delivery)))
 
@@ -337,6 +339,7 @@ async def test_the_end_of_a_job_is_told(delivery: Queue, receiver: Receiver) -> 
     about = json.loads(body)
     assert (about["type"], about["data"]["id"], about["data"]["state"]) == ("job.failed", "j1", "failed")
     assert (about["data"]["error"], about["timestamp"]) == ("no more", about["data"]["ended_at"])
+    assert about["tenant"] == "acme"
     found = await Jobs(delivery).get("j1")
     assert found is not None
     assert found.webhook_state == "failed"
