@@ -24,8 +24,9 @@ SETTINGS_HEAD = """
 # Settings
 
 Every program reads its settings from environment variables, once, at its start. If a value is invalid, the program ends
-with a message that names the variable, the value, and the accepted values. `qinfer up` passes its own environment to
-the programs that it starts; its options take precedence.
+with a message that names the variable, the accepted values, and the value unless it may contain a secret. Options of
+`qinfer up` take precedence. Each program that it starts gets the settings that it reads, the variables of runtimes,
+stores and traces (`CUDA_*`, `AWS_*`, `OTEL_*` and similar), and those of `QINFER_PASS_ENV`.
 
 Lists are JSON: `QINFER_WORKER__MODELS='["digits", "bert-*"]'`.
 """

@@ -15,6 +15,7 @@ import sys
 
 import uvloop
 
+from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.observe import logs
@@ -25,6 +26,7 @@ logger = logging.getLogger("qinfer_api")
 
 def main() -> int:
     """Runs the program; returns its exit code."""
+    forbid_inspection(os.environ)
     argparse.ArgumentParser(
         prog="python -m qinfer_api",
         description="The qinfer gateway: Triton's protocol, over HTTP and gRPC, in front of Redis Streams.",

@@ -1,4 +1,4 @@
-"""A model's configuration as all adapters read and check it: numbers, switches, file, tensors, cores, engine cache."""
+"""A model as all adapters read and check it: numbers, switches, file, tensors, cores, engine cache, environment."""
 
 import math
 import os
@@ -16,6 +16,7 @@ _FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 _ENGINES = Path("~/.cache/qinfer/engines")
 
 _engine_cache: list[Path] = []
+_model_variables: dict[str, str] = {}
 
 
 def count(spec: ModelSpec, parameter: str, default: int = 0) -> int:
@@ -141,6 +142,21 @@ def engine_cache() -> Path:
     The directory need not exist: the one that was set, else one of the user's cache.
     """
     return _engine_cache[0] if _engine_cache else _ENGINES.expanduser()
+
+
+def use_model_variables(environment: Mapping[str, str]) -> None:
+    """Sets the environment of models' processes; called once, by the program that composes this process.
+
+    Args:
+        environment: What `qinfer.core.environments.model_environment` returns.
+    """
+    _model_variables.clear()
+    _model_variables.update(environment)
+
+
+def model_variables() -> Mapping[str, str]:
+    """Returns the environment of a process that runs a model's code or compiles a model; empty until it was set."""
+    return _model_variables
 
 
 def cleaned(error: BaseException, path: Path | None = None) -> str:

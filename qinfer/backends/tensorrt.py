@@ -23,7 +23,7 @@ import tensorrt as trt
 
 from qinfer.backends.base import Array, Batch, Context, respond_rows
 from qinfer.backends.cuda import TO_DEVICE, TO_HOST, Cuda
-from qinfer.backends.parameters import cleaned, engine_cache, model_file
+from qinfer.backends.parameters import cleaned, engine_cache, model_file, model_variables
 from qinfer.backends.tensorrt_plan import build_of, cache_key
 from qinfer.errors import InferenceFailed, InvalidRequest, ModelLoadFailed, QinferError
 from qinfer.models.config.file_tensors import read_onnx
@@ -342,7 +342,9 @@ def _engine_of(cuda: Cuda, spec: ModelSpec, onnx: Path, device: int) -> Path:
             return plan
         logger.info("building an engine", extra={"model": spec.name, "engine": plan.name})
         command = [sys.executable, "-m", "qinfer.backends.tensorrt_build"]
-        done = subprocess.run(command, input=msgspec.json.encode(build), stderr=subprocess.PIPE, check=False)  # noqa: S603
+        done = subprocess.run(  # noqa: S603  our own interpreter and module
+            command, input=msgspec.json.encode(build), stderr=subprocess.PIPE, env=model_variables(), check=False
+        )
     if done.returncode or not plan.exists():
         lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
         logger.error("engine build failed", extra={"model": spec.name, "output": "\n".join(lines[-50:])})

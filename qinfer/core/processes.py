@@ -1,13 +1,18 @@
-"""Messages over pipes between a process and a child that it starts for itself, and the names of signals.
+"""Child processes: messages over pipes, the names of signals, and what others may see of a process.
 
 The module imports nothing that takes time or memory: such children are to be small.
 """
 
+import ctypes
 import signal
 import struct
+import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
+
+from qinfer.core.environments import ALLOW_INSPECTION
 
 if TYPE_CHECKING:
     from asyncio import StreamReader
@@ -16,6 +21,9 @@ LENGTH = struct.Struct("<I")
 """Each message is msgpack, and begins with its length."""
 MAX_BYTES = 2**32 - 1
 """The longest message there can be."""
+
+_PR_SET_DUMPABLE = 4  # linux/prctl.h
+_YES = frozenset({"1", "true", "t", "yes", "y", "on"})
 
 
 def packed(message: msgspec.Struct) -> bytes:
@@ -43,3 +51,18 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return ""
+
+
+def forbid_inspection(environment: Mapping[str, str]) -> None:
+    """Keeps other processes of the same user from reading this one's memory, environment and open files.
+
+    A model's code runs as the user of the programs, and could otherwise take their secrets from /proc, or as a debugger
+    does. Root still may. The kernel dumps no core of such a process, and forgets all this with `exec` (prctl(2),
+    PR_SET_DUMPABLE): each program calls this first, before it reads its settings. Other systems than Linux ignore it.
+
+    Args:
+        environment: The variables of this process; `QINFER_ALLOW_INSPECTION=true` leaves everything as it is.
+    """
+    allowed = next((value for name, value in environment.items() if name.upper() == ALLOW_INSPECTION), "")
+    if sys.platform == "linux" and allowed.strip().lower() not in _YES:
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

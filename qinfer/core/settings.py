@@ -4,19 +4,18 @@
 """
 
 import difflib
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableValue
 
+from qinfer.core.environments import PREFIX
+from qinfer.core.settings_errors import not_json, wrong_values
 from qinfer.core.store_urls import Grant, do_meet, folders_of, normalised
 from qinfer.errors import SettingsError
-
-PREFIX = "QINFER_"
 
 _OF_COMMANDS = "QINFER_API_KEY"
 """The key that commands present (`qinfer.cli.console`); no setting, for it must not reach the programs."""
@@ -344,6 +343,11 @@ class WorkerSettings(_Section):
     max_wait_s: float = Field(
         0.5, gt=0, le=0.5, description="Longest blocking read; bounds how late a release is noticed."
     )
+    model_env: tuple[str, ...] = Field(
+        (),
+        description="Further variables that code of `python` models gets, by name or pattern: HF_TOKEN, ACME_*. It "
+        "never gets settings, and by default no credentials. `qinfer up` and `qinfer autoscale` pass them to workers.",
+    )
 
 
 class RepositorySettings(_Section):
@@ -515,6 +519,16 @@ class Settings(BaseSettings):
         False, description="Clients on this host may pass tensors by system shared memory (--allow-client-shm)."
     )
     server_id: str = Field("triton", description="The server name in GET /v2 (Triton's --id).")
+    pass_env: tuple[str, ...] = Field(
+        (),
+        description="Further variables that `qinfer up` and `qinfer autoscale` pass to the programs that they start, "
+        "by name or pattern such as ACME_*, for drivers of stores and third-party backends.",
+    )
+    allow_inspection: bool = Field(
+        False,
+        description="Let other processes of the same user read the memory, environment and open files of qinfer's "
+        "processes, as debuggers (gdb, py-spy) and core dumps need; Linux only. Code of models can then read secrets.",
+    )
 
 
 def load_settings() -> Settings:
@@ -529,13 +543,10 @@ def load_settings() -> Settings:
     try:
         settings = Settings()
     except UnreadableValue as error:
-        raise SettingsError(_not_json(os.environ) or f"{error}; sections and lists are written as JSON") from None
-    except ValidationError as error:
-        problems = [
-            f"{PREFIX}{'__'.join(str(p).upper() for p in e['loc'])}: {e['msg']}, got {e['input']!r}"
-            for e in error.errors()
-        ]
+        problems = not_json(os.environ, Settings) or [f"{error}; sections and lists are written as JSON"]
         raise SettingsError("; ".join(problems)) from None
+    except ValidationError as error:
+        raise SettingsError("; ".join(wrong_values(error, Settings))) from None
     _check_payload_store(settings)
     return settings
 
@@ -549,30 +560,6 @@ def _check_payload_store(settings: Settings) -> None:
                 "QINFER_LIMITS__PAYLOAD_URL: the payload store and a location of QINFER_STORES__ALLOW are within one "
                 "another, so that jobs could read the tensors of others; give each a folder of its own"
             )
-
-
-_JSON_KINDS = {
-    "dict": """an object is written as JSON, such as '{"name": {}}'""",
-    "tuple": """a list is written as JSON, such as '["first", "second"]'""",
-}
-
-
-def _not_json(environment: Mapping[str, str]) -> str:
-    """Names the lists and objects that are not JSON: pydantic-settings reports only the section.
-
-    Their values are left out: some are secret.
-    """
-    wrong = []
-    for section, field in Settings.model_fields.items():
-        for name, inner in getattr(field.annotation, "model_fields", {}).items():
-            variable = f"{PREFIX}{section}__{name}".upper()
-            kind = next((kind for kind in _JSON_KINDS if kind in str(inner.annotation)), "")
-            if variable in environment and kind:
-                try:
-                    json.loads(environment[variable])
-                except ValueError:
-                    wrong.append(f"{variable}: {_JSON_KINDS[kind]}")
-    return "; ".join(wrong)
 
 
 def variable_names() -> list[str]:

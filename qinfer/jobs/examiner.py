@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from qinfer.core.processes import LENGTH, packed
+from qinfer.core.processes import LENGTH, forbid_inspection, packed
 from qinfer.core.store_urls import Grant
 from qinfer.errors import QinferError, UnsupportedFeature
 from qinfer.jobs.job import JobSpec
@@ -180,6 +180,8 @@ _parts = msgspec.msgpack.Decoder(list[PartInfo | str])
 
 def main() -> int:
     """Serves the process that started it."""
+    _be_first_to_go()
+    forbid_inspection(os.environ)
     outbox = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -216,11 +218,18 @@ def _write(outbox: int, data: bytes) -> None:
 
 
 def _limit(max_bytes: int) -> None:
-    """Has this process fail to get memory, rather than others; and be the first to go where the machine has none."""
+    """Has this process fail to get memory, rather than others."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a file that crashes it must not fill the disk as well
+
+
+def _be_first_to_go() -> None:
+    """Has the kernel end this process before others where the machine has no memory.
+
+    Before `forbid_inspection`, which takes the right to write there.
+    """
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

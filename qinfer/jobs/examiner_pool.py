@@ -22,8 +22,9 @@ from typing import BinaryIO, Self
 import msgspec
 
 from qinfer import errors
+from qinfer.core.environments import without_settings
 from qinfer.core.processes import packed, received, signal_name
-from qinfer.core.settings import PREFIX, Settings
+from qinfer.core.settings import Settings
 from qinfer.core.store_urls import Grant
 from qinfer.errors import InvalidRequest, Overloaded, QinferError
 from qinfer.jobs.examiner import (
@@ -122,7 +123,7 @@ class ExaminerPool:
         self._bound = f"{shares} times " * (shares > 1) + "QINFER_BULK__MAX_EXAMINE_BYTES"
         self._plan_s = min(int(settings.bulk.plan_timeout_s) + _PLAN_MARGIN_S, _LONGEST_S)
         self._is_wanted = settings.bulk.enabled and bool(settings.stores.allow)
-        self._inherited = {name: value for name, value in environment.items() if not name.startswith(PREFIX)}
+        self._inherited = without_settings(environment)
         self._command = command or COMMAND
         self._processes = processes
         # of the processes that there are, one that starts and those that end included

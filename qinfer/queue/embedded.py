@@ -64,12 +64,19 @@ class EmbeddedRedis:
         data_dir: Where its data, log, socket and locks are; made when missing, readable by its owner only.
         binary: The server to run; `find_redis_server()` when `None`.
         durability: `always` syncs each write before it answers, `everysec` each second; as `RedisSettings.durability`.
+        environment: The server's whole environment; that of this process when `None`.
 
     Attributes:
         process: The running server, for a supervisor to watch; `None` before `start`.
     """
 
-    def __init__(self, data_dir: Path, binary: Path | None = None, durability: str = "everysec") -> None:
+    def __init__(
+        self,
+        data_dir: Path,
+        binary: Path | None = None,
+        durability: str = "everysec",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self._durability = durability
         self._data_dir = data_dir.absolute()
@@ -77,7 +84,7 @@ class EmbeddedRedis:
         self._dir = self._data_dir / "redis"
         self._log = self._dir / "redis.log"
         self._socket = _socket_path(self._dir)
-        self._environment: Mapping[str, str] | None = None
+        self._environment = environment
         self._lock: IO[str] | None = None
 
     @property

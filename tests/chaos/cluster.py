@@ -30,6 +30,8 @@ READY_WITHIN_S = 60.0
 QUIET_WITHIN_S = 90.0
 
 _STARTS_IN_S = 3.0  # about; a worker that only begins to start is not worth killing
+# Helpers and models get no settings, and variables of Python.
+_MARK = "PYTHON_OF_CLUSTER"
 _PORTS = (20000, 32000)  # below those that the system lends to clients: a client may not sit on a dead gateway's port
 _ENDS_WELL = {0, 1, -signal.SIGKILL, -signal.SIGTERM}
 """Exit codes; 1 = Redis was away at the start, and a SIGTERM kills what has no handler yet."""
@@ -66,7 +68,8 @@ class Cluster:
         self._directory = directory
         self._env = clean_environment() | SETTINGS | dict(settings)
         self._env |= {"QINFER_REDIS__URL": self.broker.url, "QINFER_REDIS__DURABILITY": durability}
-        self._env |= {"QINFER_REPOSITORY__PATH": str(repository)}
+        self._env |= {"QINFER_REPOSITORY__PATH": str(repository), _MARK: self.broker.url}
+        self._env["QINFER_ALLOW_INSPECTION"] = "true"  # for `_of_environment`
         self.members: list[Member] = []
         self.urls: list[str] = []
         self.grpc_targets: list[str] = []
@@ -258,6 +261,6 @@ def _of_environment(url: str) -> list[str]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("QINFER_REDIS__URL") == url:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == url:
                 found.append(" ".join(process.cmdline()[1:]))
     return found

@@ -1,6 +1,7 @@
 """Real workers in this process for tests, with stub backends and a caller that waits for answers."""
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -137,7 +138,7 @@ class InlineWorkers:
             return make
 
         loader = Loader(lambda model, version, *_: Path(model) / str(version), factory, self.delivery.clock)
-        renewals = InlineRenewals(settings, worker_id)
+        renewals = InlineRenewals(settings, worker_id, os.environ)
         worker = Worker(settings, self.delivery, self.store, loader, worker_id, renewals)
         stop = asyncio.Event()
         self._stops[worker_id] = (stop, self._tasks.create_task(worker.run(stop)))

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from qinfer.core.processes import LENGTH, packed
+from qinfer.core.processes import LENGTH, forbid_inspection, packed
 from qinfer.queue.clients import Login, blocking_client
 
 REPORTS_PER_RENEWAL = 3
@@ -238,6 +238,7 @@ def _serve(parent: int) -> None:
 
 def main() -> int:
     """Serves the process that started it."""
+    forbid_inspection(os.environ)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # they mean the worker, which still needs its leases to drain
     try:

@@ -42,8 +42,6 @@ def main(descriptor: int, parent: int) -> int:
     for signum in IGNORED:  # process managers send them to all: the worker, which drains, decides
         signal.signal(signum, _ignore)
     os.register_at_fork(after_in_child=_heed)
-    for name in [name for name in os.environ if name.startswith("QINFER_")]:
-        del os.environ[name]  # the worker's settings, such as the password of Redis, are not the model's
     sys.modules["triton_python_backend_utils"] = utils
     sys.modules["c_python_backend_utils"] = utils
     sys.path.extend(modules.__path__)

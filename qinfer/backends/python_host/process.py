@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import msgspec
 
+from qinfer.backends.parameters import model_variables
 from qinfer.backends.python_host.channel import Channel
 from qinfer.backends.python_host.messages import Finalize
 from qinfer.backends.python_host.services import LINE_BYTES, MARK
@@ -94,6 +95,7 @@ class HostProcess:
             # -B: byte code beside the model's files would look like a change of the model.
             options = ["-P", "-B", "-u", "-m", "qinfer.backends.python_host"]
             command = [sys.executable, *options, str(descriptor), str(os.getpid())]
+            environment = model_variables()
 
             def start() -> subprocess.Popen[bytes]:
                 return subprocess.Popen(  # noqa: S603  our own interpreter and module
@@ -102,6 +104,7 @@ class HostProcess:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     pass_fds=(descriptor,),
+                    env=environment,
                     start_new_session=True,
                 )
 

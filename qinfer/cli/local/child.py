@@ -12,12 +12,15 @@ import signal
 import sys
 import threading
 
+from qinfer.core.processes import forbid_inspection
+
 ORPHAN_DRAIN_S = 60.0
 """Seconds that an orphan may drain before it is killed; above the programs' own drain limits."""
 
 
 def main() -> None:
     """Runs the module of the second argument as `__main__`, on the cores in the first one, if any."""
+    forbid_inspection(os.environ)
     cpus, sys.argv = sys.argv[1], sys.argv[2:]
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})

@@ -1,7 +1,7 @@
 """The local deployment of `qinfer up`: the processes of one machine, started, awaited, supervised and stopped.
 
-    private Redis ◀── gateway (qinfer_api)             each a child of the supervisor, configured by QINFER_… variables
-                  ◀── workers (qinfer_workers.inference)
+    private Redis ◀── gateway (qinfer_api)             each a child of the supervisor, configured by QINFER_… variables;
+                  ◀── workers (qinfer_workers.inference)      each with an environment of its own: what it reads
                   ◀── bulk worker (qinfer_workers.jobs)
 
 The gateway stops first, so that requests in flight are still answered, then the workers, then Redis. The bulk worker
@@ -24,6 +24,8 @@ from qinfer.cli.local.plan import Plan, Ports, UpOptions
 from qinfer.cli.local.preparer import Preparer
 from qinfer.cli.local.supervisor import KILL_MARGIN_S, Program, RestartPolicy, Supervisor
 from qinfer.core.clock import SystemClock
+from qinfer.core.environments import BULK_WORKER, GATEWAY, WORKER, program_environment, system_environment
+from qinfer.core.processes import forbid_inspection
 from qinfer.queue.embedded import EmbeddedRedis
 
 if TYPE_CHECKING:
@@ -37,8 +39,6 @@ WORKER_POLICY = RestartPolicy()
 PORT_WAIT_S = 10.0
 """Seconds to wait for the port of a killed `qinfer up`, whose gateway notices and ends."""
 
-WORKER = "qinfer_workers.inference"
-
 
 def run_deployment(options: UpOptions) -> None:
     """Runs everything until a signal asks to stop.
@@ -47,6 +47,7 @@ def run_deployment(options: UpOptions) -> None:
         SettingsError: An option or setting can't work: no repository, port in use, data directory in use.
         GaveUp: The gateway or Redis failed repeatedly.
     """
+    forbid_inspection(os.environ)
     console = Console(stderr=True, soft_wrap=True)
     with (
         Preparer(options) as preparer,
@@ -56,7 +57,7 @@ def run_deployment(options: UpOptions) -> None:
         if options.redis_url:
             LocalDeployment(options, plan, preparer, supervisor, console).serve(options.redis_url)
             return
-        redis = PrivateRedis(options.data_dir, options.settings["redis"]["durability"])
+        redis = PrivateRedis(options.data_dir, options.settings["redis"]["durability"], system_environment(os.environ))
         before = runfile.read(options.data_dir)
         supervisor.add(redis, REDIS_POLICY, stop_s=KILL_MARGIN_S)
         try:
@@ -83,7 +84,7 @@ class FixedPool:
         self.least = count
         self.about = str(count)
         self.processes = [
-            Program(f"worker {number}", WORKER, env, cpus)
+            Program(f"worker {number}", "qinfer_workers.inference", env, cpus)
             for number, cpus in enumerate(share_cpus(usable_cpus(), count), start=1)
         ]
 
@@ -103,12 +104,18 @@ WorkerPool = Union[FixedPool, "Autoscaler"]
 
 
 class PrivateRedis:
-    """The embedded Redis as a process under the supervisor."""
+    """The embedded Redis as a process under the supervisor.
+
+    Args:
+        data_dir: See `EmbeddedRedis`.
+        durability: See `EmbeddedRedis`.
+        env: Its whole environment.
+    """
 
     name = "Redis"
 
-    def __init__(self, data_dir: Path, durability: str) -> None:
-        self._redis = EmbeddedRedis(data_dir, durability=durability)
+    def __init__(self, data_dir: Path, durability: str, env: Mapping[str, str]) -> None:
+        self._redis = EmbeddedRedis(data_dir, durability=durability, environment=env)
         self.url = self._redis.url
 
     def start(self) -> None:
@@ -159,10 +166,11 @@ class LocalDeployment:
         launch = self._preparer.begin(redis_url, ports)
         if not options.redis_url:
             runfile.write(options.data_dir, runfile.RunFile(os.getpid(), launch.url, redis_url))
-        env = child_environment(os.environ, launch.variables)
-        gateway = Program("gateway", "qinfer_api", env)
-        pool = self._worker_pool(env, redis_url)
-        bulk = Program("bulk worker", "qinfer_workers.jobs", env)
+        base = child_environment(os.environ, launch.variables)
+        gateway = Program("gateway", "qinfer_api", program_environment(GATEWAY, base, launch.pass_env))
+        workers = program_environment(WORKER, base, [*launch.pass_env, *launch.model_env])
+        pool = self._worker_pool(workers, redis_url)
+        bulk = Program("bulk worker", "qinfer_workers.jobs", program_environment(BULK_WORKER, base, launch.pass_env))
         try:
             supervisor.add(gateway, GATEWAY_POLICY, stop_s=self._plan.gateway_drain_s + KILL_MARGIN_S)
             pool.start()

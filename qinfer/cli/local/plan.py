@@ -65,11 +65,15 @@ class Launch:
     Attributes:
         url: The gateway's URL.
         variables: The programs' settings, as variables of the environment.
+        pass_env: Further variables for all programs, by name or pattern.
+        model_env: Further variables for workers and the code of models.
         no_bulk: The reason why there is no bulk worker; empty = there is one.
     """
 
     url: str
     variables: Mapping[str, str]
+    pass_env: Sequence[str]
+    model_env: Sequence[str]
     no_bulk: str
 
 

@@ -24,7 +24,8 @@ from qinfer.cli.overview import ModelRow, Overview, run_overview, run_start, wit
 from qinfer.client import ModelMetadata, TensorMetadata
 from qinfer.client.flows import model_path
 from qinfer.core.api_keys import check_exposure
-from qinfer.core.settings import PREFIX, Settings, load_settings
+from qinfer.core.environments import PREFIX
+from qinfer.core.settings import Settings, load_settings
 from qinfer.core.store_urls import normalised
 from qinfer.errors import BrokerUnavailable, QinferError, SettingsError
 from qinfer.jobs.tasks import broker_of
@@ -87,6 +88,8 @@ class Preparation:
         return Launch(
             url=url,
             variables=self._variables(redis_url, ports),
+            pass_env=self.settings.pass_env,
+            model_env=self.settings.worker.model_env,
             no_bulk=why_no_bulk_worker(self.settings, redis_url),
         )
 

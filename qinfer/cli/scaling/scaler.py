@@ -25,6 +25,8 @@ from qinfer.cli.local.supervisor import KILL_MARGIN_S, Process, RestartPolicy, S
 from qinfer.cli.overview import connected
 from qinfer.cli.scaling.pool import ScalingPool
 from qinfer.core.clock import Clock, SystemClock
+from qinfer.core.environments import WORKER, program_environment
+from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import AutoscaleSettings, RedisSettings, Settings, load_settings
 from qinfer.errors import QinferError
 from qinfer.jobs.queue.jobs import Jobs
@@ -461,10 +463,12 @@ def run_autoscaler(redis: RedisSettings, options: Mapping[str, float | str]) -> 
     Raises:
         SettingsError: The limits contradict one another, a variable is wrong, or the record can't be written.
     """
+    forbid_inspection(os.environ)
     settings = load_settings()
     scaling = settings.autoscale.model_copy(update=dict(options))
     settings = settings.model_copy(update={"autoscale": scaling, "redis": redis})
-    env = child_environment(os.environ, {"QINFER_REDIS__URL": redis.url.get_secret_value()})
+    base = child_environment(os.environ, {"QINFER_REDIS__URL": redis.url.get_secret_value()})
+    env = program_environment(WORKER, base, [*settings.pass_env, *settings.worker.model_env])
     with Supervisor(lambda line: logger.warning("workers", extra={"what": line})) as supervisor:
         autoscaler = make_autoscaler(settings, supervisor, env)
         logs.configure(settings.log, "autoscale")

@@ -108,7 +108,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     shutil.copytree(folder / "models/add_sub", folder / "models/broken")
     (folder / "models/broken/config.pbtxt").write_text("no config at all")
     options = ("--durability", "always", "--allow-store", str(folder / "store"))
-    one = Up(folder / "models", folder / "data", *options, env={})
+    # Tests read the environments of its processes.
+    one = Up(folder / "models", folder / "data", *options, env={"QINFER_ALLOW_INSPECTION": "true"})
     try:
         yield one.wait_ready()
     finally:

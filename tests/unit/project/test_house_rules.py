@@ -18,6 +18,10 @@ EXCEPTIONS: dict[str, str] = {}
 COMPOSITION_ROOTS = {"app.py", "__main__.py"}
 READS_ENVIRONMENT = {
     "qinfer/core/settings.py",
+    # Programs.
+    "qinfer/jobs/examiner.py",
+    "workers/qinfer_workers/jobs/beat.py",
+    "workers/qinfer_workers/renewer.py",
     # A store is opened anew when the variables of its driver have changed.
     "qinfer/storage/open.py",
     # The server for tests runs in the environment of the test.

@@ -17,7 +17,9 @@ from pathlib import Path
 import uvloop
 
 from qinfer.backends import registry
-from qinfer.backends.parameters import use_engine_cache
+from qinfer.backends.parameters import use_engine_cache, use_model_variables
+from qinfer.core.environments import model_environment
+from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.models.repository.open import open_repositories
@@ -55,10 +57,11 @@ async def serve(settings: Settings) -> None:
     files = open_repositories(settings.repository)
     if settings.repository.cache_dir:
         use_engine_cache(Path(settings.repository.cache_dir) / "engines")
+    use_model_variables(model_environment(os.environ, settings.worker.model_env))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = known_as(gpus_here(settings.worker.gpus, visible), visible)
     loader = Loader(files.version_dir, registry.factory, queue.clock, gpus, registry.completer)
-    worker = Worker(settings, queue, store, loader, worker_id, ProcessRenewals(settings, worker_id))
+    worker = Worker(settings, queue, store, loader, worker_id, ProcessRenewals(settings, worker_id, os.environ))
     if tracer is not None:
         worker.spans = Spans(tracer, queue.clock)
     following = loop.create_task(follow_log_settings(store, logs.Switches.of(settings.log)))
@@ -79,6 +82,7 @@ async def serve(settings: Settings) -> None:
 
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
+    forbid_inspection(os.environ)
     try:
         settings = load_settings()
     except SettingsError as error:

@@ -8,10 +8,12 @@ import asyncio
 import logging
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
 from contextlib import suppress
 
 import msgspec
 
+from qinfer.core.environments import helper_environment
 from qinfer.core.processes import packed, received
 from qinfer.core.retry import Backoff, OutageLog
 from qinfer.core.settings import Settings
@@ -34,9 +36,11 @@ class ProcessRenewals:
     Args:
         settings: Where Redis is, and how often to renew.
         consumer: The worker's id.
+        environment: The worker's variables; the process gets those that it needs.
     """
 
-    def __init__(self, settings: Settings, consumer: str) -> None:
+    def __init__(self, settings: Settings, consumer: str, environment: Mapping[str, str]) -> None:
+        self._environment = helper_environment(environment)
         self._hello = renewer.Hello(
             redis=Login.of(settings.redis),
             group=keys.GROUP,
@@ -68,7 +72,7 @@ class ProcessRenewals:
     async def _run_one(self, keeper: LeaseKeeper) -> int | None:
         """Starts a process and talks to it until it ends; returns its exit status."""
         command = [sys.executable, "-P", "-m", renewer.__name__]
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+        process = await asyncio.create_subprocess_exec(*command, env=self._environment, stdin=PIPE, stdout=PIPE)
         try:
             async with asyncio.TaskGroup() as tasks:
                 sender = tasks.create_task(self._send(process, keeper))

@@ -20,6 +20,7 @@ from types import FrameType
 from celery.beat import EmbeddedService
 from celery.worker import state
 
+from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.jobs.examiner_pool import PLAN_SHARES, ExaminerPool
@@ -121,6 +122,7 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
 
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
+    forbid_inspection(os.environ)
     try:
         settings = load_settings()
         logs.configure(settings.log, "bulk")

@@ -19,6 +19,7 @@ from typing import Any
 
 from celery.beat import EmbeddedService, Scheduler
 
+from qinfer.core.processes import forbid_inspection
 from qinfer.core.settings import Settings, load_settings
 from qinfer.errors import BrokerUnavailable, SettingsError
 from qinfer.jobs.tasks import BulkTasks
@@ -144,6 +145,7 @@ async def serve(settings: Settings) -> int:
 
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
+    forbid_inspection(os.environ)
     try:
         settings = load_settings()
         logs.configure(settings.log, "beat")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from qinfer.backends import parameters
 from qinfer.backends.python import PythonBackend
 from qinfer.backends.python_host import instance, process
 from qinfer.errors import InferenceFailed, ModelLoadFailed, ModelNotReady
@@ -345,13 +346,16 @@ def test_what_a_model_prints_and_logs_is_in_the_log(tmp_path: Path, caplog: pyte
     assert {getattr(record, "model", "") for record in caplog.records} == {"m"}
 
 
-def test_a_model_does_not_see_the_workers_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as the password of Redis."""
+def test_a_model_gets_the_variables_that_are_set_for_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the worker's, such as the password of Redis."""
     monkeypatch.setenv("QINFER_REDIS__URL", "redis://:secret@host")
-    monkeypatch.setenv("MODELS_OWN", "1")
-    code = execute("return [reply(np.array([['QINFER_REDIS__URL' in os.environ, 'MODELS_OWN' in os.environ]], 'f4'))]")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr(parameters, "_model_variables", {})
+    parameters.use_model_variables({"OMP_NUM_THREADS": "1"})
+    names = ["QINFER_REDIS__URL", "AWS_SECRET_ACCESS_KEY", "OMP_NUM_THREADS"]
+    code = execute(f"return [reply(np.array([[name in os.environ for name in {names}]], 'f4'))]")
     with loaded(tmp_path, code) as backend:
-        assert run(backend, floats(0)).array().tolist() == [[0.0, 1.0]]
+        assert run(backend, floats(0)).array().tolist() == [[0.0, 0.0, 1.0]]
 
 
 def test_instances_have_names_of_their_own(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ async def test_a_renewer_that_can_not_be_started_is_tried_again(
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", refusing)
     monkeypatch.setattr(renewals, "_RETRY_S", 0.01)
-    keeper = keeper_of(ProcessRenewals(Settings(redis=RedisSettings(url=SecretStr(NOWHERE))), "w"))
+    keeper = keeper_of(ProcessRenewals(Settings(redis=RedisSettings(url=SecretStr(NOWHERE))), "w", os.environ))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(keeper.run())
         await keeper.watch([])

@@ -1,0 +1,139 @@
+"""The environments of processes: allow-lists of variables, so that a secret is only where it is used.
+
+A program that `qinfer up` starts gets the settings that it reads, and variables that runtimes and drivers of stores
+read by themselves. A model's code gets no settings, and no credentials but those that the operator names. All functions
+are pure. The module imports nothing that takes time or memory, for the supervisor uses it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+PREFIX = "QINFER_"
+"""Begins the name of each variable that is a setting, in any case."""
+
+ALLOW_INSPECTION = f"{PREFIX}ALLOW_INSPECTION"
+"""The setting for debuggers (`qinfer.core.processes.forbid_inspection`), which all of qinfer's processes get."""
+
+_SYSTEM = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TERM", "NO_COLOR", "FORCE_COLOR", "COLUMNS",
+    "LANG", "LANGUAGE", "LC_*", "TZ", "TZDIR", "TMPDIR", "TMP", "TEMP", "XDG_*",
+    "PYTHON*", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_*", "MALLOC_*", "GLIBC_TUNABLES",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+)  # fmt: skip
+_RUNTIMES = (
+    "CUDA_*", "CUDNN_*", "CUBLAS_*", "NVIDIA_*", "NCCL_*", "CUPY_*", "ROCR_*", "ROCM_*", "HIP_*", "HSA_*", "MIOPEN_*",
+    "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "BLIS_*", "VECLIB_*", "NUMEXPR_*", "NUMBA_*", "DNNL_*",
+    "ONEDNN_*", "ORT_*", "OV_*", "OPENVINO_*", "TORCH*", "PYTORCH_*", "TRITON_*", "TF_*", "XLA_*", "JAX_*",
+    # HF_TOKEN is a credential.
+    "HF_HOME", "HF_ENDPOINT", "HF_HUB_*", "HF_DATASETS_*", "HUGGINGFACE_HUB_CACHE",
+    "TRANSFORMERS_*", "TOKENIZERS_*", "SENTENCE_TRANSFORMERS_HOME", "NLTK_DATA", "MPLCONFIGDIR",
+)  # fmt: skip
+_SERVICES = (
+    "AWS_*", "BOTO_*", "AZURE_*", "IDENTITY_*", "MSI_*", "GOOGLE_*", "GCLOUD_*", "GCE_*", "CLOUDSDK_*",
+    "STORAGE_EMULATOR_HOST", "FSSPEC_*", "HADOOP_*", "ARROW_*", "JAVA_HOME", "CLASSPATH", "KRB5*", "SSH_AUTH_SOCK",
+    "OTEL_*", "GRPC_*",
+    # The address of a proxy may contain a password.
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
+)  # fmt: skip
+
+
+class Role(NamedTuple):
+    """The settings that a program reads.
+
+    Attributes:
+        settings: Sections of the settings, and settings outside sections.
+        withheld: Settings of those sections that the program does not read, as `section.name`.
+    """
+
+    settings: frozenset[str]
+    withheld: frozenset[str] = frozenset()
+
+
+_OF_WORKERS = frozenset(
+    {"redis", "limits", "requests", "metrics", "stores", "bulk", "worker", "repository", "log", "allow_inspection"}
+)
+GATEWAY = Role(
+    _OF_WORKERS
+    | {"http", "grpc", "webhooks", "labeling", "auth", "autoscale", "trace"}
+    | {"allow_client_shm", "server_id", "pass_env"}
+)
+WORKER = Role(_OF_WORKERS, withheld=frozenset({"bulk.broker_url"}))
+BULK_WORKER = Role(_OF_WORKERS)
+
+
+def program_environment(role: Role, base: Mapping[str, str], passed: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the environment of a gateway, worker or bulk worker.
+
+    Args:
+        role: The settings that it reads.
+        base: The variables that there are.
+        passed: Names of further variables for it, or patterns such as `ACME_*`; they never match a setting.
+    """
+    found = _matching(base, (*_SYSTEM, *_RUNTIMES, *_SERVICES, *passed))
+    for name, value in base.items():
+        given = _setting(role, name.upper().removeprefix(PREFIX).lower(), value) if _is_setting(name) else None
+        if given is not None:
+            found[name] = given
+    return found
+
+
+def helper_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a process that a program starts for itself, and tells the rest over a pipe."""
+    return _matching(base, _SYSTEM) | {name: value for name, value in base.items() if name.upper() == ALLOW_INSPECTION}
+
+
+def model_environment(base: Mapping[str, str], passed: Iterable[str] = ()) -> dict[str, str]:
+    """Returns the environment of a process that runs a model's code.
+
+    Args:
+        base: The variables that there are.
+        passed: Names of further variables for it, or patterns such as `ACME_*`; they never match a setting.
+    """
+    return _matching(base, (*_SYSTEM, *_RUNTIMES, *passed))
+
+
+def system_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a program that is none of qinfer's, such as redis-server."""
+    return _matching(base, _SYSTEM)
+
+
+def without_settings(base: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that are no settings, and the one for debuggers."""
+    return {name: value for name, value in base.items() if not _is_setting(name) or name.upper() == ALLOW_INSPECTION}
+
+
+def _matching(base: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:
+    known = tuple(patterns)
+    return {
+        name: value
+        for name, value in base.items()
+        if not _is_setting(name) and any(fnmatchcase(name, pattern) for pattern in known)
+    }
+
+
+def _is_setting(name: str) -> bool:
+    return name.upper().startswith(PREFIX)
+
+
+def _setting(role: Role, setting: str, value: str) -> str | None:
+    """Returns a setting's value as a program gets it; `None` = it does not get it.
+
+    Args:
+        role: The settings that it reads.
+        setting: The variable's name without prefix, in lower case: `redis__url`, or `redis` for a section as JSON.
+        value: The variable's value.
+    """
+    section, _, name = setting.partition("__")
+    if section not in role.settings or f"{section}.{name}" in role.withheld:
+        return None
+    withheld = {dotted.partition(".")[2] for dotted in role.withheld if dotted.startswith(f"{section}.")}
+    if name or not withheld:
+        return value
+    try:
+        fields = json.loads(value)
+        return json.dumps({field: inner for field, inner in fields.items() if field.lower() not in withheld})
+    except (ValueError, AttributeError):
+        # Whoever starts the program has refused such a value.
+        return None

@@ -1,0 +1,61 @@
+"""Messages about wrong settings: which variable, and what it accepts. Values that may be secret are left out."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from qinfer.core.environments import PREFIX
+
+_JSON_KINDS = {
+    "dict": """an object is written as JSON, such as '{"name": {}}'""",
+    "tuple": """a list is written as JSON, such as '["first", "second"]'""",
+}
+
+
+def wrong_values(error: ValidationError, settings: type[BaseModel]) -> list[str]:
+    """Returns a message for each variable whose value is wrong.
+
+    Args:
+        error: What pydantic says.
+        settings: The class of the settings.
+    """
+    return [
+        f"{PREFIX}{'__'.join(str(part).upper() for part in each['loc'])}: {each['msg']}"
+        f"{_got(each['loc'], each['input'], settings)}"
+        for each in error.errors()
+    ]
+
+
+def not_json(environment: Mapping[str, str], settings: type[BaseModel]) -> list[str]:
+    """Returns a message for each list or object that is not JSON: pydantic-settings reports only the section.
+
+    Args:
+        environment: The variables.
+        settings: The class of the settings.
+    """
+    wrong = []
+    for section, field in settings.model_fields.items():
+        for name, inner in getattr(field.annotation, "model_fields", {}).items():
+            variable = f"{PREFIX}{section}__{name}".upper()
+            kind = next((kind for kind in _JSON_KINDS if kind in str(inner.annotation)), "")
+            if variable in environment and kind:
+                try:
+                    json.loads(environment[variable])
+                except ValueError:
+                    wrong.append(f"{variable}: {_JSON_KINDS[kind]}")
+    return wrong
+
+
+def _got(location: Sequence[int | str], value: object, settings: type[BaseModel]) -> str:
+    """Returns the words about a wrong value; none where the value is, or may contain, a secret.
+
+    A section, a list, or a field that does not exist may contain anything, such as a password in the wrong place.
+    """
+    annotation: object = settings
+    for name in location:
+        fields = getattr(annotation, "model_fields", {})
+        annotation = fields[name].annotation if name in fields else None
+    is_plain = annotation in {str, int, float, bool} or get_origin(annotation) is Literal
+    return f", got {value!r}" if is_plain and not isinstance(value, dict | list) else ""
