@@ -184,7 +184,7 @@ def main() -> int:
     forbid_inspection(os.environ)
     outbox = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # they mean the parent, which has work done while it drains
     faulthandler.enable()
     logging.getLogger().addHandler(logging.NullHandler())

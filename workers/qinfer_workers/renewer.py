@@ -239,7 +239,7 @@ def _serve(parent: int) -> None:
 def main() -> int:
     """Serves the process that started it."""
     forbid_inspection(os.environ)
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # they mean the worker, which still needs its leases to drain
     try:
         _serve(os.getppid())

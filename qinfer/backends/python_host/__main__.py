@@ -39,6 +39,7 @@ def main(descriptor: int, parent: int) -> int:
     if os.getppid() != parent:  # it died before the call
         return 1
     faulthandler.enable()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # in what the model starts, too
     for signum in IGNORED:  # process managers send them to all: the worker, which drains, decides
         signal.signal(signum, _ignore)
     os.register_at_fork(after_in_child=_heed)

@@ -21,6 +21,7 @@ ORPHAN_DRAIN_S = 60.0
 def main() -> None:
     """Runs the module of the second argument as `__main__`, on the cores in the first one, if any."""
     forbid_inspection(os.environ)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the program is there
     cpus, sys.argv = sys.argv[1], sys.argv[2:]
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})

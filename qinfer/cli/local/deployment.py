@@ -132,6 +132,9 @@ class PrivateRedis:
 
     kill = terminate
 
+    def reload(self) -> None:
+        """Does nothing: it reads no files of keys or certificates."""
+
 
 class LocalDeployment:
     """The gateway, the workers and the bulk worker of one `qinfer up`.

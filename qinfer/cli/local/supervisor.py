@@ -1,7 +1,8 @@
 """A small synchronous supervisor: starts processes, restarts crashed ones, stops them in order.
 
-It sleeps in one `select` on the wake-up socket that Python writes signals to: SIGCHLD when a process ended, SIGINT,
-SIGTERM and SIGHUP when it should stop. Nothing is polled. Decisions about restarts (`after_exit`) are pure.
+It sleeps in one `select` on the wake-up socket that Python writes signals to: SIGCHLD when a process ended, SIGINT and
+SIGTERM when it should stop. SIGHUP stops it if its terminal was closed, and is passed on to the processes otherwise:
+they read their files again. Nothing is polled. Decisions about restarts (`after_exit`) are pure.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from qinfer.core.processes import signal_name
 from qinfer.core.retry import pause_s
 from qinfer.errors import QinferError, SettingsError
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POKE = b"\0"
 """The number of no signal."""
 
@@ -110,6 +111,10 @@ class Process(Protocol):
         """Ends the process at once."""
         ...
 
+    def reload(self) -> None:
+        """Has the process read its files again."""
+        ...
+
 
 class Program:
     """A Python module run as a child that ends with its supervisor (`qinfer.cli.local.child`).
@@ -155,6 +160,11 @@ class Program:
         assert self._popen is not None
         self._popen.kill()
 
+    def reload(self) -> None:
+        """See `Process`."""
+        assert self._popen is not None
+        self._popen.send_signal(signal.SIGHUP)
+
 
 class GaveUp(QinferError):
     """The repeated failure of a process without which nothing works."""
@@ -189,6 +199,7 @@ class Supervisor:
         self._children: list[_Child] = []
         self._stops_asked = 0
         self._stopping = False
+        self._had_terminal = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -197,8 +208,10 @@ class Supervisor:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, *STOP_SIGNALS):
+        for number in (signal.SIGCHLD, signal.SIGHUP, *STOP_SIGNALS):
             self._previous[number] = signal.signal(number, _ignore)
+        is_detached = self._previous[signal.SIGHUP] is signal.SIG_IGN  # as by nohup
+        self._had_terminal = _has_terminal() and not is_detached
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -242,6 +255,8 @@ class Supervisor:
         if select.select([self._reader], [], [], timeout_s)[0]:
             numbers = self._reader.recv(4096)
             self._stops_asked += sum(number in STOP_SIGNALS for number in numbers)
+            if signal.SIGHUP in numbers:
+                self._hung_up()
         for child in self._children:
             self._check(child)
         self._children = [child for child in self._children if not (child.stopping and child.ended)]
@@ -298,6 +313,14 @@ class Supervisor:
             self.wait(None if killed else max(0.0, deadline_s - self._clock.monotonic_s()))
             meanwhile()
 
+    def _hung_up(self) -> None:
+        if self._had_terminal and not _has_terminal():
+            self._stops_asked = max(self._stops_asked, 1)  # the shell sends another one
+            return
+        for child in self._children:
+            if not (child.ended or child.stopping) and child.restart_at_s is None:
+                child.process.reload()
+
     def _ask_to_end(self, child: _Child) -> None:
         child.stopping = True
         if child.restart_at_s is not None:
@@ -347,6 +370,15 @@ class Supervisor:
             raise reason(f"{child.process.name} {how}; its own message is above")
         self._say(f"{child.process.name} {how}; restarting it in {verdict.delay_s:g} s")
         child.restart_at_s = now_s + verdict.delay_s
+
+
+def _has_terminal() -> bool:
+    """Tells whether the process has a terminal; one that was closed is none."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:

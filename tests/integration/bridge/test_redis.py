@@ -1,6 +1,7 @@
 """The bridge between kombu's queues on a real Redis and the workers: in, out, again, refused, full, stopped, killed."""
 
 import asyncio
+import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -391,6 +392,7 @@ async def test_a_killed_bridge_loses_nothing_and_scores_nothing_twice(
             assert (known.body, headers_of(known)) == (message.body, headers_of(message))
         name = f"qinfer-bridge-{process.pid}@{socket.gethostname()}"  # the health check looks for it
         assert name in await scene.store.live_processes(BRIDGE)
+        process.send_signal(signal.SIGHUP)  # which means gateways
         process.terminate()
         assert await asyncio.to_thread(process.wait, 15) == 0
     finally:

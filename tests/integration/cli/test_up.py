@@ -21,10 +21,11 @@ import redis
 
 from qinfer.cli.load import batch_counts
 from qinfer.cli.local import runfile
+from qinfer.core.api_keys import Scope, add_key, revoke_key
 from qinfer.queue import keys
 from qinfer.queue.entries import Lane
 from qinfer.testing import wait_until
-from tests.support import models
+from tests.support import models, python_models
 from tests.support.servers import servers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -360,6 +361,37 @@ def test_settings_that_the_gateway_refuses_end_it_with_2(up: Callable[..., Up], 
     assert "QINFER_GRPC__TLS_CERTFILE is not set" in one.log.read_text()
 
 
+def test_a_hang_up_ends_no_process(up: Callable[..., Up], repository: Path, tmp_path: Path) -> None:
+    """Sent to each of them, as by tools that mean a whole service: gateway, workers, model, Redis and all helpers."""
+    python_models.write_model(repository, python_models.ECHO, "echo")
+    file, store = tmp_path / "keys.json", tmp_path / "store"
+    _, key = add_key(file, "acme", (Scope.INFER,), "first")
+    auth = {"QINFER_AUTH__MODE": "keys", "QINFER_AUTH__KEYS_FILE": str(file)}
+    one = up("--allow-store", str(store), **auth).wait_ready()
+    echo = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+
+    def statuses(key: str) -> list[int]:
+        with httpx.Client(base_url=one.url, headers={"x-api-key": key}, timeout=WITHIN_S) as client:
+            bodies = {"add_sub": BODY, "echo": echo}
+            return [client.post(f"/v2/models/{m}/infer", json=body).status_code for m, body in bodies.items()]
+
+    assert statuses(key) == [200, 200]
+    job = run_job(one.url, store / "acme", {"x-api-key": key})  # so that there are helpers
+    wait_until(lambda: len(bulk_pids(one)) == 1, WITHIN_S, "the bulk worker")
+    before = psutil.Process(one.process.pid).children(recursive=True)
+    _, second = add_key(file, "acme", (Scope.INFER,), "second")
+    revoke_key(file, "first")
+
+    for process in (*before, psutil.Process(one.process.pid)):
+        process.send_signal(signal.SIGHUP)
+
+    wait_until(lambda: statuses(second) == [200, 200], WITHIN_S, "the new key")
+    assert statuses(key) == [401, 401]
+    assert run_job(one.url, store / "acme/again", {"x-api-key": second})["state"] == job["state"] == "completed"
+    left = {process.pid for process in psutil.Process(one.process.pid).children(recursive=True)}
+    assert {process.pid for process in before} <= left, one.log.read_text()
+
+
 def test_model_that_can_not_be_loaded_does_not_hold_up_the_others(server: Up) -> None:
     """The summary says which and why."""
     log = server.log.read_text()
@@ -379,15 +411,15 @@ def bulk_pids(one: Up) -> list[int]:
     return pids
 
 
-def run_job(url: str, data: Path) -> dict[str, Any]:
+def run_job(url: str, data: Path, headers: dict[str, str] | None = None) -> dict[str, Any]:
     """Scores a file of two rows; returns the job once it has ended."""
     (data / "in").mkdir(parents=True)
     pq.write_table(pa.table({"a": [[1.0, 2.0, 3.0, 4.0]] * 2, "b": [[4.0, 3.0, 2.0, 1.0]] * 2}), data / "in/x.parquet")
     spec = {"model": "add_sub", "inputs": [f"file://{data}/in/*"], "output": {"url": f"file://{data}/out"}}
-    job = httpx.post(f"{url}/v1/jobs", json=spec, timeout=WITHIN_S).json()
+    job = httpx.post(f"{url}/v1/jobs", json=spec, timeout=WITHIN_S, headers=headers).json()
 
     def has_ended() -> bool:
-        job.update(httpx.get(f"{url}/v1/jobs/{job['id']}", timeout=WITHIN_S).json())
+        job.update(httpx.get(f"{url}/v1/jobs/{job['id']}", timeout=WITHIN_S, headers=headers).json())
         return job["state"] in ("completed", "failed")
 
     wait_until(has_ended, WITHIN_S, lambda: f"the end of {job}")

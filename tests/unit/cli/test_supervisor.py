@@ -1,6 +1,7 @@
 """The supervisor with real, tiny processes."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -54,6 +55,9 @@ class Script:
 
     def kill(self) -> None:
         self.popen.kill()
+
+    def reload(self) -> None:
+        self.popen.send_signal(signal.SIGHUP)
 
 
 @pytest.fixture
@@ -127,6 +131,75 @@ def test_process_that_does_not_end_is_killed(supervisor: Supervisor, said: list[
 
     assert script.poll() == -signal.SIGKILL
     assert said == ["worker is killed"]
+
+
+TOLD = """
+import signal, sys
+signal.signal(signal.SIGHUP, lambda *_: print("reload", flush=True))
+print("up", flush=True)
+while True: signal.pause()
+"""
+
+
+def test_a_hang_up_is_passed_on_to_those_that_run(supervisor: Supervisor) -> None:
+    """It stops nothing; there is no terminal that was closed."""
+    script, down = Script("gateway", TOLD), Script("worker", "raise SystemExit(1)")
+    supervisor.add(script, QUICK, stop_s=5)
+    supervisor.add(down, RestartPolicy(first_delay_s=600), stop_s=5)
+    assert script.popen.stdout is not None
+    assert script.popen.stdout.readline() == b"up\n"
+    down.popen.wait()
+    supervisor.wait(5)
+
+    os.kill(os.getpid(), signal.SIGHUP)
+    supervisor.wait(5)
+
+    assert script.popen.stdout.readline() == b"reload\n"
+    assert not supervisor.stop_asked
+    supervisor.stop([script, down])
+
+
+UNDER_A_TERMINAL = """
+import fcntl, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if sys.argv[1:]: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from qinfer.cli.local.supervisor import Supervisor
+class Worker:
+    name = "worker"
+    def start(self): pass
+    def poll(self): return None
+    def reload(self): print("reload", file=sys.stderr, flush=True)
+    def terminate(self): self.poll = lambda: 0
+    kill = terminate
+with Supervisor(print) as supervisor:
+    worker = Worker()
+    supervisor.add(worker, None, stop_s=5)
+    print("up", file=sys.stderr, flush=True)
+    supervisor.run()
+    print("stop", file=sys.stderr, flush=True)
+    supervisor.stop([worker])
+"""
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["attached", "nohup"])
+def test_a_terminal_that_is_closed_stops_it(detached: bool) -> None:  # noqa: FBT001
+    """A hang-up while the terminal is there is passed on; so are all where the shell was told to leave it alone."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", UNDER_A_TERMINAL, *(["nohup"] if detached else [])]
+    with subprocess.Popen(command, stdin=theirs, stderr=subprocess.PIPE, start_new_session=True) as process:
+        os.close(theirs)
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"up\n"
+
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr.readline() == b"reload\n"
+        os.close(ours)
+
+        if detached:
+            assert process.stderr.readline() == b"reload\n"
+            process.terminate()
+        assert process.stderr.readline() == b"stop\n"
+        assert process.wait(20) == 0
 
 
 def test_second_stop_signal_kills(supervisor: Supervisor) -> None:

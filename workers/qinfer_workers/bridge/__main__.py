@@ -52,6 +52,7 @@ async def _check(config: BridgeConfig, settings: Settings) -> int:
 def main() -> int:
     """Reads the configuration, serves or checks it, and returns the exit status."""
     forbid_inspection(os.environ)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways
     parser = argparse.ArgumentParser(prog="python -m qinfer_workers.bridge")
     parser.add_argument("config", type=Path)
     parser.add_argument("--check", action="store_true")

@@ -1,6 +1,7 @@
 """The inference worker's composition root: `python -m qinfer_workers.inference`.
 
-The only place of this program that reads the environment and builds adapters. SIGTERM and SIGINT drain it.
+The only place of this program that reads the environment and builds adapters. SIGTERM and SIGINT drain it, SIGHUP does
+nothing.
 """
 
 import asyncio
@@ -83,6 +84,7 @@ async def serve(settings: Settings) -> None:
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
     forbid_inspection(os.environ)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways; what this process starts ignores it too
     try:
         settings = load_settings()
     except SettingsError as error:

@@ -123,6 +123,7 @@ def _work(settings: Settings, loop: EventLoop, services: JobServices) -> int:
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
     forbid_inspection(os.environ)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways; what this process starts ignores it too
     try:
         settings = load_settings()
         logs.configure(settings.log, "bulk")

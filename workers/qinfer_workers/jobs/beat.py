@@ -146,6 +146,7 @@ async def serve(settings: Settings) -> int:
 def main() -> int:
     """Reads the settings, serves, and returns the exit status."""
     forbid_inspection(os.environ)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it means gateways
     try:
         settings = load_settings()
         logs.configure(settings.log, "beat")
