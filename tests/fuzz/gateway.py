@@ -43,6 +43,8 @@ GROWTH_BYTES = 200 * 2**20
 """Memory that the gateway may have more after a run than before: its limits leave it a multiple of what it receives."""
 SCOPES = {"acme": (Scope.INFER,), "other": (Scope.INFER,), "root": (Scope.ADMIN,)}
 """The tenants: two that ask, and one who may do everything."""
+UNLOADED = ("half", "asleep", "nobody")
+"""Models that tests may load and unload: the others are needed."""
 UNWANTED = re.compile(r'Traceback|"level":"(ERROR|CRITICAL)"')
 
 
